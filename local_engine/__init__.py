@@ -1,0 +1,63 @@
+"""local_engine: tokens in, tokens out.
+
+A small inference engine (continuous batching, paged KV with prefix reuse, chunked prefill) behind two seams: `Engine`,
+synchronous and inline, and `AsyncEngine`, the same engine in a process of its own over a unix socket. Knows no HTTP,
+teams, money or caches. Importing this package loads no torch: `Engine` arrives on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from local_engine.client import AsyncEngine, Generation
+from local_engine.messages import (
+    DeadlineExceeded,
+    EngineError,
+    EngineFailed,
+    EngineLoad,
+    EngineLoading,
+    EngineUnavailable,
+    FinishReason,
+    GenerateRequest,
+    InvalidRequest,
+    ModelInfo,
+    Output,
+    Overloaded,
+    PromptTooLong,
+    SamplingParams,
+    TokenLogprob,
+    Usage,
+)
+
+if TYPE_CHECKING:
+    from local_engine.engine import Engine
+
+__all__ = [
+    "AsyncEngine",
+    "DeadlineExceeded",
+    "Engine",
+    "EngineError",
+    "EngineFailed",
+    "EngineLoad",
+    "EngineLoading",
+    "EngineUnavailable",
+    "FinishReason",
+    "GenerateRequest",
+    "Generation",
+    "InvalidRequest",
+    "ModelInfo",
+    "Output",
+    "Overloaded",
+    "PromptTooLong",
+    "SamplingParams",
+    "TokenLogprob",
+    "Usage",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Engine":
+        from local_engine.engine import Engine
+
+        return Engine
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

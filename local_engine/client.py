@@ -1,0 +1,314 @@
+"""AsyncEngine: an engine worker's socket, seen from an event loop.
+
+Knows the wire and nothing of torch, models or tokenizers. Invariant: a generation that was started is always either
+finished by the engine, failed with a typed error, or aborted in the engine by `aclose`: a reader that is closed before
+its first item aborts too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from local_engine.messages import (
+    FRAME_SIZE_MAX_BYTES,
+    Abort,
+    CountTokens,
+    EngineError,
+    EngineLoad,
+    EngineLoading,
+    EngineUnavailable,
+    Failed,
+    GenerateRequest,
+    ModelInfo,
+    Output,
+    Outputs,
+    State,
+    Submit,
+    ToClient,
+    TokenCount,
+    ToWorker,
+    Usage,
+    error_from_wire,
+)
+
+
+class Generation:
+    """One running generation: iterate for `Output`s, `aclose` to abort. Not an async generator on purpose: an async
+    generator that was never started runs no `finally`, and would leak the work it stands for.
+
+    `usage` is set once every choice has finished, which is before the iteration ends. Raises EngineError from
+    `__anext__`; after an error or the end, iteration stays ended.
+    """
+
+    def __init__(self, engine: AsyncEngine, id: int) -> None:
+        self.id = id
+        self.usage: Usage | None = None
+        self._engine = engine
+        self._items: deque[Output] = deque()
+        self._error: EngineError | None = None
+        self._is_done = False
+        self._has_output = False
+        self._wake: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> Output:
+        while True:
+            if self._items:
+                return self._items.popleft()
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
+            if self._is_done:
+                raise StopAsyncIteration
+            self._wake = asyncio.get_running_loop().create_future()
+            try:
+                await self._wake
+            finally:
+                self._wake = None
+
+    async def aclose(self) -> None:
+        """Abort in the engine what has not finished; safe to call at any time, any number of times."""
+        if not self._is_done:
+            self._is_done = True
+            self._engine._abort(self.id)
+        self._items.clear()
+        self._error = None
+        self._notify()
+
+    async def __aenter__(self) -> Generation:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def _push(self, outputs: tuple[Output, ...], usage: Usage | None) -> None:
+        if self._is_done:
+            return
+        self._items.extend(outputs)
+        self._has_output = self._has_output or bool(outputs)
+        if usage is not None:
+            self.usage = usage
+            self._is_done = True
+        self._notify()
+
+    def _fail(self, error: EngineError) -> None:
+        if self._is_done:
+            return
+        if isinstance(error, EngineUnavailable):
+            error.has_output = self._has_output
+        self._error = error
+        self._is_done = True
+        self._notify()
+
+    def _notify(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+
+class _Frames(asyncio.Protocol):
+    """Cuts the byte stream into frames and hands each one's messages to the engine."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._engine = engine
+        self._buffer = bytearray()
+        self._transport: asyncio.WriteTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        buffer = self._buffer
+        buffer += data
+        start = 0
+        while len(buffer) - start >= 4:
+            size_bytes = int.from_bytes(buffer[start : start + 4], "big")
+            if size_bytes > FRAME_SIZE_MAX_BYTES:
+                assert self._transport is not None
+                self._transport.abort()
+                return
+            if len(buffer) - start - 4 < size_bytes:
+                break
+            try:
+                messages = self._engine._decoder.decode(memoryview(buffer)[start + 4 : start + 4 + size_bytes])
+            except msgspec.MsgspecError:
+                assert self._transport is not None
+                self._transport.abort()
+                return
+            start += 4 + size_bytes
+            for message in messages:
+                self._engine._on_message(message)
+        del buffer[:start]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+
+class AsyncEngine:
+    """A client of one engine worker that keeps itself connected.
+
+        engine = AsyncEngine("/run/engine.sock")
+        await engine.connect()
+        async with engine.generate(GenerateRequest(messages=[...])) as generation:
+            async for output in generation:
+                print(output.text, end="")
+        print(generation.usage)
+
+    Belongs to one event loop. `generate` never raises: what is wrong is raised by the generation's first `__anext__`.
+    """
+
+    def __init__(self, socket_path: str | Path, *, reconnect_min_s: float = 0.05, reconnect_max_s: float = 2.0) -> None:
+        self.socket_path = str(socket_path)
+        self.info: ModelInfo | None = None
+        self._reconnect_min_s = reconnect_min_s
+        self._reconnect_max_s = reconnect_max_s
+        self._load = EngineLoad()
+        self._ids = itertools.count(1)
+        self._generations: dict[int, Generation] = {}
+        self._counts: dict[int, asyncio.Future[int]] = {}
+        self._transport: asyncio.WriteTransport | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._is_changed = asyncio.Event()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[list[ToClient]] = msgspec.msgpack.Decoder(list[ToClient])
+
+    async def connect(self) -> None:
+        """Start connecting and reconnecting in the background; returns after the first attempt, whatever came of it."""
+        if self._task is None:
+            first_attempt = asyncio.Event()
+            self._task = asyncio.create_task(self._stay_connected(first_attempt), name="engine-connection")
+            await first_attempt.wait()
+
+    async def close(self) -> None:
+        """Disconnect for good. Running generations raise EngineUnavailable; the worker aborts them by itself."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+            self._task = None
+
+    async def wait_ready(self) -> ModelInfo:
+        """Wait until the model is loaded; bound it with asyncio.timeout. The wait ends by no error of the engine's."""
+        while not (self._load.is_ready and self.info is not None):
+            self._is_changed.clear()
+            await self._is_changed.wait()
+        return self.info
+
+    def load(self) -> EngineLoad:
+        """The last state the worker pushed; `is_connected` and `is_ready` are False when there is none behind the socket."""
+        return self._load
+
+    def generate(self, request: GenerateRequest) -> Generation:
+        """Start a generation. Its errors, EngineUnavailable and EngineLoading included, come from its `__anext__`."""
+        generation = Generation(self, next(self._ids))
+        refusal = self._refusal()
+        if refusal is not None:
+            generation._fail(refusal)
+        else:
+            self._generations[generation.id] = generation
+            self._send(Submit(generation.id, request))
+        return generation
+
+    async def count_tokens(self, request: GenerateRequest) -> int:
+        """How many prompt tokens that request has, chat template included. Raises EngineError."""
+        refusal = self._refusal()
+        if refusal is not None:
+            raise refusal
+        id = next(self._ids)
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._counts[id] = future
+        try:
+            self._send(CountTokens(id, request))
+            return await future
+        finally:
+            self._counts.pop(id, None)
+
+    def _refusal(self) -> EngineError | None:
+        if self._transport is None:
+            return EngineUnavailable(f"no engine answers at {self.socket_path}")
+        if not self._load.is_ready:
+            percent = round(100 * self._load.progress)
+            return EngineLoading(f"the model is loading: {percent}% ({self._load.stage})", progress=self._load.progress)
+        return None
+
+    def _send(self, message: ToWorker) -> None:
+        if self._transport is not None:
+            body = self._encoder.encode([message])
+            self._transport.write(len(body).to_bytes(4, "big") + body)
+
+    def _abort(self, id: int) -> None:
+        if self._generations.pop(id, None) is not None:
+            self._send(Abort(id))
+
+    def _on_message(self, message: ToClient) -> None:
+        match message:
+            case Outputs():
+                generation = self._generations.get(message.id)
+                if generation is not None:
+                    if message.usage is not None:
+                        del self._generations[message.id]
+                    generation._push(message.outputs, message.usage)
+            case Failed():
+                generation = self._generations.pop(message.id, None)
+                if generation is not None:
+                    generation._fail(error_from_wire(message))
+                count = self._counts.get(message.id)
+                if count is not None and not count.done():
+                    count.set_exception(error_from_wire(message))
+            case TokenCount():
+                count = self._counts.get(message.id)
+                if count is not None and not count.done():
+                    count.set_result(message.tokens)
+            case State():
+                self._load = msgspec.structs.replace(message.load, is_connected=True)
+                self.info = message.info
+                self._is_changed.set()
+
+    async def _stay_connected(self, first_attempt: asyncio.Event) -> None:
+        loop = asyncio.get_running_loop()
+        pause_s = self._reconnect_min_s
+        try:
+            while True:
+                try:
+                    transport, frames = await loop.create_unix_connection(lambda: _Frames(self), self.socket_path)
+                except OSError:
+                    first_attempt.set()
+                    await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+                    pause_s = min(self._reconnect_max_s, pause_s * 2)
+                    continue
+                pause_s = self._reconnect_min_s
+                self._transport = transport
+                first_attempt.set()
+                try:
+                    await frames.closed
+                finally:
+                    transport.abort()
+                    self._on_lost()
+        finally:
+            first_attempt.set()
+
+    def _on_lost(self) -> None:
+        self._transport = None
+        self._load = EngineLoad()
+        self.info = None
+        self._is_changed.set()
+        generations, self._generations = self._generations, {}
+        for generation in generations.values():
+            generation._fail(EngineUnavailable("the engine's process went away"))
+        for count in self._counts.values():
+            if not count.done():
+                count.set_exception(EngineUnavailable("the engine's process went away"))

@@ -1,0 +1,310 @@
+"""What crosses the engine's boundary: requests in, outputs out, and every error with a type of its own.
+
+Knows no HTTP, no teams and no torch: this file imports msgspec alone, so that a gateway worker can speak to an engine
+without loading one. Everything here is a frozen value. The same structs travel over the worker's socket (msgpack, in
+frames with a 4-byte big-endian length) and through `AsyncEngine` and `Engine`.
+
+Errors:
+
+    EngineError
+    ├── EngineUnavailable    no process behind the socket, or it died; `has_output` says whether tokens had left
+    ├── EngineLoading        the process is up, the weights are not; `progress` in 0..1
+    ├── InvalidRequest       the caller's fault; `param` names the field
+    │   └── PromptTooLong    prompt + 1 > context
+    ├── Overloaded           the queue is full: try elsewhere or later
+    ├── DeadlineExceeded     the request's own time ran out before it finished
+    └── EngineFailed         this generation failed inside the engine (a bug or out of memory); the engine lives on
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort"]
+
+TOP_LOGPROBS_MAX = 20
+
+
+class EngineError(Exception):
+    """Base of everything the engine raises at its boundary."""
+
+
+class EngineUnavailable(EngineError):
+    """The engine's process is not there. `has_output`: whether this generation had already delivered something."""
+
+    def __init__(self, message: str, *, has_output: bool = False) -> None:
+        super().__init__(message)
+        self.has_output = has_output
+
+
+class EngineLoading(EngineError):
+    """The process is up and still loading its model. `progress` is 0..1."""
+
+    def __init__(self, message: str, *, progress: float = 0.0) -> None:
+        super().__init__(message)
+        self.progress = progress
+
+
+class InvalidRequest(EngineError):
+    """The request cannot be served as asked. `param` is the offending field, where there is one."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class PromptTooLong(InvalidRequest):
+    """The prompt leaves no room for one token of answer. `prompt_tokens` and `context_tokens` are counts."""
+
+    def __init__(self, message: str, *, prompt_tokens: int, context_tokens: int) -> None:
+        super().__init__(message, param="messages")
+        self.prompt_tokens = prompt_tokens
+        self.context_tokens = context_tokens
+
+
+class Overloaded(EngineError):
+    """As many requests wait as the engine lets wait."""
+
+
+class DeadlineExceeded(EngineError):
+    """The deadline the caller set passed before the generation was complete."""
+
+
+class EngineFailed(EngineError):
+    """This generation failed inside the engine; other generations and the engine go on."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How tokens are chosen and when a generation ends. The defaults are the OpenAI API's.
+
+    `temperature` 0 is greedy. `top_k` 0 and `min_p` 0 are off. `repetition_penalty` (1 is off, prompt included, CTRL,
+    arXiv:1909.05858), `presence_penalty` and `frequency_penalty` (output only, as OpenAI defines them).
+    `logprobs` None is off; k asks for the chosen token's log probability and the k likeliest (0..20), taken from the
+    model's own distribution, before penalties, temperature and filters.
+    `max_tokens` None means as many as the engine's default and the context allow.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def validate(self) -> None:
+        """Raises InvalidRequest naming the first field out of range."""
+        for name, is_good, wanted in (
+            ("temperature", 0.0 <= self.temperature <= 100.0, "0 or more"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "above 0, at most 1"),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "from 0 to 1"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "above 0"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "from -2 to 2"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "from -2 to 2"),
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "1 or more"),
+            ("min_tokens", self.min_tokens >= 0, "0 or more"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= TOP_LOGPROBS_MAX, "from 0 to 20"),
+            ("stop", len(self.stop) <= 64 and all(self.stop), "at most 64 strings, none of them empty"),
+        ):
+            if not is_good:
+                raise InvalidRequest(f"{name} must be {wanted}, not {getattr(self, name)!r}", param=name)
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One request for `n` answers. Exactly one of `messages`, `prompt` and `prompt_token_ids` is given.
+
+    `messages` and `tools` go through the model's chat template (OpenAI's shapes; a content may be a list of text
+    parts). `salt` isolates reuse of KV blocks: only requests of one salt ever share any. `priority`: smaller is
+    sooner. `deadline_s`: seconds from submission after which the work is dropped.
+    """
+
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    prompt: str | None = None
+    prompt_token_ids: list[int] | None = None
+    sampling: SamplingParams = SamplingParams()
+    n: int = 1
+    salt: bytes = b""
+    priority: int = 0
+    deadline_s: float | None = None
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """One token with its log probability. `text` may hold U+FFFD where a token is part of a character; `bytes` is exact."""
+
+    token_id: int
+    text: str
+    bytes: bytes
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A piece of one choice: text that is final, the tokens behind it, and `finish_reason` on the choice's last piece."""
+
+    index: int = 0
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of tokens over all choices. `cached_tokens`: prompt tokens whose KV was reused, counted once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What was loaded. `context_tokens` is prompt and answer together; sizes in bytes."""
+
+    name: str
+    architecture: str
+    context_tokens: int
+    vocabulary_size: int
+    parameters: int
+    dtype: str
+    device: str
+    weights_size_bytes: int
+    kv_size_bytes: int
+    has_chat_template: bool
+
+
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine's state as last pushed by its worker: what a router asks before it sends anything."""
+
+    is_ready: bool = False
+    is_connected: bool = False
+    progress: float = 0.0
+    stage: str = "not connected"
+    running: int = 0
+    waiting: int = 0
+    queue_max: int = 0
+    waiting_prefill_tokens: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_cached: int = 0
+    kv_blocks_total: int = 0
+    prefill_tokens_per_s: float = 0.0
+    decode_ms_per_token: float = 0.0
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of KV blocks that running sequences hold, 0..1."""
+        return self.kv_blocks_used / self.kv_blocks_total if self.kv_blocks_total else 0.0
+
+    def predicted_ttft_ms(self, prompt_tokens: int) -> float | None:
+        """Milliseconds until a prompt of that length would see its first token; None while nothing is measured."""
+        if not self.is_ready or self.prefill_tokens_per_s <= 0:
+            return None
+        ahead = self.waiting_prefill_tokens + prompt_tokens
+        return 1000.0 * ahead / self.prefill_tokens_per_s + self.decode_ms_per_token
+
+
+# -- over the socket: a frame is a list of these ------------------------------------------------------------------
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """Client to worker: start a generation under an id that the client chose."""
+
+    id: int
+    request: GenerateRequest
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Client to worker: stop it and free everything; no answer follows."""
+
+    id: int
+
+
+class CountTokens(msgspec.Struct, frozen=True, tag="count"):
+    """Client to worker: how many prompt tokens would this request have?"""
+
+    id: int
+    request: GenerateRequest
+
+
+class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
+    """Worker to client: one step's pieces of one generation; `usage` comes with the last of all choices."""
+
+    id: int
+    outputs: tuple[Output, ...]
+    usage: Usage | None = None
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """Worker to client: the request ended in an error. `kind` is the name of an EngineError."""
+
+    id: int
+    kind: str
+    message: str
+    param: str | None = None
+    prompt_tokens: int = 0
+    context_tokens: int = 0
+    progress: float = 0.0
+
+
+class TokenCount(msgspec.Struct, frozen=True, tag="counted"):
+    """Worker to client: the answer to CountTokens."""
+
+    id: int
+    tokens: int
+
+
+class State(msgspec.Struct, frozen=True, tag="state"):
+    """Worker to client: sent on connecting, while loading, and whenever the load changes (a few times a second)."""
+
+    load: EngineLoad
+    info: ModelInfo | None = None
+
+
+ToWorker = Submit | Abort | CountTokens
+ToClient = Outputs | Failed | TokenCount | State
+
+FRAME_SIZE_MAX_BYTES = 64 * 1024 * 1024
+
+
+def error_to_wire(id: int, error: EngineError) -> Failed:
+    """An error as the message that carries it."""
+    return Failed(
+        id=id,
+        kind=type(error).__name__,
+        message=str(error),
+        param=getattr(error, "param", None),
+        prompt_tokens=getattr(error, "prompt_tokens", 0),
+        context_tokens=getattr(error, "context_tokens", 0),
+        progress=getattr(error, "progress", 0.0),
+    )
+
+
+def error_from_wire(failed: Failed) -> EngineError:
+    """The error a message carries; a kind this side does not know is EngineFailed."""
+    match failed.kind:
+        case "PromptTooLong":
+            return PromptTooLong(
+                failed.message, prompt_tokens=failed.prompt_tokens, context_tokens=failed.context_tokens
+            )
+        case "InvalidRequest":
+            return InvalidRequest(failed.message, param=failed.param)
+        case "Overloaded":
+            return Overloaded(failed.message)
+        case "DeadlineExceeded":
+            return DeadlineExceeded(failed.message)
+        case "EngineLoading":
+            return EngineLoading(failed.message, progress=failed.progress)
+        case "EngineUnavailable":
+            return EngineUnavailable(failed.message)
+        case _:
+            return EngineFailed(failed.message)
