@@ -1,0 +1,54 @@
+"""The canonical facts of one finished request. The log line, the metrics, the stats and the recent routes are made of this
+value and of nothing else, so they can't disagree."""
+
+import msgspec
+
+
+class Rejection(msgspec.Struct, frozen=True):
+    """Why a deployment was not used."""
+
+    name: str
+    reason: str
+
+
+class Attempt(msgspec.Struct, frozen=True):
+    """One deployment that was tried, and how it ended: `ok`, or the error in words."""
+
+    name: str
+    outcome: str
+    duration_ms: float
+
+
+class Record(msgspec.Struct, omit_defaults=True):
+    """One request, as the admin sees it. Written once, at the end, on every exit."""
+
+    request_id: str
+    at_s: float  # unix time of arrival
+    route: str = "chat"  # chat | embeddings | ...
+    team_id: int = 0
+    team: str = ""
+    key_id: int = 0
+    key: str = ""  # the key's name
+    alias: str = ""
+    is_stream: bool = False
+    status: int = 200
+    error: str = ""  # the error's code where there is one
+    cache: str = "miss"  # exact | semantic | coalesced | miss | bypass
+    similarity: float | None = None  # of the semantic hit, or of the nearest entry that was not served
+    miss_reason: str = ""  # why the semantic cache did not answer
+    nearest: str = ""  # the nearest entry's text; kept only where prompts may be logged
+    store: str = ""  # `stored`, or why not
+    deployment: str = ""
+    policy: str = ""
+    why: str = ""  # the winner's explanation, in words
+    rejected: tuple[Rejection, ...] = ()
+    attempts: tuple[Attempt, ...] = ()
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    cost_microusd: int = 0
+    saved_microusd: int = 0  # what the same answer had cost when it was generated
+    saved_ms: float = 0.0  # how long it had taken, less what the hit took
+    ttft_ms: float | None = None
+    duration_ms: float = 0.0
+    is_disconnected: bool = False  # the client left before its last byte

@@ -1,0 +1,302 @@
+"""What an operator can set: one YAML file, plus the environment for secrets and for containers.
+
+Every setting is a field below with its default and a sentence; README lists the same and a test compares. Unknown or wrong
+settings stop the start: `SettingsError` names each one, what was found and what was expected. Nothing here connects,
+opens or creates anything.
+"""
+
+import difflib
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+DEFAULT_ALIAS = "smollm2-135m-instruct"
+DEFAULT_EMBEDDER_ALIAS = "all-minilm-l6-v2"
+
+
+class SettingsError(Exception):
+    """The configuration can't be used; `str()` lists each wrong setting on a line of its own."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class PriceSettings(_Section):
+    input_usd_per_mtok: float = Field(0.0, ge=0, description="USD for a million prompt tokens")
+    output_usd_per_mtok: float = Field(0.0, ge=0, description="USD for a million generated tokens")
+    cached_input_usd_per_mtok: float | None = Field(
+        None, ge=0, description="USD for a million prompt tokens that the provider had cached; default: the input price"
+    )
+    request_usd: float = Field(0.0, ge=0, description="USD for each request, beside its tokens")
+
+
+class DeploymentSettings(_Section):
+    name: str | None = Field(None, description="shown in logs, metrics and routes; default: made of backend and model")
+    backend: Literal["local", "openai", "litellm"] = Field(
+        description="`local`: an engine below; `openai`: any OpenAI-compatible server; `litellm`: a managed provider through litellm"
+    )
+    engine: str | None = Field(None, description="local: the name of an entry of `engines`")
+    model: str | None = Field(None, description="openai, litellm: the model's name over there")
+    base_url: str | None = Field(None, description="openai: the server's base URL, ending in /v1 as a rule")
+    api_key_env: str | None = Field(None, description="the environment variable that holds the provider's key")
+    headers: dict[str, str] = Field({}, description="openai: further headers sent with each request")
+    price: PriceSettings | None = Field(
+        None, description="default: litellm's bundled table by model name; 0 for local engines"
+    )
+    capabilities: list[str] | None = Field(
+        None,
+        description="what the model can do (tools, json_object, json_schema, logprobs, n, vision, audio); default: by backend",
+    )
+    context_tokens_max: int | None = Field(
+        None, gt=0, description="prompt and answer together; default: known for local engines"
+    )
+    output_tokens_max: int | None = Field(
+        None, gt=0, description="the longest answer; used for the worst case that budgets reserve"
+    )
+    connect_timeout_ms: int = Field(
+        3_000, gt=0, description="openai: time to connect before the next deployment is tried"
+    )
+    ttft_timeout_ms: int | None = Field(
+        None,
+        gt=0,
+        description="time to the first chunk before the next deployment is tried; default: learned, 5 s to 60 s",
+    )
+    idle_timeout_ms: int = Field(60_000, gt=0, description="longest silence inside a stream before it counts as broken")
+    concurrency_max: int = Field(1_000, gt=0, description="openai: connections kept to this deployment, per worker")
+    priority: int = Field(0, description="breaks ties in routing; higher is preferred")
+
+    @model_validator(mode="after")
+    def _belongs_together(self) -> "DeploymentSettings":
+        if self.backend == "local" and not self.engine:
+            raise ValueError("a local deployment needs `engine`")
+        if self.backend == "openai" and not (self.base_url and self.model):
+            raise ValueError("an openai deployment needs `base_url` and `model`")
+        if self.backend == "litellm" and not self.model:
+            raise ValueError("a litellm deployment needs `model`")
+        return self
+
+
+class ModelSettings(_Section):
+    deployments: list[DeploymentSettings] = Field(min_length=1, description="where this alias can be answered")
+    policy: Literal["cheapest", "fastest", "balanced"] = Field("balanced", description="how deployments are ranked")
+    ttft_ms_max: float | None = Field(
+        None, gt=0, description="never use a deployment expected to take longer to its first chunk"
+    )
+    cost_microusd_max: int | None = Field(
+        None, ge=0, description="never use a deployment expected to cost more for a request"
+    )
+    is_semantic: bool = Field(True, description="whether answers of this alias may be found by meaning")
+    output_tokens_default: int | None = Field(
+        None,
+        gt=0,
+        description="answer length budgets assume where a request sets none; default: the deployment's maximum, else 4096",
+    )
+
+
+class EngineSettings(_Section):
+    model: str = Field("default", description="`default`, a GGUF file, a checkpoint folder or a hub name")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="the weights' precision")
+    threads: int | None = Field(None, gt=0, description="CPU threads; default: the machine's cores")
+    context_tokens_max: int | None = Field(None, gt=0, description="default: the model's own")
+    kv_tokens_max: int | None = Field(None, gt=0, description="tokens the KV cache holds; default: by free memory")
+    output_tokens_default: int = Field(512, gt=0, description="the answer's length when the request sets none")
+    queue_max: int = Field(256, gt=0, description="requests waiting before further ones are refused")
+
+
+class CacheSettings(_Section):
+    is_exact: bool = Field(True, description="the exact cache")
+    is_semantic: bool = Field(True, description="the semantic cache")
+    ttl_s: int = Field(
+        86_400, gt=0, description="how long an answer is served; requests may ask for less or more, up to ttl_s_max"
+    )
+    ttl_s_max: int = Field(30 * 86_400, gt=0, description="the longest time to live a request may ask for")
+    size_bytes_max: int = Field(256 << 20, gt=0, description="cached bytes per team, least recently used out first")
+    entry_bytes_max: int = Field(4 << 20, gt=0, description="a longer answer is not cached")
+    l1_bytes_max: int = Field(
+        32 << 20, ge=0, description="bytes of answers each gateway worker keeps in its own memory"
+    )
+    semantic_timeout_ms: int = Field(1_000, gt=0, description="a semantic lookup that takes longer is a miss")
+    embedder: str = Field(
+        "default",
+        description="a sentence-transformers model by name or path; `default` is the packaged all-MiniLM-L6-v2",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the embedder and the index run")
+
+
+class BudgetSettings(_Section):
+    on_redis_failure: Literal["refuse", "allow"] = Field(
+        "refuse", description="what a team with a hard budget gets while Redis, which holds the money, is away"
+    )
+    hold_lease_s: int = Field(60, ge=5, description="a hold of a worker that died is released after this long")
+
+
+class Settings(_Section):
+    host: str = Field("127.0.0.1", description="the address to listen on")
+    port: Annotated[int, Field(ge=0, le=65_535)] = Field(8080, description="the port to listen on; 0 takes a free one")
+    workers: int = Field(1, ge=1, le=64, description="gateway processes that share the port")
+    data_dir: Path = Field(
+        Path(".sameway"), description="where the embedded Redis, SQLite and first-start secrets live"
+    )
+    redis_url: str | None = Field(
+        None,
+        description="a Redis server, Sentinel (redis+sentinel://) or Cluster (redis+cluster://); default: a private one",
+    )
+    database_url: str | None = Field(
+        None, description="postgresql://... or sqlite:///...; default: a SQLite file in data_dir"
+    )
+    admin_key: str | None = Field(
+        None, description="the admin's key (environment only); default: made at the first start, kept in data_dir"
+    )
+    api_key: str | None = Field(
+        None, description="a preset for the first API key (environment only); default: made and shown once"
+    )
+    body_bytes_max: int = Field(16 << 20, gt=0, description="a larger request body is refused with 413")
+    log_format: Literal["auto", "json", "pretty"] = Field("auto", description="`auto`: pretty on a terminal, else JSON")
+    log_prompts: bool = Field(False, description="write prompts and answers to the log")
+    redis_timeout_ms: int = Field(500, gt=0, description="a Redis call that takes longer has failed")
+    shutdown_grace_s: float = Field(30.0, ge=0, description="time running answers get when the gateway is told to stop")
+    cache: CacheSettings = CacheSettings()
+    budgets: BudgetSettings = BudgetSettings()
+    engines: dict[str, EngineSettings] = Field(
+        {"default": EngineSettings()}, description="local engines, a process each"
+    )
+    models: dict[str, ModelSettings] = Field(
+        {
+            DEFAULT_ALIAS: ModelSettings(
+                deployments=[DeploymentSettings(name="local", backend="local", engine="default")]
+            )
+        },
+        description="what requests may name in `model`, and where each is answered",
+    )
+    embedding_alias: str = Field(
+        DEFAULT_EMBEDDER_ALIAS, description="the name under which /v1/embeddings serves the embedder"
+    )
+
+    @model_validator(mode="after")
+    def _names_resolve(self) -> "Settings":
+        seen: set[str] = set()
+        for alias, model in self.models.items():
+            for index, deployment in enumerate(model.deployments):
+                if deployment.engine is not None and deployment.engine not in self.engines:
+                    raise ValueError(
+                        f"models.{alias}.deployments.{index}.engine: found {deployment.engine!r}, expected one of {sorted(self.engines)}"
+                    )
+                name = deployment_name(alias, deployment)
+                if name in seen:
+                    raise ValueError(
+                        f"models.{alias}.deployments.{index}.name: {name!r} is used twice; give each deployment its own `name`"
+                    )
+                seen.add(name)
+        return self
+
+    @property
+    def sql_url(self) -> str:
+        """The database's URL, the default spelled out."""
+        return self.database_url or f"sqlite:///{self.data_dir.absolute() / 'sameway.db'}"
+
+    @property
+    def redis_target(self) -> str:
+        """The Redis URL, the embedded one's unix socket spelled out."""
+        return self.redis_url or f"unix://{self.run_dir / 'redis.sock'}"
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the processes' unix sockets are. Socket paths are limited to about 100 bytes, so a deep data_dir gets a short stand-in."""
+        path = self.data_dir.absolute() / "run"
+        if len(str(path)) <= 80:
+            return path
+        digest = hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()
+        return Path(tempfile.gettempdir()) / f"sameway-{os.getuid()}-{digest}"
+
+    def engine_socket(self, name: str) -> Path:
+        return self.run_dir / f"engine-{name}.sock"
+
+    @property
+    def cache_socket(self) -> Path:
+        return self.run_dir / "cache.sock"
+
+
+def deployment_name(alias: str, deployment: DeploymentSettings) -> str:
+    """The name a deployment goes by in routes, logs and metrics; unique over all aliases."""
+    return deployment.name or f"{alias}@{deployment.engine or deployment.base_url or deployment.backend}"
+
+
+# Only these may come from the environment alone: they are secrets and have no place in a file that is committed.
+_SECRETS = ("admin_key", "api_key")
+
+
+def load_settings(path: Path | None, environ: Mapping[str, str] = os.environ, **overrides: Any) -> Settings:
+    """Settings from a YAML file, then `SAMEWAY_<NAME>` variables for top-level scalars, then `overrides` (a command line's flags).
+
+    Raises SettingsError naming every wrong setting.
+    """
+    values: dict[str, Any] = {}
+    if path is not None:
+        values = _read_yaml(path)
+    for secret in _SECRETS:
+        if secret in values:
+            raise SettingsError(
+                f"{path}: {secret}: found in the file, expected in the environment as SAMEWAY_{secret.upper()}"
+            )
+    scalars = {
+        name for name, field in Settings.model_fields.items() if name not in ("cache", "budgets", "engines", "models")
+    }
+    for variable, value in environ.items():
+        name = variable.removeprefix("SAMEWAY_").lower()
+        if variable.startswith("SAMEWAY_") and name in scalars and value != "":
+            values[name] = value
+    values.update({name: value for name, value in overrides.items() if value is not None})
+    try:
+        return Settings.model_validate(values)
+    except ValidationError as error:
+        raise SettingsError("\n".join(_explain(issue) for issue in error.errors())) from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise SettingsError(f"{path}: no such file") from None
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise SettingsError(f"{path}: found a {type(loaded).__name__}, expected settings by name")
+    return loaded
+
+
+def _explain(issue: Any) -> str:
+    """One line for one wrong setting: its path, what was found, what was expected."""
+    where = ".".join(str(part) for part in issue["loc"])
+    if issue["type"] == "extra_forbidden":
+        return f"{where}: found, but there is no such setting{_nearest(issue['loc'])}"
+    if issue["type"] == "missing":
+        return f"{where}: not found, expected a value"
+    message = issue["msg"].removeprefix("Value error, ")
+    if not where:
+        return message
+    expected = message.removeprefix("Input should be ").removeprefix("a valid ")
+    found = issue["input"]
+    shown = "a section" if isinstance(found, dict) else repr(found)
+    return f"{where}: found {shown}, expected {expected}" if issue["type"] != "value_error" else f"{where}: {message}"
+
+
+def _nearest(loc: tuple[Any, ...]) -> str:
+    names = {name for section in _sections() for name in section.model_fields}
+    close = difflib.get_close_matches(str(loc[-1]), names, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _sections() -> tuple[type[_Section], ...]:
+    return (Settings, CacheSettings, BudgetSettings, EngineSettings, ModelSettings, DeploymentSettings, PriceSettings)
