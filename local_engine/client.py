@@ -209,7 +209,7 @@ class AsyncEngine:
         return self.info
 
     def load(self) -> EngineLoad:
-        """The last state the worker pushed; `is_connected` and `is_ready` are False when there is none behind the socket."""
+        """The last state the worker pushed; `is_connected` and `is_ready` are False when there is none."""
         return self._load
 
     def generate(self, request: GenerateRequest) -> Generation:

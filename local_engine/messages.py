@@ -16,6 +16,9 @@ Errors:
     └── EngineFailed         this generation failed inside the engine (a bug or out of memory); the engine lives on
 """
 
+# The names say what happened, as the rest of the project does; an Error suffix would add nothing.
+# ruff: noqa: N818
+
 from __future__ import annotations
 
 from typing import Any, Literal
@@ -141,17 +144,17 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """One token with its log probability. `text` may hold U+FFFD where a token is part of a character; `bytes` is exact."""
+    """One token with its log probability. `text` holds U+FFFD where a token is part of a character; `raw` is exact."""
 
     token_id: int
     text: str
-    bytes: bytes
+    raw: bytes
     logprob: float
     top: tuple[TokenLogprob, ...] = ()
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A piece of one choice: text that is final, the tokens behind it, and `finish_reason` on the choice's last piece."""
+    """A piece of one choice: text that is final, the tokens behind it; `finish_reason` on the choice's last piece."""
 
     index: int = 0
     text: str = ""
