@@ -1,0 +1,39 @@
+"""Fixtures that every folder of tests shares: real servers, started once a session."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from redis.asyncio import Redis
+
+from tests.services import PostgresServer, RedisServer, run_postgres, run_redis
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[RedisServer]:
+    """One Redis for the whole session: do not stop or kill this one, make your own with `run_redis`."""
+    with run_redis() as server:
+        yield server
+
+
+@pytest.fixture
+async def redis(redis_server: RedisServer) -> AsyncIterator[Redis]:
+    """A client of an empty Redis; replies are bytes."""
+    client = Redis.from_url(redis_server.url, decode_responses=False)
+    await client.flushall()
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    """One PostgreSQL for the whole session."""
+    with run_postgres() as server:
+        yield server
+
+
+@pytest.fixture
+def postgres_url(postgres_server: PostgresServer) -> str:
+    """The SQLAlchemy URL of a new, empty database."""
+    return postgres_server.create_database()

