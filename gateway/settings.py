@@ -283,7 +283,7 @@ def _explain(issue: Any) -> str:
         return f"{where}: found, but there is no such setting{_nearest(issue['loc'])}"
     if issue["type"] == "missing":
         return f"{where}: not found, expected a value"
-    message = issue["msg"].removeprefix("Value error, ")
+    message: str = issue["msg"].removeprefix("Value error, ")
     if not where:
         return message
     expected = message.removeprefix("Input should be ").removeprefix("a valid ")

@@ -16,8 +16,6 @@ Errors:
     └── EngineFailed         this generation failed inside the engine (a bug or out of memory); the engine lives on
 """
 
-# The names say what happened, as the rest of the project does; an Error suffix would add nothing.
-# ruff: noqa: N818
 
 from __future__ import annotations
 
