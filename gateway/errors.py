@@ -1,0 +1,187 @@
+"""What a client is told when it does not get its answer, and the one place where other parts' errors become that.
+
+    ApiError                   status, OpenAI's {message, type, param, code}, headers
+    ├── BadRequest         400 the client's fault, `param` names the field
+    ├── Unauthenticated    401
+    ├── Forbidden          403 the key may not use this model
+    ├── NotFound           404 an unknown model or route
+    ├── TooLarge           413
+    ├── RateLimited        429 with retry-after: worth repeating
+    ├── BudgetExceeded     429 insufficient_quota, x-should-retry: false
+    ├── NotCached          504 only-if-cached, and it is not
+    ├── DeadlineExceeded   504 the client's own deadline would pass first
+    ├── Upstream           the deployments' failure, as told by the last of them
+    └── Unavailable        503 a part of the gateway that may not be missing is missing
+
+Shapes: OpenAI API reference, "Error codes". Invariant: `message` never carries an upstream's key, a path or a stack trace.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import msgspec
+
+from gateway.backends.base import (
+    BackendBroken,
+    BackendError,
+    BackendOverloaded,
+    BackendRejected,
+    BackendTimeout,
+)
+
+
+class ApiError(Exception):
+    """Base: what is sent instead of an answer. `headers` are lower-case names."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: ClassVar[str | None] = None
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.error_code = code or self.code
+        self.headers = dict(headers or {})
+        self.http_status = self.status
+        self.raw_body: bytes | None = None
+
+    def body(self) -> bytes:
+        """The JSON of OpenAI's error object."""
+        return self.raw_body or msgspec.json.encode(error_object(self.message, self.type, self.param, self.error_code))
+
+
+def error_object(message: str, type: str, param: str | None, code: str | None) -> dict[str, Any]:
+    """`{"error": {message, type, param, code}}`."""
+    return {"error": {"message": message, "type": type, "param": param, "code": code}}
+
+
+class BadRequest(ApiError):
+    status = 400
+    type = "invalid_request_error"
+
+
+class Unauthenticated(ApiError):
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+
+
+class Forbidden(ApiError):
+    status = 403
+    type = "invalid_request_error"
+    code = "model_not_allowed"
+
+
+class NotFound(ApiError):
+    status = 404
+    type = "invalid_request_error"
+
+
+class MethodNotAllowed(ApiError):
+    status = 405
+    type = "invalid_request_error"
+    code = "method_not_allowed"
+
+
+class TooLarge(ApiError):
+    status = 413
+    type = "invalid_request_error"
+    code = "request_too_large"
+
+
+class RateLimited(ApiError):
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, retry_after_s: float, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message, headers={**(headers or {}), **retry_after(retry_after_s)})
+
+
+class BudgetExceeded(ApiError):
+    """No retry mends this before the window's reset: the SDKs are told so, else they send it three times."""
+
+    status = 429
+    type = "insufficient_quota"
+    code = "insufficient_quota"
+
+    def __init__(self, message: str, resets_in_s: float | None) -> None:
+        headers = {"x-should-retry": "false"}
+        if resets_in_s is not None:
+            headers |= retry_after(resets_in_s)
+        super().__init__(message, headers=headers)
+
+
+class NotCached(ApiError):
+    """RFC 9111, section 5.2.1.7: only-if-cached answers 504 where there is no stored answer."""
+
+    status = 504
+    type = "invalid_request_error"
+    code = "not_cached"
+
+    def __init__(self) -> None:
+        super().__init__("only-if-cached was asked and no cached answer matches", headers={"x-should-retry": "false"})
+
+
+class DeadlineExceeded(ApiError):
+    status = 504
+    type = "server_error"
+    code = "deadline_exceeded"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, headers={"x-should-retry": "false"})
+
+
+class Upstream(ApiError):
+    """A deployment's failure. The status is the gateway's word for it: 502, 503, 504, or the deployment's own 4xx."""
+
+    type = "upstream_error"
+    status = 502
+    code = "upstream_error"
+
+
+class Unavailable(ApiError):
+    status = 503
+    type = "server_error"
+    code = "unavailable"
+
+    def __init__(self, message: str, retry_after_s: float = 1.0, code: str | None = None) -> None:
+        super().__init__(message, code=code, headers=retry_after(retry_after_s))
+
+
+def retry_after(seconds: float) -> dict[str, str]:
+    """`retry-after` in whole seconds and `retry-after-ms`, which the official SDKs read first."""
+    return {"retry-after": str(max(1, math.ceil(seconds))), "retry-after-ms": str(max(1, math.ceil(seconds * 1000)))}
+
+
+def from_backend(error: BackendError) -> ApiError:
+    """What a client is told of a deployment's failure. A rejection keeps the deployment's own words and status."""
+    if isinstance(error, BackendRejected):
+        rejected = Upstream(error.message)
+        rejected.http_status = error.status or 400
+        rejected.raw_body = error.body or msgspec.json.encode(
+            error_object(error.message, "invalid_request_error", None, None)
+        )
+        return rejected
+    translated = Upstream(error.message, code=_UPSTREAM_CODES.get(type(error), "upstream_unavailable"))
+    translated.http_status = _UPSTREAM_STATUS.get(type(error), 503)
+    if error.retry_after_s is not None:
+        translated.headers |= retry_after(error.retry_after_s)
+    return translated
+
+
+_UPSTREAM_STATUS = {BackendOverloaded: 429, BackendTimeout: 504, BackendBroken: 502}
+_UPSTREAM_CODES = {
+    BackendOverloaded: "upstream_overloaded",
+    BackendTimeout: "upstream_timeout",
+    BackendBroken: "upstream_broken",
+}
