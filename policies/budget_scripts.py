@@ -1,0 +1,179 @@
+"""The Lua scripts that move money. Each is one atomic step in Redis and touches only the keys it is given.
+
+They know no budgets' windows in time and no SQL. Invariant, of every spend key: `held` is the sum of the amounts of
+its holds, and `spent` the sum of the spends of the ledger rows of its team and window.
+
+A hold is a member `id|amount` of a sorted set beside each spend key, scored by the end of its lease (ms): to expire
+a hold is to read its member, so no script needs a key that it was not given. Amounts stay below 2**53, where Lua's
+numbers are exact. NOW is a line that reads Redis's own clock unless the caller gave one (tests).
+"""
+
+from __future__ import annotations
+
+_NOW = """
+local now = tonumber(ARGV[1])
+if not now then local t = redis.call('TIME'); now = t[1] * 1000 + math.floor(t[2] / 1000) end
+"""
+
+_SWEEP = """
+local function sweep(spend, holds)
+  local stale = redis.call('ZRANGEBYSCORE', holds, '-inf', now, 'LIMIT', 0, 1000)
+  if #stale == 0 then return end
+  local freed = 0
+  for _, member in ipairs(stale) do freed = freed + tonumber(string.match(member, '|(%d+)$')) end
+  redis.call('ZREM', holds, unpack(stale))
+  redis.call('HINCRBY', spend, 'held', string.format('%.0f', -freed))
+end
+local function read(spend)
+  local pair = redis.call('HMGET', spend, 'spent', 'held')
+  return tonumber(pair[1] or 0), tonumber(pair[2] or 0)
+end
+local function keep(key, until_ms)
+  if until_ms ~= '0' then redis.call('PEXPIREAT', key, until_ms) end
+end
+"""
+
+# KEYS ready, done, then spend and holds of each window.
+# ARGV now, member, amount, lease_ms, windows, keep_until of each window, then window, limit, is_hard of each budget.
+# Replies {code, spent and held of each window as they were without this hold}: 1 taken, 0 refused, -1 not ready, -2 closed.
+RESERVE = (
+    _NOW
+    + _SWEEP
+    + """
+if redis.call('EXISTS', KEYS[1]) == 0 then return {-1} end
+if redis.call('EXISTS', KEYS[2]) == 1 then return {-2} end
+local member, amount, windows = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[5])
+local reply, mine = {1}, {}
+for w = 1, windows do
+  local spend, holds = KEYS[1 + 2 * w], KEYS[2 + 2 * w]
+  sweep(spend, holds)
+  mine[w] = redis.call('ZSCORE', holds, member) and amount or 0
+  local spent, held = read(spend)
+  reply[2 * w], reply[2 * w + 1] = spent, held - mine[w]
+end
+for b = 6 + windows, #ARGV, 3 do
+  local w = tonumber(ARGV[b])
+  if ARGV[b + 2] == '1' and mine[w] == 0 and reply[2 * w] + reply[2 * w + 1] + amount > tonumber(ARGV[b + 1]) then
+    reply[1] = 0
+    return reply
+  end
+end
+for w = 1, windows do
+  local spend, holds = KEYS[1 + 2 * w], KEYS[2 + 2 * w]
+  redis.call('ZADD', holds, string.format('%.0f', now + tonumber(ARGV[4])), member)
+  if mine[w] == 0 then redis.call('HINCRBY', spend, 'held', ARGV[3]) end
+  keep(spend, ARGV[5 + w])
+  keep(holds, ARGV[5 + w])
+end
+return reply
+"""
+)
+
+_LET_GO = """
+local function let_go(spend, holds, member, amount)
+  if redis.call('ZREM', holds, member) == 1 then redis.call('HINCRBY', spend, 'held', '-' .. amount) end
+end
+"""
+
+# KEYS done, ledger, spend of each window of the moment, then spend and holds of each window held.
+# ARGV done_ms, member, amount, spend, windows, keep_until of each window, then the fields of the ledger's entry.
+# Replies 1, or 0 where this hold was settled or released before.
+SETTLE = (
+    _LET_GO
+    + """
+if not redis.call('SET', KEYS[1], 'settled', 'NX', 'PX', ARGV[1]) then return 0 end
+local windows = tonumber(ARGV[5])
+for k = 3 + windows, #KEYS, 2 do let_go(KEYS[k], KEYS[k + 1], ARGV[2], ARGV[3]) end
+if ARGV[4] ~= '0' then
+  for w = 1, windows do
+    redis.call('HINCRBY', KEYS[2 + w], 'spent', ARGV[4])
+    if ARGV[5 + w] ~= '0' then redis.call('PEXPIREAT', KEYS[2 + w], ARGV[5 + w]) end
+  end
+end
+redis.call('XADD', KEYS[2], '*', unpack(ARGV, 6 + windows))
+return 1
+"""
+)
+
+# KEYS done, then spend and holds of each window held. ARGV done_ms, member, amount. Replies as SETTLE does.
+RELEASE = (
+    _LET_GO
+    + """
+if not redis.call('SET', KEYS[1], 'released', 'NX', 'PX', ARGV[1]) then return 0 end
+for k = 2, #KEYS, 2 do let_go(KEYS[k], KEYS[k + 1], ARGV[2], ARGV[3]) end
+return 1
+"""
+)
+
+# KEYS done, then spend and holds of each window held. ARGV now, member, amount, lease_ms, keep_until of each window.
+# Replies 0 where the hold is closed, else 1. A hold that expired or was lost with Redis's memory is taken again:
+# its generation is alive, and will be paid for.
+RENEW = (
+    _NOW
+    + _SWEEP
+    + """
+if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
+for w = 1, (#KEYS - 1) / 2 do
+  local spend, holds = KEYS[2 * w], KEYS[2 * w + 1]
+  if redis.call('ZADD', holds, string.format('%.0f', now + tonumber(ARGV[4])), ARGV[2]) == 1 then
+    redis.call('HINCRBY', spend, 'held', ARGV[3])
+  end
+  keep(spend, ARGV[4 + w])
+  keep(holds, ARGV[4 + w])
+end
+return 1
+"""
+)
+
+# KEYS spend and holds of each window. ARGV now. Replies spent and held of each, after expired holds are gone.
+SPENT = (
+    _NOW
+    + _SWEEP
+    + """
+local reply = {}
+for w = 1, #KEYS / 2 do
+  sweep(KEYS[2 * w - 1], KEYS[2 * w])
+  reply[2 * w - 1], reply[2 * w] = read(KEYS[2 * w - 1])
+end
+return reply
+"""
+)
+
+# KEYS lock, ledger, set aside, then the spend key of each window.
+# ARGV token, then team, start_ms, end_ms or 0, drained spend, keep_until of each window.
+# Sets `spent` to what the ledger says: its drained part as given, plus the entries still in the two streams. Only
+# the holder of the writer's lock may, because then nothing is drained between its counting and this step.
+# Replies {-1} where the lock was lost, else {windows that were wrong, by how much in all}.
+RESTATE = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return {-1} end
+local waiting = {}
+for k = 2, 3 do
+  for _, entry in ipairs(redis.call('XRANGE', KEYS[k], '-', '+')) do
+    local fields, row = entry[2], {}
+    for f = 1, #fields, 2 do row[fields[f]] = fields[f + 1] end
+    if row.cost ~= '0' then waiting[#waiting + 1] = {row.team, tonumber(row.at_ms), tonumber(row.cost)} end
+  end
+end
+local wrong, drift = 0, 0
+for w = 1, #KEYS - 3 do
+  local a = 5 * w - 3
+  local start_ms, end_ms, total = tonumber(ARGV[a + 1]), tonumber(ARGV[a + 2]), tonumber(ARGV[a + 3])
+  for _, row in ipairs(waiting) do
+    if row[1] == ARGV[a] and row[2] >= start_ms and (end_ms == 0 or row[2] < end_ms) then total = total + row[3] end
+  end
+  local spent = tonumber(redis.call('HGET', KEYS[3 + w], 'spent') or 0)
+  if spent ~= total then
+    wrong, drift = wrong + 1, drift + math.abs(spent - total)
+    redis.call('HSET', KEYS[3 + w], 'spent', string.format('%.0f', total))
+    if ARGV[a + 4] ~= '0' then redis.call('PEXPIREAT', KEYS[3 + w], ARGV[a + 4]) end
+  end
+end
+return {wrong, drift}
+"""
+
+# KEYS lock, ready. ARGV token. Replies 1, or -1 where the lock was lost.
+MARK_READY = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return -1 end
+redis.call('SET', KEYS[2], '1')
+return 1
+"""

@@ -1,0 +1,331 @@
+"""Budgets that hold: the worst case is reserved before a generation, and settled or released once after it.
+
+Knows no HTTP, models or SQL. Spend is counted per team and window, in all five windows, whether or not a budget
+looks at them: a budget is only a limit on such a count, so one that is created, changed or deleted in the middle
+of a window is right at once. Invariants:
+
+- at the moment of a reserve, spent + held + amount <= limit for every hard budget of the team, or it is refused;
+- a hold is settled or released at most once, whoever repeats the call, and expires with its lease by itself;
+- the spend and its ledger entry appear in one step: sum(ledger, drained or not) == spent.
+
+Decided here. A hold belongs to the moment it was taken (`at_ms`, the worker's clock): its spend and its ledger row
+carry that moment, so a settle in a later window books into the window of the hold, and the ledger can be summed by
+the row alone. Leases run on Redis's own clock, one for all hosts, so that skewed hosts cannot expire each other's
+holds. A settle after its hold expired (a paused process) books all the same; one that is repeated within
+`SETTLED_KEPT_S` is a no-op. Beyond that the ledger's unique row id and `restate` put a doubled count right.
+
+Redis must not evict these keys: `maxmemory-policy noeviction`. When it lost them all (no `ready` key), `reserve`
+raises NotReady until `restate` and `mark_ready` have counted the ledger again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from policies import budget_scripts as scripts
+from policies.prices import MICROUSD_MAX, MicroUSD
+from policies.redis import Redis
+from policies.windows import Budget, Window, WindowKind, window_at, windows_at
+
+_PREFIX = "sameway:{money}:"
+READY_KEY = _PREFIX + "ready"
+LEDGER_STREAM = _PREFIX + "ledger"
+LEDGER_SET_ASIDE = _PREFIX + "ledger:set-aside"
+LEDGER_LOCK = _PREFIX + "ledger:lock"
+
+SETTLED_KEPT_S = 3600
+"""How long a settled or released hold is remembered, to make a repeated call a no-op."""
+
+WINDOW_KEPT_S = 2 * 86_400
+"""How long a window's count outlives the window: longer than any generation runs."""
+
+_RESTATE_BATCH = 200
+
+
+class NotReady(Exception):
+    """Redis does not know what was spent (it is new or lost its memory), and the ledger is not counted yet."""
+
+
+class HoldClosed(Exception):
+    """A reserve under the id of a hold that was settled or released before: ids are for one generation each."""
+
+
+class LockLost(Exception):
+    """The ledger's lock went to another writer in the middle of a restatement; that one does it now."""
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetState:
+    """A budget and what counted against it when it was looked at."""
+
+    budget: Budget
+    window: Window
+    spent_microusd: MicroUSD
+    held_microusd: MicroUSD
+
+    def resets_in_s(self, now_s: float) -> float | None:
+        """Seconds until the window ends; None where it never does."""
+        return None if self.window.end_ms is None else max(0.0, self.window.end_ms / 1000 - now_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Money set apart for one generation. `amount_microusd` 0 and no `held` windows where no budget asked for it.
+
+    `warnings` are the soft budgets that this hold goes beyond.
+    """
+
+    id: str
+    team_id: int
+    at_ms: int
+    amount_microusd: MicroUSD = 0
+    held: tuple[WindowKind, ...] = ()
+    warnings: tuple[BudgetState, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A hard budget has no room for `amount_microusd`. Nothing was held."""
+
+    state: BudgetState
+    amount_microusd: MicroUSD
+    resets_in_s: float | None
+
+    @property
+    def can_pass_sooner(self) -> bool:
+        """Whether it would fit once other generations under way have settled: a retry is worth it."""
+        return self.state.spent_microusd + self.amount_microusd <= self.state.budget.limit_microusd
+
+
+@dataclass(frozen=True, slots=True)
+class DrainedSpend:
+    """What a team's ledger rows in SQL sum up to in a window."""
+
+    team_id: int
+    window: Window
+    spent_microusd: MicroUSD
+
+
+@dataclass(frozen=True, slots=True)
+class Restated:
+    """How many windows `restate` found wrong, and by how much together: 0 and 0 unless memory was lost."""
+
+    windows: int
+    drift_microusd: MicroUSD
+
+
+class Budgets:
+    """All teams' money in Redis. Failures of Redis pass through as its client raises them.
+
+    `clock` gives unix seconds and decides the window. `lease_clock_ms` None: leases run on Redis's own clock.
+    """
+
+    def __init__(
+        self, redis: Redis, clock: Callable[[], float] = time.time, lease_clock_ms: Callable[[], int] | None = None
+    ) -> None:
+        self._redis = redis
+        self._clock = clock
+        self._lease_clock_ms = lease_clock_ms
+
+    async def reserve(
+        self, hold_id: str, team_id: int, budgets: Sequence[Budget], amount_microusd: MicroUSD, lease_s: float
+    ) -> Hold | Refused:
+        """Hold `amount_microusd` against all of `budgets` (one team's) or none. Repeating it holds once.
+
+        A team without budgets gets an empty hold without a round trip. Raises NotReady, HoldClosed, and ValueError
+        for an amount outside [0, MICROUSD_MAX] or a hold id with a `|`.
+        """
+        if not budgets:
+            return self.unreserved(hold_id, team_id)
+        at_ms = self._now_ms()
+        kinds = tuple(sorted({b.window for b in budgets}, key=_KINDS.index))
+        windows = [window_at(kind, at_ms) for kind in kinds]
+        limits: list[Any] = []
+        for budget in budgets:
+            limits += [kinds.index(budget.window) + 1, budget.limit_microusd, int(budget.is_hard)]
+        reply = await self._redis.eval(
+            scripts.RESERVE,
+            2 + 2 * len(windows),
+            READY_KEY,
+            _done_key(hold_id),
+            *_pairs(team_id, windows),
+            self._lease_now(),
+            _member(hold_id, amount_microusd),
+            amount_microusd,
+            int(lease_s * 1000),
+            len(windows),
+            *map(_keep_until, windows),
+            *limits,
+        )
+        if reply[0] == -1:
+            raise NotReady("the ledger is being counted")
+        if reply[0] == -2:
+            raise HoldClosed(hold_id)
+        states = [
+            BudgetState(b, windows[i], int(reply[1 + 2 * i]), int(reply[2 + 2 * i]))
+            for b in budgets
+            for i in (kinds.index(b.window),)
+        ]
+        passed = [s for s in states if s.spent_microusd + s.held_microusd + amount_microusd > s.budget.limit_microusd]
+        if reply[0] == 0:
+            # the one that resets last decides when it can pass
+            worst = max((s for s in passed if s.budget.is_hard), key=lambda s: s.window.end_ms or float("inf"))
+            return Refused(worst, amount_microusd, worst.resets_in_s(at_ms / 1000))
+        warnings = tuple(s for s in passed if not s.budget.is_hard)
+        return Hold(hold_id, team_id, at_ms, amount_microusd, kinds, warnings)
+
+    def unreserved(self, hold_id: str, team_id: int) -> Hold:
+        """An empty hold taken now: for a team without budgets, and where the gateway was told to serve without."""
+        return Hold(hold_id, team_id, self._now_ms())
+
+    async def settle(self, hold: Hold, spend_microusd: MicroUSD, row: bytes) -> bool:
+        """End `hold`, count `spend_microusd` in all windows of its moment, and append `row` to the ledger's stream.
+
+        True where this call did it, False where the hold was settled or released before. The spend may exceed the
+        hold. `row` is opaque here; it must carry the hold's id, team and moment, and the same spend.
+        """
+        if not 0 <= spend_microusd <= MICROUSD_MAX:
+            raise ValueError(f"spend_microusd must be in [0, {MICROUSD_MAX}], not {spend_microusd}")
+        windows = windows_at(hold.at_ms)
+        held = [window for window in windows if window.kind in hold.held]
+        keys = [
+            _done_key(hold.id),
+            LEDGER_STREAM,
+            *(_spend_key(hold.team_id, window) for window in windows),
+            *_pairs(hold.team_id, held),
+        ]
+        entry = ["team", hold.team_id, "at_ms", hold.at_ms, "cost", spend_microusd, "row", row]
+        reply = await self._redis.eval(
+            scripts.SETTLE,
+            len(keys),
+            *keys,
+            SETTLED_KEPT_S * 1000,
+            _member(hold.id, hold.amount_microusd),
+            hold.amount_microusd,
+            spend_microusd,
+            len(windows),
+            *map(_keep_until, windows),
+            *entry,
+        )
+        return bool(reply == 1)
+
+    async def release(self, hold: Hold) -> bool:
+        """End `hold` with nothing spent and no ledger row. True where this call did it."""
+        pairs = _pairs(hold.team_id, _held_windows(hold))
+        reply = await self._redis.eval(
+            scripts.RELEASE,
+            1 + len(pairs),
+            _done_key(hold.id),
+            *pairs,
+            SETTLED_KEPT_S * 1000,
+            _member(hold.id, hold.amount_microusd),
+            hold.amount_microusd,
+        )
+        return bool(reply == 1)
+
+    async def renew(self, holds: Sequence[Hold], lease_s: float) -> None:
+        """Extend the leases of living generations, from now; call it a few times per lease.
+
+        Takes a hold again that expired meanwhile or that Redis lost, without asking the limits: its generation runs.
+        Never brings back one that was settled or released.
+        """
+        await asyncio.gather(*(self._renew(hold, lease_s) for hold in holds if hold.held))
+
+    async def _renew(self, hold: Hold, lease_s: float) -> None:
+        windows = _held_windows(hold)
+        pairs = _pairs(hold.team_id, windows)
+        await self._redis.eval(
+            scripts.RENEW,
+            1 + len(pairs),
+            _done_key(hold.id),
+            *pairs,
+            self._lease_now(),
+            _member(hold.id, hold.amount_microusd),
+            hold.amount_microusd,
+            int(lease_s * 1000),
+            *map(_keep_until, windows),
+        )
+
+    async def spent(self, budgets: Sequence[Budget]) -> tuple[BudgetState, ...]:
+        """What counts against each of `budgets` now, in their order; they may be of many teams."""
+        if not budgets:
+            return ()
+        at_ms = self._now_ms()
+        windows = [window_at(budget.window, at_ms) for budget in budgets]
+        pairs = [key for b, window in zip(budgets, windows, strict=True) for key in _pairs(b.team_id, [window])]
+        reply = await self._redis.eval(scripts.SPENT, len(pairs), *pairs, self._lease_now())
+        return tuple(
+            BudgetState(budget, window, int(reply[2 * i]), int(reply[2 * i + 1]))
+            for i, (budget, window) in enumerate(zip(budgets, windows, strict=True))
+        )
+
+    async def is_ready(self) -> bool:
+        """Whether Redis knows what was spent."""
+        return bool(await self._redis.execute_command("EXISTS", READY_KEY))
+
+    async def restate(self, drained: Sequence[DrainedSpend], lock_token: str) -> Restated:
+        """Set the counts of these windows to what the ledger says: `drained` plus the entries still in its streams.
+
+        Only for the holder of `LEDGER_LOCK` (its value is `lock_token`), who has drained nothing since it summed
+        `drained`; safe under load. Raises LockLost.
+        """
+        windows = drift = 0
+        for start in range(0, len(drained), _RESTATE_BATCH):
+            batch = drained[start : start + _RESTATE_BATCH]
+            arguments: list[Any] = []
+            for one in batch:
+                window = one.window
+                arguments += [one.team_id, window.start_ms, window.end_ms or 0, one.spent_microusd, _keep_until(window)]
+            keys = [LEDGER_LOCK, LEDGER_STREAM, LEDGER_SET_ASIDE]
+            keys += [_spend_key(one.team_id, one.window) for one in batch]
+            reply = await self._redis.eval(scripts.RESTATE, len(keys), *keys, lock_token, *arguments)
+            if reply[0] == -1:
+                raise LockLost
+            windows += reply[0]
+            drift += int(reply[1])
+        return Restated(windows, drift)
+
+    async def mark_ready(self, lock_token: str) -> None:
+        """Let `reserve` work: every window of the present is restated. Raises LockLost."""
+        if await self._redis.eval(scripts.MARK_READY, 2, LEDGER_LOCK, READY_KEY, lock_token) == -1:
+            raise LockLost
+
+    def _now_ms(self) -> int:
+        return int(self._clock() * 1000)
+
+    def _lease_now(self) -> int | str:
+        return "" if self._lease_clock_ms is None else self._lease_clock_ms()
+
+
+_KINDS = tuple(WindowKind)
+
+
+def _spend_key(team_id: int, window: Window) -> str:
+    return f"{_PREFIX}spend:{team_id}:{window.id}"
+
+
+def _pairs(team_id: int, windows: Sequence[Window]) -> list[str]:
+    """The spend key and the holds key of each window."""
+    return [key for w in windows for key in (_spend_key(team_id, w), f"{_PREFIX}holds:{team_id}:{w.id}")]
+
+
+def _done_key(hold_id: str) -> str:
+    return f"{_PREFIX}done:{hold_id}"
+
+
+def _member(hold_id: str, amount_microusd: MicroUSD) -> str:
+    if "|" in hold_id or not 0 <= amount_microusd <= MICROUSD_MAX:
+        raise ValueError(f"not a hold: {hold_id!r} over {amount_microusd} µUSD")
+    return f"{hold_id}|{amount_microusd}"
+
+
+def _held_windows(hold: Hold) -> list[Window]:
+    return [window_at(kind, hold.at_ms) for kind in hold.held]
+
+
+def _keep_until(window: Window) -> int:
+    return 0 if window.end_ms is None else window.end_ms + WINDOW_KEPT_S * 1000

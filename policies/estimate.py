@@ -1,0 +1,155 @@
+"""How fast a deployment is lately: TTFT as a line in the prompt's length, TPOT, and how long to wait for a first token.
+
+Knows no deployments' names and no requests, only their figures. Invariant: always answers, from priors before
+anything was seen; forgets by count and by age, so that what was slow once is tried again.
+
+TTFT is `a + b * prompt tokens` by weighted least squares under exponential forgetting (Ljung, "System
+Identification", 2nd ed. 1999, section 11.2, in its two-parameter closed form), with two pseudo-observations on the
+prior line, which keep the slope defined while all prompts have one length. TPOT is an exponentially weighted mean.
+The time-out is a normal quantile of the logarithm of observed over predicted TTFT: latencies are skewed to the
+right, their logarithms much less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EstimatePrior:
+    """What is believed of a deployment that nobody has called: a TTFT for an empty prompt, its slope, and TPOT.
+
+    `weight` is how many observations the belief counts for.
+    """
+
+    ttft_ms: float = 600.0
+    prefill_ms_per_token: float = 0.3
+    tpot_ms: float = 25.0
+    weight: float = 1.0
+
+
+_PRIOR_SPAN_TOKENS = 2000.0
+_KEEP_PER_OBSERVATION = 0.95
+_HALF_LIFE_S = 600.0
+_TIMEOUT_SIGMAS = 4.0
+_LOG_SPREAD_PRIOR = 0.7
+_CALLS_BEFORE_TIMEOUT = 5.0
+_OUTLIER_RATIO = 10.0
+
+
+class Estimate:
+    """Live figures of one deployment in one process. `clock` gives seconds that only grow."""
+
+    def __init__(self, clock: Callable[[], float], prior: EstimatePrior | None = None) -> None:
+        self._clock = clock
+        self._prior = prior or EstimatePrior()
+        self._seen_at = clock()
+        self._weight = 0.0
+        self._x = 0.0
+        self._y = 0.0
+        self._xx = 0.0
+        self._xy = 0.0
+        self._log_weight = 0.0
+        self._log_sum = 0.0
+        self._log_squares = 0.0
+        self._tpot_weight = 0.0
+        self._tpot_sum = 0.0
+
+    @property
+    def weight(self) -> float:
+        """How many recent calls the figures rest on; 0 before the first, shrinking with time."""
+        return self._weight * self._kept()
+
+    @property
+    def tpot_ms(self) -> float:
+        """Milliseconds per output token after the first."""
+        kept = self._kept()
+        prior = self._prior
+        return (self._tpot_sum * kept + prior.tpot_ms * prior.weight) / (self._tpot_weight * kept + prior.weight)
+
+    @property
+    def prefill_ms_per_token(self) -> float:
+        """What one more prompt token adds to TTFT, and a warm one saves."""
+        return self._line()[1]
+
+    def ttft_ms(self, prompt_tokens: int) -> float:
+        """Predicted TTFT for a prompt of which nothing is warm."""
+        base_ms, slope = self._line()
+        return max(base_ms + slope * prompt_tokens, 1.0)
+
+    def ttft_timeout_ms(self, prompt_tokens: int, floor_ms: float, ceiling_ms: float) -> float:
+        """How long to wait for the first token before the next candidate is tried: a wait that about one call in
+        thirty thousand of a healthy deployment would exceed, within [floor_ms, ceiling_ms]; the ceiling before
+        enough calls were seen to know."""
+        kept = self._kept()
+        weight = self._log_weight * kept
+        if self._weight * kept < _CALLS_BEFORE_TIMEOUT:
+            return ceiling_ms
+        mean = self._log_sum * kept / (weight + 1.0)
+        squares = (self._log_squares * kept + _LOG_SPREAD_PRIOR**2) / (weight + 1.0)
+        spread = math.sqrt(max(squares - mean * mean, 0.01))
+        wait_ms = self.ttft_ms(prompt_tokens) * math.exp(min(mean + _TIMEOUT_SIGMAS * spread, 20.0))
+        return min(max(wait_ms, floor_ms), ceiling_ms)
+
+    def observe(self, ttft_ms: float, tpot_ms: float | None, prompt_tokens: int) -> None:
+        """One finished call. `prompt_tokens` are those it had to prefill (cached ones left out); `tpot_ms` None
+        where fewer than two tokens came. Negative and non-finite figures are ignored."""
+        if not (math.isfinite(ttft_ms) and ttft_ms >= 0 and prompt_tokens >= 0):
+            return
+        predicted_ms = self.ttft_ms(prompt_tokens)
+        self._age()
+        # one freak call moves the line by as much as ten times the prediction, a deployment that stays slow all the way
+        bounded_ms = min(max(ttft_ms, 1.0), predicted_ms * _OUTLIER_RATIO)
+        x = float(prompt_tokens)
+        keep = _KEEP_PER_OBSERVATION
+        self._weight = self._weight * keep + 1.0
+        self._x = self._x * keep + x
+        self._y = self._y * keep + bounded_ms
+        self._xx = self._xx * keep + x * x
+        self._xy = self._xy * keep + x * bounded_ms
+        ratio = math.log(bounded_ms / predicted_ms)
+        self._log_weight = self._log_weight * keep + 1.0
+        self._log_sum = self._log_sum * keep + ratio
+        self._log_squares = self._log_squares * keep + ratio * ratio
+        if tpot_ms is not None and math.isfinite(tpot_ms) and tpot_ms >= 0:
+            self._tpot_weight = self._tpot_weight * keep + 1.0
+            self._tpot_sum = self._tpot_sum * keep + tpot_ms
+
+    def observe_timeout(self, waited_ms: float, prompt_tokens: int) -> None:
+        """No first token within `waited_ms`: TTFT was at least that, so the prediction may rise but never fall."""
+        self.observe(max(waited_ms, self.ttft_ms(prompt_tokens)), None, prompt_tokens)
+
+    def _line(self) -> tuple[float, float]:
+        """Base in ms and slope in ms per token of the fitted line, neither below 0."""
+        kept, prior = self._kept(), self._prior
+        half = prior.weight / 2.0
+        far_ms = prior.ttft_ms + prior.prefill_ms_per_token * _PRIOR_SPAN_TOKENS
+        weight = self._weight * kept + prior.weight
+        x = self._x * kept + half * _PRIOR_SPAN_TOKENS
+        y = self._y * kept + half * (prior.ttft_ms + far_ms)
+        xx = self._xx * kept + half * _PRIOR_SPAN_TOKENS**2
+        xy = self._xy * kept + half * _PRIOR_SPAN_TOKENS * far_ms
+        slope = max((weight * xy - x * y) / (weight * xx - x * x), 0.0)
+        base_ms = (y - slope * x) / weight
+        if base_ms < 0.0:  # a line through the origin, rather than one that promises tokens before the request
+            return 0.0, xy / xx
+        return base_ms, slope
+
+    def _kept(self) -> float:
+        return math.pow(0.5, max(0.0, self._clock() - self._seen_at) / _HALF_LIFE_S)
+
+    def _age(self) -> None:
+        kept = self._kept()
+        self._seen_at = self._clock()
+        self._weight *= kept
+        self._x *= kept
+        self._y *= kept
+        self._xx *= kept
+        self._xy *= kept
+        self._log_weight *= kept
+        self._log_sum *= kept
+        self._log_squares *= kept
+        self._tpot_weight *= kept
+        self._tpot_sum *= kept

@@ -1,0 +1,134 @@
+"""A deployment's health: a breaker that stops calling what fails, and probes it one call at a time.
+
+Knows no HTTP and no deployments; one breaker lives in one process. Invariant: while it is open at most one call is
+under way that `begin` let through after the opening, and a probe whose outcome never arrives gives its place back.
+
+Closed, open, half-open as in Nygard, "Release It!" (2007), chapter 5; exponential backoff with jitter as in
+Brooker, "Exponential Backoff And Jitter" (AWS Architecture Blog, 2015).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerLimits:
+    """When to open, and for how long.
+
+    Opens after `failures_max` failures in a row, or when of at least `calls_min` recent calls (weighted by age,
+    halving every `half_life_s`) a share of `failure_rate_max` failed. Stays open `open_s`, doubled for each opening
+    that follows a failed probe up to `open_s_max`, each spread by +-`jitter`. A probe has `probe_s` to report.
+    """
+
+    failures_max: int = 5
+    failure_rate_max: float = 0.5
+    calls_min: float = 10.0
+    half_life_s: float = 30.0
+    open_s: float = 2.0
+    open_s_max: float = 120.0
+    retry_after_s_max: float = 3600.0
+    jitter: float = 0.2
+    probe_s: float = 120.0
+
+
+class Breaker:
+    """Ask with `allows` (changes nothing), act with `begin`, and report each begun call exactly once.
+
+    `clock` gives seconds that only grow, `random` floats in [0, 1).
+    """
+
+    def __init__(
+        self, clock: Callable[[], float], random: Callable[[], float], limits: BreakerLimits | None = None
+    ) -> None:
+        self._clock = clock
+        self._random = random
+        self._limits = limits or BreakerLimits()
+        self._in_a_row = 0
+        self._openings = 0
+        self._open_until: float | None = None
+        self._probe_until: float | None = None
+        self._calls = 0.0
+        self._failures = 0.0
+        self._weighed_at = clock()
+        self._cause = ""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a call now would be refused: resting, or another call is probing."""
+        return not self.allows()
+
+    @property
+    def reason(self) -> str:
+        """Why it is open, in words; empty while it allows calls."""
+        now = self._clock()
+        if self.allows():
+            return ""
+        if self._open_until is not None and now < self._open_until:
+            return f"{self._cause}, next try in {max(1, math.ceil(self._open_until - now))} s"
+        return f"{self._cause}, one call is probing it"
+
+    def allows(self) -> bool:
+        now = self._clock()
+        if self._open_until is None:
+            return True
+        return now >= self._open_until and (self._probe_until is None or now >= self._probe_until)
+
+    def begin(self) -> bool:
+        """Take the right to make one call; False where `allows` would say no. In half-open this is the one probe."""
+        if not self.allows():
+            return False
+        if self._open_until is not None:
+            self._probe_until = self._clock() + self._limits.probe_s
+        return True
+
+    def record_success(self) -> None:
+        """The call served. Also closes an open breaker: a late success is as good a proof as a probe's."""
+        self._weigh(0.0)
+        self._in_a_row = 0
+        if self._open_until is not None:
+            self._calls = self._failures = 0.0
+        self._openings = 0
+        self._open_until = self._probe_until = None
+
+    def record_failure(self, retry_after_s: float | None = None) -> None:
+        """The call failed by the deployment's fault. `retry_after_s` is its own word on when to come back."""
+        self._weigh(1.0)
+        self._in_a_row += 1
+        was_probe = self._probe_until is not None
+        limits = self._limits
+        if retry_after_s is not None and retry_after_s > 0:
+            self._rest(min(retry_after_s, limits.retry_after_s_max), "it asked to be left alone")
+        elif was_probe:
+            self._back_off("its last probe failed")
+        elif self._open_until is not None:
+            return  # a call that began before the opening: it says nothing new
+        elif self._in_a_row >= limits.failures_max:
+            self._back_off(f"it failed {self._in_a_row} times in a row")
+        elif self._calls >= limits.calls_min and self._failures >= limits.failure_rate_max * self._calls:
+            self._back_off(f"{self._failures / self._calls:.0%} of its recent calls failed")
+
+    def record_cancelled(self) -> None:
+        """The call ended without a verdict (the client left): the next one may probe."""
+        self._probe_until = None
+
+    def _back_off(self, cause: str) -> None:
+        limits = self._limits
+        rest_s = min(limits.open_s * 2.0 ** min(self._openings, 30), limits.open_s_max)
+        self._openings += 1
+        self._rest(rest_s * (1.0 + limits.jitter * (2.0 * self._random() - 1.0)), cause)
+
+    def _rest(self, rest_s: float, cause: str) -> None:
+        until = self._clock() + rest_s
+        self._open_until = until if self._open_until is None else max(until, self._open_until)
+        self._probe_until = None
+        self._cause = cause
+
+    def _weigh(self, failure: float) -> None:
+        now = self._clock()
+        keep = 0.5 ** (max(0.0, now - self._weighed_at) / self._limits.half_life_s)
+        self._weighed_at = now
+        self._calls = self._calls * keep + 1.0
+        self._failures = self._failures * keep + failure

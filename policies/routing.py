@@ -1,0 +1,297 @@
+"""Where a request goes: a pure function from demand, candidates and policy to a ranking that explains itself.
+
+Knows no HTTP, no prompts' text, no clocks; never awaits. Invariant: the same inputs in any order give the same
+route, and every candidate appears in it exactly once, ranked or rejected with its reason in words.
+
+The cost model is one for money and time, cold or warm. With `w` the prompt tokens a deployment is known to hold
+warm (0 where unknown), `p` the prompt tokens, `o` the output tokens expected:
+
+    cost     = price of (p - w) tokens + w at the cached price + o output tokens
+    ttft     = predicted TTFT of the whole prompt - w * prefill time per token      (never below a twentieth of it)
+    total    = ttft + o * tpot
+
+`cheapest` orders by cost, then total; `fastest` by total, then cost; `balanced` by
+
+    score = ln((cost + 100 µUSD) / 100 µUSD) + ln((total + 100 ms) / 100 ms)
+
+the weighted product model of multi-criteria decisions (Bridgman 1922; Triantaphyllou, "Multi-Criteria Decision
+Making Methods", 2000, section 2.2) with equal weights: twice the price weighs as much as twice the wait, whatever
+the scale of either, so no exchange rate between dollars and seconds has to be invented. The two constants make
+free and instant finite and say what nobody minds: a hundredth of a cent, and the 100 ms under which an answer
+feels immediate (Miller 1968). Each score depends on its own candidate only, so adding or removing one never
+swaps two others.
+
+A deployment without estimates is judged as if it were as fast as the median of those that have them, and is never
+rejected for a time that nobody knows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from statistics import median
+
+from policies.prices import MicroUSD, Price, Tokens
+
+_COST_FLOOR_MICROUSD = 100
+_TIME_FLOOR_MS = 100.0
+_WARM_TTFT_SHARE_MIN = 0.05
+_TTFT_PRIOR_MS = 1000.0
+_TPOT_PRIOR_MS = 25.0
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What one request asks of a deployment.
+
+    `output_tokens_max` bounds the answer; `is_output_asked` says that the caller set it, so that a deployment which
+    cannot give so many is rejected; otherwise the bound shrinks to what fits.
+    `warm` maps a deployment's name to the prompt tokens it saw last; `excluded` are the names already tried.
+    `deadline_ms` is for the whole answer, `ttft_deadline_ms` for its first token; None where the caller has none.
+    """
+
+    prompt_tokens: int
+    output_tokens_max: int
+    output_tokens_expected: int
+    needs: frozenset[str] = frozenset()
+    warm: Mapping[str, int] = field(default_factory=dict)
+    deadline_ms: float | None = None
+    ttft_deadline_ms: float | None = None
+    excluded: frozenset[str] = frozenset()
+    is_output_asked: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One deployment as routing sees it.
+
+    `ttft_ms` is predicted for this prompt as if nothing of it were warm, the queue included; `prefill_ms_per_token`
+    is the part of it that a warm token saves. Of two that are otherwise equal the larger `priority` goes first.
+    """
+
+    name: str
+    price: Price
+    capabilities: frozenset[str] = frozenset()
+    context_tokens_max: int | None = None
+    output_tokens_max: int | None = None
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    is_open: bool = False
+    health_reason: str = ""
+    priority: int = 0
+    prefill_ms_per_token: float = 0.0
+
+
+class PolicyKind(StrEnum):
+    CHEAPEST = "cheapest"
+    FASTEST = "fastest"
+    BALANCED = "balanced"
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingPolicy:
+    """How to order, and what not to exceed: predicted TTFT, and expected cost of one request."""
+
+    kind: PolicyKind = PolicyKind.BALANCED
+    ttft_ms_max: float | None = None
+    cost_microusd_max: MicroUSD | None = None
+
+
+class Cause(StrEnum):
+    """Why a candidate was rejected, from the first check to the last: a later one means that it got further."""
+
+    CAPABILITY = "capability"
+    CONTEXT = "context"
+    OUTPUT = "output"
+    HEALTH = "health"
+    DEADLINE = "deadline"
+    LIMIT = "limit"
+    TRIED = "tried"
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """A candidate that may serve. `cost_microusd` is expected; `cost_max_microusd` the worst case, to be reserved.
+
+    `output_tokens_max` is the bound to send, for which the worst case holds. A smaller `score` is better.
+    """
+
+    name: str
+    cost_microusd: MicroUSD
+    cost_max_microusd: MicroUSD
+    output_tokens_max: int
+    ttft_ms: float
+    total_ms: float
+    score: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    name: str
+    cause: Cause
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The ranking, best first, and what was rejected, by name."""
+
+    ranked: tuple[Ranked, ...]
+    rejected: tuple[Rejected, ...]
+
+    @property
+    def cause(self) -> Cause | None:
+        """Why nobody can serve: the cause of the candidate that got furthest. None where somebody can, or none exist."""
+        if self.ranked or not self.rejected:
+            return None
+        return max((r.cause for r in self.rejected), key=_CAUSES.index)
+
+    @property
+    def refusal(self) -> str:
+        """The empty ranking in one sentence for the caller; empty where somebody can serve."""
+        if self.ranked:
+            return ""
+        if not self.rejected:
+            return "no deployment serves this model"
+        return "no deployment can serve this request: " + "; ".join(f"{r.name} {r.reason}" for r in self.rejected)
+
+
+_CAUSES = tuple(Cause)
+
+
+@dataclass(frozen=True, slots=True)
+class _Forecast:
+    """What the cost model says of one candidate. Times are None where they rest on no estimate at all."""
+
+    warm_tokens: int
+    output_tokens_max: int
+    cost_microusd: MicroUSD
+    cost_max_microusd: MicroUSD
+    ttft_ms: float
+    total_ms: float
+    is_ttft_known: bool
+    is_total_known: bool
+
+
+def route(demand: Demand, candidates: Sequence[Candidate], policy: RoutingPolicy) -> Route:
+    """Rank `candidates` for `demand` under `policy`. Total and deterministic; names must differ.
+
+    Raises ValueError for two candidates of one name.
+    """
+    if len({c.name for c in candidates}) != len(candidates):
+        raise ValueError("candidates must have different names")
+    ttft_prior_ms = _median((c.ttft_ms for c in candidates), _TTFT_PRIOR_MS)
+    tpot_prior_ms = _median((c.tpot_ms for c in candidates), _TPOT_PRIOR_MS)
+    ranked: list[tuple[tuple[float, float, float, int, str], Ranked]] = []
+    rejected: list[Rejected] = []
+    for candidate in candidates:
+        forecast = _forecast(demand, candidate, ttft_prior_ms, tpot_prior_ms)
+        rejection = _unable(demand, candidate) or _beyond(demand, policy, candidate, forecast)
+        if rejection is not None:
+            rejected.append(rejection)
+            continue
+        score = _score(policy.kind, forecast)
+        order = (score, forecast.total_ms, float(forecast.cost_microusd), -candidate.priority, candidate.name)
+        ranked.append((order, _ranked(candidate, forecast, score, demand)))
+    ranked.sort(key=lambda pair: pair[0])
+    return Route(tuple(r for _, r in ranked), tuple(sorted(rejected, key=lambda r: r.name)))
+
+
+def _median(values: Iterable[float | None], prior: float) -> float:
+    known = [v for v in values if v is not None]
+    return median(known) if known else prior
+
+
+def _forecast(demand: Demand, candidate: Candidate, ttft_prior_ms: float, tpot_prior_ms: float) -> _Forecast:
+    warm = max(0, min(demand.warm.get(candidate.name, 0), demand.prompt_tokens))
+    room = demand.output_tokens_max
+    if not demand.is_output_asked:
+        if candidate.output_tokens_max is not None:
+            room = min(room, candidate.output_tokens_max)
+        if candidate.context_tokens_max is not None:
+            room = min(room, candidate.context_tokens_max - demand.prompt_tokens)
+    room = max(room, 0)
+    expected = min(demand.output_tokens_expected, room)
+    cold_ttft_ms = ttft_prior_ms if candidate.ttft_ms is None else candidate.ttft_ms
+    saved_ms = warm * candidate.prefill_ms_per_token
+    ttft_ms = max(cold_ttft_ms - saved_ms, cold_ttft_ms * _WARM_TTFT_SHARE_MIN)
+    tpot_ms = tpot_prior_ms if candidate.tpot_ms is None else candidate.tpot_ms
+    return _Forecast(
+        warm_tokens=warm,
+        output_tokens_max=room,
+        cost_microusd=candidate.price.cost(Tokens(demand.prompt_tokens, expected, warm)),
+        cost_max_microusd=candidate.price.cost_max(demand.prompt_tokens, room),
+        ttft_ms=ttft_ms,
+        total_ms=ttft_ms + tpot_ms * expected,
+        is_ttft_known=candidate.ttft_ms is not None,
+        is_total_known=candidate.ttft_ms is not None and candidate.tpot_ms is not None,
+    )
+
+
+def _unable(demand: Demand, candidate: Candidate) -> Rejected | None:
+    """What no policy can mend: it was tried, lacks something, is too small, or is not healthy."""
+    name = candidate.name
+    if name in demand.excluded:
+        return Rejected(name, Cause.TRIED, "was already tried")
+    missing = sorted(demand.needs - candidate.capabilities)
+    if missing:
+        return Rejected(name, Cause.CAPABILITY, f"does not offer {', '.join(missing)}")
+    output = demand.output_tokens_max if demand.is_output_asked else min(1, demand.output_tokens_max)
+    context = candidate.context_tokens_max
+    if context is not None and demand.prompt_tokens + output > context:
+        wanted = f"{demand.prompt_tokens} prompt tokens and {output} of output"
+        return Rejected(name, Cause.CONTEXT, f"has a context of {context} tokens, {wanted} are needed")
+    limit = candidate.output_tokens_max
+    if limit is not None and output > limit:
+        return Rejected(name, Cause.OUTPUT, f"answers with at most {limit} tokens, {output} were asked for")
+    if candidate.is_open:
+        return Rejected(name, Cause.HEALTH, f"is resting: {candidate.health_reason or 'it failed repeatedly'}")
+    return None
+
+
+def _beyond(demand: Demand, policy: RoutingPolicy, candidate: Candidate, forecast: _Forecast) -> Rejected | None:
+    """What the caller's deadline or the policy's limits forbid."""
+    name = candidate.name
+    if demand.ttft_deadline_ms is not None and forecast.is_ttft_known and forecast.ttft_ms > demand.ttft_deadline_ms:
+        detail = f"{forecast.ttft_ms:.0f} ms to the first token, {demand.ttft_deadline_ms:.0f} ms are left"
+        return Rejected(name, Cause.DEADLINE, f"would take about {detail}")
+    if demand.deadline_ms is not None and forecast.is_total_known and forecast.total_ms > demand.deadline_ms:
+        detail = f"{forecast.total_ms:.0f} ms in all, {demand.deadline_ms:.0f} ms are left"
+        return Rejected(name, Cause.DEADLINE, f"would take about {detail}")
+    if policy.ttft_ms_max is not None and forecast.is_ttft_known and forecast.ttft_ms > policy.ttft_ms_max:
+        detail = f"TTFT of {forecast.ttft_ms:.0f} ms is over the policy's limit of {policy.ttft_ms_max:.0f} ms"
+        return Rejected(name, Cause.LIMIT, f"is too slow: a predicted {detail}")
+    if policy.cost_microusd_max is not None and forecast.cost_microusd > policy.cost_microusd_max:
+        detail = f"{forecast.cost_microusd} µUSD are over the policy's limit of {policy.cost_microusd_max} µUSD"
+        return Rejected(name, Cause.LIMIT, f"is too dear: an expected {detail}")
+    return None
+
+
+def _score(kind: PolicyKind, forecast: _Forecast) -> float:
+    if kind is PolicyKind.CHEAPEST:
+        return float(forecast.cost_microusd)
+    if kind is PolicyKind.FASTEST:
+        return forecast.total_ms
+    cost = math.log1p(forecast.cost_microusd / _COST_FLOOR_MICROUSD)
+    return cost + math.log1p(forecast.total_ms / _TIME_FLOOR_MS)
+
+
+def _ranked(candidate: Candidate, forecast: _Forecast, score: float, demand: Demand) -> Ranked:
+    why = f"{forecast.cost_microusd} µUSD, TTFT {forecast.ttft_ms:.0f} ms, {forecast.total_ms:.0f} ms in all"
+    if forecast.warm_tokens:
+        why += f", {forecast.warm_tokens} of {demand.prompt_tokens} prompt tokens warm"
+    if not forecast.is_total_known:
+        why += ", not measured yet"
+    return Ranked(
+        name=candidate.name,
+        cost_microusd=forecast.cost_microusd,
+        cost_max_microusd=forecast.cost_max_microusd,
+        output_tokens_max=forecast.output_tokens_max,
+        ttft_ms=forecast.ttft_ms,
+        total_ms=forecast.total_ms,
+        score=score,
+        why=why,
+    )

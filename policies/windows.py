@@ -1,0 +1,74 @@
+"""Budgets and the windows of time they count over.
+
+Knows no Redis. Windows are calendar windows in UTC, a week is an ISO week. Invariant: every moment lies in exactly
+one window of each kind, the window's id names it for ever, and so nothing has to be reset when one ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+
+from policies.prices import MicroUSD
+
+
+class WindowKind(StrEnum):
+    HOUR = "hour"
+    DAY = "day"
+    WEEK = "week"
+    MONTH = "month"
+    TOTAL = "total"
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One window: [start_ms, end_ms) in unix milliseconds; `end_ms` None for the one that never ends."""
+
+    kind: WindowKind
+    id: str
+    start_ms: int
+    end_ms: int | None
+
+    def holds(self, at_ms: int) -> bool:
+        return self.start_ms <= at_ms and (self.end_ms is None or at_ms < self.end_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A team may spend `limit_microusd` per window. A hard budget refuses what could exceed it; a soft one warns."""
+
+    id: int
+    team_id: int
+    window: WindowKind
+    limit_microusd: MicroUSD
+    is_hard: bool = True
+
+
+def window_at(kind: WindowKind, at_ms: int) -> Window:
+    """The window of `kind` that holds the moment `at_ms` (unix milliseconds, UTC)."""
+    moment = datetime.fromtimestamp(at_ms // 1000, UTC).replace(minute=0, second=0, microsecond=0)
+    midnight = moment.replace(hour=0)
+    match kind:
+        case WindowKind.HOUR:
+            return _window(kind, f"{moment:%Y-%m-%dT%H}", moment, moment + timedelta(hours=1))
+        case WindowKind.DAY:
+            return _window(kind, f"{midnight:%Y-%m-%d}", midnight, midnight + timedelta(days=1))
+        case WindowKind.WEEK:
+            monday = midnight - timedelta(days=midnight.weekday())
+            year, week, _ = monday.isocalendar()
+            return _window(kind, f"{year}-W{week:02}", monday, monday + timedelta(days=7))
+        case WindowKind.MONTH:
+            first = midnight.replace(day=1)
+            return _window(kind, f"{first:%Y-%m}", first, (first + timedelta(days=32)).replace(day=1))
+        case WindowKind.TOTAL:
+            return Window(kind, "total", 0, None)
+
+
+def windows_at(at_ms: int) -> tuple[Window, ...]:
+    """The windows of all kinds that hold the moment `at_ms`, in the order of `WindowKind`."""
+    return tuple(window_at(kind, at_ms) for kind in WindowKind)
+
+
+def _window(kind: WindowKind, name: str, start: datetime, end: datetime) -> Window:
+    return Window(kind, name, int(start.timestamp()) * 1000, int(end.timestamp()) * 1000)
