@@ -1,0 +1,102 @@
+"""Server-sent events, both ways: frames for our clients, and a splitter for what upstreams send.
+
+Format: WHATWG HTML, section 9.2.6 "Interpreting an event stream". Knows no JSON and no OpenAI. Only `data` matters here:
+event names, ids, retry hints and comments are dropped. Invariant: however the bytes are cut, the payloads are the same.
+"""
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment: it holds proxies open and is no event to any client
+PAYLOAD_BYTES_MAX = 64 << 20
+
+_BOM = b"\xef\xbb\xbf"
+
+
+class PayloadTooLarge(Exception):
+    """One event grew beyond `PAYLOAD_BYTES_MAX`."""
+
+
+def frame(data: bytes) -> bytes:
+    """One event that carries `data` (JSON: no bare carriage returns)."""
+    if b"\n" in data:
+        data = data.replace(b"\n", b"\ndata: ")
+    return b"data: " + data + b"\n\n"
+
+
+class Splitter:
+    """Cuts a stream of bytes into the `data` payloads of its events.
+
+        splitter = Splitter()
+        for data in reader:
+            for payload in splitter.feed(data): ...
+        last = splitter.end()
+
+    The lines of one event are joined by LF. Line ends are LF, CRLF or CR; what is buffered is bounded.
+    """
+
+    __slots__ = ("_buffered_bytes", "_ends_in_cr", "_is_at_start", "_parts")
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._buffered_bytes = 0
+        self._ends_in_cr = False
+        self._is_at_start = True
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The payloads that `data` completes, in order. Raises PayloadTooLarge."""
+        if self._ends_in_cr or b"\r" in data:
+            data = self._with_line_feeds(data)
+        if not data:
+            return []
+        if b"\n" not in data:
+            self._keep(data)
+            return []
+        if self._parts:
+            data = b"".join((*self._parts, data))
+            self._parts.clear()
+            self._buffered_bytes = 0
+        events = data.split(b"\n\n")
+        rest = events.pop()
+        if rest:
+            self._keep(rest)
+        payloads = []
+        for event in events:
+            payload = self._payload(event)
+            if payload is not None:
+                payloads.append(payload)
+        return payloads
+
+    def end(self) -> bytes | None:
+        """The payload of an event whose blank line never came. The standard drops it; servers that just close mean it."""
+        event = b"".join(self._parts)
+        self._parts.clear()
+        self._buffered_bytes = 0
+        return self._payload(event.removesuffix(b"\n"))
+
+    def _keep(self, data: bytes) -> None:
+        self._parts.append(data)
+        self._buffered_bytes += len(data)
+        if self._buffered_bytes > PAYLOAD_BYTES_MAX:
+            raise PayloadTooLarge(f"one event is longer than {PAYLOAD_BYTES_MAX} bytes")
+
+    def _with_line_feeds(self, data: bytes) -> bytes:
+        if self._ends_in_cr and data[:1] == b"\n":
+            data = data[1:]
+            self._ends_in_cr = False
+            if not data:
+                return data
+        if data:
+            self._ends_in_cr = data.endswith(b"\r")
+        return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+
+    def _payload(self, event: bytes) -> bytes | None:
+        if self._is_at_start:
+            self._is_at_start = False
+            event = event.removeprefix(_BOM)
+        if event.startswith(b"data: ") and b"\n" not in event:  # nearly every event there is
+            return event[6:]
+        lines = []
+        for line in event.split(b"\n"):
+            name, _, value = line.partition(b":")
+            if name == b"data":
+                lines.append(value.removeprefix(b" "))
+        return b"\n".join(lines) if lines else None

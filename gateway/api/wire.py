@@ -1,0 +1,340 @@
+"""The two shapes of one answer: a whole `chat.completion`, and the `chat.completion.chunk`s of a stream.
+
+`read` finds the few facts that the gateway needs in either; `unfold` and `fold` turn each into the other, so that one
+cached entry serves both kinds of client. Shapes: OpenAI API reference, "The chat completion object" and "The chat
+completion chunk object"; fields that are not in there travel along. Knows no HTTP, no cache and no backend.
+Invariant: `fold(unfold(whole))` is JSON-equal to `whole`.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from gateway.backends.base import Chunk, Usage
+
+# -- reading, once and lightly ---------------------------------------------------------------------------------------
+
+
+class _Delta(msgspec.Struct, gc=False):
+    content: Any = None
+    refusal: Any = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+    tool_calls: Any = None
+    function_call: Any = None
+    audio: Any = None
+
+    def has_content(self) -> bool:
+        return bool(
+            self.content
+            or self.tool_calls
+            or self.reasoning_content
+            or self.reasoning
+            or self.refusal
+            or self.function_call
+            or self.audio
+        )
+
+
+class _Choice(msgspec.Struct, gc=False):
+    index: int = 0
+    delta: _Delta | None = None
+    message: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _PromptDetails(msgspec.Struct, gc=False):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct, gc=False):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _PromptDetails | None = None
+    prompt_cache_hit_tokens: int | None = None  # DeepSeek's name for it
+
+    def value(self) -> Usage:
+        details = self.prompt_tokens_details
+        cached = (details.cached_tokens if details else None) or self.prompt_cache_hit_tokens or 0
+        prompt = max(0, self.prompt_tokens or 0)
+        return Usage(prompt, max(0, self.completion_tokens or 0), min(max(0, cached), prompt))
+
+
+class Answer(msgspec.Struct, gc=False):
+    """What a light parse keeps of a chunk or a whole. `error` is there where a server reports one inside a 200."""
+
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+    object: Any = None
+
+
+_decode_answer = msgspec.json.Decoder(Answer).decode
+
+
+def parse(data: bytes) -> Answer:
+    """The light view of `data`. Raises msgspec.DecodeError where it is no JSON, or no answer."""
+    try:
+        return _decode_answer(data)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(str(error)) from None
+
+
+def to_chunk(data: bytes, answer: Answer, is_whole: bool = False) -> Chunk:
+    """`data` with what was found in it."""
+    choices = answer.choices or ()
+    usage = answer.usage.value() if answer.usage is not None else None
+    has_content = False
+    reasons: tuple[str, ...] = ()
+    for choice in choices:
+        delta = choice.delta or choice.message
+        if delta is not None and delta.has_content():
+            has_content = True
+        if choice.finish_reason:
+            reasons = (*reasons, choice.finish_reason)
+    return Chunk(data, is_whole, has_content, reasons, usage, not choices and usage is not None)
+
+
+def read(data: bytes, is_whole: bool = False) -> Chunk:
+    """A chunk from JSON that was recorded. Raises msgspec.DecodeError."""
+    return to_chunk(data, parse(data), is_whole)
+
+
+# Not finishes but confessions: OpenRouter sends "error", vLLM and SGLang "abort".
+_FAILED_REASONS = frozenset({"error", "abort"})
+
+
+class Ending:
+    """Which choices of an answer have finished, seen chunk by chunk."""
+
+    __slots__ = ("_choices", "_finished", "_seen", "failed_reason")
+
+    def __init__(self, choices: int = 1) -> None:
+        self._choices = choices
+        self._seen: set[int] = set()
+        self._finished: set[int] = set()
+        self.failed_reason: str | None = None
+
+    def add(self, answer: Answer) -> None:
+        for choice in answer.choices or ():
+            self._seen.add(choice.index)
+            if choice.finish_reason:
+                self._finished.add(choice.index)
+                if choice.finish_reason in _FAILED_REASONS:
+                    self.failed_reason = choice.finish_reason
+
+    @property
+    def is_complete(self) -> bool:
+        """As many choices as were asked for have finished, and none that began has not."""
+        return len(self._finished) >= self._choices and len(self._finished) == len(self._seen)
+
+    @property
+    def is_finished(self) -> bool:
+        """Every choice that began has finished: enough where the server says itself that it is done."""
+        return bool(self._finished) and len(self._finished) == len(self._seen)
+
+
+# -- whole -> chunks -------------------------------------------------------------------------------------------------
+
+_HEAD = ("id", "created", "model", "system_fingerprint", "service_tier")
+_TEXTS = ("reasoning_content", "reasoning", "content", "refusal")  # in the order a model writes them
+# about five words each: cut after a word where there is one, and anywhere in what has no spaces
+_PIECES = re.compile(r".{24}\S{0,40}\s{0,8}|.+", re.DOTALL)
+
+
+def unfold(whole: bytes) -> list[Chunk]:
+    """The chunks a stream of `whole` would have had, each field in the place where servers send it.
+
+    Text is cut at word borders, or by token where log probabilities say what the tokens were. Unknown fields of the
+    whole and of its choices come with the finish, unknown fields of a message with its first delta; usage comes last
+    and alone. Raises msgspec.DecodeError.
+    """
+    answer: dict[str, Any] = msgspec.json.decode(whole)
+    head = {key: answer[key] for key in _HEAD if key in answer} | {"object": "chat.completion.chunk"}
+    usage = answer.get("usage")
+    extra = {key: value for key, value in answer.items() if key not in (*_HEAD, "object", "choices")}
+    if usage is not None:
+        del extra["usage"]
+    choices = answer.get("choices") or []
+    chunks = [
+        Chunk(
+            msgspec.json.encode({**head, "choices": [piece], **(extra if is_last else {})}),
+            has_content=_has_content(piece["delta"]),
+            finish_reasons=(piece["finish_reason"],) if piece["finish_reason"] else (),
+        )
+        for piece, is_last in _with_last(piece for i, choice in enumerate(choices) for piece in _pieces(choice, i))
+    ]
+    if not choices:
+        chunks.append(Chunk(msgspec.json.encode({**head, "choices": [], **extra})))
+    if usage is not None:
+        chunks.append(read(msgspec.json.encode({**head, "choices": [], "usage": usage})))
+    return chunks
+
+
+def _with_last(items: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], bool]]:
+    iterator = iter(items)
+    for held in iterator:
+        for item in iterator:
+            yield held, False
+            held = item
+        yield held, True
+
+
+def _has_content(delta: dict[str, Any]) -> bool:
+    return any(delta.get(key) for key in (*_TEXTS, "tool_calls", "function_call", "audio"))
+
+
+def _pieces(choice: dict[str, Any], position: int) -> Iterator[dict[str, Any]]:
+    """One choice of a whole as the choices of chunks."""
+    index = choice.get("index", position)
+    message: dict[str, Any] = choice.get("message") or {}
+    logprobs: Any = choice.get("logprobs")
+    calls = message.get("tool_calls")
+    opening = {key: "" if key in _TEXTS and isinstance(value, str) else value for key, value in message.items()}
+    if calls:
+        del opening["tool_calls"]
+
+    def piece(delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "finish_reason": None, **fields}
+
+    yield piece(opening)
+    tokens = _tokens(message.get("content"), logprobs)
+    for key in _TEXTS:
+        text = message.get(key)
+        if key == "content" and tokens:
+            for position_in_text, token in enumerate(tokens):
+                others: dict[str, Any] = logprobs if position_in_text == 0 else {}
+                yield piece({"content": token["token"]}, logprobs={**others, "content": [token]})
+        elif isinstance(text, str):
+            for part in _PIECES.findall(text):
+                yield piece({key: part})
+    for number, call in enumerate(calls or ()):
+        yield piece({"tool_calls": [{**call, "index": number}]})
+    rest = {key: value for key, value in choice.items() if key not in ("index", "message", "logprobs")}
+    if "logprobs" in choice and not tokens:
+        rest["logprobs"] = logprobs
+    yield piece({}, **rest)
+
+
+def _tokens(content: Any, logprobs: Any) -> list[dict[str, Any]]:
+    """The log probabilities by token, where the tokens spell out the content; else none."""
+    tokens = logprobs.get("content") if isinstance(logprobs, dict) else None
+    if not (isinstance(tokens, list) and isinstance(content, str) and content):
+        return []
+    spelled = "".join(t["token"] for t in tokens if isinstance(t, dict) and isinstance(t.get("token"), str))
+    return tokens if spelled == content and all(isinstance(t, dict) for t in tokens) else []
+
+
+# -- chunks -> whole -------------------------------------------------------------------------------------------------
+
+_FIRST = frozenset({"id", "created", "model"})  # Azure opens with a chunk where these are empty
+_DROPPED = frozenset({"object", "choices", "obfuscation"})  # obfuscation pads chunks against eavesdroppers
+# Whatever else is text in a delta comes in parts; these come whole, and from some servers again and again.
+_IDENTITY = frozenset({"id", "type", "name", "role", "index"})
+
+
+class _Text(list[str]):
+    """A string that is still growing: joined once at the end, so that a long answer costs no quadratic time."""
+
+
+def fold(chunks: Iterable[Chunk]) -> bytes:
+    """The `chat.completion` that `chunks` tell. A whole chunk is that already, and is passed through byte for byte.
+
+    Text in deltas is joined, tool calls by their `index`, lists appended; of other fields the last value that is not
+    null stays. A message always has `role` and `content`. Raises msgspec.DecodeError.
+    """
+    top: dict[str, Any] = {}
+    choices: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        if chunk.is_whole:
+            return chunk.data
+        piece: dict[str, Any] = msgspec.json.decode(chunk.data)
+        for key, value in piece.items():
+            if key in _FIRST:
+                top[key] = top.get(key) or value
+            elif key not in _DROPPED and (value is not None or key not in top):
+                top[key] = value
+        for choice in piece.get("choices") or ():
+            _fold_choice(choices, choice)
+    head = {key: top.pop(key) for key in ("id", "created", "model") if key in top}
+    body = [_settled_choice(choices[index]) for index in sorted(choices)]
+    return msgspec.json.encode({**head, "object": "chat.completion", "choices": body, **top})
+
+
+def _fold_choice(choices: dict[int, dict[str, Any]], piece: dict[str, Any]) -> None:
+    index = piece.get("index") or 0
+    choice = choices.setdefault(index, {"index": index, "message": {"role": "assistant", "content": None}})
+    for key, value in piece.items():
+        if key in ("delta", "message"):
+            choice["message"] = _merged(choice["message"], value, key)
+        elif key == "logprobs":
+            choice[key] = _merged(choice.get(key), value, key)
+        elif key != "index" and (value is not None or key not in choice):
+            choice[key] = value
+
+
+def _merged(old: Any, new: Any, key: str) -> Any:
+    """`old` continued by `new`, as the value of `key`; may change `old`."""
+    if new is None or old is None:
+        return old if new is None else new
+    if key in _IDENTITY:
+        return old or new
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name, value in new.items():
+            old[name] = _merged(old[name], value, name) if name in old else value
+        return old
+    if isinstance(new, list) and isinstance(old, str | _Text):
+        old = _as_parts(old)
+    elif isinstance(old, list) and not isinstance(old, _Text) and isinstance(new, str):
+        new = _as_parts(new)
+    if isinstance(new, str) and isinstance(old, str | _Text):
+        text = _Text([old]) if isinstance(old, str) else old
+        text.append(new)
+        return text
+    if isinstance(old, list) and isinstance(new, list):
+        if key == "tool_calls":
+            for call in new:
+                _merge_call(old, call)
+        else:
+            old.extend(new)
+        return old
+    return new
+
+
+def _as_parts(text: str | _Text) -> list[dict[str, Any]]:
+    """Text where a list of parts is wanted: Mistral's reasoning models send both in one stream."""
+    joined = "".join(text)
+    return [{"type": "text", "text": joined}] if joined else []
+
+
+def _merge_call(calls: list[Any], new: dict[str, Any]) -> None:
+    """Continue the call of the same index; without an index, the last call, unless another id begins one."""
+    index = new.get("index")
+    for call in calls:
+        if index is not None and call.get("index") == index:
+            _merged(call, new, "")
+            return
+    if index is None and calls and new.get("id") in (None, "", calls[-1].get("id")):
+        _merged(calls[-1], new, "")
+    else:
+        calls.append(new)
+
+
+def _settled_choice(choice: dict[str, Any]) -> dict[str, Any]:
+    """A choice with its texts joined, and its tool calls in order and without the stream's `index`."""
+    settled: dict[str, Any] = _settled(choice)
+    message = settled["message"]
+    if message.get("tool_calls"):
+        calls = sorted(message["tool_calls"], key=lambda call: call.get("index") or 0)
+        message["tool_calls"] = [{key: value for key, value in call.items() if key != "index"} for call in calls]
+    return settled
+
+
+def _settled(value: Any) -> Any:
+    if isinstance(value, _Text):
+        return "".join(value)
+    if isinstance(value, list):
+        return [_settled(item) for item in value]
+    return {key: _settled(item) for key, item in value.items()} if isinstance(value, dict) else value

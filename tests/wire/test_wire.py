@@ -1,0 +1,278 @@
+"""Wholes and chunks are two shapes of one answer: each direction loses nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from gateway.api.wire import Ending, fold, parse, read, unfold
+from gateway.backends.base import Chunk, Usage
+
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=120)
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | text,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
+    max_leaves=6,
+)
+unknown = st.dictionaries(
+    st.sampled_from(["x_one", "x_two", "provider_specific_fields", "citations"]), anything, max_size=2
+)
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": draw(st.none() | text), **draw(unknown)}
+    for key, values in {
+        "refusal": st.none() | text,
+        "reasoning_content": st.none() | text,
+        "annotations": st.just([]) | st.just([{"type": "url_citation", "url_citation": {"title": "t"}}]),
+        "function_call": st.none() | st.just({"name": "f", "arguments": "{}"}),
+        "audio": st.none() | st.just({"id": "a", "data": "UklG", "transcript": "hm", "expires_at": 3}),
+        "tool_calls": st.none()
+        | st.lists(
+            st.builds(
+                lambda id, name, arguments, more: {
+                    "id": id,
+                    "type": "function",
+                    "function": {"name": name, "arguments": arguments},
+                    **more,
+                },
+                text, text, text, unknown,
+            ),
+            max_size=3,
+        ),
+    }.items():  # fmt: skip
+        if draw(st.booleans()):
+            message[key] = draw(values)
+    return message
+
+
+@st.composite
+def choices(draw: st.DrawFn, index: int) -> dict[str, Any]:
+    message = draw(messages())
+    choice: dict[str, Any] = {
+        "index": index,
+        "message": message,
+        "finish_reason": draw(st.sampled_from(["stop", "length", "tool_calls", None])),
+        **draw(unknown),
+    }
+    kind = draw(st.sampled_from(["absent", "null", "spelled", "other"]))
+    if kind == "null":
+        choice["logprobs"] = None
+    elif kind == "spelled":
+        tokens = re.findall(r"\s?\S+|\s", message["content"] or "")
+        choice["logprobs"] = {"content": [token(t) for t in tokens], "refusal": None}
+    elif kind == "other":
+        choice["logprobs"] = {
+            "content": draw(st.none() | st.just([token("�")])),
+            "refusal": draw(st.none() | st.just([token("no")])),
+        }
+    return choice
+
+
+def token(spelled: str) -> dict[str, Any]:
+    return {"token": spelled, "logprob": -0.5, "bytes": list(spelled.encode()), "top_logprobs": []}
+
+
+@st.composite
+def wholes(draw: st.DrawFn) -> dict[str, Any]:
+    whole: dict[str, Any] = {
+        "id": draw(text), "object": "chat.completion", "created": draw(st.integers(0, 2**40)), "model": draw(text),
+        "choices": [draw(choices(index)) for index in range(draw(st.integers(1, 3)))], **draw(unknown),
+    }  # fmt: skip
+    if draw(st.booleans()):
+        whole["system_fingerprint"] = draw(st.none() | text)
+    if draw(st.booleans()):
+        details = {"cached_tokens": draw(st.integers(0, 9))}
+        whole["usage"] = draw(
+            st.none()
+            | st.just(
+                {"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12, "prompt_tokens_details": details}
+            )
+        )
+    return whole
+
+
+@given(wholes())
+def test_a_whole_comes_back_from_its_chunks(whole: dict[str, Any]) -> None:
+    """fold(unfold(x)) is x: text, tool calls, log probabilities, usage, unknown fields, and null where null was."""
+    assert json.loads(fold(unfold(json.dumps(whole).encode()))) == whole
+
+
+@given(wholes())
+def test_chunks_know_what_they_carry(whole: dict[str, Any]) -> None:
+    """What unfold says of each chunk is what a reader finds in its bytes, and the finishes are those of the whole."""
+    data = json.dumps(whole).encode()
+    chunks = unfold(data)
+    assert [read(chunk.data) for chunk in chunks] == chunks
+    assert [r for chunk in chunks for r in chunk.finish_reasons] == list(read(data, is_whole=True).finish_reasons)
+    assert [chunk.usage for chunk in chunks if chunk.usage] == [u for u in (read(data).usage,) if u]
+
+
+@given(wholes(), st.data())
+def test_a_stream_cut_otherwise_folds_the_same(whole: dict[str, Any], data: st.DataObject) -> None:
+    """Text and arguments may come in any pieces, choices interleaved: the whole is the same."""
+    pieces: list[list[dict[str, Any]]] = []
+    for chunk in unfold(json.dumps(whole).encode()):
+        piece = json.loads(chunk.data)
+        head = {key: value for key, value in piece.items() if key != "choices"}
+        if not piece["choices"]:
+            tail = piece
+            continue
+        choice = piece["choices"][0]
+        while len(pieces) <= choice["index"]:
+            pieces.append([])
+        pieces[choice["index"]].append(head | {"choices": [choice]})
+        for call in choice["delta"].get("tool_calls") or ():
+            arguments = call["function"]["arguments"]
+            cut = data.draw(st.integers(0, len(arguments)))
+            call["function"]["arguments"] = arguments[:cut]
+            more = {"index": call["index"], "function": {"arguments": arguments[cut:]}}
+            pieces[choice["index"]].append(
+                {"choices": [{"index": choice["index"], "delta": {"tool_calls": [more]}, "finish_reason": None}]}
+            )
+    mixed = []
+    while any(pieces):
+        mixed.append(data.draw(st.sampled_from([queue for queue in pieces if queue])).pop(0))
+    if whole.get("usage") is not None:
+        mixed.append(tail)
+    folded = json.loads(fold([read(json.dumps(piece).encode()) for piece in mixed]))
+    assert folded == whole
+
+
+def test_text_is_cut_at_word_borders_and_the_sdk_reads_it() -> None:
+    """A replayed whole looks like a stream: several pieces, cut after words, that the official client's types accept."""
+    answer = "The quick brown fox jumps over the lazy dog, and then it sleeps for a very long time."
+    message = {"role": "assistant", "content": answer, "refusal": None}
+    whole = {
+        "id": "c",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "m",
+        "choices": [{"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}],
+        "usage": {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3},
+    }
+    chunks = [ChatCompletionChunk.model_validate_json(chunk.data) for chunk in unfold(json.dumps(whole).encode())]
+    texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]
+    assert "".join(texts) == answer
+    assert len(texts) >= 3
+    assert all(piece.endswith(" ") for piece in texts[:-1])
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+
+
+def test_a_whole_chunk_passes_through_byte_for_byte() -> None:
+    """A recorded whole is served as it came, white space and all."""
+    data = b'{ "id" : "x", "choices": [ ] }'
+    assert fold([Chunk(data, is_whole=True)]) == data
+
+
+def stream(*deltas: dict[str, Any], **fields: Any) -> list[Chunk]:
+    last = {"index": 0, "delta": {}, "finish_reason": "stop"}
+    choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas] + [last]
+    return [
+        read(
+            json.dumps(
+                {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [c], **fields}
+            ).encode()
+        )
+        for c in choices
+    ]
+
+
+def message_of(chunks: list[Chunk]) -> dict[str, Any]:
+    found = ChatCompletion.model_validate_json(fold(chunks)).choices[0].message.model_dump(exclude_unset=True)
+    return {key: value for key, value in found.items() if key != "role"}
+
+
+def test_the_habits_of_servers_fold_well() -> None:
+    """Repeated ids and names, calls without an index, empty heads, parts mixed with text: as seen in the field."""
+    call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "f", "arguments": ""}}
+    repeated = {"index": 0, "id": "", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
+    whole_call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
+    assert message_of(
+        stream({"role": "assistant", "content": None, "tool_calls": [call]}, {"tool_calls": [repeated]})
+    ) == {"content": None, "tool_calls": [whole_call]}
+    second = {**whole_call, "id": "call_2"}
+    assert message_of(stream({"tool_calls": [whole_call]}, {"tool_calls": [second]}))["tool_calls"] == [
+        whole_call,
+        second,
+    ]
+    parts = json.loads(fold(stream({"content": [{"type": "thinking", "thinking": "hm"}]}, {"content": "yes"})))
+    assert parts["choices"][0]["message"]["content"] == [
+        {"type": "thinking", "thinking": "hm"},
+        {"type": "text", "text": "yes"},
+    ]
+    azure = Chunk(b'{"id":"","created":0,"model":"","object":"","choices":[],"prompt_filter_results":[1]}')
+    folded = json.loads(fold([azure, *stream({"content": "a"}, obfuscation="xx")]))
+    assert (folded["id"], folded["created"], folded["model"], folded["prompt_filter_results"]) == ("c", 1, "m", [1])
+    assert "obfuscation" not in folded
+
+
+def test_a_long_stream_folds_in_linear_time() -> None:
+    """A hundred thousand pieces are joined once, not copied again for each."""
+    chunks = stream({"content": "x" * 50}) * 100_000
+    assert len(message_of(chunks)["content"]) == 5_000_000
+
+
+@pytest.mark.parametrize(
+    ("fields", "usage"),
+    [
+        ({"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}, Usage(5, 2, 4)),
+        ({"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": None}, Usage(5, 2, 0)),
+        ({"prompt_tokens": 5, "completion_tokens": 2, "prompt_cache_hit_tokens": 3}, Usage(5, 2, 3)),
+        (
+            {"prompt_tokens": 5, "completion_tokens": None, "prompt_tokens_details": {"cached_tokens": 9}},
+            Usage(5, 0, 5),
+        ),
+    ],
+)
+def test_usage_is_read_under_its_names(fields: dict[str, Any], usage: Usage) -> None:
+    """Cached tokens are found where OpenAI and DeepSeek put them, and never exceed the prompt."""
+    assert read(json.dumps({"choices": [], "usage": fields}).encode()) == Chunk(
+        json.dumps({"choices": [], "usage": fields}).encode(), usage=usage, is_usage_only=True
+    )
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"choices": 3}',
+        b'{"choices": [{"index": "a"}]}',
+        b'{"choices": [{"delta": {"content": "\\ud800"}}]}',
+        b"\xff",
+        b"[" * 100_000,
+    ],
+)
+def test_what_is_no_answer_is_refused(bad: bytes) -> None:
+    """Whatever is wrong with the bytes, one kind of error says so."""
+    with pytest.raises(msgspec.DecodeError):
+        read(bad)
+
+
+def test_an_ending_needs_every_choice() -> None:
+    """Two choices asked for, one finished and the other begun or not even begun: no end."""
+
+    def piece(index: int, reason: str | None) -> bytes:
+        return json.dumps({"choices": [{"index": index, "delta": {}, "finish_reason": reason}]}).encode()
+
+    ending = Ending(2)
+    assert not ending.is_finished
+    ending.add(parse(piece(0, "stop")))
+    assert (ending.is_finished, ending.is_complete) == (True, False)
+    ending.add(parse(piece(1, None)))
+    assert (ending.is_finished, ending.is_complete) == (False, False)
+    ending.add(parse(piece(1, "length")))
+    assert (ending.is_finished, ending.is_complete) == (True, True)
