@@ -1,0 +1,174 @@
+"""The metrics' names, kinds, labels and words: a table, and nothing that runs.
+
+Names follow OpenTelemetry's GenAI conventions where they have one (https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics/;
+dots become underscores, the unit comes last), `sameway_*` otherwise; base units throughout. docs/metrics.md lists the same
+and a test compares.
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+# The bounds OpenTelemetry's GenAI conventions advise, from 1 ms instead of 10 ms where cached answers are counted too.
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
+TPOT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+TOKEN_BOUNDS = tuple(float(4**power) for power in range(11))  # 1 to 1,048,576
+
+
+class Kind(StrEnum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Merge(StrEnum):
+    """How the gauges of several workers become one number."""
+
+    SUM = "sum"
+    MAX = "max"
+    MIN = "min"
+
+
+class Definition(msgspec.Struct, frozen=True):
+    """One metric: its name as scraped, its labels and what it says."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    bounds: tuple[float, ...] = ()  # histograms: upper bounds, inclusive; the last, +Inf, is implied
+    merge: Merge = Merge.SUM
+
+    @property
+    def width(self) -> int:
+        return len(self.bounds) + 2 if self.kind is Kind.HISTOGRAM else 1  # the sum, the buckets, +Inf
+
+
+def _counter(name: str, help: str, *labels: str) -> Definition:
+    return Definition(name, Kind.COUNTER, help, labels)
+
+
+def _gauge(name: str, merge: Merge, help: str, *labels: str) -> Definition:
+    return Definition(name, Kind.GAUGE, help, labels, merge=merge)
+
+
+def _histogram(name: str, bounds: tuple[float, ...], help: str, *labels: str) -> Definition:
+    return Definition(name, Kind.HISTOGRAM, help, labels, bounds)
+
+
+REQUESTS = _counter(
+    "sameway_requests_total",
+    "Requests finished, by what answered them and the HTTP status.",
+    "route",
+    "model",
+    "team",
+    "cache",
+    "status",
+)
+ERRORS = _counter(
+    "sameway_errors_total", "Requests that ended in an error, by the error's code.", "route", "model", "code"
+)
+DISCONNECTS = _counter("sameway_disconnects_total", "Clients that left before their last byte.", "model")
+COST = _counter("sameway_cost_usd_total", "Money spent on generations.", "model", "team", "deployment")
+SAVED_COST = _counter("sameway_saved_usd_total", "Money that cached answers did not cost.", "model", "team", "cache")
+SAVED_TIME = _counter("sameway_saved_seconds_total", "Time that cached answers did not take.", "model", "cache")
+TOKENS = _counter(
+    "sameway_tokens_total",
+    "Tokens generated or read by deployments: type is input, cached_input or output.",
+    "model",
+    "team",
+    "type",
+)
+STORES = _counter(
+    "sameway_cache_stores_total", "Answers offered to the cache: stored, or the reason why not.", "outcome"
+)
+SEMANTIC_MISSES = _counter(
+    "sameway_semantic_misses_total", "Semantic lookups that found nothing to serve, by reason.", "reason"
+)
+ATTEMPTS = _counter(
+    "sameway_attempts_total", "Generations tried, per deployment: ok or error.", "deployment", "outcome"
+)
+FAILOVERS = _counter("sameway_failovers_total", "Requests that needed more than one deployment.", "model")
+FAILURES = _counter(
+    "sameway_failures_total",
+    "Failures that requests survived, by the part that failed (redis, cache_worker, ...).",
+    "part",
+)
+LOG_DROPPED = _counter("sameway_log_lines_dropped_total", "Log lines given up because the log's reader was too slow.")
+SERIES_DROPPED = _counter(
+    "sameway_metric_series_dropped_total", "Series that found no room: label values that nobody bounded."
+)
+DURATION = _histogram(
+    "gen_ai_server_request_duration_seconds",
+    SECONDS,
+    "Arrival to the last byte (OpenTelemetry gen_ai.server.request.duration).",
+    "gen_ai_operation_name",
+    "gen_ai_request_model",
+    "cache",
+    "error_type",
+)
+TTFT = _histogram(
+    "gen_ai_server_time_to_first_token_seconds",
+    SECONDS,
+    "Arrival to the first piece of the answer (OpenTelemetry gen_ai.server.time_to_first_token).",
+    "gen_ai_operation_name",
+    "gen_ai_request_model",
+    "cache",
+)
+TPOT = _histogram(
+    "gen_ai_server_time_per_output_token_seconds",
+    TPOT_SECONDS,
+    "Time per generated token after the first (OpenTelemetry gen_ai.server.time_per_output_token).",
+    "gen_ai_operation_name",
+    "gen_ai_request_model",
+)
+TOKEN_USAGE = _histogram(
+    "gen_ai_client_token_usage",
+    TOKEN_BOUNDS,
+    "Tokens of one generation (OpenTelemetry gen_ai.client.token.usage).",
+    "gen_ai_operation_name",
+    "gen_ai_request_model",
+    "gen_ai_token_type",
+)
+ATTEMPT_DURATION = _histogram(
+    "gen_ai_client_operation_duration_seconds",
+    SECONDS,
+    "One attempt at one deployment (OpenTelemetry gen_ai.client.operation.duration).",
+    "gen_ai_request_model",
+    "deployment",
+    "error_type",
+)
+
+IN_FLIGHT = _gauge("sameway_in_flight_requests", Merge.SUM, "Requests being answered now.")
+LOOP_LAG = _gauge(
+    "sameway_event_loop_lag_seconds", Merge.MAX, "How late the worst worker's event loop runs its timers."
+)
+WORKER_MEMORY = _gauge("sameway_workers_memory_bytes", Merge.SUM, "Resident memory of the gateway workers.")
+REDIS_UP = _gauge("sameway_redis_up", Merge.MIN, "1 while every worker reaches Redis.")
+DATABASE_UP = _gauge("sameway_database_up", Merge.MIN, "1 while every worker reaches the SQL database.")
+LEDGER_BACKLOG = _gauge("sameway_ledger_backlog_rows", Merge.MAX, "Ledger rows in Redis that SQL does not have yet.")
+CACHE_WORKER_UP = _gauge("sameway_cache_worker_up", Merge.MIN, "1 while the cache worker answers.")
+INDEX_ENTRIES = _gauge("sameway_semantic_index_entries", Merge.MAX, "Prompts in the semantic index.")
+L1_BYTES = _gauge("sameway_l1_bytes", Merge.SUM, "Answers kept in the gateway workers' own memory.")
+DEPLOYMENT_AVAILABLE = _gauge(
+    "sameway_deployment_available",
+    Merge.MIN,
+    "1 while the deployment is ready and its breaker is closed.",
+    "deployment",
+)
+DEPLOYMENT_RUNNING = _gauge(
+    "sameway_deployment_running_requests", Merge.SUM, "Generations running at the deployment.", "deployment"
+)
+DEPLOYMENT_WAITING = _gauge(
+    "sameway_deployment_waiting_requests", Merge.MAX, "Generations waiting in the deployment's queue.", "deployment"
+)
+WORKERS = _gauge("sameway_workers", Merge.SUM, "Gateway workers alive on this host.")
+BUILD = _gauge("sameway_build_info", Merge.MAX, "Always 1; the version is a label.", "version")
+
+DEFINITIONS: tuple[Definition, ...] = (
+    *(REQUESTS, ERRORS, DISCONNECTS, COST, SAVED_COST, SAVED_TIME, TOKENS, STORES, SEMANTIC_MISSES),
+    *(ATTEMPTS, FAILOVERS, FAILURES, LOG_DROPPED, SERIES_DROPPED, DURATION, TTFT, TPOT, TOKEN_USAGE, ATTEMPT_DURATION),
+    *(IN_FLIGHT, LOOP_LAG, WORKER_MEMORY, REDIS_UP, DATABASE_UP, LEDGER_BACKLOG, CACHE_WORKER_UP, INDEX_ENTRIES),
+    *(L1_BYTES, DEPLOYMENT_AVAILABLE, DEPLOYMENT_RUNNING, DEPLOYMENT_WAITING, WORKERS, BUILD),
+)
+BY_NAME = {definition.name: definition for definition in DEFINITIONS}

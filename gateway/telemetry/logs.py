@@ -1,0 +1,287 @@
+"""The log: one canonical line per request, and the few lines in between. JSON for machines, columns for people.
+
+Lines are rendered where they are made and written by a thread, in batches, so that a slow terminal or a full pipe never
+holds up a request; a reader that stays away for long costs lines, counted and reported, never memory.
+
+Invariant: the text of prompts and answers reaches the log only where `settings.log_prompts` says so.
+"""
+
+import atexit
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any, BinaryIO, cast
+
+import msgspec
+import structlog
+from structlog.typing import EventDict, FilteringBoundLogger, WrappedLogger
+
+from gateway.record import Record
+from gateway.settings import Settings
+
+_LINES_MAX = 20_000
+_GATHER_S = 0.02
+_encode = msgspec.json.Encoder(enc_hook=repr).encode
+
+
+class LogWriter:
+    """Bytes on their way to `stream`, written by a thread that sleeps while there are none."""
+
+    def __init__(self, stream: BinaryIO, on_drop: Callable[[int], None] | None = None) -> None:
+        self._stream = stream
+        self.on_drop = on_drop
+        self._lines: list[bytes] = []
+        self._dropped = 0
+        self._writing = threading.Lock()
+        self._has_lines = threading.Event()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="sameway-log", daemon=True)
+        self._thread.start()
+
+    def msg(self, line: bytes) -> None:
+        """Takes one line without its newline; never blocks."""
+        lines = self._lines
+        if len(lines) >= _LINES_MAX:
+            self._dropped += 1
+            return
+        lines.append(line)
+        if len(lines) == 1:
+            self._has_lines.set()
+
+    debug = info = warning = error = critical = exception = msg
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            self._has_lines.wait()
+            time.sleep(_GATHER_S)  # let a burst gather: one wake-up and one write for all of it
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what is waiting. Returns when the operating system has it."""
+        with self._writing:
+            self._has_lines.clear()
+            lines, self._lines = self._lines, []
+            dropped, self._dropped = self._dropped, 0
+            if dropped:
+                lines.append(_encode({"event": "log_lines_dropped", "level": "warning", "count": dropped}))
+                if self.on_drop is not None:
+                    self.on_drop(dropped)
+            if not lines:
+                return
+            lines.append(b"")
+            try:
+                self._stream.write(b"\n".join(lines))
+                self._stream.flush()
+            except (
+                OSError,
+                ValueError,
+            ):  # a closed pipe: nobody reads this log any more, and there is nowhere to say so
+                self._is_closed = True
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._has_lines.set()
+        self._thread.join(timeout=2.0)
+        if not self._thread.is_alive():
+            self.flush()
+
+
+class Log:
+    """What `configure` set up: where lines go and how they look."""
+
+    def __init__(self, writer: LogWriter, *, is_json: bool, has_colours: bool, has_prompts: bool) -> None:
+        self.writer = writer
+        render = _render_json if is_json else _request_renderer(has_colours)
+        self._requests: FilteringBoundLogger = structlog.wrap_logger(
+            cast(WrappedLogger, writer),
+            processors=[_flatten_with_prompts if has_prompts else _flatten, render],
+            wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+            cache_logger_on_first_use=True,
+        ).bind()
+        self.processors: list[Any] = [
+            _stamp,
+            structlog.processors.format_exc_info,
+            _render_json if is_json else _pretty_renderer(has_colours),
+        ]
+
+    def emit(self, record: Record, *, prompt: str = "", answer: str = "") -> None:
+        """The canonical line of a finished request; `prompt` and `answer` are written only where prompts may be."""
+        log = self._requests.error if record.status >= 500 else self._requests.info
+        log("request", record=record, prompt=prompt, answer=answer)
+
+
+_current: Log | None = None
+
+
+def configure(settings: Settings, stream: BinaryIO | None = None, on_drop: Callable[[int], None] | None = None) -> Log:
+    """Sets up structlog and the standard library's logging to write to `stream` (default: stderr).
+
+    `auto` means pretty on a terminal and JSON otherwise. `on_drop` hears how many lines a slow reader has cost.
+    """
+    global _current
+    close()
+    target = stream or sys.stderr.buffer
+    is_terminal = target.isatty()
+    is_json = settings.log_format == "json" or (settings.log_format == "auto" and not is_terminal)
+    writer = LogWriter(target, on_drop)
+    log = _current = Log(writer, is_json=is_json, has_colours=is_terminal, has_prompts=settings.log_prompts)
+    structlog.configure(
+        processors=[structlog.contextvars.merge_contextvars, *log.processors],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=lambda *_: writer,
+        cache_logger_on_first_use=False,
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [_Bridge()]
+    root.setLevel(logging.WARNING)
+    atexit.register(close)
+    return log
+
+
+def emit(record: Record, *, prompt: str = "", answer: str = "") -> None:
+    """`Log.emit` of the log that `configure` set up; before that, nothing."""
+    if _current is not None:
+        _current.emit(record, prompt=prompt, answer=answer)
+
+
+def close() -> None:
+    """Writes what is waiting and stops the writer."""
+    global _current
+    log, _current = _current, None
+    if log is not None:
+        log.writer.close()
+        atexit.unregister(close)
+
+
+def get_logger(name: str) -> FilteringBoundLogger:
+    """A logger for the lines between requests: `get_logger("engine").info("model_loaded", seconds=3.1)`."""
+    return cast(FilteringBoundLogger, structlog.get_logger(source=name))
+
+
+def _flatten(_logger: Any, level: str, event: EventDict) -> EventDict:
+    """The record without its defaults, flat; what a reader greps for is always there and first."""
+    record: Record = event["record"]
+    fields: dict[str, Any] = {
+        "event": "request",
+        "level": level,
+        "timestamp": _iso(record.at_s),
+        "request_id": record.request_id,
+        "status": record.status,
+        "cache": record.cache,
+        "route": record.route,
+    }
+    fields.update(msgspec.to_builtins(record))
+    if record.rejected:
+        fields["rejected"] = [f"{rejection.name}: {rejection.reason}" for rejection in record.rejected]
+    if record.attempts:
+        fields["attempts"] = [f"{a.name}: {a.outcome} ({a.duration_ms:.0f} ms)" for a in record.attempts]
+    if record.nearest:
+        del fields["nearest"]
+    fields["duration_ms"] = round(record.duration_ms, 3)
+    if record.ttft_ms is not None:
+        fields["ttft_ms"] = round(record.ttft_ms, 3)
+    return fields
+
+
+def _flatten_with_prompts(logger: Any, level: str, event: EventDict) -> EventDict:
+    fields = dict(_flatten(logger, level, event))
+    texts = {"prompt": event["prompt"], "answer": event["answer"], "nearest": event["record"].nearest}
+    fields.update({name: text for name, text in texts.items() if text})
+    return fields
+
+
+_second = (-1, "")
+
+
+def _iso(at_s: float) -> str:
+    """RFC 3339 in UTC with milliseconds. The part that changes once a second is made once a second."""
+    global _second
+    whole = int(at_s)
+    known, text = _second
+    if whole != known:
+        text = datetime.fromtimestamp(whole, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+        _second = (whole, text)
+    return f"{text}.{int((at_s - whole) * 1000):03d}Z"
+
+
+def _stamp(_logger: Any, method: str, event: EventDict) -> EventDict:
+    return {"timestamp": _iso(time.time()), "level": method, **event}
+
+
+def _render_json(_logger: Any, _method: str, event: EventDict) -> bytes:
+    return _encode(event)
+
+
+_COLOURS = {"exact": "32", "semantic": "36", "coalesced": "34", "error": "31", "warning": "33", "dim": "2"}
+
+
+def _paint(text: str, colour: str, has_colours: bool) -> str:
+    code = _COLOURS.get(colour)
+    return f"\033[{code}m{text}\033[0m" if has_colours and code else text
+
+
+def _pretty_renderer(has_colours: bool) -> Callable[[Any, str, EventDict], bytes]:
+    def render(_logger: Any, _method: str, event: EventDict) -> bytes:
+        clock = _local_clock(event.pop("timestamp"))
+        level, what = event.pop("level"), str(event.pop("event"))
+        source = event.pop("source", "")
+        exception = event.pop("exception", "")
+        pairs = " ".join(f"{key}={_printable(value)}" for key, value in event.items() if value is not None)
+        head = (
+            f"{_paint(clock, 'dim', has_colours)} {_paint(f'{level:7}', level, has_colours)} {what.replace('_', ' ')}"
+        )
+        tail = _paint(f"{pairs} [{source}]" if source else pairs, "dim", has_colours)
+        return f"{head}  {tail}".rstrip().encode() + (f"\n{exception}".encode() if exception else b"")
+
+    return render
+
+
+def _request_renderer(has_colours: bool) -> Callable[[Any, str, EventDict], bytes]:
+    def render(_logger: Any, _method: str, event: EventDict) -> bytes:
+        cache, status = event["cache"], event["status"]
+        parts = [
+            _paint(_local_clock(event["timestamp"]), "dim", has_colours),
+            _paint(str(status), "error" if status >= 500 else "warning" if status >= 400 else "", has_colours),
+            _paint(f"{cache:9}", cache, has_colours),
+            f"{event['duration_ms']:8.1f} ms",
+            _printable(event.get("alias") or event["route"]),
+        ]
+        if event.get("deployment"):
+            parts.append(f"→ {_printable(event['deployment'])}")
+        if event.get("saved_microusd"):
+            parts.append(f"saved ${event['saved_microusd'] / 1e6:.6f}")
+        elif event.get("cost_microusd"):
+            parts.append(f"${event['cost_microusd'] / 1e6:.6f}")
+        parts += [f"{key}={_printable(event[key])}" for key in _PRETTY_REST if event.get(key)]
+        parts.append(_paint(_printable(event["request_id"]), "dim", has_colours))
+        return "  ".join(parts).encode()
+
+    return render
+
+
+_PRETTY_REST = ("team", "error", "miss_reason", "similarity", "store", "attempts", "nearest", "prompt", "answer")
+
+
+def _printable(value: Any) -> str:
+    """On one line and without control characters: what a client sent must not move the terminal's cursor."""
+    text = value if isinstance(value, str) else str(value)
+    return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
+
+
+def _local_clock(timestamp: str) -> str:
+    return datetime.fromisoformat(timestamp).astimezone().strftime("%H:%M:%S")
+
+
+class _Bridge(logging.Handler):
+    """The standard library's records as lines of ours."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            level = record.levelname.lower()
+            known = level if level in ("debug", "info", "warning", "error", "critical") else "info"
+            getattr(get_logger(record.name), known)(record.getMessage(), exc_info=record.exc_info or None)
+        except Exception:
+            self.handleError(record)

@@ -1,0 +1,154 @@
+"""Numbers that several worker processes of one host keep for one scrape: doubles in memory-mapped files, a file per worker.
+
+Knows nothing of metrics' names or kinds: a series is a key and a run of doubles. Adding to one is a single store into
+mapped memory (about 0.1 us, no lock: one process, one thread writes a file), and what was added survives a `kill -9`,
+because the page belongs to the kernel.
+
+Layout of a worker's pair of files in the folder: `N.series`, a JSON line `[key, start, width]` for each series, and
+`N.values`, the doubles. A worker owns the first pair nobody has locked, so a restarted worker goes on where a dead one
+stopped, the number of pairs is the largest number of workers there ever were at once, and the lock says who is alive.
+
+Invariant: within a pair, runs `[start, start + width)` never overlap and never move.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+CAPACITY = 1 << 17  # doubles; 1 MiB of sparse file, room for several thousand series
+SCRATCH = 64  # doubles at the front that take what has no room elsewhere
+
+Key = tuple[str, ...]  # a metric's name and its label values
+
+
+class Run(msgspec.Struct, frozen=True, array_like=True):
+    """Where a series lives: `width` doubles from `start`."""
+
+    key: Key
+    start: int
+    width: int
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """One worker's series and their doubles, as they were when read."""
+
+    is_alive: bool
+    series: tuple[tuple[Key, tuple[float, ...]], ...]
+
+
+class Slots:
+    """This process's series, and a reader of everyone's. `folder=None` keeps them in private memory.
+
+    Raises OSError where the folder can't be written.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._lock_fd = -1
+        self._series_fd = -1
+        self._name = ""
+        self._runs: dict[Key, Run] = {}
+        self._end = SCRATCH
+        if folder is None:
+            self._map = mmap.mmap(-1, CAPACITY * 8)
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._map = self._claim(folder)
+        self.values = memoryview(self._map).cast("d")
+
+    def _claim(self, folder: Path) -> mmap.mmap:
+        number = 0
+        while True:
+            lock_fd = os.open(folder / f"{number}.values", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                os.close(lock_fd)
+                number += 1
+        self._lock_fd = lock_fd
+        self._name = str(number)
+        os.ftruncate(lock_fd, CAPACITY * 8)
+        path = folder / f"{number}.series"
+        for run in _runs(path):
+            self._runs[run.key] = run
+            self._end = max(self._end, run.start + run.width)
+        self._series_fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.ftruncate(self._series_fd, _whole_lines_bytes(path))
+        os.lseek(self._series_fd, 0, os.SEEK_END)
+        return mmap.mmap(lock_fd, CAPACITY * 8)
+
+    def allocate(self, key: Key, width: int) -> int:
+        """The index of the series' first double; the same key gets the same run. A full file answers the scratch run."""
+        known = self._runs.get(key)
+        if known is not None and known.width == width:
+            return known.start
+        if self._end + width > CAPACITY or width > SCRATCH:
+            return 0
+        run = Run(key, self._end, width)
+        self._end += width
+        if self._series_fd >= 0:
+            os.write(self._series_fd, msgspec.json.encode(run) + b"\n")
+        self._runs[key] = run
+        return run.start
+
+    def own(self) -> Iterator[tuple[Key, int]]:
+        """The series of this worker's pair, those it took over included, and where each starts."""
+        return ((run.key, run.start) for run in self._runs.values())
+
+    def snapshots(self) -> Iterator[Snapshot]:
+        """Every worker's numbers, this process's own included; the dead ones' too."""
+        yield Snapshot(True, self._read(self._runs.values(), bytes(self._map[: self._end * 8])))
+        if self._folder is None:
+            return
+        for path in sorted(self._folder.glob("*.values")):
+            if path.stem == self._name:
+                continue
+            runs = {run.key: run for run in _runs(path.with_suffix(".series"))}
+            yield Snapshot(_is_locked(path), self._read(runs.values(), path.read_bytes()))
+
+    @staticmethod
+    def _read(runs: Iterable[Run], data: bytes) -> tuple[tuple[Key, tuple[float, ...]], ...]:
+        values = memoryview(data[: len(data) // 8 * 8]).cast("d")
+        return tuple(
+            (run.key, tuple(values[run.start : run.start + run.width]))
+            for run in runs
+            if run.start + run.width <= len(values)
+        )
+
+    def close(self) -> None:
+        """Gives the pair up for the next worker; the numbers stay."""
+        self.values.release()
+        self._map.close()
+        for fd in (self._series_fd, self._lock_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._series_fd = self._lock_fd = -1
+
+
+def _runs(path: Path) -> list[Run]:
+    """The series of a file; a line that a crash cut short is left out."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    lines = data[: data.rfind(b"\n") + 1].splitlines()
+    return [msgspec.json.decode(line, type=Run) for line in lines]
+
+
+def _whole_lines_bytes(path: Path) -> int:
+    return path.read_bytes().rfind(b"\n") + 1
+
+
+def _is_locked(path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

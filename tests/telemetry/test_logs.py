@@ -1,0 +1,160 @@
+"""What the log says, to machines and to people, and what it never says."""
+
+import io
+import json
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gateway.record import Attempt, Rejection
+from gateway.settings import Settings
+from gateway.telemetry import logs
+from tests.telemetry.records import hit, miss
+
+
+class Terminal(io.BytesIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    """Each test leaves neither a writer nor a root handler behind."""
+    handlers = logging.getLogger().handlers[:]
+    yield
+    logs.close()
+    logging.getLogger().handlers[:] = handlers
+
+
+def written(stream: io.BytesIO) -> str:
+    logs.close()
+    return stream.getvalue().decode()
+
+
+def lines(stream: io.BytesIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in written(stream).splitlines()]
+
+
+def test_a_request_is_one_flat_json_line() -> None:
+    """The line has event, time, what answered and every field that is set; lists are of strings."""
+    stream = io.BytesIO()
+    logs.configure(Settings(log_format="json"), stream)
+    attempts = (Attempt("gpt", "timed out", 5_000.4), Attempt("local", "ok", 80.0))
+    logs.emit(miss(rejected=(Rejection("tiny", "no tools"),), attempts=attempts, why="cheapest of 2"))
+    (line,) = lines(stream)
+    assert line["event"] == "request"
+    assert line["level"] == "info"
+    assert line["timestamp"] == "2025-11-21T12:00:00.000Z"
+    assert (line["status"], line["cache"], line["route"], line["team"]) == (200, "miss", "chat", "search")
+    assert line["cost_microusd"] == 120
+    assert line["rejected"] == ["tiny: no tools"]
+    assert line["attempts"] == ["gpt: timed out (5000 ms)", "local: ok (80 ms)"]
+    assert line["why"] == "cheapest of 2"
+    assert not any(isinstance(value, dict) for value in line.values())
+
+
+def test_a_server_error_is_an_error_line() -> None:
+    """A 5xx is logged at level error, so that a filter by level finds it."""
+    stream = io.BytesIO()
+    logs.configure(Settings(log_format="json"), stream)
+    logs.emit(miss(status=503, error="upstream_unavailable"))
+    (line,) = lines(stream)
+    assert (line["level"], line["error"]) == ("error", "upstream_unavailable")
+
+
+@pytest.mark.parametrize("log_format", ["json", "pretty"])
+def test_prompts_are_written_only_where_the_settings_say_so(log_format: Any) -> None:
+    """Off by default: neither prompt, answer nor a neighbour's text; on: all three."""
+    for log_prompts in (False, True):
+        stream = io.BytesIO()
+        logs.configure(Settings(log_format=log_format, log_prompts=log_prompts), stream)
+        logs.emit(miss(nearest="secret neighbour"), prompt="secret question", answer="secret answer")
+        assert written(stream).count("secret") == (3 if log_prompts else 0)
+
+
+def test_auto_is_pretty_on_a_terminal_and_json_elsewhere() -> None:
+    """`auto` looks at the stream it writes to."""
+    terminal, pipe = Terminal(), io.BytesIO()
+    logs.configure(Settings(), terminal)
+    logs.emit(hit())
+    assert "saved $0.000120" in written(terminal)
+    logs.configure(Settings(), pipe)
+    logs.emit(hit())
+    assert lines(pipe)[0]["cache"] == "exact"
+
+
+def test_a_client_cannot_move_the_terminals_cursor() -> None:
+    """Control characters of a client's text are spelled out in the pretty log, and no text breaks the line."""
+    stream = Terminal()
+    logs.configure(Settings(log_format="pretty", log_prompts=True), stream)
+    logs.emit(miss(error="a\x1b[2Jb\nc"), prompt="\x1b]0;title\x07")
+    logs.get_logger("test").info("said", text="x\x1b[2Jy\nz")
+    text = written(stream)
+    assert "\x1b[2J" not in text
+    assert "\x1b]0" not in text
+    assert len(text.splitlines()) == 2
+
+
+def test_other_lines_and_other_libraries_land_in_the_same_log() -> None:
+    """get_logger and the standard library's logging share the stream, with level, source and exception."""
+    stream = io.BytesIO()
+    logs.configure(Settings(log_format="json"), stream)
+    logs.get_logger("engine").info("model_loaded", seconds=3.5)
+    try:
+        raise ValueError("boom")
+    except ValueError:
+        logging.getLogger("uvicorn.error").exception("it %s", "broke")
+    first, second = lines(stream)
+    assert (first["event"], first["source"], first["seconds"], first["level"]) == (
+        "model_loaded",
+        "engine",
+        3.5,
+        "info",
+    )
+    assert (second["event"], second["source"], second["level"]) == ("it broke", "uvicorn.error", "error")
+    assert "ValueError: boom" in second["exception"]
+
+
+def test_a_reader_that_stays_away_costs_lines_not_requests() -> None:
+    """While nobody reads, emit returns at once; what was too much is counted, and the count is logged when the reader is back."""
+    read_end, write_end = os.pipe()
+    dropped: list[int] = []
+    stream = os.fdopen(write_end, "wb", buffering=0)
+    logs.configure(Settings(log_format="json"), stream, dropped.append)  # type: ignore[arg-type]
+    for _ in range(45_000):
+        logs.emit(hit())
+    received = io.BytesIO()
+
+    def read() -> None:
+        while data := os.read(read_end, 1 << 20):
+            received.write(data)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    logs.close()
+    stream.close()
+    reader.join()
+    os.close(read_end)
+    whole = [json.loads(line) for line in received.getvalue().splitlines()]
+    requests = sum(line["event"] == "request" for line in whole)
+    assert sum(dropped) > 0
+    assert requests + sum(dropped) == 45_000
+    assert sum(line.get("count", 0) for line in whole) == sum(dropped)
+
+
+def test_a_closed_pipe_ends_the_log_and_nothing_else() -> None:
+    """When the log's reader has gone for good, requests go on."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    logs.configure(Settings(log_format="json"), os.fdopen(write_end, "wb"))
+    logs.emit(hit())
+    logs.close()
+    logs.emit(hit())
+    print("still here", file=sys.stderr)

@@ -1,0 +1,176 @@
+"""Counts over time on a real Redis: what a query answers after several workers have counted."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from gateway.record import Attempt
+from gateway.stats import Stats
+from gateway.summary import Window, percentiles, step
+from tests.services import run_redis
+from tests.telemetry.records import AT_S, hit, miss
+
+
+class Clock:
+    """Time that a test moves."""
+
+    def __init__(self, now_s: float = AT_S) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+async def test_workers_add_up(redis: Redis) -> None:
+    """What two workers counted is one summary: kinds, money, tokens, time, teams, models and deployments."""
+    left, right = Stats(redis, Clock()), Stats(redis, Clock())
+    left.add(miss())
+    left.add(hit())
+    right.add(hit(cache="semantic", team_id=2, alias="large"))
+    right.add(miss(status=429, error="insufficient_quota", attempts=(), cost_microusd=0))
+    right.add(miss(status=502, error="upstream", attempts=(Attempt("gpt", "refused", 3.0),), cost_microusd=0))
+    await left.flush()
+    await right.flush()
+    summary = await Stats(redis, Clock()).query(Window.HOUR)
+    assert summary.total.by_kind == {"miss": 1, "exact": 1, "semantic": 1, "refused": 1, "failed": 1}
+    assert summary.total.hit_rate == pytest.approx(2 / 3)
+    assert summary.total.cost_microusd == 120
+    assert summary.total.saved_microusd == 240
+    assert summary.total.saved_ms == 596
+    assert summary.total.saved_tokens == 102
+    assert {team: tally.requests for team, tally in summary.by_team.items()} == {1: 4, 2: 1}
+    assert summary.by_model["large"].by_kind == {"semantic": 1}
+    assert (summary.by_deployment["local"].ok, summary.by_deployment["gpt"].failed) == (1, 1)
+    assert summary.by_deployment["local"].cost_microusd == 120
+
+
+async def test_a_query_can_be_of_one_team_or_one_model(redis: Redis) -> None:
+    """Filters narrow the total and the series alike."""
+    stats = Stats(redis, Clock())
+    stats.add(hit(alias="odd|name"))
+    stats.add(hit(team_id=2))
+    await stats.flush()
+    by_team = await stats.query(Window.DAY, team_id=2)
+    by_model = await stats.query(Window.DAY, model="odd|name")
+    assert by_team.total.requests == by_model.total.requests == 1
+    assert sum(point.tally.requests for point in by_team.series) == 1
+    assert set(by_model.by_model) == {"odd|name"}
+
+
+@pytest.mark.parametrize(
+    ("window", "points", "reach_s"),
+    [
+        (Window.HOUR, 60, 3_600),
+        (Window.DAY, 24, 86_400),
+        (Window.WEEK, 28, 7 * 86_400),
+        (Window.MONTH, 30, 30 * 86_400),
+    ],
+)
+async def test_a_window_shows_its_time_and_no_other(redis: Redis, window: Window, points: int, reach_s: int) -> None:
+    """Each window has its points, ends now, counts what is inside and forgets what is older."""
+    clock = Clock()
+    stats = Stats(redis, clock)
+    stats.add(hit())
+    await stats.flush()
+    summary = await stats.query(window)
+    assert len(summary.series) == points
+    assert summary.end_s - summary.start_s == reach_s
+    assert summary.start_s <= AT_S < summary.end_s
+    assert summary.series[-1].tally.requests == summary.total.requests == 1
+    clock.now_s = AT_S + reach_s
+    assert (await stats.query(window)).total.requests == 0
+
+
+async def test_what_is_old_leaves_redis(redis: Redis) -> None:
+    """Every bucket has a time to live."""
+    stats = Stats(redis, Clock())
+    stats.add(hit())
+    await stats.flush()
+    keys = await redis.keys("sameway:stats:*")
+    assert len(keys) == 3
+    for key in keys:
+        assert await redis.ttl(key) > 0
+
+
+async def test_counts_survive_an_outage_of_redis() -> None:
+    """What could not be handed over is handed over later, once."""
+    with run_redis() as server:
+        client = Redis.from_url(server.url, retry=None)
+        stats = Stats(client, Clock())
+        server.stop()
+        for _ in range(3):
+            stats.add(hit())
+            with pytest.raises(RedisConnectionError):
+                await stats.flush()
+        server.start()
+        stats.add(hit())
+        await stats.flush()
+        await stats.flush()
+        assert (await stats.query(Window.HOUR)).total.requests == 4
+        await client.aclose()
+
+
+async def test_the_latest_routes_come_newest_first_in_pages(redis: Redis) -> None:
+    """Pages join without a gap or a repeat, and filters hold on every page."""
+    stats = Stats(redis, Clock())
+    for number in range(25):
+        stats.add(miss(request_id=f"req_{number}", team_id=number % 2))
+    await stats.flush()
+    first = await stats.routes(lambda record: record.team_id == 1, limit=5)
+    second = await stats.routes(lambda record: record.team_id == 1, before=first.cursor or "", limit=50)
+    assert [record.request_id for record in first.records] == [f"req_{n}" for n in (23, 21, 19, 17, 15)]
+    assert [record.request_id for record in second.records] == [f"req_{n}" for n in (13, 11, 9, 7, 5, 3, 1)]
+    assert second.cursor is None
+    assert first.records[0] == miss(request_id="req_23", team_id=1)
+
+
+async def test_the_list_of_routes_is_bounded(redis: Redis) -> None:
+    """Of a burst the newest are kept, and the whole list never grows past its cap by much."""
+    stats = Stats(redis, Clock())
+    for second in range(30):
+        for number in range(150):
+            stats.add(miss(request_id=f"req_{second}_{number}"))
+        await stats.flush()
+    assert 2_000 <= await redis.xlen("sameway:routes") <= 2_200
+    page = await stats.routes(lambda _: True, limit=1)
+    assert page.records[0].request_id == "req_29_149"
+
+
+async def test_near_misses_are_those_that_were_close(redis: Redis) -> None:
+    """A miss with a similarity is a near miss; a hit, and a miss without, are not."""
+    stats = Stats(redis, Clock())
+    stats.add(miss(similarity=0.87, miss_reason="numbers_differ"))
+    stats.add(miss())
+    stats.add(hit(cache="semantic", similarity=0.97))
+    await stats.flush()
+    page = await stats.near_misses(lambda _: True)
+    assert [(record.similarity, record.miss_reason) for record in page.records] == [(0.87, "numbers_differ")]
+
+
+@given(st.lists(st.floats(min_value=0.1, max_value=1e6), min_size=1, max_size=200))
+def test_a_percentile_is_within_ten_percent(values_ms: list[float]) -> None:
+    """Whatever the values, the histogram's percentiles are those of the sorted list, give or take 10%."""
+    histogram: dict[int, int] = {}
+    for value_ms in values_ms:
+        histogram[step(value_ms)] = histogram.get(step(value_ms), 0) + 1
+    found = percentiles(histogram)
+    ordered = sorted(values_ms)
+    for share, got in ((0.5, found.p50_ms), (0.95, found.p95_ms), (0.99, found.p99_ms)):
+        exact = ordered[-(-int(share * 100) * len(ordered) // 100) - 1]
+        assert got == pytest.approx(exact, rel=0.1)
+
+
+async def test_latencies_of_hits_and_misses_are_told_apart(redis: Redis) -> None:
+    """The summary and each point have the hits' and the misses' time to first token."""
+    stats = Stats(redis, Clock())
+    stats.add(hit(ttft_ms=1.0))
+    stats.add(miss(ttft_ms=800.0))
+    await stats.flush()
+    summary = await stats.query(Window.HOUR)
+    assert summary.ttft["hit"].p50_ms == pytest.approx(1.0, rel=0.1)
+    assert summary.ttft["miss"].p50_ms == pytest.approx(800, rel=0.1)
+    assert summary.ttft["all"].count == 2
+    assert summary.series[-1].ttft_miss.p95_ms == pytest.approx(800, rel=0.1)
+    assert summary.series[0].ttft_hit.p50_ms is None
