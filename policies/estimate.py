@@ -13,6 +13,7 @@ right, their logarithms much less.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -42,7 +43,7 @@ _OUTLIER_RATIO = 10.0
 class Estimate:
     """Live figures of one deployment in one process. `clock` gives seconds that only grow."""
 
-    def __init__(self, clock: Callable[[], float], prior: EstimatePrior | None = None) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, prior: EstimatePrior | None = None) -> None:
         self._clock = clock
         self._prior = prior or EstimatePrior()
         self._seen_at = clock()

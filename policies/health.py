@@ -10,6 +10,8 @@ Brooker, "Exponential Backoff And Jitter" (AWS Architecture Blog, 2015).
 from __future__ import annotations
 
 import math
+import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -41,7 +43,10 @@ class Breaker:
     """
 
     def __init__(
-        self, clock: Callable[[], float], random: Callable[[], float], limits: BreakerLimits | None = None
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        random: Callable[[], float] = random.random,
+        limits: BreakerLimits | None = None,
     ) -> None:
         self._clock = clock
         self._random = random

@@ -1,0 +1,60 @@
+"""Teams, keys, budgets' definitions and the ledger, in SQL.
+
+Knows no HTTP. What needs a database (`Accounts`, `Ledger`, `LedgerWriter`) is imported when it is first asked for, so
+that naming the values here costs no sqlalchemy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gateway.accounts.errors import AccountsError, Conflict, Invalid, NotFound, SchemaUnknown
+from gateway.accounts.row import LedgerRow, decode_row, encode_row
+from gateway.accounts.teams import Identity, Key, NewKey, Team
+
+if TYPE_CHECKING:
+    from gateway.accounts.accounts import Accounts
+    from gateway.accounts.ledger import Group, Ledger, LedgerFilter, LedgerPage, LedgerTotal
+    from gateway.accounts.ledger_writer import LedgerWriter, WriterStats
+
+__all__ = [
+    "Accounts",
+    "AccountsError",
+    "Conflict",
+    "Group",
+    "Identity",
+    "Invalid",
+    "Key",
+    "Ledger",
+    "LedgerFilter",
+    "LedgerPage",
+    "LedgerRow",
+    "LedgerTotal",
+    "LedgerWriter",
+    "NewKey",
+    "NotFound",
+    "SchemaUnknown",
+    "Team",
+    "WriterStats",
+    "decode_row",
+    "encode_row",
+]
+
+_LATE = {
+    "Accounts": "accounts",
+    "Group": "ledger",
+    "Ledger": "ledger",
+    "LedgerFilter": "ledger",
+    "LedgerPage": "ledger",
+    "LedgerTotal": "ledger",
+    "LedgerWriter": "ledger_writer",
+    "WriterStats": "ledger_writer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_LATE[name]}"), name)

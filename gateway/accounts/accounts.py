@@ -1,0 +1,312 @@
+"""Teams, keys and budgets: kept in SQL, answered from memory.
+
+Knows no HTTP, no Redis, no spend. Invariant: `identify` never awaits, and what it answers from is one consistent
+snapshot of the database. A change commits, is in this process's snapshot when its method returns, and `notify` tells
+the other processes, which then `reload`; `refresh` finds a change whose message was lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar, Unpack
+
+import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from gateway.accounts import schema
+from gateway.accounts.checks import check_budget, check_key, check_plaintext, check_team
+from gateway.accounts.database import Database
+from gateway.accounts.errors import Conflict, NotFound
+from gateway.accounts.teams import (
+    BudgetChanges,
+    Identity,
+    Key,
+    KeyChanges,
+    KeyFields,
+    NewKey,
+    Team,
+    TeamChanges,
+    TeamFields,
+    digest,
+    new_plaintext,
+    shown_prefix,
+)
+from policies import Budget, MicroUSD, WindowKind
+
+_T = TypeVar("_T")
+
+
+async def _tell_nobody() -> None:
+    """For a process that is alone."""
+
+
+class Accounts:
+    """`open` first. `clock` gives unix seconds; `notify` is awaited after each committed change."""
+
+    def __init__(
+        self,
+        database_url: str,
+        *,
+        notify: Callable[[], Awaitable[None]] = _tell_nobody,
+        clock: Callable[[], float] = time.time,
+        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
+    ) -> None:
+        """Raises Invalid for a URL of another kind of database. Connects to nothing."""
+        self.database = Database(database_url)
+        self._notify = notify
+        self._clock = clock
+        self._random_bytes = random_bytes
+        self._identities: Mapping[bytes, Identity] = {}
+        self._version = 0
+        self._reading = asyncio.Lock()
+        self._used_at_s: dict[int, float] = {}
+
+    async def open(self) -> None:
+        """Migrate where needed, and load. Several processes may do so at once."""
+        await self.database.open()
+        await self.reload()
+
+    async def close(self) -> None:
+        await self.database.close()
+
+    # ── who is calling ──
+
+    def identify(self, bearer: str) -> Identity | None:
+        """The identity behind a key, from memory; None where it is unknown, revoked, expired, or its team is off."""
+        found = self._identities.get(digest(bearer))
+        if found is None:
+            return None
+        now_s = self._clock()
+        if found.key.expires_at_s is not None and found.key.expires_at_s <= now_s:
+            return None
+        self._used_at_s[found.key.id] = now_s
+        return found
+
+    async def reload(self) -> None:
+        """Take a new snapshot of the database."""
+        async with self._reading:
+            async with self.database.reading() as connection:
+                if not self.database.is_sqlite:  # one snapshot for all the statements below, as SQLite has it anyway
+                    await connection.execute(sa.text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"))
+                version = (await connection.execute(sa.select(schema.installation.c.version))).scalar_one()
+                teams = {team.id: team for team in await _read(connection, schema.teams, _team)}
+                keys = await _read(connection, schema.keys, _key)
+                budgets = await _read(connection, schema.budgets, _budget)
+            of_team: dict[int, tuple[Budget, ...]] = {}
+            for budget in budgets:
+                of_team[budget.team_id] = (*of_team.get(budget.team_id, ()), budget)
+            self._identities = {
+                key.digest: Identity(key, teams[key.team_id], of_team.get(key.team_id, ()))
+                for key in keys
+                if key.is_active and teams[key.team_id].is_active
+            }
+            self._version = version
+
+    async def refresh(self) -> bool:
+        """Reload where the database changed since the last time; True where it had. Cheap: one row is read."""
+        async with self.database.reading() as connection:
+            version = (await connection.execute(sa.select(schema.installation.c.version))).scalar_one()
+        if version == self._version:
+            return False
+        await self.reload()
+        return True
+
+    async def save_last_used(self) -> None:
+        """Write down when keys were last used since the last call; call it now and then, and before `close`."""
+        used, self._used_at_s = self._used_at_s, {}
+        if not used:
+            return
+        keys = schema.keys
+        seen: sa.BindParameter[float] = sa.bindparam("seen_at_s")
+        is_newer = sa.or_(keys.c.last_used_at_s.is_(None), keys.c.last_used_at_s < seen)
+        statement = sa.update(keys).where(keys.c.id == sa.bindparam("key"), is_newer).values(last_used_at_s=seen)
+        rows = [{"key": key_id, "seen_at_s": at_s} for key_id, at_s in sorted(used.items())]
+        async with self.database.writing() as connection:
+            await connection.execute(statement, rows)
+
+    async def ensure_first(self, team: str = "default", plaintext: str | None = None) -> str | None:
+        """The very first time this database is used: make `team` and a key (`plaintext`, or a new one) and return it.
+
+        None every other time, and in every process but one where several race. Raises Invalid for a `plaintext`
+        that is too short to be a secret.
+        """
+        if plaintext is not None:
+            check_plaintext(plaintext)
+        made = plaintext or new_plaintext(self._random_bytes)
+        installation, teams = schema.installation, schema.teams
+        async with self.database.reading() as connection:
+            if (await connection.execute(sa.select(installation.c.is_claimed))).scalar_one():
+                return None
+        async with self._change("a team or key of that name") as connection:
+            claim = sa.update(installation).where(sa.not_(installation.c.is_claimed)).values(is_claimed=True)
+            if (await connection.execute(claim)).rowcount == 0:
+                return None
+            team_id = (await connection.execute(sa.select(teams.c.id).where(teams.c.name == team))).scalar()
+            if team_id is None:
+                team_id = await _insert(connection, teams, self._new_team(team, {}))
+            await _insert(connection, schema.keys, self._new_key(team_id, "first", made, {}))
+        return made
+
+    # ── teams ──
+
+    async def create_team(self, name: str, **fields: Unpack[TeamFields]) -> Team:
+        """Raises Invalid, Conflict."""
+        check_team({"name": name, **fields})
+        async with self._change(f"a team named {name!r}") as connection:
+            team_id = await _insert(connection, schema.teams, self._new_team(name, fields))
+            return _team(await _row(connection, schema.teams, team_id))
+
+    async def update_team(self, team_id: int, **changes: Unpack[TeamChanges]) -> Team:
+        """Raises Invalid, Conflict, NotFound."""
+        check_team(changes)
+        async with self._change(f"a team named {changes.get('name')!r}") as connection:
+            await _update(connection, schema.teams, team_id, dict(changes))
+            return _team(await _row(connection, schema.teams, team_id))
+
+    async def list_teams(self) -> list[Team]:
+        """All teams, by id."""
+        async with self.database.reading() as connection:
+            return await _read(connection, schema.teams, _team)
+
+    async def delete_team(self, team_id: int) -> None:
+        """With its keys and budgets; its ledger rows stay. Raises NotFound."""
+        async with self._change("") as connection:
+            await _delete(connection, schema.teams, team_id)
+
+    # ── keys ──
+
+    async def create_key(self, team_id: int, name: str, **fields: Unpack[KeyFields]) -> NewKey:
+        """A new key with its plaintext, which is kept nowhere. Raises Invalid, Conflict, NotFound (the team)."""
+        check_key({"name": name, **fields})
+        plaintext = new_plaintext(self._random_bytes)
+        async with self._change(f"a key named {name!r} in this team") as connection:
+            await _row(connection, schema.teams, team_id)
+            key_id = await _insert(connection, schema.keys, self._new_key(team_id, name, plaintext, fields))
+            return NewKey(_key(await _row(connection, schema.keys, key_id)), plaintext)
+
+    async def update_key(self, key_id: int, **changes: Unpack[KeyChanges]) -> Key:
+        """Raises Invalid, Conflict, NotFound."""
+        check_key(changes)
+        async with self._change(f"a key named {changes.get('name')!r} in this team") as connection:
+            await _update(connection, schema.keys, key_id, dict(changes))
+            return _key(await _row(connection, schema.keys, key_id))
+
+    async def revoke_key(self, key_id: int) -> Key:
+        """The key stops working; its row stays, for the ledger's sake. Raises NotFound."""
+        return await self.update_key(key_id, is_active=False)
+
+    async def list_keys(self, team_id: int | None = None) -> list[Key]:
+        """All keys, or one team's, by id."""
+        async with self.database.reading() as connection:
+            return await _read(connection, schema.keys, _key, team_id)
+
+    # ── budgets ──
+
+    async def create_budget(
+        self, team_id: int, window: WindowKind, limit_microusd: MicroUSD, is_hard: bool = True
+    ) -> Budget:
+        """It counts from the start of the running window. Raises Invalid, NotFound (the team)."""
+        check_budget({"limit_microusd": limit_microusd, "is_hard": is_hard})
+        values = {"team_id": team_id, "window_kind": window, "limit_microusd": limit_microusd, "is_hard": is_hard}
+        async with self._change("") as connection:
+            await _row(connection, schema.teams, team_id)
+            budget_id = await _insert(connection, schema.budgets, values)
+            return _budget(await _row(connection, schema.budgets, budget_id))
+
+    async def update_budget(self, budget_id: int, **changes: Unpack[BudgetChanges]) -> Budget:
+        """Raises Invalid, NotFound."""
+        check_budget(changes)
+        async with self._change("") as connection:
+            await _update(connection, schema.budgets, budget_id, dict(changes))
+            return _budget(await _row(connection, schema.budgets, budget_id))
+
+    async def list_budgets(self, team_id: int | None = None) -> list[Budget]:
+        """All budgets, or one team's, by id."""
+        async with self.database.reading() as connection:
+            return await _read(connection, schema.budgets, _budget, team_id)
+
+    async def delete_budget(self, budget_id: int) -> None:
+        """Raises NotFound."""
+        async with self._change("") as connection:
+            await _delete(connection, schema.budgets, budget_id)
+
+    # ── how ──
+
+    @asynccontextmanager
+    async def _change(self, taken: str) -> AsyncIterator[AsyncConnection]:
+        """A transaction that counts as a change; then a new snapshot here and a message to the others.
+
+        `taken` is what a broken uniqueness means: "... exists already".
+        """
+        try:
+            async with self.database.writing() as connection:
+                installation = schema.installation
+                await connection.execute(sa.update(installation).values(version=installation.c.version + 1))
+                yield connection
+        except IntegrityError:
+            raise Conflict(f"{taken} exists already") from None
+        await self.reload()
+        await self._notify()
+
+    def _new_team(self, name: str, fields: TeamFields) -> dict[str, Any]:
+        defaults = {"is_active": True, "is_semantic_enabled": True}
+        return {**defaults, **fields, "name": name, "created_at_s": self._clock()}
+
+    def _new_key(self, team_id: int, name: str, plaintext: str, fields: KeyFields) -> dict[str, Any]:
+        return {
+            "is_active": True,
+            **fields,
+            "team_id": team_id,
+            "name": name,
+            "prefix": shown_prefix(plaintext),
+            "digest": digest(plaintext),
+            "created_at_s": self._clock(),
+        }
+
+
+async def _read(
+    connection: AsyncConnection, table: sa.Table, make: Callable[[Any], _T], team_id: int | None = None
+) -> list[_T]:
+    statement = sa.select(table).order_by(table.c.id)
+    if team_id is not None:
+        statement = statement.where(table.c.team_id == team_id)
+    return [make(row) for row in (await connection.execute(statement)).mappings()]
+
+
+async def _row(connection: AsyncConnection, table: sa.Table, row_id: int) -> Any:
+    found = (await connection.execute(sa.select(table).where(table.c.id == row_id))).mappings().first()
+    if found is None:
+        raise NotFound(f"there is no {table.name[:-1]} {row_id}")
+    return found
+
+
+async def _insert(connection: AsyncConnection, table: sa.Table, values: Mapping[str, Any]) -> int:
+    return int((await connection.execute(sa.insert(table).values(values).returning(table.c.id))).scalar_one())
+
+
+async def _update(connection: AsyncConnection, table: sa.Table, row_id: int, changes: dict[str, Any]) -> None:
+    if changes:
+        await connection.execute(sa.update(table).where(table.c.id == row_id).values(changes))
+
+
+async def _delete(connection: AsyncConnection, table: sa.Table, row_id: int) -> None:
+    if (await connection.execute(sa.delete(table).where(table.c.id == row_id))).rowcount == 0:
+        raise NotFound(f"there is no {table.name[:-1]} {row_id}")
+
+
+def _team(row: Mapping[str, Any]) -> Team:
+    return Team(**row)
+
+
+def _key(row: Mapping[str, Any]) -> Key:
+    models = row["models"]
+    return Key(**{**row, "digest": bytes(row["digest"]), "models": None if models is None else tuple(models)})
+
+
+def _budget(row: Mapping[str, Any]) -> Budget:
+    return Budget(row["id"], row["team_id"], WindowKind(row["window_kind"]), row["limit_microusd"], row["is_hard"])

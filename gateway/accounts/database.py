@@ -1,0 +1,146 @@
+"""One SQL database: a SQLite file or a PostgreSQL, opened, migrated, and handed out as transactions.
+
+Knows no accounts. Invariant: when `open` returns the schema is at `schema.VERSION`, however many processes opened the
+database at once; a start that finds it there imports no alembic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+
+from gateway.accounts import schema
+from gateway.accounts.errors import Invalid, SchemaUnknown
+
+_SQLITE_BUSY_MS = 30_000
+_WAL_TRIES = 500
+_ADVISORY_LOCK = 0x5A3E_3A11  # any number, the same in every process
+
+
+class Database:
+    """`reading()` and `writing()` give connections inside a transaction; the latter commits at its end."""
+
+    def __init__(self, url: str) -> None:
+        """Raises Invalid for a URL that is neither a SQLite file's nor a PostgreSQL's. Connects to nothing."""
+        parsed = _normal(url)
+        self.is_sqlite = parsed.get_backend_name() == "sqlite"
+        self._path = Path(parsed.database or "") if self.is_sqlite else None
+        options: dict[str, Any] = {"pool_size": 4} if self.is_sqlite else {"pool_size": 5, "pool_pre_ping": True}
+        self._engine: AsyncEngine = create_async_engine(parsed, **options)
+        self._writer = self._engine.execution_options(is_writing=True)
+        if self.is_sqlite:
+            event.listen(self._engine.sync_engine, "connect", _on_sqlite_connect)
+            event.listen(self._engine.sync_engine, "begin", _on_sqlite_begin)
+
+    async def open(self) -> None:
+        """Create or migrate the schema where it is not current. Raises SchemaUnknown, and sqlalchemy's errors."""
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            await self._use_wal()
+        async with self.reading() as connection:
+            if await _version(connection) == schema.VERSION:
+                return
+        async with self.writing() as connection:  # SQLite: the one writer; PostgreSQL: the lock below
+            if not self.is_sqlite:
+                await connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_ADVISORY_LOCK)))
+            if await _version(connection) != schema.VERSION:
+                await connection.run_sync(_upgrade)
+
+    async def close(self) -> None:
+        await self._engine.dispose()
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncIterator[AsyncConnection]:
+        async with self._engine.connect() as connection:
+            yield connection
+
+    @asynccontextmanager
+    async def writing(self) -> AsyncIterator[AsyncConnection]:
+        """A transaction that holds SQLite's write lock from its start: what it reads stays true until it commits."""
+        async with self._writer.begin() as connection:
+            yield connection
+
+    def insert(self, table: sa.Table) -> Any:
+        """An INSERT that knows `on_conflict_do_nothing` and `on_conflict_do_update`, alike in both dialects."""
+        return sqlite.insert(table) if self.is_sqlite else postgresql.insert(table)
+
+    async def _use_wal(self) -> None:
+        """Readers beside a writer, for good: the mode stays in the file. Of several processes that create the file at
+        once all but one are told "locked" at once (SQLite does not wait here), so try again."""
+        async with self._engine.connect() as connection:
+            driver = (await connection.get_raw_connection()).driver_connection
+            assert driver is not None
+            for attempt in range(_WAL_TRIES):
+                try:
+                    await driver.execute("PRAGMA journal_mode=WAL")
+                    return
+                except sqlite3.OperationalError:
+                    if attempt == _WAL_TRIES - 1:
+                        raise
+                    await asyncio.sleep(0.01)
+
+
+def _normal(url: str) -> URL:
+    try:
+        parsed = make_url(url.replace("postgres://", "postgresql://", 1))
+    except ArgumentError:
+        raise Invalid(
+            "database_url", f"not a URL: expected sqlite:///FILE or postgresql://..., found {url!r}"
+        ) from None
+    backend = parsed.get_backend_name()
+    if backend == "sqlite" and parsed.database and parsed.database != ":memory:":
+        return parsed.set(drivername="sqlite+aiosqlite")
+    if backend == "postgresql":
+        return parsed.set(drivername="postgresql+asyncpg")
+    shown = parsed.render_as_string(hide_password=True)
+    raise Invalid("database_url", f"expected sqlite:///FILE or postgresql://..., found {shown!r}")
+
+
+def _on_sqlite_connect(connection: Any, _record: Any) -> None:
+    connection.isolation_level = None  # the driver shall not begin transactions: _on_sqlite_begin does
+    cursor = connection.cursor()
+    cursor.execute(f"PRAGMA busy_timeout={_SQLITE_BUSY_MS}")
+    cursor.execute("PRAGMA foreign_keys=ON")
+    # every commit is on disk before it is answered: the ledger's rows leave Redis on the strength of it
+    cursor.execute("PRAGMA synchronous=FULL")
+    cursor.close()
+
+
+def _on_sqlite_begin(connection: sa.Connection) -> None:
+    is_writing = connection.get_execution_options().get("is_writing", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if is_writing else "BEGIN")
+
+
+async def _version(connection: AsyncConnection) -> str | None:
+    """The schema's version, None in a database without one."""
+    has_table = await connection.run_sync(lambda sync: sa.inspect(sync).has_table("alembic_version"))
+    if not has_table:
+        return None
+    found = (await connection.execute(sa.text("SELECT version_num FROM alembic_version"))).scalar()
+    return None if found is None else str(found)
+
+
+def _upgrade(connection: sa.Connection) -> None:
+    """Run the migrations on `connection`, inside its transaction."""
+    from alembic import command
+    from alembic.config import Config
+    from alembic.util import CommandError
+
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+    config.attributes["connection"] = connection
+    try:
+        command.upgrade(config, "head")
+    except CommandError as error:
+        raise SchemaUnknown(f"the database was migrated by a later version of Sameway: {error}") from error

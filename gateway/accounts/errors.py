@@ -1,0 +1,36 @@
+"""What can be wrong with a question to the accounts.
+
+    AccountsError          the message is for the admin who asked
+    ├── NotFound           no team, key or budget of that id
+    ├── Conflict           the name is taken
+    ├── Invalid            a value out of its range; `field` names it
+    └── SchemaUnknown      the database was migrated by a later version of Sameway
+
+A database that cannot be reached raises sqlalchemy's own errors.
+"""
+
+from __future__ import annotations
+
+
+class AccountsError(Exception):
+    """Base: `str()` is a sentence that may be shown."""
+
+
+class NotFound(AccountsError):
+    """No team, key or budget of that id."""
+
+
+class Conflict(AccountsError):
+    """The name is taken."""
+
+
+class Invalid(AccountsError):
+    """A value out of its range."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class SchemaUnknown(AccountsError):
+    """The database's schema is of a version that this code does not know."""

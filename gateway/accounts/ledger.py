@@ -1,0 +1,179 @@
+"""The ledger: a row per generation, what was spent on whose behalf, and the questions asked of it.
+
+Knows no Redis and no budgets' limits. Invariant: `ledger_days` is `ledger` summed by UTC day, always, because both
+are written in one transaction and a row is written once per id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from gateway.accounts import schema
+from gateway.accounts.database import Database
+from gateway.accounts.errors import Invalid
+from gateway.accounts.row import LedgerRow
+from policies import DrainedSpend, Window, WindowKind
+
+_DAY_MS = 86_400_000
+_SUMS = ("prompt_tokens", "cached_tokens", "completion_tokens", "cost_microusd")
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerFilter:
+    """Rows to look at: all of those named, from `from_ms` on and before `until_ms` (unix milliseconds)."""
+
+    team_id: int | None = None
+    key_id: int | None = None
+    alias: str | None = None
+    deployment: str | None = None
+    kind: str | None = None
+    from_ms: int | None = None
+    until_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerPage:
+    """Rows, newest first; `cursor` fetches those after them, None where there are none."""
+
+    rows: tuple[LedgerRow, ...]
+    cursor: str | None
+
+
+class Group(StrEnum):
+    TEAM = "team_id"
+    KEY = "key_id"
+    ALIAS = "alias"
+    DEPLOYMENT = "deployment"
+    KIND = "kind"
+    DAY = "day"
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerTotal:
+    """Sums over one group; what was not grouped by is None. `day` is an ISO date in UTC."""
+
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    cost_microusd: int
+    team_id: int | None = None
+    key_id: int | None = None
+    alias: str | None = None
+    deployment: str | None = None
+    kind: str | None = None
+    day: str | None = None
+
+
+class Ledger:
+    """Reads and writes the ledger's tables. Database errors are sqlalchemy's own."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def append(self, rows: Sequence[LedgerRow]) -> int:
+        """Write the rows whose ids are not there yet, and their days' sums, in one transaction; the answer is how many."""
+        if not rows:
+            return 0
+        table = schema.ledger
+        by_id = {row.id: row for row in rows}
+        values = [{name: getattr(row, name) for name in row.__struct_fields__} for row in by_id.values()]
+        insert = self._database.insert(table).on_conflict_do_nothing(index_elements=["id"]).returning(table.c.id)
+        async with self._database.writing() as connection:
+            if not self._database.is_sqlite:  # a writer that is paused in here must not keep the next one waiting
+                await connection.execute(sa.text("SET LOCAL idle_in_transaction_session_timeout = '30s'"))
+            new_ids = (await connection.execute(insert, values)).scalars().all()
+            await self._add_to_days(connection, [by_id[row_id] for row_id in new_ids])
+        return len(new_ids)
+
+    async def rows(self, where: LedgerFilter, limit: int = 100, cursor: str | None = None) -> LedgerPage:
+        """A page of rows, newest first. Raises Invalid for a cursor that `rows` did not give."""
+        table = schema.ledger
+        statement = sa.select(table).where(*_conditions(table, where))
+        if where.from_ms is not None:
+            statement = statement.where(table.c.at_ms >= where.from_ms)
+        if where.until_ms is not None:
+            statement = statement.where(table.c.at_ms < where.until_ms)
+        if cursor is not None:
+            statement = statement.where(sa.tuple_(table.c.at_ms, table.c.id) < sa.tuple_(*_place(cursor)))
+        statement = statement.order_by(table.c.at_ms.desc(), table.c.id.desc()).limit(limit + 1)
+        async with self._database.reading() as connection:
+            found = [LedgerRow(**row) for row in (await connection.execute(statement)).mappings()]
+        rows = tuple(found[:limit])
+        return LedgerPage(rows, f"{rows[-1].at_ms}-{rows[-1].id}" if len(found) > limit else None)
+
+    async def totals(self, by: Sequence[Group], where: LedgerFilter | None = None) -> tuple[LedgerTotal, ...]:
+        """Sums by the groups of `by`, in their order. Whole UTC days: `from_ms` and `until_ms` are widened to them."""
+        days, where = schema.ledger_days, where or LedgerFilter()
+        columns = [days.c[group] for group in by]
+        sums = [sa.func.coalesce(sa.func.sum(days.c[name]), 0).label(name) for name in ("requests", *_SUMS)]
+        statement = sa.select(*columns, *sums).where(*_conditions(days, where)).group_by(*columns).order_by(*columns)
+        if where.from_ms is not None:
+            statement = statement.where(days.c.day >= where.from_ms // _DAY_MS)
+        if where.until_ms is not None:
+            statement = statement.where(days.c.day < -(-where.until_ms // _DAY_MS))
+        async with self._database.reading() as connection:
+            return tuple(_total(row) for row in (await connection.execute(statement)).mappings())
+
+    async def spent(self, windows: Sequence[Window]) -> tuple[DrainedSpend, ...]:
+        """What every team that is or ever spent has spent in each of `windows`, by the rows in SQL; 0 is told too."""
+        rows, days = schema.ledger, schema.ledger_days
+        answer: list[DrainedSpend] = []
+        async with self._database.reading() as connection:
+            known = sa.union(sa.select(schema.teams.c.id), sa.select(days.c.team_id))
+            team_ids = sorted((await connection.execute(known)).scalars())
+            for window in windows:
+                if window.kind is WindowKind.HOUR:
+                    table, column, unit_ms = rows, rows.c.at_ms, 1
+                else:  # whole days
+                    table, column, unit_ms = days, days.c.day, _DAY_MS
+                statement = sa.select(table.c.team_id, sa.func.sum(table.c.cost_microusd)).group_by(table.c.team_id)
+                statement = statement.where(column >= window.start_ms // unit_ms)
+                if window.end_ms is not None:
+                    statement = statement.where(column < window.end_ms // unit_ms)
+                sums = {team_id: int(spent) for team_id, spent in await connection.execute(statement)}
+                answer += [DrainedSpend(team_id, window, sums.get(team_id, 0)) for team_id in team_ids]
+        return tuple(answer)
+
+    async def _add_to_days(self, connection: AsyncConnection, rows: Sequence[LedgerRow]) -> None:
+        if not rows:
+            return
+        sums: dict[tuple[int, int, int, str, str, str], dict[str, int]] = {}
+        for row in rows:
+            key = (row.at_ms // _DAY_MS, row.team_id, row.key_id, row.alias, row.deployment, row.kind)
+            day = sums.setdefault(key, dict.fromkeys(("requests", *_SUMS), 0))
+            day["requests"] += 1
+            for name in _SUMS:
+                day[name] += getattr(row, name)
+        names = [column.name for column in schema.ledger_days.primary_key]
+        # in order of their keys, so that two writers cannot wait for each other
+        values = [{**dict(zip(names, key, strict=True)), **day} for key, day in sorted(sums.items())]
+        upsert = self._database.insert(schema.ledger_days).values(values)
+        added = {name: schema.ledger_days.c[name] + upsert.excluded[name] for name in ("requests", *_SUMS)}
+        await connection.execute(upsert.on_conflict_do_update(index_elements=names, set_=added))
+
+
+def _conditions(table: sa.Table, where: LedgerFilter) -> list[Any]:
+    names = ("team_id", "key_id", "alias", "deployment", "kind")
+    return [table.c[name] == getattr(where, name) for name in names if getattr(where, name) is not None]
+
+
+def _place(cursor: str) -> tuple[int, str]:
+    at_ms, dash, row_id = cursor.partition("-")
+    if not dash or not at_ms.isascii() or not at_ms.isdigit() or len(at_ms) > 18:
+        raise Invalid("cursor", "expected one that an earlier page gave")
+    return int(at_ms), row_id
+
+
+def _total(row: Mapping[Any, Any]) -> LedgerTotal:
+    values: dict[str, Any] = {n: int(value) if n in ("requests", *_SUMS) else value for n, value in row.items()}
+    if "day" in values:
+        values["day"] = datetime.fromtimestamp(values["day"] * _DAY_MS // 1000, UTC).date().isoformat()
+    return LedgerTotal(**values)

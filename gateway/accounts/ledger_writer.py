@@ -1,0 +1,210 @@
+"""From Redis to SQL: drains the ledger's stream, and keeps Redis's counts equal to the ledger.
+
+Every worker runs one; a lock in Redis lets one of them write. Knows no HTTP and no limits. Invariants:
+
+- a row is in SQL once per id: an entry leaves the stream only after the commit that holds its row, and a repeated
+  insert is a no-op, so a kill anywhere loses and doubles nothing;
+- correctness never rests on the lock's lease: a writer that was paused past it finds its inserts and deletes done
+  already, and its restatement refused by a script that looks at the lock;
+- an entry that is no row is set aside in a stream of its own, counted, its spend still counted, and blocks nobody.
+
+Restatement (`Budgets.restate`) runs when this writer became the one, when Redis lost its memory (no `ready` key:
+reserves are refused until it is done), and every `restate_every_s` after, where it should find nothing wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from redis.exceptions import RedisError
+from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
+
+from gateway.accounts.ledger import Ledger
+from gateway.accounts.row import LedgerRow, decode_row
+from policies import Budgets, LockLost, MicroUSD, Redis, windows_at
+from policies.budgets import LEDGER_LOCK, LEDGER_SET_ASIDE, LEDGER_STREAM
+
+_BATCH = 500
+_LOCK_MS = 30_000
+_SKEW_MS = 300_000
+_IDLE_S = 0.25
+_FOLLOWER_IDLE_S = 1.0
+_TROUBLE_S_MAX = 5.0
+
+# KEYS lock, stream. ARGV token, lease in ms, 1 to take a free lock or 0 to keep one's own only, count.
+# Replies the oldest entries where the lock is now the caller's, else 0. Reading is a right of the lock's holder: what
+# a later holder finds undone, it finds in the stream.
+_READ = """
+local owner = redis.call('GET', KEYS[1])
+if owner ~= ARGV[1] and (owner or ARGV[3] == '0') then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return redis.call('XRANGE', KEYS[2], '-', '+', 'COUNT', ARGV[4])
+"""
+
+# KEYS lock. ARGV token.
+_DROP_LOCK = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
+
+# KEYS stream, set aside. ARGV entry id, reason. Replies 1 where the entry was moved, 0 where it is gone.
+_SET_ASIDE = """
+local entry = redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1])[1]
+if not entry then return 0 end
+local fields = entry[2]
+fields[#fields + 1] = 'reason'
+fields[#fields + 1] = ARGV[2]
+redis.call('XADD', KEYS[2], '*', unpack(fields))
+redis.call('XDEL', KEYS[1], ARGV[1])
+return 1
+"""
+
+
+@dataclass(slots=True)
+class WriterStats:
+    """What this writer did since it was made, for metrics. `drift_microusd`: what restatements had to put right."""
+
+    is_leader: bool = False
+    rows: int = 0
+    repeated: int = 0
+    set_aside: int = 0
+    restatements: int = 0
+    drift_microusd: MicroUSD = 0
+    failures: int = 0
+    last_error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    id: bytes
+    row: LedgerRow | None
+    wrong: str = ""
+
+
+class LedgerWriter:
+    """`run` until cancelled, or `step` by hand. `clock` gives unix seconds; `token` must differ between writers."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        ledger: Ledger,
+        budgets: Budgets,
+        *,
+        clock: Callable[[], float] = time.time,
+        token: str | None = None,
+        restate_every_s: float = 60.0,
+    ) -> None:
+        self._redis = redis
+        self._ledger = ledger
+        self._budgets = budgets
+        self._clock = clock
+        self._token = token or secrets.token_hex(16)
+        self._restate_every_s = restate_every_s
+        self._restated_at_s: float | None = None
+        self.stats = WriterStats()
+
+    async def run(self) -> None:
+        """Until cancelled. Failures of Redis and SQL are counted and waited off, growing to seconds."""
+        trouble_s = 0.0
+        try:
+            while True:
+                try:
+                    is_leader = await self.step()
+                    trouble_s = 0.0
+                except (RedisError, SQLAlchemyError, OSError, LockLost) as error:
+                    self.stats.failures += 1
+                    self.stats.last_error = f"{type(error).__name__}: {error}"
+                    trouble_s = min(max(2 * trouble_s, _IDLE_S), _TROUBLE_S_MAX)
+                    is_leader = True
+                await asyncio.sleep(trouble_s or (_IDLE_S if is_leader else _FOLLOWER_IDLE_S))
+        finally:
+            with contextlib.suppress(RedisError):  # the lock's lease ends it then
+                await self._redis.eval(_DROP_LOCK, 1, LEDGER_LOCK, self._token)
+
+    async def step(self) -> bool:
+        """Drain what waits and restate where it is due, if this is the writer; True where it is.
+
+        Raises LockLost, the Redis client's errors and sqlalchemy's; nothing is lost by any of them.
+        """
+        self.stats.is_leader = await self._drain()
+        if not self.stats.is_leader:
+            self._restated_at_s = None
+            return False
+        now_s = self._clock()
+        is_due = self._restated_at_s is None or now_s - self._restated_at_s >= self._restate_every_s
+        if is_due or not await self._budgets.is_ready():
+            await self._restate()
+            self._restated_at_s = now_s
+        return True
+
+    async def backlog(self) -> int:
+        """Entries that wait in the stream."""
+        return int(await self._redis.execute_command("XLEN", LEDGER_STREAM))
+
+    async def _drain(self) -> bool:
+        """Write what waits; False where the lock is another's from the start. Raises LockLost where it became so."""
+        entries = await self._read(is_new=True)
+        if entries is None:
+            return False
+        while entries:
+            await self._write(entries)
+            if len(entries) < _BATCH:
+                break
+            entries = await self._read(is_new=False)
+            if entries is None:
+                raise LockLost
+        return True
+
+    async def _read(self, *, is_new: bool) -> list[_Entry] | None:
+        reply = await self._redis.eval(_READ, 2, LEDGER_LOCK, LEDGER_STREAM, self._token, _LOCK_MS, int(is_new), _BATCH)
+        return None if reply == 0 else [_entry(entry_id, fields) for entry_id, fields in reply]
+
+    async def _write(self, entries: Sequence[_Entry]) -> None:
+        good = [(entry, entry.row) for entry in entries if entry.row is not None]
+        try:
+            new = await self._ledger.append([row for _, row in good])
+        except (DataError, IntegrityError) as error:
+            if len(entries) > 1:  # one of them is to blame: find it
+                for entry in entries:
+                    await self._write([entry])
+                return
+            await self._set_aside(entries[0].id, f"{type(error).__name__}: {error.orig}")
+            return
+        self.stats.rows += new
+        self.stats.repeated += len(good) - new
+        if good:
+            await self._redis.execute_command("XDEL", LEDGER_STREAM, *(entry.id for entry, _ in good))
+        for entry in entries:
+            if entry.row is None:
+                await self._set_aside(entry.id, entry.wrong)
+
+    async def _set_aside(self, entry_id: bytes, reason: str) -> None:
+        self.stats.set_aside += await self._redis.eval(
+            _SET_ASIDE, 2, LEDGER_STREAM, LEDGER_SET_ASIDE, entry_id, reason[:500]
+        )
+
+    async def _restate(self) -> None:
+        """Count the ledger for the windows of the present, and of a moment ago for workers whose clocks are behind."""
+        now_ms = int(self._clock() * 1000)
+        windows = dict.fromkeys((*windows_at(now_ms), *windows_at(now_ms - _SKEW_MS)))
+        drained = await self._ledger.spent(tuple(windows))
+        restated = await self._budgets.restate(drained, self._token)
+        await self._budgets.mark_ready(self._token)
+        self.stats.restatements += 1
+        self.stats.drift_microusd += restated.drift_microusd
+
+
+def _entry(entry_id: bytes, fields: list[Any] | None) -> _Entry:
+    named = dict(zip(fields[::2], fields[1::2], strict=False)) if fields else {}
+    try:
+        row = decode_row(named[b"row"])
+    except (KeyError, msgspec.MsgspecError) as error:
+        return _Entry(entry_id, None, f"not a row: {type(error).__name__} {error}")
+    booked = tuple(named.get(name) for name in (b"team", b"at_ms", b"cost"))
+    if booked != tuple(str(value).encode() for value in (row.team_id, row.at_ms, row.cost_microusd)):
+        return _Entry(entry_id, None, "its row says other than what was booked")
+    return _Entry(entry_id, row)
