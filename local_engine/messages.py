@@ -16,7 +16,6 @@ Errors:
     └── EngineFailed         this generation failed inside the engine (a bug or out of memory); the engine lives on
 """
 
-
 from __future__ import annotations
 
 from typing import Any, Literal
@@ -182,6 +181,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     weights_size_bytes: int
     kv_size_bytes: int
     has_chat_template: bool
+    has_tools: bool = False
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,141 @@
+"""Attention over paged KV, by torch's own kernels: the plain path on every device, and the oracle for faster ones.
+
+A layer's pool is [blocks, block_tokens, 2 (K, V), kv_heads, head_dim]: one copy of whole blocks gathers K and V at once.
+Queries that share a KV head are laid out as rows of one query matrix (grouped-query attention, arXiv:2305.13245), so K
+and V are never repeated. Knows no weights and no scheduling.
+
+Invariants: a layer's KV of this step is written before any of it is read; what a mask hides is finite (pools start as
+zeros and a step that produced anything else is answered by `clear`), because 0 * NaN would show through.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as functional
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Rows `start .. stop` of a step: sequences of similar length with one query each, padded to a common length.
+
+    `blocks` [sequences * blocks each]; `mask` additive, [sequences, 1, 1, tokens].
+    """
+
+    start: int
+    stop: int
+    blocks: torch.Tensor
+    mask: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSpan:
+    """Rows `start .. stop` of a step: consecutive tokens of one sequence, which see `tokens` tokens up to their own.
+
+    `blocks` [blocks of the sequence]; `mask` additive, [queries per KV head * rows, tokens].
+    """
+
+    start: int
+    stop: int
+    tokens: int
+    blocks: torch.Tensor
+    mask: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """Everything the decoder needs for one step over `rows` tokens; `logit_rows` are those to predict from.
+
+    `slots`: where each row's KV goes, counted in tokens from the pool's start.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    logit_rows: torch.Tensor
+    decodes: tuple[DecodeGroup, ...]
+    prefills: tuple[PrefillSpan, ...]
+
+
+class PagedKV:
+    """The pools of all layers and attention over them."""
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        blocks: int,
+        block_tokens: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.blocks = blocks
+        self.block_tokens = block_tokens
+        self._heads, self._kv_heads, self._head_dim = heads, kv_heads, head_dim
+        shape = (blocks, block_tokens, 2, kv_heads, head_dim)
+        self._pools = [_zeros(shape, dtype, device) for _ in range(layers)]
+        self._workspace = torch.empty(0, dtype=dtype, device=device)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(pool.nbytes for pool in self._pools)
+
+    def clear(self) -> None:
+        """All zeros again."""
+        for pool in self._pools:
+            pool.zero_()
+
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store a step's [rows, kv_heads, head_dim] keys and values."""
+        pool = self._pools[layer].view(-1, 2, self._kv_heads, self._head_dim)
+        pool[:, 0].index_copy_(0, slots, keys)
+        pool[:, 1].index_copy_(0, slots, values)
+
+    def attend(self, layer: int, queries: torch.Tensor, step: StepInput) -> torch.Tensor:
+        """[rows, heads, head_dim] queries to [rows, heads * head_dim] outputs."""
+        output = torch.empty_like(queries)
+        for group in step.decodes:
+            self._decode(self._pools[layer], queries, output, group)
+        for span in step.prefills:
+            self._prefill(self._pools[layer], queries, output, span)
+        return output.view(output.shape[0], -1)
+
+    def _decode(self, pool: torch.Tensor, queries: torch.Tensor, output: torch.Tensor, group: DecodeGroup) -> None:
+        count = group.stop - group.start
+        kv = self._gather(pool, group.blocks).view(count, -1, 2, self._kv_heads, self._head_dim)
+        keys, values = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)
+        rows = queries[group.start : group.stop].reshape(count, self._kv_heads, -1, self._head_dim)
+        found = functional.scaled_dot_product_attention(rows, keys, values, attn_mask=group.mask)
+        output[group.start : group.stop] = found.reshape(count, self._heads, self._head_dim)
+
+    def _prefill(self, pool: torch.Tensor, queries: torch.Tensor, output: torch.Tensor, span: PrefillSpan) -> None:
+        count, size = span.stop - span.start, self._head_dim
+        kv = self._gather(pool, span.blocks).view(-1, 2, self._kv_heads, size)[: span.tokens]
+        keys, values = kv[:, 0].transpose(0, 1).unsqueeze(0), kv[:, 1].transpose(0, 1).unsqueeze(0)
+        rows = queries[span.start : span.stop].view(count, self._kv_heads, -1, size).permute(1, 2, 0, 3)
+        rows = rows.reshape(1, self._kv_heads, -1, size)
+        found = functional.scaled_dot_product_attention(rows, keys, values, attn_mask=span.mask)
+        found = found.view(self._kv_heads, -1, count, size).permute(2, 0, 1, 3)
+        output[span.start : span.stop] = found.reshape(count, self._heads, size)
+
+    def _gather(self, pool: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """Copy blocks into the workspace: fresh memory for every layer of every step would cost more than the copy."""
+        elements = blocks.shape[0] * pool.stride(0)
+        if self._workspace.numel() < elements:
+            self._workspace = torch.empty(elements + elements // 4, dtype=pool.dtype, device=pool.device)
+        gathered = self._workspace[:elements].view(blocks.shape[0], *pool.shape[1:])
+        return torch.index_select(pool, 0, blocks, out=gathered)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU from the kernel's untouched pages, which take no memory until they are written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size_bytes = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
+    return torch.from_numpy(np.zeros(size_bytes, np.uint8)).view(dtype).view(shape)

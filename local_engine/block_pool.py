@@ -1,0 +1,196 @@
+"""The pool of KV blocks: who holds which, which can be reused, which goes first.
+
+Knows token ids and no tensors. A block is free, held (referenced by sequences), or cached (full, unreferenced, its KV
+still good). Full blocks are found again by a chain key, a keyed hash of the parent's key and the block's tokens; a
+match compares the tokens and the parent as well, so a collision costs a hit and never an answer. The chain starts at
+the caller's salt: sequences of different salts share nothing.
+
+Invariants (`check_integrity`): free + cached + held == total; every registered block's parent is registered; a
+sequence that holds a registered block holds its whole chain, hence references never grow along a chain and the least
+recently used cached block is always a leaf.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+
+@dataclass(slots=True)
+class Block:
+    """One block. `key` is set while it is registered for reuse; then `parent` (a chain key) and `tokens` say
+    what of, and `is_first` whether its chain begins here."""
+
+    id: int
+    references: int = 0
+    key: bytes | None = None
+    parent: bytes = b""
+    tokens: tuple[int, ...] = ()
+    is_first: bool = False
+
+
+def chain_key(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """The key of a full block from its parent's key (the root is `root_key`) and its token ids."""
+    digest = blake2b(parent, digest_size=16)
+    digest.update(b"".join(token.to_bytes(4, "little") for token in tokens))
+    return digest.digest()
+
+
+def root_key(salt: bytes) -> bytes:
+    """The key that stands before the first block: the isolation of salts begins here."""
+    return blake2b(salt, digest_size=16, person=b"sameway-kv-root").digest()
+
+
+class BlockPool:
+    """Allocation, sharing and eviction over `total` blocks of `block_tokens` tokens."""
+
+    def __init__(self, total: int, block_tokens: int, *, has_prefix_cache: bool = True) -> None:
+        self.total = total
+        self.block_tokens = block_tokens
+        self._has_prefix_cache = has_prefix_cache
+        self._blocks = [Block(id) for id in range(total)]
+        self._free: deque[int] = deque(range(total))
+        self._registered: dict[bytes, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def available(self) -> int:
+        """Blocks that could be allocated now: free ones and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def cached(self) -> int:
+        """Blocks that nobody holds and that can still be reused."""
+        return len(self._cached)
+
+    def extend_keys(self, keys: list[bytes], tokens: Sequence[int], salt: bytes, blocks: int) -> None:
+        """Grow `keys` in place to the chain keys of the first `blocks` full blocks of `tokens`."""
+        size = self.block_tokens
+        for index in range(len(keys), blocks):
+            parent = keys[-1] if keys else root_key(salt)
+            keys.append(chain_key(parent, tokens[index * size : (index + 1) * size]))
+
+    def match(self, keys: Sequence[bytes], tokens: Sequence[int], salt: bytes) -> list[int]:
+        """The longest run of registered blocks that hold exactly these tokens, from the start. Changes nothing."""
+        found: list[int] = []
+        if not self._has_prefix_cache:
+            return found
+        parent = root_key(salt)
+        size = self.block_tokens
+        for index, key in enumerate(keys):
+            id = self._registered.get(key)
+            if id is None:
+                break
+            block = self._blocks[id]
+            if block.parent != parent or block.tokens != tuple(tokens[index * size : (index + 1) * size]):
+                break
+            found.append(id)
+            parent = key
+        return found
+
+    def unused(self, blocks: Iterable[int]) -> int:
+        """How many of these nobody holds: holding them takes that many from `available`."""
+        return sum(self._blocks[id].references == 0 for id in blocks)
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Add a reference to each."""
+        for id in blocks:
+            block = self._blocks[id]
+            if block.references == 0:
+                del self._cached[id]
+            block.references += 1
+
+    def allocate(self) -> int:
+        """A private block with one reference; evicts the least recently used cached leaf when none is free.
+
+        Ask `available` first: raises IndexError when there is nothing to give.
+        """
+        if self._free:
+            id = self._free.popleft()
+        elif self._cached:
+            id, _ = self._cached.popitem(last=False)
+            self._forget(self._blocks[id])
+        else:
+            raise IndexError("no block is available")
+        self._blocks[id].references = 1
+        return id
+
+    def register(
+        self, blocks: list[int], index: int, keys: Sequence[bytes], tokens: Sequence[int], salt: bytes
+    ) -> None:
+        """Make `blocks[index]`, a sequence's full block, findable for others.
+
+        Where the same content is registered already, `blocks[index]` becomes that block and the duplicate is freed.
+        Under a foreign block with the same key (a collision), or behind a parent that is private, it stays private.
+        """
+        block = self._blocks[blocks[index]]
+        if not self._has_prefix_cache or block.key is not None:
+            return
+        if index > 0 and self._blocks[blocks[index - 1]].key != keys[index - 1]:
+            return
+        key, parent = keys[index], keys[index - 1] if index > 0 else root_key(salt)
+        content = tuple(tokens[index * self.block_tokens : (index + 1) * self.block_tokens])
+        other_id = self._registered.get(key)
+        if other_id is None:
+            block.key, block.parent, block.tokens, block.is_first = key, parent, content, index == 0
+            self._registered[key] = block.id
+            return
+        other = self._blocks[other_id]
+        if other.parent == parent and other.tokens == content:
+            self.hold([other_id])
+            self.release([block.id])
+            blocks[index] = other_id
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Drop one reference of each. Give a sequence's blocks last first, so that leaves age before their parents."""
+        for id in blocks:
+            block = self._blocks[id]
+            block.references -= 1
+            if block.references > 0:
+                continue
+            if block.key is None:
+                self._free.append(id)
+            else:
+                self._cached[id] = None
+
+    def forget_all(self) -> None:
+        """Make nothing findable any more: after a failed step nobody knows which KV is good. No block may be held."""
+        for id in self._cached:
+            self._forget(self._blocks[id])
+            self._free.append(id)
+        self._cached.clear()
+        assert not self._registered, "blocks are still held"
+
+    def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
+        """Raises AssertionError where an invariant is broken. `held`: the blocks of every live sequence."""
+        references: Counter[int] = Counter(id for blocks in held for id in blocks)
+        free, cached = set(self._free), set(self._cached)
+        assert len(free) == len(self._free), "a block is free twice"
+        assert not free & cached, "a block is free and cached"
+        assert not (free | cached) & references.keys(), "a held block could be given away"
+        assert len(free) + len(cached) + len(references) == self.total, "blocks are lost"
+        for block in self._blocks:
+            assert block.references == references[block.id], f"block {block.id}: references do not match its holders"
+            if block.key is None:
+                assert block.id not in cached, f"block {block.id} is cached without a key"
+                assert block.references <= 1, f"unregistered block {block.id} is shared"
+                continue
+            assert self._registered.get(block.key) == block.id, f"block {block.id}: its key leads elsewhere"
+            assert len(block.tokens) == self.block_tokens, f"block {block.id} is registered and not full"
+            assert block.key == chain_key(block.parent, block.tokens), f"block {block.id}: its key is not its content's"
+        position = {id: index for index, id in enumerate(self._cached)}
+        for key, id in self._registered.items():
+            if self._blocks[id].is_first:
+                continue
+            parent_id = self._registered.get(self._blocks[id].parent)
+            assert parent_id is not None, f"block {id}: its parent was forgotten before it"
+            assert self._blocks[parent_id].references >= self._blocks[id].references, f"block {id} outlives its parent"
+            if parent_id in position:
+                assert position[parent_id] > position[id], f"{key.hex()}: a parent would be evicted before its child"
+
+    def _forget(self, block: Block) -> None:
+        if block.key is not None:
+            del self._registered[block.key]
+        block.key, block.parent, block.tokens = None, b"", ()

@@ -1,0 +1,352 @@
+"""Engine: the synchronous core. Submit token ids, step until done; no process, no threads, no sockets.
+
+    engine = Engine(EngineConfig(model="SmolLM2-135M-Instruct.Q4_1.gguf"))
+    tokens = engine.tokenizer.encode_chat([{"role": "user", "content": "What is the capital of France?"}], None)
+    id = engine.submit(tokens, SamplingParams(temperature=0, max_tokens=32))
+    while engine.has_work:
+        for output in engine.step():
+            print(output.output.text, end="")
+
+Knows no HTTP, teams, money or caches of answers. Invariant: whatever is batched, reused, chunked or preempted, greedy
+output equals the naive single-sequence forward pass; a sequence that ended, however, holds no block.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+from local_engine.block_pool import BlockPool
+from local_engine.config import EngineConfig
+from local_engine.loader import open_checkpoint
+from local_engine.messages import (
+    DeadlineExceeded,
+    EngineError,
+    EngineFailed,
+    EngineLoad,
+    FinishReason,
+    GenerateRequest,
+    InvalidRequest,
+    ModelInfo,
+    Output,
+    Overloaded,
+    PromptTooLong,
+    SamplingParams,
+    TokenLogprob,
+    Usage,
+)
+from local_engine.runner import ModelRunner, default_sequences, default_step_tokens
+from local_engine.sampler import Candidate, Sampled, sample
+from local_engine.scheduler import Chunk, Scheduler
+from local_engine.sequence import Sequence, Status
+from local_engine.tokenizer import Piece, TextStream
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step did for one sequence: a piece of output, and at its end `usage`, or the `error` that ended it."""
+
+    id: int
+    output: Output
+    usage: Usage | None = None
+    error: EngineError | None = None
+
+
+@dataclass(slots=True)
+class Pace:
+    """Measured speed, as moving averages: what predictions of TTFT stand on."""
+
+    prefill_tokens_per_s: float = 0.0
+    decode_ms_per_token: float = 0.0
+
+    def observe(self, chunks: Many[Chunk], duration_s: float) -> None:
+        """Learn from one step that took `duration_s`."""
+        tokens = sum(chunk.count for chunk in chunks)
+        if tokens == len(chunks):
+            self.decode_ms_per_token = _blend(self.decode_ms_per_token, 1000.0 * duration_s)
+        elif tokens >= 32:
+            self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, tokens / duration_s)
+
+
+def _blend(average: float, value: float) -> float:
+    return value if average == 0.0 else 0.9 * average + 0.1 * value
+
+
+class Engine:
+    """One model, many sequences. Not thread-safe: one thread submits, steps and aborts."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        progress: Callable[[float, str], None] = lambda fraction, stage: None,
+        clock: Callable[[], float] = time.monotonic,
+        entropy: random.Random | None = None,
+    ) -> None:
+        """Load the model; takes seconds. Raises ModelError. `progress` is told a fraction 0..1 and a stage's name."""
+        self.config = config
+        self._clock = clock
+        self._entropy = entropy or random.SystemRandom()
+        progress(0.0, "opening the model")
+        checkpoint = open_checkpoint(config.model)
+        self.tokenizer = checkpoint.tokenizer
+        self._eos = frozenset(checkpoint.config.eos_token_ids)
+        self._runner = ModelRunner(config, checkpoint, progress)
+        self._pool = BlockPool(self._runner.kv.blocks, config.block_tokens, has_prefix_cache=config.has_prefix_cache)
+        device = self._runner.device
+        self._scheduler = Scheduler(
+            self._pool,
+            step_tokens_max=config.step_tokens_max or default_step_tokens(device),
+            sequences_max=config.sequences_max or default_sequences(device),
+        )
+        self._sequences: dict[int, Sequence] = {}
+        self._submitted = 0
+        self._pace = Pace()
+        model = checkpoint.config
+        self.info = ModelInfo(
+            name=model.name,
+            architecture=model.architecture,
+            context_tokens=self._runner.context_tokens,
+            vocabulary_size=model.vocabulary_size,
+            parameters=self._runner.decoder.parameters,
+            dtype=str(self._runner.dtype).removeprefix("torch."),
+            device=str(device),
+            weights_size_bytes=self._runner.decoder.size_bytes,
+            kv_size_bytes=self._runner.kv.size_bytes,
+            has_chat_template=self.tokenizer.has_chat_template,
+            has_tools=self.tokenizer.has_tools,
+        )
+        progress(0.95, "warming up")
+        self._warm_up()
+        progress(1.0, "ready")
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self._scheduler.has_work
+
+    def prompt_tokens(self, request: GenerateRequest) -> list[int]:
+        """The token ids a request's prompt stands for. Raises InvalidRequest."""
+        given = [f for f in ("messages", "prompt", "prompt_token_ids") if getattr(request, f) is not None]
+        if len(given) != 1:
+            raise InvalidRequest(f"give one of messages, prompt, prompt_token_ids, not {given or 'none'}")
+        if request.messages is not None:
+            return self.tokenizer.encode_chat(request.messages, request.tools)
+        if request.prompt is not None:
+            return self.tokenizer.encode(request.prompt)
+        assert request.prompt_token_ids is not None
+        return request.prompt_token_ids
+
+    def submit(
+        self,
+        tokens: Many[int],
+        params: SamplingParams,
+        *,
+        salt: bytes = b"",
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> int:
+        """Queue a prompt; returns the id that `step` and `abort` speak of. `deadline` is a time of the engine's clock.
+
+        Raises InvalidRequest, PromptTooLong, Overloaded.
+        """
+        self._check(tokens, params)
+        room = self.info.context_tokens - len(tokens)
+        answer_tokens_max = min(params.max_tokens or self.config.answer_tokens_default, room)
+        eos = frozenset() if params.ignore_eos else self._eos
+        self._submitted += 1
+        sequence = Sequence(
+            id=self._submitted,
+            tokens=list(tokens),
+            prompt_tokens=len(tokens),
+            params=params,
+            answer_tokens_max=answer_tokens_max,
+            stop_token_ids=eos.union(params.stop_token_ids),
+            salt=salt,
+            priority=priority,
+            arrival=self._submitted,
+            random=random.Random(self._entropy.getrandbits(64) if params.seed is None else params.seed),
+            text=TextStream(self.tokenizer, params.stop),
+            deadline=deadline,
+        )
+        self._sequences[sequence.id] = sequence
+        self._scheduler.add(sequence)
+        return sequence.id
+
+    def abort(self, id: int) -> None:
+        """End a sequence without another word and free what it holds; unknown and finished ids are fine."""
+        sequence = self._sequences.pop(id, None)
+        if sequence is not None:
+            self._scheduler.finish(sequence)
+
+    def step(self) -> list[StepOutput]:
+        """Advance: schedule, run, postprocess. A failure of the model fails the sequences of this step, nothing more."""
+        outputs = self._drop_expired()
+        chunks = self._scheduler.schedule()
+        if not chunks:
+            return outputs
+        start = time.perf_counter()
+        try:
+            logits, ending = self._runner.run(chunks)
+            sampled = sample(logits, [chunk.sequence for chunk in ending])
+        except Exception as error:
+            _log.exception("a step failed; its sequences end, the engine goes on")
+            return outputs + self._fail_step([chunk.sequence for chunk in chunks], f"the step failed: {error}")
+        self._pace.observe(chunks, time.perf_counter() - start)
+        return outputs + self._postprocess(chunks, ending, sampled)
+
+    def load(self) -> EngineLoad:
+        """Queue, memory and speed as of the last step."""
+        return EngineLoad(
+            is_ready=True,
+            is_connected=True,
+            progress=1.0,
+            stage="ready",
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            queue_max=self.config.queue_max,
+            waiting_prefill_tokens=self._scheduler.prefill_tokens,
+            kv_blocks_used=self._pool.total - self._pool.available,
+            kv_blocks_cached=self._pool.cached,
+            kv_blocks_total=self._pool.total,
+            prefill_tokens_per_s=self._pace.prefill_tokens_per_s,
+            decode_ms_per_token=self._pace.decode_ms_per_token,
+        )
+
+    def cached_prefix_tokens(self, tokens: Many[int], salt: bytes = b"") -> int:
+        """How many tokens from the start of this prompt would be reused if it came now."""
+        keys: list[bytes] = []
+        self._pool.extend_keys(keys, tokens, salt, (len(tokens) - 1) // self._pool.block_tokens)
+        return len(self._pool.match(keys, tokens, salt)) * self._pool.block_tokens
+
+    @property
+    def preemptions(self) -> int:
+        """How often a sequence lost its blocks and was recomputed, since the start."""
+        return self._scheduler.preemptions
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where an invariant of the pool, the queue or the sequences is broken."""
+        scheduler, size = self._scheduler, self._pool.block_tokens
+        self._pool.check_integrity([sequence.blocks for sequence in scheduler.running])
+        live = scheduler.waiting + scheduler.running
+        assert len(live) == len(set(map(id, live))), "a sequence is queued twice"
+        assert {sequence.id for sequence in live} == self._sequences.keys(), "a sequence is lost"
+        for sequence in scheduler.waiting:
+            assert sequence.status is Status.WAITING, f"sequence {sequence.id} waits as {sequence.status}"
+            assert not sequence.blocks, f"sequence {sequence.id} waits and holds blocks"
+            assert sequence.computed == 0, f"sequence {sequence.id} waits with computed tokens"
+        for sequence in scheduler.running:
+            assert sequence.status is Status.RUNNING, f"sequence {sequence.id} runs as {sequence.status}"
+            assert len(sequence.blocks) * size >= sequence.computed, f"sequence {sequence.id} lacks blocks"
+            assert sequence.pending >= 1, f"sequence {sequence.id} has nothing to compute"
+
+    def _check(self, tokens: Many[int], params: SamplingParams) -> None:
+        params.validate()
+        if not tokens:
+            raise InvalidRequest("the prompt is empty", param="messages")
+        vocabulary = self.info.vocabulary_size
+        if not all(0 <= token < vocabulary for token in tokens):
+            raise InvalidRequest(f"token ids must be from 0 to {vocabulary - 1}", param="prompt_token_ids")
+        if not all(0 <= token < vocabulary for token in (*params.logit_bias, *params.stop_token_ids)):
+            raise InvalidRequest(f"token ids must be from 0 to {vocabulary - 1}", param="logit_bias")
+        context = self.info.context_tokens
+        if len(tokens) + 1 > context:
+            raise PromptTooLong(
+                f"the prompt has {len(tokens)} tokens; the context of {context} must hold it and at least 1 more",
+                prompt_tokens=len(tokens),
+                context_tokens=context,
+            )
+        if len(self._scheduler.waiting) >= self.config.queue_max:
+            raise Overloaded(f"{len(self._scheduler.waiting)} requests wait already")
+
+    def _drop_expired(self) -> list[StepOutput]:
+        now = self._clock()
+        expired = [s for s in self._sequences.values() if s.deadline is not None and s.deadline <= now]
+        return [self._fail(sequence, DeadlineExceeded("the deadline passed")) for sequence in expired]
+
+    def _postprocess(self, chunks: Many[Chunk], ending: Many[Chunk], sampled: Many[Sampled]) -> list[StepOutput]:
+        for chunk in chunks:
+            chunk.sequence.computed += chunk.count
+        broken = [c.sequence for c, token in zip(ending, sampled, strict=True) if token.token_id is None]
+        outputs = []
+        for chunk, token in zip(ending, sampled, strict=True):
+            if token.token_id is not None:
+                outputs.append(self._advance(chunk.sequence, token.token_id, token))
+        if broken:
+            outputs += self._fail_step(broken, "the model's output is not finite")
+        return outputs
+
+    def _advance(self, sequence: Sequence, token_id: int, sampled: Sampled) -> StepOutput:
+        """Add the sampled token, decide whether the answer ends with it, and say what became final."""
+        sequence.tokens.append(token_id)
+        if sequence.has_penalties:
+            sequence.counts[token_id] += 1
+        can_stop = sequence.answer_tokens >= sequence.params.min_tokens
+        reason: FinishReason | None = None
+        if token_id in sequence.stop_token_ids:
+            piece, reason = sequence.text.finish(), "stop"
+        else:
+            piece = sequence.text.push(token_id, self._spelled(sampled), can_stop=can_stop)
+            if piece.is_stopped:
+                reason = "stop"
+            elif sequence.answer_tokens >= sequence.answer_tokens_max:
+                piece, reason = _join(piece, sequence.text.finish()), "length"
+        output = Output(text=piece.text, token_ids=piece.token_ids, logprobs=piece.logprobs, finish_reason=reason)
+        if reason is None:
+            return StepOutput(sequence.id, output)
+        del self._sequences[sequence.id]
+        self._scheduler.finish(sequence)
+        return StepOutput(sequence.id, output, usage=_usage(sequence))
+
+    def _spelled(self, sampled: Sampled) -> TokenLogprob | None:
+        if sampled.chosen is None:
+            return None
+        return self._logprob(sampled.chosen, tuple(self._logprob(candidate) for candidate in sampled.top))
+
+    def _logprob(self, candidate: Candidate, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+        raw = self.tokenizer.spell(candidate.token_id)
+        return TokenLogprob(candidate.token_id, raw.decode(errors="replace"), raw, candidate.logprob, top)
+
+    def _fail(self, sequence: Sequence, error: EngineError) -> StepOutput:
+        self.abort(sequence.id)
+        return StepOutput(sequence.id, Output(finish_reason="abort"), usage=_usage(sequence), error=error)
+
+    def _fail_step(self, sequences: Many[Sequence], why: str) -> list[StepOutput]:
+        """After a step went wrong nobody knows which KV is good: end these, recompute all others, forget everything."""
+        failed = [self._fail(sequence, EngineFailed(why)) for sequence in sequences]
+        for sequence in list(self._scheduler.running):
+            self._scheduler.preempt(sequence)
+        self._pool.forget_all()
+        self._runner.kv.clear()
+        return failed
+
+    def _warm_up(self) -> None:
+        """Run a prompt and a few decodes: the first pass of each kind is slow, and predictions need a measurement."""
+        length = min(64, self.info.context_tokens - 4)
+        if length < 1 or self._pool.total * self._pool.block_tokens < length + 4:
+            return
+        params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+        for _ in range(2):
+            self._pace = Pace()
+            self.submit([0] * length, params, salt=b"warm-up")
+            while self.has_work:
+                self.step()
+            self._pool.forget_all()
+
+
+def _join(first: Piece, second: Piece) -> Piece:
+    return Piece(first.text + second.text, first.token_ids + second.token_ids, first.logprobs + second.logprobs)
+
+
+def _usage(sequence: Sequence) -> Usage:
+    return Usage(
+        prompt_tokens=sequence.prompt_tokens,
+        completion_tokens=sequence.answer_tokens,
+        cached_tokens=sequence.cached_tokens or 0,
+    )

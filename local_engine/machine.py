@@ -1,0 +1,89 @@
+"""What this machine offers an engine: a device, a number type, threads and memory. Measured, not guessed.
+
+Knows no model beyond its sizes in bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from local_engine.config import ModelError
+
+_KV_SIZE_MAX_BYTES_CPU = 1 << 30
+_CUDA_SHARE = 0.9
+
+
+def choose_device(name: str) -> torch.device:
+    """The named device, or CUDA where there is one. Raises ModelError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ModelError(f"device {name!r} is unknown; supported: auto, cpu, cuda, cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ModelError(f"device {name!r} is not supported; supported: auto, cpu, cuda, cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ModelError(f"device {name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The named type. `auto`: bfloat16 on CUDA (float16 before Ampere); on a CPU whichever multiplies faster here."""
+    if name != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else torch.float16
+    return min((torch.bfloat16, torch.float32), key=_matmul_s)
+
+
+def _matmul_s(dtype: torch.dtype) -> float:
+    """Seconds of a decode-like and a prefill-like product, best of several."""
+    weight = torch.ones(1024, 1024, dtype=dtype)
+    best = []
+    for rows in (2, 64):
+        x = torch.ones(rows, 1024, dtype=dtype)
+        times = []
+        for _ in range(6):
+            start = time.perf_counter()
+            torch.nn.functional.linear(x, weight)
+            times.append(time.perf_counter() - start)
+        best.append(min(times))
+    return sum(best)
+
+
+def choose_threads(threads: int | None) -> int:
+    """The named number, or the cores this process may run on."""
+    return (
+        threads or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else threads or os.cpu_count() or 1
+    )
+
+
+def kv_size_bytes(device: torch.device, *, reserve_bytes: int = 0) -> int:
+    """Room for KV after the weights are loaded: on CUDA most of what is free beyond `reserve_bytes` (activations), on a
+    CPU a quarter of the available memory and at most 1 GiB, because others live there too."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        return max(0, int(free_bytes * _CUDA_SHARE) - reserve_bytes)
+    return min(_KV_SIZE_MAX_BYTES_CPU, available_bytes() // 4)
+
+
+def available_bytes() -> int:
+    """Memory that can still be had: the machine's, or the container's where that is less."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and used.is_file():
+        text = limit.read_text().strip()
+        if text.isdigit():
+            free = min(free, max(0, int(text) - int(used.read_text())))
+    return free

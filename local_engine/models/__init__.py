@@ -1,0 +1,1 @@
+"""Model code: one configurable decoder for every supported family (see `config.FAMILIES`)."""

@@ -1,0 +1,175 @@
+"""ModelRunner: scheduled chunks in, logits out.
+
+Owns the weights and the KV pools; turns a schedule into the tensors of one step. Knows nothing of queues, sampling or
+text. Invariant: it reads a sequence (tokens, blocks) and never changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+
+import numpy as np
+import torch
+
+from local_engine import machine
+from local_engine.attention import DecodeGroup, PagedKV, PrefillSpan, StepInput
+from local_engine.config import EngineConfig, ModelError
+from local_engine.loader import Checkpoint
+from local_engine.models.decoder import Decoder
+from local_engine.scheduler import Chunk
+
+Progress = Callable[[float, str], None]
+
+
+class ModelRunner:
+    """A loaded model with room for `kv.blocks` blocks of KV. `context_tokens` is what fits of the model's context."""
+
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, progress: Progress) -> None:
+        self.device = machine.choose_device(config.device)
+        if self.device.type == "cpu":
+            torch.set_num_threads(machine.choose_threads(config.threads))
+        self.dtype = machine.choose_dtype(config.dtype, self.device)
+        model = checkpoint.config
+        context_tokens = min(model.context_tokens, config.context_tokens_max or model.context_tokens)
+        with torch.inference_mode():
+            self.decoder = Decoder(model, dtype=self.dtype, device=self.device)
+            count = checkpoint.tensor_count()
+            for index, piece in enumerate(checkpoint.weights()):
+                self.decoder.take(piece.name, piece.tensor)
+                progress(0.05 + 0.85 * (index + 1) / count, "reading weights")
+            self.decoder.finish(context_tokens)
+            self.kv = self._make_kv(config)
+        self.context_tokens = min(context_tokens, self.kv.blocks * config.block_tokens)
+        self._group = model.heads // model.kv_heads
+
+    @torch.inference_mode()
+    def run(self, chunks: Many[Chunk]) -> tuple[torch.Tensor, list[Chunk]]:
+        """Compute the chunks; returns logits [n, vocabulary] and, in the same order, the n chunks that end their
+        sequence's known tokens, which is where a next token is to be sampled."""
+        ordered = sorted(chunks, key=lambda chunk: (chunk.count > 1, -len(chunk.sequence.blocks)))
+        step = self._prepare(ordered)
+        return self.decoder(step, self.kv), [chunk for chunk in ordered if chunk.is_last]
+
+    def _make_kv(self, config: EngineConfig) -> PagedKV:
+        model = self.decoder.config
+        token_bytes = 2 * model.layers * model.kv_heads * model.head_dim * self._embedding_size_bytes
+        block_bytes = token_bytes * config.block_tokens
+        if config.kv_blocks is not None:
+            blocks = config.kv_blocks
+        elif config.kv_size_mb is not None:
+            blocks = config.kv_size_mb * (1 << 20) // block_bytes
+        else:
+            blocks = machine.kv_size_bytes(self.device, reserve_bytes=self._activation_bytes(config)) // block_bytes
+        if blocks < 2:
+            raise ModelError(
+                f"no room for KV: {blocks} blocks of {block_bytes} bytes; raise the KV size or free memory"
+            )
+        return PagedKV(
+            layers=model.layers,
+            blocks=blocks,
+            block_tokens=config.block_tokens,
+            heads=model.heads,
+            kv_heads=model.kv_heads,
+            head_dim=model.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    @property
+    def _embedding_size_bytes(self) -> int:
+        return torch.empty(0, dtype=self.dtype).element_size()
+
+    def _activation_bytes(self, config: EngineConfig) -> int:
+        """What one step's intermediate tensors take at most: the widest of them, logits, and a layer's gathered KV."""
+        model = self.decoder.config
+        rows = config.step_tokens_max or default_step_tokens(self.device)
+        wide = 4 * model.intermediate_size + 6 * model.hidden_size + 4 * model.heads * model.head_dim
+        logits = (config.sequences_max or default_sequences(self.device)) * model.vocabulary_size * 12
+        return rows * wide * 4 + logits + (1 << 29)
+
+    def _prepare(self, chunks: Many[Chunk]) -> StepInput:
+        size = self.kv.block_tokens
+        rows = sum(chunk.count for chunk in chunks)
+        token_ids, positions, slots = (np.empty(rows, np.int64) for _ in range(3))
+        logit_rows = []
+        prefills = []
+        at = 0
+        for chunk in chunks:
+            stop = at + chunk.count
+            blocks = np.array(chunk.sequence.blocks, np.int64)
+            where = np.arange(chunk.start, chunk.end)
+            token_ids[at:stop] = chunk.sequence.tokens[chunk.start : chunk.end]
+            positions[at:stop] = where
+            slots[at:stop] = blocks[where // size] * size + where % size
+            if chunk.count > 1:
+                prefills.append(self._span(chunk, at, blocks))
+            if chunk.is_last:
+                logit_rows.append(stop - 1)
+            at = stop
+        return StepInput(
+            token_ids=self._to_device(token_ids),
+            positions=self._to_device(positions),
+            slots=self._to_device(slots),
+            logit_rows=self._to_device(np.array(logit_rows, np.int64)),
+            decodes=self._groups([chunk for chunk in chunks if chunk.count == 1]),
+            prefills=tuple(prefills),
+        )
+
+    def _span(self, chunk: Chunk, at: int, blocks: np.ndarray[tuple[int], np.dtype[np.int64]]) -> PrefillSpan:
+        needed = -(-chunk.end // self.kv.block_tokens)
+        seen = torch.arange(chunk.end, device=self.device)
+        own = torch.arange(chunk.start, chunk.end, device=self.device)
+        mask = torch.zeros(chunk.count, chunk.end, dtype=self.dtype, device=self.device)
+        mask.masked_fill_(seen > own.unsqueeze(1), -torch.inf)
+        return PrefillSpan(
+            start=at,
+            stop=at + chunk.count,
+            tokens=chunk.end,
+            blocks=self._to_device(blocks[:needed]),
+            mask=mask.repeat(self._group, 1),
+        )
+
+    def _groups(self, chunks: Many[Chunk]) -> tuple[DecodeGroup, ...]:
+        """Sequences, longest first, in groups whose padding at most doubles the work."""
+        groups: list[DecodeGroup] = []
+        first = 0
+        for index in range(len(chunks) + 1):
+            is_end = index == len(chunks)
+            if is_end or 2 * len(chunks[index].sequence.blocks) < len(chunks[first].sequence.blocks):
+                if index > first:
+                    groups.append(self._decode_group(chunks[first:index], first))
+                first = index
+        return tuple(groups)
+
+    def _decode_group(self, chunks: Many[Chunk], at: int) -> DecodeGroup:
+        size = self.kv.block_tokens
+        width = max(-(-chunk.end // size) for chunk in chunks)
+        blocks = np.zeros((len(chunks), width), np.int64)
+        lengths = np.empty((len(chunks), 1), np.int64)
+        for row, chunk in enumerate(chunks):
+            own = chunk.sequence.blocks[:width]
+            blocks[row, : len(own)] = own
+            lengths[row] = chunk.end
+        hidden = torch.arange(width * size, device=self.device) >= self._to_device(lengths)
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
+        return DecodeGroup(
+            start=at,
+            stop=at + len(chunks),
+            blocks=self._to_device(blocks.reshape(-1)),
+            mask=mask[:, None, None, :],
+        )
+
+    def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
+
+
+def default_step_tokens(device: torch.device) -> int:
+    """Tokens of one step: enough to keep the device busy, few enough that running answers do not stutter."""
+    return 256 if device.type == "cpu" else 4096
+
+
+def default_sequences(device: torch.device) -> int:
+    """Sequences that run at once."""
+    return 32 if device.type == "cpu" else 256

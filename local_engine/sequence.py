@@ -1,0 +1,70 @@
+"""A Sequence: one answer being generated, from its submission to its last token.
+
+Knows no scheduler and no model. Invariant: `tokens[:computed]` is exactly what the KV of `blocks` holds; a running
+sequence has at least one token that is not computed yet.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+
+from local_engine.messages import SamplingParams
+from local_engine.tokenizer import TextStream
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Mutable state of one generation; owned by the engine, changed by its scheduler and its postprocessing.
+
+    `tokens` is prompt and answer. `keys` are the chain keys of its full blocks, as far as they were needed. `computed`
+    counts tokens whose KV is in `blocks`. `cached_tokens` is how much of the prompt was reused at first admission.
+    `counts` counts answer tokens and is kept only where a penalty needs it. `random` draws this sequence's samples.
+    """
+
+    id: int
+    tokens: list[int]
+    prompt_tokens: int
+    params: SamplingParams
+    answer_tokens_max: int
+    stop_token_ids: frozenset[int]
+    salt: bytes
+    priority: int
+    arrival: int
+    random: random.Random
+    text: TextStream
+    deadline: float | None = None
+    status: Status = Status.WAITING
+    blocks: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    computed: int = 0
+    cached_tokens: int | None = None
+    counts: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def answer_tokens(self) -> int:
+        """How many tokens were generated."""
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def pending(self) -> int:
+        """How many tokens must be computed before the next one can be sampled."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Admission order: smaller goes first."""
+        return (self.priority, self.arrival)
+
+    @property
+    def has_penalties(self) -> bool:
+        params = self.params
+        return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0

@@ -1,0 +1,305 @@
+"""Text to token ids and back: the only place of the engine that sees text.
+
+Built on `tokenizers` (from a tokenizer.json, or from a GGUF file's vocabulary and merges) and, for chat, on the model's
+own Jinja template in a sandbox. Invariants: what `TextStream` emits, joined, is what decoding all tokens at once gives,
+cut before the first stop string; it never emits part of a character, nor any text of a stop string.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from local_engine.config import ModelError
+from local_engine.messages import InvalidRequest, TokenLogprob
+
+if TYPE_CHECKING:
+    import jinja2
+    from tokenizers import Tokenizer as Backend
+
+_SPACE = "▁"
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What surrounds the backend: special tokens' spellings for templates, the chat template, whether BOS is added."""
+
+    bos_token: str = ""
+    eos_token: str = ""
+    chat_template: str | None = None
+    bos_token_id_added: int | None = None
+
+
+class Tokenizer:
+    """Encodes prompts and chats; spells tokens as bytes."""
+
+    def __init__(self, backend: Backend, vocabulary: Vocabulary) -> None:
+        self._backend = backend
+        self._vocabulary = vocabulary
+        self._spelling: dict[int, bytes] = {}
+        state = json.loads(backend.to_str())
+        decoders = _kinds(state.get("decoder"))
+        if "ByteLevel" in decoders:
+            self._is_byte_level = True
+        elif decoders & {"Metaspace", "ByteFallback", "Replace"}:
+            self._is_byte_level = False
+        else:
+            raise ModelError(
+                f"tokenizer decoder {sorted(decoders) or None} is not supported; supported: byte-level BPE, "
+                "SentencePiece BPE"
+            )
+        added = state.get("added_tokens", [])
+        self._special = frozenset(token["id"] for token in added if token["special"])
+        self._added = {token["id"]: token["content"] for token in added}
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._vocabulary.chat_template is not None
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether the chat template does anything with tools."""
+        return "tools" in (self._vocabulary.chat_template or "")
+
+    @property
+    def size(self) -> int:
+        """Number of token ids, added ones included."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def strips_first_space(self) -> bool:
+        """SentencePiece spells a word's leading space in its token; decoding drops it at the very start."""
+        return not self._is_byte_level
+
+    def encode(self, text: str, *, is_rendered: bool = False) -> list[int]:
+        """Token ids of a prompt; with the tokens the model wants around it, unless a template `is_rendered` them."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=not is_rendered).ids
+        bos = self._vocabulary.bos_token_id_added
+        if bos is not None and not is_rendered and ids[:1] != [bos]:
+            ids.insert(0, bos)
+        return ids
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> list[int]:
+        """Token ids of a conversation, up to where the assistant begins. Raises InvalidRequest."""
+        return self.encode(self.render(messages, tools), is_rendered=True)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
+        """The conversation as the model's chat template writes it. Raises InvalidRequest."""
+        if self._vocabulary.chat_template is None:
+            raise InvalidRequest(
+                "the model has no chat template; send `prompt` instead of `messages`", param="messages"
+            )
+        if not messages:
+            raise InvalidRequest("messages must not be empty", param="messages")
+        import jinja2
+
+        try:
+            return self._template.render(
+                messages=[_plain(message) for message in messages],
+                tools=list(tools) if tools else None,
+                add_generation_prompt=True,
+                bos_token=self._vocabulary.bos_token,
+                eos_token=self._vocabulary.eos_token,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from None
+
+    def spell(self, id: int) -> bytes:
+        """The bytes a token stands for, special tokens included; an id without a token has none."""
+        if id not in self._spelling:
+            self._spelling[id] = self._spell(id)
+        return self._spelling[id]
+
+    def is_special(self, id: int) -> bool:
+        """Whether the token is a control token, which has no place in an answer's text."""
+        return id in self._special
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these tokens without special ones; bytes that are no character become U+FFFD."""
+        data = b"".join(self.spell(id) for id in ids if id not in self._special)
+        if self.strips_first_space and data.startswith(b" "):
+            data = data[1:]
+        return data.decode("utf-8", errors="replace")
+
+    def _spell(self, id: int) -> bytes:
+        if id in self._added:
+            return self._added[id].encode()
+        token = self._backend.id_to_token(id)
+        if token is None:
+            return b""
+        if self._is_byte_level:
+            table = byte_of_character()
+            return bytes(table[character] for character in token if character in table)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes([int(token[3:5], 16)])
+        return token.replace(_SPACE, " ").encode()
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        """The template in the dialect that `transformers` defines: sandboxed, trimmed blocks, a few functions more."""
+        import jinja2
+        import jinja2.ext
+        import jinja2.sandbox
+
+        def refuse(message: str) -> NoReturn:
+            raise jinja2.TemplateError(message)
+
+        def to_json(value: Any, indent: int | None = None, **_: Any) -> str:
+            return json.dumps(value, ensure_ascii=False, indent=indent)
+
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = to_json
+        environment.globals["raise_exception"] = refuse
+        environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+        return environment.from_string(self._vocabulary.chat_template or "")
+
+
+def _kinds(node: Any) -> set[str]:
+    """The `type`s of a tokenizer component and of those inside it."""
+    if not isinstance(node, dict):
+        return set()
+    parts = node.get("decoders") or node.get("pretokenizers") or []
+    return {str(node.get("type"))}.union(*(_kinds(part) for part in parts))
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates expect it: content is a string, a tool call's arguments are an object."""
+    plain = dict(message)
+    content = plain.get("content")
+    if isinstance(content, list):
+        texts = []
+        for part in content:
+            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise InvalidRequest("the local engine reads text parts only", param="messages")
+            texts.append(part["text"])
+        plain["content"] = "\n".join(texts)
+    elif content is None:
+        plain["content"] = ""
+    elif not isinstance(content, str):
+        raise InvalidRequest("a message's content must be a string or a list of parts", param="messages")
+    if not isinstance(plain.get("role"), str):
+        raise InvalidRequest("every message needs a role", param="messages")
+    calls = plain.get("tool_calls")
+    if isinstance(calls, list):
+        plain["tool_calls"] = [_plain_call(call) for call in calls]
+    return plain
+
+
+def _plain_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        raise InvalidRequest("a tool call's arguments are not JSON", param="messages") from None
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+_BYTE_OF_CHARACTER: dict[str, int] = {}
+
+
+def byte_of_character() -> dict[str, int]:
+    """GPT-2's printable spelling of the 256 bytes (byte-level BPE), inverted: character to byte."""
+    if not _BYTE_OF_CHARACTER:
+        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        others = [byte for byte in range(256) if byte not in set(printable)]
+        _BYTE_OF_CHARACTER.update({chr(byte): byte for byte in printable})
+        _BYTE_OF_CHARACTER.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
+    return _BYTE_OF_CHARACTER
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text that is final, with the tokens whose text it completes; `is_stopped` when a stop string was met."""
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    is_stopped: bool = False
+
+
+@dataclass(slots=True)
+class _Held:
+    """A token not emitted yet. `start`: where its text begins, in characters of the whole answer."""
+
+    id: int
+    logprob: TokenLogprob | None
+    start: int
+
+
+@dataclass(slots=True)
+class TextStream:
+    """One answer's text as its tokens arrive: half characters and possible beginnings of stop strings are held back."""
+
+    tokenizer: Tokenizer
+    stop: tuple[str, ...] = ()
+    _held: deque[_Held] = field(default_factory=deque)
+    _text: str = ""
+    _emitted: int = 0
+    _is_at_start: bool = True
+    _utf8: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
+    )
+
+    def push(self, id: int, logprob: TokenLogprob | None, *, can_stop: bool = True) -> Piece:
+        """Add a token; returns what became final. Once a piece `is_stopped`, push no more."""
+        self._held.append(_Held(id, logprob, self._emitted + len(self._text)))
+        if not self.tokenizer.is_special(id):
+            data = self.tokenizer.spell(id)
+            if self._is_at_start and data:
+                self._is_at_start = False
+                if self.tokenizer.strips_first_space and data.startswith(b" "):
+                    data = data[1:]
+            self._text += self._utf8.decode(data)
+        if self.stop and can_stop:
+            found = [at for at in (self._text.find(stop) for stop in self.stop) if at >= 0]
+            if found:
+                return self._emit(min(found), is_stopped=True)
+        kept = self._kept() if can_stop else 0
+        return self._emit(len(self._text) - kept, is_stopped=False)
+
+    def finish(self) -> Piece:
+        """The end without a stop string: everything held is final, but for the bytes of an unfinished character."""
+        piece = self._emit(len(self._text), is_stopped=False)
+        rest = tuple(self._held)
+        self._held.clear()
+        return Piece(
+            piece.text,
+            piece.token_ids + tuple(held.id for held in rest),
+            piece.logprobs + tuple(held.logprob for held in rest if held.logprob is not None),
+        )
+
+    def _kept(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        longest = 0
+        for stop in self.stop:
+            for length in range(min(len(stop) - 1, len(self._text)), longest, -1):
+                if self._text.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest
+
+    def _emit(self, length: int, *, is_stopped: bool) -> Piece:
+        text, self._text = self._text[:length], self._text[length:]
+        self._emitted += length
+        final: list[_Held] = []
+        has_half, _ = self._utf8.getstate()
+        while self._held and (self._held[0].start < self._emitted or not (self._text or has_half or is_stopped)):
+            final.append(self._held.popleft())
+        return Piece(
+            text,
+            tuple(held.id for held in final),
+            tuple(held.logprob for held in final if held.logprob is not None),
+            is_stopped,
+        )
