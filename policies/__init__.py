@@ -17,6 +17,7 @@ from policies.budgets import (
 )
 from policies.estimate import Estimate, EstimatePrior
 from policies.health import Breaker, BreakerLimits
+from policies.local_limits import LocalRateLimits
 from policies.prices import FREE, MICROUSD_MAX, MicroUSD, Price, Tokens
 from policies.rate_limits import LimitState, RateLimit, RateLimits, Verdict
 from policies.redis import Redis
@@ -50,6 +51,7 @@ __all__ = [
     "Hold",
     "HoldClosed",
     "LimitState",
+    "LocalRateLimits",
     "LockLost",
     "MicroUSD",
     "NotReady",

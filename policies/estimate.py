@@ -4,8 +4,9 @@ Knows no deployments' names and no requests, only their figures. Invariant: alwa
 anything was seen; forgets by count and by age, so that what was slow once is tried again.
 
 TTFT is `a + b * prompt tokens` by weighted least squares under exponential forgetting (Ljung, "System
-Identification", 2nd ed. 1999, section 11.2, in its two-parameter closed form), with two pseudo-observations on the
-prior line, which keep the slope defined while all prompts have one length. TPOT is an exponentially weighted mean.
+Identification", 2nd ed. 1999, section 11.2, in its two-parameter closed form), the slope drawn to its prior by a
+ridge (Hoerl and Kennard 1970), which decides it while all prompts have one length. Latency's noise grows with its
+length, so a long prompt's call weighs less. The priors fade as calls come in. TPOT is an exponentially weighted mean.
 The time-out is a normal quantile of the logarithm of observed over predicted TTFT: latencies are skewed to the
 right, their logarithms much less.
 """
@@ -31,7 +32,7 @@ class EstimatePrior:
     weight: float = 1.0
 
 
-_PRIOR_SPAN_TOKENS = 2000.0
+_NOISE_SPAN_TOKENS = 1000.0
 _KEEP_PER_OBSERVATION = 0.95
 _HALF_LIFE_S = 600.0
 _TIMEOUT_SIGMAS = 4.0
@@ -52,7 +53,7 @@ class Estimate:
         self._y = 0.0
         self._xx = 0.0
         self._xy = 0.0
-        self._log_weight = 0.0
+        self._calls = 0.0
         self._log_sum = 0.0
         self._log_squares = 0.0
         self._tpot_weight = 0.0
@@ -61,14 +62,14 @@ class Estimate:
     @property
     def weight(self) -> float:
         """How many recent calls the figures rest on; 0 before the first, shrinking with time."""
-        return self._weight * self._kept()
+        return self._calls * self._kept()
 
     @property
     def tpot_ms(self) -> float:
         """Milliseconds per output token after the first."""
         kept = self._kept()
-        prior = self._prior
-        return (self._tpot_sum * kept + prior.tpot_ms * prior.weight) / (self._tpot_weight * kept + prior.weight)
+        belief = self._belief(kept)
+        return (self._tpot_sum * kept + belief * self._prior.tpot_ms) / (self._tpot_weight * kept + belief)
 
     @property
     def prefill_ms_per_token(self) -> float:
@@ -85,8 +86,8 @@ class Estimate:
         thirty thousand of a healthy deployment would exceed, within [floor_ms, ceiling_ms]; the ceiling before
         enough calls were seen to know."""
         kept = self._kept()
-        weight = self._log_weight * kept
-        if self._weight * kept < _CALLS_BEFORE_TIMEOUT:
+        weight = self._calls * kept
+        if weight < _CALLS_BEFORE_TIMEOUT:
             return ceiling_ms
         mean = self._log_sum * kept / (weight + 1.0)
         squares = (self._log_squares * kept + _LOG_SPREAD_PRIOR**2) / (weight + 1.0)
@@ -105,13 +106,14 @@ class Estimate:
         bounded_ms = min(max(ttft_ms, 1.0), predicted_ms * _OUTLIER_RATIO)
         x = float(prompt_tokens)
         keep = _KEEP_PER_OBSERVATION
-        self._weight = self._weight * keep + 1.0
-        self._x = self._x * keep + x
-        self._y = self._y * keep + bounded_ms
-        self._xx = self._xx * keep + x * x
-        self._xy = self._xy * keep + x * bounded_ms
+        w = _certainty(x)
+        self._weight = self._weight * keep + w
+        self._x = self._x * keep + w * x
+        self._y = self._y * keep + w * bounded_ms
+        self._xx = self._xx * keep + w * x * x
+        self._xy = self._xy * keep + w * x * bounded_ms
         ratio = math.log(bounded_ms / predicted_ms)
-        self._log_weight = self._log_weight * keep + 1.0
+        self._calls = self._calls * keep + 1.0
         self._log_sum = self._log_sum * keep + ratio
         self._log_squares = self._log_squares * keep + ratio * ratio
         if tpot_ms is not None and math.isfinite(tpot_ms) and tpot_ms >= 0:
@@ -125,18 +127,22 @@ class Estimate:
     def _line(self) -> tuple[float, float]:
         """Base in ms and slope in ms per token of the fitted line, neither below 0."""
         kept, prior = self._kept(), self._prior
-        half = prior.weight / 2.0
-        far_ms = prior.ttft_ms + prior.prefill_ms_per_token * _PRIOR_SPAN_TOKENS
-        weight = self._weight * kept + prior.weight
-        x = self._x * kept + half * _PRIOR_SPAN_TOKENS
-        y = self._y * kept + half * (prior.ttft_ms + far_ms)
-        xx = self._xx * kept + half * _PRIOR_SPAN_TOKENS**2
-        xy = self._xy * kept + half * _PRIOR_SPAN_TOKENS * far_ms
-        slope = max((weight * xy - x * y) / (weight * xx - x * x), 0.0)
-        base_ms = (y - slope * x) / weight
+        belief = self._belief(kept)
+        weight = self._weight * kept + belief
+        x_mean = self._x * kept / weight
+        y_mean = (self._y * kept + belief * prior.ttft_ms) / weight
+        xx = self._xx * kept - weight * x_mean * x_mean
+        xy = self._xy * kept - weight * x_mean * y_mean
+        ridge = belief * _NOISE_SPAN_TOKENS**2
+        slope = max((xy + ridge * prior.prefill_ms_per_token) / (max(xx, 0.0) + ridge), 0.0)
+        base_ms = y_mean - slope * x_mean
         if base_ms < 0.0:  # a line through the origin, rather than one that promises tokens before the request
-            return 0.0, xy / xx
+            return 0.0, y_mean / x_mean
         return base_ms, slope
+
+    def _belief(self, kept: float) -> float:
+        """How many calls the prior counts for now."""
+        return self._prior.weight / (1.0 + self._calls * kept)
 
     def _kept(self) -> float:
         return math.pow(0.5, max(0.0, self._clock() - self._seen_at) / _HALF_LIFE_S)
@@ -149,8 +155,12 @@ class Estimate:
         self._y *= kept
         self._xx *= kept
         self._xy *= kept
-        self._log_weight *= kept
+        self._calls *= kept
         self._log_sum *= kept
         self._log_squares *= kept
         self._tpot_weight *= kept
         self._tpot_sum *= kept
+
+
+def _certainty(prompt_tokens: float) -> float:
+    return 1.0 / (1.0 + prompt_tokens / _NOISE_SPAN_TOKENS) ** 2

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from policies.redis import Redis
 
-_MINUTE_US = 60_000_000
+MINUTE_US = 60_000_000
 
 _NOW = """
 local now = tonumber(ARGV[1])
@@ -125,14 +125,7 @@ class RateLimits:
         if not limits:
             return Verdict(True, 0.0, ())
         reply = await self._redis.eval(_TAKE, len(limits), *_keys(scope, limits), self._now(), *_charges(limits))
-        leads_us = [int(lead) for lead in reply[1:]]
-        states = tuple(_state(limit, lead_us) for limit, lead_us in zip(limits, leads_us, strict=True))
-        if reply[0] == 1:
-            return Verdict(True, 0.0, states)
-        waits_s = [_wait_s(limit, lead_us) for limit, lead_us in zip(limits, leads_us, strict=True)]
-        longest = max(range(len(limits)), key=lambda i: waits_s[i])
-        wait_s = waits_s[longest]
-        return Verdict(False, None if math.isinf(wait_s) else wait_s, states, states[longest])
+        return verdict_of(limits, [int(lead) for lead in reply[1:]], is_allowed=reply[0] == 1)
 
     async def correct(self, scope: str, limits: Sequence[RateLimit], unit: str, actual: int) -> None:
         """The request that `take` charged turned out to cost `actual` of `unit`: charge or give back the difference."""
@@ -146,6 +139,17 @@ class RateLimits:
         return "" if self._clock_us is None else self._clock_us()
 
 
+def verdict_of(limits: Sequence[RateLimit], leads_us: Sequence[int], *, is_allowed: bool) -> Verdict:
+    """The verdict that follows from how far each limit's arrival time leads the present, after the charge if there was one."""
+    states = tuple(_state(limit, lead_us) for limit, lead_us in zip(limits, leads_us, strict=True))
+    if is_allowed:
+        return Verdict(True, 0.0, states)
+    waits_s = [_wait_s(limit, lead_us) for limit, lead_us in zip(limits, leads_us, strict=True)]
+    longest = max(range(len(limits)), key=lambda i: waits_s[i])
+    wait_s = waits_s[longest]
+    return Verdict(False, None if math.isinf(wait_s) else wait_s, states, states[longest])
+
+
 def _keys(scope: str, limits: Sequence[RateLimit]) -> list[str]:
     return [f"sameway:{{{scope}}}:rate:{limit.subject}:{limit.unit}" for limit in limits]
 
@@ -155,11 +159,11 @@ def _charges(limits: Sequence[RateLimit]) -> list[int]:
 
 
 def _state(limit: RateLimit, lead_us: int) -> LimitState:
-    room = max(0, (_MINUTE_US - lead_us) * limit.per_min // _MINUTE_US)
+    room = max(0, (MINUTE_US - lead_us) * limit.per_min // MINUTE_US)
     return LimitState(limit.subject, limit.unit, limit.per_min, room, lead_us / 1e6)
 
 
 def _wait_s(limit: RateLimit, lead_us: int) -> float:
     if limit.cost > limit.per_min:
         return math.inf
-    return max(0.0, (lead_us + limit.cost * _MINUTE_US / limit.per_min - _MINUTE_US) / 1e6)
+    return max(0.0, (lead_us + limit.cost * MINUTE_US / limit.per_min - MINUTE_US) / 1e6)
