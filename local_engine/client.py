@@ -240,6 +240,8 @@ class AsyncEngine:
     def _refusal(self) -> EngineError | None:
         if self._transport is None:
             return EngineUnavailable(f"no engine answers at {self.socket_path}")
+        if self._load.is_draining:
+            return EngineUnavailable("the engine is shutting down")
         if not self._load.is_ready:
             percent = round(100 * self._load.progress)
             return EngineLoading(f"the model is loading: {percent}% ({self._load.stage})", progress=self._load.progress)

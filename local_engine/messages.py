@@ -189,6 +189,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
 
     is_ready: bool = False
     is_connected: bool = False
+    is_draining: bool = False
     progress: float = 0.0
     stage: str = "not connected"
     running: int = 0

@@ -56,7 +56,7 @@ class Tokenizer:
             )
         added = state.get("added_tokens", [])
         self._special = frozenset(token["id"] for token in added if token["special"])
-        self._added = {token["id"]: token["content"] for token in added}
+        self._added: dict[int, str] = {token["id"]: token["content"] for token in added}
 
     @property
     def has_chat_template(self) -> bool:
@@ -132,7 +132,7 @@ class Tokenizer:
     def _spell(self, id: int) -> bytes:
         if id in self._added:
             return self._added[id].encode()
-        token = self._backend.id_to_token(id)
+        token: str | None = self._backend.id_to_token(id)
         if token is None:
             return b""
         if self._is_byte_level:

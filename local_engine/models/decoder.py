@@ -131,7 +131,7 @@ class Decoder:
     ) -> torch.Tensor:
         """One tensor whose consecutive rows are the checkpoint's tensors of these names."""
         tensor = self._empty(sum(sizes), *rest)
-        for name, part in zip(names, torch.split(tensor, sizes), strict=True):
+        for name, part in zip(names, torch.split(tensor, list(sizes)), strict=True):
             self._targets[f"{prefix}.{name}.{kind}"] = part
         return tensor
 

@@ -1,0 +1,81 @@
+"""`python -m local_engine [--model M] "prompt"`: stream one answer, then TTFT, TPOT and tokens/s."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from local_engine.config import ModelError
+from local_engine.messages import InvalidRequest, SamplingParams
+from local_engine.worker import EX_CONFIG, arguments, config_from, prepare_environment
+
+if TYPE_CHECKING:
+    from local_engine.engine import Engine
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="local_engine", description=__doc__, parents=[arguments()])
+    parser.add_argument("prompt", help="what to say to the model; - reads standard input")
+    parser.add_argument("--system", help="a system message")
+    parser.add_argument("--raw", action="store_true", help="continue the prompt itself, without the chat template")
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--seed", type=int)
+    options = parser.parse_args()
+    prepare_environment()
+    from local_engine.engine import Engine
+
+    try:
+        engine = Engine(config_from(options), progress=_show_progress)
+        text = sys.stdin.read() if options.prompt == "-" else options.prompt
+        tokens = engine.tokenizer.encode(text) if options.raw else _chat(engine, text, options.system)
+        params = SamplingParams(
+            temperature=options.temperature, top_p=options.top_p, seed=options.seed, max_tokens=options.max_tokens
+        )
+        start = time.perf_counter()
+        engine.submit(tokens, params)
+    except (ModelError, ValueError, InvalidRequest) as error:
+        print(f"local_engine: {error}", file=sys.stderr)
+        return EX_CONFIG
+    return _stream(engine, start)
+
+
+def _chat(engine: Engine, text: str, system: str | None) -> list[int]:
+    messages = [{"role": "system", "content": system}] if system else []
+    return engine.tokenizer.encode_chat([*messages, {"role": "user", "content": text}], None)
+
+
+def _show_progress(fraction: float, stage: str) -> None:
+    """One line that is written over, and gone when the model is ready; nothing where nobody watches."""
+    if sys.stderr.isatty():
+        line = "" if fraction == 1.0 else f"{stage} {fraction:.0%}"
+        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+
+
+def _stream(engine: Engine, start: float) -> int:
+    """Print the answer as it comes, then the figures."""
+    first_s = 0.0
+    while engine.has_work:
+        for step in engine.step():
+            first_s = first_s or time.perf_counter() - start
+            print(step.output.text, end="", flush=True)
+            if step.error is not None:
+                print(f"\nlocal_engine: {step.error}", file=sys.stderr)
+                return 1
+            if step.usage is not None:
+                total_s = time.perf_counter() - start
+                answer = step.usage.completion_tokens
+                tpot_ms = 1000 * (total_s - first_s) / max(1, answer - 1)
+                print(
+                    f"\n\n{step.usage.prompt_tokens} prompt tokens, {answer} answer tokens · TTFT {1000 * first_s:.0f} ms"
+                    f" · TPOT {tpot_ms:.1f} ms · {answer / total_s:.1f} tokens/s",
+                    file=sys.stderr,
+                )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,449 @@
+"""The engine in a process of its own, behind a unix socket: `python -m local_engine.worker --socket PATH [--model M]`.
+
+The event loop owns the socket and listens from the start, so that clients learn of the loading; one thread owns the
+engine and does nothing but load it and step it. Commands go to the thread through a queue, outputs come back once per
+step. Knows the wire (`messages`) and the engine; no HTTP.
+
+Invariants: a client whose connection ends holds nothing in the engine; what one client sends, however broken, closes at
+most its own connection; the process ends when its parent does, on SIGTERM (after a short drain), and by itself with
+status 78 (EX_CONFIG) when the model cannot be loaded, which starting again would not mend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from local_engine.config import EngineConfig, ModelError
+from local_engine.messages import (
+    FRAME_SIZE_MAX_BYTES,
+    Abort,
+    CountTokens,
+    EngineError,
+    EngineFailed,
+    EngineLoad,
+    EngineLoading,
+    EngineUnavailable,
+    GenerateRequest,
+    InvalidRequest,
+    ModelInfo,
+    Outputs,
+    State,
+    Submit,
+    ToClient,
+    TokenCount,
+    ToWorker,
+    Usage,
+    error_to_wire,
+)
+
+if TYPE_CHECKING:
+    from local_engine.engine import Engine, StepOutput
+
+EX_CONFIG = 78
+CHOICES_MAX = 128
+_STATE_PERIOD_S = 0.05
+_PARENT_PERIOD_S = 0.5
+_UNREAD_SIZE_MAX_BYTES = 64 * 1024 * 1024
+
+_log = logging.getLogger("local_engine.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A request of one connection: clients choose their ids freely."""
+
+    client: int
+    id: int
+
+
+@dataclass(slots=True)
+class Work:
+    """A request in the engine: its sequences, one per choice, and the usage of those that ended."""
+
+    key: Key
+    sequences: list[int]
+    ended: dict[int, Usage] = field(default_factory=dict)
+
+
+Command = tuple[Key, ToWorker] | None
+
+
+class EngineThread(threading.Thread):
+    """Loads the engine, then turns commands into sequences and steps into messages. Everything here but `send`, `load`,
+    `info` and `stop` runs in the thread."""
+
+    def __init__(self, config: EngineConfig, deliver: Callable[[list[tuple[Key, ToClient]]], None]) -> None:
+        super().__init__(name="engine", daemon=True)
+        self.load = EngineLoad(stage="starting", queue_max=config.queue_max)
+        self.info: ModelInfo | None = None
+        self.error: BaseException | None = None
+        self._config = config
+        self._deliver = deliver
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._works: dict[Key, Work] = {}
+        self._by_sequence: dict[int, Work] = {}
+        self._clock: Callable[[], float] = time.monotonic
+
+    def send(self, command: Command) -> None:
+        """Hand over a command; None ends the thread."""
+        self._commands.put(command)
+
+    def run(self) -> None:
+        try:
+            from local_engine.engine import Engine
+
+            engine = Engine(self._config, progress=self._show_progress, clock=self._clock)
+        except BaseException as error:
+            self.error = error
+            return
+        self.info = engine.info
+        self.load = engine.load()
+        while True:
+            block = not engine.has_work
+            while True:
+                try:
+                    command = self._commands.get(block=block)
+                except queue.Empty:
+                    break
+                if command is None:
+                    return
+                self._obey(engine, *command)
+                block = not engine.has_work and self._commands.empty()
+                if block:
+                    self.load = engine.load()
+            self._step(engine)
+            self.load = engine.load()
+
+    def _show_progress(self, fraction: float, stage: str) -> None:
+        self.load = EngineLoad(progress=fraction, stage=stage, queue_max=self._config.queue_max)
+
+    def _obey(self, engine: Engine, key: Key, command: ToWorker) -> None:
+        """One bad request must never end the loop: whatever it raises is its own answer."""
+        try:
+            match command:
+                case Submit():
+                    self._submit(engine, key, command.request)
+                case Abort():
+                    self._abort(engine, key)
+                case CountTokens():
+                    self._deliver([(key, TokenCount(key.id, len(engine.prompt_tokens(command.request))))])
+        except EngineError as error:
+            self._deliver([(key, error_to_wire(key.id, error))])
+        except Exception as error:
+            _log.exception("a request failed")
+            self._deliver([(key, error_to_wire(key.id, EngineFailed(f"{type(error).__name__}: {error}")))])
+
+    def _submit(self, engine: Engine, key: Key, request: GenerateRequest) -> None:
+        if not 1 <= request.n <= CHOICES_MAX:
+            raise InvalidRequest(f"n must be from 1 to {CHOICES_MAX}, not {request.n}", param="n")
+        if key in self._works:
+            raise InvalidRequest(f"request id {key.id} is in use")
+        tokens = engine.prompt_tokens(request)
+        deadline = None if request.deadline_s is None else self._clock() + request.deadline_s
+        work = Work(key, [])
+        params = request.sampling
+        try:
+            for index in range(request.n):
+                if params.seed is not None and index > 0:
+                    params = msgspec.structs.replace(params, seed=params.seed + 1)
+                id = engine.submit(tokens, params, salt=request.salt, priority=request.priority, deadline=deadline)
+                work.sequences.append(id)
+        except EngineError:
+            for id in work.sequences:
+                engine.abort(id)
+            raise
+        self._works[key] = work
+        self._by_sequence.update(dict.fromkeys(work.sequences, work))
+
+    def _abort(self, engine: Engine, key: Key) -> None:
+        work = self._works.pop(key, None)
+        for id in work.sequences if work is not None else ():
+            self._by_sequence.pop(id, None)
+            engine.abort(id)
+
+    def _step(self, engine: Engine) -> None:
+        try:
+            outputs = engine.step()
+        except Exception as error:  # a bug outside the model's own run: end all, so that nothing waits for ever
+            _log.exception("the engine's step raised")
+            failed = [(key, error_to_wire(key.id, EngineFailed(f"the engine failed: {error}"))) for key in self._works]
+            for key in list(self._works):
+                self._abort(engine, key)
+            self._deliver(list(failed))
+            return
+        messages: list[tuple[Key, ToClient]] = []
+        for output in outputs:
+            work = self._by_sequence.get(output.id)
+            if work is not None:
+                self._tell(engine, work, output, messages)
+        if messages:
+            self._deliver(messages)
+
+    def _tell(self, engine: Engine, work: Work, step: StepOutput, messages: list[tuple[Key, ToClient]]) -> None:
+        """Turn one sequence's step into its request's message, where there is something to tell."""
+        if step.error is not None:
+            self._abort(engine, work.key)
+            messages.append((work.key, error_to_wire(work.key.id, step.error)))
+            return
+        output = step.output
+        if not output.text and not output.token_ids and output.finish_reason is None:
+            return
+        usage: Usage | None = None
+        if step.usage is not None:
+            work.ended[step.id] = step.usage
+            if len(work.ended) == len(work.sequences):
+                usage = _total(work)
+                del self._works[work.key]
+                for id in work.sequences:
+                    del self._by_sequence[id]
+        index = work.sequences.index(step.id)
+        messages.append((work.key, Outputs(work.key.id, (msgspec.structs.replace(output, index=index),), usage)))
+
+
+def _total(work: Work) -> Usage:
+    first = work.ended[work.sequences[0]]
+    return Usage(
+        prompt_tokens=first.prompt_tokens,
+        completion_tokens=sum(usage.completion_tokens for usage in work.ended.values()),
+        cached_tokens=first.cached_tokens,
+    )
+
+
+class Server:
+    """The socket's side: connections in, frames out, and the end of the process."""
+
+    def __init__(self, config: EngineConfig, *, drain_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread = EngineThread(config, self._deliver_from_thread)
+        self._drain_s = drain_s
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._running: set[Key] = set()
+        self._clients = 0
+        self._is_draining = False
+        self._drain: asyncio.Task[None] | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+        self._sent: State | None = None
+        self._is_over = asyncio.Event()
+        self._is_idle = asyncio.Event()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[list[ToWorker]] = msgspec.msgpack.Decoder(list[ToWorker])
+
+    async def serve(self, socket_path: Path) -> int:
+        """Until SIGTERM, the parent's death or a failure to load; returns the exit status."""
+        server = await asyncio.start_unix_server(self._on_connection, socket_path)
+        socket_path.chmod(0o600)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._on_signal)
+        self._thread.start()
+        tasks = [asyncio.create_task(self._push_state()), asyncio.create_task(self._watch_parent())]
+        await self._is_over.wait()
+        server.close()
+        for task in tasks:
+            task.cancel()
+        for writer in list(self._writers.values()):
+            writer.close()
+        if self._connections:
+            await asyncio.wait(self._connections, timeout=1.0)
+        with contextlib.suppress(FileNotFoundError):
+            socket_path.unlink()
+        if self._thread.error is None:
+            return 0
+        if isinstance(self._thread.error, ModelError | ValueError):
+            print(f"local_engine: {self._thread.error}", file=sys.stderr, flush=True)
+            return EX_CONFIG
+        _log.error("the engine could not start", exc_info=self._thread.error)
+        return 1
+
+    async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+        self._clients += 1
+        client = self._clients
+        self._writers[client] = writer
+        self._write(writer, [self._state()])
+        try:
+            while True:
+                size_bytes = int.from_bytes(await reader.readexactly(4), "big")
+                if size_bytes > FRAME_SIZE_MAX_BYTES:
+                    _log.warning("a client sent a frame of %d bytes; its connection is closed", size_bytes)
+                    break
+                frame = await reader.readexactly(size_bytes)
+                for message in self._decoder.decode(frame):
+                    self._on_message(Key(client, message.id), message)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # the client left: what follows is all there is to do
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            _log.warning("a client sent what is no message (%s); its connection is closed", error)
+        finally:
+            del self._writers[client]
+            for key in [key for key in self._running if key.client == client]:
+                self._forget(key)
+                self._thread.send((key, Abort(key.id)))
+            writer.close()
+
+    def _on_message(self, key: Key, message: ToWorker) -> None:
+        refusal: EngineError | None = None
+        if self._is_draining:
+            refusal = EngineUnavailable("the engine is shutting down")
+        elif not self._thread.load.is_ready:
+            refusal = EngineLoading("the model is loading", progress=self._thread.load.progress)
+        if isinstance(message, Abort):
+            self._forget(key)
+        elif refusal is not None:
+            self._deliver([(key, error_to_wire(key.id, refusal))])
+            return
+        elif isinstance(message, Submit):
+            self._running.add(key)
+            self._is_idle.clear()
+        self._thread.send((key, message))
+
+    def _forget(self, key: Key) -> None:
+        self._running.discard(key)
+        if not self._running:
+            self._is_idle.set()
+
+    def _deliver_from_thread(self, messages: list[tuple[Key, ToClient]]) -> None:
+        self._loop.call_soon_threadsafe(self._deliver, messages)
+
+    def _deliver(self, messages: list[tuple[Key, ToClient]]) -> None:
+        """One frame per client for all that a step had for it."""
+        by_client: dict[int, list[ToClient]] = {}
+        for key, message in messages:
+            by_client.setdefault(key.client, []).append(message)
+            if not isinstance(message, Outputs) or message.usage is not None:
+                self._forget(key)
+        for client, own in by_client.items():
+            writer = self._writers.get(client)
+            if writer is not None:
+                self._write(writer, own)
+
+    def _write(self, writer: asyncio.StreamWriter, messages: list[ToClient]) -> None:
+        if writer.is_closing():
+            return
+        if writer.transport.get_write_buffer_size() > _UNREAD_SIZE_MAX_BYTES:
+            _log.warning("a client does not read; its connection is closed")
+            writer.transport.abort()
+            return
+        body = self._encoder.encode(messages)
+        writer.write(len(body).to_bytes(4, "big") + body)
+
+    def _state(self) -> State:
+        load = self._thread.load
+        if self._is_draining:
+            load = msgspec.structs.replace(load, is_ready=False, is_draining=True, stage="shutting down")
+        return State(load, self._thread.info)
+
+    async def _push_state(self) -> None:
+        """Tell clients of every change of the load, a few times a second; and tell the operator of the loading."""
+        shown = ""
+        while True:
+            state = self._state()
+            if state != self._sent:
+                self._sent = state
+                for writer in list(self._writers.values()):
+                    self._write(writer, [state])
+                line = f"{state.load.stage} {10 * int(10 * state.load.progress)}%"
+                if not shown.startswith("ready") and line != shown:
+                    shown = line
+                    print(f"local_engine: {line}", file=sys.stderr, flush=True)
+            if not self._thread.is_alive():
+                self._is_over.set()
+            await asyncio.sleep(_STATE_PERIOD_S)
+
+    async def _watch_parent(self) -> None:
+        parent = os.getppid()
+        while not self._is_over.is_set():
+            await asyncio.sleep(_PARENT_PERIOD_S)
+            if os.getppid() != parent:
+                _log.warning("the parent process is gone")
+                self._is_over.set()
+
+    def _on_signal(self) -> None:
+        """The first signal drains, the second one ends."""
+        if self._is_draining:
+            self._is_over.set()
+            return
+        self._is_draining = True
+        self._drain = self._loop.create_task(self._finish_running())
+
+    async def _finish_running(self) -> None:
+        if self._running:
+            self._is_idle.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_idle.wait(), self._drain_s)
+        self._is_over.set()
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The options an engine is started with; the same for the worker and for `python -m local_engine`."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--model", help="a GGUF file, a checkpoint folder or a hub name; default: the embedded model")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16")
+    for name, text in (
+        ("threads", "CPU threads; default: the cores there are"),
+        ("kv-size-mb", "memory for KV; default: by what is free"),
+        ("kv-blocks", "the same, counted in blocks"),
+        ("context-tokens-max", "a shorter context than the model's"),
+        ("step-tokens-max", "tokens of one step, prefill and decode together"),
+        ("sequences-max", "sequences that run at once"),
+    ):
+        parser.add_argument(f"--{name}", type=int, help=text)
+    parser.add_argument("--block-tokens", type=int, default=16, help="tokens of one KV block")
+    parser.add_argument("--queue-max", type=int, default=256, help="requests that may wait")
+    parser.add_argument("--answer-tokens-default", type=int, default=512, help="max_tokens where a request has none")
+    parser.add_argument("--no-prefix-cache", dest="has_prefix_cache", action="store_false", help="never reuse KV")
+    return parser
+
+
+def config_from(options: argparse.Namespace) -> EngineConfig:
+    """The EngineConfig these options describe. Raises ValueError."""
+    return EngineConfig(**{name: getattr(options, name) for name in EngineConfig.__dataclass_fields__})
+
+
+def prepare_environment() -> None:
+    """Before torch is loaded: idle threads must sleep. Spinning ones cost 20 times the speed where cores are shared."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+async def _serve(config: EngineConfig, socket_path: Path, drain_s: float) -> int:
+    return await Server(config, drain_s=drain_s).serve(socket_path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="local_engine.worker", description=__doc__, parents=[arguments()])
+    parser.add_argument("--socket", type=Path, required=True, help="path of the unix socket to listen on")
+    parser.add_argument("--drain-s", type=float, default=2.0, help="seconds that running answers have after SIGTERM")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="local_engine: %(message)s", stream=sys.stderr)
+    prepare_environment()
+    try:
+        config = config_from(options)
+    except ValueError as error:
+        print(f"local_engine: {error}", file=sys.stderr)
+        return EX_CONFIG
+    return asyncio.run(_serve(config, options.socket, options.drain_s))
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stderr.flush()
+    os._exit(status)  # the engine's thread may be inside a long step; nothing is left to clean up
