@@ -1,0 +1,69 @@
+"""Is there already an answer? An exact-prefix cache in Redis and a semantic cache in a worker process.
+
+Knows no HTTP, teams, money or models. Importing this imports no torch, FAISS or transformers: `cache.semantic`, `cache.embedder`
+and `cache.index` are for the worker and for who runs a `SemanticCache` inline.
+"""
+
+from cache.client import SemanticClient, TextTooLong
+from cache.eligibility import Controls, Outcome, Refusal, store_refusal
+from cache.entry import (
+    CacheError,
+    CacheUnavailable,
+    CacheWorkerUnavailable,
+    Entry,
+    HitKind,
+    Purge,
+    Recorded,
+)
+from cache.exact import CacheLimits, CacheStats, ExactCache, Lookup, LookupMiss, PurgeResult, Sample, StoreResult
+from cache.fingerprint import FIELDS, FieldKind, Fingerprint, Partition, fingerprint, partition
+from cache.messages import (
+    Embedded,
+    Hit,
+    Miss,
+    MissReason,
+    Near,
+    Neighbourhood,
+    Query,
+    Status,
+    WorkerState,
+)
+
+__all__ = [
+    "FIELDS",
+    "CacheError",
+    "CacheLimits",
+    "CacheStats",
+    "CacheUnavailable",
+    "CacheWorkerUnavailable",
+    "Controls",
+    "Embedded",
+    "Entry",
+    "ExactCache",
+    "FieldKind",
+    "Fingerprint",
+    "Hit",
+    "HitKind",
+    "Lookup",
+    "LookupMiss",
+    "Miss",
+    "MissReason",
+    "Near",
+    "Neighbourhood",
+    "Outcome",
+    "Partition",
+    "Purge",
+    "PurgeResult",
+    "Query",
+    "Recorded",
+    "Refusal",
+    "Sample",
+    "SemanticClient",
+    "Status",
+    "StoreResult",
+    "TextTooLong",
+    "WorkerState",
+    "fingerprint",
+    "partition",
+    "store_refusal",
+]

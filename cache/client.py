@@ -1,0 +1,191 @@
+"""The gateway's end of the cache worker's socket.
+
+Knows no torch, FAISS or Redis. Runs on one event loop, multiplexes everything over one connection and reconnects by itself.
+Invariants: a lookup never raises and never outlives its time-out: without the worker it is a miss that says so; what nobody waits
+for any more is cancelled in the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from cache.entry import CacheError, CacheWorkerUnavailable
+from cache.messages import (
+    FRAME_BYTES_MAX,
+    LENGTH_BYTES,
+    Ask,
+    AskEmbed,
+    AskLookup,
+    AskNear,
+    AskStatus,
+    Cancel,
+    Embedded,
+    Failed,
+    Hit,
+    Miss,
+    MissReason,
+    Neighbourhood,
+    Query,
+    Reply,
+    Status,
+    TooLong,
+    WorkerState,
+    frame,
+    read_answer,
+)
+
+_RECONNECT_S = (0.05, 0.1, 0.25, 0.5, 1.0)
+_EMBED_TIMEOUT_S = 60.0
+_NEAR_TIMEOUT_S = 5.0
+
+T = TypeVar("T")
+
+
+class TextTooLong(CacheError):
+    """A text does not fit the encoder's window: `index` in the request, `tokens` of at most `tokens_max`."""
+
+    def __init__(self, index: int, tokens: int, tokens_max: int) -> None:
+        super().__init__(f"text {index} has {tokens} tokens, the encoder reads at most {tokens_max}")
+        self.index = index
+        self.tokens = tokens
+        self.tokens_max = tokens_max
+
+
+class SemanticClient:
+    """Ask the worker at `socket_path`. `timeout_s` bounds a lookup. Use as an async context manager, or `start` and `aclose`."""
+
+    def __init__(self, socket_path: Path | str, timeout_s: float = 0.5) -> None:
+        self._path = str(socket_path)
+        self._timeout_s = timeout_s
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._link: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to connect, and keep connecting, in the background. Needs a running loop."""
+        if self._link is None:
+            self._link = asyncio.create_task(self._keep_connected(), name="cache worker link")
+
+    async def aclose(self) -> None:
+        if self._link is not None:
+            self._link.cancel()
+            await asyncio.gather(self._link, return_exceptions=True)
+            self._link = None
+
+    async def __aenter__(self) -> SemanticClient:
+        self.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.aclose()
+
+    @property
+    def is_connected(self) -> bool:
+        return self._writer is not None
+
+    async def lookup(self, query: Query, timeout_s: float | None = None) -> Hit | Miss:
+        """The verdict on a prompt. Without a worker, or in time, it is a Miss with UNAVAILABLE or TIMEOUT."""
+        timeout_s = min(self._timeout_s, timeout_s) if timeout_s is not None else self._timeout_s
+        try:
+            reply = await self._ask(AskLookup(next(self._ids), query, timeout_s), timeout_s)
+        except TimeoutError:
+            return Miss(MissReason.TIMEOUT)
+        except CacheWorkerUnavailable:
+            return Miss(MissReason.UNAVAILABLE)
+        return reply if isinstance(reply, Hit | Miss) else Miss(MissReason.UNAVAILABLE)
+
+    async def near(self, query: Query, count: int = 8) -> Neighbourhood:
+        """The decision for a prompt and its neighbours in the same partition and compat. Raises CacheWorkerUnavailable."""
+        ask = AskNear(next(self._ids), query, count, _NEAR_TIMEOUT_S)
+        return _expect(Neighbourhood, await self._ask_or_raise(ask, _NEAR_TIMEOUT_S))
+
+    async def embed(self, texts: Sequence[str], timeout_s: float = _EMBED_TIMEOUT_S) -> Embedded:
+        """Unit vectors and token counts. Raises TextTooLong, or CacheWorkerUnavailable."""
+        reply = await self._ask_or_raise(AskEmbed(next(self._ids), tuple(texts), timeout_s), timeout_s)
+        if isinstance(reply, TooLong):
+            raise TextTooLong(reply.index, reply.tokens, reply.tokens_max)
+        return _expect(Embedded, reply)
+
+    async def status(self) -> Status:
+        """What the worker is doing; AWAY where there is none. Never raises."""
+        try:
+            reply = await self._ask(AskStatus(next(self._ids)), _NEAR_TIMEOUT_S)
+        except (CacheWorkerUnavailable, TimeoutError):
+            return Status(WorkerState.AWAY)
+        return reply if isinstance(reply, Status) else Status(WorkerState.AWAY)
+
+    async def _ask_or_raise(self, ask: AskNear | AskEmbed, timeout_s: float) -> Reply:
+        try:
+            return await self._ask(ask, timeout_s)
+        except TimeoutError:
+            raise CacheWorkerUnavailable(f"the cache worker did not answer within {timeout_s:g} s") from None
+
+    async def _ask(self, ask: AskLookup | AskNear | AskEmbed | AskStatus, timeout_s: float) -> Reply:
+        """Raises CacheWorkerUnavailable at once where there is no connection, TimeoutError where no answer came."""
+        if self._writer is None:
+            raise CacheWorkerUnavailable("the cache worker is away")
+        data = frame(ask)
+        if len(data) > FRAME_BYTES_MAX:
+            raise CacheWorkerUnavailable("too much for one request")
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._waiting[ask.id] = future
+        self._writer.write(data)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await future
+        finally:
+            if self._waiting.pop(ask.id, None) is not None and not _is_answered(future):
+                self._send(Cancel(ask.id))
+
+    def _send(self, ask: Ask) -> None:
+        if self._writer is not None:
+            self._writer.write(frame(ask))
+
+    async def _keep_connected(self) -> None:
+        attempt = 0
+        while True:
+            try:
+                reader, self._writer = await asyncio.open_unix_connection(self._path)
+                attempt = 0
+                await self._read(reader)
+            except (OSError, asyncio.IncompleteReadError, msgspec.DecodeError):
+                pass  # away, gone or broken: everybody who waits is told below, and the next attempt follows
+            finally:
+                self._lose()
+            await asyncio.sleep(_RECONNECT_S[min(attempt, len(_RECONNECT_S) - 1)])
+            attempt += 1
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while True:
+            length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
+            answer = read_answer(await reader.readexactly(length))
+            future = self._waiting.get(answer.id)
+            if future is not None and not future.done():
+                future.set_result(answer.reply)
+
+    def _lose(self) -> None:
+        """Close the connection and tell everybody who waits."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(CacheWorkerUnavailable("the cache worker went away"))
+        self._waiting.clear()
+
+
+def _is_answered(future: asyncio.Future[Any]) -> bool:
+    return future.done() and not future.cancelled()
+
+
+def _expect(kind: type[T], reply: Reply) -> T:
+    if isinstance(reply, kind):
+        return reply
+    raise CacheWorkerUnavailable(reply.detail if isinstance(reply, Failed) else f"unexpected {type(reply).__name__}")

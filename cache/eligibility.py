@@ -1,0 +1,75 @@
+"""What a caller asked of the cache, and which answers may be kept. Pure values and one pure function.
+
+Knows no HTTP: the gateway parses `Cache-Control` and the body's `cache` object into `Controls`, and tells how a generation ended
+in an `Outcome`. Invariant: only complete, successful generations of the asked model are stored, and each refusal has one reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+@dataclass(frozen=True, slots=True)
+class Controls:
+    """One request's wishes. Ages and TTLs are seconds; `error_max` may only tighten the configured bound."""
+
+    no_cache: bool = False
+    no_store: bool = False
+    only_if_cached: bool = False
+    max_age_s: int | None = None
+    ttl_s: int | None = None
+    namespace: str = ""
+    error_max: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a generation ended. `finish_reasons` has one word for each choice; `size_bytes` is what an entry would take."""
+
+    is_complete: bool
+    finish_reasons: tuple[str, ...]
+    size_bytes: int
+    is_status_ok: bool = True
+    has_error: bool = False
+    is_fallback: bool = False
+    is_filtered: bool = False
+    has_content: bool = True
+
+
+class Refusal(StrEnum):
+    """Why an answer is not stored; counted by this name."""
+
+    NO_STORE = "no_store"
+    STATUS = "status"
+    ERROR = "error"
+    INCOMPLETE = "incomplete"
+    FALLBACK = "fallback"
+    FILTERED = "filtered"
+    TRUNCATED = "truncated"
+    UNFINISHED = "unfinished"
+    EMPTY = "empty"
+    TTL = "ttl"
+    TOO_LARGE = "too_large"
+
+
+_FINISHED = frozenset(("stop", "tool_calls", "function_call"))
+
+
+def store_refusal(outcome: Outcome, controls: Controls, entry_bytes_max: int) -> Refusal | None:
+    """Why this answer must not be stored, or None where it may be. The first reason that applies, the caller's wish first."""
+    reasons = set(outcome.finish_reasons)
+    checks = (
+        (controls.no_store, Refusal.NO_STORE),
+        (not outcome.is_status_ok, Refusal.STATUS),
+        (outcome.has_error, Refusal.ERROR),
+        (not outcome.is_complete, Refusal.INCOMPLETE),
+        (outcome.is_fallback, Refusal.FALLBACK),
+        (outcome.is_filtered or "content_filter" in reasons, Refusal.FILTERED),
+        ("length" in reasons, Refusal.TRUNCATED),
+        (not reasons or not reasons <= _FINISHED, Refusal.UNFINISHED),
+        (not outcome.has_content, Refusal.EMPTY),
+        (controls.ttl_s is not None and controls.ttl_s <= 0, Refusal.TTL),
+        (outcome.size_bytes > entry_bytes_max, Refusal.TOO_LARGE),
+    )
+    return next((refusal for applies, refusal in checks if applies), None)

@@ -1,0 +1,121 @@
+"""What the cache keeps of one answer, and how an answer is found: plain values, encoded as msgpack.
+
+Knows no Redis, no HTTP and no meaning of a chunk: `Recorded.data` is opaque bytes, `labels` are the caller's. Invariant: an
+entry carries the partition and compat it was made under, so whoever serves it can check them again.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from cache.fingerprint import Partition
+
+
+class CacheError(Exception):
+    """The cache could not do what was asked. Lookups never raise it: for them a failure is a miss."""
+
+
+class CacheUnavailable(CacheError):
+    """Redis did not answer while entries were stored, purged or counted."""
+
+
+class CacheWorkerUnavailable(CacheError):
+    """The cache worker is away, still loading, or did not answer in time."""
+
+
+class HitKind(StrEnum):
+    """How an answer was there already."""
+
+    EXACT = "exact"
+    SEMANTIC = "semantic"
+    COALESCED = "coalesced"
+
+
+class Recorded(msgspec.Struct, frozen=True, array_like=True):
+    """One chunk of a generation as it came. `is_whole`: the data is a whole reply, not one delta of a stream."""
+
+    data: bytes
+    is_whole: bool = False
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True, tag="e1"):
+    """One complete answer. `created_at` is unix seconds; `text` is None where the prompt is not eligible for meaning."""
+
+    partition: Partition
+    exact: bytes
+    compat: bytes
+    text: str | None
+    chunks: tuple[Recorded, ...]
+    created_at: float
+    ttl_s: float
+    labels: dict[str, str | int] = {}
+    namespace: str = ""
+
+    @property
+    def id(self) -> str:
+        return self.exact.hex()
+
+    @property
+    def expires_at(self) -> float:
+        """Unix seconds. A hit does not move it."""
+        return self.created_at + self.ttl_s
+
+    def age_s(self, now: float) -> float:
+        return max(0.0, now - self.created_at)
+
+    def encode(self) -> bytes:
+        return _ENCODER.encode(self)
+
+    @staticmethod
+    def decode(data: bytes) -> Entry:
+        """Raises msgspec.DecodeError (ValidationError included) for anything but an entry of this version."""
+        return _DECODER.decode(data)
+
+    def about(self) -> About:
+        """What an admin, a purge and the semantic index need of it, without its chunks."""
+        return About(self.compat, self.text, self.namespace, self.created_at, self.expires_at, self.labels)
+
+
+class About(msgspec.Struct, frozen=True, array_like=True, tag="a1"):
+    """An entry without its chunks, as Redis keeps it beside them."""
+
+    compat: bytes
+    text: str | None
+    namespace: str
+    created_at: float
+    expires_at: float
+    labels: dict[str, str | int] = {}
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Entry)
+
+
+class Purge(msgspec.Struct, frozen=True, array_like=True):
+    """Which entries to remove: those that match every given condition. One without any condition matches everything.
+
+    `text` matches whatever its case and spacing; `label` is a key and its value; `older_than_s` counts from creation.
+    """
+
+    partition: Partition | None = None
+    id: str | None = None
+    text: str | None = None
+    namespace: str | None = None
+    label: tuple[str, str | int] | None = None
+    older_than_s: float | None = None
+
+    def matches(self, partition: Partition, exact: bytes, about: About, now: float) -> bool:
+        return (
+            (self.partition is None or self.partition == partition)
+            and (self.id is None or self.id == exact.hex())
+            and (self.text is None or (about.text is not None and _loose(self.text) == _loose(about.text)))
+            and (self.namespace is None or self.namespace == about.namespace)
+            and (self.label is None or about.labels.get(self.label[0]) == self.label[1])
+            and (self.older_than_s is None or now - about.created_at > self.older_than_s)
+        )
+
+
+def _loose(text: str) -> str:
+    return " ".join(text.casefold().split())

@@ -1,0 +1,473 @@
+"""The exact-prefix cache: the answer to this very request, and who saw the longest part of its dialogue last.
+
+Knows no HTTP, teams or models. An answer is looked up in a bounded in-process L1 and then in Redis. Invariants: lookups never
+raise (a failure of Redis is a miss with its reason); an entry is served only under the partition and compat it was made under,
+before its expiry; a purge that returned is never followed by a hit: the L1 holds nothing unless a purge would reach it, which it
+proves to itself by hearing its own heartbeats on the purge channel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
+
+import msgspec
+
+from cache.eligibility import Refusal
+from cache.entry import Entry, Purge
+from cache.fingerprint import Fingerprint, Partition
+from cache.store import (
+    PURGE_CHANNEL,
+    REDIS_FAILURES,
+    Announced,
+    EntryStore,
+    PartitionSize,
+    Redis,
+    Stored,
+    pack,
+    unavailable,
+)
+
+_LINKS_MAX = 32  # earlier links asked for in one lookup: the latest of the dialogue, and its first
+_TOUCH_EVERY_S = 1.0
+_TOUCHES_MAX = 4_096
+_HEARTBEAT_S = 2.0
+_HEARTBEAT_MISSED_S = 5.0
+_RESUBSCRIBE_S = 0.5
+_SIGNED_POLL_S = 0.002
+_SAMPLE_MAX = 20
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLimits:
+    """What the cache may take. Sizes in Redis are for each partition: one tenant can't evict another's answers."""
+
+    size_bytes_max: int = 256 << 20
+    entry_bytes_max: int = 4 << 20
+    ttl_s_max: float = 30 * 86_400
+    warm_ttl_s: float = 3_600
+    l1_entries_max: int = 4_096
+    l1_bytes_max: int = 32 << 20
+
+
+class LookupMiss(StrEnum):
+    """Why a lookup found nothing to serve; counted by this name."""
+
+    ABSENT = "absent"
+    EXPIRED = "expired"
+    TOO_OLD = "too_old"
+    UNREADABLE = "unreadable"
+    UNAVAILABLE = "unavailable"
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """`warm` is the label stored with the longest known earlier prefix, `warm_depth` how many turns that prefix has."""
+
+    entry: Entry | None
+    miss: LookupMiss | None
+    warm: str | None = None
+    warm_depth: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreResult:
+    """`size_bytes` is what the entry counts against the budget; `evicted` entries had to go for it."""
+
+    refusal: Refusal | None
+    size_bytes: int = 0
+    evicted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PurgeResult:
+    """What a purge removed, or with `is_dry_run` would remove. `samples` are the first few that matched."""
+
+    count: int
+    size_bytes: int
+    samples: tuple[Sample, ...]
+    is_dry_run: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One entry, as an admin sees it before purging."""
+
+    id: str
+    partition: Partition
+    text: str | None
+    namespace: str
+    created_at: float
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """What is stored now. Entries that expired count until a store in their partition sweeps them."""
+
+    partitions: tuple[PartitionSize, ...]
+    l1_entries: int
+    l1_bytes: int
+
+    @property
+    def entries(self) -> int:
+        return sum(one.entries for one in self.partitions)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(one.size_bytes for one in self.partitions)
+
+
+class Subscription(Protocol):
+    """The part of redis-py's PubSub that is used: messages are dicts with `type` and `data`."""
+
+    def listen(self) -> AsyncIterator[dict[str, Any]]: ...
+
+
+Subscribe = Callable[[str], AbstractAsyncContextManager[Subscription]]
+
+
+class ExactCache:
+    """The exact cache of one process. `clock` gives unix seconds, `monotonic` seconds that never jump."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        limits: CacheLimits | None = None,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.limits = limits = limits or CacheLimits()
+        self._redis = redis
+        self._store = EntryStore(redis)
+        self._clock = clock
+        self._monotonic = monotonic
+        self._l1 = _L1(limits.l1_entries_max, limits.l1_bytes_max)
+        self._touches: dict[Partition, dict[bytes, float]] = {}
+        self._touches_count = 0
+        self._touched_at = 0.0
+        self._heard_at: float | None = None
+
+    # --- lookups: never raise
+
+    def peek(self, fp: Fingerprint, max_age_s: float | None = None) -> Entry | None:
+        """The entry if this process holds it: no round trip."""
+        entry = self._l1.get(fp.partition, fp.exact) if self._is_l1_on() else None
+        if entry is None or self._unfit(entry, fp, max_age_s) is not None:
+            return None
+        self._touch(entry)
+        return entry
+
+    async def lookup(self, fp: Fingerprint, max_age_s: float | None = None) -> Lookup:
+        """The entry for this very request and the warm hint, in one round trip."""
+        entry = self.peek(fp, max_age_s)
+        if entry is not None:
+            return Lookup(entry, None)
+        links = _earlier_links(fp.chain)
+        heard = self._l1.purges
+        try:
+            data, labels, _ = await asyncio.gather(
+                self._store.fetch(fp.partition, fp.exact),
+                self._store.fetch_warm(fp.partition, [fp.chain[depth - 1] for depth in links]),
+                self._flush_touches(),
+            )
+        except REDIS_FAILURES:
+            return Lookup(None, LookupMiss.UNAVAILABLE)
+        warm, depth = next(((label, at) for at, label in zip(links, labels, strict=True) if label), (None, 0))
+        entry, miss = self._read(data, fp, max_age_s, heard)
+        return Lookup(entry, miss, warm.decode() if warm is not None else None, depth)
+
+    async def get(self, fp: Fingerprint, exact: bytes, max_age_s: float | None = None) -> Lookup:
+        """The entry that a semantic hit for `fp` points at: same partition, same compat. One that is gone is reported to the
+        semantic indexes, so that a stale pointer heals at its first use."""
+        entry = self._l1.get(fp.partition, exact) if self._is_l1_on() else None
+        if entry is not None and self._unfit(entry, fp, max_age_s) is None:
+            self._touch(entry)
+            return Lookup(entry, None)
+        heard = self._l1.purges
+        try:
+            data = await self._store.fetch(fp.partition, exact)
+            entry, miss = self._read(data, fp, max_age_s, heard)
+            if miss in (LookupMiss.ABSENT, LookupMiss.UNREADABLE):
+                await self._store.drop(fp.partition, [exact])
+        except REDIS_FAILURES:
+            return Lookup(None, LookupMiss.UNAVAILABLE)
+        return Lookup(entry, miss)
+
+    def _read(
+        self, data: bytes | None, fp: Fingerprint, max_age_s: float | None, heard: int
+    ) -> tuple[Entry | None, LookupMiss | None]:
+        if data is None:
+            return None, LookupMiss.ABSENT
+        try:
+            entry = Entry.decode(data)
+        except msgspec.DecodeError:
+            return None, LookupMiss.UNREADABLE
+        miss = self._unfit(entry, fp, max_age_s)
+        if miss is not None:
+            return None, miss
+        if self._is_l1_on() and heard == self._l1.purges:  # no purge came between the question and the answer
+            self._l1.put(entry)
+        self._touch(entry)
+        return entry, None
+
+    def _unfit(self, entry: Entry, fp: Fingerprint, max_age_s: float | None) -> LookupMiss | None:
+        if entry.partition != fp.partition or entry.compat != fp.compat:
+            return LookupMiss.UNREADABLE
+        now = self._clock()
+        if entry.expires_at <= now:
+            return LookupMiss.EXPIRED
+        if max_age_s is not None and entry.age_s(now) > max_age_s:
+            return LookupMiss.TOO_OLD
+        return None
+
+    # --- stores
+
+    def keep(self, entry: Entry) -> None:
+        """Put an entry into this process' L1 at once, before Redis has it."""
+        if self._is_l1_on() and entry.expires_at > self._clock():
+            self._l1.put(entry)
+
+    async def store(self, entry: Entry, warm: str | None = None, chain: Sequence[bytes] = ()) -> StoreResult:
+        """Store an answer and, where `warm` says who made it, the warm hint for its prefixes in `chain`.
+
+        Raises CacheUnavailable. An entry over the entry limit is refused; an older answer to the same request is replaced.
+        """
+        now = self._clock()
+        limits = self.limits
+        if entry.ttl_s > limits.ttl_s_max:
+            entry = msgspec.structs.replace(entry, ttl_s=limits.ttl_s_max)
+        if entry.expires_at <= now:
+            return StoreResult(Refusal.TTL)
+        packed = pack(entry)
+        if packed.size_bytes > min(limits.entry_bytes_max, limits.size_bytes_max):
+            return StoreResult(Refusal.TOO_LARGE)
+        links = (entry.exact, *chain[-1:], *chain[:1])
+        try:
+            put = await self._store.put(
+                packed,
+                now=now,
+                size_bytes_max=limits.size_bytes_max,
+                warm=warm,
+                links=links,
+                warm_ttl_s=limits.warm_ttl_s,
+            )
+            if put.is_replaced:  # other processes may hold the answer that this one replaces
+                await self._store.announce_purge(Purge(partition=entry.partition, id=entry.id))
+        except REDIS_FAILURES as error:
+            raise unavailable(error) from error
+        return StoreResult(None, packed.size_bytes, len(put.evicted))
+
+    async def link(self, fp: Fingerprint, warm: str) -> None:
+        """Remember who saw this dialogue although its answer is not stored. Raises CacheUnavailable."""
+        try:
+            await self._store.link(fp.partition, {fp.chain[0], fp.exact}, warm, self.limits.warm_ttl_s)
+        except REDIS_FAILURES as error:
+            raise unavailable(error) from error
+
+    # --- administration
+
+    async def purge(self, purge: Purge, is_dry_run: bool = False) -> PurgeResult:
+        """Remove what matches, here, in Redis and in every other process, or only count it. Raises CacheUnavailable: then some
+        may be gone and the rest is not, and purging again finishes the work."""
+        count = size = 0
+        samples: list[Sample] = []
+        try:
+            partitions = [purge.partition] if purge.partition is not None else await self._store.partitions()
+            for partition in partitions:
+                async for batch in self._matching(purge, partition):
+                    samples += [_sample(partition, one) for one in batch[: _SAMPLE_MAX - len(samples)]]
+                    if is_dry_run:
+                        count, size = count + len(batch), size + sum(one.size_bytes for one in batch)
+                    else:
+                        removed, freed = await self._store.drop(partition, [one.exact for one in batch])
+                        count, size = count + removed, size + freed
+            if not is_dry_run:
+                self._purge_l1(purge)
+                await self._announce(purge)
+        except REDIS_FAILURES as error:
+            raise unavailable(error) from error
+        return PurgeResult(count, size, tuple(samples), is_dry_run)
+
+    async def _announce(self, purge: Purge) -> None:
+        """Return once no L1 can serve what was purged: each that listens has said so, or has missed its heartbeats by now."""
+        receipt = uuid.uuid4().bytes
+        listening = await self._store.announce_purge(purge, receipt)
+        deadline = self._monotonic() + _HEARTBEAT_MISSED_S
+        while self._monotonic() < deadline:
+            if await self._store.signatures(receipt) >= listening:
+                return
+            await asyncio.sleep(_SIGNED_POLL_S)
+
+    async def _matching(self, purge: Purge, partition: Partition) -> AsyncIterator[list[Stored]]:
+        now = self._clock()
+        if purge.id is not None:
+            with contextlib.suppress(ValueError):  # not hex: the id of nothing
+                found = await self._store.find(partition, bytes.fromhex(purge.id))
+                if found is not None and purge.matches(partition, found.exact, found.about, now):
+                    yield [found]
+            return
+        async for batch in self._store.scan(partition):
+            matching = [one for one in batch if purge.matches(partition, one.exact, one.about, now)]
+            if matching:
+                yield matching
+
+    async def stats(self) -> CacheStats:
+        """Sizes as they are now. Raises CacheUnavailable."""
+        try:
+            await self._store.forget_partitions(self._clock() - self.limits.ttl_s_max)
+            partitions = await self._store.partitions()
+            sizes = await asyncio.gather(*(self._store.size(one) for one in partitions))
+        except REDIS_FAILURES as error:
+            raise unavailable(error) from error
+        return CacheStats(tuple(one for one in sizes if one.entries), len(self._l1), self._l1.size_bytes)
+
+    # --- keeping the L1 honest
+
+    async def follow_purges(self, subscribe: Subscribe) -> None:
+        """Obey every process' purges until cancelled. The L1 is off until this runs and hears itself, and whenever it does not."""
+        while True:
+            try:
+                async with subscribe(PURGE_CHANNEL) as subscription:
+                    await self._follow(subscription)
+            except REDIS_FAILURES:
+                pass  # the L1 is off meanwhile, and lookups say what Redis says
+            finally:
+                self._silence()
+            await asyncio.sleep(_RESUBSCRIBE_S)
+
+    async def _follow(self, subscription: Subscription) -> None:
+        name = uuid.uuid4().bytes
+        heart = asyncio.create_task(self._beat(name))
+        try:
+            async for message in subscription.listen():
+                if message["type"] == "message":
+                    await self._hear(message["data"], name)
+        finally:
+            heart.cancel()
+
+    async def _hear(self, data: bytes, name: bytes) -> None:
+        try:
+            announced = _ANNOUNCED.decode(data)
+        except msgspec.DecodeError:
+            announced = Announced(Purge())  # of another version: it must have meant something
+        if announced.purge is not None:
+            self._purge_l1(announced.purge)
+            if announced.receipt:
+                with contextlib.suppress(*REDIS_FAILURES):  # who waits for it gives up after a while
+                    await self._store.sign(announced.receipt)
+        elif announced.receipt == name:
+            self._heard_at = self._monotonic()
+
+    async def _beat(self, name: bytes) -> None:
+        beat = msgspec.msgpack.encode(Announced(None, name))
+        while True:
+            with contextlib.suppress(*REDIS_FAILURES):  # not hearing it is what tells
+                await self._redis.execute_command("PUBLISH", PURGE_CHANNEL, beat)
+            await asyncio.sleep(_HEARTBEAT_S if self._is_l1_on() else _HEARTBEAT_S / 10)
+
+    def _is_l1_on(self) -> bool:
+        if self._heard_at is None:
+            return False
+        if self._monotonic() - self._heard_at <= _HEARTBEAT_MISSED_S:
+            return True
+        self._silence()
+        return False
+
+    def _silence(self) -> None:
+        self._heard_at = None
+        self._l1.clear()
+
+    def _purge_l1(self, purge: Purge) -> None:
+        self._l1.purge(purge, self._clock())
+
+    # --- last use
+
+    def _touch(self, entry: Entry) -> None:
+        if self._touches_count < _TOUCHES_MAX:
+            uses = self._touches.setdefault(entry.partition, {})
+            self._touches_count += entry.exact not in uses
+            uses[entry.exact] = self._clock()
+
+    async def _flush_touches(self) -> None:
+        """Send the uses noted since the last second, beside whatever else goes to Redis now."""
+        now = self._monotonic()
+        if not self._touches or now - self._touched_at < _TOUCH_EVERY_S:
+            return
+        touches, self._touches, self._touches_count, self._touched_at = self._touches, {}, 0, now
+        await asyncio.gather(*(self._store.touch(partition, uses.items()) for partition, uses in touches.items()))
+
+
+def _earlier_links(chain: Sequence[bytes]) -> list[int]:
+    """Depths (1 is the first turn) of the earlier links to ask for, the longest first."""
+    depths = list(range(len(chain) - 1, max(0, len(chain) - 1 - _LINKS_MAX), -1))
+    return depths if not depths or depths[-1] == 1 else [*depths, 1]
+
+
+def _sample(partition: Partition, stored: Stored) -> Sample:
+    about = stored.about
+    return Sample(stored.exact.hex(), partition, about.text, about.namespace, about.created_at, stored.size_bytes)
+
+
+class _L1:
+    """The least recently used entries of this process, bounded in number and bytes."""
+
+    def __init__(self, entries_max: int, bytes_max: int) -> None:
+        self._entries_max = entries_max
+        self._bytes_max = bytes_max
+        self._entries: OrderedDict[tuple[Partition, bytes], tuple[Entry, int]] = OrderedDict()
+        self.size_bytes = 0
+        self.purges = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, partition: Partition, exact: bytes) -> Entry | None:
+        found = self._entries.get((partition, exact))
+        if found is None:
+            return None
+        self._entries.move_to_end((partition, exact))
+        return found[0]
+
+    def put(self, entry: Entry) -> None:
+        self._remove((entry.partition, entry.exact))
+        size = _ENTRY_BYTES + sum(len(chunk.data) + _CHUNK_BYTES for chunk in entry.chunks) + len(entry.text or "")
+        if size > self._bytes_max:
+            return
+        self._entries[entry.partition, entry.exact] = (entry, size)
+        self.size_bytes += size
+        while self.size_bytes > self._bytes_max or len(self._entries) > self._entries_max:
+            self._remove(next(iter(self._entries)))
+
+    def purge(self, purge: Purge, now: float) -> None:
+        self.purges += 1
+        gone = [
+            key
+            for key, (entry, _) in self._entries.items()
+            if purge.matches(entry.partition, entry.exact, entry.about(), now)
+        ]
+        for key in gone:
+            self._remove(key)
+
+    def clear(self) -> None:
+        self.purges += 1
+        self._entries.clear()
+        self.size_bytes = 0
+
+    def _remove(self, key: tuple[Partition, bytes]) -> None:
+        found = self._entries.pop(key, None)
+        if found is not None:
+            self.size_bytes -= found[1]
+
+
+_ENTRY_BYTES = 1_000  # of the Python objects around one entry, and around one chunk
+_CHUNK_BYTES = 150
+_ANNOUNCED = msgspec.msgpack.Decoder(Announced)

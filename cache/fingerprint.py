@@ -1,0 +1,205 @@
+"""Which requests are the same, and which differ only in the last user's words.
+
+Pure functions from a request's JSON to digests. Knows no Redis, no HTTP and no model. Invariants: an unknown field changes the
+key (`FIELDS` is a deny-list); the encoding is canonical (map order, 1 or 1.0, null or absent do not matter) and prefix-free (two
+different requests never encode to the same bytes); the partition is part of every digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NewType
+
+import msgspec
+
+Partition = NewType("Partition", bytes)
+"""16 bytes: who may see an entry. Made by `partition` from the caller's authenticated tenancy, never from a request."""
+
+DIGEST_BYTES = 16
+TEXT_CHARS_MAX = 8192
+"""A longer last user text is not eligible for meaning: no encoder's window holds it."""
+
+_EXACT_INT_MAX = 2**53  # up to here a float and an int of the same value are the same JSON number to everybody
+
+
+class FieldKind(StrEnum):
+    """What a request field does to the answer."""
+
+    MEANING = "meaning"  # another value may mean another answer: part of the key; null is the same as absent
+    DELIVERY = "delivery"  # how the answer is sent, billed, stored or attributed: not part of the key
+    TURNS = "turns"  # the dialogue: one link of the chain for each turn
+
+
+_MEANINGS = """
+    audio best_of echo frequency_penalty function_call functions include instructions logit_bias logprobs max_completion_tokens
+    max_output_tokens max_tokens max_tool_calls min_p modalities model moderation n parallel_tool_calls prediction
+    presence_penalty previous_response_id reasoning reasoning_effort repetition_penalty response_format seed stop suffix
+    temperature text thinking tool_choice tools top_k top_logprobs top_p truncation verbosity web_search_options
+"""
+
+FIELDS: Mapping[str, FieldKind] = {
+    "messages": FieldKind.TURNS,
+    "input": FieldKind.TURNS,
+    "prompt": FieldKind.TURNS,
+    "cache": FieldKind.DELIVERY,
+    "metadata": FieldKind.DELIVERY,
+    "prompt_cache_key": FieldKind.DELIVERY,
+    "prompt_cache_retention": FieldKind.DELIVERY,
+    "safety_identifier": FieldKind.DELIVERY,
+    "service_tier": FieldKind.DELIVERY,
+    "store": FieldKind.DELIVERY,
+    "stream": FieldKind.DELIVERY,
+    "stream_options": FieldKind.DELIVERY,
+    "user": FieldKind.DELIVERY,
+    **dict.fromkeys(_MEANINGS.split(), FieldKind.MEANING),
+}
+"""Every field known from OpenAI's chat completions, completions and responses, and from the engines that extend them."""
+
+_TURN_MEANINGS = """
+    annotations audio content function_call name reasoning reasoning_content refusal role tool_call_id tool_calls
+"""
+
+TURN_FIELDS = frozenset(_TURN_MEANINGS.split())
+"""Known fields of one message. All have meaning; null is the same as absent (SDKs echo an answer with its nulls)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What a request is, in digests of 16 bytes.
+
+    `chain` has one digest for each turn; the last is `exact`, and the chain of a dialogue is a prefix of the chain of its
+    continuation. `compat` is equal for two requests iff they differ in nothing but the last user's text. `text` is that text, or
+    None where the last turn is not a user's or has not exactly one text.
+    """
+
+    partition: Partition
+    exact: bytes
+    compat: bytes
+    chain: tuple[bytes, ...]
+    text: str | None
+    namespace: str = ""
+
+    @property
+    def id(self) -> str:
+        """The id of the entry that would answer this request."""
+        return self.exact.hex()
+
+
+def partition(secret: bytes, scope: str) -> Partition:
+    """The partition of an authenticated scope such as `team:17`, keyed so that scopes can't be guessed from digests.
+
+    Raises ValueError for an empty secret.
+    """
+    if not secret:
+        raise ValueError("a partition needs a secret")
+    key = secret if len(secret) <= hashlib.blake2b.MAX_KEY_SIZE else hashlib.blake2b(secret).digest()
+    return Partition(_digest(b"sw.partition", scope.encode(), key=key))
+
+
+def fingerprint(body: Mapping[str, Any], partition: Partition, namespace: str = "") -> Fingerprint:
+    """Fingerprint the JSON of a request.
+
+    `namespace` is the caller's own division of its partition. Raises ValueError for what JSON can't say (a NaN, bytes, a key that
+    is no string, a lone surrogate).
+    """
+    turns_field, turns = _turns(body)
+    head: dict[str, Any] = {}
+    for name, value in body.items():
+        kind = FIELDS.get(name)
+        if kind is FieldKind.DELIVERY or name == turns_field or (value is None and kind is not None):
+            continue
+        head[name] = value
+    try:
+        # a JSON array is self-delimiting, so namespace, field name and head can't run into each other
+        link = _digest(b"sw.head", partition, _JSON.encode([namespace, turns_field, _canonical(head)]))
+        chain = []
+        before = link
+        for turn in turns:
+            before, link = link, _digest(b"sw.turn", link, _JSON.encode(_canonical_turn(turn)))
+            chain.append(link)
+        text, rest = _split_text(turns[-1]) if turns else (None, None)
+        whole = _digest(b"sw.compat.whole", link)
+        compat = whole if text is None else _digest(b"sw.compat", before, _JSON.encode(_canonical_turn(rest)))
+    except (TypeError, UnicodeEncodeError, RecursionError) as error:
+        raise ValueError(f"not a JSON request: {error}") from error
+    return Fingerprint(partition, link, compat, tuple(chain) or (link,), text, namespace)
+
+
+def _turns(body: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    """The field that holds the dialogue and its turns; a completion's `prompt` or a response's `input` may be one text."""
+    for name in ("messages", "input", "prompt"):
+        value = body.get(name)
+        if isinstance(value, list) and name != "prompt":
+            return name, value
+        if isinstance(value, str):
+            return name, [value]
+    return "", []
+
+
+def _split_text(turn: Any) -> tuple[str | None, Any]:
+    """The user's text in a turn, and the turn with 0 in its place (a number no text can be), or (None, None)."""
+    if isinstance(turn, str):
+        return (turn, 0) if _is_eligible(turn) else (None, None)
+    if not isinstance(turn, dict) or turn.get("role") != "user":
+        return None, None
+    content = turn.get("content")
+    if isinstance(content, str):
+        return (content, {**turn, "content": 0}) if _is_eligible(content) else (None, None)
+    if not isinstance(content, list):
+        return None, None
+    places = [i for i, part in enumerate(content) if isinstance(part, dict) and part.get("type") in _TEXT_PARTS]
+    if len(places) != 1 or not _is_eligible(content[places[0]].get("text")):
+        return None, None
+    part = content[places[0]]
+    blanked = [*content[: places[0]], {**part, "text": 0}, *content[places[0] + 1 :]]
+    return part["text"], {**turn, "content": blanked}
+
+
+_TEXT_PARTS = ("text", "input_text")
+
+
+def _is_eligible(text: Any) -> bool:
+    return isinstance(text, str) and len(text) <= TEXT_CHARS_MAX and not text.isspace() and text != ""
+
+
+def _digest(purpose: bytes, *parts: bytes, key: bytes = b"") -> bytes:
+    """BLAKE2b (RFC 7693), personalised by purpose. All parts but the last have a fixed length, so none runs into the next."""
+    state = hashlib.blake2b(digest_size=DIGEST_BYTES, key=key, person=purpose)
+    for part in parts:
+        state.update(part)
+    return state.digest()
+
+
+_JSON = msgspec.json.Encoder(order="sorted")
+
+
+def _canonical_turn(turn: Any) -> Any:
+    if not isinstance(turn, dict):
+        return _canonical(turn)
+    return _canonical({name: value for name, value in turn.items() if value is not None or name not in TURN_FIELDS})
+
+
+def _canonical(value: Any) -> Any:
+    """The value with every number in its one form. Raises TypeError for what is not JSON."""
+    kind = type(value)
+    if kind is str or kind is bool or value is None:
+        return value
+    if kind is dict:
+        for name in value:
+            if type(name) is not str:
+                raise TypeError(f"a key is {type(name).__name__}")
+        return {name: _canonical(item) for name, item in value.items()}
+    if kind is list or kind is tuple:
+        return [_canonical(item) for item in value]
+    if kind is int:
+        return value
+    if kind is float:
+        if value.is_integer() and abs(value) <= _EXACT_INT_MAX:
+            return int(value)
+        if value - value != 0:
+            raise TypeError("a number is not finite")
+        return value
+    raise TypeError(f"{kind.__name__} is not JSON")
