@@ -29,6 +29,7 @@ from gateway.backends.base import (
     BackendRejected,
     BackendTimeout,
 )
+from policies import Cause, Route
 
 
 class ApiError(Exception):
@@ -177,6 +178,25 @@ def from_backend(error: BackendError) -> ApiError:
     if error.retry_after_s is not None:
         translated.headers |= retry_after(error.retry_after_s)
     return translated
+
+
+def no_route(route: Route) -> ApiError:
+    """What a client is told where no deployment may even be tried."""
+    match route.cause:
+        case Cause.CONTEXT | Cause.OUTPUT:
+            return BadRequest(_sentence(route.refusal), param="messages", code="context_length_exceeded")
+        case Cause.CAPABILITY:
+            return BadRequest(_sentence(route.refusal), code="unsupported_feature")
+        case Cause.DEADLINE:
+            return DeadlineExceeded(_sentence(route.refusal))
+        case Cause.LIMIT:
+            return Unavailable(_sentence(route.refusal), code="no_deployment_within_limits")
+        case _:
+            return Unavailable(_sentence(route.refusal), code="no_deployment_available")
+
+
+def _sentence(words: str) -> str:
+    return f"{words[:1].upper()}{words[1:]}"
 
 
 _UPSTREAM_STATUS = {BackendOverloaded: 429, BackendTimeout: 504, BackendBroken: 502}

@@ -86,6 +86,12 @@ class Reader:
     def facts(self) -> Any:
         return self._flight.facts
 
+    @property
+    def is_at_end(self) -> bool:
+        """All chunks of a flight that ended well have been read."""
+        flight = self._flight
+        return flight.is_done and flight.error is None and self._position == len(flight.chunks)
+
     async def ready(self) -> None:
         """Until the first chunk exists. Raises what the generation raised, if it failed before that."""
         while not self._flight.chunks and not self._flight.is_done:

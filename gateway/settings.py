@@ -158,6 +158,11 @@ class Settings(_Section):
     api_key: str | None = Field(
         None, description="a preset for the first API key (environment only); default: made and shown once"
     )
+    secret: str | None = Field(
+        None,
+        description="keys the cache's partitions and signs sessions (environment only); hosts that share a Redis share it; "
+        "default: made at the first start, kept in data_dir",
+    )
     body_bytes_max: int = Field(16 << 20, gt=0, description="a larger request body is refused with 413")
     log_format: Literal["auto", "json", "pretty"] = Field("auto", description="`auto`: pretty on a terminal, else JSON")
     log_prompts: bool = Field(False, description="write prompts and answers to the log")
@@ -216,6 +221,22 @@ class Settings(_Section):
         digest = hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()
         return Path(tempfile.gettempdir()) / f"sameway-{os.getuid()}-{digest}"
 
+    def with_default_model(self, model: str) -> "Settings":
+        """`--model`: what the engine named `default` loads. Raises SettingsError where no engine has that name."""
+        if "default" not in self.engines:
+            raise SettingsError("--model: there is no engine named `default` in this configuration")
+        engine = self.engines["default"].model_copy(update={"model": model})
+        return self.model_copy(update={"engines": {**self.engines, "default": engine}})
+
+    def missing_environment(self, environ: Mapping[str, str]) -> list[tuple[str, str]]:
+        """Variables that deployments need and that are not set: (variable, where it is asked for)."""
+        return [
+            (deployment.api_key_env, f"models.{alias}.deployments.{index}.api_key_env")
+            for alias, model in self.models.items()
+            for index, deployment in enumerate(model.deployments)
+            if deployment.api_key_env and not environ.get(deployment.api_key_env)
+        ]
+
     def engine_socket(self, name: str) -> Path:
         return self.run_dir / f"engine-{name}.sock"
 
@@ -230,7 +251,7 @@ def deployment_name(alias: str, deployment: DeploymentSettings) -> str:
 
 
 # Only these may come from the environment alone: they are secrets and have no place in a file that is committed.
-_SECRETS = ("admin_key", "api_key")
+_SECRETS = ("admin_key", "api_key", "secret")
 
 
 def load_settings(path: Path | None, environ: Mapping[str, str] = os.environ, **overrides: Any) -> Settings:

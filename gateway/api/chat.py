@@ -1,0 +1,156 @@
+"""`POST /v1/chat/completions`: a raw ASGI endpoint around the pipeline.
+
+Knows the wire, not the decisions. Shapes: OpenAI API reference, "Create chat completion" and "Streaming"; WHATWG server-sent
+events. Invariants: whatever happens a request gets one response and one record; a stream that fails after its first chunk ends
+with an error event and without `[DONE]`; a client that leaves gives its place in the flight back at once.
+"""
+
+import asyncio
+from collections.abc import Iterable
+
+import structlog
+
+from gateway.api.headers import EVENT_STREAM, JSON, answer_headers, cost_header
+from gateway.api.request import (
+    ClientGone,
+    Receive,
+    Scope,
+    Send,
+    bearer_of,
+    headers_of,
+    new_record,
+    read_body,
+    send_error,
+    send_whole,
+)
+from gateway.api.sse import DONE, frame
+from gateway.api.wire import fold, unfold
+from gateway.backends.base import Chunk
+from gateway.errors import ApiError, DeadlineExceeded
+from gateway.flight import Reader
+from gateway.pipeline import Answer, Pipeline
+from gateway.storing import chunks_of
+from gateway.turn import Turn, read_turn
+
+_log = structlog.get_logger(__name__)
+
+
+class Chat:
+    """The endpoint. One instance per worker."""
+
+    def __init__(self, pipeline: Pipeline, body_bytes_max: int) -> None:
+        self._pipeline = pipeline
+        self._body_bytes_max = body_bytes_max
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = headers_of(scope)
+        record = new_record("chat")
+        turn: Turn | None = None
+        answer: Answer | None = None
+        watch = _Watch(receive)
+        try:
+            turn = read_turn(await read_body(receive, headers, self._body_bytes_max), headers, record)
+            watch.turn = turn
+            answer = await self._pipeline.answer(turn, bearer_of(headers), watch.attend)
+            if turn.is_stream:
+                await _stream(turn, answer, watch, send)
+            else:
+                await _whole(turn, answer, send)
+        except ClientGone:
+            record.status, record.is_disconnected = 499, True
+        except ApiError as error:
+            record.status, record.error = error.http_status, error.error_code or error.type
+            await send_error(send, error, record.request_id)
+        except Exception:
+            _log.exception("request_failed", request_id=record.request_id)
+            record.status, record.error = 500, "internal_error"
+            broken = ApiError("The gateway failed while it handled this request", code="internal_error")
+            await send_error(send, broken, record.request_id)
+        finally:
+            watch.stop()
+            self._pipeline.finish(record, turn, answer)
+
+
+async def _whole(turn: Turn, answer: Answer, send: Send) -> None:
+    """A fold of all chunks. An error anywhere is an error response: nothing has left yet."""
+    if answer.entry is not None:
+        chunks = chunks_of(answer.entry)
+    else:
+        assert answer.reader is not None
+        chunks = []
+        while batch := await answer.reader.next():
+            chunks += batch
+    body = fold(chunks)
+    await send_whole(send, 200, [JSON, *answer_headers(turn, answer), *cost_header(answer)], body)
+
+
+async def _stream(turn: Turn, answer: Answer, watch: "_Watch", send: Send) -> None:
+    """Chunks as they come; all that are ready leave in one send."""
+    headers = [EVENT_STREAM, (b"cache-control", b"no-cache"), *answer_headers(turn, answer)]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    if answer.entry is not None:
+        body = _frames(chunks_of(answer.entry), turn.wants_usage) + DONE
+        await send({"type": "http.response.body", "body": body})
+        return
+    reader = answer.reader
+    assert reader is not None
+    watch.first_chunk_left()
+    try:
+        while batch := await reader.next():
+            body = _frames(batch, turn.wants_usage)
+            if reader.is_at_end:
+                body += DONE
+            await send({"type": "http.response.body", "body": body, "more_body": not reader.is_at_end})
+            if reader.is_at_end:
+                return
+        await send({"type": "http.response.body", "body": DONE})
+    except ApiError as error:
+        turn.record.status, turn.record.error = error.http_status, error.error_code or error.type
+        await send({"type": "http.response.body", "body": frame(error.body())})
+
+
+def _frames(chunks: Iterable[Chunk], wants_usage: bool) -> bytes:
+    frames = []
+    for chunk in chunks:
+        if chunk.is_whole:
+            frames.append(_frames(unfold(chunk.data), wants_usage))
+        elif wants_usage or not chunk.is_usage_only:
+            frames.append(frame(chunk.data))
+    return b"".join(frames)
+
+
+class _Watch:
+    """Takes a reader out of its flight when the client leaves or its deadline passes."""
+
+    def __init__(self, receive: Receive) -> None:
+        self.turn: Turn | None = None
+        self._receive = receive
+        self._reader: Reader | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def attend(self, reader: Reader) -> None:
+        self._reader = reader
+        self._task = asyncio.create_task(self._until_gone(reader))
+        remaining_ms = self.turn.remaining_ms() if self.turn is not None else None
+        if remaining_ms is not None:
+            late = DeadlineExceeded("The client's own deadline passed before the answer was there")
+            self._timer = asyncio.get_running_loop().call_later(remaining_ms / 1000.0, reader.leave, late)
+
+    def first_chunk_left(self) -> None:
+        """A read time-out starts anew with every byte: from here on the client sees for itself."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def _until_gone(self, reader: Reader) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            continue
+        reader.leave(ClientGone())
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+        if self._reader is not None:
+            self._reader.close()

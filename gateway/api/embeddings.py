@@ -1,0 +1,139 @@
+"""`POST /v1/embeddings`, served by the cache worker's sentence-transformers model.
+
+Shapes: OpenAI API reference, "Create embeddings". Knows no vectors' meaning. Invariant: a text that does not fit the model is
+refused, never cut.
+"""
+
+import base64
+import struct
+from typing import Annotated, Any, Literal
+
+import msgspec
+import structlog
+from msgspec import Meta
+
+from cache import CacheWorkerUnavailable, SemanticClient, TextTooLong
+from gateway.accounts import Identity
+from gateway.api.headers import JSON, base_headers
+from gateway.api.request import (
+    ClientGone,
+    Receive,
+    Scope,
+    Send,
+    bearer_of,
+    headers_of,
+    new_record,
+    read_body,
+    send_error,
+    send_whole,
+)
+from gateway.errors import ApiError, BadRequest, NotFound, Unavailable
+from gateway.pipeline import Pipeline, may_use
+from gateway.record import Record
+from gateway.settings import Settings
+from gateway.turn import convert, decode_object, elapsed_ms_since
+
+_INPUTS_MAX = 2048
+_log = structlog.get_logger(__name__)
+
+
+class _EmbeddingsRequest(msgspec.Struct):
+    model: Annotated[str, Meta(min_length=1)]
+    input: str | list[str | int | list[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    user: str | None = None
+
+
+class Embeddings:
+    """The endpoint."""
+
+    def __init__(self, settings: Settings, pipeline: Pipeline, semantic: SemanticClient) -> None:
+        self._settings = settings
+        self._pipeline = pipeline
+        self._semantic = semantic
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = headers_of(scope)
+        record = new_record("embeddings")
+        record.cache = "bypass"
+        try:
+            body = decode_object(await read_body(receive, headers, self._settings.body_bytes_max))
+            identity = self._pipeline.authenticate(bearer_of(headers), record)
+            limited = await self._pipeline.limits.take_requests(identity)
+            reply = await self._answer(body, identity, record)
+            out = [JSON, *base_headers(record.request_id), *((k.encode(), v.encode()) for k, v in limited.items())]
+            await send_whole(send, 200, out, msgspec.json.encode(reply))
+        except ClientGone:
+            record.status, record.is_disconnected = 499, True
+        except ApiError as error:
+            record.status, record.error = error.http_status, error.error_code or error.type
+            await send_error(send, error, record.request_id)
+        except Exception:
+            _log.exception("request_failed", request_id=record.request_id)
+            record.status, record.error = 500, "internal_error"
+            broken = ApiError("The gateway failed while it handled this request", code="internal_error")
+            await send_error(send, broken, record.request_id)
+        finally:
+            record.duration_ms = elapsed_ms_since(record.at_s)
+            self._pipeline.finish(record, None, None)
+
+    async def _answer(self, body: dict[str, Any], identity: Identity, record: Record) -> dict[str, Any]:
+        request: _EmbeddingsRequest = convert(body, _EmbeddingsRequest)
+        alias = self._settings.embedding_alias
+        if request.model != alias:
+            raise NotFound(
+                f"The embedding model `{request.model}` does not exist; this gateway has `{alias}`",
+                param="model",
+                code="model_not_found",
+            )
+        record.alias = alias
+        may_use(identity, alias)
+        texts = _texts(request.input)
+        try:
+            embedded = await self._semantic.embed(texts)
+        except CacheWorkerUnavailable as error:
+            raise Unavailable(f"The embedding model is not there: {error}", code="embedder_unavailable") from None
+        except TextTooLong as error:
+            raise BadRequest(str(error), param="input", code="context_length_exceeded") from None
+        if request.dimensions not in (None, embedded.dims):
+            raise BadRequest(
+                f"`{alias}` has {embedded.dims} dimensions and can't be asked for {request.dimensions}",
+                param="dimensions",
+            )
+        record.prompt_tokens = sum(embedded.tokens)
+        is_base64 = request.encoding_format == "base64"
+        return {
+            "object": "list",
+            "data": [
+                {
+                    "object": "embedding",
+                    "index": index,
+                    "embedding": base64.b64encode(vector).decode() if is_base64 else _floats(vector),
+                }
+                for index, vector in enumerate(embedded.vectors)
+            ],
+            "model": alias,
+            "usage": {"prompt_tokens": record.prompt_tokens, "total_tokens": record.prompt_tokens},
+        }
+
+
+def _floats(vector: bytes) -> list[float]:
+    """Little-endian float32 as numbers."""
+    return list(struct.unpack(f"<{len(vector) // 4}f", vector))
+
+
+def _texts(given: str | list[str | int | list[int]]) -> list[str]:
+    texts = [given] if isinstance(given, str) else given
+    if not texts or len(texts) > _INPUTS_MAX:
+        raise BadRequest(f"`input` must hold 1 to {_INPUTS_MAX} texts", param="input", code="invalid_value")
+    strings = [text for text in texts if isinstance(text, str)]
+    if len(strings) != len(texts):
+        raise BadRequest(
+            "`input` as token ids is not supported: they belong to another model's tokenizer; send texts",
+            param="input",
+            code="unsupported_feature",
+        )
+    if not all(strings):
+        raise BadRequest("`input` must not hold an empty text", param="input", code="invalid_value")
+    return strings

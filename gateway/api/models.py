@@ -1,0 +1,52 @@
+"""`GET /v1/models` and `/v1/models/{id}`: the aliases a key may name, and the embedder.
+
+Shapes: OpenAI API reference, "Models". Invariant: what is listed can be asked for.
+"""
+
+from typing import Any
+from urllib.parse import unquote
+
+import msgspec
+
+from gateway.accounts import Identity
+from gateway.api.headers import JSON, base_headers
+from gateway.api.request import Receive, Scope, Send, bearer_of, headers_of, new_record, send_error, send_whole
+from gateway.errors import ApiError, NotFound
+from gateway.pipeline import Pipeline
+from gateway.settings import Settings
+
+
+class Models:
+    """The endpoint, list and single."""
+
+    def __init__(self, settings: Settings, pipeline: Pipeline, started_s: float) -> None:
+        self._settings = settings
+        self._pipeline = pipeline
+        self._created = int(started_s)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record = new_record("models")
+        try:
+            identity = self._pipeline.authenticate(bearer_of(headers_of(scope)), record)
+            asked = unquote(scope["path"].removeprefix("/v1/models").lstrip("/"))
+            reply = self._one(identity, asked) if asked else self._all(identity)
+        except ApiError as error:
+            await send_error(send, error, record.request_id)
+            return
+        await send_whole(send, 200, [JSON, *base_headers(record.request_id)], msgspec.json.encode(reply))
+
+    def _names(self, identity: Identity) -> list[str]:
+        names = [*self._settings.models, self._settings.embedding_alias]
+        allowed = identity.key.models
+        return [name for name in names if allowed is None or name in allowed]
+
+    def _all(self, identity: Identity) -> dict[str, Any]:
+        return {"object": "list", "data": [self._model(name) for name in self._names(identity)]}
+
+    def _one(self, identity: Identity, name: str) -> dict[str, Any]:
+        if name not in self._names(identity):
+            raise NotFound(f"The model `{name}` does not exist", param="model", code="model_not_found")
+        return self._model(name)
+
+    def _model(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "sameway"}

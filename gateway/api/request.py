@@ -1,0 +1,85 @@
+"""Raw ASGI, made short: reading a request within its limits, and sending what is not a stream.
+
+Format: ASGI HTTP specification 2.5. Knows no routes. Invariant: a body is never held beyond the limit, announced or not.
+"""
+
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+
+from gateway.api.headers import JSON, Headers, base_headers
+from gateway.errors import ApiError, BadRequest, TooLarge
+from gateway.record import Record
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+class ClientGone(Exception):
+    """The client left: nobody is told anything."""
+
+
+def headers_of(scope: Scope) -> dict[str, str]:
+    """The request's headers by lower-case name; of repeated ones all values, joined as RFC 9110 section 5.3 has it."""
+    headers: dict[str, str] = {}
+    for raw_name, raw_value in scope["headers"]:
+        name, value = raw_name.decode("latin-1"), raw_value.decode("latin-1")
+        headers[name] = f"{headers[name]}, {value}" if name in headers else value
+    return headers
+
+
+def bearer_of(headers: Mapping[str, str]) -> str | None:
+    """The key in `Authorization: Bearer ...`; None where there is none."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" and token.strip() else None
+
+
+def new_record(route: str) -> Record:
+    return Record(request_id=f"req_{uuid.uuid4().hex}", at_s=time.time(), route=route)
+
+
+async def read_body(receive: Receive, headers: Mapping[str, str], bytes_max: int) -> bytes:
+    """The whole body. Raises TooLarge, BadRequest for a compressed one, ClientGone."""
+    announced = headers.get("content-length", "0")
+    if announced.isdecimal() and int(announced) > bytes_max:
+        raise _too_large(bytes_max)
+    if headers.get("content-encoding", "identity") != "identity":
+        raise BadRequest("Compressed request bodies are not supported", code="unsupported_content_encoding")
+    message = await receive()
+    if not message.get("more_body") and message["type"] == "http.request":
+        body: bytes = message.get("body", b"")
+        if len(body) > bytes_max:
+            raise _too_large(bytes_max)
+        return body
+    parts, size = [], 0
+    while message["type"] == "http.request":
+        part = message.get("body", b"")
+        size += len(part)
+        if size > bytes_max:
+            raise _too_large(bytes_max)
+        parts.append(part)
+        if not message.get("more_body"):
+            return b"".join(parts)
+        message = await receive()
+    raise ClientGone
+
+
+def _too_large(bytes_max: int) -> TooLarge:
+    return TooLarge(f"The request body is larger than the limit of {bytes_max} bytes", headers={"connection": "close"})
+
+
+async def send_whole(send: Send, status: int, headers: Headers, body: bytes) -> None:
+    """One response in one piece."""
+    headers.append((b"content-length", str(len(body)).encode()))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_error(send: Send, error: ApiError, request_id: str) -> None:
+    """An error in OpenAI's shape."""
+    headers = [JSON, *base_headers(request_id)]
+    headers += [(name.encode(), value.encode("latin-1", "replace")) for name, value in error.headers.items()]
+    await send_whole(send, error.http_status, headers, error.body())

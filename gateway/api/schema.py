@@ -1,0 +1,54 @@
+"""The routes under `/v1` as OpenAPI path items: what `/docs` shows and what clients are generated from.
+
+Knows no endpoints; a test compares with the routes that are served.
+"""
+
+from typing import Any
+
+from gateway.api.front import operation
+
+_CHAT_BODY: dict[str, Any] = {
+    "type": "object",
+    "required": ["model", "messages"],
+    "additionalProperties": True,
+    "properties": {
+        "model": {"type": "string"},
+        "messages": {"type": "array", "minItems": 1, "items": {"type": "object", "required": ["role"]}},
+        "stream": {"type": "boolean"},
+        "cache": {
+            "type": "object",
+            "additionalProperties": False,
+            "description": "Sameway's own: how this request uses the cache",
+            "properties": {
+                "ttl": {"type": "integer", "minimum": 1, "description": "seconds"},
+                "no-cache": {"type": "boolean"},
+                "no-store": {"type": "boolean"},
+                "namespace": {"type": "string"},
+                "error_max": {"type": "number", "minimum": 0, "maximum": 1},
+            },
+        },
+    },
+}
+
+_EMBEDDINGS_BODY: dict[str, Any] = {
+    "type": "object",
+    "required": ["model", "input"],
+    "properties": {
+        "model": {"type": "string"},
+        "input": {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+        "encoding_format": {"enum": ["float", "base64"]},
+        "dimensions": {"type": "integer"},
+    },
+}
+
+PATHS: dict[str, Any] = {
+    "/v1/chat/completions": {"post": operation("Create a chat completion", _CHAT_BODY, streams=True)},
+    "/v1/embeddings": {"post": operation("Create embeddings", _EMBEDDINGS_BODY)},
+    "/v1/models": {"get": operation("List the models this key may use", None)},
+    "/v1/models/{model}": {
+        "get": {
+            **operation("One model", None),
+            "parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}],
+        }
+    },
+}

@@ -1,0 +1,246 @@
+"""One gateway worker: the application, its parts, and the loops that keep them honest.
+
+`create_app(settings)` opens nothing; the lifespan opens the parts in order and closes them in the reverse order. Knows how the
+parts fit together and nothing of what they do. Invariant: no part that is away at the start keeps the port from answering
+`/healthz`.
+"""
+
+import asyncio
+import gc
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request
+from redis.exceptions import RedisError
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.responses import JSONResponse, Response
+
+from cache import CacheLimits, ExactCache, SemanticClient
+from gateway.accounts import Accounts, Ledger, LedgerWriter
+from gateway.api.chat import Chat
+from gateway.api.embeddings import Embeddings
+from gateway.api.front import Endpoint, Front, document
+from gateway.api.models import Models
+from gateway.api.schema import PATHS
+from gateway.first_start import prepare
+from gateway.fleet import Fleet, build_fleet
+from gateway.health import Watch
+from gateway.limits import Limits
+from gateway.money import Money
+from gateway.pipeline import Pipeline
+from gateway.record import Record
+from gateway.redis_link import RedisLink
+from gateway.settings import Settings
+from gateway.stats import Stats
+from gateway.telemetry import logs
+from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
+from policies import Budgets, LocalRateLimits, RateLimits
+
+ACCOUNTS_CHANNEL = "sameway:accounts"
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class Parts:
+    """What a worker is made of."""
+
+    settings: Settings
+    link: RedisLink
+    accounts: Accounts
+    ledger: Ledger
+    writer: LedgerWriter
+    budgets: Budgets
+    exact: ExactCache
+    semantic: SemanticClient
+    fleet: Fleet
+    money: Money
+    stats: Stats
+    metrics: Metrics
+    pipeline: Pipeline
+    watch: Watch
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """The ASGI application for `settings`. Nothing is opened before its lifespan starts."""
+    app = FastAPI(
+        title="Sameway",
+        version="0.1.0",
+        description="A semantic-caching inference gateway. `/v1` speaks OpenAI's API; `/admin/api` is for operators.",
+        lifespan=_lifespan,
+        redoc_url=None,
+    )
+    app.state.settings = settings
+    app.state.routes = {}
+    app.add_middleware(Front, routes=lambda: app.state.routes)
+    document(app, PATHS)
+
+    @app.get("/healthz", tags=["operations"], summary="The process lives")
+    async def healthz() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/readyz", tags=["operations"], summary="Everything this host needs is there")
+    async def readyz(request: Request) -> JSONResponse:
+        report = request.app.state.parts.watch.report()
+        return JSONResponse(report, status_code=200 if report["is_ready"] else 503)
+
+    @app.get("/metrics", tags=["operations"], summary="Prometheus metrics of all workers of this host")
+    async def metrics(request: Request) -> Response:
+        parts: Parts = request.app.state.parts
+        return Response(parts.metrics.render(), media_type=CONTENT_TYPE)
+
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    settings = prepare(app.state.settings)
+    async with AsyncExitStack() as stack:
+        parts = await _open(settings, stack)
+        app.state.parts = parts
+        app.state.routes = _routes(settings, parts)
+        _start_loops(parts, stack)
+        gc.collect()
+        gc.freeze()  # what start-up built lives as long as the process: no collection need look at it again
+        yield
+
+
+async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
+    """Every part, in the order in which they need each other."""
+    metrics = Metrics(settings.run_dir / "metrics")
+    stack.callback(metrics.close)
+    log = logs.configure(settings)
+    stack.callback(logs.close)
+    link = RedisLink(settings.redis_target, settings.redis_timeout_ms / 1000.0)
+    stack.push_async_callback(link.aclose)
+
+    async def tell_others() -> None:
+        try:
+            await link.execute_command("PUBLISH", ACCOUNTS_CHANNEL, "changed")
+        except RedisError as error:  # they find out by themselves within seconds: `refresh`
+            _log.warning("account_change_not_announced", reason=str(error))
+
+    accounts = Accounts(settings.sql_url, notify=tell_others)
+    await accounts.open()
+    stack.push_async_callback(accounts.close)
+    first_key = await accounts.ensure_first(plaintext=settings.api_key)
+    if first_key is not None:
+        shown = "as preset in SAMEWAY_API_KEY" if settings.api_key else first_key
+        print(f"  API key    {shown} (shown this once; team `default`)", flush=True)
+    ledger = Ledger(accounts.database)
+    budgets = Budgets(link)
+    money = Money(budgets, settings.budgets)
+    stack.push_async_callback(money.aclose)
+    exact = ExactCache(
+        link,
+        CacheLimits(
+            size_bytes_max=settings.cache.size_bytes_max,
+            entry_bytes_max=settings.cache.entry_bytes_max,
+            ttl_s_max=settings.cache.ttl_s_max,
+            l1_bytes_max=settings.cache.l1_bytes_max,
+        ),
+    )
+    semantic = SemanticClient(settings.cache_socket, settings.cache.semantic_timeout_ms / 1000.0)
+    semantic.start()
+    stack.push_async_callback(semantic.aclose)
+    fleet = build_fleet(settings, time.monotonic)
+    await fleet.start()
+    stack.push_async_callback(fleet.aclose)
+    stats = Stats(link, time.time)
+    stack.push_async_callback(_last_flush, stats)
+
+    def emit(record: Record) -> None:
+        log.emit(record)
+        metrics.observe(record)
+        stats.add(record)
+
+    limits = Limits(RateLimits(link), LocalRateLimits())
+    pipeline = Pipeline(settings, accounts, limits, exact, semantic, money, fleet, emit)
+    stack.push_async_callback(pipeline.drain)
+    writer = LedgerWriter(link, ledger, budgets)
+    return Parts(
+        settings=settings,
+        link=link,
+        accounts=accounts,
+        ledger=ledger,
+        writer=writer,
+        budgets=budgets,
+        exact=exact,
+        semantic=semantic,
+        fleet=fleet,
+        money=money,
+        stats=stats,
+        metrics=metrics,
+        pipeline=pipeline,
+        watch=Watch(settings, link, accounts, writer, semantic, fleet, money, pipeline),
+    )
+
+
+def _routes(settings: Settings, parts: Parts) -> Mapping[str, Mapping[str, Endpoint]]:
+    models = Models(settings, parts.pipeline, time.time())
+    return {
+        "/v1/chat/completions": {"POST": Chat(parts.pipeline, settings.body_bytes_max)},
+        "/v1/embeddings": {"POST": Embeddings(settings, parts.pipeline, parts.semantic)},
+        "/v1/models": {"GET": models},
+        "/v1/models/*": {"GET": models},
+    }
+
+
+# -- the loops ----------------------------------------------------------------------------------------------------------
+
+
+def _start_loops(parts: Parts, stack: AsyncExitStack) -> None:
+    loops: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
+        "purges": lambda: parts.exact.follow_purges(parts.link.subscribe),
+        "accounts": lambda: _follow_accounts(parts),
+        "last_used": lambda: _every(30.0, parts.accounts.save_last_used),
+        "ledger": parts.writer.run,
+        "money": parts.money.keep,
+        "stats": lambda: _every(1.0, parts.stats.flush),
+        "watch": lambda: parts.watch.run(parts.metrics),
+    }
+    for name, loop in loops.items():
+        task = asyncio.create_task(_for_ever(name, loop), name=name)
+        stack.push_async_callback(_cancelled, task)
+
+
+async def _for_ever(name: str, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """A loop that ends by a bug is logged and started again: a worker without it would be silently wrong."""
+    while True:
+        try:
+            await loop()
+        except (RedisError, SQLAlchemyError, OSError) as error:
+            _log.warning("loop_interrupted", loop=name, reason=f"{type(error).__name__}: {error}")
+        except Exception:
+            _log.exception("loop_failed", loop=name)
+        await asyncio.sleep(random.uniform(0.5, 1.0))
+
+
+async def _every(seconds: float, act: Callable[[], Awaitable[object]]) -> None:
+    while True:
+        await asyncio.sleep(seconds)
+        await act()
+
+
+async def _follow_accounts(parts: Parts) -> None:
+    async with parts.link.subscribe(ACCOUNTS_CHANNEL) as subscription:
+        await parts.accounts.refresh()
+        async for message in subscription.listen():
+            if message["type"] == "message":
+                await parts.accounts.refresh()
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def _last_flush(stats: Stats) -> None:
+    try:
+        await stats.flush()
+    except RedisError as error:
+        _log.warning("stats_not_flushed", reason=str(error))

@@ -1,0 +1,104 @@
+"""The command line: `sameway serve | check-config | demo`, and `worker`, which the supervisor starts.
+
+Knows no requests. Nothing heavy is imported before the command is known: `serve` itself must be up in a blink.
+"""
+
+import argparse
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from gateway.settings import Settings, SettingsError, load_settings
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the process's exit status. A wrong setting is 2, told on stderr."""
+    arguments = _parser().parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+    except SettingsError as error:
+        print(f"sameway: can't start with this configuration\n{_indent(str(error))}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sameway", description="A semantic-caching inference gateway.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="start the gateway and everything it needs on this host")
+    _add_settings(serve)
+    serve.set_defaults(run=_serve)
+
+    check = commands.add_parser("check-config", help="read the configuration and say what is wrong with it")
+    _add_settings(check)
+    check.set_defaults(run=_check_config)
+
+    demo = commands.add_parser("demo", help="start a gateway of its own and watch it do its main job")
+    demo.set_defaults(run=_demo)
+
+    worker = commands.add_parser("worker")  # one gateway process; started by the supervisor
+    worker.add_argument("--fd", type=int, required=True)
+    worker.add_argument("--index", type=int, required=True)
+    worker.set_defaults(run=_worker)
+    return parser
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, help="a YAML file (default: $SAMEWAY_CONFIG, else the embedded default)")
+    parser.add_argument("--host", help="address to listen on")
+    parser.add_argument("--port", type=int, help="port to listen on; 0 takes a free one")
+    parser.add_argument("--workers", type=int, help="gateway processes")
+    parser.add_argument("--data-dir", type=Path, help="where state is kept")
+    parser.add_argument("--model", help="the default engine's model: a GGUF file, a checkpoint folder or a hub name")
+
+
+def _settings(arguments: argparse.Namespace) -> Settings:
+    config = arguments.config or (Path(os.environ["SAMEWAY_CONFIG"]) if os.environ.get("SAMEWAY_CONFIG") else None)
+    settings = load_settings(
+        config,
+        host=arguments.host,
+        port=arguments.port,
+        workers=arguments.workers,
+        data_dir=arguments.data_dir,
+    )
+    if arguments.model is None:
+        return settings
+    return settings.with_default_model(arguments.model)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from gateway.first_start import prepare
+    from gateway.supervisor import Supervisor
+
+    return asyncio.run(Supervisor(prepare(_settings(arguments))).run())
+
+
+def _check_config(arguments: argparse.Namespace) -> int:
+    settings = _settings(arguments)
+    missing = settings.missing_environment(os.environ)
+    for variable, where in missing:
+        print(f"sameway: {where}: the environment variable {variable} is not set", file=sys.stderr)
+    if missing:
+        return 2
+    print(f"The configuration is good: {len(settings.models)} models, {len(settings.engines)} local engines.")
+    return 0
+
+
+def _demo(_: argparse.Namespace) -> int:
+    from gateway.demo import main as demo
+
+    return demo()
+
+
+def _worker(arguments: argparse.Namespace) -> int:
+    from gateway.worker import serve_fd
+
+    return serve_fd(arguments.fd, arguments.index)
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())

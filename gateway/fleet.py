@@ -1,0 +1,199 @@
+"""The deployments of this worker: each a backend with its price, its breaker and its live estimates.
+
+Here values for `policies.routing` are gathered before, and what happened is learned after; the decision itself is a pure
+function elsewhere. Knows no teams, budgets or caches.
+"""
+
+import dataclasses
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import policies
+from gateway.backends import build_backend, describe
+from gateway.backends.base import (
+    Backend,
+    BackendError,
+    BackendOverloaded,
+    BackendRejected,
+)
+from gateway.errors import NotFound
+from gateway.settings import DeploymentSettings, ModelSettings, Settings, deployment_name
+from gateway.storing import Generated
+from gateway.turn import Ask
+from policies import Breaker, Candidate, Demand, Estimate, Price, Route, RoutingPolicy
+
+_OUTPUT_TOKENS_EXPECTED = 256
+_OUTPUT_TOKENS_MAX = 4096
+_TTFT_TIMEOUT_MIN_MS = 5_000.0
+_TTFT_TIMEOUT_MAX_MS = 60_000.0
+
+
+@dataclass(slots=True)
+class Deployment:
+    """One place where an alias can be answered."""
+
+    name: str
+    model: str  # what runs there: two deployments of one model give answers of one kind
+    backend: Backend
+    price: Price
+    capabilities: frozenset[str]
+    context_tokens_max: int | None
+    output_tokens_max: int | None
+    settings: DeploymentSettings
+    breaker: Breaker
+    estimate: Estimate
+
+    def candidate(self, prompt_tokens: int) -> Candidate:
+        """This deployment as routing sees it, now."""
+        load = self.backend.load(prompt_tokens)
+        is_allowed = self.breaker.allows()
+        return Candidate(
+            name=self.name,
+            price=self.price,
+            capabilities=self.capabilities,
+            context_tokens_max=load.context_tokens_max or self.context_tokens_max,
+            output_tokens_max=load.output_tokens_max or self.output_tokens_max,
+            ttft_ms=load.ttft_ms if load.ttft_ms is not None else self.estimate.ttft_ms(prompt_tokens),
+            tpot_ms=load.tpot_ms if load.tpot_ms is not None else self.estimate.tpot_ms,
+            is_open=not (load.is_ready and is_allowed),
+            health_reason=load.reason if not load.is_ready else self.breaker.reason,
+            priority=self.settings.priority,
+            prefill_ms_per_token=self.estimate.prefill_ms_per_token,
+        )
+
+    def ttft_timeout_s(self, prompt_tokens: int) -> float:
+        """How long to wait for the first chunk: as configured, else learned from what this deployment usually takes."""
+        if self.settings.ttft_timeout_ms is not None:
+            return self.settings.ttft_timeout_ms / 1000.0
+        learned = self.estimate.ttft_timeout_ms(prompt_tokens, _TTFT_TIMEOUT_MIN_MS, _TTFT_TIMEOUT_MAX_MS)
+        return learned / 1000.0
+
+    def succeeded(self, made: Generated, prompt_tokens: int) -> None:
+        """Learn from a complete generation. An answer that came whole tells only its total: the time to its first token is
+        taken as predicted, and the rest is spread over its tokens."""
+        self.breaker.record_success()
+        duration_ms = made.elapsed_ms()
+        ttft_ms = made.ttft_ms if made.ttft_ms is not None else duration_ms
+        if made.usage is not None:
+            prompt_tokens = made.usage.prompt_tokens - made.usage.cached_tokens
+        if made.is_whole:
+            ttft_ms = min(ttft_ms, self.estimate.ttft_ms(prompt_tokens))
+        tokens = made.usage.completion_tokens if made.usage else made.content_chunks
+        self.estimate.observe(ttft_ms, (duration_ms - ttft_ms) / (tokens - 1) if tokens > 1 else None, prompt_tokens)
+
+    def failed(self, error: BackendError) -> None:
+        """Count a failure against the deployment, unless the request itself was at fault."""
+        if isinstance(error, BackendRejected):
+            self.breaker.record_success()
+        else:
+            self.breaker.record_failure(error.retry_after_s if isinstance(error, BackendOverloaded) else None)
+
+
+@dataclass(slots=True)
+class Alias:
+    """What a request's `model` may name."""
+
+    name: str
+    settings: ModelSettings
+    policy: RoutingPolicy
+    deployments: Mapping[str, Deployment]
+
+    def worst_case_microusd(self, ask: Ask) -> int:
+        """What the dearest deployment could charge for the longest answer: the amount that budgets hold."""
+        return max(
+            d.price.cost_max(ask.prompt_tokens_max, self._output_max(d, ask) * ask.choices)
+            for d in self.deployments.values()
+        )
+
+    def _output_max(self, deployment: Deployment, ask: Ask) -> int:
+        asked = ask.output_tokens_max or self.settings.output_tokens_default
+        limit = deployment.backend.load(0).output_tokens_max or deployment.output_tokens_max
+        return asked if asked is not None else (limit or _OUTPUT_TOKENS_MAX)
+
+    def route(self, ask: Ask, warm: Mapping[str, int], deadline_ms: float | None, tried: frozenset[str]) -> Route:
+        """Rank this alias's deployments for a request, now."""
+        return policies.route(self._demand(ask, warm, deadline_ms, tried), self._candidates(ask), self.policy)
+
+    def first_choice(self, ask: Ask, warm: Mapping[str, int]) -> Deployment | None:
+        """Who would answer if everyone were well: an answer of another model is a fallback's, and is not cached."""
+        well = [_well(c) for c in self._candidates(ask)]
+        ranked = policies.route(self._demand(ask, warm, None, frozenset()), well, self.policy).ranked
+        return self.deployments[ranked[0].name] if ranked else None
+
+    def _candidates(self, ask: Ask) -> Sequence[Candidate]:
+        return [d.candidate(ask.prompt_tokens) for d in self.deployments.values()]
+
+    def _demand(self, ask: Ask, warm: Mapping[str, int], deadline_ms: float | None, tried: frozenset[str]) -> Demand:
+        asked = ask.output_tokens_max or self.settings.output_tokens_default
+        return Demand(
+            prompt_tokens=ask.prompt_tokens,
+            output_tokens_max=asked or _OUTPUT_TOKENS_MAX,
+            output_tokens_expected=min(asked or _OUTPUT_TOKENS_EXPECTED, _OUTPUT_TOKENS_EXPECTED) * ask.choices,
+            needs=ask.needs,
+            warm=warm,
+            ttft_deadline_ms=deadline_ms,
+            excluded=tried,
+            is_output_asked=ask.output_tokens_max is not None,
+        )
+
+
+def _well(candidate: Candidate) -> Candidate:
+    return dataclasses.replace(candidate, is_open=False)
+
+
+class Fleet:
+    """Every alias with its deployments. Raises NotFound for a name it does not have."""
+
+    def __init__(self, aliases: Mapping[str, Alias]) -> None:
+        self.aliases = aliases
+
+    @property
+    def deployments(self) -> list[Deployment]:
+        return [d for alias in self.aliases.values() for d in alias.deployments.values()]
+
+    def alias(self, name: str) -> Alias:
+        found = self.aliases.get(name)
+        if found is None:
+            raise NotFound(
+                f"The model `{name}` does not exist; see GET /v1/models", param="model", code="model_not_found"
+            )
+        return found
+
+    async def start(self) -> None:
+        for deployment in self.deployments:
+            await deployment.backend.start()
+
+    async def aclose(self) -> None:
+        for deployment in self.deployments:
+            await deployment.backend.aclose()
+
+
+def build_fleet(settings: Settings, clock: Callable[[], float]) -> Fleet:
+    """The fleet that the settings describe; nothing is connected yet."""
+    aliases = {}
+    for alias, model in settings.models.items():
+        deployments = [_build(alias, d, settings, clock) for d in model.deployments]
+        policy = RoutingPolicy(
+            kind=policies.PolicyKind(model.policy),
+            ttft_ms_max=model.ttft_ms_max,
+            cost_microusd_max=model.cost_microusd_max,
+        )
+        aliases[alias] = Alias(alias, model, policy, {d.name: d for d in deployments})
+    return Fleet(aliases)
+
+
+def _build(alias: str, deployment: DeploymentSettings, settings: Settings, clock: Callable[[], float]) -> Deployment:
+    facts = describe(deployment)
+    return Deployment(
+        name=deployment_name(alias, deployment),
+        model=deployment.model or settings.engines[deployment.engine or ""].model,
+        backend=build_backend(alias, deployment, settings),
+        price=facts.price,
+        capabilities=facts.capabilities,
+        context_tokens_max=facts.context_tokens_max,
+        output_tokens_max=facts.output_tokens_max,
+        settings=deployment,
+        breaker=Breaker(clock, random.random),
+        estimate=Estimate(clock),
+    )

@@ -1,0 +1,179 @@
+"""What is there and what is not: readiness, the admin's list of parts, and the gauges.
+
+Looks twice a second, so that a probe costs nothing and asks nobody. Knows no requests. Invariants: `/readyz` is 503 until
+everything has been there once, so a balancer sends nobody to a cold host; after that only what leaves no request answerable makes
+it 503 again, because a gateway without its cache still answers.
+"""
+
+import asyncio
+import resource
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from redis.exceptions import RedisError
+from sqlalchemy.exc import SQLAlchemyError
+
+from cache import SemanticClient, Status, WorkerState
+from gateway.accounts import Accounts, LedgerWriter
+from gateway.admin.services import PROMPT_TOKENS_SHOWN, DeploymentView, Health, Part
+from gateway.fleet import Alias, Deployment, Fleet
+from gateway.money import Money
+from gateway.pipeline import Pipeline
+from gateway.redis_link import RedisLink
+from gateway.settings import Settings
+from gateway.telemetry import definitions as m
+from gateway.telemetry.metrics import Metrics
+
+_LOOK_EVERY_S = 0.5
+
+
+class Watch:
+    """The last look at every part of this worker."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        link: RedisLink,
+        accounts: Accounts,
+        writer: LedgerWriter,
+        semantic: SemanticClient,
+        fleet: Fleet,
+        money: Money,
+        pipeline: Pipeline,
+    ) -> None:
+        self._settings = settings
+        self._link = link
+        self._accounts = accounts
+        self._writer = writer
+        self._semantic = semantic
+        self._fleet = fleet
+        self._money = money
+        self._pipeline = pipeline
+        self._redis_error = "not asked yet"
+        self._database_error = "not asked yet"
+        self._cache = Status(WorkerState.AWAY)
+        self._backlog = 0
+        self._was_ready = False
+        self.lag_s = 0.0
+
+    async def run(self, metrics: Metrics) -> None:
+        """For ever: look, and set the gauges."""
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(_LOOK_EVERY_S)
+            self.lag_s = max(0.0, time.perf_counter() - before - _LOOK_EVERY_S)
+            await asyncio.gather(self._look_at_redis(), self._look_at_database(), self._look_at_cache())
+            self._set_gauges(metrics)
+
+    async def _look_at_redis(self) -> None:
+        try:
+            self._backlog = await self._writer.backlog()
+            self._redis_error = ""
+        except RedisError as error:
+            self._redis_error = f"{type(error).__name__}: {error}"
+
+    async def _look_at_database(self) -> None:
+        try:
+            await self._accounts.refresh()
+            self._database_error = ""
+        except (SQLAlchemyError, OSError) as error:
+            self._database_error = f"{type(error).__name__}"
+
+    async def _look_at_cache(self) -> None:
+        self._cache = await self._semantic.status()
+
+    # -- what was seen ------------------------------------------------------------------------------------------
+
+    def parts(self) -> list[Part]:
+        """Every part with its state in words."""
+        cache = self._cache
+        detail = {
+            WorkerState.READY: f"{cache.entries} prompts indexed, {cache.embedder}",
+            WorkerState.AWAY: "the worker is away; lookups by meaning are misses",
+        }.get(cache.state, f"{cache.state} {cache.progress:.0%} {cache.detail}".strip())
+        starting = (WorkerState.LOADING, WorkerState.REBUILDING)
+        return [
+            Part("redis", Health.DOWN if self._redis_error else Health.OK, self._redis_error),
+            Part("database", Health.DOWN if self._database_error else Health.OK, self._database_error),
+            Part(
+                "cache worker",
+                Health.OK if cache.is_ready else Health.STARTING if cache.state in starting else Health.DOWN,
+                detail,
+            ),
+            *(self._part(deployment) for deployment in self._fleet.deployments),
+        ]
+
+    def _part(self, deployment: Deployment) -> Part:
+        load = deployment.backend.load(0)
+        if load.is_ready:
+            reason = deployment.breaker.reason
+            return Part(deployment.name, Health.DOWN if reason else Health.OK, reason)
+        return Part(deployment.name, Health.STARTING if "load" in load.reason else Health.DOWN, load.reason)
+
+    def report(self) -> dict[str, Any]:
+        """The body of `/readyz`."""
+        parts = self.parts()
+        is_answerable = any(_is_available(d) for d in self._fleet.deployments)
+        is_all_there = all(part.health is Health.OK for part in parts)
+        self._was_ready = self._was_ready or is_all_there
+        return {
+            "is_ready": is_all_there or (self._was_ready and is_answerable),
+            "is_degraded": not is_all_there,
+            "parts": {part.name: {"health": part.health.value, "detail": part.detail} for part in parts},
+        }
+
+    def deployments(self) -> Sequence[DeploymentView]:
+        """Every deployment as this worker sees it."""
+        return [_view(alias, d) for alias in self._fleet.aliases.values() for d in alias.deployments.values()]
+
+    def _set_gauges(self, metrics: Metrics) -> None:
+        metrics.set(m.LOOP_LAG, self.lag_s)
+        metrics.set(m.IN_FLIGHT, self._pipeline.generations)
+        metrics.set(m.WORKER_MEMORY, _memory_bytes())
+        metrics.set(m.REDIS_UP, float(not self._redis_error))
+        metrics.set(m.DATABASE_UP, float(not self._database_error))
+        metrics.set(m.LEDGER_BACKLOG, self._backlog + self._money.unsettled)
+        metrics.set(m.CACHE_WORKER_UP, float(self._cache.is_ready))
+        metrics.set(m.INDEX_ENTRIES, self._cache.entries)
+        metrics.set(m.L1_BYTES, self._pipeline.exact.l1_bytes)
+        for deployment in self._fleet.deployments:
+            load = deployment.backend.load(0)
+            metrics.set(m.DEPLOYMENT_AVAILABLE, float(_is_available(deployment)), deployment.name)
+            metrics.set(m.DEPLOYMENT_RUNNING, load.running, deployment.name)
+            metrics.set(m.DEPLOYMENT_WAITING, load.waiting, deployment.name)
+
+
+def _is_available(deployment: Deployment) -> bool:
+    return deployment.backend.load(0).is_ready and deployment.breaker.allows()
+
+
+def _view(alias: Alias, deployment: Deployment) -> DeploymentView:
+    seen = deployment.candidate(PROMPT_TOKENS_SHOWN)
+    load = deployment.backend.load(PROMPT_TOKENS_SHOWN)
+    return DeploymentView(
+        name=deployment.name,
+        alias=alias.name,
+        backend=deployment.settings.backend,
+        model=deployment.model,
+        policy=alias.settings.policy,
+        is_available=not seen.is_open,
+        reason=seen.health_reason,
+        running=load.running,
+        waiting=load.waiting,
+        ttft_ms=seen.ttft_ms,
+        tpot_ms=seen.tpot_ms,
+        input_microusd_per_mtok=deployment.price.input_microusd_per_mtok,
+        output_microusd_per_mtok=deployment.price.output_microusd_per_mtok,
+        capabilities=tuple(sorted(deployment.capabilities)),
+        context_tokens_max=seen.context_tokens_max,
+        output_tokens_max=seen.output_tokens_max,
+    )
+
+
+def _memory_bytes() -> float:
+    try:
+        with open("/proc/self/statm") as file:
+            return float(file.read().split()[1]) * resource.getpagesize()
+    except OSError:  # not Linux: the peak is the best that is to be had
+        return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024

@@ -1,0 +1,133 @@
+"""The gateway's side of budgets: a hold before each generation that costs, a settled ledger row after it, whatever happens.
+
+Knows no routes, chunks or SQL. Invariants: money fails closed unless the operator says otherwise; a hold lives as long as
+its generation and no longer; a row that Redis can't take now is kept and tried again until it can.
+"""
+
+import asyncio
+import math
+from collections import deque
+from dataclasses import dataclass
+
+import msgspec
+import structlog
+from redis.exceptions import RedisError
+
+from gateway.accounts import Identity, LedgerRow, encode_row
+from gateway.errors import BudgetExceeded, Unavailable
+from gateway.settings import BudgetSettings
+from policies import Budgets, Hold, NotReady, Refused
+
+_RETRY_EVERY_S = 0.5
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unsettled:
+    hold: Hold
+    row: LedgerRow
+
+
+class Money:
+    """Holds and settlements of one worker."""
+
+    def __init__(self, budgets: Budgets, settings: BudgetSettings) -> None:
+        self._budgets = budgets
+        self._settings = settings
+        self._living: dict[str, Hold] = {}
+        self._unsettled: deque[_Unsettled] = deque()
+
+    @property
+    def unsettled(self) -> int:
+        """Rows that wait for Redis to come back."""
+        return len(self._unsettled)
+
+    @property
+    def holds(self) -> int:
+        """Generations under way that hold money."""
+        return len(self._living)
+
+    async def reserve(self, identity: Identity, hold_id: str, amount_microusd: int) -> Hold:
+        """The worst case, held against every budget of the team. Raises BudgetExceeded, Unavailable.
+
+        What costs nothing needs no money: it is neither held nor refused.
+        """
+        budgets = identity.budgets if amount_microusd else ()
+        try:
+            outcome = await self._budgets.reserve(
+                hold_id, identity.team.id, budgets, amount_microusd, self._settings.hold_lease_s
+            )
+        except (RedisError, NotReady) as error:
+            if self._settings.on_redis_failure == "refuse" and any(b.is_hard for b in budgets):
+                raise Unavailable(
+                    "This team's budget can't be checked at the moment; try again shortly", code="budget_unavailable"
+                ) from error
+            outcome = self._budgets.unreserved(hold_id, identity.team.id)
+        if isinstance(outcome, Refused):
+            raise _refusal(identity, outcome)
+        if outcome.held:
+            self._living[hold_id] = outcome
+        return outcome
+
+    async def settle(self, hold: Hold, row: LedgerRow) -> None:
+        """Spend `row.cost_microusd` of the hold and let go of the rest; kept for later while Redis is away."""
+        self._living.pop(hold.id, None)
+        try:
+            await self._budgets.settle(hold, row.cost_microusd, encode_row(row))
+        except RedisError:
+            self._unsettled.append(_Unsettled(hold, row))
+
+    async def release(self, hold: Hold) -> None:
+        """Nothing was spent. Where Redis is away the hold ends with its lease."""
+        self._living.pop(hold.id, None)
+        if hold.held:
+            try:
+                await self._budgets.release(hold)
+            except RedisError as error:
+                _log.warning("hold_left_to_its_lease", hold=hold.id, reason=str(error))
+
+    async def keep(self) -> None:
+        """For ever: renew what lives, and settle what could not be settled."""
+        renew_in_s = 0.0
+        while True:
+            await asyncio.sleep(_RETRY_EVERY_S)
+            await self.retry()
+            renew_in_s -= _RETRY_EVERY_S
+            if renew_in_s <= 0 and self._living:
+                renew_in_s = self._settings.hold_lease_s / 4
+                try:
+                    await self._budgets.renew(tuple(self._living.values()), self._settings.hold_lease_s)
+                except RedisError:
+                    renew_in_s = _RETRY_EVERY_S
+
+    async def retry(self) -> None:
+        """Settle what waits, oldest first, until Redis fails again."""
+        while self._unsettled:
+            waiting = self._unsettled[0]
+            try:
+                await self._budgets.settle(waiting.hold, waiting.row.cost_microusd, encode_row(waiting.row))
+            except RedisError:
+                return
+            self._unsettled.popleft()
+
+    async def aclose(self) -> None:
+        """A last try; what can't be settled then is written to the log whole, so that nothing is lost in silence."""
+        await self.retry()
+        for waiting in self._unsettled:
+            _log.error("ledger_row_not_settled", row=msgspec.to_builtins(waiting.row))
+
+
+def _refusal(identity: Identity, refused: Refused) -> BudgetExceeded:
+    state = refused.state
+    limit, spent, held = (_usd(x) for x in (state.budget.limit_microusd, state.spent_microusd, state.held_microusd))
+    words = (
+        f"Team {identity.team.name} has a {state.budget.window} budget of {limit}: {spent} is spent, {held} is held by "
+        f"requests under way, and this request may cost {_usd(refused.amount_microusd)}."
+    )
+    if refused.resets_in_s is not None:
+        words += f" The budget resets in {math.ceil(refused.resets_in_s)} s."
+    return BudgetExceeded(words, refused.resets_in_s)
+
+
+def _usd(microusd: int) -> str:
+    return f"${microusd / 1e6:.6f}".rstrip("0").rstrip(".") if microusd else "$0"

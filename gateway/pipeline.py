@@ -1,0 +1,485 @@
+"""The journey of a request, top to bottom. Read this file first.
+
+    answer(turn)      raises -> an HTTP status; returns -> the first chunk exists
+      1 authenticate    2 rate-limit    3 fingerprint    4 exact lookup    5 join the flight
+    generate(job)     once per flight, in a task of its own, because a generation must outlive the client that started it
+      6 semantic lookup    7 reserve    8 route    9 stream    10 record, on every exit
+
+It knows the four packages and none of their insides, no HTTP and no SQL. Invariants: a failure of the cache is a miss; money
+fails closed; only a complete answer is stored; every hold is settled or released; nothing is shown as finished that is not.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import structlog
+
+from cache import (
+    CacheUnavailable,
+    Entry,
+    ExactCache,
+    Fingerprint,
+    HitKind,
+    Miss,
+    Query,
+    SemanticClient,
+    fingerprint,
+    partition,
+)
+from gateway.accounts import Accounts, Identity, LedgerRow
+from gateway.backends.base import BackendError, BackendRejected, BackendRequest, BackendTimeout, Chunk, Usage
+from gateway.errors import ApiError, Forbidden, NotCached, Unauthenticated, from_backend, no_route
+from gateway.fleet import Alias, Deployment, Fleet
+from gateway.flight import Flight, Flights, Reader
+from gateway.limits import Limits
+from gateway.money import Money
+from gateway.record import Attempt, Record, Rejection
+from gateway.settings import Settings
+from gateway.storing import Generated, chunks_of, entry_of, refusal_of
+from gateway.turn import Turn
+from policies import Hold, Tokens
+
+_ATTEMPTS_MAX = 3
+_PAUSE_BEFORE_RETRY_S = 0.2
+_PAUSE_MAX_S = 2.0
+_STORES_AWAITED_S = 0.25
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Facts:
+    """What a flight tells of itself for its readers' headers and records."""
+
+    kind: HitKind | None = None  # SEMANTIC where the generation turned out to be a replay
+    similarity: float | None = None
+    deployment: str = ""
+    entry: Entry | None = None
+    usage: Usage | None = None  # once it has ended
+    cost_microusd: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class Answer:
+    """A reply that has begun: recorded chunks, or a reader of a flight whose first chunk exists."""
+
+    kind: HitKind | None  # None: generated for this request
+    entry: Entry | None = None
+    reader: Reader | None = None
+
+
+@dataclass(slots=True)
+class _Job:
+    """One generation: the turn that started it, the flight it serves, and what has happened so far."""
+
+    turn: Turn
+    identity: Identity
+    alias: Alias
+    flight: Flight
+    fingerprint: Fingerprint
+    warm: dict[str, int]
+    hold: Hold | None = None
+    deployment: Deployment | None = None
+    first_choice_model: str = ""
+    generated: Generated = field(default_factory=Generated)
+    attempts: list[Attempt] = field(default_factory=list)
+
+
+class Pipeline:
+    """The stages, with what they need. One per worker."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        accounts: Accounts,
+        limits: Limits,
+        exact: ExactCache,
+        semantic: SemanticClient,
+        money: Money,
+        fleet: Fleet,
+        emit: Callable[[Record], None],
+    ) -> None:
+        self.settings = settings
+        self.accounts = accounts
+        self.limits = limits
+        self.exact = exact
+        self.semantic = semantic
+        self.money = money
+        self.fleet = fleet
+        self.flights = Flights()
+        self._emit = emit
+        self._secret = (settings.secret or "").encode()
+        self._stores: set[asyncio.Future[None]] = set()
+        self._jobs = 0
+
+    @property
+    def generations(self) -> int:
+        """Generations under way."""
+        return self._jobs
+
+    async def drain(self) -> None:
+        """Until what is being stored is stored: nothing more comes after the server has stopped."""
+        while self._stores:
+            await asyncio.wait(self._stores)
+
+    # -- answer: 1 to 5 -----------------------------------------------------------------------------------------
+
+    async def answer(self, turn: Turn, bearer: str | None, attend: Callable[[Reader], None]) -> Answer:
+        """The reply to `turn`, begun. `attend` is given the reader before anything is awaited on it, so that a client
+        who leaves can be taken out at any time. Raises ApiError."""
+        identity = self.authenticate(bearer, turn.record)
+        alias = self.fleet.alias(turn.alias)
+        turn.record.alias = alias.name
+        may_use(identity, turn.alias)
+        scope = partition(self._secret, f"team:{identity.team.id}")
+        found = fingerprint(turn.body, scope, turn.controls.namespace)
+        entry, warm = await self._look_up(turn, identity, found)
+        if entry is not None:
+            turn.record.cache, turn.record.deployment = "exact", str(entry.labels.get("deployment", ""))
+            return Answer(HitKind.EXACT, entry=entry)
+
+        is_shared = not (turn.controls.no_cache or turn.controls.no_store or turn.controls.only_if_cached)
+        flight = None if turn.controls.no_cache else self.flights.find(found.exact)
+        if flight is None:
+            turn.is_leading = True
+            turn.record.cache = "bypass" if turn.controls.no_cache or turn.controls.no_store else "miss"
+            flight = Flight(Facts())
+            if is_shared:
+                self.flights.enter(found.exact, flight)
+            job = _Job(turn, identity, alias, flight, found, warm)
+            reader = flight.join()
+            flight.take_off(self.generate(job))
+        else:
+            turn.record.cache = HitKind.COALESCED.value
+            reader = flight.join()
+        attend(reader)
+        try:
+            await reader.ready()
+        except BaseException:
+            reader.close()
+            raise
+        if not turn.is_leading:
+            turn.record.deployment = reader.facts.deployment
+            return Answer(HitKind.COALESCED, reader=reader)
+        return Answer(reader.facts.kind, reader=reader)
+
+    def authenticate(self, bearer: str | None, record: Record) -> Identity:
+        """1. Who asks, from memory. Raises Unauthenticated."""
+        identity = self.accounts.identify(bearer) if bearer else None
+        if identity is None:
+            raise Unauthenticated(
+                "Incorrect API key provided"
+                if bearer
+                else "No API key provided: send it as `Authorization: Bearer ...`"
+            )
+        record.team_id, record.team = identity.team.id, identity.team.name
+        record.key_id, record.key = identity.key.id, identity.key.name
+        return identity
+
+    async def _look_up(self, turn: Turn, identity: Identity, found: Fingerprint) -> tuple[Entry | None, dict[str, int]]:
+        """2 and 4, in one round trip: limits, the exact entry, and which deployment saw this prefix last."""
+        controls = turn.controls
+        may_look = self.settings.cache.is_exact and not controls.no_cache
+        taking = self.limits.take(turn, identity)
+        entry = self.exact.peek(found, controls.max_age_s) if may_look else None
+        if entry is not None or not self.settings.cache.is_exact:
+            turn.headers = await taking if taking is not None else {}
+            return entry, {}
+        looking = self.exact.lookup(found, controls.max_age_s)
+        if taking is not None:
+            turn.headers, looked = await asyncio.gather(taking, looking)
+        else:
+            looked = await looking
+        warm = {looked.warm: turn.ask.prompt_tokens * looked.warm_depth // len(found.chain)} if looked.warm else {}
+        return (looked.entry if may_look else None), warm
+
+    # -- generate: 6 to 10 --------------------------------------------------------------------------------------
+
+    async def generate(self, job: _Job) -> None:
+        """Fill the flight, and account for it whatever happens."""
+        self._jobs += 1
+        record = job.turn.record
+        error: BaseException | None = None
+        try:
+            if not await self._find_by_meaning(job):
+                if job.turn.controls.only_if_cached:
+                    raise NotCached
+                amount = job.alias.worst_case_microusd(job.turn.ask)
+                job.hold = await self.money.reserve(job.identity, record.request_id, amount)
+                await self._stream(job)
+        except asyncio.CancelledError:
+            error = ApiError("Everyone who waited for this answer has left", code="client_gone")
+            record.status, record.error, record.is_disconnected = 499, "client_gone", True
+        except ApiError as refused:
+            error = refused
+            record.status, record.error = refused.http_status, refused.error_code or refused.type
+        except Exception as bug:
+            _log.exception("generation_failed", request_id=record.request_id)
+            error = ApiError("The gateway failed while it answered this request", code="internal_error")
+            error.__cause__ = bug
+            record.status, record.error = 500, "internal_error"
+        finally:
+            self._jobs -= 1
+        await self._record(job, error)
+
+    async def _find_by_meaning(self, job: _Job) -> bool:
+        """6. A verified semantic hit is replayed into the flight; anything else is a miss with its reason."""
+        record, controls = job.turn.record, job.turn.controls
+        text = job.fingerprint.text
+        reason = self._not_by_meaning(job, text)
+        if reason or text is None:
+            record.miss_reason = reason
+            return False
+        if self._stores:  # what this worker is storing right now may be what is asked for
+            await asyncio.wait(self._stores, timeout=_STORES_AWAITED_S)
+        error_max = min(
+            (e for e in (controls.error_max, job.identity.team.semantic_error_max) if e is not None), default=None
+        )
+        result = await self.semantic.lookup(Query(job.fingerprint.partition, job.fingerprint.compat, text, error_max))
+        if isinstance(result, Miss):
+            record.miss_reason = result.reason.value
+            if result.nearest is not None:
+                record.similarity = result.nearest.similarity
+                record.nearest = result.nearest.text
+            return False
+        record.similarity = result.similarity
+        found = await self.exact.get(job.fingerprint, result.exact, controls.max_age_s)
+        if found.entry is None:
+            record.miss_reason = found.miss.value if found.miss else "gone"
+            return False
+        entry = found.entry
+        facts: Facts = job.flight.facts
+        facts.kind, facts.similarity, facts.entry = HitKind.SEMANTIC, result.similarity, entry
+        facts.deployment = str(entry.labels.get("deployment", ""))
+        record.cache, record.deployment = "semantic", facts.deployment
+        for chunk in chunks_of(entry):
+            job.flight.append(chunk)
+        return True
+
+    def _not_by_meaning(self, job: _Job, text: str | None) -> str:
+        """Why a semantic lookup is not even tried; empty where it is."""
+        if job.turn.controls.no_cache:
+            return "no-cache"
+        if not (self.settings.cache.is_semantic and job.alias.settings.is_semantic):
+            return "off"
+        if not job.identity.team.is_semantic_enabled:
+            return "off_for_team"
+        return "" if text is not None else "not_eligible"
+
+    async def _stream(self, job: _Job) -> None:
+        """8 and 9. Try deployments in the order of the route until one has begun; failover is free until then."""
+        turn = job.turn
+        tried: set[str] = set()
+        failure: BackendError | None = None
+        while True:
+            route = job.alias.route(turn.ask, job.warm, turn.remaining_ms(), frozenset(tried))
+            if failure is None:
+                turn.record.policy = job.alias.settings.policy
+                turn.record.rejected = tuple(Rejection(r.name, r.reason) for r in route.rejected)
+                first = job.alias.first_choice(turn.ask, job.warm)
+                job.first_choice_model = first.model if first else ""
+            if route.ranked:
+                best = route.ranked[0]
+                turn.record.why = best.why
+                failure = await self._try(job, job.alias.deployments[best.name])
+                if failure is None:
+                    return
+                tried.add(best.name)
+            elif failure is None:
+                raise no_route(route)
+            else:
+                pause_s = _pause_before_retry(failure, len(job.attempts))
+                if pause_s is None:
+                    raise from_backend(failure)
+                await asyncio.sleep(pause_s)
+                tried.clear()
+                if not job.alias.route(turn.ask, job.warm, turn.remaining_ms(), frozenset()).ranked:
+                    raise from_backend(failure)
+
+    async def _try(self, job: _Job, deployment: Deployment) -> BackendError | None:
+        """One deployment, to the end. Returns why it failed if nothing had left yet; raises ApiError if something had."""
+        if not deployment.breaker.begin():
+            return BackendTimeout("another request is probing this deployment")
+        turn, made = job.turn, Generated()
+        job.deployment, job.generated = deployment, made
+        prompt_tokens = turn.ask.prompt_tokens
+        facts: Facts = job.flight.facts
+        stream = deployment.backend.stream(
+            BackendRequest(
+                body=turn.body,
+                is_stream=turn.is_stream,
+                salt=job.fingerprint.partition,
+                request_id=turn.record.request_id,
+                ttft_timeout_s=deployment.ttft_timeout_s(prompt_tokens),
+                idle_timeout_s=deployment.settings.idle_timeout_ms / 1000.0,
+            )
+        )
+        held: list[Chunk] = []  # chunks without content don't commit us: the next deployment may still be tried
+        try:
+            async for chunk in stream:
+                made.add(chunk)
+                if made.has_begun:
+                    if not facts.deployment:
+                        facts.deployment = turn.record.deployment = deployment.name
+                        turn.record.ttft_ms = turn.elapsed_ms()
+                    for earlier in held:
+                        job.flight.append(earlier)
+                    held.clear()
+                    job.flight.append(chunk)
+                else:
+                    held.append(chunk)
+        except BackendError as error:
+            deployment.failed(error)
+            job.attempts.append(Attempt(deployment.name, error.detail[:300], made.elapsed_ms()))
+            if made.has_begun or isinstance(error, BackendRejected):
+                raise from_backend(error) from error
+            return error
+        except asyncio.CancelledError:
+            deployment.breaker.record_cancelled()
+            job.attempts.append(Attempt(deployment.name, "cancelled", made.elapsed_ms()))
+            raise
+        finally:
+            await stream.aclose()
+        made.is_complete = True
+        deployment.succeeded(made, prompt_tokens)
+        job.attempts.append(Attempt(deployment.name, "ok", made.elapsed_ms()))
+        return None
+
+    async def _record(self, job: _Job, error: BaseException | None) -> None:
+        """10. The last chunk leaves first; then the hold is settled and the answer stored, in one round trip."""
+        turn, made, flight = job.turn, job.generated, job.flight
+        record, facts = turn.record, flight.facts
+        record.attempts = tuple(job.attempts)
+        usage = made.usage or _estimate(turn, made)
+        row = self._row(job, usage) if job.hold is not None and made.has_begun else None
+        entry: Entry | None = None
+        if facts.entry is None and made.has_begun:
+            record.prompt_tokens, record.completion_tokens = usage.prompt_tokens, usage.completion_tokens
+            record.cached_tokens = usage.cached_tokens
+            facts.cost_microusd = record.cost_microusd = row.cost_microusd if row else 0
+            refusal = refusal_of(
+                made, turn.controls, self.settings.cache.entry_bytes_max, is_fallback=self._is_fallback(job)
+            )
+            record.store = refusal or "stored"
+            if refusal is None and self.settings.cache.is_exact:
+                entry = entry_of(
+                    job.fingerprint,
+                    flight.chunks,
+                    made,
+                    usage,
+                    record,
+                    ttl_s=self._ttl_s(turn),
+                    namespace=turn.controls.namespace,
+                )
+                self.exact.keep(entry)
+        facts.usage = usage
+        record.duration_ms = turn.elapsed_ms()
+        flight.finish(error)
+        stored = asyncio.get_running_loop().create_future()
+        self._stores.add(stored)
+        try:
+            await asyncio.gather(self._account(job, row), self._store(entry, job), self._correct(job, usage))
+        except Exception:
+            _log.exception("record_failed", request_id=record.request_id)
+        finally:
+            self._stores.discard(stored)
+            stored.set_result(None)
+            if facts.entry is not None:
+                _count_saved(record, facts.entry, facts)
+            self._emit(record)
+
+    def _is_fallback(self, job: _Job) -> bool:
+        return job.deployment is not None and job.first_choice_model not in ("", job.deployment.model)
+
+    def _ttl_s(self, turn: Turn) -> int:
+        cache = self.settings.cache
+        return min(turn.controls.ttl_s or cache.ttl_s, cache.ttl_s_max)
+
+    def _row(self, job: _Job, usage: Usage) -> LedgerRow:
+        assert job.hold is not None
+        assert job.deployment is not None
+        tokens = Tokens(usage.prompt_tokens, usage.completion_tokens, min(usage.cached_tokens, usage.prompt_tokens))
+        return LedgerRow(
+            id=job.hold.id,
+            at_ms=job.hold.at_ms,
+            request_id=job.turn.record.request_id,
+            team_id=job.identity.team.id,
+            key_id=job.identity.key.id,
+            alias=job.alias.name,
+            deployment=job.deployment.name,
+            prompt_tokens=tokens.prompt,
+            cached_tokens=tokens.cached,
+            completion_tokens=tokens.completion,
+            cost_microusd=job.deployment.price.cost(tokens),
+            kind=job.turn.record.route,
+        )
+
+    async def _account(self, job: _Job, row: LedgerRow | None) -> None:
+        if job.hold is None:
+            return
+        if row is not None:
+            await self.money.settle(job.hold, row)
+        else:
+            await self.money.release(job.hold)
+
+    async def _store(self, entry: Entry | None, job: _Job) -> None:
+        """Store the answer and, even where it is not stored, which deployment has this prefix warm now."""
+        record = job.turn.record
+        try:
+            if entry is not None:
+                result = await self.exact.store(entry, warm=record.deployment, chain=job.fingerprint.chain)
+                record.store = result.refusal.value if result.refusal else "stored"
+            elif job.generated.has_begun and self.settings.cache.is_exact:
+                await self.exact.link(job.fingerprint, record.deployment)
+        except CacheUnavailable:
+            record.store = "unavailable"
+
+    async def _correct(self, job: _Job, usage: Usage) -> None:
+        spent = usage.prompt_tokens + usage.completion_tokens if job.generated.has_begun else 0
+        await self.limits.correct(job.turn, job.identity, spent)
+
+    def finish(self, record: Record, turn: Turn | None, answer: Answer | None) -> None:
+        """Count and log a request whose journey ends at the wire. One that led a flight is recorded by its generation, which
+        may outlive it."""
+        if turn is not None:
+            if turn.is_leading:
+                return
+            record.duration_ms = turn.elapsed_ms()
+            if answer is not None:
+                facts: Facts | None = answer.reader.facts if answer.reader is not None else None
+                _count_saved(record, answer.entry or (facts.entry if facts else None), facts)
+        self._emit(record)
+
+
+def _count_saved(record: Record, entry: Entry | None, facts: Facts | None) -> None:
+    """What a reply that was not generated for this request had cost when it was."""
+    if entry is not None:
+        labels = entry.labels
+        record.saved_microusd = int(labels.get("cost_microusd", 0))
+        record.prompt_tokens = int(labels.get("prompt_tokens", 0))
+        record.completion_tokens = int(labels.get("completion_tokens", 0))
+        record.saved_ms = max(0.0, float(labels.get("duration_ms", 0)) - record.duration_ms)
+    elif facts is not None and facts.usage is not None:
+        record.saved_microusd = facts.cost_microusd
+        record.prompt_tokens, record.completion_tokens = facts.usage.prompt_tokens, facts.usage.completion_tokens
+
+
+def may_use(identity: Identity, alias: str) -> None:
+    """Raises Forbidden where the key is limited to other models."""
+    if identity.key.models is not None and alias not in identity.key.models:
+        raise Forbidden(f"This API key may not use the model `{alias}`", param="model")
+
+
+def _pause_before_retry(failure: BackendError, attempts: int) -> float | None:
+    """Everyone was tried: how long to wait before another round, None where it is not worth it."""
+    if attempts >= _ATTEMPTS_MAX or isinstance(failure, BackendTimeout):
+        return None
+    pause_s = failure.retry_after_s if failure.retry_after_s is not None else _PAUSE_BEFORE_RETRY_S * 2**attempts
+    return pause_s * random.uniform(1.0, 1.25) if pause_s <= _PAUSE_MAX_S else None
+
+
+def _estimate(turn: Turn, made: Generated) -> Usage:
+    """Tokens of an answer whose backend never said: a generation cut short still cost something."""
+    return Usage(prompt_tokens=turn.ask.prompt_tokens, completion_tokens=made.content_chunks)

@@ -1,0 +1,114 @@
+"""From a generation to a cached entry and back: what the gateway's chunks are in the cache's terms.
+
+Invariant: what is replayed is what was recorded, chunk for chunk; only a complete answer becomes an entry.
+"""
+
+import time
+from collections.abc import Sequence
+
+from cache import Controls, Entry, Fingerprint, Outcome, Recorded, store_refusal
+from gateway.backends.base import Chunk, Usage
+from gateway.record import Record
+
+
+class Generated:
+    """What one attempt at a generation has produced so far; filled chunk by chunk."""
+
+    __slots__ = (
+        "content_chunks",
+        "finish_reasons",
+        "has_begun",
+        "is_complete",
+        "is_whole",
+        "size_bytes",
+        "started",
+        "ttft_ms",
+        "usage",
+    )
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.has_begun = False
+        self.is_complete = False
+        self.is_whole = False  # came in one piece: its time to first token is its time
+        self.content_chunks = 0
+        self.size_bytes = 0
+        self.finish_reasons: list[str] = []
+        self.usage: Usage | None = None
+        self.ttft_ms: float | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        self.size_bytes += len(chunk.data)
+        if chunk.has_content:
+            self.content_chunks += 1
+        if chunk.finish_reasons:
+            self.finish_reasons.extend(chunk.finish_reasons)
+        if chunk.usage is not None:
+            self.usage = chunk.usage
+        if not self.has_begun and (chunk.has_content or chunk.finish_reasons or chunk.is_whole):
+            self.has_begun = True
+            self.is_whole = chunk.is_whole
+            self.ttft_ms = self.elapsed_ms()
+
+    @property
+    def has_content(self) -> bool:
+        return self.content_chunks > 0
+
+    def elapsed_ms(self) -> float:
+        return (time.perf_counter() - self.started) * 1000.0
+
+
+def refusal_of(made: Generated, controls: Controls, entry_bytes_max: int, *, is_fallback: bool) -> str | None:
+    """Why this generation is not stored, in the cache's counted words; None where it is."""
+    refusal = store_refusal(
+        Outcome(
+            is_complete=made.is_complete,
+            finish_reasons=tuple(made.finish_reasons),
+            is_fallback=is_fallback,
+            size_bytes=made.size_bytes,
+            has_content=made.has_content,
+        ),
+        controls,
+        entry_bytes_max,
+    )
+    return refusal.value if refusal is not None else None
+
+
+def entry_of(
+    found: Fingerprint,
+    chunks: Sequence[Chunk],
+    made: Generated,
+    usage: Usage,
+    record: Record,
+    *,
+    ttl_s: int,
+    namespace: str,
+) -> Entry:
+    """The entry that records this generation."""
+    return Entry(
+        partition=found.partition,
+        exact=found.exact,
+        compat=found.compat,
+        text=found.text,
+        chunks=tuple(Recorded(c.data, c.is_whole) for c in chunks),
+        created_at=time.time(),
+        ttl_s=ttl_s,
+        namespace=namespace,
+        labels={
+            "model": record.alias,
+            "deployment": record.deployment,
+            "cost_microusd": record.cost_microusd,
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "duration_ms": int(made.elapsed_ms()),
+            "has_usage_chunk": int(bool(chunks) and chunks[-1].is_usage_only),
+        },
+    )
+
+
+def chunks_of(entry: Entry) -> list[Chunk]:
+    """The recorded chunks, as the wire wants them."""
+    chunks = [Chunk(data=r.data, is_whole=r.is_whole) for r in entry.chunks]
+    if entry.labels.get("has_usage_chunk") and chunks:
+        chunks[-1] = Chunk(data=chunks[-1].data, is_usage_only=True)
+    return chunks

