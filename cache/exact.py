@@ -156,6 +156,11 @@ class ExactCache:
         self._touched_at = 0.0
         self._heard_at: float | None = None
 
+    @property
+    def l1_bytes(self) -> int:
+        """What this process' own memory holds of answers."""
+        return self._l1.size_bytes
+
     # --- lookups: never raise
 
     def peek(self, fp: Fingerprint, max_age_s: float | None = None) -> Entry | None:

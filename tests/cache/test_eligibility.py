@@ -1,0 +1,55 @@
+"""Which answers may be stored, and the reason where not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cache import Controls, Outcome, Refusal, store_refusal
+
+GOOD = Outcome(is_complete=True, finish_reasons=("stop",), size_bytes=100)
+
+
+@pytest.mark.parametrize("reasons", [("stop",), ("tool_calls",), ("function_call",), ("stop", "tool_calls")])
+def test_complete_answers_are_stored(reasons: tuple[str, ...]) -> None:
+    """Text and tool calls alike, with one choice or several."""
+    assert store_refusal(replace(GOOD, finish_reasons=reasons), Controls(), 100) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "refusal"),
+    [
+        ({"is_complete": False}, Refusal.INCOMPLETE),
+        ({"is_status_ok": False}, Refusal.STATUS),
+        ({"has_error": True}, Refusal.ERROR),
+        ({"is_fallback": True}, Refusal.FALLBACK),
+        ({"is_filtered": True}, Refusal.FILTERED),
+        ({"has_content": False}, Refusal.EMPTY),
+        ({"size_bytes": 101}, Refusal.TOO_LARGE),
+        ({"finish_reasons": ("length",)}, Refusal.TRUNCATED),
+        ({"finish_reasons": ("stop", "length")}, Refusal.TRUNCATED),
+        ({"finish_reasons": ("stop", "content_filter")}, Refusal.FILTERED),
+        ({"finish_reasons": ()}, Refusal.UNFINISHED),
+        ({"finish_reasons": ("",)}, Refusal.UNFINISHED),
+        ({"finish_reasons": ("stop", "aborted")}, Refusal.UNFINISHED),
+    ],
+)
+def test_every_other_answer_is_refused_with_its_reason(change: dict[str, Any], refusal: Refusal) -> None:
+    """Truncated, failed, filtered, foreign, empty, unfinished or too large: one reason each."""
+    assert store_refusal(replace(GOOD, **change), Controls(), 100) is refusal
+
+
+@pytest.mark.parametrize(
+    ("controls", "refusal"),
+    [
+        (Controls(no_store=True), Refusal.NO_STORE),
+        (Controls(ttl_s=0), Refusal.TTL),
+        (Controls(ttl_s=1), None),
+        (Controls(no_cache=True, only_if_cached=True, max_age_s=0), None),
+    ],
+)
+def test_the_caller_decides_about_storing(controls: Controls, refusal: Refusal | None) -> None:
+    """no-store and a TTL of nothing refuse; wishes about reading do not."""
+    assert store_refusal(GOOD, controls, 100) is refusal

@@ -1,0 +1,451 @@
+"""The exact cache against a real Redis: what is served, what is refused, what a purge leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from cache import (
+    CacheLimits,
+    CacheUnavailable,
+    Entry,
+    ExactCache,
+    Fingerprint,
+    LookupMiss,
+    Purge,
+    Recorded,
+    Refusal,
+    fingerprint,
+    partition,
+)
+from cache.store import EntryStore
+from tests.services import RedisServer, run_redis
+
+ACME, OTHER = partition(b"secret", "team:1"), partition(b"secret", "team:2")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def ask(text: str, tenant: Any = ACME, **fields: Any) -> Fingerprint:
+    return fingerprint({"model": "m", "messages": [{"role": "user", "content": text}], **fields}, tenant)
+
+
+def entry_for(fp: Fingerprint, now: float, answer: str = "42", **fields: Any) -> Entry:
+    values: dict[str, Any] = {"ttl_s": 60.0, "namespace": fp.namespace, **fields}
+    chunks = (Recorded(answer.encode()), Recorded(b"{}", is_whole=True))
+    return Entry(fp.partition, fp.exact, fp.compat, fp.text, chunks, now, **values)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def exact(redis: Redis, clock: Clock) -> ExactCache:
+    return ExactCache(redis, clock=clock)
+
+
+def subscribing(url: str) -> Any:
+    @asynccontextmanager
+    async def subscribe(channel: str) -> AsyncIterator[Any]:
+        client = Redis.from_url(url, socket_connect_timeout=1.0, retry=Retry(NoBackoff(), 0))
+        pubsub = client.pubsub(ignore_subscribe_messages=True)
+        try:
+            await pubsub.subscribe(channel)
+            yield pubsub
+        finally:
+            await pubsub.aclose()
+            await client.aclose()
+
+    return subscribe
+
+
+@asynccontextmanager
+async def following(cache: ExactCache, url: str) -> AsyncIterator[ExactCache]:
+    """The cache with its L1 on: it follows purges and has heard itself."""
+    task = asyncio.create_task(cache.follow_purges(subscribing(url)))
+    try:
+        await until(lambda: cache._is_l1_on())
+        yield cache
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def test_what_was_stored_is_found_whole(exact: ExactCache, clock: Clock) -> None:
+    """Chunks, labels and times come back as they went in, to the very same request only."""
+    fp = ask("Why?")
+    entry = entry_for(fp, clock.now, labels={"model": "m", "cost_microusd": 12})
+    result = await exact.store(entry)
+    assert result.refusal is None
+    assert result.evicted == 0
+    found = await exact.lookup(fp)
+    assert found.entry == entry
+    assert found.miss is None
+    for stranger in (ask("How?"), ask("Why?", OTHER), ask("Why?", seed=1)):
+        assert (await exact.lookup(stranger)).miss is LookupMiss.ABSENT
+
+
+async def test_entries_expire_and_a_hit_does_not_prolong_them(exact: ExactCache, clock: Clock) -> None:
+    """The TTL counts from creation."""
+    fp = ask("Why?")
+    await exact.store(entry_for(fp, clock.now, ttl_s=60.0))
+    for _ in range(5):
+        clock.now += 10
+        assert (await exact.lookup(fp)).entry is not None
+    clock.now += 10
+    assert (await exact.lookup(fp)).miss is LookupMiss.EXPIRED
+
+
+async def test_redis_forgets_a_partition_whose_entries_expired(redis: Redis) -> None:
+    """Redis' own clock removes all keys of an idle partition, the accounting too."""
+    exact = ExactCache(redis, CacheLimits(warm_ttl_s=0.05))
+    fp = ask("Why?")
+    await exact.store(entry_for(fp, time.time(), ttl_s=0.1), warm="gpu", chain=fp.chain)
+    assert await redis.keys(f"*{ACME.hex()}*")
+    async with asyncio.timeout(20):
+        while await redis.keys(f"*{ACME.hex()}*"):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def test_max_age_refuses_what_is_older(exact: ExactCache, clock: Clock) -> None:
+    """An entry too old for this caller stays for others."""
+    fp = ask("Why?")
+    await exact.store(entry_for(fp, clock.now))
+    clock.now += 10
+    assert (await exact.lookup(fp, max_age_s=9)).miss is LookupMiss.TOO_OLD
+    assert (await exact.lookup(fp, max_age_s=10)).entry is not None
+
+
+async def test_the_ttl_has_a_ceiling(redis: Redis, clock: Clock) -> None:
+    """Nobody stores for longer than the configuration allows, nor what has expired already."""
+    exact = ExactCache(redis, CacheLimits(ttl_s_max=5), clock)
+    fp = ask("Why?")
+    await exact.store(entry_for(fp, clock.now, ttl_s=1e9))
+    assert (await exact.lookup(fp)).entry is not None
+    clock.now += 5
+    assert (await exact.lookup(fp)).miss is LookupMiss.EXPIRED
+    assert (await exact.store(entry_for(fp, clock.now - 10, ttl_s=1.0))).refusal is Refusal.TTL
+
+
+async def test_a_newer_answer_replaces_the_older(exact: ExactCache, clock: Clock) -> None:
+    """And is not counted twice."""
+    fp = ask("Why?")
+    await exact.store(entry_for(fp, clock.now, "old " * 100))
+    await exact.store(entry_for(fp, clock.now, "new"))
+    found = await exact.lookup(fp)
+    assert found.entry is not None
+    assert found.entry.chunks[0].data == b"new"
+    stats = await exact.stats()
+    assert stats.entries == 1
+    await exact.purge(Purge())
+    assert (await exact.stats()).size_bytes == 0
+
+
+async def test_garbage_in_redis_is_a_miss(exact: ExactCache, redis: Redis, clock: Clock) -> None:
+    """An entry that can't be read, or belongs elsewhere, is never served."""
+    fp = ask("Why?")
+    key = f"sameway:{{{ACME.hex()}}}:entries"
+    for garbage in (b"", b"\xc1", b"x" * 100, entry_for(ask("How?", OTHER), clock.now).encode()):
+        await redis.execute_command("HSET", key, fp.exact, garbage)
+        assert (await exact.lookup(fp)).miss is LookupMiss.UNREADABLE
+
+
+async def test_the_longest_known_prefix_is_the_warm_hint(exact: ExactCache, clock: Clock) -> None:
+    """A continuation learns who saw its start; the deepest link wins; a stranger learns nothing."""
+    turns = [{"role": role, "content": str(i)} for i, role in enumerate(["system", "user", "assistant", "user"] * 20)]
+
+    def dialogue(length: int, tenant: Any = ACME) -> Fingerprint:
+        return fingerprint({"model": "m", "messages": turns[:length]}, tenant)
+
+    first = dialogue(2)
+    await exact.store(entry_for(first, clock.now), warm="gpu-0", chain=first.chain)
+    hinted = await exact.lookup(dialogue(4))
+    assert (hinted.warm, hinted.warm_depth) == ("gpu-0", 2)
+    await exact.link(dialogue(4), "gpu-1")
+    hinted = await exact.lookup(dialogue(6))
+    assert (hinted.warm, hinted.warm_depth) == ("gpu-1", 4)
+    far = await exact.lookup(dialogue(80))  # too far for the latest links: the first is asked for all the same
+    assert (far.warm, far.warm_depth) == ("gpu-1", 1)
+    assert (await exact.lookup(dialogue(4, OTHER))).warm is None
+    shared = fingerprint({"model": "m", "messages": [turns[0], {"role": "user", "content": "else"}]}, ACME)
+    assert (await exact.lookup(shared)).warm_depth == 1
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 3000), st.booleans()), min_size=1, max_size=25))
+async def test_the_size_budget_is_never_exceeded(redis_server: RedisServer, steps: list[tuple[int, int, bool]]) -> None:
+    """Whatever is stored and looked up: bytes stay under the budget and are the sum of what is there, least recent out first."""
+    redis = Redis.from_url(redis_server.url)
+    await redis.flushall()
+    clock = Clock()
+    budget = 8_000
+    exact = ExactCache(redis, CacheLimits(size_bytes_max=budget), clock, monotonic=clock)
+    recent: list[bytes] = []
+    sizes: dict[bytes, int] = {}
+    for number, length, is_lookup in steps:
+        clock.now += 2
+        fp = ask(str(number))
+        if is_lookup:
+            found = await exact.lookup(fp)
+            assert (found.entry is not None) is (fp.exact in recent)
+        else:
+            result = await exact.store(entry_for(fp, clock.now, "x" * length, ttl_s=1e6))
+            assert result.refusal is None
+            sizes[fp.exact] = result.size_bytes
+        if fp.exact in recent:
+            recent.remove(fp.exact)
+        if fp.exact in sizes and (not is_lookup or found.entry is not None):
+            recent.append(fp.exact)
+        # the model: drop from the front until the rest fits
+        await exact._flush_touches()
+        while sum(sizes[one] for one in recent) > budget:
+            recent.pop(0)
+        stats = await exact.stats()
+        assert stats.size_bytes == sum(sizes[one] for one in recent) <= budget
+        assert stats.entries == len(recent)
+        stored = [one.exact async for batch in EntryStore(redis).scan(ACME) for one in batch]
+        assert sorted(stored) == sorted(recent)
+    await redis.aclose()
+
+
+async def test_one_tenant_does_not_evict_another(redis: Redis, clock: Clock) -> None:
+    """The budget is for each partition."""
+    exact = ExactCache(redis, CacheLimits(size_bytes_max=10_000), clock)
+    theirs = ask("Why?", OTHER)
+    await exact.store(entry_for(theirs, clock.now))
+    for number in range(50):
+        await exact.store(entry_for(ask(str(number)), clock.now, "x" * 1000))
+    assert (await exact.lookup(theirs)).entry is not None
+
+
+async def test_an_answer_over_the_limit_is_refused(redis: Redis, clock: Clock) -> None:
+    """Neither the entry limit nor the budget can be passed by one entry, and nothing is evicted for it."""
+    exact = ExactCache(redis, CacheLimits(size_bytes_max=5_000, entry_bytes_max=100_000), clock)
+    await exact.store(entry_for(ask("small"), clock.now))
+    assert (await exact.store(entry_for(ask("big"), clock.now, "x" * 6_000))).refusal is Refusal.TOO_LARGE
+    assert (await exact.lookup(ask("small"))).entry is not None
+
+
+async def test_expired_entries_give_their_bytes_back_first(redis: Redis, clock: Clock) -> None:
+    """A store sweeps what expired before it evicts what lives."""
+    exact = ExactCache(redis, CacheLimits(size_bytes_max=7_000), clock)
+    living = ask("living")
+    await exact.store(entry_for(living, clock.now, "x" * 1000, ttl_s=1000))
+    await exact.store(entry_for(ask("dying"), clock.now, "x" * 2000, ttl_s=5))
+    clock.now += 10
+    assert (await exact.store(entry_for(ask("new"), clock.now, "x" * 1500))).evicted == 0
+    assert (await exact.lookup(living)).entry is not None
+    assert (await exact.stats()).entries == 2
+
+
+PURGES: list[tuple[Callable[[Clock], Purge], set[str]]] = [
+    (lambda clock: Purge(), {"a", "b", "c", "d"}),
+    (lambda clock: Purge(partition=ACME), {"a", "b", "c"}),
+    (lambda clock: Purge(partition=OTHER), {"d"}),
+    (lambda clock: Purge(id=ask("b").id), {"b"}),
+    (lambda clock: Purge(id="no hex"), set()),
+    (lambda clock: Purge(text="  A "), {"a"}),
+    (lambda clock: Purge(namespace="n"), {"c"}),
+    (lambda clock: Purge(label=("model", "large")), {"b", "d"}),
+    (lambda clock: Purge(partition=ACME, label=("model", "large")), {"b"}),
+    (lambda clock: Purge(older_than_s=50), {"a"}),
+    (lambda clock: Purge(text="a", label=("model", "large")), set()),
+]
+
+
+@pytest.mark.parametrize(("purge_at", "expected"), PURGES)
+async def test_a_purge_removes_what_matches_everywhere(
+    redis: Redis, redis_server: RedisServer, clock: Clock, purge_at: Callable[[Clock], Purge], expected: set[str]
+) -> None:
+    """A dry run only counts; the purge removes exactly what matches, from Redis and from every process' L1, before it returns."""
+    purger, reader = ExactCache(redis, clock=clock), ExactCache(redis, clock=clock)
+    named = fingerprint({"model": "m", "messages": [{"role": "user", "content": "c"}]}, ACME, "n")
+    fps = {"a": ask("a"), "b": ask("b"), "c": named, "d": ask("d", OTHER)}
+    labels = {"b": {"model": "large"}, "d": {"model": "large"}}
+    async with following(purger, redis_server.url), following(reader, redis_server.url):
+        await purger.store(entry_for(fps["a"], clock.now - 55))
+        for name in ("b", "c", "d"):
+            await purger.store(entry_for(fps[name], clock.now, labels=labels.get(name, {})))
+        for fp in fps.values():
+            assert (await reader.lookup(fp)).entry is not None
+            assert reader.peek(fp) is not None
+        dry = await purger.purge(purge_at(clock), is_dry_run=True)
+        assert (dry.count, dry.is_dry_run) == (len(expected), True)
+        assert {sample.id for sample in dry.samples} == {fps[name].id for name in expected}
+        assert all(reader.peek(fp) is not None for fp in fps.values())
+        before = (await purger.stats()).size_bytes
+        done = await purger.purge(purge_at(clock))
+        assert (done.count, done.size_bytes) == (dry.count, dry.size_bytes)
+        for name, fp in fps.items():
+            assert (reader.peek(fp) is None) is (name in expected)
+            assert (purger.peek(fp) is None) or name not in expected
+            assert ((await reader.lookup(fp)).entry is None) is (name in expected)
+        assert (await purger.stats()).size_bytes == before - done.size_bytes
+
+
+async def test_many_entries_are_purged_in_batches(exact: ExactCache, clock: Clock) -> None:
+    """A purge of hundreds counts each once."""
+    for number in range(701):
+        await exact.store(entry_for(ask(str(number)), clock.now))
+    done = await exact.purge(Purge(partition=ACME))
+    assert done.count == 701
+    assert len(done.samples) == 20
+    stats = await exact.stats()
+    assert (stats.entries, stats.size_bytes) == (0, 0)
+
+
+async def test_the_l1_is_off_without_a_subscription(redis: Redis, redis_server: RedisServer, clock: Clock) -> None:
+    """Not before purges are followed, and not after: then peek knows nothing, and lookups ask Redis."""
+    exact = ExactCache(redis, clock=clock)
+    fp = ask("Why?")
+    exact.keep(entry_for(fp, clock.now))
+    assert exact.peek(fp) is None
+    async with following(exact, redis_server.url):
+        exact.keep(entry_for(fp, clock.now))
+        assert exact.peek(fp) is not None
+    assert exact.peek(fp) is None
+
+
+async def test_the_l1_goes_off_when_redis_does_and_comes_back() -> None:
+    """A lost connection empties it at once; a paused Redis, whose connection stays, within the heartbeat's patience."""
+    with run_redis() as server:
+        client = Redis.from_url(server.url, socket_timeout=0.5, retry=Retry(NoBackoff(), 0))
+        ticks = Clock()
+        exact = ExactCache(client, clock=Clock(), monotonic=ticks)
+        fp = ask("Why?")
+        async with following(exact, server.url):
+            exact.keep(entry_for(fp, Clock().now))
+            assert exact.peek(fp) is not None
+            server.kill()
+            await until(lambda: exact.peek(fp) is None)
+            server.start()
+            await until(exact._is_l1_on)
+            assert exact.peek(fp) is None
+            exact.keep(entry_for(fp, Clock().now))
+            server.pause()
+            assert exact.peek(fp) is not None
+            ticks.now += 6
+            assert exact.peek(fp) is None
+            server.resume()
+            await until(exact._is_l1_on)
+        await client.aclose()
+
+
+async def test_a_purge_during_a_lookup_keeps_the_answer_out_of_the_l1(
+    redis: Redis, redis_server: RedisServer, clock: Clock
+) -> None:
+    """An answer that Redis gave before a purge is not put aside after it."""
+
+    class Slow:
+        """Holds the reply of HGET back until told."""
+
+        def __init__(self) -> None:
+            self.go = asyncio.Event()
+            self.asked = asyncio.Event()
+
+        async def execute_command(self, *args: Any) -> Any:
+            reply = await redis.execute_command(*args)
+            if args[0] == "HGET":
+                self.asked.set()
+                await self.go.wait()
+            return reply
+
+        async def eval(self, script: str, numkeys: int, *keys_and_args: Any) -> Any:
+            return await redis.eval(script, numkeys, *keys_and_args)
+
+    slow = Slow()
+    reader, purger = ExactCache(slow, clock=clock), ExactCache(redis, clock=clock)
+    fp = ask("Why?")
+    await purger.store(entry_for(fp, clock.now))
+    async with following(reader, redis_server.url):
+        pending = asyncio.create_task(reader.lookup(fp))
+        await slow.asked.wait()
+        await purger.purge(Purge())
+        slow.go.set()
+        await pending
+        assert reader.peek(fp) is None
+        assert (await reader.lookup(fp)).miss is LookupMiss.ABSENT
+
+
+async def test_a_semantic_hit_is_checked_and_a_dangling_one_reported(
+    exact: ExactCache, redis: Redis, clock: Clock
+) -> None:
+    """`get` serves only the same partition and compat; what is gone is said to the indexes."""
+    stored = ask("Why?")
+    await exact.store(entry_for(stored, clock.now))
+    found = await exact.get(ask("How come?"), stored.exact)
+    assert found.entry is not None
+    assert (await exact.get(ask("Why?", seed=1), stored.exact)).miss is LookupMiss.UNREADABLE
+    assert (await exact.get(ask("Why?", OTHER), stored.exact)).miss is LookupMiss.ABSENT
+    store = EntryStore(redis)
+    start = await store.log_end(b"e")
+    gone = ask("gone")
+    assert (await exact.get(ask("Why?"), gone.exact)).miss is LookupMiss.ABSENT
+    records = (await store.read_log(start)).records
+    assert [record.exacts for record in records] == [(gone.exact,)]
+
+
+async def test_the_l1_is_bounded(redis: Redis, redis_server: RedisServer, clock: Clock) -> None:
+    """In entries and in bytes, least recently used out first."""
+    limits = CacheLimits(l1_entries_max=3, l1_bytes_max=20_000)
+    exact = ExactCache(redis, limits, clock)
+    fps = [ask(str(number)) for number in range(5)]
+    async with following(exact, redis_server.url):
+        for fp in fps[:3]:
+            exact.keep(entry_for(fp, clock.now))
+        assert exact.peek(fps[0]) is not None
+        exact.keep(entry_for(fps[3], clock.now))
+        assert [exact.peek(fp) is not None for fp in fps[:4]] == [True, False, True, True]
+        exact.keep(entry_for(fps[4], clock.now, "x" * 19_000))
+        exact.keep(entry_for(fps[1], clock.now, "x" * 30_000))
+        stats = await exact.stats()
+        assert stats.l1_bytes <= 20_000
+        assert exact.peek(fps[1]) is None
+        clock.now += 61
+        exact.keep(entry_for(fps[2], clock.now - 61))
+        assert all(exact.peek(fp) is None for fp in fps)
+
+
+async def test_redis_away_is_a_miss_for_readers_and_an_error_for_writers() -> None:
+    """Lookups and get answer UNAVAILABLE; store, link, purge and stats raise CacheUnavailable; back again, all work."""
+    with run_redis() as server:
+        client = Redis.from_url(server.url, socket_timeout=0.3, retry=Retry(NoBackoff(), 0))
+        exact = ExactCache(client)
+        fp = ask("Why?")
+        entry = entry_for(fp, time.time())
+        await exact.store(entry)
+        for strike, heal in ((server.kill, server.start), (server.pause, server.resume)):
+            strike()
+            assert (await exact.lookup(fp)).miss is LookupMiss.UNAVAILABLE
+            assert (await exact.get(fp, fp.exact)).miss is LookupMiss.UNAVAILABLE
+            for attempt in (exact.store(entry), exact.link(fp, "gpu"), exact.purge(Purge()), exact.stats()):
+                with pytest.raises(CacheUnavailable):
+                    await attempt
+            heal()
+            assert (await exact.store(entry)).refusal is None
+            assert (await exact.lookup(fp)).entry == entry
+        await client.aclose()
