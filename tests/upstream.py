@@ -42,8 +42,8 @@ _HTML = b"<html><head><title>502 Bad Gateway</title></head><body>nginx</body></h
 
 @dataclass(frozen=True)
 class Plan:
-    """How an answer is told. Places are `headers` (nothing was sent), `first` (before the first chunk), `middle`, `end`
-    (after the finish, before usage and [DONE])."""
+    """How an answer is told. Places are `headers` (nothing was sent), `first` (before the first chunk), `middle`,
+    `between` (before the last choice's finish), `end` (after all finishes, before usage and [DONE])."""
 
     status: int = 200
     body: str = "openai"  # openai | html | text | empty | detail | vllm | quota | auth | missing | context
@@ -431,7 +431,7 @@ class Connection(asyncio.Protocol):
             self.transport.write(b"".join((top, *parts, b"0\r\n\r\n")))
             return True
         self.transport.write(top)
-        places = {0: "first", finished // 2: "middle", finished: "end"}
+        places = {0: "first", finished // 2: "middle", finished - 1: "between", finished: "end"}
         for number, payload in enumerate([*payloads, b""]):
             place = places.get(number, "")
             if place and await self.stumble(plan, place):

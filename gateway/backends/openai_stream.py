@@ -1,0 +1,299 @@
+"""One answer of an OpenAI-compatible server on its way: its bytes read, its ending checked, its time kept.
+
+Knows the backend that sends and nothing else. Invariants: base.py's (a stream ends after its finish or raises), and a
+connection goes back to the pool only after its answer's last byte: leaving an answer early closes it, so that the server
+stops generating.
+
+Time: a stream's first chunk has `ttft_timeout_s`, connecting included; after it, silence is bounded by `idle_timeout_s`
+(any byte breaks it, so keep-alive comments count as life). A whole answer comes in one piece after all of its tokens,
+so it has `ttft_timeout_s + idle_timeout_s`. Silence after every choice's finish costs only the usage chunk: the answer is
+complete, and ends after `_TAIL_TIMEOUT_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING
+
+import aiohttp
+import msgspec
+
+from gateway.api.sse import PayloadTooLarge, Splitter
+from gateway.api.wire import Ending, parse, to_chunk
+from gateway.backends.base import (
+    BackendBroken,
+    BackendError,
+    BackendOverloaded,
+    BackendRequest,
+    BackendTimeout,
+    BackendUnavailable,
+    Chunk,
+)
+from gateway.backends.refusals import scrubbed
+
+if TYPE_CHECKING:
+    from gateway.backends.openai_http import OpenAIBackend
+
+_TAIL_TIMEOUT_S = 5.0
+_ERROR_BYTES_MAX = 64 << 10
+_WHOLE_BYTES_MAX = 64 << 20
+
+
+class OpenAIStream:
+    """One answer on its way; see base.ChunkStream. One reader at a time; `aclose` from anywhere."""
+
+    __slots__ = (
+        "_backend",
+        "_ending",
+        "_error",
+        "_is_counted",
+        "_is_over",
+        "_is_reading",
+        "_is_silent",
+        "_is_tail",
+        "_opening",
+        "_read_at",
+        "_ready",
+        "_request",
+        "_response",
+        "_splitter",
+        "_timer",
+    )
+
+    def __init__(self, backend: OpenAIBackend, request: BackendRequest) -> None:
+        self._backend = backend
+        self._request = request
+        self._ready: deque[Chunk] = deque()
+        self._ending = Ending(request.body.get("n") or 1)
+        self._splitter = Splitter()
+        self._response: aiohttp.ClientResponse | None = None
+        self._opening: asyncio.Timeout | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._error: BackendError | None = None  # to raise once what came before it has been read
+        self._is_over = False  # nothing more will be read
+        self._is_counted = False
+        self._is_reading = False
+        self._is_silent = False
+        self._is_tail = False
+        self._read_at = 0.0
+
+    def __aiter__(self) -> OpenAIStream:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if not self._ready and not self._is_over:
+            try:
+                if self._response is None:
+                    await self._begin()
+                else:
+                    await self._fill()
+            except BaseException:
+                self._error = None
+                self._leave()
+                raise
+        if self._ready:
+            return self._ready.popleft()
+        if self._error is not None:
+            pending, self._error = self._error, None
+            raise pending
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Let go: an unfinished answer's connection is closed now, and the server sees it."""
+        self._ready.clear()
+        if not self._is_over:
+            self._error = BackendBroken("The answer was given up")
+            self._leave()
+            if self._opening is not None:
+                self._opening.reschedule(0.0)
+
+    async def _begin(self) -> None:
+        """Connect, send, and wait for the first chunk."""
+        backend, request = self._backend, self._request
+        load = backend.load(0)
+        if not load.is_ready:
+            raise BackendUnavailable(f"The deployment is not ready: {load.reason}")
+        if backend.running >= backend.concurrency_max:
+            raise BackendOverloaded("The deployment has as many requests as it may", retry_after_s=1.0)
+        backend.running += 1
+        self._is_counted = True
+        budget_s = request.ttft_timeout_s + (0.0 if request.is_stream else request.idle_timeout_s)
+        try:
+            async with asyncio.timeout(budget_s) as self._opening:
+                response = await backend.post(request)
+                if self._is_over:
+                    response.close()
+                    return
+                self._response = response
+                if response.status != 200:
+                    raise backend.refused(response, await self._body(_ERROR_BYTES_MAX, is_cut=True))
+                kind = response.headers.get("Content-Type", "").lower()
+                is_json_or_page = kind.startswith(("application/json", "text/html"))
+                if kind.startswith("text/event-stream") or (request.is_stream and not is_json_or_page):
+                    await self._fill()
+                else:
+                    self._take_whole(await self._body(_WHOLE_BYTES_MAX))
+        except TimeoutError:
+            if self._is_over and self._error is not None:
+                raise self._error from None
+            raise BackendTimeout(f"The deployment sent nothing within {budget_s:g} s") from None
+        finally:
+            self._opening = None
+        if not self._is_over:
+            self._arm(request.idle_timeout_s)
+
+    async def _body(self, size_bytes_max: int, is_cut: bool = False) -> bytes:
+        """The whole body; of one that is too long its beginning, where `is_cut` allows it."""
+        assert self._response is not None
+        content = self._response.content
+        parts: list[bytes] = []
+        size_bytes = 0
+        try:
+            while part := await content.readany():
+                parts.append(part)
+                size_bytes += len(part)
+                if size_bytes > size_bytes_max:
+                    if is_cut:
+                        break
+                    raise BackendBroken("The deployment's answer is too long", detail=f"over {size_bytes_max} bytes")
+        except (aiohttp.ClientError, OSError) as error:
+            if not is_cut:
+                raise BackendBroken("The deployment's answer broke off", detail=self._backend.told(error)) from None
+        return b"".join(parts)
+
+    def _take_whole(self, body: bytes) -> None:
+        try:
+            answer = parse(body)
+        except msgspec.DecodeError as error:
+            excerpt = scrubbed(body[:200].decode("utf-8", "replace"), self._backend.api_key)
+            raise BackendBroken("The deployment's answer is not JSON", detail=f"{error}: {excerpt}") from None
+        if answer.error or answer.object == "error":
+            raise self._backend.in_band(answer.error or msgspec.json.decode(body))
+        self._ending.add(answer)
+        if self._ending.failed_reason or not self._ending.is_finished:
+            raise _unfinished(self._ending)
+        self._ready.append(to_chunk(body, answer, is_whole=True))
+        self._finish()
+
+    async def _fill(self) -> None:
+        """Read until there is a chunk, an error or the end."""
+        response = self._response
+        assert response is not None
+        loop = asyncio.get_running_loop()
+        while not self._ready and not self._is_over:
+            if self._ending.is_complete and not self._is_tail:
+                self._is_tail = True
+                self._arm(min(_TAIL_TIMEOUT_S, self._request.idle_timeout_s))
+            self._read_at = loop.time()
+            self._is_reading = True
+            try:
+                data = await response.content.readany()
+                if data:
+                    for payload in self._splitter.feed(data):
+                        if not self._take(payload):
+                            break
+                else:
+                    self._at_end()
+            except (aiohttp.ClientError, OSError) as error:
+                self._at_cut(error)
+            except PayloadTooLarge as error:
+                self._fail(BackendBroken("The deployment's answer is too long", detail=str(error)))
+            finally:
+                self._is_reading = False
+
+    def _take(self, payload: bytes) -> bool:
+        """One event of the stream; True where more is wanted."""
+        if payload == b"[DONE]":
+            if self._ending.is_finished:
+                self._finish()
+            else:
+                self._fail(_unfinished(self._ending))
+            return False
+        if not payload:
+            return True
+        try:
+            answer = parse(payload)
+        except msgspec.DecodeError as error:
+            excerpt = scrubbed(payload[:200].decode("utf-8", "replace"), self._backend.api_key)
+            self._fail(BackendBroken("The deployment's stream is not JSON", detail=f"{error}: {excerpt}"))
+            return False
+        if answer.error or answer.object == "error":
+            self._fail(self._backend.in_band(answer.error or msgspec.json.decode(payload)))
+            return False
+        self._ending.add(answer)
+        if self._ending.failed_reason is not None:
+            self._fail(_unfinished(self._ending))
+            return False
+        self._ready.append(to_chunk(payload, answer))
+        return True
+
+    def _at_end(self) -> None:
+        """The body ended; where that is right depends on what has finished, not on [DONE]."""
+        last = self._splitter.end()
+        if last is not None and not self._take(last):
+            return
+        if self._ending.is_complete:
+            self._finish()
+        else:
+            self._fail(_unfinished(self._ending))
+
+    def _at_cut(self, error: Exception) -> None:
+        """The connection failed, or was closed by `_watch` or `aclose`."""
+        if self._is_over:
+            return
+        if self._ending.is_complete:
+            self._finish()
+        elif self._is_silent:
+            silence_s = self._request.idle_timeout_s
+            self._fail(BackendTimeout(f"The deployment fell silent for {silence_s:g} s inside its answer"))
+        else:
+            self._fail(BackendBroken("The deployment's answer broke off", detail=self._backend.told(error)))
+
+    def _finish(self) -> None:
+        self._is_over = True
+        self._let_go()
+        response = self._response
+        if response is not None and not response.closed:
+            self._backend.drain(response)
+
+    def _fail(self, error: BackendError) -> None:
+        self._error = error
+        self._leave()
+
+    def _leave(self) -> None:
+        """End without having finished: close the connection."""
+        self._is_over = True
+        self._let_go()
+        if self._response is not None:
+            self._response.close()
+
+    def _let_go(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._is_counted:
+            self._is_counted = False
+            self._backend.running -= 1
+
+    def _arm(self, timeout_s: float) -> None:
+        """One timer watches the whole stream: cheaper than a time-out around each read."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._watch, timeout_s)
+
+    def _watch(self, timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        silent_s = loop.time() - self._read_at if self._is_reading else 0.0
+        if silent_s < timeout_s:  # a reader that does not read is not the server's silence
+            self._timer = loop.call_later(timeout_s - silent_s, self._watch, timeout_s)
+        elif self._response is not None:
+            self._timer = None
+            self._is_silent = True
+            self._response.close()
+
+
+def _unfinished(ending: Ending) -> BackendBroken:
+    if ending.failed_reason:
+        return BackendBroken("The deployment gave its answer up", detail=f"finish_reason {ending.failed_reason!r}")
+    return BackendBroken("The deployment's answer ended before its finish")

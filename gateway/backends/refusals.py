@@ -1,0 +1,156 @@
+"""What a refusal from a provider means: its status, headers and error object become one of base.py's errors.
+
+The rules are the same whether the words came over HTTP, inside a stream, or in an exception of litellm's. Shapes: OpenAI
+API reference, "Error codes"; RFC 9110, sections 10.2.3 (Retry-After) and 15. Pure: no clocks but the one handed in.
+Invariant: nothing of a provider's text reaches a client but the error object of a request that was itself at fault, and
+never the provider's key.
+"""
+
+import email.utils
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from gateway.backends.base import (
+    BackendError,
+    BackendOverloaded,
+    BackendRejected,
+    BackendUnavailable,
+)
+
+RETRY_AFTER_MAX_S = 3600.0
+_DETAIL_CHARACTERS = 500
+_REJECTED = frozenset({400, 413, 422})
+# Codes that say more than the status: providers send them with 400, 404 or 429 alike.
+_MONEY = frozenset({"insufficient_quota", "billing_hard_limit_reached", "insufficient_balance"})
+_CREDENTIALS = frozenset({"invalid_api_key", "authentication_error", "permission_error", "permission_denied"})
+_MODEL = frozenset({"model_not_found", "model_not_available", "not_found_error"})
+_STATUS_BY_WORD = {
+    "rate_limit_exceeded": 429,
+    "rate_limit_error": 429,
+    "rate_limit": 429,
+    "overloaded_error": 529,
+    "invalid_request_error": 400,
+    "invalid_request": 400,
+    "badrequesterror": 400,
+    "context_length_exceeded": 400,
+    "server_error": 500,
+    "api_error": 500,
+    "internal_server_error": 500,
+    "internalservererror": 500,
+    "service_unavailable": 503,
+    "timeout": 504,
+}
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """A refusal as it was told. `secret` is the provider's key, so that it can be kept out of every text."""
+
+    status: int
+    body: bytes = b""
+    retry_after_s: float | None = None
+    secret: str = ""
+
+
+def refusal(refused: Refused) -> BackendError:
+    """The error that a refused request is. 402, 404, 429 without money and anything unknown: elsewhere may do better."""
+    error = _error_fields(refused.body)
+    words = {str(error.get(key)).lower() for key in ("code", "type") if error.get(key)}
+    status = refused.status
+    detail = scrubbed(f"HTTP {status}: {_excerpt(refused.body)}", refused.secret)
+    if words & _CREDENTIALS or status in (401, 403):
+        return BackendUnavailable(
+            "The deployment does not accept the gateway's credentials", detail=detail, status=status
+        )
+    if words & _MONEY or status == 402:
+        return BackendUnavailable("The deployment's account is out of quota", detail=detail, status=status)
+    if words & _MODEL or status == 404:
+        return BackendUnavailable("The deployment does not have its model", detail=detail, status=status)
+    if status == 429 or (status in (503, 529) and (refused.retry_after_s is not None or status == 529)):
+        message = "The deployment is overloaded"
+        return BackendOverloaded(message, detail=detail, status=status, retry_after_s=refused.retry_after_s)
+    if status in _REJECTED:
+        body = _client_body(refused, error)
+        told: str = msgspec.json.decode(body)["error"]["message"]
+        return BackendRejected(told, detail=detail, status=status, body=body)
+    return BackendUnavailable(f"The deployment failed with HTTP {status}", detail=detail, status=status)
+
+
+def in_band(error: Any, secret: str = "") -> BackendError:
+    """The error that an error object inside a 200 is; its code or type says which status it would have had."""
+    fields = error if isinstance(error, dict) else {"message": str(error)}
+    status = 500
+    for key in ("code", "status", "type"):
+        word = fields.get(key)
+        if isinstance(word, int) and 400 <= word <= 599:
+            status = word
+            break
+        if isinstance(word, str):
+            known = int(word) if word.isdecimal() and len(word) == 3 else _STATUS_BY_WORD.get(word.lower(), 0)
+            if known >= 400:
+                status = known
+                break
+    return refusal(Refused(status, msgspec.json.encode({"error": fields}), secret=secret))
+
+
+def retry_after_s(headers: Mapping[str, str], now_s: float) -> float | None:
+    """Seconds to wait from `retry-after-ms` or `retry-after` (seconds or an HTTP date), within an hour; else None."""
+    for name, scale in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
+        value = headers.get(name, "").strip()
+        try:
+            seconds = float(value) * scale
+        except ValueError:
+            date = email.utils.parsedate_tz(value) if value and name == "retry-after" else None
+            if date is None:
+                continue
+            seconds = email.utils.mktime_tz(date) - now_s
+        if seconds == seconds:  # not NaN
+            return min(max(0.0, seconds), RETRY_AFTER_MAX_S)
+    return None
+
+
+def scrubbed(text: str, secret: str) -> str:
+    return text.replace(secret, "[key]") if len(secret) >= 4 else text
+
+
+def _excerpt(body: bytes) -> str:
+    return " ".join(body[: 4 * _DETAIL_CHARACTERS].decode("utf-8", "replace").split())[:_DETAIL_CHARACTERS]
+
+
+def _error_fields(body: bytes) -> dict[str, Any]:
+    """The error object in `body`, wherever servers put it; {} where there is none."""
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
+    if isinstance(found, list) and found:  # Gemini wraps its errors in a list
+        found = found[0]
+    if not isinstance(found, dict):
+        return {}
+    error = found.get("error")
+    if isinstance(error, dict):
+        return error
+    if isinstance(error, str):
+        return {"message": error}
+    if isinstance(found.get("message"), str):  # vLLM: {"object": "error", "message", "type", ...}
+        return found
+    if "detail" in found:  # FastAPI
+        detail = found["detail"]
+        return {"message": detail if isinstance(detail, str) else msgspec.json.encode(detail).decode()}
+    return {}
+
+
+def _client_body(refused: Refused, error: dict[str, Any]) -> bytes:
+    """OpenAI's error object in the provider's words; in ours where it had none."""
+    message = error.get("message")
+    if not isinstance(message, str) or not message:
+        message = f"The deployment rejected the request with HTTP {refused.status}"
+    code, param, kind = error.get("code"), error.get("param"), error.get("type")
+    fields = {
+        "message": scrubbed(message, refused.secret),
+        "type": kind if isinstance(kind, str) and kind else "invalid_request_error",
+        "param": param if isinstance(param, str) else None,
+        "code": code if isinstance(code, str) else None,
+    }
+    return msgspec.json.encode({"error": fields})

@@ -1,0 +1,493 @@
+"""The lean client against a real server process that misbehaves on command."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from gateway.api.wire import fold, read, unfold
+from gateway.backends.base import (
+    BackendBroken,
+    BackendError,
+    BackendOverloaded,
+    BackendRejected,
+    BackendTimeout,
+    BackendUnavailable,
+    Chunk,
+    Usage,
+)
+from gateway.backends.openai_http import OpenAIBackend
+from tests.backends.conftest import SECRET, ask, collect, collect_into, make_backend, until
+from tests.upstream import Upstream, run_upstream
+
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("look", "find")]
+
+
+def facts(answer: dict[str, Any]) -> Any:
+    """What a client acts on, whichever way the answer came."""
+    return [(c["message"], c["logprobs"], c["finish_reason"]) for c in answer["choices"]], answer["usage"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "body"),
+    [
+        ("", {}),
+        ("", {"n": 3}),
+        ("", {"tools": TOOLS}),
+        ("", {"tools": TOOLS, "n": 2}),
+        ("", {"logprobs": True, "top_logprobs": 1}),
+        ("has_reasoning=1", {}),
+        ("", {"max_tokens": 2}),
+        ("finish=content_filter", {}),
+        ("split=1", {}),
+        ("split=7;is_crlf=1;has_comments=1", {"n": 2}),
+        ("has_done=0", {"n": 2}),
+        ("is_until_close=1", {}),
+        ("is_gzip=1", {}),
+        ("huge=2000000", {}),
+        ("chunks=300", {}),
+        ("linger_ms=50", {}),
+    ],
+)
+async def test_a_stream_tells_what_a_whole_tells(
+    upstream: Upstream, backend: OpenAIBackend, plan: str, body: dict[str, Any]
+) -> None:
+    """However it is framed, a stream folds into the whole answer of the same request, and unfolds back."""
+    upstream.plan(plan)
+    [whole] = await collect(backend.stream(ask(is_stream=False, **body)))
+    chunks = await collect(backend.stream(ask(**body)))
+    assert whole.is_whole
+    streamed, told = json.loads(fold(chunks)), json.loads(whole.data)
+    assert facts(streamed) == facts(told)
+    assert facts(json.loads(fold(unfold(whole.data)))) == facts(told)
+    assert not any(chunk.is_whole for chunk in chunks)
+    assert chunks[-1].is_usage_only
+    assert chunks[-1].usage == whole.usage
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.cached_tokens > 0
+    assert [r for chunk in chunks for r in chunk.finish_reasons] == list(whole.finish_reasons)
+    assert any(chunk.has_content for chunk in chunks)
+
+
+async def test_chunks_are_the_servers_own_bytes(upstream: Upstream, backend: OpenAIBackend) -> None:
+    """Nothing is re-modelled on the way: the data is what the server wrote, field by field in its order."""
+    chunks = await collect(backend.stream(ask()))
+    assert chunks[0].data.startswith(b'{"id":"chatcmpl-')
+    assert b'"system_fingerprint":"fp_upstream"' in chunks[0].data
+    assert all(read(chunk.data) == chunk for chunk in chunks)
+
+
+async def test_the_request_is_sent_on_as_it_came(upstream: Upstream) -> None:
+    """Unknown fields pass, our own do not; the model, the key and usage are the deployment's; headers are sent."""
+    backend = make_backend(upstream.url, headers={"x-team": "blue"})
+    await backend.start()
+    await collect(backend.stream(ask(cache={"ttl": 3}, x_new={"deep": [1, None]}, stream_options={"x": 1}, seed=2**70)))
+    await collect(backend.stream(ask(is_stream=False, stream_options=None, stream=False)))
+    await backend.aclose()
+    first, second = upstream.seen().requests
+    assert first["body"] == {
+        "model": "mock",
+        "messages": [{"role": "user", "content": "Say héllo 😀"}],
+        "x_new": {"deep": [1, None]},
+        "seed": 2**70,
+        "stream": True,
+        "stream_options": {"x": 1, "include_usage": True},
+    }
+    assert second["body"] == {"model": "mock", "messages": first["body"]["messages"]}
+    assert first["headers"]["authorization"] == f"Bearer {SECRET}"
+    assert first["headers"]["x-team"] == "blue"
+    assert first["headers"]["x-request-id"] == "req-1"
+    assert "cookie" not in first["headers"]
+
+
+async def test_connections_are_used_again(upstream: Upstream, backend: OpenAIBackend) -> None:
+    """Finished answers give their connection back, streamed, whole or refused, also when the last bytes come late."""
+    for plan in ("", "linger_ms=20", "status=429", "has_done=0"):
+        upstream.plan(plan)
+        for is_stream in (True, False):
+            try:
+                await collect(backend.stream(ask(is_stream=is_stream)))
+            except BackendOverloaded:
+                assert plan == "status=429"
+            await asyncio.gather(*backend._drains)
+    assert upstream.seen().connections_total == 1
+
+
+ANY = [True, False]
+
+
+@pytest.mark.parametrize("is_stream", ANY)
+@pytest.mark.parametrize(
+    ("plan", "kind", "status", "retry_after_s"),
+    [
+        ("status=500", BackendUnavailable, 500, None),
+        ("status=500;body=html", BackendUnavailable, 500, None),
+        ("status=502;body=html", BackendUnavailable, 502, None),
+        ("status=503;body=text", BackendUnavailable, 503, None),
+        ("status=503;retry_after=3", BackendOverloaded, 503, 3.0),
+        ("status=529;body=empty", BackendOverloaded, 529, None),
+        ("status=429", BackendOverloaded, 429, None),
+        ("status=429;retry_after=2", BackendOverloaded, 429, 2.0),
+        ("status=429;retry_after=2;retry_after_ms=1500", BackendOverloaded, 429, 1.5),
+        ("status=429;retry_after=Wed, 21 Oct 2015 07:28:30 GMT", BackendOverloaded, 429, 30.0),
+        ("status=429;body=quota", BackendUnavailable, 429, None),
+        ("status=402", BackendUnavailable, 402, None),
+        ("status=401;body=auth", BackendUnavailable, 401, None),
+        ("status=403;body=html", BackendUnavailable, 403, None),
+        ("status=400;body=auth", BackendUnavailable, 400, None),
+        ("status=404;body=missing", BackendUnavailable, 404, None),
+        ("status=404;body=html", BackendUnavailable, 404, None),
+        ("status=400;body=missing", BackendUnavailable, 400, None),
+        ("status=307", BackendUnavailable, 307, None),
+        ("status=204;body=empty", BackendUnavailable, 204, None),
+    ],
+)
+async def test_statuses_that_another_deployment_may_mend(
+    upstream: Upstream, plan: str, kind: type[BackendError], status: int, retry_after_s: float | None, is_stream: bool
+) -> None:
+    """Each status has its error, and tells a client nothing of the provider's words."""
+    backend = make_backend(upstream.url, wall_clock=lambda: 1445412480.0)  # 21 Oct 2015 07:28:00
+    await backend.start()
+    upstream.plan(plan)
+    with pytest.raises(BackendError) as caught:
+        await collect(backend.stream(ask(is_stream=is_stream)))
+    await backend.aclose()
+    assert type(caught.value) is kind
+    assert caught.value.status == status
+    assert caught.value.retry_after_s == retry_after_s
+    assert caught.value.body is None
+    assert not any(word in caught.value.message for word in ("upstream", "sk-", "nginx", 'quota"', "platform"))
+    assert f"HTTP {status}" in caught.value.detail
+
+
+@pytest.mark.parametrize("is_stream", ANY)
+@pytest.mark.parametrize(
+    ("plan", "status", "error"),
+    [
+        (
+            "status=400",
+            400,
+            {"message": "upstream says no", "type": "invalid_request_error", "param": "messages", "code": None},
+        ),
+        (
+            "status=422;body=detail",
+            422,
+            {"message": "Not this way", "type": "invalid_request_error", "param": None, "code": None},
+        ),
+        (
+            "status=400;body=vllm",
+            400,
+            {"message": "vllm says no", "type": "BadRequestError", "param": None, "code": None},
+        ),
+        (
+            "status=413;body=html",
+            413,
+            {
+                "message": "The deployment rejected the request with HTTP 413",
+                "type": "invalid_request_error",
+                "param": None,
+                "code": None,
+            },
+        ),
+        (
+            "status=400;body=context",
+            400,
+            {
+                "message": "This model's maximum context length is 8 tokens",
+                "type": "invalid_request_error",
+                "param": "messages",
+                "code": "context_length_exceeded",
+            },
+        ),
+    ],
+)
+async def test_what_the_client_must_mend_keeps_its_words(
+    upstream: Upstream, backend: OpenAIBackend, plan: str, status: int, error: dict[str, Any], is_stream: bool
+) -> None:
+    """A rejection carries the deployment's status and an error object in OpenAI's shape, whatever the shape it came in."""
+    upstream.plan(plan)
+    with pytest.raises(BackendRejected) as caught:
+        await collect(backend.stream(ask(is_stream=is_stream)))
+    assert caught.value.status == status
+    assert json.loads(caught.value.body or b"") == {"error": error}
+    assert caught.value.message == error["message"]
+
+
+async def test_the_key_is_in_no_error(upstream: Upstream) -> None:
+    """A server that repeats our key gets it cut out of what is logged and what is told."""
+    backend = make_backend(upstream.url, api_key="upstream says")
+    await backend.start()
+    upstream.plan("status=400")
+    with pytest.raises(BackendRejected) as caught:
+        await collect(backend.stream(ask()))
+    await backend.aclose()
+    assert json.loads(caught.value.body or b"")["error"]["message"] == "[key] no"
+    assert "upstream says" not in caught.value.detail
+
+
+@pytest.mark.parametrize(
+    ("plan", "kind", "chunks"),
+    [
+        ("cut=headers", BackendUnavailable, 0),
+        ("cut=headers;reset=1", BackendUnavailable, 0),
+        ("cut=first", BackendBroken, 0),
+        ("cut=first;reset=1", BackendBroken, 0),
+        ("cut=middle", BackendBroken, 4),
+        ("cut=middle;reset=1", BackendBroken, 4),
+        ("cut=middle;is_until_close=1", BackendBroken, 4),
+        ("cut=middle;is_gzip=1", BackendBroken, 4),
+        ("hang=headers", BackendTimeout, 0),
+        ("hang=first", BackendTimeout, 0),
+        ("hang=middle", BackendTimeout, 4),
+        ("malformed=first", BackendBroken, 0),
+        ("malformed=middle", BackendBroken, 4),
+        ("has_finish=0", BackendBroken, 8),
+        ("has_finish=0;has_done=0", BackendBroken, 8),
+        ("finish=error", BackendBroken, 7),
+        ("finish=abort", BackendBroken, 7),
+        ("error=first", BackendUnavailable, 0),
+        ("error=first;error_code=429", BackendOverloaded, 0),
+        ("error=first;error_code=rate_limit_exceeded", BackendOverloaded, 0),
+        ("error=first;error_code=insufficient_quota", BackendUnavailable, 0),
+        ("error=first;error_code=400", BackendRejected, 0),
+        ("error=first;error_code=invalid_request_error", BackendRejected, 0),
+        ("error=first;error_code=something_else", BackendUnavailable, 0),
+        ("error=middle;error_code=502", BackendUnavailable, 4),
+        ("is_whole=1;body=html", BackendBroken, 0),
+        ("is_whole=1;body=text", BackendBroken, 0),
+        ("is_whole=1;body=empty", BackendBroken, 0),
+        ("is_whole=1;malformed=1", BackendBroken, 0),
+    ],
+)
+async def test_a_broken_stream_is_never_a_finished_one(
+    upstream: Upstream, backend: OpenAIBackend, plan: str, kind: type[BackendError], chunks: int
+) -> None:
+    """Every way of failing is an error of its kind, after the chunks that came before it, and frees the connection."""
+    upstream.plan(plan)
+    stream = backend.stream(ask(ttft_s=0.4, idle_s=0.4))
+    seen: list[Chunk] = []
+    with pytest.raises(BackendError) as caught:
+        await collect_into(seen, stream)
+    assert type(caught.value) is kind
+    assert "upstream" not in caught.value.message or kind is BackendRejected
+    # RST may overtake bytes that were not read yet; everything else loses nothing
+    assert len(seen) <= chunks if "reset" in plan else len(seen) == chunks
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+    assert backend.running == 0
+    await stream.aclose()
+
+
+@pytest.mark.parametrize(
+    "plan", ["cut=end", "hang=end", "cut=end;is_until_close=1", "malformed=none;has_done=0;has_usage=0"]
+)
+async def test_an_answer_is_complete_with_its_finish(
+    upstream: Upstream, backend: OpenAIBackend, plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fails after every choice's finish costs the usage at most."""
+    monkeypatch.setattr("gateway.backends.openai_stream._TAIL_TIMEOUT_S", 0.05)
+    upstream.plan(plan)
+    chunks = await collect(backend.stream(ask()))
+    assert chunks[-1].finish_reasons == ("stop",)
+    assert not any(chunk.usage for chunk in chunks)
+
+
+async def test_an_unfinished_choice_is_a_broken_answer(upstream: Upstream, backend: OpenAIBackend) -> None:
+    """A stream of two choices that closes after the first one's finish is not complete."""
+    upstream.plan("cut=between")
+    seen: list[Chunk] = []
+    with pytest.raises(BackendBroken):
+        await collect_into(seen, backend.stream(ask(n=2)))
+    assert [reason for chunk in seen for reason in chunk.finish_reasons] == ["stop"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "kind"),
+    [
+        ("cut=headers", BackendUnavailable),
+        ("cut=middle", BackendBroken),
+        ("cut=middle;reset=1", BackendBroken),
+        ("hang=headers", BackendTimeout),
+        ("hang=middle", BackendTimeout),
+        ("malformed=1", BackendBroken),
+        ("body=html", BackendBroken),
+        ("body=empty", BackendBroken),
+        ("has_finish=0", BackendBroken),
+        ("error=first", BackendUnavailable),
+        ("error=first;error_code=429", BackendOverloaded),
+        ("error=first;error_code=400", BackendRejected),
+    ],
+)
+async def test_a_broken_whole_is_an_error(
+    upstream: Upstream, backend: OpenAIBackend, plan: str, kind: type[BackendError]
+) -> None:
+    """The same for answers in one piece."""
+    upstream.plan(plan)
+    with pytest.raises(BackendError) as caught:
+        await collect(backend.stream(ask(is_stream=False, ttft_s=0.2, idle_s=0.2)))
+    assert type(caught.value) is kind
+
+
+async def test_either_shape_serves_either_request(upstream: Upstream, backend: OpenAIBackend) -> None:
+    """A server that cannot stream answers a stream's request with a whole, and the other way round."""
+    upstream.plan("is_whole=1")
+    [whole] = await collect(backend.stream(ask()))
+    assert whole.is_whole
+    upstream.plan("is_stream=1")
+    chunks = await collect(backend.stream(ask(is_stream=False)))
+    assert json.loads(fold(chunks))["choices"] == json.loads(whole.data)["choices"]
+
+
+async def test_a_whole_may_take_longer_than_a_first_chunk(upstream: Upstream, backend: OpenAIBackend) -> None:
+    """Where all tokens come at once, the time-outs of the first and of the rest add up."""
+    upstream.plan("delay_ms=250")
+    with pytest.raises(BackendTimeout):
+        await collect(backend.stream(ask(ttft_s=0.1, idle_s=60)))
+    [whole] = await collect(backend.stream(ask(is_stream=False, ttft_s=0.1, idle_s=60)))
+    assert whole.finish_reasons == ("stop",)
+
+
+async def test_slow_is_not_silent(upstream: Upstream, backend: OpenAIBackend) -> None:
+    """A stream may take long as long as it says something; and a reader that dawdles is not the server's silence."""
+    upstream.plan("pace_ms=60;chunks=6")
+    chunks = await collect(backend.stream(ask(idle_s=0.3)))
+    assert chunks[-1].usage is not None
+    upstream.plan("chunks=6;pace_ms=5")
+    stream = backend.stream(ask(idle_s=0.1))
+    seen = [await anext(stream)]
+    await asyncio.sleep(0.4)
+    seen += [chunk async for chunk in stream]
+    assert seen[-1].usage is not None
+
+
+async def test_nobody_there(upstream: Upstream) -> None:
+    """Refused connections, unknown hosts, and ports that do not speak TLS are all unavailable deployments."""
+    with run_upstream() as gone:
+        gone.stop()
+        for url in (gone.url, "http://no-such-host.invalid/v1", upstream.url.replace("http:", "https:")):
+            backend = make_backend(url, connect_timeout_s=2.0)
+            await backend.start()
+            with pytest.raises(BackendUnavailable) as caught:
+                await collect(backend.stream(ask()))
+            assert caught.value.message == "The deployment cannot be reached"
+            await backend.aclose()
+
+
+async def test_a_stopped_process_is_a_timeout(upstream: Upstream) -> None:
+    """A server that accepts and says nothing costs the first chunk's budget, no more."""
+    with run_upstream() as frozen:
+        backend = make_backend(frozen.url)
+        await backend.start()
+        frozen.pause()
+        with pytest.raises(BackendTimeout):
+            await collect(backend.stream(ask(ttft_s=0.2)))
+        frozen.resume()
+        await backend.aclose()
+
+
+async def test_a_connection_closed_while_idle_is_not_a_failure() -> None:
+    """A server that came back between two requests is asked again on a fresh connection."""
+    with run_upstream() as upstream:
+        backend = make_backend(upstream.url)
+        await backend.start()
+        await collect(backend.stream(ask()))
+        upstream.stop()
+        upstream.start()  # our loop has not seen the close yet: the pooled connection looks alive
+        assert (await collect(backend.stream(ask())))[-1].usage is not None
+        await backend.aclose()
+
+
+async def test_leaving_early_closes_the_connection(upstream: Upstream, backend: OpenAIBackend) -> None:
+    """The upstream sees the reader go: in the middle, before the first byte, and while somebody waits for a chunk."""
+    upstream.plan("chunks=1000;pace_ms=20")
+    stream = backend.stream(ask())
+    await anext(stream)
+    await stream.aclose()
+    await until(upstream, lambda seen: seen.dropped == 1 and seen.connections_open == 0)
+    with pytest.raises(BackendBroken):
+        await anext(stream)
+
+    for plan in ("hang=headers", "hang=first", "hang=middle"):
+        upstream.reset()
+        upstream.plan(plan)
+        stream = backend.stream(ask(ttft_s=60, idle_s=60))
+        reader = asyncio.create_task(collect(stream))
+        await until(upstream, lambda seen: seen.generations == 1)
+        await asyncio.sleep(0.05)
+        await stream.aclose()
+        with pytest.raises(BackendBroken):
+            await reader
+        await until(upstream, lambda seen: seen.dropped == 1 and seen.connections_open == 0)
+
+
+async def test_cancelling_the_reader_closes_the_connection(upstream: Upstream, backend: OpenAIBackend) -> None:
+    """A cancelled task leaves nothing behind, even where nobody calls aclose."""
+    for plan in ("hang=headers", "hang=middle"):
+        upstream.reset()
+        upstream.plan(plan)
+        stream = backend.stream(ask(ttft_s=60, idle_s=60))
+
+        reader = asyncio.create_task(collect_into([], stream))
+        await until(upstream, lambda seen: seen.generations == 1)
+        await asyncio.sleep(0.05)
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+        await until(upstream, lambda seen: seen.dropped == 1 and seen.connections_open == 0)
+        assert backend.running == 0
+
+
+async def test_closing_before_the_first_chunk_asks_nobody(upstream: Upstream, backend: OpenAIBackend) -> None:
+    """A stream that was never read sends nothing; closing after the end, or twice, changes nothing."""
+    stream = backend.stream(ask())
+    await stream.aclose()
+    with pytest.raises(BackendBroken):
+        await anext(stream)
+    assert upstream.seen().requests == []
+    stream = backend.stream(ask())
+    chunks = [chunk async for chunk in stream]
+    await stream.aclose()
+    await stream.aclose()
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+    assert chunks[-1].usage == Usage(6, 6, 3)
+    assert upstream.seen().dropped == 0
+
+
+async def test_concurrency_is_bounded(upstream: Upstream) -> None:
+    """Beyond its limit a deployment is overloaded at once, instead of queueing where nobody sees it."""
+    backend = make_backend(upstream.url, concurrency_max=2)
+    await backend.start()
+    upstream.plan("pace_ms=5;chunks=50")
+    streams = [backend.stream(ask()) for _ in range(3)]
+    for stream in streams[:2]:
+        await anext(stream)
+    assert backend.load(10).running == 2
+    with pytest.raises(BackendOverloaded):
+        await anext(streams[2])
+    await streams[0].aclose()
+    assert len(await collect(streams[1])) > 50
+    assert len(await collect(backend.stream(ask()))) > 50
+    await backend.aclose()
+
+
+async def test_many_at_once(upstream: Upstream, backend: OpenAIBackend) -> None:
+    """A hundred streams and wholes side by side keep to themselves."""
+    requests = [ask(is_stream=i % 2 == 0, messages=[{"role": "user", "content": f"number {i}"}]) for i in range(100)]
+    answers = await asyncio.gather(*(collect(backend.stream(request)) for request in requests))
+    for i, chunks in enumerate(answers):
+        assert json.loads(fold(chunks))["choices"][0]["message"]["content"].endswith(f": number {i}")
+    assert upstream.seen().finished == 100
+
+
+async def test_an_unready_deployment_says_why(upstream: Upstream) -> None:
+    """A key that is not in the environment keeps a deployment out of routing, with its reason."""
+    backend = make_backend(upstream.url, unready="OPENAI_API_KEY is not set")
+    await backend.start()
+    assert not backend.load(1).is_ready
+    with pytest.raises(BackendUnavailable, match="OPENAI_API_KEY is not set"):
+        await collect(backend.stream(ask()))
+    await backend.aclose()
