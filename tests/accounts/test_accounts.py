@@ -1,0 +1,236 @@
+"""Teams, keys and budgets, on both databases: what is written, what is refused, and who is recognised."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import subprocess
+import sys
+
+import pytest
+
+from gateway.accounts import Conflict, Identity, Invalid, LedgerRow, NotFound
+from gateway.accounts.accounts import Accounts
+from gateway.accounts.ledger import Ledger, LedgerFilter
+from policies import Budget, WindowKind
+
+
+async def test_a_key_is_recognised_with_its_team_and_budgets(accounts: Accounts) -> None:
+    """The plaintext shown once identifies key, team and budgets; what is stored is its SHA-256."""
+    team = await accounts.create_team("search", requests_per_min=60, semantic_error_max=0.02)
+    made = await accounts.create_key(team.id, "laptop", models=("a", "b"), tokens_per_min=1000)
+    budget = await accounts.create_budget(team.id, WindowKind.DAY, 5_000_000)
+    assert accounts.identify(made.plaintext) == Identity(made.key, team, (budget,))
+    assert budget == Budget(budget.id, team.id, WindowKind.DAY, 5_000_000, True)
+    assert made.plaintext.startswith("sk-sw-")
+    assert len(made.plaintext) == 6 + 43
+    assert made.plaintext.startswith(made.key.prefix)
+    assert len(made.key.prefix) == 10
+    assert made.key.digest == hashlib.sha256(made.plaintext.encode()).digest()
+    assert made.plaintext not in repr(made)
+
+
+@pytest.mark.parametrize("stranger", ["", "sk-sw-", "nothing", "sk-sw-\ud800", "ключ", "x" * 100_000])
+async def test_strangers_are_nobody(accounts: Accounts, stranger: str) -> None:
+    """Anything that is not a key identifies nobody, and raises nothing."""
+    await accounts.ensure_first()
+    assert accounts.identify(stranger) is None
+
+
+async def test_expired_revoked_and_switched_off(database_url: str) -> None:
+    """A key stops at its expiry, when it is revoked, and while its team is off."""
+    now_s = 1000.0
+    accounts = Accounts(database_url, clock=lambda: now_s)
+    await accounts.open()
+    team = await accounts.create_team("t")
+    brief = await accounts.create_key(team.id, "brief", expires_at_s=1010)
+    lasting = await accounts.create_key(team.id, "lasting")
+    assert accounts.identify(brief.plaintext)
+    now_s = 1010.0
+    assert accounts.identify(brief.plaintext) is None
+    await accounts.update_team(team.id, is_active=False)
+    assert accounts.identify(lasting.plaintext) is None
+    await accounts.update_team(team.id, is_active=True)
+    assert accounts.identify(lasting.plaintext)
+    revoked = await accounts.revoke_key(lasting.key.id)
+    assert not revoked.is_active
+    assert accounts.identify(lasting.plaintext) is None
+    assert [key.name for key in await accounts.list_keys(team.id)] == ["brief", "lasting"]
+    await accounts.close()
+
+
+async def test_changes_are_made_listed_and_heard_of(database_url: str) -> None:
+    """Each change is seen by this process at once, by another after its message or its next look, and notified once."""
+    heard: list[int] = []
+
+    async def notify() -> None:
+        heard.append(1)
+
+    here, there = Accounts(database_url, notify=notify), Accounts(database_url)
+    await here.open()
+    await there.open()
+    team = await here.create_team("a")
+    made = await here.create_key(team.id, "k")
+    assert len(heard) == 2
+    assert there.identify(made.plaintext) is None
+    assert await there.refresh()
+    assert there.identify(made.plaintext)
+    assert not await there.refresh()
+    budget = await here.create_budget(team.id, WindowKind.TOTAL, 1, is_hard=False)
+    await here.update_budget(budget.id, limit_microusd=2, is_hard=True)
+    await here.update_key(made.key.id, name="k2", models=("m",), requests_per_min=3)
+    renamed = await here.update_team(team.id, name="b", tokens_per_min=10)
+    await there.reload()
+    found = there.identify(made.plaintext)
+    assert found is not None
+    assert (found.team, found.key.name, found.key.models, found.key.requests_per_min) == (renamed, "k2", ("m",), 3)
+    assert found.budgets == (Budget(budget.id, team.id, WindowKind.TOTAL, 2, True),)
+    assert await there.list_budgets(team.id) == list(found.budgets)
+    await here.delete_budget(budget.id)
+    assert await there.list_budgets() == []
+    assert len(heard) == 7
+    await here.close()
+    await there.close()
+
+
+async def test_a_failed_change_changes_and_tells_nothing(database_url: str) -> None:
+    """A refused change leaves no trace, not even a message."""
+    heard: list[int] = []
+
+    async def notify() -> None:
+        heard.append(1)
+
+    accounts = Accounts(database_url, notify=notify)
+    await accounts.open()
+    team = await accounts.create_team("a")
+    other = await accounts.create_team("b")
+    key = (await accounts.create_key(team.id, "k")).key
+    await accounts.create_key(team.id, "l")
+    await accounts.create_key(other.id, "k")
+    told = len(heard)
+    with pytest.raises(Conflict, match="a team named 'a' exists already"):
+        await accounts.create_team("a")
+    with pytest.raises(Conflict, match="a team named 'b' exists already"):
+        await accounts.update_team(team.id, name="b")
+    with pytest.raises(Conflict, match="a key named 'k' in this team exists already"):
+        await accounts.create_key(team.id, "k")
+    with pytest.raises(Conflict):
+        await accounts.update_key(key.id, name="l")
+    for missing in (
+        accounts.update_team(99, name="x"),
+        accounts.delete_team(99),
+        accounts.create_key(99, "k"),
+        accounts.revoke_key(99),
+        accounts.create_budget(99, WindowKind.DAY, 1),
+        accounts.update_budget(99, is_hard=True),
+        accounts.delete_budget(99),
+    ):
+        with pytest.raises(NotFound, match="99"):
+            await missing
+    assert len(heard) == told
+    assert [t.name for t in await accounts.list_teams()] == ["a", "b"]
+    assert not await accounts.refresh()
+    await accounts.close()
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("name", ["", " a", "a\n", "a\x00", "x" * 201, None, 5]),
+        ("requests_per_min", [0, -1, 1.5, True, "5", 10**13]),
+        ("semantic_error_max", [-0.1, 1.1, float("nan"), "0.1", True]),
+        ("is_active", [None, 1, "yes"]),
+        ("digest", [b"x"]),
+        ("id", [5]),
+    ],
+)
+async def test_values_out_of_range_name_their_field(tmp_path, field: str, values: list[object]) -> None:
+    """A wrong value of a team is refused with the field's name, before anything is asked of the database."""
+    accounts = Accounts(f"sqlite:///{tmp_path / 'never'}")
+    for value in values:
+        with pytest.raises(Invalid) as caught:
+            await accounts.update_team(1, **{field: value})
+        assert caught.value.field == field
+
+
+async def test_wrong_keys_and_budgets_are_refused(accounts: Accounts) -> None:
+    """Keys and budgets have their ranges too."""
+    team = await accounts.create_team("a")
+    for wrong in ({"models": ["a"]}, {"models": ("",)}, {"expires_at_s": float("inf")}, {"tokens_per_min": 0}):
+        with pytest.raises(Invalid):
+            await accounts.create_key(team.id, "k", **wrong)
+    for limit in (-1, 2**53, 1.5, True):
+        with pytest.raises(Invalid, match="limit_microusd"):
+            await accounts.create_budget(team.id, WindowKind.DAY, limit)
+    assert await accounts.list_keys() == []
+
+
+async def test_a_deleted_team_takes_its_keys_and_leaves_its_ledger(accounts: Accounts) -> None:
+    """Keys and budgets go, ledger rows stay, and the id is never used again."""
+    ledger = Ledger(accounts.database)
+    team = await accounts.create_team("a")
+    made = await accounts.create_key(team.id, "k")
+    await accounts.create_budget(team.id, WindowKind.DAY, 1)
+    row = LedgerRow("h", 1, "r", team.id, made.key.id, "m", "d", 1, 0, 1, 5, "generation")
+    await ledger.append([row])
+    await accounts.delete_team(team.id)
+    assert accounts.identify(made.plaintext) is None
+    assert await accounts.list_keys() == []
+    assert await accounts.list_budgets() == []
+    assert (await ledger.rows(LedgerFilter(team_id=team.id))).rows == (row,)
+    assert (await accounts.create_team("a")).id > team.id
+
+
+async def test_the_first_key_is_made_once(database_url: str) -> None:
+    """Of several processes that start at once, one makes the first key; later starts make none, nor after deletions."""
+    several = [Accounts(database_url) for _ in range(4)]
+    await asyncio.gather(*(accounts.open() for accounts in several))
+    made = [key for key in await asyncio.gather(*(accounts.ensure_first() for accounts in several)) if key]
+    assert len(made) == 1
+    await several[0].reload()
+    found = several[0].identify(made[0])
+    assert found is not None
+    assert found.team.name == "default"
+    await several[0].delete_team(found.team.id)
+    assert await several[1].ensure_first() is None
+    assert await several[1].list_teams() == []
+    for accounts in several:
+        await accounts.close()
+
+
+async def test_the_first_key_may_be_given(accounts: Accounts) -> None:
+    """A preset key works as it is; one that could be guessed is refused and does not use up the first time."""
+    for weak in ("short", "with spaces in it all", "ünïcode-that-is-long"):
+        with pytest.raises(Invalid, match="api_key"):
+            await accounts.ensure_first(plaintext=weak)
+    preset = "sk-preset-0123456789"
+    assert await accounts.ensure_first("mine", preset) == preset
+    found = accounts.identify(preset)
+    assert found is not None
+    assert (found.team.name, found.key.prefix) == ("mine", "sk-preset-")
+
+
+async def test_last_use_is_written_now_and_then(database_url: str) -> None:
+    """`identify` only notes the time; saving writes the latest, and an older note of another worker does not undo it."""
+    now_s = 50.0
+    one, other = Accounts(database_url, clock=lambda: now_s), Accounts(database_url, clock=lambda: now_s)
+    await one.open()
+    key = await one.ensure_first()
+    assert key is not None
+    await other.open()
+    assert other.identify(key)
+    now_s = 70.0
+    assert one.identify(key)
+    await one.save_last_used()
+    await other.save_last_used()
+    await other.save_last_used()
+    assert [k.last_used_at_s for k in await one.list_keys()] == [70.0]
+    await one.close()
+    await other.close()
+
+
+def test_naming_the_values_costs_no_sqlalchemy() -> None:
+    """`gateway.accounts` and `policies` import neither sqlalchemy, alembic nor a Redis client."""
+    code = "import sys, gateway.accounts, policies; print([m for m in ('sqlalchemy','alembic','redis') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"

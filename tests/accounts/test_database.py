@@ -1,0 +1,118 @@
+"""The schema: migrated once however many start, equal to its description, and never touched when it is current."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+
+from gateway.accounts import Invalid, SchemaUnknown, schema
+from gateway.accounts.accounts import Accounts
+from gateway.accounts.database import Database
+
+_OPEN = """
+import asyncio, sys
+from gateway.accounts import Accounts
+async def main():
+    accounts = Accounts(sys.argv[1])
+    await accounts.open()
+    first = await accounts.ensure_first()
+    await accounts.close()
+    print("first" if first else "later", "alembic" in sys.modules)
+asyncio.run(main())
+"""
+
+
+def start(url: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", _OPEN, url], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_processes_that_start_at_once_migrate_once(database_url: str) -> None:
+    """Three processes open an empty database together: all come up, one makes the first key; a fourth imports no alembic."""
+    together = [start(database_url) for _ in range(3)]
+    said = [process.communicate(timeout=60) for process in together]
+    assert [process.returncode for process in together] == [0, 0, 0], said
+    assert sorted(out.split()[0] for out, _ in said) == ["first", "later", "later"]
+    out, err = start(database_url).communicate(timeout=60)
+    assert out.split() == ["later", "False"], err
+
+
+async def test_the_migrations_make_what_the_schema_says(accounts: Accounts) -> None:
+    """No table, column, index or constraint differs, and the version is the last migration's."""
+
+    def difference(connection: sa.Connection) -> list[object]:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        return compare_metadata(context, schema.metadata)
+
+    async with accounts.database.reading() as connection:
+        assert await connection.run_sync(difference) == []
+    config = Config()
+    config.set_main_option("script_location", str(Path(schema.__file__).parent / "migrations"))
+    assert ScriptDirectory.from_config(config).get_current_head() == schema.VERSION
+
+
+async def test_a_database_of_a_later_version_is_left_alone(accounts: Accounts, database_url: str) -> None:
+    """A schema this code does not know stops the start with a sentence, unchanged."""
+    async with accounts.database.writing() as connection:
+        await connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
+    older = Accounts(database_url)
+    with pytest.raises(SchemaUnknown, match="later version"):
+        await older.open()
+    await older.close()
+
+
+async def test_a_failed_migration_leaves_nothing(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The migration is one transaction on both databases: it is there whole or not at all."""
+    database = Database(database_url)
+
+    def fail(connection: sa.Connection) -> None:
+        connection.execute(sa.text("CREATE TABLE half (id INTEGER)"))
+        raise RuntimeError("killed")
+
+    monkeypatch.setattr("gateway.accounts.database._upgrade", fail)
+    with pytest.raises(RuntimeError):
+        await database.open()
+    async with database.reading() as connection:
+        assert await connection.run_sync(lambda sync: sa.inspect(sync).get_table_names()) == []
+    monkeypatch.undo()
+    await database.open()
+    await database.close()
+
+
+async def test_sqlite_survives_a_crash_and_serves_readers_beside_a_writer(tmp_path: Path) -> None:
+    """Write-ahead log, every commit synced, foreign keys on; a reader is not kept waiting by an open write."""
+    database = Database(f"sqlite:///{tmp_path / 'a.db'}")
+    await database.open()
+    async with database.reading() as connection:
+        pragmas = [(await connection.exec_driver_sql(f"PRAGMA {name}")).scalar() for name in _PRAGMAS]
+    assert dict(zip(_PRAGMAS, pragmas, strict=True)) == _PRAGMAS
+    async with database.writing() as writer, database.reading() as reader:
+        await writer.execute(sa.update(schema.installation).values(version=5))
+        assert (await reader.execute(sa.select(schema.installation.c.version))).scalar() == 1
+    await database.close()
+
+
+_PRAGMAS = {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1, "busy_timeout": 30_000}
+
+
+@pytest.mark.parametrize("url", ["nonsense", "mysql://h/d", "sqlite://", "sqlite:///:memory:", "sqlite+aiosqlite://"])
+def test_other_databases_are_refused(url: str) -> None:
+    """Only a SQLite file or a PostgreSQL will do, and the answer names the setting."""
+    with pytest.raises(Invalid, match="database_url"):
+        Database(url)
+
+
+def test_a_password_is_not_told(tmp_path: Path) -> None:
+    """A refused URL is shown without its password."""
+    with pytest.raises(Invalid) as caught:
+        Database("mysql://me:secret@h/d")
+    assert "secret" not in str(caught.value)
