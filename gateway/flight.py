@@ -46,14 +46,21 @@ class Flight:
             self._wake()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """End the flight; the first call counts."""
+        """End the flight; the first call counts. One that failed can't be joined any more; one that ended well can, until
+        `retire`: what is asked again while its answer is being stored must not be generated again."""
         if self._is_done:
             return
         self._is_done = True
         self.error = error
         self._wake()
+        if error is not None:
+            self.retire()
+
+    def retire(self) -> None:
+        """Nobody joins from here on."""
         if self.on_end is not None:
             self.on_end()
+            self.on_end = None
 
     def _wake(self) -> None:
         sleepers, self._sleepers = self._sleepers, []
@@ -65,8 +72,7 @@ class Flight:
         self._readers -= 1
         if self._readers == 0 and not self._is_done and self._task is not None:
             # nobody joins a flight that is being cancelled: it leaves the table now, not when the task has unwound
-            if self.on_end is not None:
-                self.on_end()
+            self.retire()
             self._task.cancel()
 
 

@@ -38,7 +38,7 @@ from gateway.money import Money
 from gateway.record import Attempt, Record, Rejection
 from gateway.settings import Settings
 from gateway.storing import Generated, chunks_of, entry_of, refusal_of
-from gateway.turn import Turn
+from gateway.turn import Turn, elapsed_ms_since
 from policies import Hold, Tokens
 
 _ATTEMPTS_MAX = 3
@@ -126,10 +126,9 @@ class Pipeline:
 
     # -- answer: 1 to 5 -----------------------------------------------------------------------------------------
 
-    async def answer(self, turn: Turn, bearer: str | None, attend: Callable[[Reader], None]) -> Answer:
+    async def answer(self, turn: Turn, identity: Identity, attend: Callable[[Reader], None]) -> Answer:
         """The reply to `turn`, begun. `attend` is given the reader before anything is awaited on it, so that a client
         who leaves can be taken out at any time. Raises ApiError."""
-        identity = self.authenticate(bearer, turn.record)
         alias = self.fleet.alias(turn.alias)
         turn.record.alias = alias.name
         may_use(identity, turn.alias)
@@ -166,7 +165,7 @@ class Pipeline:
         return Answer(reader.facts.kind, reader=reader)
 
     def authenticate(self, bearer: str | None, record: Record) -> Identity:
-        """1. Who asks, from memory. Raises Unauthenticated."""
+        """1. Who asks, from memory, before a byte of the body is read. Raises Unauthenticated."""
         identity = self.accounts.identify(bearer) if bearer else None
         if identity is None:
             raise Unauthenticated(
@@ -386,6 +385,7 @@ class Pipeline:
         finally:
             self._stores.discard(stored)
             stored.set_result(None)
+            flight.retire()
             if facts.entry is not None:
                 _count_saved(record, facts.entry, facts)
             self._emit(record)
@@ -450,6 +450,8 @@ class Pipeline:
             if answer is not None:
                 facts: Facts | None = answer.reader.facts if answer.reader is not None else None
                 _count_saved(record, answer.entry or (facts.entry if facts else None), facts)
+        else:
+            record.duration_ms = elapsed_ms_since(record.at_s)
         self._emit(record)
 
 

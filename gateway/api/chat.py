@@ -49,9 +49,10 @@ class Chat:
         answer: Answer | None = None
         watch = _Watch(receive)
         try:
+            identity = self._pipeline.authenticate(bearer_of(headers), record)
             turn = read_turn(await read_body(receive, headers, self._body_bytes_max), headers, record)
             watch.turn = turn
-            answer = await self._pipeline.answer(turn, bearer_of(headers), watch.attend)
+            answer = await self._pipeline.answer(turn, identity, watch.attend)
             if turn.is_stream:
                 await _stream(turn, answer, watch, send)
             else:

@@ -31,7 +31,7 @@ from gateway.errors import ApiError, BadRequest, NotFound, Unavailable
 from gateway.pipeline import Pipeline, may_use
 from gateway.record import Record
 from gateway.settings import Settings
-from gateway.turn import convert, decode_object, elapsed_ms_since
+from gateway.turn import convert, decode_object
 
 _INPUTS_MAX = 2048
 _log = structlog.get_logger(__name__)
@@ -58,8 +58,8 @@ class Embeddings:
         record = new_record("embeddings")
         record.cache = "bypass"
         try:
-            body = decode_object(await read_body(receive, headers, self._settings.body_bytes_max))
             identity = self._pipeline.authenticate(bearer_of(headers), record)
+            body = decode_object(await read_body(receive, headers, self._settings.body_bytes_max))
             limited = await self._pipeline.limits.take_requests(identity)
             reply = await self._answer(body, identity, record)
             out = [JSON, *base_headers(record.request_id), *((k.encode(), v.encode()) for k, v in limited.items())]
@@ -75,7 +75,6 @@ class Embeddings:
             broken = ApiError("The gateway failed while it handled this request", code="internal_error")
             await send_error(send, broken, record.request_id)
         finally:
-            record.duration_ms = elapsed_ms_since(record.at_s)
             self._pipeline.finish(record, None, None)
 
     async def _answer(self, body: dict[str, Any], identity: Identity, record: Record) -> dict[str, Any]:

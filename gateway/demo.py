@@ -1,0 +1,352 @@
+"""`./run demo`: a gateway of its own, watched doing its main job through the official `openai` client.
+
+Knows only what a user knows: the command line, the configuration file, the wire and the admin API. Every step says what it will
+show, shows it, and checks it; the first that does not do what it says ends the demo with status 1. Nothing is left running.
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+_ADMIN_KEY = "sk-admin-demo"
+_API_KEY = "sk-sw-demo-0123456789abcdef0123456789abcdef"
+_LOCAL = "smollm2"
+_READY_WITHIN_S = 120.0
+_PRICE = {"input_usd_per_mtok": 0.10, "output_usd_per_mtok": 0.40}
+
+
+class DemoFailed(Exception):
+    """A step did not do what it says."""
+
+
+def main() -> int:
+    """Run the demo; returns the exit status."""
+    with tempfile.TemporaryDirectory(prefix="sameway-demo-") as folder, _failing_upstream() as failing_port:
+        config = Path(folder) / "sameway.yaml"
+        config.write_text(yaml.safe_dump(_config(failing_port)))
+        with _gateway(config, Path(folder) / "data") as base_url:
+            try:
+                asyncio.run(_Demo(base_url).run())
+            except DemoFailed as failure:
+                print(f"\n✗ {failure}", flush=True)
+                return 1
+            except KeyboardInterrupt:
+                return 130
+    print("\n✓ Everything did what it said. Nothing is left running; try ./run serve next.", flush=True)
+    return 0
+
+
+def _config(failing_port: int) -> dict[str, Any]:
+    local = {"name": "local", "backend": "local", "engine": "default", "price": _PRICE}
+    failing = {
+        "name": "failing-api",
+        "backend": "openai",
+        "model": "big-model",
+        "base_url": f"http://127.0.0.1:{failing_port}/v1",
+        "price": {"input_usd_per_mtok": 0.0, "output_usd_per_mtok": 0.0},
+        "priority": 1,
+    }
+    return {
+        "models": {
+            _LOCAL: {"deployments": [local]},
+            "prefers-api": {"policy": "cheapest", "deployments": [failing, {**local, "name": "local-fallback"}]},
+        }
+    }
+
+
+class _Demo:
+    """The steps, in order."""
+
+    def __init__(self, base_url: str) -> None:
+        from openai import AsyncOpenAI
+
+        self._root = base_url.removesuffix("/v1")
+        self._client = AsyncOpenAI(base_url=base_url, api_key=_API_KEY, max_retries=0, timeout=60)
+        self._admin = httpx.AsyncClient(
+            base_url=f"{self._root}/admin/api", headers={"authorization": f"Bearer {_ADMIN_KEY}"}, timeout=30
+        )
+
+    async def run(self) -> None:
+        async with self._client, self._admin:
+            await self._wait_until_ready()
+            await self._streamed_answer()
+            await self._exact_hit()
+            await self._semantic_hit()
+            await self._near_misses()
+            await self._one_generation_for_four()
+            await self._failover()
+            await self._budget()
+            await self._stats()
+
+    async def _wait_until_ready(self) -> None:
+        _step("The gateway answers already; its local model and its embedder are still loading")
+        deadline = time.monotonic() + _READY_WITHIN_S
+        shown = ""
+        async with httpx.AsyncClient(timeout=5) as http:
+            while True:
+                report = (await http.get(f"{self._root}/readyz")).json()
+                states = ", ".join(f"{name}: {part['health']}" for name, part in report["parts"].items())
+                if states != shown:
+                    _say(states)
+                    shown = states
+                # the failing API is down on purpose and is not waited for
+                waiting = [n for n, part in report["parts"].items() if part["health"] != "ok" and n != "failing-api"]
+                if not waiting:
+                    return
+                if time.monotonic() > deadline:
+                    raise DemoFailed(f"not ready within {_READY_WITHIN_S:.0f} s: {', '.join(waiting)}")
+                await asyncio.sleep(0.25)
+
+    async def _ask(self, question: str, model: str = _LOCAL, client: Any = None, **more: Any) -> tuple[str, Any]:
+        """The answer's text and the response's headers."""
+        raw = await (client or self._client).chat.completions.with_raw_response.create(
+            model=model, messages=[{"role": "user", "content": question}], temperature=0, **more
+        )
+        return (await _parsed(raw)).choices[0].message.content or "", raw.headers
+
+    async def _streamed_answer(self) -> None:
+        _step("A question nobody has asked before: the local model answers, streamed")
+        started = time.perf_counter()
+        stream = await self._client.chat.completions.create(
+            model=_LOCAL,
+            messages=[{"role": "user", "content": "What is the capital of France?"}],
+            temperature=0,
+            stream=True,
+        )
+        pieces: list[str] = []
+        _quote_start("What is the capital of France?")
+        async for chunk in stream:
+            text = chunk.choices[0].delta.content if chunk.choices else None
+            if text:
+                pieces.append(text)
+                print(text, end="", flush=True)
+        self._generated_ms = (time.perf_counter() - started) * 1000
+        print(flush=True)
+        answer = "".join(pieces)
+        _check(
+            "Paris" in answer, f"the answer names Paris ({len(pieces)} pieces in {self._generated_ms:.0f} ms)", answer
+        )
+        self._answer = answer
+
+    async def _exact_hit(self) -> None:
+        _step("The same question again, not streamed this time: answered from the exact cache")
+        started = time.perf_counter()
+        answer, headers = await self._ask("What is the capital of France?")
+        took_ms = (time.perf_counter() - started) * 1000
+        _show("What is the capital of France?", answer, headers)
+        _check(headers["x-sameway-cache"] == "exact", f"an exact hit in {took_ms:.1f} ms", headers["x-sameway-cache"])
+        _check(answer == self._answer, "the very same text, though the first was a stream and this is not", answer)
+
+    async def _semantic_hit(self) -> None:
+        _step("The same question in other words: answered by meaning")
+        question = "Tell me, what is France's capital?"
+        answer, headers = await self._ask(question)
+        _show(question, answer, headers)
+        _check(headers["x-sameway-cache"] == "semantic", "a semantic hit", headers["x-sameway-cache"])
+        _check(answer == self._answer, "with the recorded answer", answer)
+
+    async def _near_misses(self) -> None:
+        _step("Questions that look alike and mean something else must not be answered from the cache")
+        for first, other, why in (
+            ("Is it safe to eat raw eggs?", "Is it not safe to eat raw eggs?", "a negation"),
+            ("How many minutes are 3 hours?", "How many minutes are 5 hours?", "another number"),
+            ("What is the capital of France?", "What is the capital of Italy?", "another name"),
+        ):
+            await self._ask(first, max_completion_tokens=200)
+            answer, headers = await self._ask(other, max_completion_tokens=200)
+            _show(other, answer, headers)
+            _check(headers["x-sameway-cache"] == "miss", f"not a hit: {why}", headers["x-sameway-cache"])
+
+    async def _one_generation_for_four(self) -> None:
+        _step("Four identical questions at the same moment: one generation, four answers")
+        question = "Why is the sky blue? Answer in two sentences."
+        replies = await asyncio.gather(*(self._ask(question) for _ in range(4)))
+        kinds = sorted(headers["x-sameway-cache"] for _, headers in replies)
+        _show(question, replies[0][0], replies[0][1])
+        _check(kinds.count("miss") == 1, f"one generated, three shared it: {', '.join(kinds)}", kinds)
+        _check(len({text for text, _ in replies}) == 1, "all four got the same text", kinds)
+
+    async def _failover(self) -> None:
+        _step("An alias whose first choice is an API that is down: the local model takes over before the first token")
+        question = "Name one primary colour."
+        answer, headers = await self._ask(question, model="prefers-api")
+        _show(question, answer, headers)
+        _check(
+            headers["x-sameway-backend"] == "local-fallback", "answered by local-fallback", headers["x-sameway-backend"]
+        )
+        routes = (await self._admin.get("/routes", params={"model": "prefers-api"})).json()
+        attempts = routes["routes"][0]["attempts"]
+        _check(
+            len(attempts) >= 2,
+            "the record says why: " + "; ".join(f"{a['name']}: {a['outcome']}" for a in attempts),
+            routes,
+        )
+
+    async def _budget(self) -> None:
+        from openai import AsyncOpenAI, RateLimitError
+
+        _step("A team with a budget of $0.0005 a day")
+        team = (await self._admin.post("/teams", json={"name": "thrifty"})).raise_for_status().json()
+        key = (await self._admin.post(f"/teams/{team['id']}/keys", json={"name": "demo"})).raise_for_status().json()
+        budget = {"window": "day", "limit_usd": 0.0005, "is_hard": True}
+        (await self._admin.post(f"/teams/{team['id']}/budgets", json=budget)).raise_for_status()
+        async with AsyncOpenAI(base_url=f"{self._root}/v1", api_key=key["plaintext"], max_retries=0) as thrifty:
+            first = "What do bees make?"
+            answer, headers = await self._ask(first, client=thrifty, max_completion_tokens=300)
+            _show(first, answer, headers)
+            refused = None
+            for number in range(1, 40):
+                try:
+                    await self._ask(
+                        f"Write one sentence about the number {number}.", client=thrifty, max_completion_tokens=300
+                    )
+                except RateLimitError as error:
+                    refused = error
+                    break
+            if refused is None:
+                raise DemoFailed("the team was never refused, however much it spent")
+            _say(f"after {number} more: {refused.message}")
+            body: Any = refused.body
+            _check(body.get("code") == "insufficient_quota", "refused with insufficient_quota", body)
+            _check(refused.response.headers.get("x-should-retry") == "false", "and the SDK is told not to retry", body)
+            again, headers = await self._ask(first, client=thrifty, max_completion_tokens=300)
+            _check(
+                headers["x-sameway-cache"] == "exact" and again == answer, "its cached answers are still served", again
+            )
+        budgets = (await self._admin.get(f"/teams/{team['id']}/budgets")).json()["budgets"]
+        spent = budgets[0]["spent_microusd"]
+        _check(spent <= 500, f"spent ${spent / 1e6:.6f} of $0.0005: never over", budgets)
+
+    async def _stats(self) -> None:
+        _step("What the admin sees")
+        for _ in range(20):  # the workers flush their counts once a second
+            stats = (await self._admin.get("/stats", params={"window": "1h"})).raise_for_status().json()
+            if stats["hits"]["semantic"] and stats["hits"]["coalesced"] >= 3:
+                break
+            await asyncio.sleep(0.25)
+        hits = stats["hits"]
+        _say(
+            f"requests {stats['requests']}, exact {hits['exact']}, semantic {hits['semantic']}, coalesced {hits['coalesced']}"
+        )
+        _say(f"hit rate {stats['hit_rate']:.0%}, spent ${stats['cost_usd']:.6f}, saved ${stats['saved_usd']:.6f}")
+        _check(hits["exact"] >= 2 and hits["semantic"] >= 1 and hits["coalesced"] == 3, "the counts are right", hits)
+        _say(f"the dashboard would be at {self._root}/admin")
+
+
+async def _parsed(raw: Any) -> Any:
+    parsed = raw.parse()
+    return await parsed if asyncio.iscoroutine(parsed) else parsed
+
+
+# -- what surrounds it ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _gateway(config: Path, data_dir: Path) -> Iterator[str]:
+    """A gateway process; yields its base_url. Its log goes to a file that is shown when it does not start."""
+    log = data_dir.with_suffix(".log")
+    argv = [
+        sys.executable,
+        "-m",
+        "gateway",
+        "serve",
+        "--config",
+        str(config),
+        "--data-dir",
+        str(data_dir),
+        "--port",
+        "0",
+    ]
+    keys = {"SAMEWAY_ADMIN_KEY": _ADMIN_KEY, "SAMEWAY_API_KEY": _API_KEY, "SAMEWAY_LOG_FORMAT": "json"}
+    started = time.perf_counter()
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            argv, env={**os.environ, **keys}, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+        )
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            found = re.search(r"base_url\s+(http\S+)", line)
+            if found:
+                print(
+                    f"\033[1mSameway\033[0m serves at {found[1]} after {time.perf_counter() - started:.1f} s",
+                    flush=True,
+                )
+                threading.Thread(target=process.stdout.read, daemon=True).start()
+                yield found[1]
+                return
+        raise DemoFailed(f"the gateway did not start:\n{log.read_text()}")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(45)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@contextlib.contextmanager
+def _failing_upstream() -> Iterator[int]:
+    """An API that answers every request with 500; yields its port."""
+
+    class Failing(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            self.send_response(500)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Failing)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+
+
+# -- narration ------------------------------------------------------------------------------------------------------------
+
+_number = iter(range(1, 100))
+
+
+def _step(what: str) -> None:
+    print(f"\n\033[1m{next(_number)}. {what}\033[0m", flush=True)
+
+
+def _say(what: str) -> None:
+    print(f"   {what}", flush=True)
+
+
+def _quote_start(question: str) -> None:
+    print(f"   › {question}\n   ‹ ", end="", flush=True)
+
+
+def _show(question: str, answer: str, headers: Any) -> None:
+    short = " ".join(answer.split())
+    short = short if len(short) <= 140 else short[:139] + "…"
+    similarity = headers.get("x-sameway-similarity")
+    note = f"{headers['x-sameway-cache']}{f' {similarity}' if similarity else ''}, {headers['x-sameway-backend']}"
+    _say(f"› {question}\n   ‹ {short}\n     \033[2m[{note}]\033[0m")
+
+
+def _check(is_good: bool, what: str, found: object) -> None:
+    if not is_good:
+        raise DemoFailed(f"expected: {what}; found: {found}")
+    _say(f"\033[32m✓\033[0m {what}")
