@@ -68,7 +68,7 @@ class BlockPool:
     def extend_keys(self, keys: list[bytes], tokens: Sequence[int], salt: bytes, blocks: int) -> None:
         """Grow `keys` in place to the chain keys of the first `blocks` full blocks of `tokens`."""
         size = self.block_tokens
-        for index in range(len(keys), blocks):
+        for index in range(len(keys), blocks if self._has_prefix_cache else 0):
             parent = keys[-1] if keys else root_key(salt)
             keys.append(chain_key(parent, tokens[index * size : (index + 1) * size]))
 
@@ -118,30 +118,38 @@ class BlockPool:
         return id
 
     def register(
-        self, blocks: list[int], index: int, keys: Sequence[bytes], tokens: Sequence[int], salt: bytes
-    ) -> None:
-        """Make `blocks[index]`, a sequence's full block, findable for others.
+        self,
+        blocks: list[int],
+        index: int,
+        keys: Sequence[bytes],
+        tokens: Sequence[int],
+        salt: bytes,
+        *,
+        is_written: bool,
+    ) -> bool:
+        """Make `blocks[index]`, a sequence's full block, findable; returns whether what is there now is.
 
-        Where the same content is registered already, `blocks[index]` becomes that block and the duplicate is freed.
-        Under a foreign block with the same key (a collision), or behind a parent that is private, it stays private.
+        Where the same content is registered already, `blocks[index]` becomes that block and the duplicate is freed, but
+        only once it `is_written`: a shared block is never written again. Under a foreign block with the same key (a
+        collision) it stays private. The blocks before it must be registered.
         """
         block = self._blocks[blocks[index]]
         if not self._has_prefix_cache or block.key is not None:
-            return
-        if index > 0 and self._blocks[blocks[index - 1]].key != keys[index - 1]:
-            return
+            return self._has_prefix_cache
         key, parent = keys[index], keys[index - 1] if index > 0 else root_key(salt)
         content = tuple(tokens[index * self.block_tokens : (index + 1) * self.block_tokens])
         other_id = self._registered.get(key)
         if other_id is None:
             block.key, block.parent, block.tokens, block.is_first = key, parent, content, index == 0
             self._registered[key] = block.id
-            return
+            return True
         other = self._blocks[other_id]
-        if other.parent == parent and other.tokens == content:
-            self.hold([other_id])
-            self.release([block.id])
-            blocks[index] = other_id
+        if not is_written or other.parent != parent or other.tokens != content:
+            return False
+        self.hold([other_id])
+        self.release([block.id])
+        blocks[index] = other_id
+        return True
 
     def release(self, blocks: Iterable[int]) -> None:
         """Drop one reference of each. Give a sequence's blocks last first, so that leaves age before their parents."""

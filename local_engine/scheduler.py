@@ -115,6 +115,7 @@ class Scheduler:
         self.waiting.pop(0)
         sequence.status = Status.RUNNING
         sequence.blocks = reused
+        sequence.registered = len(reused)
         sequence.computed = len(reused) * size
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
@@ -135,14 +136,21 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, count: int) -> Chunk:
         pool, start = self.pool, sequence.computed
-        first, last = start // pool.block_tokens, (start + count) // pool.block_tokens
-        if last > first:
-            pool.extend_keys(sequence.keys, sequence.tokens, sequence.salt, last)
-            for index in range(first, last):
-                pool.register(sequence.blocks, index, sequence.keys, sequence.tokens, sequence.salt)
+        written, full = start // pool.block_tokens, (start + count) // pool.block_tokens
+        if sequence.registered < full:
+            pool.extend_keys(sequence.keys, sequence.tokens, sequence.salt, full)
+        while sequence.registered < full and pool.register(
+            sequence.blocks,
+            sequence.registered,
+            sequence.keys,
+            sequence.tokens,
+            sequence.salt,
+            is_written=sequence.registered < written,
+        ):
+            sequence.registered += 1
         return Chunk(sequence, start, count)
 
     def _release(self, sequence: Sequence) -> None:
         self.pool.release(reversed(sequence.blocks))
         sequence.blocks = []
-        sequence.computed = 0
+        sequence.computed = sequence.registered = 0

@@ -25,9 +25,10 @@ class Status(Enum):
 class Sequence:
     """Mutable state of one generation; owned by the engine, changed by its scheduler and its postprocessing.
 
-    `tokens` is prompt and answer. `keys` are the chain keys of its full blocks, as far as they were needed. `computed`
-    counts tokens whose KV is in `blocks`. `cached_tokens` is how much of the prompt was reused at first admission.
-    `counts` counts answer tokens and is kept only where a penalty needs it. `random` draws this sequence's samples.
+    `tokens` is prompt and answer. `keys` are the chain keys of its full blocks, as far as they were needed.
+    The first `registered` of its blocks can be found by others. `computed` counts tokens whose KV is in `blocks`.
+    `cached_tokens` is how much of the prompt was reused at first admission. `counts` counts answer tokens and is kept
+    only where a penalty needs it. `random` draws this sequence's samples.
     """
 
     id: int
@@ -45,6 +46,7 @@ class Sequence:
     status: Status = Status.WAITING
     blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
+    registered: int = 0
     computed: int = 0
     cached_tokens: int | None = None
     counts: Counter[int] = field(default_factory=Counter)

@@ -78,8 +78,10 @@ class Decoder:
         target = self._targets.pop(name, None)
         if target is None:
             raise ModelError(f"unexpected tensor {name!r} in a {self.config.architecture} checkpoint")
-        if target.shape != tensor.shape:
-            raise ModelError(f"tensor {name!r} has shape {tuple(tensor.shape)}, expected {tuple(target.shape)}")
+        is_shared = name.endswith(("q_norm.weight", "k_norm.weight"))  # one row for all heads
+        wanted = target.shape[1:] if is_shared else target.shape
+        if wanted != tensor.shape:
+            raise ModelError(f"tensor {name!r} has shape {tuple(tensor.shape)}, expected {tuple(wanted)}")
         target.copy_(tensor)
 
     def finish(self, context_tokens: int) -> None:
@@ -145,8 +147,8 @@ class Decoder:
         qk_norm = None
         if config.has_qk_norm:
             qk_norm = self._empty(config.heads + config.kv_heads, size)
-            self._targets[f"{attention}.q_norm.weight"] = qk_norm[0]
-            self._targets[f"{attention}.k_norm.weight"] = qk_norm[config.heads]
+            self._targets[f"{attention}.q_norm.weight"] = qk_norm[: config.heads]
+            self._targets[f"{attention}.k_norm.weight"] = qk_norm[config.heads :]
         return Layer(
             attention_norm=self._target(f"{prefix}.input_layernorm.weight", hidden),
             qkv=self._fused(attention, qkv, "weight", qkv_rows, hidden),

@@ -1,0 +1,117 @@
+"""Small random checkpoints of each supported family, with a tokenizer trained on the spot, and naive references."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+CONTEXT_TOKENS = 192
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if tools %}{{ 'tools: ' + (tools | tojson) + '\n' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TEXT = (
+    "the quick brown fox jumps over the lazy dog. what is the capital of france? the capital of france is paris. "
+    "naïve café, straße, 東京, 日本語, Привет, 👩‍🚀🎉 0123456789 once upon a time there was an engine."
+)
+SHAPE = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": CONTEXT_TOKENS,
+    "initializer_range": 0.3,  # far from the usual 0.02, so that the likeliest token leads by more than rounding
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
+    "llama3": {
+        "model_type": "llama",
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500_000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "llama-bias": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "mistral": {"model_type": "mistral", "sliding_window": None},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True},
+}
+
+
+def make_tokenizer() -> Tokenizer:
+    """Byte-level BPE with a few merges: most characters beyond ASCII take several tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT] * 3, trainer)
+    return tokenizer
+
+
+def make_checkpoint(folder: Path, family: str, *, shard_size: str = "5GB", seed: int = 7) -> Path:
+    """Write a random checkpoint of a family, tokenizer and chat template included."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tokenizer = make_tokenizer()
+    options = {**SHAPE, **FAMILIES[family]}
+    config = AutoConfig.for_model(
+        options.pop("model_type"), vocab_size=tokenizer.get_vocab_size(), bos_token_id=0, eos_token_id=2, **options
+    )
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                weight += 0.3 * torch.randn(weight.shape)
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}')
+    return folder
+
+
+@cache
+def reference(folder: Path) -> Any:
+    """The same checkpoint in transformers, float32."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model.generation_config.eos_token_id = None  # the comparisons are by length
+    return model
+
+
+@cache
+def naive_greedy(folder: Path, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """`count` greedy tokens by one whole forward pass per token: no cache, no batch, and no stop."""
+    model = reference(folder)
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(count):
+            logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+            tokens.append(int(logits.argmax()))
+    return tuple(tokens[len(prompt) :])
+
+
+def random_prompt(seed: int, length: int, vocabulary: int = 300) -> list[int]:
+    """Token ids without special ones."""
+    generator = torch.Generator().manual_seed(seed)
+    ids: Sequence[int] = torch.randint(3, vocabulary, (length,), generator=generator).tolist()
+    return list(ids)

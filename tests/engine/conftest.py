@@ -1,0 +1,65 @@
+"""Fixtures of the engine's tests: random checkpoints, made once a session, and engines on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from local_engine.config import EngineConfig
+from local_engine.engine import Engine
+from local_engine.messages import SamplingParams
+from tests.engine.checkpoints import make_checkpoint
+
+SMALL: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1, "kv_blocks": 128, "block_tokens": 4}
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folder of a random checkpoint by family."""
+
+    @cache
+    def make(family: str) -> Path:
+        return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / family, family)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_engine(checkpoint: Callable[[str], Path]) -> Callable[..., Engine]:
+    """An engine on a random checkpoint; keywords override the small defaults."""
+
+    def make(family: str = "llama", **overrides: Any) -> Engine:
+        return Engine(EngineConfig(model=str(checkpoint(family)), **{**SMALL, **overrides}))
+
+    return make
+
+
+def greedy(max_tokens: int = 12, **more: Any) -> SamplingParams:
+    """Greedy decoding that only length ends."""
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **more)
+
+
+def run(engine: Engine, *, check: bool = True) -> dict[int, list[int]]:
+    """Step until nothing is left; returns the tokens of each sequence."""
+    tokens: dict[int, list[int]] = {}
+    while engine.has_work:
+        for step in engine.step():
+            assert step.error is None, step.error
+            tokens.setdefault(step.id, []).extend(step.output.token_ids)
+        if check:
+            engine.check_integrity()
+    return tokens
+
+
+def run_text(engine: Engine) -> dict[int, str]:
+    """Step until nothing is left; returns the text of each sequence."""
+    text: dict[int, str] = {}
+    while engine.has_work:
+        for step in engine.step():
+            assert step.error is None, step.error
+            text[step.id] = text.get(step.id, "") + step.output.text
+    return text

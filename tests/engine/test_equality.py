@@ -1,0 +1,123 @@
+"""Greedy output equals transformers on the same weights, token for token, however the engine gets there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from local_engine.engine import Engine
+from tests.engine.checkpoints import FAMILIES, naive_greedy, random_prompt, reference
+from tests.engine.conftest import greedy, run
+
+Make = Callable[..., Engine]
+Folder = Callable[[str], Path]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_equals_generate(make_engine: Make, checkpoint: Folder, family: str) -> None:
+    """A batch of prompts of each family gives what `generate` gives for each prompt alone."""
+    engine = make_engine(family)
+    prompts = [random_prompt(seed, length) for seed, length in enumerate((1, 5, 16, 33, 60))]
+    ids = [engine.submit(prompt, greedy(24)) for prompt in prompts]
+    found = run(engine)
+    model = reference(checkpoint(family))
+    for id, prompt in zip(ids, prompts, strict=True):
+        tensor = torch.tensor([prompt])
+        expected = model.generate(tensor, attention_mask=torch.ones_like(tensor), max_new_tokens=24, do_sample=False)
+        assert found[id] == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("step_tokens_max", [1, 3, 7, 64])
+def test_chunked_prefill_changes_nothing(
+    make_engine: Make, checkpoint: Folder, family: str, step_tokens_max: int
+) -> None:
+    """Prompts cut into chunks of any size, mixed with decodes, give the naive answer."""
+    engine = make_engine(family, step_tokens_max=step_tokens_max)
+    prompts = [random_prompt(seed, 9 + 6 * seed) for seed in range(4)]
+    ids = [engine.submit(prompt, greedy()) for prompt in prompts]
+    found = run(engine)
+    assert [found[id] for id in ids] == [list(naive_greedy(checkpoint(family), tuple(p), 12)) for p in prompts]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_prefix_reuse_changes_nothing(make_engine: Make, checkpoint: Folder, family: str) -> None:
+    """Prompts that share beginnings reuse blocks, and answer as if they did not."""
+    engine = make_engine(family)
+    common = random_prompt(1, 30)
+    prompts = [common + random_prompt(seed, seed) for seed in range(2, 9)] + [common, common]
+    first = engine.submit(prompts[0], greedy())
+    found = run(engine)
+    rest = [engine.submit(prompt, greedy()) for prompt in prompts[1:]]
+    assert engine.cached_prefix_tokens(common) == 28
+    usages = {}
+    while engine.has_work:
+        for step in engine.step():
+            found.setdefault(step.id, []).extend(step.output.token_ids)
+            if step.usage is not None:
+                usages[step.id] = step.usage
+        engine.check_integrity()
+    expected = [list(naive_greedy(checkpoint(family), tuple(p), 12)) for p in prompts]
+    assert [found[id] for id in [first, *rest]] == expected
+    assert all(usages[id].cached_tokens >= 28 for id in rest)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_preemption_changes_nothing(make_engine: Make, checkpoint: Folder, family: str) -> None:
+    """A pool too small for all makes sequences lose their blocks and start over, with the same answers."""
+    engine = make_engine(family, kv_blocks=16, context_tokens_max=64)
+    prompts = [random_prompt(seed, 10) for seed in range(4)]
+    ids = [engine.submit(prompt, greedy(40)) for prompt in prompts]
+    found = run(engine)
+    assert engine.preemptions > 0
+    assert [found[id] for id in ids] == [list(naive_greedy(checkpoint(family), tuple(p), 40)) for p in prompts]
+
+
+def test_equal_prompts_of_one_step_share_blocks(make_engine: Make) -> None:
+    """n answers to one prompt, submitted together, hold its full blocks once."""
+    engine = make_engine()
+    prompt = random_prompt(3, 40)
+    ids = [engine.submit(prompt, greedy(2)) for _ in range(8)]
+    engine.step()
+    assert engine.load().running == 8
+    assert engine.load().kv_blocks_used == 9 + 8  # 9 full blocks once, and the last four tokens for each
+    found = run(engine)
+    assert len({tuple(found[id]) for id in ids}) == 1
+
+
+def test_salts_isolate(make_engine: Make) -> None:
+    """A prompt under another salt reuses nothing, and is not told apart by anything but time it would not have saved."""
+    engine = make_engine()
+    prompt = random_prompt(4, 40)
+    engine.submit(prompt, greedy(1), salt=b"one")
+    run(engine)
+    assert engine.cached_prefix_tokens(prompt, b"one") == 36
+    assert engine.cached_prefix_tokens(prompt, b"two") == 0
+    assert engine.cached_prefix_tokens(prompt) == 0
+    engine.submit(prompt, greedy(1), salt=b"two")
+    (step,) = [step for step in engine.step() if step.usage is not None]
+    assert step.usage is not None
+    assert step.usage.cached_tokens == 0
+
+
+def test_bfloat16_stays_close(make_engine: Make, checkpoint: Folder) -> None:
+    """In bfloat16 the likeliest token's log probability stays near float32's."""
+    prompt = random_prompt(5, 50)
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        engine = make_engine("qwen3", dtype=dtype)
+        engine.submit(prompt, greedy(1, logprobs=5))
+        (step,) = engine.step()
+        found[dtype] = {c.token_id: c.logprob for c in step.output.logprobs[0].top}
+    with torch.inference_mode():
+        logits = reference(checkpoint("qwen3"))(torch.tensor([prompt])).logits[0, -1]
+    expected = logits.log_softmax(-1)
+    for id, logprob in found["float32"].items():
+        assert logprob == pytest.approx(float(expected[id]), abs=1e-4)
+    shared = found["float32"].keys() & found["bfloat16"].keys()
+    assert shared
+    for id in shared:
+        assert found["bfloat16"][id] == pytest.approx(found["float32"][id], abs=0.5)
