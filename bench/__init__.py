@@ -1,0 +1,1 @@
+"""Benchmarks: `./run bench NAME`. Each bench is a module here with a `main(argv)`."""

@@ -1,0 +1,168 @@
+"""Child processes that never outlive the bench, and what a tree of them has cost: CPU seconds and peak memory, by role.
+
+Knows nothing of gateways. Invariant: every process started here is ended by `stop`, and dies with the bench even when the
+bench is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+_TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
+_END_TIMEOUT_S = 20.0
+
+
+class BenchError(Exception):
+    """The bench can't go on; `str()` says what is missing or went wrong, fit for a person."""
+
+
+def _die_with_parent() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class Child:
+    """One process in a session of its own, its output in `log_path`."""
+
+    def __init__(self, command: Sequence[str], log_path: Path, environ: Mapping[str, str], cwd: Path) -> None:
+        self.command = list(command)
+        self.log_path = log_path
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=dict(environ),
+                cwd=cwd,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def log_tail(self) -> str:
+        return self.log_path.read_text(errors="replace")[-3000:]
+
+    def wait_until(self, is_ready: Callable[[], bool], timeout_s: float) -> None:
+        """Returns once `is_ready()`; raises BenchError with the log's end when the process ends first or time is up."""
+        deadline = time.monotonic() + timeout_s
+        while not is_ready():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                how = "ended" if self.process.poll() is not None else f"was not ready within {timeout_s:.0f} s"
+                raise BenchError(f"{Path(self.command[0]).name} {how}:\n{self.log_tail()}")
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """SIGTERM and time for an orderly end, then SIGKILL for it and whatever is left below it."""
+        below = descendants(self.pid)
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=_END_TIMEOUT_S)
+        for pid in (self.pid, *below):
+            if pid != self.pid or self.process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self.process.wait(timeout=_END_TIMEOUT_S)
+
+
+def answers(url: str) -> bool:
+    """Whether a GET is answered with 200 within a second."""
+    try:
+        with urllib.request.urlopen(url, timeout=1.0) as response:
+            return bool(response.status == 200)
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+def descendants(root: int) -> tuple[int, ...]:
+    """The live processes below `root`, without it."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                children.setdefault(_stat(int(entry.name))[1], []).append(int(entry.name))
+    found: list[int] = []
+    waiting = [root]
+    while waiting:
+        below = children.get(waiting.pop(), [])
+        found += below
+        waiting += below
+    return tuple(found)
+
+
+def _stat(pid: int) -> tuple[float, int]:
+    """CPU seconds of all the process's threads, ended ones included, and its parent."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) * _TICK_S, int(fields[1])
+
+
+def _peak_rss_mb(pid: int) -> float:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) / 1024
+    return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a system's processes used: by role, since `Meter.reset`."""
+
+    cpu_s: Mapping[str, float]
+    peak_rss_mb: Mapping[str, float]
+
+
+class Meter:
+    """Reads the cost of the trees below some root processes. `role_of(command_line)` names each process."""
+
+    def __init__(self, roots: Sequence[int], role_of: Callable[[str], str]) -> None:
+        self._roots = tuple(roots)
+        self._role_of = role_of
+        self._start: dict[int, float] = {}
+
+    def _pids(self) -> list[int]:
+        return [pid for root in self._roots for pid in (root, *descendants(root))]
+
+    def reset(self) -> None:
+        """From now on: remembers the CPU used so far and sets each process's memory peak back to what it holds."""
+        self._start = {}
+        for pid in self._pids():
+            with contextlib.suppress(OSError):
+                self._start[pid] = _stat(pid)[0]
+                Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+    def read(self) -> Cost:
+        cpu_s: dict[str, float] = {}
+        rss_mb: dict[str, float] = {}
+        for pid in self._pids():
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                role = self._role_of(command)
+                cpu_s[role] = cpu_s.get(role, 0.0) + _stat(pid)[0] - self._start.get(pid, 0.0)
+                rss_mb[role] = rss_mb.get(role, 0.0) + _peak_rss_mb(pid)
+        return Cost(cpu_s, rss_mb)
+
+    def pids(self, role: str) -> list[int]:
+        """The processes that play `role`, for a profiler."""
+        found = []
+        for pid in self._pids():
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if self._role_of(command) == role:
+                    found.append(pid)
+        return found

@@ -1,0 +1,136 @@
+"""Sameway as its users start it: `python -m gateway serve`, everything on, its embedded Redis and SQLite in a fresh folder.
+
+The asking team has rate limits and a hard budget that it never reaches, and every answer has a price: limits, money and the
+ledger work on each request. A second team has neither limits nor a budget.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import urllib.error
+import urllib.request
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bench.lab.native import BENCH, Stub
+from bench.lab.processes import BenchError, Child, answers
+from bench.lab.systems import Running, Setup, Target, clean_environment
+
+_ADMIN_KEY = "sk-admin-bench"
+_START_TIMEOUT_S = 60.0
+_LIMITS = {"requests_per_min": 100_000_000, "tokens_per_min": 100_000_000_000}
+_BUDGET = {"window": "day", "limit_microusd": 10**14, "is_hard": True}
+
+
+class Sameway:
+    """The checkout that this bench lies in."""
+
+    name = "sameway"
+
+    def install(self) -> None:
+        """It runs in the bench's own environment."""
+
+    def lacks(self, setup: Setup) -> str | None:
+        return None
+
+    def configuration(self, setup: Setup) -> str:
+        return "plain" if setup in (Setup.MISS, Setup.HIT_MEMORY) else setup.value
+
+    def start(self, setup: Setup, stub: Stub, folder: Path) -> Running:
+        config = folder / "sameway.yaml"
+        config.write_text(yaml.safe_dump(_settings(setup, stub, folder)))
+        command = [sys.executable, "-m", "gateway", "serve", "--config", str(config), "--port", "0"]
+        environ = clean_environment(SAMEWAY_ADMIN_KEY=_ADMIN_KEY)
+        child = Child(command, folder / "sameway.log", environ, BENCH.parent)
+        try:
+            child.wait_until(lambda: _port(child) is not None, _START_TIMEOUT_S)
+            port = _port(child)
+            assert port is not None
+            child.wait_until(lambda: answers(f"http://127.0.0.1:{port}/readyz"), _START_TIMEOUT_S)
+            keys = [_make_team(port, name, limits, budgets) for name, limits, budgets in _TEAMS]
+        except BaseException:
+            child.stop()
+            raise
+        return Running(
+            port=port,
+            roots=(child.pid,),
+            stop=child.stop,
+            version=metadata.version("sameway"),
+            instant=Target("instant", headers={"authorization": f"Bearer {keys[0]}"}),
+            paced=Target("paced", headers={"authorization": f"Bearer {keys[0]}"}),
+            unbudgeted=Target("instant", headers={"authorization": f"Bearer {keys[1]}"}),
+            tally="x-sameway-cache",
+            role_of=_role_of,
+        )
+
+
+_TEAMS: tuple[tuple[str, dict[str, Any], list[dict[str, Any]]], ...] = (
+    ("bench", _LIMITS, [_BUDGET]),
+    ("bench-free", {}, []),
+)
+
+
+def _settings(setup: Setup, stub: Stub, folder: Path) -> dict[str, Any]:
+    price = {"input_usd_per_mtok": 1.0, "output_usd_per_mtok": 2.0}
+
+    def model(path: str) -> dict[str, Any]:
+        deployment = {
+            "backend": "openai",
+            "base_url": f"http://127.0.0.1:{stub.port}{path}",
+            "model": "stub",
+            "price": price,
+        }
+        return {"deployments": [{**deployment, "output_tokens_max": 4096, "context_tokens_max": 131_072}]}
+
+    return {
+        "data_dir": str(folder / "data"),
+        "workers": 2 if setup is Setup.TWO_WORKERS else 1,
+        "log_format": "json",
+        "engines": {},
+        "cache": {
+            "is_semantic": setup is Setup.SEMANTIC,
+            **({"l1_bytes_max": 0} if setup is Setup.HIT_REDIS else {}),
+        },
+        "models": {"instant": model("/v1"), "paced": model("/pace/10/v1")},
+    }
+
+
+def _port(child: Child) -> int | None:
+    found = re.search(r"http://127\.0\.0\.1:(\d+)/v1", child.log_path.read_text(errors="replace"))
+    return int(found[1]) if found else None
+
+
+def _make_team(port: int, name: str, limits: dict[str, Any], budgets: list[dict[str, Any]]) -> str:
+    """A team with a key, through the admin API; the answer is the key."""
+    team = _admin(port, "teams", {"name": name, **limits})["id"]
+    for budget in budgets:
+        _admin(port, f"teams/{team}/budgets", budget)
+    return str(_admin(port, f"teams/{team}/keys", {"name": name})["plaintext"])
+
+
+def _admin(port: int, path: str, body: dict[str, Any]) -> Any:
+    headers = {"authorization": f"Bearer {_ADMIN_KEY}", "content-type": "application/json"}
+    url = f"http://127.0.0.1:{port}/admin/api/{path}"
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers, method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=10.0) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        raise BenchError(f"sameway: POST {path}: {error.code} {error.read()[:300]!r}") from None
+
+
+def _role_of(command: str) -> str:
+    for role, mark in (
+        ("redis", "redis-server"),
+        ("cache", "cache.worker"),
+        ("engine", "local_engine"),
+        ("gateway", " worker "),
+    ):
+        if mark in command:
+            return role
+    return "supervisor"
