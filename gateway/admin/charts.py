@@ -1,0 +1,157 @@
+"""Charts as inline SVG: stacked bars, lines on a logarithmic axis, and single bars of parts.
+
+A plot stretches to its box (`preserveAspectRatio="none"`), so it is as sharp at 390 px as at 1280: labels are HTML around it,
+evenly spaced as their ticks are, and colours are classes of the style sheet, so both colour schemes need one chart. Knows
+numbers and their words; nothing of where they come from. Invariant: all text is escaped, and nothing needs a style attribute.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+_HEIGHT = 100.0
+_STEP = 10.0  # a bar's share of the width, its gap included
+_BAR = 7.6
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One colour of a stack, or one line: `kind` is its class, `values` has one number (or None: unknown) per step."""
+
+    kind: str
+    label: str
+    values: tuple[float | None, ...]
+    highs: tuple[float | None, ...] = ()  # lines: the upper edge of a band over the line
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """How the y axis is labelled."""
+
+    format: Callable[[float], str]
+    least_max: float = 1.0  # the axis never ends below
+
+
+def stacked_bars(
+    series: Sequence[Series], steps: Sequence[str], axis: Axis, label: str, notes: Sequence[str]
+) -> Markup:
+    """Bars of parts over time. `steps` name the moments, `notes` is each bar's tooltip, `label` the chart in words."""
+    totals = [sum(one.values[i] or 0.0 for one in series) for i in range(len(steps))]
+    top = nice_ceiling(max([axis.least_max, *totals]))
+    columns = []
+    for index, note in enumerate(notes):
+        y, parts = _HEIGHT, []
+        for one in series:
+            height = (one.values[index] or 0.0) / top * _HEIGHT
+            if height > 0:
+                y -= height
+                parts.append(_rect(one.kind, index * _STEP + (_STEP - _BAR) / 2, y, _BAR, height))
+        columns.append(_column(index, Markup("").join(parts), note))
+    ticks = [axis.format(top * share) for share in (1.0, 0.5, 0.0)]
+    return _plot(_grid(len(steps), (0.0, 50.0)) + Markup("").join(columns), len(steps), ticks, steps, label)
+
+
+def log_lines(series: Sequence[Series], steps: Sequence[str], axis: Axis, label: str, notes: Sequence[str]) -> Markup:
+    """Lines over time on a logarithmic axis of whole decades; a gap where a value is unknown. Values are above 0."""
+    known = [value for one in series for value in (*one.values, *one.highs) if value]
+    low = math.floor(math.log10(min(known))) if known else 0
+    high = max(low + 1, math.ceil(math.log10(max(known)))) if known else 3
+    span = high - low
+
+    def y(value: float) -> float:
+        return _HEIGHT * (high - math.log10(value)) / span
+
+    drawn = [_grid(len(steps), [_HEIGHT * index / span for index in range(span)])]
+    for one in series:
+        for start, end in _runs(one.values):
+            points = [(index * _STEP + _STEP / 2, y(one.values[index] or 1.0)) for index in range(start, end)]
+            if one.highs:
+                upper = [
+                    (x, y(one.highs[start + i] or one.values[start + i] or 1.0)) for i, (x, _) in enumerate(points)
+                ]
+                drawn.append(
+                    Markup('<path class="band {}" d="{}Z"/>').format(one.kind, _path([*points, *reversed(upper)]))
+                )
+            drawn.append(Markup('<path class="line {}" d="{}"/>').format(one.kind, _path(points)))
+    drawn += [_column(index, Markup(""), note) for index, note in enumerate(notes)]
+    ticks = [axis.format(10.0**power) for power in range(high, low - 1, -1)]
+    return _plot(Markup("").join(drawn), len(steps), ticks, steps, label)
+
+
+def parts_bar(parts: Sequence[tuple[str, float, str]], label: str, total: float | None = None) -> Markup:
+    """One bar of parts side by side: each a kind, an amount and its tooltip. What `total` has beyond the parts stays empty."""
+    whole = max(total or 0.0, sum(amount for _, amount, _ in parts))
+    if whole <= 0:
+        return Markup('<svg class="parts" viewBox="0 0 1000 10" preserveAspectRatio="none" aria-hidden="true"></svg>')
+    x, drawn = 0.0, []
+    for kind, amount, note in parts:
+        width = amount / whole * 1000
+        if width > 0:
+            drawn.append(Markup("<g><title>{}</title>{}</g>").format(note, _rect(kind, x, 0, width, 10)))
+        x += width
+    return Markup(
+        '<svg class="parts" viewBox="0 0 1000 10" preserveAspectRatio="none" role="img" aria-label="{}">{}</svg>'
+    ).format(label, Markup("").join(drawn))
+
+
+def nice_ceiling(value: float) -> float:
+    """The next of 1, 2, 5, 10, 20, ... at or above `value` (above 0), so that half of it is a round number too."""
+    power = 10.0 ** math.floor(math.log10(value))
+    for factor in (1.0, 2.0, 4.0, 6.0, 8.0, 10.0):
+        if value <= factor * power * (1 + 1e-9):
+            return factor * power
+    return 10.0 * power
+
+
+def _plot(inner: Markup, steps: int, ticks: Sequence[str], names: Sequence[str], label: str) -> Markup:
+    y_labels = Markup("").join(Markup("<span>{}</span>").format(tick) for tick in ticks)
+    shown = names if len(names) < 3 else (names[0], names[len(names) // 2], names[-1])
+    x_labels = Markup("").join(Markup("<span>{}</span>").format(name) for name in shown)
+    return Markup(
+        '<div class="plot"><div class="y-axis" aria-hidden="true">{}</div>'
+        '<svg viewBox="0 0 {} {}" preserveAspectRatio="none" role="img" aria-label="{}">{}</svg>'
+        '<div class="x-axis" aria-hidden="true">{}</div></div>'
+    ).format(y_labels, _number(steps * _STEP), _number(_HEIGHT), label, inner, x_labels)
+
+
+def _grid(steps: int, heights: Sequence[float]) -> Markup:
+    lines = (Markup('<path class="grid" d="M0 {}H{}"/>').format(_number(y), _number(steps * _STEP)) for y in heights)
+    return Markup("").join(lines)
+
+
+def _column(index: int, inner: Markup, note: str) -> Markup:
+    """A step's drawing under a target of full height, so that the tooltip is easy to hit."""
+    return Markup(
+        '<g class="column"><title>{}</title><rect class="target" x="{}" y="0" width="{}" height="{}"/>{}</g>'
+    ).format(note, _number(index * _STEP), _number(_STEP), _number(_HEIGHT), inner)
+
+
+def _rect(kind: str, x: float, y: float, width: float, height: float) -> Markup:
+    return Markup('<rect class="{}" x="{}" y="{}" width="{}" height="{}"/>').format(
+        kind, _number(x), _number(y), _number(width), _number(height)
+    )
+
+
+def _runs(values: Sequence[float | None]) -> list[tuple[int, int]]:
+    """Half-open ranges of neighbouring known values."""
+    runs: list[tuple[int, int]] = []
+    for index, value in enumerate(values):
+        if not value:
+            continue
+        if runs and runs[-1][1] == index:
+            runs[-1] = (runs[-1][0], index + 1)
+        else:
+            runs.append((index, index + 1))
+    return runs
+
+
+def _path(points: Sequence[tuple[float, float]]) -> str:
+    """A path through the points; a single one becomes a dot (a line of no length with a round cap)."""
+    whole = points if len(points) > 1 else [points[0], points[0]]
+    return "M" + "L".join(f"{_number(x)} {_number(y)}" for x, y in whole)
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".")

@@ -1,0 +1,110 @@
+"""Numbers and times as people read them: money, durations, sizes, shares, ages. Each with its unit.
+
+Knows no HTML but `ago`, which is a <time> element. Pure functions; `now_s` is given.
+"""
+
+import math
+from datetime import UTC, datetime
+
+from markupsafe import Markup
+
+NOTHING = "–"
+
+
+def usd(microusd: int | None) -> str:
+    """Dollars with as many decimals as say something: $1,234, $12.30, $0.0042, $0.000120."""
+    if microusd is None:
+        return NOTHING
+    if microusd == 0:
+        return "$0"
+    dollars = abs(microusd) / 1e6
+    decimals = 0 if dollars >= 1_000 else 2 if dollars >= 1 else min(6, 2 - math.floor(math.log10(dollars)))
+    text = f"{dollars:,.{decimals}f}"
+    if decimals > 2:  # $0.0120 says no more than $0.012
+        whole, _, fraction = text.partition(".")
+        text = f"{whole}.{fraction.rstrip('0').ljust(2, '0')}"
+    return f"{'-' if microusd < 0 else ''}${text}"
+
+
+def count(number: float | None) -> str:
+    """A whole number, grouped; from 100,000 on in k and M."""
+    if number is None:
+        return NOTHING
+    for limit, divisor, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e5, 1e3, "k")):
+        if number >= limit:
+            return f"{number / divisor:.3g} {unit}"
+    return f"{number:,.0f}"
+
+
+def percent(share: float | None) -> str:
+    """0.634 is 63%; small shares keep a digit, and only nothing is 0%."""
+    if share is None:
+        return NOTHING
+    if 0 < share < 0.001:
+        return "<0.1%"
+    if share < 0.1 and round(share * 1000) % 10:
+        return f"{share:.1%}"
+    return f"{share:.0%}" if share < 0.995 or share >= 1 else ">99%"
+
+
+def ms(value: float | None) -> str:
+    """A duration: 0.42 ms, 12 ms, 1.3 s, 4 min 10 s, 3 h 12 min, 2 d 4 h."""
+    if value is None:
+        return NOTHING
+    if value < 1_000:
+        return f"{value:.2g} ms" if value < 10 else f"{value:.0f} ms"
+    return duration_s(value / 1_000)
+
+
+def duration_s(seconds: float) -> str:
+    """A duration of seconds or more, in its two largest units."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for unit_s, unit, part_s, part in ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= unit_s:
+            rest = whole % unit_s // part_s
+            return f"{whole // unit_s} {unit} {rest} {part}" if rest else f"{whole // unit_s} {unit}"
+    return f"{whole} s"
+
+
+def size(size_bytes: float | None) -> str:
+    """Bytes in binary units: 512 B, 3.4 KiB, 256 MiB."""
+    if size_bytes is None:
+        return NOTHING
+    value, unit = float(size_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+
+
+def price(microusd_per_mtok: int) -> str:
+    """A price for a million tokens."""
+    return "free" if microusd_per_mtok == 0 else f"{usd(microusd_per_mtok)} / M tokens"
+
+
+def utc(at_s: float) -> str:
+    """A moment, in full."""
+    return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def ago(at_s: float | None, now_s: float) -> Markup | str:
+    """How long ago, or how soon, with the moment itself in the title."""
+    if at_s is None:
+        return "never"
+    distance = now_s - at_s
+    words = _span(abs(distance))
+    text = "now" if words is None else f"{words} ago" if distance > 0 else f"in {words}"
+    moment = datetime.fromtimestamp(at_s, UTC)
+    return Markup('<time datetime="{}" title="{}">{}</time>').format(moment.isoformat(), utc(at_s), text)
+
+
+def _span(seconds: float) -> str | None:
+    if seconds < 1:
+        return None
+    for unit_s, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if seconds >= unit_s:
+            return f"{int(seconds // unit_s)} {unit}"
+    return f"{int(seconds)} s"

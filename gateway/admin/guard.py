@@ -1,0 +1,162 @@
+"""Who may use the admin plane, and how its errors look.
+
+The API takes `Authorization: Bearer <admin key>`; a browser gets a session cookie from the login form instead: an expiry
+signed with a key derived from the admin's, so a new admin key ends every session and no worker keeps any. The cookie is
+HttpOnly and SameSite=Strict, and what changes something must come from our own pages (Fetch Metadata, else `Origin`;
+OWASP Cross-Site Request Forgery Prevention Cheat Sheet).
+
+Invariant: nothing under /admin but the login form and static files answers without one of the two.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Callable, Coroutine
+from typing import Any
+from urllib.parse import urlsplit
+
+import structlog
+from fastapi import Request, Response
+from fastapi.exceptions import HTTPException, RequestValidationError
+from fastapi.routing import APIRoute
+from redis.exceptions import RedisError
+from sqlalchemy.exc import SQLAlchemyError
+
+from cache import CacheUnavailable
+from gateway import accounts
+from gateway.errors import ApiError, BadRequest, Forbidden, NotFound, Unauthenticated, Unavailable
+
+COOKIE = "sameway_admin"
+SESSION_S = 12 * 3_600
+_SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
+
+_log = structlog.get_logger(source=__name__)
+
+
+class Conflict(ApiError):
+    """409: what was asked contradicts what is there."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "conflict"
+
+
+class CrossSite(Forbidden):
+    """403: a change asked for by another site's page, in the admin's name."""
+
+    code = "cross_site_request"
+
+
+class Guard:
+    """Checks one request; `clock` is unix seconds."""
+
+    def __init__(self, admin_key: str, clock: Callable[[], float]) -> None:
+        if not admin_key:
+            raise ValueError("the admin plane needs an admin key")
+        self._admin_key = admin_key.encode()
+        self._signing_key = hashlib.blake2b(b"session", key=self._admin_key[:64], person=b"sameway-admin").digest()
+        self._clock = clock
+
+    def is_key(self, key: str) -> bool:
+        """Whether this is the admin's key, in constant time."""
+        return hmac.compare_digest(key.encode(errors="replace"), self._admin_key)
+
+    def new_session(self) -> str:
+        """A cookie value that opens the dashboard for SESSION_S."""
+        expires = str(int(self._clock()) + SESSION_S)
+        return f"{expires}.{self._sign(expires)}"
+
+    def has_session(self, request: Request) -> bool:
+        expires, _, signature = request.cookies.get(COOKIE, "").partition(".")
+        if not hmac.compare_digest(signature.encode(errors="replace"), self._sign(expires).encode()):
+            return False
+        return int(expires) > self._clock()
+
+    def _sign(self, expires: str) -> str:
+        return hmac.new(self._signing_key, expires.encode(errors="replace"), hashlib.sha256).hexdigest()
+
+    def check_api(self, request: Request) -> None:
+        """A dependency of every API route. Raises Unauthenticated, CrossSite."""
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and self.is_key(key.strip()):
+            return
+        if self.has_session(request):
+            check_same_site(request)
+            return
+        raise Unauthenticated(
+            "The admin API needs `Authorization: Bearer <admin key>`; the key was printed at the first start and is in "
+            "the data directory's admin.key, or SAMEWAY_ADMIN_KEY",
+        )
+
+
+def check_same_site(request: Request) -> None:
+    """Refuses a change that another site's page asked a browser for. Raises CrossSite."""
+    if request.method in _SAFE_METHODS:
+        return
+    site = request.headers.get("sec-fetch-site")
+    if site is not None:
+        if site not in ("same-origin", "none"):
+            raise CrossSite("This change was asked for by another site's page")
+        return
+    origin = request.headers.get("origin")
+    if origin is None or urlsplit(origin).netloc != request.headers.get("host"):
+        raise CrossSite("This change did not come from the dashboard's own pages")
+
+
+class ApiRoute(APIRoute):
+    """A route whose every error is OpenAI's error object."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def guarded(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except Exception as error:
+                refusal = as_api_error(error)
+                if refusal is None:
+                    raise
+                return Response(
+                    refusal.body(), refusal.http_status, headers=refusal.headers, media_type="application/json"
+                )
+
+        return guarded
+
+
+def as_api_error(error: Exception) -> ApiError | None:
+    """The admin's words for what other parts raised; None for what nobody foresaw."""
+    match error:
+        case ApiError():
+            return error
+        case RequestValidationError():
+            return _bad_request(error)
+        case accounts.NotFound():
+            return NotFound(_sentence(error), code="not_found")
+        case accounts.Conflict():
+            return Conflict(_sentence(error))
+        case accounts.Invalid():
+            return BadRequest(_sentence(error), param=error.field, code="invalid_value")
+        case RedisError() | CacheUnavailable():
+            _log.warning("admin_without_redis", reason=str(error))
+            return Unavailable("Redis does not answer; try again shortly", code="redis_unavailable")
+        case SQLAlchemyError():
+            _log.warning("admin_without_database", reason=str(error))
+            return Unavailable("The database does not answer; try again shortly", code="database_unavailable")
+        case HTTPException():  # a body that is no JSON or no form
+            return BadRequest(str(error.detail), code="invalid_body")
+    return None
+
+
+def _bad_request(error: RequestValidationError) -> BadRequest:
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return BadRequest(f"The body is not valid JSON: {first['ctx']['error']}", code="invalid_json")
+    # the first part is where it came from (body, query, path): the names after it are the client's
+    path = ".".join(str(part) for part in first["loc"][1:])
+    code = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}.get(first["type"])
+    message = first["msg"].removeprefix("Value error, ")
+    return BadRequest(f"{path}: {message}" if path else message, param=path or None, code=code or "invalid_value")
+
+
+def _sentence(error: Exception) -> str:
+    words = str(error)
+    return f"{words[:1].upper()}{words[1:]}"

@@ -1,0 +1,432 @@
+"""The admin API's values on the wire: what may be sent and what comes back.
+
+Money is an integer of µUSD, times are unix seconds, durations are ms; the unit is last in the name. Knows no storage.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from gateway.admin.services import Health
+from gateway.summary import Window
+from policies import MICROUSD_MAX, WindowKind
+
+_Id = Annotated[int, Field(ge=0, le=2**31 - 1)]
+_Name = Annotated[str, Field(min_length=1, max_length=200)]
+_Rate = Annotated[int, Field(ge=1, description="None: no limit")]
+_ErrorMax = Annotated[float, Field(ge=0, le=1, description="None: the gateway's own bound")]
+_Limit = Annotated[int, Field(ge=0, le=MICROUSD_MAX)]
+
+
+class _In(BaseModel):
+    """What a client sends: an unknown field is its mistake."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    def given(self) -> dict[str, Any]:
+        """The fields that were sent, and no defaults."""
+        return {name: getattr(self, name) for name in self.model_fields_set}
+
+
+class _Out(BaseModel):
+    model_config = ConfigDict(from_attributes=True, protected_namespaces=())
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """OpenAI's error object."""
+
+    error: ErrorDetail
+
+
+# -- teams, keys, budgets
+
+
+class TeamIn(_In):
+    name: _Name
+    is_active: bool = True
+    requests_per_min: _Rate | None = None
+    tokens_per_min: _Rate | None = None
+    semantic_error_max: _ErrorMax | None = None
+    is_semantic_enabled: bool = True
+
+
+class TeamPatch(_In):
+    """Only the fields that are sent change."""
+
+    name: _Name = ""
+    is_active: bool = True
+    requests_per_min: _Rate | None = None
+    tokens_per_min: _Rate | None = None
+    semantic_error_max: _ErrorMax | None = None
+    is_semantic_enabled: bool = True
+
+
+class KeyIn(_In):
+    name: _Name
+    expires_at_s: float | None = Field(None, gt=0, le=1e11)
+    requests_per_min: _Rate | None = None
+    tokens_per_min: _Rate | None = None
+    models: tuple[_Name, ...] | None = Field(None, description="None: every model")
+
+
+class KeyPatch(_In):
+    """Only the fields that are sent change."""
+
+    name: _Name = ""
+    is_active: bool = True
+    expires_at_s: float | None = Field(None, gt=0, le=1e11)
+    requests_per_min: _Rate | None = None
+    tokens_per_min: _Rate | None = None
+    models: tuple[_Name, ...] | None = None
+
+
+class BudgetIn(_In):
+    window: WindowKind
+    limit_microusd: _Limit
+    is_hard: bool = Field(True, description="refuse what could exceed it; a soft budget only warns")
+
+
+class BudgetPatch(_In):
+    """Only the fields that are sent change."""
+
+    limit_microusd: _Limit = 0
+    is_hard: bool = True
+
+
+class KeyOut(_Out):
+    id: int
+    team_id: int
+    name: str
+    prefix: str
+    is_active: bool
+    created_at_s: float
+    expires_at_s: float | None
+    last_used_at_s: float | None
+    requests_per_min: int | None
+    tokens_per_min: int | None
+    models: tuple[str, ...] | None
+
+
+class NewKeyOut(_Out):
+    """A key just made. The plaintext is shown this once and kept nowhere."""
+
+    key: KeyOut
+    plaintext: str
+
+
+class BudgetOut(_Out):
+    """A budget, and what counts against it now; the live figures are None while Redis is away."""
+
+    id: int
+    team_id: int
+    window: WindowKind
+    limit_microusd: int
+    is_hard: bool
+    window_id: str | None = None
+    spent_microusd: int | None = None
+    held_microusd: int | None = None
+    remaining_microusd: int | None = None
+    resets_at_s: float | None = None
+
+    @property
+    def share(self) -> float | None:
+        """Spent and held, of the limit; None where it is not known."""
+        if self.spent_microusd is None or self.held_microusd is None:
+            return None
+        used = self.spent_microusd + self.held_microusd
+        return used / self.limit_microusd if self.limit_microusd else 1.0
+
+
+class TeamOut(_Out):
+    id: int
+    name: str
+    is_active: bool
+    created_at_s: float
+    requests_per_min: int | None
+    tokens_per_min: int | None
+    semantic_error_max: float | None
+    is_semantic_enabled: bool
+    keys: list[KeyOut] = []
+    budgets: list[BudgetOut] = []
+
+
+class TeamsOut(_Out):
+    teams: list[TeamOut]
+
+
+class KeysOut(_Out):
+    keys: list[KeyOut]
+
+
+class BudgetsOut(_Out):
+    budgets: list[BudgetOut]
+
+
+# -- what happened
+
+
+class TallyOut(_Out):
+    requests: int
+    hits: int
+    hit_rate: float | None = Field(description="hits / (hits + misses)")
+    by_kind: dict[str, int] = Field(description="exact, semantic, coalesced, miss, bypass, refused (4xx), failed (5xx)")
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    cost_microusd: int
+    saved_microusd: int
+    saved_tokens: int
+    saved_ms: int
+
+
+class TeamTally(TallyOut):
+    team_id: int
+    team: str
+
+
+class ModelTally(TallyOut):
+    model: str
+
+
+class DeploymentTallyOut(_Out):
+    deployment: str = ""
+    ok: int
+    failed: int
+    completion_tokens: int
+    cost_microusd: int
+
+
+class PercentilesOut(_Out):
+    count: int
+    p50_ms: float | None
+    p95_ms: float | None
+    p99_ms: float | None
+
+
+class PointOut(_Out):
+    start_s: int
+    length_s: int
+    tally: TallyOut
+    ttft_hit: PercentilesOut
+    ttft_miss: PercentilesOut
+
+
+class StatsOut(_Out):
+    window: Window
+    start_s: int
+    end_s: int
+    total: TallyOut
+    by_team: list[TeamTally]
+    by_model: list[ModelTally]
+    by_deployment: list[DeploymentTallyOut]
+    series: list[PointOut]
+    ttft: dict[str, PercentilesOut] = Field(description="by what answered; `hit` and `all` are sums")
+    duration: dict[str, PercentilesOut]
+
+
+class RejectionOut(_Out):
+    name: str
+    reason: str
+
+
+class AttemptOut(_Out):
+    name: str
+    outcome: str
+    duration_ms: float
+
+
+class RouteOut(_Out):
+    """One finished request and why it went where it went. `nearest` is kept only where prompts may be logged."""
+
+    request_id: str
+    at_s: float
+    route: str
+    team_id: int
+    team: str
+    key_id: int
+    key: str
+    alias: str
+    is_stream: bool
+    status: int
+    error: str
+    cache: str
+    similarity: float | None
+    miss_reason: str
+    nearest: str
+    store: str
+    deployment: str
+    policy: str
+    why: str
+    rejected: list[RejectionOut]
+    attempts: list[AttemptOut]
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    cost_microusd: int
+    saved_microusd: int
+    saved_ms: float
+    ttft_ms: float | None
+    duration_ms: float
+    is_disconnected: bool
+
+
+class RoutesOut(_Out):
+    routes: list[RouteOut]
+    cursor: str | None
+
+
+class LedgerRowOut(_Out):
+    id: str
+    at_ms: int
+    request_id: str
+    team_id: int
+    key_id: int
+    alias: str
+    deployment: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    cost_microusd: int
+
+
+class LedgerOut(_Out):
+    rows: list[LedgerRowOut]
+    cursor: str | None
+
+
+# -- the machine
+
+
+class PartOut(_Out):
+    name: str
+    health: Health
+    detail: str
+
+
+class ProblemOut(_Out):
+    """Something an admin should look at, and where."""
+
+    is_urgent: bool
+    message: str
+    href: str
+
+
+class StatusOut(_Out):
+    version: str
+    uptime_s: float
+    parts: list[PartOut]
+    problems: list[ProblemOut]
+
+
+class DeploymentOut(_Out):
+    """Predictions are for a prompt of 500 tokens, as the worker that answered this sees them."""
+
+    name: str
+    alias: str
+    backend: str
+    model: str
+    policy: str
+    is_available: bool
+    reason: str
+    running: int
+    waiting: int
+    ttft_ms: float | None
+    tpot_ms: float | None
+    input_microusd_per_mtok: int
+    output_microusd_per_mtok: int
+    capabilities: tuple[str, ...]
+    context_tokens_max: int | None
+    output_tokens_max: int | None
+    last_24h: DeploymentTallyOut | None = None
+
+
+class DeploymentsOut(_Out):
+    deployments: list[DeploymentOut]
+
+
+class OverviewOut(_Out):
+    """`stats` is None while Redis is away."""
+
+    status: StatusOut
+    stats: StatsOut | None
+
+
+# -- the cache
+
+
+class PartitionOut(_Out):
+    team_id: int | None = Field(description="None: of a team that was deleted")
+    team: str | None
+    entries: int
+    size_bytes: int
+    size_bytes_max: int
+
+
+class CacheOut(_Out):
+    entries: int
+    size_bytes: int
+    partitions: list[PartitionOut]
+    l1_entries: int = Field(description="of the worker that answered")
+    l1_bytes: int
+    semantic: PartOut | None
+
+
+class PurgeIn(_In):
+    """Every condition that is given must match; at least one must be, or `all`."""
+
+    dry_run: bool = Field(True, description="only count; false removes")
+    id: str | None = Field(None, pattern=r"^[0-9a-f]{32}$", description="an entry's id")
+    text: str | None = Field(
+        None, min_length=1, description="the prompt's last user text, whatever its case and spacing"
+    )
+    team_id: _Id | None = None
+    model: str | None = Field(None, min_length=1)
+    older_than_s: float | None = Field(None, ge=0, le=1e11)
+    all: bool = Field(False, description="everything, of every team")
+
+
+class SampleOut(_Out):
+    id: str
+    team_id: int | None
+    team: str | None
+    text: str | None
+    created_at_s: float
+    size_bytes: int
+
+
+class PurgeOut(_Out):
+    dry_run: bool
+    count: int
+    size_bytes: int
+    samples: list[SampleOut]
+
+
+class TryIn(_In):
+    team_id: _Id
+    model: _Name
+    prompt: str = Field(min_length=1, max_length=20_000)
+
+
+class NeighbourOut(_Out):
+    text: str
+    similarity: float
+    id: str
+    reason: str = Field(description="why it may not be served; empty where it may")
+
+
+class TryOut(_Out):
+    """What the cache would do with a prompt, and its nearest neighbours."""
+
+    decision: str = Field(description="exact, semantic or miss")
+    reason: str
+    similarity: float | None
+    neighbours: list[NeighbourOut]

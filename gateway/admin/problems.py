@@ -1,0 +1,98 @@
+"""Is anything wrong? What an admin should look at, in words, the urgent first.
+
+A pure function of what was measured; knows no HTTP and asks nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+
+from gateway.admin.format import usd
+from gateway.admin.models import BudgetOut, ProblemOut
+from gateway.admin.services import DeploymentView, Health, Part
+from gateway.summary import Summary
+
+_FAILED_SHARE_MAX = 0.05
+_REQUESTS_MIN = 20
+_BUDGET_SHARE_NEAR = 0.9
+
+
+def problems(
+    parts: Sequence[Part],
+    deployments: Sequence[DeploymentView],
+    budgets: Sequence[BudgetOut],
+    team_names: Mapping[int, str],
+    last_hour: Summary | None,
+) -> list[ProblemOut]:
+    """Everything that deserves a look; empty when all is well."""
+    found = [
+        *_of_parts(parts, {view.name for view in deployments}),
+        *_of_deployments(deployments),
+        *_of_budgets(budgets, team_names),
+        *_of_traffic(last_hour),
+    ]
+    return sorted(found, key=lambda problem: not problem.is_urgent)
+
+
+def _of_parts(parts: Sequence[Part], deployment_names: Set[str]) -> list[ProblemOut]:
+    return [
+        ProblemOut(
+            is_urgent=part.health is Health.DOWN,
+            message=f"{part.name} is {'down' if part.health is Health.DOWN else 'starting'}"
+            + (f": {part.detail}" if part.detail else ""),
+            href="/admin/deployments",
+        )
+        for part in parts
+        if part.health is not Health.OK and part.name not in deployment_names
+    ]
+
+
+def _of_deployments(deployments: Sequence[DeploymentView]) -> list[ProblemOut]:
+    found = []
+    for alias in dict.fromkeys(view.alias for view in deployments):
+        views = [view for view in deployments if view.alias == alias]
+        away = [view for view in views if not view.is_available]
+        why = "; ".join(f"{view.name}: {view.reason}" for view in away)
+        if len(away) == len(views):
+            found.append(
+                ProblemOut(is_urgent=True, message=f"Nobody can answer {alias}: {why}", href="/admin/deployments")
+            )
+        elif away:
+            found.append(
+                ProblemOut(
+                    is_urgent=False,
+                    message=f"{alias} does without some of its deployments: {why}",
+                    href="/admin/deployments",
+                )
+            )
+    return found
+
+
+def _of_budgets(budgets: Sequence[BudgetOut], team_names: Mapping[int, str]) -> list[ProblemOut]:
+    found = []
+    for budget in budgets:
+        if budget.share is None or budget.share < _BUDGET_SHARE_NEAR:
+            continue
+        team = team_names.get(budget.team_id, f"Team {budget.team_id}")
+        name = "total budget" if budget.window == "total" else f"{budget.window.value} budget"
+        spent = f"{usd(budget.spent_microusd or 0)} of {usd(budget.limit_microusd)}"
+        if budget.share < 1:
+            message = f"{team} has used {budget.share:.0%} of its {name} ({spent})"
+        elif budget.is_hard:
+            message = f"{team} has used up its {name} ({spent}): only cached answers are served"
+        else:
+            message = f"{team} is over its soft {name} ({spent})"
+        is_urgent = budget.share >= 1 and budget.is_hard
+        found.append(ProblemOut(is_urgent=is_urgent, message=message, href=f"/admin/teams/{budget.team_id}"))
+    return found
+
+
+def _of_traffic(last_hour: Summary | None) -> list[ProblemOut]:
+    if last_hour is None or last_hour.total.requests < _REQUESTS_MIN:
+        return []
+    failed = last_hour.total.by_kind.get("failed", 0)
+    share = failed / last_hour.total.requests
+    if share <= _FAILED_SHARE_MAX:
+        return []
+    message = f"{share:.0%} of the last hour's requests failed ({failed:,} of {last_hour.total.requests:,})"
+    return [ProblemOut(is_urgent=True, message=message, href="/admin/requests?outcome=failed")]

@@ -1,0 +1,274 @@
+"""The admin API: /admin/api, for scripts and for the curious. The dashboard shows the same values.
+
+Every route needs the admin's key (or the dashboard's session) and answers errors in OpenAI's shape; `admin_router` makes
+the whole admin plane, pages included. Knows how the parts are asked for over HTTP, and nothing of how they work.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Response
+from fastapi.responses import StreamingResponse
+from pydantic import Field
+
+from gateway.accounts import LedgerFilter
+from gateway.admin import views
+from gateway.admin.guard import ApiRoute, Guard
+from gateway.admin.models import (
+    BudgetIn,
+    BudgetOut,
+    BudgetPatch,
+    BudgetsOut,
+    CacheOut,
+    DeploymentsOut,
+    ErrorBody,
+    KeyIn,
+    KeyOut,
+    KeyPatch,
+    KeysOut,
+    LedgerOut,
+    LedgerRowOut,
+    NewKeyOut,
+    OverviewOut,
+    PurgeIn,
+    PurgeOut,
+    RoutesOut,
+    StatsOut,
+    StatusOut,
+    TeamIn,
+    TeamOut,
+    TeamPatch,
+    TeamsOut,
+    TryIn,
+    TryOut,
+)
+from gateway.admin.services import AdminServices
+from gateway.admin.views import RouteFilter
+from gateway.summary import Window
+
+_Id = Annotated[int, Field(ge=0, le=2**31 - 1)]
+_Limit = Annotated[int, Field(ge=1, le=500)]
+_Moment = Annotated[float, Field(ge=0, le=1e11, description="unix seconds")]
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "What was wrong with the request, in OpenAI's error shape"},
+    503: {"model": ErrorBody, "description": "Redis or the database does not answer"},
+}
+
+
+def admin_router(services: AdminServices) -> APIRouter:
+    """Everything under /admin. Raises ValueError where the settings hold no admin key."""
+    guard = Guard(services.settings.admin_key or "", services.clock)
+    router = APIRouter()
+    api = APIRouter(
+        prefix="/admin/api",
+        tags=["admin"],
+        route_class=ApiRoute,
+        dependencies=[Depends(guard.check_api)],
+        responses=_ERRORS,
+    )
+    _add_teams(api, services)
+    _add_keys_and_budgets(api, services)
+    _add_history(api, services)
+    _add_machine(api, services)
+    _add_cache(api, services)
+    router.include_router(api)
+    return router
+
+
+def _add_teams(api: APIRouter, services: AdminServices) -> None:
+    accounts = services.accounts
+
+    @api.get("/teams")
+    async def list_teams() -> TeamsOut:
+        """All teams with their keys and budgets."""
+        return TeamsOut(teams=await views.teams(services))
+
+    @api.post("/teams", status_code=201)
+    async def create_team(body: TeamIn) -> TeamOut:
+        """A new team. 409 where the name is taken."""
+        fields = body.given()
+        return await views.team(services, (await accounts.create_team(fields.pop("name"), **fields)).id)
+
+    @api.get("/teams/{team_id}")
+    async def get_team(team_id: _Id) -> TeamOut:
+        """One team with its keys and its budgets as they stand."""
+        return await views.team(services, team_id)
+
+    @api.patch("/teams/{team_id}")
+    async def update_team(team_id: _Id, body: TeamPatch) -> TeamOut:
+        """Changes the fields that are sent. An inactive team's keys stop working."""
+        await accounts.update_team(team_id, **body.given())
+        return await views.team(services, team_id)
+
+    @api.delete("/teams/{team_id}", status_code=204, response_class=Response)
+    async def delete_team(team_id: _Id) -> None:
+        """Deletes a team with its keys and budgets; its ledger rows stay."""
+        await accounts.delete_team(team_id)
+
+
+def _add_keys_and_budgets(api: APIRouter, services: AdminServices) -> None:
+    accounts = services.accounts
+
+    @api.get("/keys")
+    async def list_keys() -> KeysOut:
+        """All keys. Only the first characters of a key are known."""
+        return KeysOut(keys=[KeyOut.model_validate(key) for key in await accounts.list_keys()])
+
+    @api.get("/teams/{team_id}/keys")
+    async def list_keys_of_team(team_id: _Id) -> KeysOut:
+        """One team's keys."""
+        return KeysOut(keys=(await views.team(services, team_id)).keys)
+
+    @api.post("/teams/{team_id}/keys", status_code=201)
+    async def create_key(team_id: _Id, body: KeyIn, response: Response) -> NewKeyOut:
+        """A new key. The answer is the only place where its plaintext is ever shown."""
+        response.headers["cache-control"] = "no-store"
+        fields = body.given()
+        return NewKeyOut.model_validate(await accounts.create_key(team_id, fields.pop("name"), **fields))
+
+    @api.patch("/keys/{key_id}")
+    async def update_key(key_id: _Id, body: KeyPatch) -> KeyOut:
+        """Changes the fields that are sent."""
+        return KeyOut.model_validate(await accounts.update_key(key_id, **body.given()))
+
+    @api.delete("/keys/{key_id}")
+    async def revoke_key(key_id: _Id) -> KeyOut:
+        """The key stops working at once; its row stays for the ledger's sake."""
+        return KeyOut.model_validate(await accounts.revoke_key(key_id))
+
+    @api.get("/budgets")
+    async def list_budgets() -> BudgetsOut:
+        """All budgets, with what is spent, held and left now."""
+        return BudgetsOut(budgets=await views.budgets(services))
+
+    @api.get("/teams/{team_id}/budgets")
+    async def list_budgets_of_team(team_id: _Id) -> BudgetsOut:
+        """One team's budgets, with what is spent, held and left now."""
+        return BudgetsOut(budgets=(await views.team(services, team_id)).budgets)
+
+    @api.post("/teams/{team_id}/budgets", status_code=201)
+    async def create_budget(team_id: _Id, body: BudgetIn) -> BudgetOut:
+        """A new budget. It counts from the start of the running window."""
+        made = await accounts.create_budget(team_id, body.window, body.limit_microusd, body.is_hard)
+        return await _budget(made.id)
+
+    @api.patch("/budgets/{budget_id}")
+    async def update_budget(budget_id: _Id, body: BudgetPatch) -> BudgetOut:
+        """Changes the fields that are sent."""
+        await accounts.update_budget(budget_id, **body.given())
+        return await _budget(budget_id)
+
+    @api.delete("/budgets/{budget_id}", status_code=204, response_class=Response)
+    async def delete_budget(budget_id: _Id) -> None:
+        """The team is no longer held to it."""
+        await accounts.delete_budget(budget_id)
+
+    async def _budget(budget_id: int) -> BudgetOut:
+        return next(one for one in await views.budgets(services) if one.id == budget_id)
+
+
+def _add_history(api: APIRouter, services: AdminServices) -> None:
+    @api.get("/stats")
+    async def stats(window: Window = Window.DAY, team: _Id | None = None, model: str | None = None) -> StatsOut:
+        """Hit rate by kind, tokens, money and time saved, latency: in total, by team, by model and over time."""
+        return await views.stats(services, window, team, model)
+
+    @api.get("/routes")
+    async def routes(where: Annotated[RouteFilter, Depends()], cursor: str = "", limit: _Limit = 50) -> RoutesOut:
+        """The latest requests, newest first, each with the winner, why, each rejection and each attempt."""
+        return await views.routes(services, where, cursor, limit)
+
+    @api.get("/near-misses")
+    async def near_misses(where: Annotated[RouteFilter, Depends()], cursor: str = "", limit: _Limit = 50) -> RoutesOut:
+        """The latest requests that came close to a cached answer and did not get it, with the reason."""
+        return await views.near_misses(services, where, cursor, limit)
+
+    @api.get("/ledger")
+    async def ledger(
+        where: Annotated[LedgerFilter, Depends(ledger_filter)], cursor: str | None = None, limit: _Limit = 100
+    ) -> LedgerOut:
+        """One row per generation that cost, newest first."""
+        return await views.ledger(services, where, cursor, limit)
+
+    @api.get("/ledger.csv", response_class=StreamingResponse)
+    async def ledger_csv(where: Annotated[LedgerFilter, Depends(ledger_filter)]) -> StreamingResponse:
+        """The same as CSV (RFC 4180), all of it."""
+        headers = {"content-disposition": 'attachment; filename="sameway-ledger.csv"'}
+        return StreamingResponse(_csv(views.ledger_rows(services, where)), media_type="text/csv", headers=headers)
+
+
+def ledger_filter(
+    team_id: _Id | None = None,
+    key_id: _Id | None = None,
+    model: str | None = None,
+    deployment: str | None = None,
+    from_s: _Moment | None = None,
+    until_s: _Moment | None = None,
+) -> LedgerFilter:
+    """The rows of a team, key, model or deployment, from `from_s` on and before `until_s`."""
+    return LedgerFilter(
+        team_id=team_id,
+        key_id=key_id,
+        alias=model or None,
+        deployment=deployment or None,
+        from_ms=int(from_s * 1000) if from_s is not None else None,
+        until_ms=int(until_s * 1000) if until_s is not None else None,
+    )
+
+
+async def _csv(rows: AsyncIterator[LedgerRowOut]) -> AsyncIterator[str]:
+    buffer = io.StringIO()
+    writer = csv.writer(buffer)
+    writer.writerow(["at", *LedgerRowOut.model_fields])
+    async for row in rows:
+        at = datetime.fromtimestamp(row.at_ms / 1000, UTC).isoformat(timespec="milliseconds")
+        writer.writerow([at, *(_cell(value) for value in row.model_dump().values())])
+        if buffer.tell() > 32_768:
+            yield buffer.getvalue()
+            buffer.seek(0)
+            buffer.truncate()
+    yield buffer.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    """A text that a spreadsheet would run as a formula is quoted (OWASP, CSV Injection)."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
+
+
+def _add_machine(api: APIRouter, services: AdminServices) -> None:
+    @api.get("/overview")
+    async def overview(window: Window = Window.DAY) -> OverviewOut:
+        """What the dashboard's first page shows."""
+        return await views.overview(services, window)
+
+    @api.get("/status")
+    async def status() -> StatusOut:
+        """Every part's health, and what deserves a look."""
+        return await views.status(services)
+
+    @api.get("/deployments")
+    async def deployments() -> DeploymentsOut:
+        """Every deployment: health, breaker, estimates, queue."""
+        return DeploymentsOut(deployments=await views.deployments(services))
+
+
+def _add_cache(api: APIRouter, services: AdminServices) -> None:
+    @api.get("/cache")
+    async def cache() -> CacheOut:
+        """How much is cached, by team, and the semantic index."""
+        return await views.cache(services)
+
+    @api.post("/cache/purge")
+    async def purge(body: PurgeIn) -> PurgeOut:
+        """Removes entries by id, text, team, model and age; with `dry_run` (the default) only counts them."""
+        return await views.purge(services, body)
+
+    @api.post("/cache/try")
+    async def try_prompt(body: TryIn) -> TryOut:
+        """What the cache would do with a prompt, and its nearest neighbours. Nothing is served, stored or counted."""
+        return await views.try_prompt(services, body)

@@ -1,0 +1,434 @@
+"""The admin API over HTTP: what it makes, what it shows, what it refuses and how."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+
+from gateway.admin.guard import COOKIE, Guard
+from gateway.admin.services import Health, Part
+from gateway.record import Attempt, Rejection
+from tests.admin.world import ADMIN_KEY, LOCAL, NOW_S, World, open_world
+from tests.services import run_redis
+from tests.telemetry.records import hit, miss
+
+
+@pytest.fixture
+async def world(redis: Redis, tmp_path: Path) -> AsyncIterator[World]:
+    async with open_world(redis, tmp_path) as opened:
+        yield opened
+
+
+def client_of(world: World, **options: Any) -> httpx.AsyncClient:
+    """An HTTP client of the application, by default with the admin's key."""
+    options.setdefault("headers", {"authorization": f"Bearer {ADMIN_KEY}"})
+    transport = httpx.ASGITransport(app=world.app)
+    return httpx.AsyncClient(transport=transport, base_url="http://gateway.test", **options)
+
+
+@pytest.fixture
+async def client(world: World) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(world) as opened:
+        yield opened
+
+
+def error_of(reply: httpx.Response) -> dict[str, Any]:
+    """The error object, whose shape is OpenAI's."""
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str)
+    assert error["message"]
+    return dict(error)
+
+
+# -- who may
+
+
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {ADMIN_KEY}"}])
+async def test_nobody_else_gets_in(world: World, headers: dict[str, str]) -> None:
+    """Without the admin's key every route of the API answers 401, whether it exists or not."""
+    async with client_of(world, headers=headers) as stranger:
+        for method, path in _operations(world):
+            reply = await stranger.request(method, path)
+            assert reply.status_code == 401, (method, path)
+            assert error_of(reply)["code"] == "invalid_api_key"
+
+
+def _operations(world: World) -> list[tuple[str, str]]:
+    paths = world.app.openapi()["paths"]
+    return [
+        (method.upper(), path.replace("{team_id}", "1").replace("{key_id}", "1").replace("{budget_id}", "1"))
+        for path, item in paths.items()
+        if path.startswith("/admin/api")
+        for method in item
+    ]
+
+
+async def test_a_session_reads_and_changes_but_not_for_another_site(world: World) -> None:
+    """The dashboard's cookie opens the API; a change that another site's page asks for is refused."""
+    guard = Guard(ADMIN_KEY, lambda: world.now_s)
+    async with client_of(world, headers={}, cookies={COOKIE: guard.new_session()}) as browser:
+        assert (await browser.get("/admin/api/teams")).status_code == 200
+        for headers in (
+            {},
+            {"origin": "https://evil.test"},
+            {"sec-fetch-site": "cross-site"},
+            {"sec-fetch-site": "same-site"},
+        ):
+            reply = await browser.post("/admin/api/teams", json={"name": "x"}, headers=headers)
+            assert reply.status_code == 403, headers
+            assert error_of(reply)["code"] == "cross_site_request"
+        same = {"sec-fetch-site": "same-origin"}
+        assert (await browser.post("/admin/api/teams", json={"name": "x"}, headers=same)).status_code == 201
+        own = {"origin": "http://gateway.test"}
+        assert (await browser.post("/admin/api/teams", json={"name": "y"}, headers=own)).status_code == 201
+        world.now_s += 13 * 3_600
+        assert (await browser.get("/admin/api/teams")).status_code == 401
+
+
+@pytest.mark.parametrize("cookie", ["", ".", "9999999999.", "9999999999.00", "x.y", "9999999999.é"])
+async def test_a_made_up_session_is_none(world: World, cookie: str) -> None:
+    """Only what the guard signed is a session."""
+    async with client_of(world, headers={"cookie": f"{COOKIE}={cookie}".encode()}) as browser:
+        assert (await browser.get("/admin/api/teams")).status_code == 401
+
+
+# -- teams, keys, budgets
+
+
+async def test_a_team_from_birth_to_death(client: httpx.AsyncClient) -> None:
+    """Made, found, changed field by field, refused twice under one name, deleted and then unknown."""
+    made = await client.post("/admin/api/teams", json={"name": "search", "requests_per_min": 600})
+    assert made.status_code == 201
+    team = made.json()
+    assert (team["name"], team["requests_per_min"], team["is_semantic_enabled"]) == ("search", 600, True)
+    path = f"/admin/api/teams/{team['id']}"
+    changed = await client.patch(path, json={"requests_per_min": None, "is_semantic_enabled": False})
+    assert (changed.json()["requests_per_min"], changed.json()["is_semantic_enabled"]) == (None, False)
+    assert changed.json()["name"] == "search"
+    again = await client.post("/admin/api/teams", json={"name": "search"})
+    assert again.status_code == 409
+    assert error_of(again)["code"] == "conflict"
+    assert [one["id"] for one in (await client.get("/admin/api/teams")).json()["teams"]] == [team["id"]]
+    assert (await client.delete(path)).status_code == 204
+    gone = await client.get(path)
+    assert gone.status_code == 404
+    assert error_of(gone)["code"] == "not_found"
+
+
+async def test_a_keys_plaintext_is_shown_once_and_works(world: World, client: httpx.AsyncClient) -> None:
+    """The answer that makes a key is the only one that has it; revoking it ends it."""
+    team = (await client.post("/admin/api/teams", json={"name": "search"})).json()
+    made = await client.post(f"/admin/api/teams/{team['id']}/keys", json={"name": "prod", "models": ["small"]})
+    assert made.status_code == 201
+    assert made.headers["cache-control"] == "no-store"
+    plaintext, key = made.json()["plaintext"], made.json()["key"]
+    assert plaintext.startswith(key["prefix"])
+    identity = world.accounts.identify(plaintext)
+    assert identity is not None
+    assert identity.team.id == team["id"]
+    for path in ("/admin/api/keys", f"/admin/api/teams/{team['id']}/keys", f"/admin/api/teams/{team['id']}"):
+        shown = (await client.get(path)).text
+        assert key["prefix"] in shown
+        assert plaintext not in shown
+        assert "digest" not in shown
+    renamed = await client.patch(f"/admin/api/keys/{key['id']}", json={"name": "production"})
+    assert renamed.json()["name"] == "production"
+    assert (await client.delete(f"/admin/api/keys/{key['id']}")).json()["is_active"] is False
+    assert world.accounts.identify(plaintext) is None
+
+
+async def test_a_budget_shows_what_counts_against_it(world: World, client: httpx.AsyncClient) -> None:
+    """Spent, held, remaining and the reset are those of the running window."""
+    team = (await client.post("/admin/api/teams", json={"name": "search"})).json()
+    await world.spend(team["id"], 300_000)
+    body = {"window": "month", "limit_microusd": 1_000_000}
+    made = await client.post(f"/admin/api/teams/{team['id']}/budgets", json=body)
+    assert made.status_code == 201
+    budget = made.json()
+    assert (budget["spent_microusd"], budget["held_microusd"], budget["remaining_microusd"]) == (300_000, 0, 700_000)
+    assert budget["window_id"] == "2040-05"
+    assert budget["resets_at_s"] == datetime(2040, 6, 1, tzinfo=UTC).timestamp()
+    (kept,) = await world.accounts.list_budgets(team["id"])
+    await world.budgets.reserve("hold-9", team["id"], [kept], 200_000, 60)
+    (now,) = (await client.get(f"/admin/api/teams/{team['id']}/budgets")).json()["budgets"]
+    assert (now["held_microusd"], now["remaining_microusd"]) == (200_000, 500_000)
+    changed = await client.patch(f"/admin/api/budgets/{budget['id']}", json={"limit_microusd": 100_000})
+    assert (changed.json()["limit_microusd"], changed.json()["remaining_microusd"]) == (100_000, 0)
+    assert (await client.delete(f"/admin/api/budgets/{budget['id']}")).status_code == 204
+    assert (await client.get("/admin/api/budgets")).json() == {"budgets": []}
+
+
+_WRONG: list[tuple[str, str, Any, str, str]] = [
+    ("POST", "/teams", {"name": ""}, "name", "invalid_value"),
+    ("POST", "/teams", {}, "name", "missing_required_parameter"),
+    ("POST", "/teams", {"name": "a", "colour": "red"}, "colour", "unknown_parameter"),
+    ("POST", "/teams", {"name": "a", "requests_per_min": 0}, "requests_per_min", "invalid_value"),
+    ("POST", "/teams", {"name": " a "}, "name", "invalid_value"),
+    ("POST", "/teams/1/budgets", {"window": "year", "limit_microusd": 1}, "window", "invalid_value"),
+    ("POST", "/teams/1/budgets", {"window": "day", "limit_microusd": -1}, "limit_microusd", "invalid_value"),
+    ("POST", "/teams/1/keys", {"name": "k", "expires_at_s": "soon"}, "expires_at_s", "invalid_value"),
+    ("GET", "/stats?window=2y", None, "window", "invalid_value"),
+    ("GET", "/routes?limit=0", None, "limit", "invalid_value"),
+    ("GET", "/routes?outcome=odd", None, "outcome", "invalid_value"),
+    ("GET", "/ledger?cursor=nonsense", None, "cursor", "invalid_value"),
+    ("GET", "/ledger?from_s=inf", None, "from_s", "invalid_value"),
+    ("GET", "/teams/many", None, "team_id", "invalid_value"),
+    ("GET", f"/teams/{2**70}", None, "team_id", "invalid_value"),
+    ("POST", "/cache/purge", {}, "all", "invalid_value"),
+    ("POST", "/cache/purge", {"all": True, "model": "small"}, "all", "invalid_value"),
+]
+
+
+async def test_a_wrong_value_is_a_400_that_names_it(client: httpx.AsyncClient) -> None:
+    """Validation answers in OpenAI's shape with the field's name, and never with 422 or 500."""
+    await client.post("/admin/api/teams", json={"name": "first"})
+    for method, path, body, param, code in _WRONG:
+        reply = await client.request(method, f"/admin/api{path}", json=body)
+        assert reply.status_code == 400, (path, body, reply.text)
+        error = error_of(reply)
+        assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
+
+
+async def test_what_is_no_json_is_a_400(client: httpx.AsyncClient) -> None:
+    """A body that does not parse is the client's fault, in words."""
+    for content in (b"{", b"\xff\xfe", b"[]", b"7", b'"x"', b"null", b""):
+        reply = await client.post("/admin/api/teams", content=content, headers={"content-type": "application/json"})
+        assert reply.status_code == 400, content
+        error_of(reply)
+
+
+_UNKNOWN: list[tuple[str, str, Any]] = [
+    ("GET", "/teams/77", None),
+    ("PATCH", "/teams/77", {"name": "x"}),
+    ("DELETE", "/teams/77", None),
+    ("POST", "/teams/77/keys", {"name": "k"}),
+    ("GET", "/teams/77/keys", None),
+    ("PATCH", "/keys/77", {"name": "x"}),
+    ("DELETE", "/keys/77", None),
+    ("POST", "/teams/77/budgets", {"window": "day", "limit_microusd": 1}),
+    ("GET", "/teams/77/budgets", None),
+    ("PATCH", "/budgets/77", {"limit_microusd": 1}),
+    ("DELETE", "/budgets/77", None),
+    ("POST", "/cache/purge", {"team_id": 77}),
+    ("POST", "/cache/try", {"team_id": 77, "model": "small", "prompt": "hello"}),
+]
+
+
+async def test_an_unknown_id_is_a_404(client: httpx.AsyncClient) -> None:
+    """Whatever is asked of something that is not there."""
+    for method, path, body in _UNKNOWN:
+        reply = await client.request(method, f"/admin/api{path}", json=body)
+        assert reply.status_code == 404, (path, reply.text)
+        assert error_of(reply)["code"] == "not_found"
+
+
+# -- what happened
+
+
+async def test_stats_tell_hits_money_and_latency(world: World, client: httpx.AsyncClient) -> None:
+    """In total, by team with its name, by model, by deployment and over time; every kind is there, also at 0."""
+    team = (await client.post("/admin/api/teams", json={"name": "search"})).json()
+    at = {"at_s": NOW_S, "team_id": team["id"]}
+    for record in (miss(**at), hit(**at), hit(cache="semantic", **at), hit(cache="coalesced", alias="large", **at)):
+        world.stats.add(record)
+    await world.stats.flush()
+    stats = (await client.get("/admin/api/stats", params={"window": "1h"})).json()
+    total = stats["total"]
+    assert total["by_kind"] == {
+        "exact": 1, "semantic": 1, "coalesced": 1, "miss": 1, "bypass": 0, "refused": 0, "failed": 0
+    }  # fmt: skip
+    assert (total["requests"], total["hits"], total["hit_rate"]) == (4, 3, 0.75)
+    assert (total["cost_microusd"], total["saved_microusd"]) == (120, 360)
+    assert stats["by_team"][0]["team"] == "search"
+    assert [one["model"] for one in stats["by_model"]] == ["small", "large"]
+    assert stats["by_deployment"][0] == {
+        "deployment": "local", "ok": 1, "failed": 0, "completion_tokens": 11, "cost_microusd": 120
+    }  # fmt: skip
+    assert len(stats["series"]) == 60
+    assert stats["ttft"]["miss"]["p50_ms"] == pytest.approx(100, rel=0.1)
+    narrowed = (await client.get("/admin/api/stats", params={"window": "1h", "model": "large"})).json()
+    assert narrowed["total"]["requests"] == 1
+
+
+async def test_routes_say_why(world: World, client: httpx.AsyncClient) -> None:
+    """The winner, why, each rejection and each attempt; filters narrow the list and pages continue it."""
+    attempts = (Attempt("api", "timed out", 5_000.0), Attempt("local", "ok", 80.0))
+    rejected = (Rejection("tiny", "can't do tools"),)
+    world.stats.add(miss(request_id="req_why", why="fastest of 2", attempts=attempts, rejected=rejected))
+    for number in range(5):
+        world.stats.add(hit(request_id=f"req_{number}"))
+    world.stats.add(miss(request_id="req_no", status=429, error="insufficient_quota", attempts=()))
+    await world.stats.flush()
+    (failover,) = (await client.get("/admin/api/routes?outcome=failover")).json()["routes"]
+    assert failover["why"] == "fastest of 2"
+    assert failover["rejected"] == [{"name": "tiny", "reason": "can't do tools"}]
+    assert [one["outcome"] for one in failover["attempts"]] == ["timed out", "ok"]
+    assert [r["request_id"] for r in (await client.get("/admin/api/routes?outcome=refused")).json()["routes"]] == [
+        "req_no"
+    ]
+    assert len((await client.get("/admin/api/routes?deployment=api")).json()["routes"]) == 1
+    first = (await client.get("/admin/api/routes?cache=exact&limit=3")).json()
+    rest = (await client.get(f"/admin/api/routes?cache=exact&limit=3&cursor={first['cursor']}")).json()
+    found = [one["request_id"] for one in first["routes"] + rest["routes"]]
+    assert found == ["req_4", "req_3", "req_2", "req_1", "req_0"]
+    assert rest["cursor"] is None
+
+
+async def test_near_misses_say_how_near_and_why_not(world: World, client: httpx.AsyncClient) -> None:
+    """A near miss has its similarity and reason."""
+    world.stats.add(miss(similarity=0.91, miss_reason="numbers"))
+    world.stats.add(miss())
+    await world.stats.flush()
+    (near,) = (await client.get("/admin/api/near-misses")).json()["routes"]
+    assert (near["similarity"], near["miss_reason"]) == (0.91, "numbers")
+
+
+async def test_the_ledger_in_pages_and_as_csv(world: World, client: httpx.AsyncClient) -> None:
+    """Pages join without a gap, filters narrow both, and the CSV has every row with its time in ISO form."""
+    for number in range(7):
+        await world.spend(1, 100 + number, number)
+    await world.spend(2, 999, 50, deployment="=cmd()")
+    first = (await client.get("/admin/api/ledger?team_id=1&limit=4")).json()
+    rest = (await client.get(f"/admin/api/ledger?team_id=1&limit=4&cursor={first['cursor']}")).json()
+    assert [row["cost_microusd"] for row in first["rows"] + rest["rows"]] == [100 + number for number in range(7)]
+    assert rest["cursor"] is None
+    reply = await client.get("/admin/api/ledger.csv")
+    assert reply.headers["content-type"].startswith("text/csv")
+    assert "attachment" in reply.headers["content-disposition"]
+    rows = list(csv.DictReader(io.StringIO(reply.text)))
+    assert len(rows) == 8
+    assert rows[0]["at"] == "2040-05-17T12:45:00.000+00:00"
+    assert {row["deployment"] for row in rows} == {"small@api", "'=cmd()"}  # no spreadsheet runs it
+    assert (await client.get(f"/admin/api/ledger?until_s={NOW_S - 10}")).json()["rows"] == []
+
+
+# -- the machine
+
+
+async def test_status_names_what_is_wrong(world: World, client: httpx.AsyncClient) -> None:
+    """All well is an empty list; a dead part, a dead alias and a spent budget are named, the urgent first."""
+    assert (await client.get("/admin/api/status")).json()["problems"] == []
+    world.parts.append(Part("cache worker", Health.STARTING, "loading 40%"))
+    world.deployments = [replace(LOCAL, is_available=False, reason="connection refused")]
+    team = (await client.post("/admin/api/teams", json={"name": "search"})).json()
+    await client.post(f"/admin/api/teams/{team['id']}/budgets", json={"window": "day", "limit_microusd": 100})
+    await world.spend(team["id"], 100)
+    problems = (await client.get("/admin/api/status")).json()["problems"]
+    messages = [problem["message"] for problem in problems]
+    assert any("used up its day budget" in message for message in messages)
+    assert any("Nobody can answer small" in message and "connection refused" in message for message in messages)
+    assert any("cache worker is starting: loading 40%" in message for message in messages)
+    assert [problem["is_urgent"] for problem in problems] == sorted(
+        (problem["is_urgent"] for problem in problems), reverse=True
+    )
+
+
+async def test_deployments_show_what_they_did(world: World, client: httpx.AsyncClient) -> None:
+    """Each has its health, its estimates and its last 24 hours."""
+    world.stats.add(miss(at_s=NOW_S, deployment="small@local", attempts=(Attempt("small@local", "ok", 200.0),)))
+    await world.stats.flush()
+    local, remote = (await client.get("/admin/api/deployments")).json()["deployments"]
+    assert (local["name"], local["is_available"], local["ttft_ms"]) == ("small@local", True, 180.0)
+    assert local["last_24h"]["ok"] == 1
+    assert remote["last_24h"] is None
+
+
+async def test_without_redis_the_overview_still_answers(tmp_path: Path) -> None:
+    """Health is shown and the counts are null; what is nothing but counts answers 503; money figures are null."""
+    with run_redis() as server:
+        redis = Redis.from_url(server.url, retry=None)
+        async with open_world(redis, tmp_path) as world, client_of(world) as client:
+            team = (await client.post("/admin/api/teams", json={"name": "search"})).json()
+            body = {"window": "day", "limit_microusd": 100}
+            await client.post(f"/admin/api/teams/{team['id']}/budgets", json=body)
+            server.stop()
+            overview = await client.get("/admin/api/overview")
+            assert overview.status_code == 200
+            assert overview.json()["stats"] is None
+            (budget,) = (await client.get("/admin/api/budgets")).json()["budgets"]
+            assert (budget["limit_microusd"], budget["spent_microusd"]) == (100, None)
+            for path in ("/stats", "/routes", "/near-misses", "/cache"):
+                reply = await client.get(f"/admin/api{path}")
+                assert reply.status_code == 503, path
+                assert error_of(reply)["code"] == "redis_unavailable"
+        await redis.aclose()
+
+
+# -- the cache
+
+
+async def test_a_purge_counts_first_and_removes_then(world: World, client: httpx.AsyncClient) -> None:
+    """A dry run changes nothing and shows samples; the purge removes exactly what it counted, by every selector."""
+    one = (await client.post("/admin/api/teams", json={"name": "one"})).json()["id"]
+    two = (await client.post("/admin/api/teams", json={"name": "two"})).json()["id"]
+    first = await world.cache_answer(one, "What is the capital of France?")
+    await world.cache_answer(one, "How tall is the Eiffel tower?", model="large", created_at_s=NOW_S - 7_200)
+    await world.cache_answer(two, "What is the capital of France?")
+    selectors: list[tuple[dict[str, Any], int]] = [
+        ({"text": "what is the capital of france?"}, 2),
+        ({"text": "what is the capital of france?", "team_id": two}, 1),
+        ({"model": "large"}, 1),
+        ({"older_than_s": 3_600}, 1),
+        ({"team_id": one}, 2),
+        ({"id": first.id}, 1),
+        ({"id": first.id, "team_id": two}, 0),
+        ({"all": True}, 3),
+    ]
+    for selector, count in selectors:
+        dry = (await client.post("/admin/api/cache/purge", json=selector)).json()
+        assert (dry["dry_run"], dry["count"]) == (True, count), selector
+        assert len(dry["samples"]) == count
+    assert (await client.get("/admin/api/cache")).json()["entries"] == 3
+    done = (await client.post("/admin/api/cache/purge", json={"team_id": one, "dry_run": False})).json()
+    assert (done["dry_run"], done["count"]) == (False, 2)
+    cache = (await client.get("/admin/api/cache")).json()
+    assert [(part["team"], part["entries"]) for part in cache["partitions"]] == [("two", 1)]
+    assert cache["semantic"]["health"] == "ok"
+
+
+async def test_trying_a_prompt_shows_the_decision_and_the_neighbours(world: World, client: httpx.AsyncClient) -> None:
+    """Exact, by meaning, near, and nothing near: each says why, and trying stores and counts nothing."""
+    team_id = (await client.post("/admin/api/teams", json={"name": "one"})).json()["id"]
+    await world.cache_answer(team_id, "What is the capital of France?")
+
+    async def tried(prompt: str) -> dict[str, Any]:
+        body = {"team_id": team_id, "model": "small", "prompt": prompt}
+        reply = await client.post("/admin/api/cache/try", json=body)
+        assert reply.status_code == 200, reply.text
+        return dict(reply.json())
+
+    exact = await tried("What is the capital of France?")
+    assert exact["decision"] == "exact"
+    same = await tried("what is the capital of france?")
+    assert (same["decision"], same["neighbours"][0]["text"]) == ("semantic", "What is the capital of France?")
+    near = await tried("What is the population of France?")
+    assert (near["decision"], near["reason"]) == ("miss", "far")
+    assert near["neighbours"][0]["similarity"] == near["similarity"] == pytest.approx(5 / 7)
+    assert (await tried("Sing!"))["reason"] == "empty"
+    assert (await client.get("/admin/api/cache")).json()["entries"] == 1
+
+
+# -- the description
+
+
+async def test_the_openapi_description_covers_it(world: World) -> None:
+    """Every operation has a summary, an example of its error shape and no 422, which is never sent."""
+    paths = world.app.openapi()["paths"]
+    described = {path: item for path, item in paths.items() if path.startswith("/admin/api")}
+    assert len(described) >= 18
+    for path, item in described.items():
+        for method, operation in item.items():
+            assert operation["description"], (method, path)
+            assert "422" not in operation["responses"], (method, path)
+            assert "4XX" in operation["responses"], (method, path)
+    assert not [path for path in paths if path.startswith("/admin") and not path.startswith("/admin/api")]

@@ -1,0 +1,221 @@
+"""The admin plane on real parts: Redis, a SQLite file, the exact cache, budgets, the ledger; and a cache worker that answers by rule.
+
+The worker stand-in speaks the real worker's protocol on a real socket and needs no model: what it finds near is what shares
+words. Everything else is what the gateway itself runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from fastapi import FastAPI
+from redis.asyncio import Redis
+
+from cache import (
+    CacheLimits,
+    Entry,
+    ExactCache,
+    Hit,
+    Miss,
+    MissReason,
+    Near,
+    Neighbourhood,
+    Recorded,
+    SemanticClient,
+    Status,
+    WorkerState,
+    fingerprint,
+)
+from cache.messages import LENGTH_BYTES, Answer, AskNear, frame, read_ask
+from gateway.accounts import Accounts, Ledger, LedgerRow
+from gateway.admin.routes import admin_router
+from gateway.admin.services import AdminServices, DeploymentView, Health, Part
+from gateway.settings import Settings
+from gateway.stats import Stats
+from policies import Budgets
+from policies.budgets import LEDGER_LOCK
+
+ADMIN_KEY = "sk-admin-for-tests-0123456789"
+NOW_S = 2_220_871_500.0  # 2040-05-17 12:45:00 UTC: ahead of Redis, whose own clock ends what is old
+
+LOCAL = DeploymentView(
+    name="small@local",
+    alias="small",
+    backend="local",
+    model="SmolLM2-135M-Instruct",
+    policy="balanced",
+    is_available=True,
+    reason="",
+    running=2,
+    waiting=0,
+    ttft_ms=180.0,
+    tpot_ms=11.2,
+    input_microusd_per_mtok=0,
+    output_microusd_per_mtok=0,
+    capabilities=("json_object", "logprobs"),
+    context_tokens_max=8192,
+    output_tokens_max=4096,
+)
+REMOTE = replace(
+    LOCAL,
+    name="small@api",
+    backend="openai",
+    model="gpt-small",
+    ttft_ms=420.0,
+    tpot_ms=7.9,
+    running=0,
+    input_microusd_per_mtok=150_000,
+    output_microusd_per_mtok=600_000,
+    capabilities=("json_object", "json_schema", "tools", "vision"),
+    context_tokens_max=128_000,
+)
+
+
+@dataclass
+class World:
+    """The parts, and the knobs a test turns."""
+
+    services: AdminServices
+    app: FastAPI
+    redis: Redis
+    accounts: Accounts
+    stats: Stats
+    exact: ExactCache
+    budgets: Budgets
+    ledger: Ledger
+    known_texts: dict[str, bytes]
+    deployments: list[DeploymentView] = field(default_factory=lambda: [LOCAL, REMOTE])
+    parts: list[Part] = field(default_factory=lambda: [Part("redis", Health.OK), Part("database", Health.OK)])
+    now_s: float = NOW_S
+
+    async def cache_answer(
+        self, team_id: int, prompt: str, model: str = "small", created_at_s: float = NOW_S - 60
+    ) -> Entry:
+        """A stored answer to a prompt of one message."""
+        body = {"model": model, "messages": [{"role": "user", "content": prompt}]}
+        asked = fingerprint(body, self.services.partition_of(team_id))
+        chunk = Recorded(b'{"object":"chat.completion"}', is_whole=True)
+        labels: dict[str, str | int] = {"model": model, "cost_microusd": 120}
+        entry = Entry(asked.partition, asked.exact, asked.compat, prompt, (chunk,), created_at_s, 86_400.0, labels)
+        await self.exact.store(entry)
+        self.known_texts[prompt] = asked.exact
+        return entry
+
+    async def spend(self, team_id: int, microusd: int, number: int = 0, deployment: str = "small@api") -> None:
+        """One settled generation: it counts against the team's budgets and is in the ledger."""
+        hold_id = f"hold-{team_id}-{number}-{microusd}"
+        row = LedgerRow(
+            id=hold_id,
+            at_ms=int(self.now_s * 1000) - number,
+            request_id=f"req_{number:04}",
+            team_id=team_id,
+            key_id=1,
+            alias="small",
+            deployment=deployment,
+            prompt_tokens=400,
+            cached_tokens=0,
+            completion_tokens=120,
+            cost_microusd=microusd,
+            kind="chat",
+        )
+        await self.budgets.settle(self.budgets.unreserved(hold_id, team_id), microusd, b"")
+        await self.ledger.append([row])
+
+
+@functools.cache
+def _migrated() -> Path:
+    """An empty database of the current schema: migrating takes longer than most tests."""
+    folder = tempfile.TemporaryDirectory(prefix="sameway-admin-")
+    weakref.finalize(_migrated, folder.cleanup)
+    path = Path(folder.name) / "sameway.db"
+
+    async def migrate() -> None:
+        accounts = Accounts(f"sqlite:///{path}")
+        await accounts.open()
+        await accounts.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(migrate()))
+    thread.start()
+    thread.join()
+    return path
+
+
+@asynccontextmanager
+async def open_world(redis: Redis, folder: Path) -> AsyncIterator[World]:
+    """Everything, opened; the cache worker's stand-in listens in `folder`."""
+    shutil.copy(_migrated(), folder / "sameway.db")
+    settings = Settings(data_dir=folder, admin_key=ADMIN_KEY, secret="secret of the tests")
+    accounts = Accounts(settings.sql_url, clock=lambda: world.now_s)
+    await accounts.open()
+    known_texts: dict[str, bytes] = {}
+    socket_path = folder / "cache.sock"
+    worker = await asyncio.start_unix_server(lambda r, w: _answer(r, w, known_texts), str(socket_path))
+    semantic = SemanticClient(socket_path)
+    semantic.start()
+    budgets = Budgets(redis, lambda: world.now_s)
+    exact = ExactCache(redis, CacheLimits(size_bytes_max=64 << 20), lambda: world.now_s)
+    stats, ledger = Stats(redis, lambda: world.now_s), Ledger(accounts.database)
+    await redis.set(LEDGER_LOCK, "tests")
+    await budgets.mark_ready("tests")
+    services = AdminServices(
+        settings=settings,
+        accounts=accounts,
+        ledger=ledger,
+        budgets=budgets,
+        stats=stats,
+        exact=exact,
+        semantic=semantic,
+        deployments=lambda: world.deployments,
+        parts=lambda: world.parts,
+        clock=lambda: world.now_s,
+        version="0.1.0",
+        started_at_s=NOW_S - 93_784,
+    )
+    world = World(services, FastAPI(), redis, accounts, stats, exact, budgets, ledger, known_texts)
+    world.app.include_router(admin_router(services))
+    while not (await semantic.status()).is_ready:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    try:
+        yield world
+    finally:
+        await semantic.aclose()
+        worker.close()
+        await accounts.close()
+
+
+async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, known: dict[str, bytes]) -> None:
+    """The worker's side of one connection: texts that share words are near, those with all words in common are hits."""
+    try:
+        while True:
+            ask = read_ask(await reader.readexactly(int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")))
+            if isinstance(ask, AskNear):
+                writer.write(frame(Answer(ask.id, _neighbourhood(ask, known))))
+            else:
+                status = Status(WorkerState.READY, 1.0, entries=len(known), embedder="all-MiniLM-L6-v2", dims=384)
+                writer.write(frame(Answer(ask.id, status)))
+    except asyncio.IncompleteReadError:
+        writer.close()
+
+
+def _neighbourhood(ask: AskNear, known: dict[str, bytes]) -> Neighbourhood:
+    asked = set(ask.query.text.lower().split())
+    found = []
+    for text, exact in known.items():
+        words = set(text.lower().split())
+        similarity = len(asked & words) / len(asked | words)
+        if similarity > 0.2:
+            found.append(Near(similarity, text, exact, None if similarity > 0.9 else MissReason.FAR))
+    found.sort(key=lambda near: -near.similarity)
+    if found and found[0].reason is None:
+        return Neighbourhood(Hit(found[0].exact, found[0].similarity, found[0].text), tuple(found[: ask.count]))
+    reason = MissReason.FAR if found else MissReason.EMPTY
+    return Neighbourhood(Miss(reason, found[0] if found else None), tuple(found[: ask.count]))
