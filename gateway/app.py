@@ -9,24 +9,31 @@ import asyncio
 import gc
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import structlog
 from fastapi import FastAPI, Request
 from redis.exceptions import RedisError
 from sqlalchemy.exc import SQLAlchemyError
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from cache import CacheLimits, ExactCache, SemanticClient
 from gateway.accounts import Accounts, Ledger, LedgerWriter
+from gateway.admin.routes import admin_router
+from gateway.admin.services import AdminServices
 from gateway.api.chat import Chat
 from gateway.api.embeddings import Embeddings
 from gateway.api.front import Endpoint, Front, document
 from gateway.api.models import Models
 from gateway.api.schema import PATHS
+from gateway.api.wire import fold
+from gateway.backends.base import Chunk
+from gateway.errors import error_object
 from gateway.first_start import prepare
 from gateway.fleet import Fleet, build_fleet
 from gateway.health import Watch
@@ -39,8 +46,10 @@ from gateway.settings import Settings
 from gateway.stats import Stats
 from gateway.telemetry import logs
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
+from gateway.turn import Turn
 from policies import Budgets, LocalRateLimits, RateLimits
 
+VERSION = "0.1.0"
 ACCOUNTS_CHANNEL = "sameway:accounts"
 _log = structlog.get_logger(__name__)
 
@@ -69,7 +78,7 @@ def create_app(settings: Settings) -> FastAPI:
     """The ASGI application for `settings`. Nothing is opened before its lifespan starts."""
     app = FastAPI(
         title="Sameway",
-        version="0.1.0",
+        version=VERSION,
         description="A semantic-caching inference gateway. `/v1` speaks OpenAI's API; `/admin/api` is for operators.",
         lifespan=_lifespan,
         redoc_url=None,
@@ -78,6 +87,8 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.routes = {}
     app.add_middleware(Front, routes=lambda: app.state.routes)
     document(app, PATHS)
+
+    app.add_exception_handler(HTTPException, _in_openai_shape)
 
     @app.get("/healthz", tags=["operations"], summary="The process lives")
     async def healthz() -> dict[str, str]:
@@ -96,6 +107,13 @@ def create_app(settings: Settings) -> FastAPI:
     return app
 
 
+async def _in_openai_shape(_: Request, error: Exception) -> JSONResponse:
+    """What FastAPI refuses by itself (an unknown path, a wrong method), in the shape of everything else."""
+    assert isinstance(error, HTTPException)
+    body = error_object(str(error.detail), "invalid_request_error", None, None)
+    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+
+
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     settings = prepare(app.state.settings)
@@ -103,6 +121,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         parts = await _open(settings, stack)
         app.state.parts = parts
         app.state.routes = _routes(settings, parts)
+        app.include_router(admin_router(_admin_services(parts)))
         _start_loops(parts, stack)
         gc.collect()
         gc.freeze()  # what start-up built lives as long as the process: no collection need look at it again
@@ -153,8 +172,12 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
     stats = Stats(link, time.time)
     stack.push_async_callback(_last_flush, stats)
 
-    def emit(record: Record) -> None:
-        log.emit(record)
+    def emit(record: Record, turn: Turn | None, chunks: Sequence[Chunk]) -> None:
+        if settings.log_prompts and turn is not None:
+            prompt = msgspec.json.encode(turn.body.get("messages")).decode()
+            log.emit(record, prompt=prompt, answer=fold(chunks).decode() if chunks else "")
+        else:
+            log.emit(record)
         metrics.observe(record)
         stats.add(record)
 
@@ -188,6 +211,23 @@ def _routes(settings: Settings, parts: Parts) -> Mapping[str, Mapping[str, Endpo
         "/v1/models": {"GET": models},
         "/v1/models/*": {"GET": models},
     }
+
+
+def _admin_services(parts: Parts) -> AdminServices:
+    return AdminServices(
+        settings=parts.settings,
+        accounts=parts.accounts,
+        ledger=parts.ledger,
+        budgets=parts.budgets,
+        stats=parts.stats,
+        exact=parts.exact,
+        semantic=parts.semantic,
+        deployments=parts.watch.deployments,
+        parts=parts.watch.parts,
+        clock=time.time,
+        version=VERSION,
+        started_at_s=time.time(),
+    )
 
 
 # -- the loops ----------------------------------------------------------------------------------------------------------

@@ -53,6 +53,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, help="port to listen on; 0 takes a free one")
     parser.add_argument("--workers", type=int, help="gateway processes")
     parser.add_argument("--data-dir", type=Path, help="where state is kept")
+    parser.add_argument("--log-prompts", action="store_const", const=True, help="write prompts and answers to the log")
     parser.add_argument("--model", help="the default engine's model: a GGUF file, a checkpoint folder or a hub name")
 
 
@@ -64,6 +65,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         port=arguments.port,
         workers=arguments.workers,
         data_dir=arguments.data_dir,
+        log_prompts=arguments.log_prompts,
     )
     if arguments.model is None:
         return settings

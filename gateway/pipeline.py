@@ -11,8 +11,9 @@ fails closed; only a complete answer is stored; every hold is settled or release
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import structlog
 
@@ -47,6 +48,12 @@ _PAUSE_MAX_S = 2.0
 _STORES_AWAITED_S = 0.25
 
 _log = structlog.get_logger(__name__)
+
+
+class Emit(Protocol):
+    """Log, measure and count one record. `turn` and `chunks` are for the log, where prompts may be logged."""
+
+    def __call__(self, record: Record, turn: Turn | None, chunks: Sequence[Chunk]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -99,7 +106,7 @@ class Pipeline:
         semantic: SemanticClient,
         money: Money,
         fleet: Fleet,
-        emit: Callable[[Record], None],
+        emit: Emit,
     ) -> None:
         self.settings = settings
         self.accounts = accounts
@@ -241,7 +248,7 @@ class Pipeline:
             record.miss_reason = result.reason.value
             if result.nearest is not None:
                 record.similarity = result.nearest.similarity
-                record.nearest = result.nearest.text
+                record.nearest = result.nearest.text if self.settings.log_prompts else ""
             return False
         record.similarity = result.similarity
         found = await self.exact.get(job.fingerprint, result.exact, controls.max_age_s)
@@ -388,7 +395,7 @@ class Pipeline:
             flight.retire()
             if facts.entry is not None:
                 _count_saved(record, facts.entry, facts)
-            self._emit(record)
+            self._emit(record, turn, flight.chunks)
 
     def _is_fallback(self, job: _Job) -> bool:
         return job.deployment is not None and job.first_choice_model not in ("", job.deployment.model)
@@ -452,7 +459,7 @@ class Pipeline:
                 _count_saved(record, answer.entry or (facts.entry if facts else None), facts)
         else:
             record.duration_ms = elapsed_ms_since(record.at_s)
-        self._emit(record)
+        self._emit(record, turn, ())
 
 
 def _count_saved(record: Record, entry: Entry | None, facts: Facts | None) -> None:

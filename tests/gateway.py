@@ -39,7 +39,16 @@ class Gateway:
 
     def start(self, *arguments: str) -> None:
         """Start and wait for the port. Raises AssertionError with the log where it does not come."""
-        argv = [sys.executable, "-m", "gateway", "serve", "--config", str(self._config), "--data-dir", str(self.data_dir)]
+        argv = [
+            sys.executable,
+            "-m",
+            "gateway",
+            "serve",
+            "--config",
+            str(self._config),
+            "--data-dir",
+            str(self.data_dir),
+        ]
         keys = {"SAMEWAY_API_KEY": API_KEY, "SAMEWAY_ADMIN_KEY": ADMIN_KEY, "SAMEWAY_LOG_FORMAT": "json"}
         with self.log.open("a") as log:
             self.process = subprocess.Popen(

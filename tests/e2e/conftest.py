@@ -1,0 +1,71 @@
+"""One upstream and one gateway in front of it, shared by the tests that only talk to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from openai import OpenAI
+
+from tests.gateway import API_KEY, Gateway, deployment, run_gateway
+from tests.upstream import Upstream, run_upstream
+
+
+@pytest.fixture(scope="session")
+def upstream_process() -> Iterator[Upstream]:
+    with run_upstream() as server:
+        yield server
+
+
+@pytest.fixture
+def upstream(upstream_process: Upstream) -> Upstream:
+    """The shared upstream, with nothing seen yet."""
+    upstream_process.reset()
+    return upstream_process
+
+
+@pytest.fixture(scope="session")
+def gateway(upstream_process: Upstream, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """A gateway with a few aliases at the upstream; ready, cache worker included."""
+    url = upstream_process.url
+
+    def at(name: str, model: str = "mock", **more: object) -> dict[str, object]:
+        return deployment(url, name, model, **more)
+
+    config = {
+        "body_bytes_max": 1_000_000,
+        "models": {
+            "mock": {"deployments": [at("plain")]},
+            "dear": {"deployments": [at("dear", output_tokens_max=1000)]},
+            "slow": {"deployments": [at("slow", "mock?pace_ms=40;chunks=20")]},
+            "flaky": {
+                "policy": "cheapest",
+                "deployments": [at("failing", "mock?status=500", priority=1), at("backup")],
+            },
+            "other-model": {
+                "policy": "cheapest",
+                "deployments": [at("down", "big?status=500", priority=1), at("small", "small")],
+            },
+            "hanging": {
+                "policy": "cheapest",
+                "deployments": [at("hangs", "mock?hang=headers", priority=1, ttft_timeout_ms=300), at("answers")],
+            },
+            "cut": {"deployments": [at("cutter", "mock?cut=middle")]},
+            "busy": {"deployments": [at("busy", "mock?status=429;retry_after=7")]},
+            "rejecting": {"deployments": [at("rejecting", "mock?status=400")]},
+            "long": {"deployments": [at("long", "mock?finish=length")]},
+            "filtered": {"deployments": [at("filtered", "mock?finish=content_filter")]},
+            "limited": {"deployments": [at("no-tools", capabilities=[])]},
+            "narrow": {"deployments": [at("narrow", context_tokens_max=50)]},
+        },
+    }
+    with run_gateway(tmp_path_factory.mktemp("gateway"), config) as running:
+        running.wait_ready()
+        yield running
+
+
+@pytest.fixture(scope="session")
+def client(gateway: Gateway) -> Iterator[OpenAI]:
+    """The official client, pointed at the gateway and changed in nothing else."""
+    with OpenAI(base_url=gateway.base_url, api_key=API_KEY, max_retries=0, timeout=30) as made:
+        yield made

@@ -1,0 +1,160 @@
+"""What a client is told when it does not get an answer: OpenAI's shape, the right status, never a stack trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.gateway import API_KEY, Gateway
+from tests.upstream import Upstream
+
+USER = {"role": "user", "content": "hello"}
+
+
+def assert_openai_shape(reply: httpx.Response) -> dict[str, Any]:
+    """The error object, checked for its shape."""
+    assert reply.headers["content-type"] == "application/json"
+    assert reply.headers["x-request-id"].startswith("req_")
+    error: dict[str, Any] = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert "Traceback" not in reply.text
+    assert ".py" not in reply.text
+    return error
+
+
+def post(gateway: Gateway, content: bytes | None = None, key: str = API_KEY, **arguments: Any) -> httpx.Response:
+    headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+    return httpx.post(f"{gateway.base_url}/chat/completions", content=content, headers=headers, timeout=30, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param", "code"),
+    [
+        (b"", 400, None, "invalid_json"),
+        (b"{", 400, None, "invalid_json"),
+        (b"[]", 400, None, "invalid_json"),
+        (b'{"model": "mock", "messages": "\xff"}', 400, None, "invalid_json"),
+        (b"[" * 100_000, 400, None, "invalid_json"),
+        ({"messages": [USER]}, 400, "model", "missing_required_parameter"),
+        ({"model": "mock"}, 400, "messages", "missing_required_parameter"),
+        ({"model": "mock", "messages": []}, 400, "messages", "invalid_value"),
+        ({"model": "mock", "messages": [{"content": "hi"}]}, 400, "messages[0].role", "missing_required_parameter"),
+        ({"model": "mock", "messages": [{"role": "wizard", "content": "x"}]}, 400, "messages[0].role", "invalid_value"),
+        ({"model": "mock", "messages": [{"role": "user", "content": 5}]}, 400, "messages[0].content", "invalid_type"),
+        ({"model": 5, "messages": [USER]}, 400, "model", "invalid_type"),
+        ({"model": "mock", "messages": [USER], "temperature": 3}, 400, "temperature", "invalid_value"),
+        ({"model": "mock", "messages": [USER], "temperature": "hot"}, 400, "temperature", "invalid_type"),
+        ({"model": "mock", "messages": [USER], "stream": "yes"}, 400, "stream", "invalid_type"),
+        ({"model": "mock", "messages": [USER], "n": 0}, 400, "n", "invalid_value"),
+        ({"model": "mock", "messages": [USER], "max_tokens": -1}, 400, "max_tokens", "invalid_value"),
+        ({"model": "mock", "messages": [USER], "cache": {"tll": 3}}, 400, "cache.tll", "unknown_parameter"),
+        ({"model": "mock", "messages": [USER], "cache": {"ttl": 0}}, 400, "cache.ttl", "invalid_value"),
+        ({"model": "mock", "messages": [USER], "cache": 5}, 400, "cache", "invalid_type"),
+        ({"model": "nope", "messages": [USER]}, 404, "model", "model_not_found"),
+        ({"model": "all-minilm-l6-v2", "messages": [USER]}, 404, "model", "model_not_found"),
+        ({"model": "limited", "messages": [USER], "tools": [{"type": "function"}]}, 400, None, "unsupported_feature"),
+        (
+            {"model": "narrow", "messages": [{"role": "user", "content": "word " * 500}]},
+            400,
+            "messages",
+            "context_length_exceeded",
+        ),
+    ],
+)
+def test_clients_fault(gateway: Gateway, body: Any, status: int, param: str | None, code: str) -> None:
+    """A request that is wrong is refused with the field that is wrong, and never with a 500."""
+    reply = post(gateway, body) if isinstance(body, bytes) else post(gateway, json=body)
+    assert reply.status_code == status, reply.text
+    error = assert_openai_shape(reply)
+    assert (error["param"], error["code"]) == (param, code)
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "authorization", [None, "Bearer", "Bearer sk-wrong", f"Basic {API_KEY}", API_KEY, "Bearer \xe9"]
+)
+def test_wrong_key(gateway: Gateway, authorization: str | None) -> None:
+    """Without a known key nothing is read and nothing is told."""
+    headers = {"authorization": authorization.encode("latin-1")} if authorization else {}
+    for path in ("/chat/completions", "/embeddings"):
+        reply = httpx.post(f"{gateway.base_url}{path}", content=b"{not json", headers=headers)
+        assert reply.status_code == 401
+        assert assert_openai_shape(reply)["code"] == "invalid_api_key"
+    assert httpx.get(f"{gateway.base_url}/models", headers=headers).status_code == 401
+
+
+def test_body_over_the_limit(gateway: Gateway) -> None:
+    """A body over the limit is refused, announced or not."""
+    big = b'{"model": "mock", "messages": [{"role": "user", "content": "' + b"x" * 1_100_000 + b'"}]}'
+    for body in (big, (big[i : i + 65_536] for i in range(0, len(big), 65_536))):
+        reply = post(gateway, body)  # type: ignore[arg-type]
+        assert reply.status_code == 413
+        assert assert_openai_shape(reply)["code"] == "request_too_large"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/nope", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("DELETE", "/v1/models", 405),
+        ("GET", "/nope", 404),
+        ("POST", "/healthz", 405),
+        ("GET", "/v1", 404),
+    ],
+)
+def test_unknown_routes(gateway: Gateway, method: str, path: str, status: int) -> None:
+    """A route that is not there answers in the same shape as everything else."""
+    reply = httpx.request(method, gateway.root + path)
+    assert reply.status_code == status
+    assert reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    ("model", "status", "code"),
+    [("busy", 429, "upstream_overloaded"), ("rejecting", 400, None)],
+)
+def test_upstreams_fault(
+    gateway: Gateway, upstream: Upstream, model: str, status: int, code: str | None, is_stream: bool
+) -> None:
+    """A deployment's failure before the first chunk is an HTTP status, streamed or not, never a broken stream."""
+    reply = gateway.chat("hello", model=model, stream=is_stream)
+    assert reply.status_code == status, reply.text
+    error = assert_openai_shape(reply)
+    if code:
+        assert error["code"] == code
+        assert int(reply.headers["retry-after"]) >= 7
+
+
+def test_a_cut_stream_is_not_shown_as_finished(gateway: Gateway) -> None:
+    """After the first chunk a failure is an in-band error event, and there is no [DONE]."""
+    reply = gateway.chat("cut me", model="cut", stream=True)
+    assert reply.status_code == 200
+    events = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: ")]
+    assert "[DONE]" not in events
+    assert '"error"' in events[-1]
+    assert gateway.chat("cut me", model="cut").status_code == 502
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        ({"model": "nope", "input": "x"}, 404, "model_not_found"),
+        ({"model": "all-minilm-l6-v2"}, 400, "missing_required_parameter"),
+        ({"model": "all-minilm-l6-v2", "input": []}, 400, "invalid_value"),
+        ({"model": "all-minilm-l6-v2", "input": ""}, 400, "invalid_value"),
+        ({"model": "all-minilm-l6-v2", "input": [[1, 2]]}, 400, "unsupported_feature"),
+        ({"model": "all-minilm-l6-v2", "input": "word " * 2000}, 400, "context_length_exceeded"),
+        ({"model": "all-minilm-l6-v2", "input": "x", "dimensions": 7}, 400, None),
+    ],
+)
+def test_embeddings_fault(gateway: Gateway, body: Any, status: int, code: str | None) -> None:
+    """The embedder refuses what it can't do; it never cuts a text."""
+    headers = {"authorization": f"Bearer {API_KEY}"}
+    reply = httpx.post(f"{gateway.base_url}/embeddings", json=body, headers=headers, timeout=30)
+    assert reply.status_code == status
+    assert assert_openai_shape(reply)["code"] == code

@@ -1,0 +1,197 @@
+"""Processes killed, paused and cut under load: it comes back, no money is lost, nothing truncated is served."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.gateway import API_KEY, Gateway, deployment, run_gateway, wait_for
+from tests.upstream import Upstream
+
+HEADERS = {"authorization": f"Bearer {API_KEY}"}
+
+
+@pytest.fixture(scope="module")
+def two_workers(upstream_process: Upstream, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """A gateway of its own with two workers: these tests break it."""
+    models = {
+        "mock": {"deployments": [deployment(upstream_process.url, "plain")]},
+        "paced": {"deployments": [deployment(upstream_process.url, "paced", "mock?pace_ms=15;chunks=12")]},
+    }
+    config = {"workers": 2, "models": models, "budgets": {"hold_lease_s": 5}}
+    with run_gateway(tmp_path_factory.mktemp("faults"), config) as gateway:
+        gateway.wait_ready()
+        gateway.admin("POST", "/teams/1/budgets", json={"window": "day", "limit_microusd": 5_000_000, "is_hard": True})
+        yield gateway
+
+
+class Load:
+    """A few clients asking for streams and wholes, new ones and repeated ones, until told to stop."""
+
+    def __init__(self, gateway: Gateway, name: str) -> None:
+        self._gateway = gateway
+        self._name = name
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(6)]
+        self.good = 0
+        self.honest = 0
+        self.dishonest: list[str] = []
+        self.last_good = 0.0
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(60)
+            assert not thread.is_alive(), "a request without an answer"
+
+    def _run(self, number: int) -> None:
+        with httpx.Client(base_url=self._gateway.base_url, headers=HEADERS, timeout=20) as client:
+            count = 0
+            while not self._stop.is_set():
+                count += 1
+                model = "paced" if number % 2 else "mock"
+                content = f"{self._name} {number} {count if count % 3 else 0}"
+                self._one(
+                    client, {"model": model, "stream": number < 3, "messages": [{"role": "user", "content": content}]}
+                )
+
+    def _one(self, client: httpx.Client, body: dict[str, Any]) -> None:
+        try:
+            reply = client.post("/chat/completions", json=body)
+        except (httpx.RemoteProtocolError, httpx.ReadError, httpx.ConnectError):
+            self.honest += 1  # a connection that breaks is an honest error: the client knows
+            return
+        except httpx.TimeoutException:
+            self.dishonest.append("no answer at all")
+            return
+        if reply.status_code == 200:
+            is_whole = (
+                reply.text.endswith("data: [DONE]\n\n")
+                if body["stream"]
+                else '"finish_reason":"stop"' in reply.text.replace(" ", "")
+            )
+            has_all = "word11" in reply.text if body["model"] == "paced" else "Echo" in reply.text
+            if is_whole and has_all:
+                self.good += 1
+                self.last_good = time.monotonic()
+            elif '"error"' in reply.text and not is_whole:
+                self.honest += 1
+            else:
+                self.dishonest.append(reply.text[-300:])
+        elif reply.status_code >= 500 or reply.status_code == 429:
+            assert reply.json()["error"]["message"]
+            self.honest += 1
+        else:
+            self.dishonest.append(f"{reply.status_code} {reply.text[:300]}")
+
+
+def kill(processes: list[psutil.Process]) -> None:
+    assert processes, "nothing to kill"
+    for process in processes:
+        process.kill()
+
+
+VICTIMS: dict[str, Callable[[Gateway], list[psutil.Process]]] = {
+    "a gateway worker": lambda g: [p for p in g.children("gateway worker") if "-m" in p.cmdline()][:1],
+    "the cache worker": lambda g: g.children("cache.worker"),
+    "redis": lambda g: g.children("redis-server"),
+}
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_kill_under_load(two_workers: Gateway, victim: str) -> None:
+    """Killed twice under load: every request has an answer or an honest error, it comes back, and the money agrees."""
+    gateway = two_workers
+    with Load(gateway, f"kill {victim}") as load:
+        for _ in range(2):
+            time.sleep(0.7)
+            dead = VICTIMS[victim](gateway)
+            pids = {process.pid for process in dead}
+            kill(dead)
+            wait_for(lambda pids=pids: bool({p.pid for p in VICTIMS[victim](gateway)} - pids), 20)
+        killed_at = time.monotonic()
+        wait_for(lambda: load.last_good > killed_at + 0.5, 20)
+    assert load.dishonest == []
+    assert load.good > 20
+    gateway.wait_ready(60)
+    assert_money_agrees(gateway)
+
+
+def test_redis_paused(two_workers: Gateway) -> None:
+    """While Redis hangs, a team with a hard budget is refused honestly and quickly, and others are served uncached."""
+    gateway = two_workers
+    free = gateway.admin("POST", "/teams", json={"name": "no budget"})
+    key = gateway.admin("POST", f"/teams/{free['id']}/keys", json={"name": "k"})["plaintext"]
+    redis = VICTIMS["redis"](gateway)[0]
+    redis.suspend()
+    try:
+        replies = [gateway.chat(f"paused {number}", key=key) for number in range(10)]
+        assert [reply.status_code for reply in replies] == [200] * 10
+        refused = gateway.chat("paused budget")
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "budget_unavailable"
+        assert httpx.get(f"{gateway.root}/healthz", timeout=5).status_code == 200
+    finally:
+        redis.resume()
+    wait_for(lambda: gateway.chat("after the pause").status_code == 200, 10)
+    assert_money_agrees(gateway)
+
+
+def test_nothing_is_left_running(upstream_process: Upstream, tmp_path: Path) -> None:
+    """The supervisor killed without a chance to stop anything takes every child with it; a restart has all that was stored."""
+    config = {"models": {"mock": {"deployments": [deployment(upstream_process.url, "plain")]}}}
+    with run_gateway(tmp_path, config) as gateway:
+        assert gateway.chat("kept over a crash").status_code == 200
+        time.sleep(0.3)
+        assert gateway.process is not None
+        children = psutil.Process(gateway.process.pid).children(recursive=True)
+        assert len(children) >= 2
+        os.kill(gateway.process.pid, signal.SIGKILL)
+        gateway.process.wait()
+        _, alive = psutil.wait_procs(children, timeout=15)
+        assert alive == []
+        gateway.start()
+        wait_for(lambda: gateway.chat("kept over a crash").headers.get("x-sameway-cache") == "exact", 10)
+
+
+def assert_money_agrees(gateway: Gateway) -> None:
+    """No hold stays, and the ledger's rows sum up to what the budget says was spent; no row is there twice."""
+
+    def state() -> Any:
+        return gateway.admin("GET", "/teams/1/budgets")["budgets"][0]
+
+    wait_for(lambda: state()["held_microusd"] == 0, 20, lambda: str(state()))
+
+    def rows() -> list[Any]:
+        found: list[Any] = []
+        cursor = None
+        while True:
+            page = gateway.admin(
+                "GET", "/ledger", params={"team": 1, "limit": 500, **({"cursor": cursor} if cursor else {})}
+            )
+            found += page["rows"]
+            cursor = page["cursor"]
+            if not cursor:
+                return found
+
+    wait_for(
+        lambda: sum(row["cost_microusd"] for row in rows()) == state()["spent_microusd"],
+        20,
+        lambda: f"{sum(row['cost_microusd'] for row in rows())} {state()}",
+    )
+    ids = [row["id"] for row in rows()]
+    assert len(ids) == len(set(ids))

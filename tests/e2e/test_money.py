@@ -1,0 +1,115 @@
+"""Budgets that hold, and a ledger that agrees with them."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from openai import OpenAI, RateLimitError
+
+from tests.gateway import Gateway, wait_for
+from tests.upstream import Upstream
+
+_fresh = itertools.count()
+
+
+def new_team(gateway: Gateway, limit_usd: float | None = None, **fields: Any) -> tuple[int, str]:
+    """A team with a key and, where a limit is given, a hard budget a day."""
+    team = gateway.admin("POST", "/teams", json={"name": f"money {next(_fresh)}", **fields})
+    key = gateway.admin("POST", f"/teams/{team['id']}/keys", json={"name": "k"})
+    if limit_usd is not None:
+        budget = {"window": "day", "limit_microusd": round(limit_usd * 1e6), "is_hard": True}
+        gateway.admin("POST", f"/teams/{team['id']}/budgets", json=budget)
+    return team["id"], key["plaintext"]
+
+
+def ledger_microusd(gateway: Gateway, team_id: int) -> int:
+    """The sum of a team's ledger rows in SQL."""
+    total, cursor = 0, None
+    while True:
+        page = gateway.admin("GET", "/ledger", params={"team": team_id, **({"cursor": cursor} if cursor else {})})
+        total += sum(row["cost_microusd"] for row in page["rows"])
+        cursor = page["cursor"]
+        if not cursor:
+            return total
+
+
+def budget_of(gateway: Gateway, team_id: int) -> Any:
+    return gateway.admin("GET", f"/teams/{team_id}/budgets")["budgets"][0]
+
+
+def test_a_budget_is_never_passed(gateway: Gateway, upstream: Upstream) -> None:
+    """Forty requests at once against a budget for a few: what is spent stays under it, no hold stays, the ledger agrees."""
+    team_id, key = new_team(gateway, limit_usd=0.006)
+    with ThreadPoolExecutor(20) as pool:
+        replies = list(
+            pool.map(lambda i: gateway.chat(f"spend {team_id} {i}", model="dear", key=key, max_tokens=900), range(40))
+        )
+    statuses = [reply.status_code for reply in replies]
+    assert set(statuses) == {200, 429}
+    wait_for(lambda: budget_of(gateway, team_id)["held_microusd"] == 0, 5)
+    state = budget_of(gateway, team_id)
+    assert 0 < state["spent_microusd"] <= 6000
+    wait_for(lambda: ledger_microusd(gateway, team_id) == state["spent_microusd"], 10)
+    costs = [float(r.headers["x-sameway-cost-usd"]) for r in replies if r.status_code == 200]
+    assert round(sum(costs) * 1e6) == state["spent_microusd"]
+
+
+def test_a_broke_team_gets_its_cached_answers(gateway: Gateway, upstream: Upstream) -> None:
+    """Out of money: refused once and not retried by the SDK, while cached answers are still served."""
+    team_id, key = new_team(gateway)
+    first = gateway.chat("cached before", model="dear", key=key)
+    assert first.status_code == 200
+    gateway.admin("POST", f"/teams/{team_id}/budgets", json={"window": "month", "limit_microusd": 100, "is_hard": True})
+    upstream.reset()
+    with OpenAI(base_url=gateway.base_url, api_key=key, max_retries=2) as client, pytest.raises(RateLimitError) as refused:
+        client.chat.completions.create(model="dear", messages=[{"role": "user", "content": "new"}])
+    body: Any = refused.value.body
+    assert body["code"] == "insufficient_quota"
+    assert refused.value.response.headers["x-should-retry"] == "false"
+    assert int(refused.value.response.headers["retry-after"]) > 0
+    assert upstream.seen().generations == 0
+    refusals = [r for r in gateway.records() if r.get("team_id") == team_id and r["status"] == 429]
+    assert len(refusals) == 1
+    again = gateway.chat("cached before", model="dear", key=key)
+    assert again.headers["x-sameway-cache"] == "exact"
+    assert again.content == first.content
+
+
+def test_a_soft_budget_warns_and_serves(gateway: Gateway) -> None:
+    """A soft budget that is passed refuses nobody."""
+    team_id, key = new_team(gateway)
+    gateway.admin("POST", f"/teams/{team_id}/budgets", json={"window": "hour", "limit_microusd": 1, "is_hard": False})
+    assert gateway.chat("soft one", model="dear", key=key).status_code == 200
+    assert gateway.chat("soft two", model="dear", key=key).status_code == 200
+
+
+def test_a_failed_generation_costs_nothing(gateway: Gateway) -> None:
+    """A hold whose generation never began is released, and there is no row."""
+    team_id, key = new_team(gateway, limit_usd=1.0)
+    assert gateway.chat("fails", model="rejecting", key=key).status_code == 400
+    wait_for(lambda: budget_of(gateway, team_id)["held_microusd"] == 0, 5)
+    assert budget_of(gateway, team_id)["spent_microusd"] == 0
+
+
+def test_rate_limits(gateway: Gateway) -> None:
+    """Requests a minute hold for a team, the headers say how many are left, and a refusal says when to come back."""
+    _, key = new_team(gateway, requests_per_min=3)
+    replies = [gateway.chat(f"limited {next(_fresh)}", key=key) for _ in range(5)]
+    assert [reply.status_code for reply in replies] == [200, 200, 200, 429, 429]
+    assert [reply.headers["x-ratelimit-remaining-requests"] for reply in replies[:3]] == ["2", "1", "0"]
+    assert replies[0].headers["x-ratelimit-limit-requests"] == "3"
+    assert replies[3].json()["error"]["code"] == "rate_limit_exceeded"
+    assert 0 < int(replies[3].headers["retry-after"]) <= 60
+
+
+def test_keys_are_limited_and_revoked(gateway: Gateway) -> None:
+    """A key may be kept to some models, and stops working when it is revoked."""
+    team_id, _ = new_team(gateway)
+    made = gateway.admin("POST", f"/teams/{team_id}/keys", json={"name": "narrow", "models": ["mock"]})
+    assert gateway.chat("may", key=made["plaintext"]).status_code == 200
+    assert gateway.chat("may not", model="dear", key=made["plaintext"]).status_code == 403
+    gateway.admin("DELETE", f"/keys/{made['key']['id']}")
+    assert gateway.chat("may", key=made["plaintext"]).status_code == 401

@@ -1,0 +1,71 @@
+"""Where requests go, and that the record says why."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from tests.gateway import Gateway, wait_for
+from tests.upstream import Upstream
+
+_fresh = itertools.count()
+
+
+def record_of(gateway: Gateway, reply: Any) -> dict[str, Any]:
+    """The canonical log line of a reply."""
+    request_id = reply.headers["x-request-id"]
+
+    def found() -> list[dict[str, Any]]:
+        return [r for r in gateway.records() if r["request_id"] == request_id]
+
+    wait_for(lambda: bool(found()), 5)
+    assert len(found()) == 1
+    return found()[0]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    ("model", "failed", "answered"), [("flaky", "failing", "backup"), ("hanging", "hangs", "answers")]
+)
+def test_failover_before_the_first_chunk(
+    gateway: Gateway, upstream: Upstream, model: str, failed: str, answered: str, is_stream: bool
+) -> None:
+    """A deployment that fails or hangs costs the client nothing but time; the record names both."""
+    reply = gateway.chat(f"failover {next(_fresh)}", model=model, stream=is_stream)
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["x-sameway-backend"] == answered
+    record = record_of(gateway, reply)
+    tried = [attempt.split(":")[0] for attempt in record["attempts"]]
+    assert tried[-1] == answered
+    assert failed in tried or any(r.startswith(failed) for r in record["rejected"])
+    assert record["why"]
+
+
+def test_a_failing_deployment_is_left_alone(gateway: Gateway, upstream: Upstream) -> None:
+    """After enough failures the breaker opens: the deployment is rejected with its reason instead of being tried."""
+    for _ in range(8):
+        reply = gateway.chat(f"breaker {next(_fresh)}", model="flaky")
+        assert reply.status_code == 200
+    assert any("failing" in r for r in record_of(gateway, reply).get("rejected", []))
+    view = gateway.admin("GET", "/deployments")["deployments"]
+    failing = next(d for d in view if d["name"] == "failing")
+    assert not failing["is_available"]
+    assert failing["reason"]
+
+
+def test_recent_routes_explain_themselves(gateway: Gateway) -> None:
+    """The admin sees where a request went, why, and why each other candidate lost."""
+    reply = gateway.chat(f"explain {next(_fresh)}", model="flaky")
+    request_id = reply.headers["x-request-id"]
+
+    def found() -> list[Any]:
+        routes = gateway.admin("GET", "/routes", params={"model": "flaky"})["routes"]
+        return [route for route in routes if route["request_id"] == request_id]
+
+    wait_for(lambda: bool(found()), 5)
+    route = found()[0]
+    assert route["deployment"] == "backup"
+    assert route["why"]
+    assert {"failing"} <= {r["name"] for r in route["rejected"]} | {a["name"] for a in route["attempts"]}
