@@ -80,9 +80,9 @@ class GgufFile:
         return np.array(values, dtype=np.float32).reshape(entry.shape)
 
     def _parse(self) -> None:
-        magic, version, tensors, entries = self._take("<4sIQQ")
-        if magic != b"GGUF":
+        if self._map[:4] != b"GGUF":
             raise ModelError(f"{self.path} is not a GGUF file")
+        _, version, tensors, entries = self._take("<4sIQQ")
         if version not in (2, 3):
             raise ModelError(f"{self.path} is GGUF version {version}; supported: 2, 3")
         for _ in range(entries):

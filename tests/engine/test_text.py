@@ -1,0 +1,169 @@
+"""Text as it leaves: whole characters, no stop strings, and in sum exactly what decoding all tokens gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from local_engine.engine import Engine
+from local_engine.messages import InvalidRequest, TokenLogprob
+from local_engine.tokenizer import TextStream, Tokenizer, Vocabulary
+from tests.engine.checkpoints import CHAT_TEMPLATE, make_tokenizer
+from tests.engine.conftest import greedy, run_text
+
+BACKEND = make_tokenizer()
+TOKENIZER = Tokenizer(BACKEND, Vocabulary("<|endoftext|>", "<|im_end|>", CHAT_TEMPLATE, bos_token_id_added=None))
+
+
+def pieces(stream: TextStream, ids: list[int]) -> list[str]:
+    """What the stream emits, piece by piece, with the end."""
+    found = []
+    for id in ids:
+        piece = stream.push(id, TokenLogprob(id, "", b"", 0.0))
+        found.append(piece.text)
+        assert len(piece.token_ids) == len(piece.logprobs)
+        if piece.is_stopped:
+            return found
+    return [*found, stream.finish().text]
+
+
+def test_a_character_of_many_tokens_comes_whole() -> None:
+    """An emoji that takes several tokens is held back until its last byte is there."""
+    ids = TOKENIZER.encode("a👩‍🚀b東")
+    assert len(ids) > 6
+    emitted = pieces(TextStream(TOKENIZER), ids)
+    assert "".join(emitted) == "a👩‍🚀b東"
+    assert all("�" not in text for text in emitted)
+
+
+def test_half_a_character_at_the_end_is_dropped() -> None:
+    """An answer cut by its length within a character ends before that character."""
+    ids = TOKENIZER.encode("ab🎉")
+    assert "".join(pieces(TextStream(TOKENIZER), ids[:-1])) == "ab"
+
+
+@pytest.mark.parametrize("stop", ["fox", "quick brown", "n f", "東京"])
+def test_no_text_of_a_stop_string_leaves(stop: str) -> None:
+    """The text ends right before the stop string, however many tokens it spans."""
+    text = "the quick brown fox 東京 jumps"
+    emitted = pieces(TextStream(TOKENIZER, (stop,)), TOKENIZER.encode(text))
+    assert "".join(emitted) == text[: text.index(stop)]
+
+
+def test_what_only_began_like_a_stop_string_comes_later() -> None:
+    """Text held back as a possible stop string is emitted when it turns out to be none."""
+    text = "the quick brown fox"
+    assert "".join(pieces(TextStream(TOKENIZER, ("quick brawn", "fox jumps")), TOKENIZER.encode(text))) == text
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    text=st.text(st.sampled_from("ab é東🎉\n"), max_size=30),
+    stops=st.lists(st.text(st.sampled_from("ab é東🎉"), min_size=1, max_size=4), max_size=3),
+)
+def test_any_text_is_cut_at_its_first_stop_string(text: str, stops: list[str]) -> None:
+    """In sum: the text up to the first stop string; and the tokens that left are those whose text began before it."""
+    ids = TOKENIZER.encode(text)
+    stream = TextStream(TOKENIZER, tuple(stops))
+    emitted, tokens = "", []
+    for id in ids:
+        piece = stream.push(id, None)
+        emitted += piece.text
+        tokens += piece.token_ids
+        if piece.is_stopped:
+            break
+    else:
+        piece = stream.finish()
+        emitted += piece.text
+        tokens += piece.token_ids
+        assert tokens == ids
+    if not any(stop in text for stop in stops):
+        assert emitted == text
+        return
+    assert text.startswith(emitted)
+    assert any(text[len(emitted) :].startswith(stop) for stop in stops)
+    assert not any(stop in emitted for stop in stops)
+    assert tokens == ids[: len(tokens)]
+    assert TOKENIZER.decode(tokens).startswith(emitted)
+    assert not TOKENIZER.decode(tokens[:-1]).startswith(emitted) or not tokens or not emitted
+
+
+@settings(max_examples=150, deadline=None)
+@given(ids=st.lists(st.integers(0, 319), max_size=20))
+def test_any_tokens_decode_as_the_library_does(ids: list[int]) -> None:
+    """Our spelling of tokens, byte by byte, is the tokenizers library's decoding, broken characters included."""
+    assert TOKENIZER.decode(ids) == BACKEND.decode(ids, skip_special_tokens=True)
+
+
+def test_the_engine_stops_at_a_string_across_tokens(make_engine: Callable[..., Engine]) -> None:
+    """A stop string found in the middle of an answer ends it with reason stop, and its tokens' log probabilities too."""
+    engine = make_engine()
+    prompt = engine.tokenizer.encode("once upon a time")
+    engine.submit(prompt, greedy(30))
+    (text,) = run_text(engine).values()
+    stop = text[7:12]
+    engine.submit(prompt, greedy(30, stop=(stop,), logprobs=0))
+    emitted, logprobs, reasons, usage = "", [], [], None
+    while engine.has_work:
+        for step in engine.step():
+            emitted += step.output.text
+            logprobs += step.output.logprobs
+            reasons.append(step.output.finish_reason)
+            usage = step.usage
+    assert emitted == text[: text.index(stop)]
+    assert reasons[-1] == "stop"
+    assert b"".join(logprob.raw for logprob in logprobs).decode(errors="replace").startswith(emitted)
+    assert usage is not None
+    assert usage.completion_tokens > len(logprobs)
+
+
+def test_min_tokens_outlasts_stops(make_engine: Callable[..., Engine]) -> None:
+    """Neither a stop token nor a stop string ends an answer before min_tokens."""
+    engine = make_engine()
+    prompt = engine.tokenizer.encode("once upon a time")
+    engine.submit(prompt, greedy(30))
+    (text,) = run_text(engine).values()
+    engine.submit(prompt, greedy(30, stop=(text[:1],), min_tokens=20))
+    counts = []
+    while engine.has_work:
+        counts += [step.usage.completion_tokens for step in engine.step() if step.usage is not None]
+    assert counts[0] >= 20
+
+
+def test_chat_is_rendered_as_transformers_renders_it(checkpoint: Callable[[str], Path]) -> None:
+    """The chat template gives what `apply_chat_template` gives, tools and text parts included."""
+    from transformers import AutoTokenizer
+
+    from local_engine.tokenizer_loader import tokenizer_from_folder
+
+    folder = checkpoint("llama")
+    ours, theirs = tokenizer_from_folder(folder), AutoTokenizer.from_pretrained(folder)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "naïve 東京 123"}]
+    for given_tools in (None, tools):
+        expected = theirs.apply_chat_template(
+            messages, tools=given_tools, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        assert ours.encode_chat(messages, given_tools) == expected
+    parts = [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}]
+    assert "one\ntwo" in ours.render(parts, None)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        [{"content": "no role"}],
+        [{"role": "user", "content": 7}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+    ],
+)
+def test_messages_the_model_cannot_read_are_refused(messages: list[dict[str, object]]) -> None:
+    """What the template or the engine cannot express is the caller's error, named as such."""
+    with pytest.raises(InvalidRequest):
+        TOKENIZER.render(messages, None)
