@@ -14,6 +14,7 @@ import random
 from collections import deque
 from pathlib import Path
 from types import TracebackType
+from typing import cast
 
 import msgspec
 
@@ -127,8 +128,7 @@ class _Frames(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
+        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's do not descend from asyncio's
 
     def data_received(self, data: bytes) -> None:
         buffer = self._buffer
