@@ -106,7 +106,7 @@ class EngineSettings(_Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="the weights' precision")
     threads: int | None = Field(None, gt=0, description="CPU threads; default: the machine's cores")
     context_tokens_max: int | None = Field(None, gt=0, description="default: the model's own")
-    kv_tokens_max: int | None = Field(None, gt=0, description="tokens the KV cache holds; default: by free memory")
+    kv_size_mb: int | None = Field(None, gt=0, description="memory for the KV cache; default: by what is free")
     output_tokens_default: int = Field(512, gt=0, description="the answer's length when the request sets none")
     queue_max: int = Field(256, gt=0, description="requests waiting before further ones are refused")
 

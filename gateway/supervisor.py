@@ -79,13 +79,13 @@ def engine_argv(settings: Settings, name: str) -> list[str]:
     """The command line of one engine worker."""
     engine = settings.engines[name]
     flags = {
-        "--model": engine.model,
+        "--model": engine.model if engine.model != "default" else None,
         "--device": engine.device,
         "--dtype": engine.dtype,
         "--threads": engine.threads,
         "--context-tokens-max": engine.context_tokens_max,
-        "--kv-tokens-max": engine.kv_tokens_max,
-        "--output-tokens-default": engine.output_tokens_default,
+        "--kv-size-mb": engine.kv_size_mb,
+        "--answer-tokens-default": engine.output_tokens_default,
         "--queue-max": engine.queue_max,
     }
     given = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
@@ -178,6 +178,9 @@ class Supervisor:
             )
             status = await child.process.wait()
             if self._is_stopping:
+                return
+            if status == os.EX_CONFIG:
+                print(f"sameway: {child.name} can't run as configured; it is not started again", file=sys.stderr, flush=True)
                 return
             deaths = 0 if time.monotonic() - started > _STEADY_AFTER_S else deaths + 1
             pause_s = _RESTART_PAUSES_S[min(deaths, len(_RESTART_PAUSES_S)) - 1] if deaths else _RESTART_PAUSES_S[0]
