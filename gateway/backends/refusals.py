@@ -146,9 +146,13 @@ def _client_body(refused: Refused, error: dict[str, Any]) -> bytes:
     message = error.get("message")
     if not isinstance(message, str) or not message:
         message = f"The deployment rejected the request with HTTP {refused.status}"
-    code, param, kind = error.get("code"), error.get("param"), error.get("type")
+    return error_body(scrubbed(message, refused.secret), error.get("type"), error.get("param"), error.get("code"))
+
+
+def error_body(message: str, kind: Any, param: Any, code: Any) -> bytes:
+    """OpenAI's error object as JSON; what is not the text it should be is left out."""
     fields = {
-        "message": scrubbed(message, refused.secret),
+        "message": message,
         "type": kind if isinstance(kind, str) and kind else "invalid_request_error",
         "param": param if isinstance(param, str) else None,
         "code": code if isinstance(code, str) else None,

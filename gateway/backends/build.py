@@ -1,0 +1,123 @@
+"""From settings to backends: which class stands for a deployment, and what is known of it before it is asked.
+
+Facts come from the settings, else from litellm's table by the model's name, else from the kind of backend. Nothing is
+connected and nothing heavy is imported: `Backend.start` does that.
+"""
+
+import os
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+import msgspec
+
+from gateway.backends.base import Backend
+from gateway.backends.catalog import Known, known, microusd
+from gateway.settings import DeploymentSettings, PriceSettings, Settings, SettingsError, deployment_name
+from policies import FREE, Price
+
+# What a server of the kind can do where nobody says otherwise. The local engine samples what it likes: no tool calls are
+# parsed from it, and no grammar holds it to JSON.
+_CAPABILITIES = {
+    "local": frozenset({"n", "logprobs"}),
+    "openai": frozenset({"n", "logprobs", "tools", "json_object", "json_schema"}),
+    "litellm": frozenset({"tools"}),
+}
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What routing and budgets know of a deployment. `is_price_known` False: counted as free for want of a price."""
+
+    price: Price
+    capabilities: frozenset[str]
+    context_tokens_max: int | None
+    output_tokens_max: int | None
+    is_price_known: bool = True
+
+
+def describe(deployment: DeploymentSettings) -> Facts:
+    """The facts of one deployment, from its settings and what is publicly known of its model."""
+    row = _row(deployment)
+    price = _price(deployment.price) if deployment.price is not None else (row.price if row else None)
+    capabilities = row.capabilities if row else _CAPABILITIES[deployment.backend]
+    return Facts(
+        price=price or FREE,
+        capabilities=frozenset(deployment.capabilities) if deployment.capabilities is not None else capabilities,
+        context_tokens_max=deployment.context_tokens_max or (row.context_tokens_max if row else None),
+        output_tokens_max=deployment.output_tokens_max or (row.output_tokens_max if row else None),
+        is_price_known=price is not None or deployment.backend == "local",
+    )
+
+
+def build_backend(
+    alias: str, deployment: DeploymentSettings, settings: Settings, environ: Mapping[str, str] = os.environ
+) -> Backend:
+    """The backend of one deployment, not started. Raises SettingsError for a URL that can't be one.
+
+    A key that is named but not in `environ` leaves the deployment unready, with the reason in its `load`.
+    """
+    name = deployment_name(alias, deployment)
+    facts = describe(deployment)
+    if deployment.backend == "local":
+        from gateway.backends.local import LocalBackend
+
+        assert deployment.engine is not None, "the settings see to it"
+        return LocalBackend(
+            name, socket_path=settings.engine_socket(deployment.engine), model=alias, capabilities=facts.capabilities
+        )
+    key = environ.get(deployment.api_key_env, "") if deployment.api_key_env else ""
+    unready = f"{deployment.api_key_env} is not set in the environment" if deployment.api_key_env and not key else ""
+    assert deployment.model is not None, "the settings see to it"
+    if deployment.base_url is not None:
+        _check_url(alias, name, deployment.base_url)
+    if deployment.backend == "litellm":
+        from gateway.backends.managed import ManagedBackend
+
+        return ManagedBackend(
+            name,
+            model=deployment.model,
+            capabilities=facts.capabilities,
+            api_key=key,
+            base_url=deployment.base_url,
+            headers=deployment.headers,
+            unready=unready,
+        )
+    from gateway.backends.openai_http import OpenAIBackend
+
+    assert deployment.base_url is not None, "the settings see to it"
+    return OpenAIBackend(
+        name,
+        base_url=deployment.base_url,
+        model=deployment.model,
+        capabilities=facts.capabilities,
+        api_key=key,
+        headers=deployment.headers,
+        connect_timeout_s=deployment.connect_timeout_ms / 1000.0,
+        concurrency_max=deployment.concurrency_max,
+        unready=unready,
+    )
+
+
+def _row(deployment: DeploymentSettings) -> Known | None:
+    if deployment.model is None or deployment.backend == "local":
+        return None
+    return known(deployment.model, urlsplit(deployment.base_url or "").hostname or "")
+
+
+def _price(settings: PriceSettings) -> Price:
+    cached = settings.cached_input_usd_per_mtok
+    return Price(
+        input_microusd_per_mtok=microusd(settings.input_usd_per_mtok),
+        output_microusd_per_mtok=microusd(settings.output_usd_per_mtok),
+        cached_input_microusd_per_mtok=microusd(cached) if cached is not None else None,
+        request_microusd=microusd(settings.request_usd),
+    )
+
+
+def _check_url(alias: str, name: str, url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        is_good = False
+    if not is_good:
+        raise SettingsError(f"models.{alias}: {name}: base_url: found {url!r}, expected http://... or https://...")

@@ -1,0 +1,358 @@
+"""Managed providers through litellm: for those that speak something else than OpenAI's protocol.
+
+The only file that imports litellm, and not before a deployment needs it: two seconds of import run in a thread that
+`start` sets off, and the deployment is unready until then. Knows no teams, caches or routes. Invariants: base.py's, and
+one more that litellm does not keep: a finish reason that no provider sent (litellm makes one up for a stream that was
+cut) is never passed on. No key, address or setting of litellm's can be reached from a request: only fields on a list
+are handed over.
+
+Known limits: a whole answer without a finish reason can't be told from one with it (litellm fills it in), and errors
+inside a stream have lost their status. Streams of several choices lose finishes in litellm, so they are asked for whole.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from gateway.api.wire import Ending, parse, to_chunk
+from gateway.backends.base import (
+    BackendBroken,
+    BackendError,
+    BackendRejected,
+    BackendRequest,
+    BackendTimeout,
+    BackendUnavailable,
+    Chunk,
+    Load,
+)
+from gateway.backends.refusals import Refused, error_body, refusal, retry_after_s, scrubbed
+
+# What may be handed over as litellm's own arguments: OpenAI's fields, and sampling parameters that providers share.
+# Everything else would let a request set `api_base` and have our key sent there.
+# fmt: off
+_FIELDS = frozenset({
+    "messages", "functions", "function_call", "temperature", "top_p", "n", "stop", "max_tokens", "max_completion_tokens",
+    "modalities", "prediction", "audio", "presence_penalty", "frequency_penalty", "logit_bias", "user", "response_format",
+    "seed", "tools", "tool_choice", "parallel_tool_calls", "logprobs", "top_logprobs", "reasoning_effort", "verbosity",
+    "safety_identifier", "service_tier", "store", "prompt_cache_key", "web_search_options",
+    "thinking", "top_k", "min_p", "repetition_penalty",
+})
+# fmt: on
+_OWN_FIELDS = frozenset({"cache", "model", "stream", "stream_options", "metadata"})
+
+_import_lock = threading.Lock()
+
+
+def _import() -> Any:
+    """litellm, quiet and rehearsed. For a thread: takes seconds."""
+    with _import_lock:
+        os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it fetches the table from the network
+        import litellm
+
+        litellm.telemetry = False
+        litellm.suppress_debug_info = True
+        logging.getLogger("LiteLLM").setLevel(logging.CRITICAL)  # its failures are ours to report
+        asyncio.run(_rehearse(litellm))
+        return litellm
+
+
+async def _rehearse(litellm: Any) -> None:
+    """Ask a port of this machine where nobody listens, so that lazy imports and type hints (0.5 s) happen off the loop."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        base = f"http://127.0.0.1:{bound.getsockname()[1]}/v1"
+        for is_stream in (False, True):
+            with contextlib.suppress(litellm.exceptions.InternalServerError, litellm.exceptions.APIConnectionError):
+                await litellm.acompletion(
+                    model="openai/rehearsal",
+                    messages=[{"role": "user", "content": "?"}],
+                    api_base=base,
+                    api_key="none",
+                    stream=is_stream,
+                    max_retries=0,
+                )
+
+
+class ManagedBackend:
+    """One deployment at a managed provider; `model` as litellm names it (`anthropic/claude-...`)."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        model: str,
+        capabilities: frozenset[str],
+        api_key: str = "",
+        base_url: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        unready: str = "",
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.name = name
+        self.capabilities = capabilities
+        self.api_key = api_key
+        self.running = 0
+        self._model = model
+        self._base_url = base_url
+        self._headers = dict(headers or {})
+        self._unready = unready
+        self._wall_clock = wall_clock
+        self._importing: asyncio.Task[Any] | None = None
+
+    async def start(self) -> None:
+        """Set off the import; the deployment is ready when it is done."""
+        if self._importing is None and not self._unready:
+            self._importing = asyncio.create_task(asyncio.to_thread(_import), name="import-litellm")
+            self._importing.add_done_callback(self._imported)
+
+    def _imported(self, task: "asyncio.Task[Any]") -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self._unready = f"litellm can't be used: {task.exception()}"
+
+    async def aclose(self) -> None:
+        if self._importing is not None:
+            self._importing.cancel()  # the thread ends by itself
+            self._importing = None
+
+    def stream(self, request: BackendRequest) -> "ManagedStream":
+        return ManagedStream(self, request)
+
+    def load(self, prompt_tokens: int) -> Load:
+        is_imported = self._importing is not None and self._importing.done()
+        reason = self._unready or ("" if is_imported else "litellm is being loaded")
+        return Load(is_ready=not reason, reason=reason, running=self.running)
+
+    async def library(self) -> Any:
+        """litellm, once it is there. Raises BackendUnavailable."""
+        await self.start()
+        if self._importing is not None:
+            await asyncio.wait([self._importing])
+        if self._unready or self._importing is None:
+            raise BackendUnavailable(f"The deployment is not ready: {self._unready}")
+        return self._importing.result()
+
+    def arguments(self, request: BackendRequest, litellm: Any, is_stream: bool) -> dict[str, Any]:
+        """litellm.acompletion's arguments: the body's known fields, and unknown ones where the protocol is OpenAI's."""
+        body = request.body
+        arguments = {name: value for name, value in body.items() if name in _FIELDS and value is not None}
+        unknown = {name: value for name, value in body.items() if name not in _FIELDS and name not in _OWN_FIELDS}
+        if unknown and self._speaks_openai(litellm):
+            arguments["extra_body"] = unknown
+        if is_stream:
+            arguments["stream_options"] = {"include_usage": True}
+        if self.api_key:
+            arguments["api_key"] = self.api_key
+        if self._base_url:
+            arguments["api_base"] = self._base_url
+        if self._headers:
+            arguments["extra_headers"] = self._headers
+        return {
+            **arguments,
+            "model": self._model,
+            "stream": is_stream,
+            "timeout": request.ttft_timeout_s + request.idle_timeout_s,
+            "max_retries": 0,  # failover is the gateway's
+            "num_retries": 0,
+            "drop_params": True,  # what the provider can't do and routing does not know as a capability
+            "_skip_mcp_handler": True,  # else tools import a package that litellm does not install
+        }
+
+    def _speaks_openai(self, litellm: Any) -> bool:
+        provider: str = litellm.get_llm_provider(self._model)[1]
+        return provider == "openai" or provider in litellm.openai_compatible_providers
+
+    def translated(self, error: Exception, litellm: Any, has_output: bool) -> BackendError:
+        """base.py's error for one of litellm's. Inside a stream nothing is left to tell apart."""
+        original = getattr(error, "original_exception", None)
+        if isinstance(error, litellm.exceptions.MidStreamFallbackError) and isinstance(original, Exception):
+            error = original
+        detail = scrubbed(f"{type(error).__name__}: {error}"[:1000], self.api_key)
+        if isinstance(error, litellm.exceptions.Timeout):
+            return BackendTimeout("The deployment did not answer in time", detail=detail)
+        if has_output:
+            return BackendBroken("The deployment's answer broke off", detail=detail)
+        if isinstance(error, litellm.exceptions.APIConnectionError):
+            return BackendUnavailable("The deployment cannot be reached", detail=detail)
+        status = getattr(error, "status_code", None)
+        if not isinstance(status, int):
+            return BackendUnavailable("The deployment failed", detail=detail)
+        headers = getattr(error, "litellm_response_headers", None) or {}
+        after_s = retry_after_s(headers, self._wall_clock())
+        translated = refusal(Refused(status, _body(error, litellm), after_s, self.api_key))
+        if not isinstance(translated, BackendRejected):
+            translated.detail = detail
+        return translated
+
+
+class ManagedStream:
+    """One answer on its way; see base.ChunkStream."""
+
+    def __init__(self, backend: ManagedBackend, request: BackendRequest) -> None:
+        self._backend = backend
+        self._request = request
+        choices = request.body.get("n") or 1
+        self._is_stream = request.is_stream and choices == 1
+        self._ending = Ending(choices)
+        self._litellm: Any = None  # set once the provider has been asked
+        self._source: Any = None  # litellm's stream
+        self._whole: Chunk | None = None
+        self._waiting: asyncio.Timeout | None = None
+        self._has_output = False
+        self._is_over = False
+        self._is_finished = False
+
+    def __aiter__(self) -> "ManagedStream":
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if self._is_finished:
+            raise StopAsyncIteration
+        if self._is_over:
+            raise _given_up()
+        try:
+            if self._litellm is None:
+                await self._begin()
+            chunk = await self._next()
+        except BaseException:
+            await self.aclose()
+            raise
+        if chunk is None:
+            self._is_finished = True
+            await self.aclose()
+            raise StopAsyncIteration
+        self._has_output = True
+        return chunk
+
+    async def aclose(self) -> None:
+        """Close the provider's connection, or give up waiting for it."""
+        if not self._is_over:
+            self._is_over = True
+            if self._litellm is not None:
+                self._backend.running -= 1
+        if self._waiting is not None:
+            self._waiting.reschedule(0.0)
+        source, self._source = self._source, None
+        if source is not None:
+            await source.aclose()
+
+    async def _begin(self) -> None:
+        litellm = await self._backend.library()
+        if self._is_over:
+            raise _given_up()
+        self._litellm = litellm
+        self._backend.running += 1
+        arguments = self._backend.arguments(self._request, litellm, self._is_stream)
+        reply = await self._bounded(litellm.acompletion(**arguments))
+        if self._is_stream:
+            self._source = reply
+        else:
+            self._whole = _whole(reply, self._ending)
+
+    async def _next(self) -> Chunk | None:
+        """The next chunk; None after the finish."""
+        if not self._is_stream:
+            whole, self._whole = self._whole, None
+            return whole
+        source = self._source
+        piece = await self._bounded(anext(source, None))
+        if piece is not None:
+            if _has_invented_finish(piece, source):
+                raise BackendBroken("The deployment's answer ended before its finish")
+            return _chunk(piece, self._ending)
+        if not self._ending.is_complete:
+            raise BackendBroken("The deployment's answer ended before its finish")
+        return None
+
+    async def _bounded(self, awaitable: Any) -> Any:
+        """Wait for litellm within bounds, its errors translated."""
+        request = self._request
+        timeout_s = request.idle_timeout_s if self._has_output else request.ttft_timeout_s
+        if not self._is_stream:
+            timeout_s += request.idle_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s) as self._waiting:
+                return await awaitable
+        except TimeoutError:
+            if self._is_over:
+                raise _given_up() from None
+            what = "fell silent inside its answer" if self._has_output else "sent nothing"
+            raise BackendTimeout(f"The deployment {what} within {timeout_s:g} s") from None
+        except Exception as error:  # litellm lets through what its providers' clients raise
+            raise self._backend.translated(error, self._litellm, self._has_output) from None
+        finally:
+            self._waiting = None
+
+
+def _given_up() -> BackendBroken:
+    return BackendBroken("The answer was given up")
+
+
+# -- out ---------------------------------------------------------------------------------------------------------------
+
+
+def _has_invented_finish(piece: Any, source: Any) -> bool:
+    """Whether a finish reason in `piece` is one that litellm made up because the provider's stream just stopped."""
+    if not any(getattr(choice, "finish_reason", None) for choice in piece.choices):
+        return False
+    return source.received_finish_reason is None and source.intermittent_finish_reason is None
+
+
+def _chunk(piece: Any, ending: Ending) -> Chunk:
+    fields = piece.model_dump(exclude_none=True)
+    for choice in fields["choices"]:
+        _tidy(choice)
+        _tidy(choice.setdefault("delta", {}))
+        choice.setdefault("finish_reason", None)
+    if "usage" in fields and not any(c["delta"] or c["finish_reason"] for c in fields["choices"]):
+        fields["choices"] = []
+    data = msgspec.json.encode(fields, enc_hook=str)
+    answer = parse(data)
+    ending.add(answer)
+    return to_chunk(data, answer)
+
+
+def _whole(reply: Any, ending: Ending) -> Chunk:
+    fields = reply.model_dump(exclude_none=True)
+    for choice in fields["choices"]:
+        _tidy(choice)
+        message = choice["message"]
+        _tidy(message)
+        message.setdefault("content", None)
+        choice.setdefault("logprobs", None)
+    data = msgspec.json.encode(fields, enc_hook=str)
+    answer = parse(data)
+    ending.add(answer)
+    if not ending.is_finished:
+        raise BackendBroken("The deployment's answer ended before its finish")
+    return to_chunk(data, answer, is_whole=True)
+
+
+def _tidy(fields: dict[str, Any]) -> None:
+    """Leave out litellm's own field where it says nothing."""
+    own = fields.pop("provider_specific_fields", None)
+    if own and any(value is not None for value in own.values()):
+        fields["provider_specific_fields"] = own
+
+
+def _body(error: Exception, litellm: Any) -> bytes:
+    """The provider's error object, from whatever litellm left of it."""
+    fields = getattr(error, "body", None)
+    fields = fields if isinstance(fields, dict) else {}
+    message = fields.get("message")
+    if not isinstance(message, str):
+        # "litellm.BadRequestError: OpenAIException - the provider's own words"
+        message = str(getattr(error, "message", error)).rpartition("Exception - ")[2].removeprefix("litellm.")
+    code = fields.get("code")
+    if isinstance(error, litellm.exceptions.ContextWindowExceededError):
+        code = "context_length_exceeded"
+    elif isinstance(error, litellm.exceptions.ContentPolicyViolationError):
+        code = "content_policy_violation"
+    return error_body(message, fields.get("type"), fields.get("param"), code)
