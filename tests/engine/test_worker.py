@@ -1,0 +1,355 @@
+"""The engine as a process: streams, aborts, errors and deaths, seen through its socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from local_engine import (
+    AsyncEngine,
+    DeadlineExceeded,
+    EngineError,
+    EngineLoading,
+    EngineUnavailable,
+    GenerateRequest,
+    Generation,
+    InvalidRequest,
+    Output,
+    Overloaded,
+    PromptTooLong,
+    SamplingParams,
+)
+from local_engine.messages import Submit
+from tests.engine.checkpoints import naive_greedy, random_prompt
+from tests.engine.workers import SMALL_OPTIONS, Worker, connected, start, worker_process
+
+Folder = Callable[[str], Path]
+
+
+def greedy(max_tokens: int, **more: object) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **more)  # type: ignore[arg-type]
+
+
+def request(prompt: list[int], max_tokens: int, **more: object) -> GenerateRequest:
+    return GenerateRequest(prompt_token_ids=prompt, sampling=greedy(max_tokens), **more)  # type: ignore[arg-type]
+
+
+async def collect(engine: AsyncEngine, what: GenerateRequest) -> list[Output]:
+    async with engine.generate(what) as generation:
+        return [output async for output in generation]
+
+
+async def rest_of(generation: Generation) -> list[Output]:
+    return [output async for output in generation]
+
+
+def tokens_of(outputs: list[Output], index: int = 0) -> list[int]:
+    return [id for output in outputs if output.index == index for id in output.token_ids]
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Wait for a condition, 20 s at most."""
+    async with asyncio.timeout(20):
+        while True:
+            if is_so():
+                return
+            await asyncio.sleep(0.01)
+
+
+async def idle(engine: AsyncEngine) -> None:
+    """Until nothing runs, waits or holds a block."""
+
+    def is_idle() -> bool:
+        load = engine.load()
+        return load.is_ready and not (load.running or load.waiting or load.kv_blocks_used)
+
+    await until(is_idle)
+
+
+@pytest.fixture(scope="module")
+def shared_worker(checkpoint: Folder) -> Iterator[Worker]:
+    """One process for the tests that do not end it."""
+    with worker_process(checkpoint("llama")) as running:
+        yield running
+
+
+@pytest.fixture
+async def worker(shared_worker: Worker) -> AsyncIterator[AsyncEngine]:
+    """A client of its own for every test."""
+    async with connected(shared_worker.socket_path) as engine:
+        yield engine
+
+
+async def test_a_generation_streams_and_counts(worker: AsyncEngine, checkpoint: Folder) -> None:
+    """Tokens arrive in pieces, equal the naive ones, and the usage comes at the end."""
+    prompt = random_prompt(1, 20)
+    async with worker.generate(request(prompt, 12)) as generation:
+        outputs = [output async for output in generation]
+    assert tokens_of(outputs) == list(naive_greedy(checkpoint("llama"), tuple(prompt), 12))
+    assert len(outputs) > 4
+    assert [output.finish_reason for output in outputs if output.finish_reason] == ["length"]
+    assert generation.usage is not None
+    assert (generation.usage.prompt_tokens, generation.usage.completion_tokens) == (20, 12)
+    again = worker.generate(request(prompt, 1))
+    _ = [output async for output in again]
+    assert again.usage is not None
+    assert again.usage.cached_tokens == 16
+
+
+async def test_choices_share_their_prompt(worker: AsyncEngine) -> None:
+    """n answers come under their indexes; seeded, they differ from each other and repeat as a whole."""
+    sampling = SamplingParams(temperature=1.5, seed=3, max_tokens=8, ignore_eos=True, logprobs=2)
+    what = GenerateRequest(prompt="the quick brown", sampling=sampling, n=3)
+    outputs, again = await collect(worker, what), await collect(worker, what)
+    answers = [tokens_of(outputs, index) for index in range(3)]
+    assert len({tuple(answer) for answer in answers}) == 3
+    assert answers == [tokens_of(again, index) for index in range(3)]
+    first = next(output for output in outputs if output.logprobs).logprobs[0]
+    assert len(first.top) == 2
+    assert first.logprob <= first.top[0].logprob < 0
+
+
+async def test_chat_and_count_agree(worker: AsyncEngine) -> None:
+    """Messages go through the chat template; counting gives what generating uses."""
+    what = GenerateRequest(messages=[{"role": "user", "content": "hello 東京"}], sampling=greedy(2))
+    generation = worker.generate(what)
+    _ = [output async for output in generation]
+    assert generation.usage is not None
+    assert await worker.count_tokens(what) == generation.usage.prompt_tokens
+
+
+async def test_closing_a_generation_frees_its_blocks(worker: AsyncEngine) -> None:
+    """aclose ends the work in the engine, before the first item as well as in the middle."""
+    unstarted = worker.generate(request(random_prompt(1, 20), 150))
+    await unstarted.aclose()
+    started = worker.generate(request(random_prompt(2, 20), 150))
+    await anext(started)
+    await started.aclose()
+    await idle(worker)
+    for generation in (unstarted, started):
+        with pytest.raises(StopAsyncIteration):
+            await anext(generation)
+
+
+async def test_a_client_that_disappears_leaves_nothing(worker: AsyncEngine) -> None:
+    """When a connection ends, everything it had running is aborted; other clients go on."""
+    other = AsyncEngine(worker.socket_path)
+    await other.connect()
+    await other.wait_ready()
+    gone = [other.generate(request(random_prompt(seed, 10), 170)) for seed in range(6)]
+    await anext(gone[0])
+    mine = worker.generate(request(random_prompt(9, 10), 20))
+    await other.close()
+    assert len([output async for output in mine]) > 0
+    await idle(worker)
+    with pytest.raises(EngineUnavailable):
+        await rest_of(gone[0])
+
+
+async def test_two_clients_at_once_get_their_own_answers(worker: AsyncEngine, checkpoint: Folder) -> None:
+    """Ids are each client's own: answers never cross."""
+    other = AsyncEngine(worker.socket_path)
+    await other.connect()
+    await other.wait_ready()
+    prompts = [random_prompt(seed, 10 + seed) for seed in range(8)]
+    engines = [worker, other]
+    found = await asyncio.gather(*(collect(engines[i % 2], request(p, 10)) for i, p in enumerate(prompts)))
+    await other.close()
+    for prompt, outputs in zip(prompts, found, strict=True):
+        assert tokens_of(outputs) == list(naive_greedy(checkpoint("llama"), tuple(prompt), 10))
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x00\x00\x00\x05hello",
+        b"\xff\xff\xff\xff",
+        b"\x00\x00\x00",
+        b"\x00\x00\x00\x02\x91\x80",
+        b"\x00\x00\x00\x00",
+    ],
+)
+async def test_garbage_closes_its_own_connection_only(worker: AsyncEngine, garbage: bytes) -> None:
+    """Bytes that are no message end that connection; the engine answers everyone else."""
+    running = worker.generate(request(random_prompt(1, 10), 30))
+    reader, writer = await asyncio.open_unix_connection(worker.socket_path)
+    writer.write(garbage)
+    writer.write_eof()
+    async with asyncio.timeout(10):
+        await reader.read()
+    writer.close()
+    assert len(tokens_of([output async for output in running])) == 30
+
+
+async def test_bad_requests_are_answered_each_by_its_error(worker: AsyncEngine) -> None:
+    """What a caller got wrong is told by type and field, and the loop lives on."""
+    cases: list[tuple[GenerateRequest, type[EngineError]]] = [
+        (GenerateRequest(), InvalidRequest),
+        (GenerateRequest(prompt="a", messages=[]), InvalidRequest),
+        (GenerateRequest(messages=[]), InvalidRequest),
+        (GenerateRequest(prompt="a", n=0), InvalidRequest),
+        (GenerateRequest(prompt="a", sampling=SamplingParams(top_p=7.0)), InvalidRequest),
+        (GenerateRequest(prompt_token_ids=[-1]), InvalidRequest),
+        (GenerateRequest(prompt_token_ids=[10**9]), InvalidRequest),
+        (GenerateRequest(prompt_token_ids=[5] * 192), PromptTooLong),
+        (GenerateRequest(prompt="a", deadline_s=0.0), DeadlineExceeded),
+        (GenerateRequest(prompt="a", sampling=SamplingParams(stop=("x",) * 65)), InvalidRequest),
+    ]
+    for what, kind in cases:
+        with pytest.raises(kind):
+            await collect(worker, what)
+    with pytest.raises(PromptTooLong) as caught:
+        await collect(worker, GenerateRequest(prompt_token_ids=[5] * 300))
+    assert (caught.value.prompt_tokens, caught.value.context_tokens) == (300, 192)
+    assert len(tokens_of(await collect(worker, request([5], 3)))) == 3
+
+
+async def test_a_full_queue_refuses(checkpoint: Folder) -> None:
+    """Past queue_max a request is refused at once; those before it are served."""
+    options = ("--queue-max", "2", "--sequences-max", "1")
+    with worker_process(checkpoint("llama"), *options) as own:
+        async with connected(own.socket_path) as engine:
+            what = request(random_prompt(1, 10), 100)
+            results = await asyncio.gather(*(collect(engine, what) for _ in range(8)), return_exceptions=True)
+    refused = [result for result in results if isinstance(result, Overloaded)]
+    served = [result for result in results if isinstance(result, list)]
+    assert len(refused) + len(served) == 8
+    assert refused
+    assert all(len(tokens_of(outputs)) == 100 for outputs in served)
+
+
+async def test_kill_9_is_an_honest_error_and_a_new_process_serves(checkpoint: Folder) -> None:
+    """Death in mid-stream raises EngineUnavailable with what had left; the client finds the next process by itself."""
+    with worker_process(checkpoint("llama")) as own:
+        async with connected(own.socket_path) as engine:
+            streaming = engine.generate(request(random_prompt(1, 10), 170))
+            await anext(streaming)
+            waiting = engine.generate(request(random_prompt(2, 10), 170))
+            own.process.kill()
+            with pytest.raises(EngineUnavailable) as caught:
+                await rest_of(streaming)
+            assert caught.value.has_output
+            with pytest.raises(EngineUnavailable):
+                await rest_of(waiting)
+            own.process.wait()
+            with pytest.raises(EngineUnavailable) as early:
+                await collect(engine, request([5], 1))
+            assert not early.value.has_output
+            successor = start(own.socket_path, own.log_path, "--model", str(checkpoint("llama")), *SMALL_OPTIONS)
+            try:
+                async with asyncio.timeout(60):
+                    await engine.wait_ready()
+                assert len(tokens_of(await collect(engine, request([5], 3)))) == 3
+            finally:
+                successor.kill()
+                successor.wait()
+
+
+async def test_loading_is_told_from_the_start(checkpoint: Folder, tmp_path: Path) -> None:
+    """The socket answers while the model loads, with EngineLoading and progress, and then serves."""
+    socket_path = tmp_path / "e.sock"
+    engine = AsyncEngine(socket_path, reconnect_min_s=0.01, reconnect_max_s=0.02)
+    process = start(socket_path, tmp_path / "log", "--model", str(checkpoint("llama")), *SMALL_OPTIONS)
+    try:
+        await engine.connect()
+        await until(lambda: engine.load().is_connected)
+        assert not engine.load().is_ready
+        with pytest.raises(EngineLoading):
+            await collect(engine, request([5], 1))
+        async with asyncio.timeout(60):
+            info = await engine.wait_ready()
+        assert info.architecture == "LlamaForCausalLM"
+        assert engine.load().predicted_ttft_ms(100) is not None
+    finally:
+        await engine.close()
+        process.kill()
+        process.wait()
+
+
+async def test_sigterm_lets_running_answers_finish(checkpoint: Folder) -> None:
+    """On SIGTERM what runs is finished, what comes is refused, and the process ends with 0, its socket gone."""
+    with worker_process(checkpoint("llama"), "--drain-s", "20") as own:
+        async with connected(own.socket_path) as engine:
+            running = engine.generate(request(random_prompt(1, 10), 150))
+            await anext(running)
+            own.process.send_signal(signal.SIGTERM)
+            await until(lambda: engine.load().is_draining)
+            with pytest.raises(EngineUnavailable):
+                await collect(engine, request([5], 1))
+            assert len(tokens_of(await rest_of(running))) == 149
+        assert await asyncio.to_thread(own.process.wait, 20) == 0
+        assert not own.socket_path.exists()
+
+
+async def test_the_parent_s_death_ends_it(checkpoint: Folder, tmp_path: Path) -> None:
+    """A worker whose parent was killed ends by itself."""
+    program = (
+        "import subprocess, sys, time\n"
+        "worker = subprocess.Popen([sys.executable, '-m', 'local_engine.worker', *sys.argv[1:]])\n"
+        "print(worker.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    options = ("--socket", str(tmp_path / "e.sock"), "--model", str(checkpoint("llama")), *SMALL_OPTIONS)
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", program, *options, stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    pid = int(await parent.stdout.readline())
+    async with connected(tmp_path / "e.sock"):
+        parent.kill()
+        await parent.wait()
+        await until(lambda: not _is_alive(pid))
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_a_model_that_cannot_load_ends_with_ex_config(tmp_path: Path) -> None:
+    """Exit status 78 and one plain line: starting again would not help."""
+    process = start(tmp_path / "e.sock", tmp_path / "log", "--model", str(tmp_path / "absent"), "--device", "cpu")
+    assert process.wait(60) == 78
+    log = (tmp_path / "log").read_text()
+    assert "absent" in log
+    assert "Traceback" not in log
+
+
+async def test_a_slow_reader_does_not_hold_up_others(worker: AsyncEngine) -> None:
+    """A client that never reads gets its own buffer; everyone else streams on."""
+    _, writer = await asyncio.open_unix_connection(worker.socket_path)
+    body = msgspec.msgpack.encode([Submit(id, request(random_prompt(id, 5), 100)) for id in range(1, 9)])
+    writer.write(len(body).to_bytes(4, "big") + body)
+    assert len(tokens_of(await collect(worker, request(random_prompt(20, 5), 50)))) == 50
+    writer.close()
+    await idle(worker)
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    """The client's side costs a gateway worker neither torch nor tokenizers."""
+    program = (
+        "import json, sys, local_engine; local_engine.AsyncEngine('x');"
+        "print(json.dumps([m for m in ('torch', 'numpy', 'tokenizers', 'transformers', 'gguf') if m in sys.modules]))"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, cwd=os.getcwd())
+    assert json.loads(found.stdout) == []
+
+
+def test_the_command_line_answers_and_measures(checkpoint: Folder) -> None:
+    """`python -m local_engine` streams text to standard output and its figures to standard error."""
+    command = [sys.executable, "-m", "local_engine", "--model", str(checkpoint("llama")), *SMALL_OPTIONS]
+    found = subprocess.run([*command, "--max-tokens", "8", "hello"], capture_output=True, check=True, text=True)
+    assert found.stdout
+    assert "TTFT" in found.stderr
+    assert "tokens/s" in found.stderr

@@ -1,0 +1,60 @@
+"""A real engine worker process for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from local_engine import AsyncEngine
+
+SMALL_OPTIONS = ("--device", "cpu", "--dtype", "float32", "--threads", "1", "--kv-blocks", "128", "--block-tokens", "4")
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A running process and where it listens."""
+
+    process: subprocess.Popen[bytes]
+    socket_path: Path
+    log_path: Path
+
+
+def start(socket_path: Path, log_path: Path, *options: str) -> subprocess.Popen[bytes]:
+    """Start the process; its output goes to a file."""
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [sys.executable, "-m", "local_engine.worker", "--socket", str(socket_path), *options]
+    with log_path.open("wb") as log:
+        return subprocess.Popen(command, stderr=log, stdout=log, env=environment)
+
+
+@contextmanager
+def worker_process(model: Path, *options: str) -> Iterator[Worker]:
+    """A worker on a checkpoint, perhaps still loading; gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="engine-") as folder:  # a socket's path must stay short
+        socket_path, log_path = Path(folder) / "engine.sock", Path(folder) / "log"
+        process = start(socket_path, log_path, "--model", str(model), *SMALL_OPTIONS, *options)
+        try:
+            yield Worker(process, socket_path, log_path)
+        finally:
+            process.kill()
+            process.wait()
+
+
+@asynccontextmanager
+async def connected(socket_path: Path) -> AsyncIterator[AsyncEngine]:
+    """A client of a worker that is ready."""
+    engine = AsyncEngine(socket_path)
+    try:
+        await engine.connect()
+        async with asyncio.timeout(60):
+            await engine.wait_ready()
+        yield engine
+    finally:
+        await engine.close()
