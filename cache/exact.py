@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import msgspec
 from cache.eligibility import Refusal
 from cache.entry import Entry, Purge
 from cache.fingerprint import Fingerprint, Partition
+from cache.l1 import L1
 from cache.store import (
     PURGE_CHANNEL,
     REDIS_FAILURES,
@@ -44,6 +44,7 @@ _HEARTBEAT_MISSED_S = 5.0
 _RESUBSCRIBE_S = 0.5
 _SIGNED_POLL_S = 0.002
 _SAMPLE_MAX = 20
+_ANNOUNCED = msgspec.msgpack.Decoder(Announced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ class ExactCache:
         self._store = EntryStore(redis)
         self._clock = clock
         self._monotonic = monotonic
-        self._l1 = _L1(limits.l1_entries_max, limits.l1_bytes_max)
+        self._l1 = L1(limits.l1_entries_max, limits.l1_bytes_max)
         self._touches: dict[Partition, dict[bytes, float]] = {}
         self._touches_count = 0
         self._touched_at = 0.0
@@ -420,59 +421,3 @@ def _earlier_links(chain: Sequence[bytes]) -> list[int]:
 def _sample(partition: Partition, stored: Stored) -> Sample:
     about = stored.about
     return Sample(stored.exact.hex(), partition, about.text, about.namespace, about.created_at, stored.size_bytes)
-
-
-class _L1:
-    """The least recently used entries of this process, bounded in number and bytes."""
-
-    def __init__(self, entries_max: int, bytes_max: int) -> None:
-        self._entries_max = entries_max
-        self._bytes_max = bytes_max
-        self._entries: OrderedDict[tuple[Partition, bytes], tuple[Entry, int]] = OrderedDict()
-        self.size_bytes = 0
-        self.purges = 0
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def get(self, partition: Partition, exact: bytes) -> Entry | None:
-        found = self._entries.get((partition, exact))
-        if found is None:
-            return None
-        self._entries.move_to_end((partition, exact))
-        return found[0]
-
-    def put(self, entry: Entry) -> None:
-        self._remove((entry.partition, entry.exact))
-        size = _ENTRY_BYTES + sum(len(chunk.data) + _CHUNK_BYTES for chunk in entry.chunks) + len(entry.text or "")
-        if size > self._bytes_max:
-            return
-        self._entries[entry.partition, entry.exact] = (entry, size)
-        self.size_bytes += size
-        while self.size_bytes > self._bytes_max or len(self._entries) > self._entries_max:
-            self._remove(next(iter(self._entries)))
-
-    def purge(self, purge: Purge, now: float) -> None:
-        self.purges += 1
-        gone = [
-            key
-            for key, (entry, _) in self._entries.items()
-            if purge.matches(entry.partition, entry.exact, entry.about(), now)
-        ]
-        for key in gone:
-            self._remove(key)
-
-    def clear(self) -> None:
-        self.purges += 1
-        self._entries.clear()
-        self.size_bytes = 0
-
-    def _remove(self, key: tuple[Partition, bytes]) -> None:
-        found = self._entries.pop(key, None)
-        if found is not None:
-            self.size_bytes -= found[1]
-
-
-_ENTRY_BYTES = 1_000  # of the Python objects around one entry, and around one chunk
-_CHUNK_BYTES = 150
-_ANNOUNCED = msgspec.msgpack.Decoder(Announced)

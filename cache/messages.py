@@ -36,7 +36,8 @@ class MissReason(StrEnum):
     NAMES = "names"  # near, but names, identifiers or quoted strings differ
     DIRECTION = "direction"  # near, but from and to are swapped
     FORM = "form"  # near, but another language, format, length or kind of answer is asked for
-    WORDS = "words"  # near, but a word that carries the question differs
+    WORDS = "words"  # near, but words that carry the question differ
+    STRICT = "strict"  # near, but the error bound asked for is stricter than anything measured
     TIME = "time"  # asks about now, and the answer was not given now
     LOADING = "loading"  # the encoder is not ready
     TIMEOUT = "timeout"  # the worker did not answer in time

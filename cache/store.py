@@ -30,6 +30,7 @@ from redis.exceptions import RedisError
 
 from cache.entry import About, CacheUnavailable, Entry, Purge
 from cache.fingerprint import DIGEST_BYTES, Partition
+from cache.scripts import DROP, PUT, PUT_VECTORS
 
 PURGE_CHANNEL = "sameway:cache:purge"
 _LOG = "sameway:cache:log"
@@ -136,78 +137,6 @@ class PartitionSize:
     size_bytes: int
 
 
-# One function for all scripts: forget an entry and give its bytes back. Sizes are the first 10 digits of `about`.
-_FORGET = """
-local entries, about, used, expires, bytes, vectors = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
-local function forget(id)
-  local known = redis.call('HGET', about, id)
-  redis.call('HDEL', entries, id)
-  redis.call('ZREM', used, id)
-  redis.call('ZREM', expires, id)
-  if not known then return 0 end
-  redis.call('HDEL', about, id)
-  local size = tonumber(string.sub(known, 1, 10))
-  redis.call('DECRBY', bytes, size)
-  return size
-end
-"""
-
-# ARGV: exact, entry, about, size, now_ms, expires_ms, size_max, warm_ttl_ms, warm. KEYS from 7: warm links.
-# Answers {was there before, evicted...}. The vector of a replaced entry stays: the same exact key means the same text.
-_PUT = (
-    _FORGET
-    + """
-local id, size, now, expires_ms, size_max = ARGV[1], tonumber(ARGV[4]), ARGV[5], ARGV[6], tonumber(ARGV[7])
-for _, gone in ipairs(redis.call('ZRANGEBYSCORE', expires, '-inf', now, 'LIMIT', 0, 64)) do
-  forget(gone)
-  redis.call('HDEL', vectors, gone)
-end
-local reply = {redis.call('HEXISTS', about, id)}
-forget(id)
-local total = tonumber(redis.call('GET', bytes) or '0')
-while total + size > size_max do
-  local oldest = redis.call('ZRANGE', used, 0, 0)[1]
-  if not oldest then break end
-  total = total - forget(oldest)
-  redis.call('HDEL', vectors, oldest)
-  reply[#reply + 1] = oldest
-end
-redis.call('HSET', entries, id, ARGV[2])
-redis.call('HSET', about, id, ARGV[3])
-redis.call('ZADD', used, now, id)
-redis.call('ZADD', expires, expires_ms, id)
-redis.call('INCRBY', bytes, size)
-local last = redis.call('ZREVRANGE', expires, 0, 0, 'WITHSCORES')[2]
-for i = 1, 6 do redis.call('PEXPIREAT', KEYS[i], string.format('%.0f', last)) end
-for i = 7, #KEYS do redis.call('SET', KEYS[i], ARGV[9], 'PX', ARGV[8]) end
-return reply
-"""
-)
-
-# ARGV: exacts. Answers {count, bytes}.
-_DROP = (
-    _FORGET
-    + """
-local count, freed = 0, 0
-for _, id in ipairs(ARGV) do
-  if redis.call('HEXISTS', about, id) == 1 then count = count + 1 end
-  freed = freed + forget(id)
-  redis.call('HDEL', vectors, id)
-end
-return {count, freed}
-"""
-)
-
-# KEYS: vectors, about. ARGV: pairs of exact, value. A vector lives only beside its entry, and no longer than its partition.
-_PUT_VECTORS = """
-for i = 1, #ARGV, 2 do
-  if redis.call('HEXISTS', KEYS[2], ARGV[i]) == 1 then redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
-end
-local left = redis.call('PTTL', KEYS[2])
-if left > 0 then redis.call('PEXPIRE', KEYS[1], left) end
-return 1
-"""
-
 _LOG_DECODER = msgspec.msgpack.Decoder(LogRecord)
 _ABOUT_DECODER = msgspec.msgpack.Decoder(About)
 _ENCODER = msgspec.msgpack.Encoder()
@@ -260,7 +189,7 @@ class EntryStore:
             size_bytes_max,
         )
         waiting: list[Awaitable[Any]] = [
-            self._redis.eval(_PUT, len(keys), *keys, *argv, _ms(warm_ttl_s), warm or ""),
+            self._redis.eval(PUT, len(keys), *keys, *argv, _ms(warm_ttl_s), warm or ""),
             self._redis.execute_command("ZADD", _PARTITIONS, int(now), entry.partition),
         ]
         if entry.text is not None:
@@ -290,7 +219,7 @@ class EntryStore:
         for start in range(0, len(exacts), _DROP_COUNT):
             some = tuple(exacts[start : start + _DROP_COUNT])
             removed, _ = await asyncio.gather(
-                self._redis.eval(_DROP, len(keys), *keys, *some), self._append(Dropped(partition, some))
+                self._redis.eval(DROP, len(keys), *keys, *some), self._append(Dropped(partition, some))
             )
             count, freed = count + removed[0], freed + removed[1]
         return count, freed
@@ -346,7 +275,7 @@ class EntryStore:
             argv: list[bytes] = []
             for exact, vector in vectors[start : start + _DROP_COUNT]:
                 argv += (exact, embedder_key + vector)
-            await self._redis.eval(_PUT_VECTORS, 2, keys[5], keys[1], *argv)
+            await self._redis.eval(PUT_VECTORS, 2, keys[5], keys[1], *argv)
 
     async def fetch_vectors(
         self, partition: Partition, embedder_key: bytes, exacts: Sequence[bytes]

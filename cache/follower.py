@@ -1,0 +1,156 @@
+"""From Redis into a semantic cache: the rebuild at start-up, and following the log afterwards, by the same fold.
+
+Knows the store and the semantic cache, no sockets. Reading is asynchronous; everything that touches the cache runs in the one thread
+it is given, so that encoding never holds the event loop. Invariants: records are folded in the log's order; a rebuild that meets
+a changing store ends equal to it (the log's end is noted first, the scan is folded, then the log from there); a failure of Redis
+leaves the cache as it was and is retried.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.fingerprint import Partition
+from cache.semantic import EntryKey, SemanticCache
+from cache.store import REDIS_FAILURES, Added, EntryStore, LogPosition, LogRecord, Redis, Stored
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Progress:
+    """Entries folded of those there were when the rebuild began."""
+
+    done: int = 0
+    total: int = 0
+
+    @property
+    def share(self) -> float:
+        return min(1.0, self.done / self.total) if self.total else 0.0
+
+
+class Follower:
+    """Keeps `cache` equal to the entries in Redis that have a text. `embedder_key` names who made the stored vectors."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        cache: SemanticCache,
+        thread: ThreadPoolExecutor,
+        embedder_key: bytes,
+        clock: Callable[[], float],
+    ) -> None:
+        self.progress = Progress()
+        self.is_up = False
+        self.failure = ""  # what Redis said last when it was away
+        self._store = EntryStore(redis)
+        self._cache = cache
+        self._thread = thread
+        self._embedder_key = embedder_key
+        self._clock = clock
+        self._position: LogPosition | None = None
+        self._lock = asyncio.Lock()
+
+    @property
+    def is_following(self) -> bool:
+        """Whether the cache has been rebuilt and only the log is left to read."""
+        return self._position is not None
+
+    async def follow(self) -> None:
+        """Fold what the log has, without waiting for more; where there is no place in the log, rebuild first. While Redis is away
+        nothing happens but `is_up`."""
+        async with self._lock:
+            try:
+                if self._position is None:
+                    self._position = await self._rebuild()
+                await self._read()
+                await self._save_vectors()
+                self.is_up = True
+            except REDIS_FAILURES as error:
+                self._fail(error)
+
+    async def catch_up(self) -> None:
+        """What a lookup does first: fold one read of the log, unless Redis is away or a rebuild is running."""
+        if not self.is_up or self._lock.locked() or self._position is None:
+            return
+        async with self._lock:
+            try:
+                await self._read(is_once=True)
+            except REDIS_FAILURES as error:
+                self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self.is_up = False
+        self.failure = f"{type(error).__name__}: {error}"
+
+    async def _read(self, is_once: bool = False) -> None:
+        while self._position is not None:
+            read = await self._store.read_log(self._position)
+            if read.is_lost:
+                self._position = None  # rebuilt by the next `follow`
+                return
+            if read.records:
+                await self._fold(read.records)
+            self._position = read.position
+            if is_once or not read.is_more:
+                return
+
+    async def _rebuild(self) -> LogPosition:
+        end = await self._store.log_end(uuid.uuid4().bytes)
+        partitions = await self._store.partitions()
+        sizes = await asyncio.gather(*(self._store.size(partition) for partition in partitions))
+        self.progress = Progress(total=sum(size.entries for size in sizes))
+        seen: set[EntryKey] = set()
+        for partition in partitions:
+            async for batch in self._store.scan(partition):
+                added = [record for one in batch if (record := _added(partition, one)) is not None]
+                seen.update((partition, record.exact) for record in added)
+                await self._fold(added)
+                self.progress.done += len(batch)
+        await self._run(lambda: self._cache.retain(seen))
+        return end
+
+    async def _fold(self, records: Sequence[LogRecord]) -> None:
+        vectors = await self._known_vectors([one for one in records if isinstance(one, Added)])
+        await self._run(lambda: self._cache.fold(records, vectors))
+
+    async def _known_vectors(self, added: Sequence[Added]) -> dict[EntryKey, NDArray[np.float32]]:
+        """Vectors that this or another host made before."""
+        wanted: dict[Partition, list[bytes]] = {}
+        for record in added:
+            if not self._cache.knows_vector(record.text):
+                wanted.setdefault(record.partition, []).append(record.exact)
+        fetch = self._store.fetch_vectors
+        rows = await asyncio.gather(*(fetch(one, self._embedder_key, exacts) for one, exacts in wanted.items()))
+        vectors = {}
+        for (partition, exacts), row in zip(wanted.items(), rows, strict=True):
+            for exact, data in zip(exacts, row, strict=True):
+                if data is not None and len(data) == 2 * self._cache.dims:
+                    vectors[partition, exact] = np.frombuffer(data, dtype="<f2").astype(np.float32)
+        return vectors
+
+    async def _save_vectors(self) -> None:
+        unsaved = await self._run(self._cache.take_unsaved)
+        by_partition: dict[Partition, list[tuple[bytes, bytes]]] = {}
+        for partition, exact, vector in unsaved:
+            by_partition.setdefault(partition, []).append((exact, vector))
+        for partition, vectors in by_partition.items():
+            await self._store.put_vectors(partition, self._embedder_key, vectors)
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _added(partition: Partition, stored: Stored) -> Added | None:
+    about = stored.about
+    if about.text is None:
+        return None
+    return Added(partition, stored.exact, about.compat, about.text, about.created_at, about.expires_at)

@@ -1,0 +1,65 @@
+"""The answers that this process holds itself: no round trip, bounded in number and bytes, least recently used out first.
+
+Knows no Redis and no clock. Whether it may be asked at all is `ExactCache`'s to decide.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from cache.entry import Entry, Purge
+from cache.fingerprint import Partition
+
+_ENTRY_BYTES = 1_000  # of the Python objects around one entry, and around one chunk
+_CHUNK_BYTES = 150
+
+
+class L1:
+    """`purges` counts purges, so that who asked Redis before one does not put the answer here after it."""
+
+    def __init__(self, entries_max: int, bytes_max: int) -> None:
+        self._entries_max = entries_max
+        self._bytes_max = bytes_max
+        self._entries: OrderedDict[tuple[Partition, bytes], tuple[Entry, int]] = OrderedDict()
+        self.size_bytes = 0
+        self.purges = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, partition: Partition, exact: bytes) -> Entry | None:
+        found = self._entries.get((partition, exact))
+        if found is None:
+            return None
+        self._entries.move_to_end((partition, exact))
+        return found[0]
+
+    def put(self, entry: Entry) -> None:
+        self._remove((entry.partition, entry.exact))
+        size = _ENTRY_BYTES + sum(len(chunk.data) + _CHUNK_BYTES for chunk in entry.chunks) + len(entry.text or "")
+        if size > self._bytes_max:
+            return
+        self._entries[entry.partition, entry.exact] = (entry, size)
+        self.size_bytes += size
+        while self.size_bytes > self._bytes_max or len(self._entries) > self._entries_max:
+            self._remove(next(iter(self._entries)))
+
+    def purge(self, purge: Purge, now: float) -> None:
+        self.purges += 1
+        gone = [
+            key
+            for key, (entry, _) in self._entries.items()
+            if purge.matches(entry.partition, entry.exact, entry.about(), now)
+        ]
+        for key in gone:
+            self._remove(key)
+
+    def clear(self) -> None:
+        self.purges += 1
+        self._entries.clear()
+        self.size_bytes = 0
+
+    def _remove(self, key: tuple[Partition, bytes]) -> None:
+        found = self._entries.pop(key, None)
+        if found is not None:
+            self.size_bytes -= found[1]

@@ -1,0 +1,77 @@
+"""The Lua that moves an entry and its accounting together, for Redis 6.2 to 8.
+
+Each script runs alone in Redis, so what it reads is still so when it writes. `cache.store` gives the keys and reads the replies.
+KEYS 1 to 6 are one partition's entries, about, used, expires, bytes, vectors. Invariant: `bytes` is the sum of the sizes in `about`.
+"""
+
+# One function for all scripts: forget an entry and give its bytes back. Sizes are the first 10 digits of `about`.
+_FORGET = """
+local entries, about, used, expires, bytes, vectors = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
+local function forget(id)
+  local known = redis.call('HGET', about, id)
+  redis.call('HDEL', entries, id)
+  redis.call('ZREM', used, id)
+  redis.call('ZREM', expires, id)
+  if not known then return 0 end
+  redis.call('HDEL', about, id)
+  local size = tonumber(string.sub(known, 1, 10))
+  redis.call('DECRBY', bytes, size)
+  return size
+end
+"""
+
+# ARGV: exact, entry, about, size, now_ms, expires_ms, size_max, warm_ttl_ms, warm. KEYS from 7: warm links.
+# Answers {was there before, evicted...}. The vector of a replaced entry stays: the same exact key means the same text.
+PUT = (
+    _FORGET
+    + """
+local id, size, now, expires_ms, size_max = ARGV[1], tonumber(ARGV[4]), ARGV[5], ARGV[6], tonumber(ARGV[7])
+for _, gone in ipairs(redis.call('ZRANGEBYSCORE', expires, '-inf', now, 'LIMIT', 0, 64)) do
+  forget(gone)
+  redis.call('HDEL', vectors, gone)
+end
+local reply = {redis.call('HEXISTS', about, id)}
+forget(id)
+local total = tonumber(redis.call('GET', bytes) or '0')
+while total + size > size_max do
+  local oldest = redis.call('ZRANGE', used, 0, 0)[1]
+  if not oldest then break end
+  total = total - forget(oldest)
+  redis.call('HDEL', vectors, oldest)
+  reply[#reply + 1] = oldest
+end
+redis.call('HSET', entries, id, ARGV[2])
+redis.call('HSET', about, id, ARGV[3])
+redis.call('ZADD', used, now, id)
+redis.call('ZADD', expires, expires_ms, id)
+redis.call('INCRBY', bytes, size)
+local last = redis.call('ZREVRANGE', expires, 0, 0, 'WITHSCORES')[2]
+for i = 1, 6 do redis.call('PEXPIREAT', KEYS[i], string.format('%.0f', last)) end
+for i = 7, #KEYS do redis.call('SET', KEYS[i], ARGV[9], 'PX', ARGV[8]) end
+return reply
+"""
+)
+
+# ARGV: exacts. Answers {count, bytes}.
+DROP = (
+    _FORGET
+    + """
+local count, freed = 0, 0
+for _, id in ipairs(ARGV) do
+  if redis.call('HEXISTS', about, id) == 1 then count = count + 1 end
+  freed = freed + forget(id)
+  redis.call('HDEL', vectors, id)
+end
+return {count, freed}
+"""
+)
+
+# KEYS: vectors, about. ARGV: pairs of exact, value. A vector lives only beside its entry, and no longer than its partition.
+PUT_VECTORS = """
+for i = 1, #ARGV, 2 do
+  if redis.call('HEXISTS', KEYS[2], ARGV[i]) == 1 then redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+end
+local left = redis.call('PTTL', KEYS[2])
+if left > 0 then redis.call('PEXPIRE', KEYS[1], left) end
+return 1
+"""

@@ -1,0 +1,280 @@
+"""The semantic cache: which cached answer means the same? One synchronous object, usable with no process around it.
+
+Encoder, index and verifier inline; entries come and go by the store's log (`fold`), at start-up and afterwards alike. Knows no
+Redis and no answers: a hit is a pointer, and whoever serves it fetches the entry. Invariants: a hit has the query's partition and
+compat, byte for byte: they select what is searched; what was dropped or has expired is not found; the same records give the same
+answers, whether folded one by one or at a restart. Keys are embedded when somebody asks beside them: a dialogue nobody repeats
+never costs the encoder anything.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.embedder import Embedder, EmbedderInfo, Encoded, Memo
+from cache.fingerprint import Partition
+from cache.index import Found, VectorIndex
+from cache.messages import Hit, Miss, MissReason, Near, Neighbourhood, Query
+from cache.store import Added, Dropped, LogRecord
+from cache.verifier import FixedVerifier, Neighbour, Verdict, Verifier
+
+NEIGHBOURS = 16
+_INLINE_MAX = 32  # keys still without a vector that one lookup embeds beside its query; the newest first
+
+EntryKey = tuple[Partition, bytes]
+
+
+@dataclass(slots=True)
+class _Key:
+    """One cached prompt. `number` is its key in the index."""
+
+    number: int
+    partition: Partition
+    exact: bytes
+    compat: bytes
+    text: str
+    created_at: float
+    expires_at: float
+
+    @property
+    def namespace(self) -> bytes:
+        return self.partition + self.compat
+
+
+@dataclass(slots=True)
+class _Namespace:
+    """Numbers of the keys with and without a vector."""
+
+    embedded: set[int] = field(default_factory=set)
+    pending: dict[int, None] = field(default_factory=dict)
+
+
+class SemanticCache:
+    """`clock` gives unix seconds; `keys_max` bounds the keys, the oldest go first."""
+
+    def __init__(
+        self,
+        embedder: Embedder,
+        verifier: Verifier | None = None,
+        clock: Callable[[], float] = time.time,
+        keys_max: int = 1_000_000,
+    ) -> None:
+        self._encoder = Memo(embedder)
+        self._verifier = verifier or FixedVerifier()
+        self._clock = clock
+        self._keys_max = keys_max
+        self._index = VectorIndex(embedder.info.dims)
+        self._numbers = itertools.count()
+        self._keys: dict[int, _Key] = {}
+        self._by_entry: dict[EntryKey, int] = {}
+        self._namespaces: dict[bytes, _Namespace] = {}
+        self._expiries: list[tuple[float, int]] = []
+        self._settling: dict[bytes, None] = {}  # namespaces where keys wait for a vector beside others
+        self._unsaved: list[tuple[Partition, bytes, bytes]] = []
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @property
+    def embedder(self) -> EmbedderInfo:
+        return self._encoder.info
+
+    @property
+    def dims(self) -> int:
+        return self._encoder.info.dims
+
+    @property
+    def namespaces(self) -> int:
+        return len(self._namespaces)
+
+    @property
+    def size_bytes(self) -> int:
+        return self._index.size_bytes
+
+    # --- asking
+
+    def lookup(self, queries: Sequence[Query]) -> list[Hit | Miss]:
+        """A verdict for each query."""
+        return [near.decision for near in self.near(queries, 0)]
+
+    def near(self, queries: Sequence[Query], count: int = NEIGHBOURS) -> list[Neighbourhood]:
+        """A verdict for each query with its `count` nearest neighbours, and why each of them may not be served."""
+        self._expire()
+        asked = [place for place, query in enumerate(queries) if query.partition + query.compat in self._namespaces]
+        encoded = self._encode_with_pending([queries[place] for place in asked])
+        answers = [Neighbourhood(Miss(MissReason.EMPTY), ()) for _ in queries]
+        by_namespace: dict[bytes, list[tuple[int, NDArray[np.float32]]]] = {}
+        for row, place in enumerate(asked):
+            if encoded.tokens[row] > self._encoder.info.tokens_max:
+                answers[place] = Neighbourhood(Miss(MissReason.TOO_LONG), ())
+            else:
+                namespace = queries[place].partition + queries[place].compat
+                by_namespace.setdefault(namespace, []).append((place, encoded.vectors[row]))
+        for namespace, rows in by_namespace.items():
+            found = self._index.search(namespace, np.stack([vector for _, vector in rows]), max(NEIGHBOURS, count))
+            for (place, _), one in zip(rows, found, strict=True):
+                answers[place] = self._decide(queries[place], one, count)
+        return answers
+
+    def embed(self, texts: Sequence[str]) -> Encoded:
+        """Vectors for a caller of its own; none of it enters the cache."""
+        return self._encoder.encode(texts)
+
+    def _decide(self, query: Query, found: Found, count: int) -> Neighbourhood:
+        now = self._clock()
+        neighbours = []
+        for number, similarity in zip(found.keys.tolist(), found.similarities.tolist(), strict=True):
+            key = self._keys[number]
+            age_s = max(0.0, now - key.created_at)
+            neighbours.append(Neighbour(min(1.0, round(similarity, 6)), key.text, key.exact, age_s))
+        # equal cosines (the encoder ignores case) in an order that does not depend on when keys came
+        neighbours.sort(key=lambda one: (-one.similarity, one.exact))
+        if not neighbours:
+            return Neighbourhood(Miss(MissReason.EMPTY), ())
+        verdict = self._verifier.decide(query, neighbours[:NEIGHBOURS])
+        return Neighbourhood(_decision(neighbours, verdict), tuple(_nears(neighbours[:count], verdict)))
+
+    # --- following the log
+
+    def fold(self, records: Sequence[LogRecord], vectors: Mapping[EntryKey, NDArray[np.float32]] | None = None) -> None:
+        """Take in what was added and dropped, in order. `vectors` are those already known, by entry."""
+        self._expire()
+        for record in records:
+            if isinstance(record, Dropped):
+                for exact in record.exacts:
+                    self._drop(self._by_entry.get((record.partition, exact)))
+            elif record.expires_at > self._clock():
+                self._add(record, (vectors or {}).get((record.partition, record.exact)))
+
+    def retain(self, entries: set[EntryKey]) -> None:
+        """Drop every key that is not of these entries: the end of a rebuild into a cache that was not empty."""
+        for number in [number for entry, number in self._by_entry.items() if entry not in entries]:
+            self._drop(number)
+
+    def settle(self, limit: int) -> int:
+        """Embed up to `limit` keys that wait beside others, so that the next lookup there need not. How many were."""
+        waiting: list[_Key] = []
+        while self._settling and len(waiting) < limit:
+            name = next(iter(self._settling))
+            namespace = self._namespaces.get(name)
+            numbers = list(namespace.pending)[: limit - len(waiting)] if namespace else []
+            if namespace is None or len(numbers) == len(namespace.pending):
+                del self._settling[name]
+            waiting += [self._keys[number] for number in numbers]
+        if waiting:
+            self._put_vectors(waiting, self._encoder.encode([key.text for key in waiting]))
+        return len(waiting)
+
+    @property
+    def is_settled(self) -> bool:
+        return not self._settling
+
+    def knows_vector(self, text: str) -> bool:
+        """Whether a vector for this text is at hand without the encoder."""
+        return self._encoder.knows(text)
+
+    def take_unsaved(self) -> list[tuple[Partition, bytes, bytes]]:
+        """Vectors made here since the last call, for the store: partition, exact, float16 bytes."""
+        unsaved, self._unsaved = self._unsaved, []
+        return unsaved
+
+    # --- keys
+
+    def _add(self, record: Added, vector: NDArray[np.float32] | None) -> None:
+        entry = (record.partition, record.exact)
+        known = self._by_entry.get(entry)
+        if known is not None:
+            key = self._keys[known]
+            if (key.compat, key.text) == (record.compat, record.text):  # answered anew: only the times change
+                key.created_at, key.expires_at = record.created_at, record.expires_at
+                heapq.heappush(self._expiries, (key.expires_at, known))
+                return
+            self._drop(known)
+        key = _Key(
+            next(self._numbers), record.partition, record.exact, record.compat, record.text, record.created_at,
+            record.expires_at,
+        )  # fmt: skip
+        self._keys[key.number] = key
+        self._by_entry[entry] = key.number
+        heapq.heappush(self._expiries, (key.expires_at, key.number))
+        namespace = self._namespaces.setdefault(key.namespace, _Namespace())
+        namespace.pending[key.number] = None
+        if vector is not None:
+            self._put_vector(key, vector)
+        elif self._encoder.knows(key.text):
+            self._put_vectors([key], self._encoder.encode([key.text]))
+        elif len(namespace.pending) + len(namespace.embedded) > 1:
+            self._settling[key.namespace] = None
+        while len(self._keys) > self._keys_max:
+            self._drop(next(iter(self._keys)))
+
+    def _drop(self, number: int | None) -> None:
+        key = self._keys.pop(number, None) if number is not None else None
+        if key is None:
+            return
+        del self._by_entry[key.partition, key.exact]
+        namespace = self._namespaces[key.namespace]
+        namespace.pending.pop(key.number, None)
+        namespace.embedded.discard(key.number)
+        self._index.remove(key.namespace, key.number)
+        if not namespace.pending and not namespace.embedded:
+            del self._namespaces[key.namespace]
+
+    def _expire(self) -> None:
+        now = self._clock()
+        while self._expiries and self._expiries[0][0] <= now:
+            _, number = heapq.heappop(self._expiries)
+            key = self._keys.get(number)
+            if key is not None and key.expires_at <= now:
+                self._drop(number)
+
+    # --- vectors
+
+    def _encode_with_pending(self, queries: Sequence[Query]) -> Encoded:
+        """Encode the queries and, in the same batch, the keys beside them that have no vector yet."""
+        waiting: list[_Key] = []
+        for name in dict.fromkeys(query.partition + query.compat for query in queries):
+            newest = list(self._namespaces[name].pending)[-_INLINE_MAX:]
+            waiting += [self._keys[number] for number in newest]
+        encoded = self._encoder.encode([query.text for query in queries] + [key.text for key in waiting])
+        at = len(queries)
+        self._put_vectors(waiting, Encoded(encoded.vectors[at:], encoded.tokens[at:]))
+        return Encoded(encoded.vectors[:at], encoded.tokens[:at])
+
+    def _put_vectors(self, keys: Sequence[_Key], encoded: Encoded) -> None:
+        for key, vector, tokens in zip(keys, encoded.vectors, encoded.tokens, strict=True):
+            if tokens > self._encoder.info.tokens_max:
+                self._drop(key.number)  # no vector says what it means: not eligible
+                continue
+            stored = vector.astype(np.float16)
+            self._unsaved.append((key.partition, key.exact, stored.tobytes()))
+            self._put_vector(key, stored.astype(np.float32))
+
+    def _put_vector(self, key: _Key, vector: NDArray[np.float32]) -> None:
+        """`vector` has been through float16, as the store keeps it: a rebuilt index holds the same numbers."""
+        namespace = self._namespaces[key.namespace]
+        if key.number in namespace.pending:
+            del namespace.pending[key.number]
+            namespace.embedded.add(key.number)
+            self._index.add(key.namespace, key.number, vector)
+
+
+def _decision(neighbours: Sequence[Neighbour], verdict: Verdict) -> Hit | Miss:
+    if verdict.served is not None:
+        served = neighbours[verdict.served]
+        return Hit(served.exact, served.similarity, served.text)
+    nearest = neighbours[0]
+    reason = verdict.reasons[0] or MissReason.FAR
+    return Miss(reason, Near(nearest.similarity, nearest.text, nearest.exact, reason))
+
+
+def _nears(neighbours: Sequence[Neighbour], verdict: Verdict) -> list[Near]:
+    reasons = (*verdict.reasons, *(MissReason.FAR,) * len(neighbours))
+    return [Near(one.similarity, one.text, one.exact, reasons[at]) for at, one in enumerate(neighbours)]

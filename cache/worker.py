@@ -1,0 +1,392 @@
+"""The cache worker: one process a host that holds the encoder and the index, and answers every gateway worker on a unix socket.
+
+    python -m cache.worker --socket PATH [--redis URL] [--embedder NAME] [--device auto|cpu|cuda]
+
+The socket listens at once; heavy imports and the model follow in a thread, and until then lookups are a miss that says LOADING. All
+work on the cache runs in one thread, lookups in batches of whatever waits when it is free. Before a batch the log is folded, so a
+lookup sees every store that finished before it. Invariants: what nobody waits for any more is not computed; garbage closes its own
+connection and nothing else; while Redis is away lookups are answered from what the index has (a hit is only a pointer: the
+gateway fetches the entry from Redis, so what was purged can't be served). Ends on SIGTERM, or with its parent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from cache.messages import (
+    FRAME_BYTES_MAX,
+    LENGTH_BYTES,
+    Answer,
+    Ask,
+    AskEmbed,
+    AskLookup,
+    AskNear,
+    AskStatus,
+    Cancel,
+    Embedded,
+    Failed,
+    Miss,
+    MissReason,
+    Neighbourhood,
+    Reply,
+    Status,
+    TooLong,
+    WorkerState,
+    frame,
+    read_ask,
+)
+from cache.redis_url import connect
+
+if TYPE_CHECKING:
+    from cache.follower import Follower
+    from cache.semantic import SemanticCache
+
+_log = logging.getLogger("cache.worker")  # not __name__: this file runs as __main__
+
+_LOOKUPS_MAX = 64  # in one batch
+_EMBED_TEXTS = 8  # embedded at a time for others than lookups, which so never wait long
+_FOLLOW_S = 0.25
+_RETRY_S = 15.0
+_PARENT_S = 0.5
+_REDIS_TIMEOUT_S = 1.0
+_UNSENT_BYTES_MAX = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    socket_path: Path
+    redis_url: str
+    embedder: str = "default"
+    device: str = "auto"
+    threads: int = 1
+    keys_max: int = 1_000_000
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    writer: asyncio.StreamWriter
+    waiting: set[int] = field(default_factory=set)  # ids whose answer is still wanted
+
+    def answer(self, id: int, reply: Reply) -> None:
+        self.waiting.discard(id)
+        self.writer.write(frame(Answer(id, reply)))
+        if self.writer.transport.get_write_buffer_size() > _UNSENT_BYTES_MAX:
+            self.writer.transport.abort()  # it asks and does not read
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    connection: _Connection
+    ask: AskLookup | AskNear | AskEmbed
+    deadline: float  # on the monotonic clock
+
+    def is_wanted(self) -> bool:
+        return self.ask.id in self.connection.waiting and time.monotonic() < self.deadline
+
+    def answer(self, reply: Reply) -> None:
+        if self.ask.id in self.connection.waiting:
+            self.connection.answer(self.ask.id, reply)
+
+
+class Worker:
+    """One worker; `run` is its whole life."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="cache")
+        self._cache: SemanticCache | None = None
+        self._follower: Follower | None = None
+        self._lookups: deque[_Job] = deque()
+        self._embeds: deque[_Job] = deque()
+        self._has_lookups = asyncio.Event()
+        self._has_embeds = asyncio.Event()
+        self._failure = ""
+        self._counts = [0, 0]  # lookups, batches
+        self._stop = asyncio.Event()
+
+    async def run(self) -> None:
+        """Serve until SIGTERM, SIGINT or the parent's death. Raises OSError where the socket can't be had."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        path = self._options.socket_path
+        path.unlink(missing_ok=True)
+        mask = os.umask(0o177)  # the socket is its user's alone
+        try:
+            server = await asyncio.start_unix_server(self._serve, str(path))
+        finally:
+            os.umask(mask)
+        _log.info("listening on %s", path)
+        works = (self._load_and_follow(), self._answer_lookups(), self._answer_embeds(), self._until_stopped())
+        tasks = [asyncio.create_task(work) for work in works]
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        server.close()
+        for task in tasks:
+            task.cancel()
+        path.unlink(missing_ok=True)
+        for task in done:
+            task.result()  # a task that ended by itself ended by a bug: say it
+
+    async def _until_stopped(self) -> None:
+        parent = os.getppid()
+        while not self._stop.is_set() and os.getppid() == parent:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_PARENT_S):
+                    await self._stop.wait()
+        _log.info("stopping")
+
+    # --- loading and following
+
+    async def _load_and_follow(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._cache is None:
+            started = time.monotonic()
+            try:
+                _log.info("loading the embedder %s", self._options.embedder)
+                cache, key = await loop.run_in_executor(self._thread, _load, self._options)
+            except Exception as error:  # whatever a model library raises: the worker says so and tries again
+                self._failure = f"{type(error).__name__}: {error}"
+                _log.exception("the embedder %s can't be loaded", self._options.embedder)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            _log.info("the embedder is loaded, %.1f s", time.monotonic() - started)
+            self._failure = ""
+            from cache.follower import Follower
+
+            redis = connect(self._options.redis_url, _REDIS_TIMEOUT_S)
+            self._follower = Follower(redis, cache, self._thread, key, time.time)
+            self._cache = cache
+        await self._follow(self._cache)
+
+    async def _follow(self, cache: SemanticCache) -> None:
+        """Rebuild, then keep up with the log and embed what waits, whenever no lookup does."""
+        follower = self._follower
+        assert follower is not None
+        loop = asyncio.get_running_loop()
+        was = None
+        while True:
+            reporter = asyncio.create_task(self._report(follower)) if not follower.is_following else None
+            try:
+                await follower.follow()
+            finally:
+                if reporter is not None:
+                    reporter.cancel()
+            now = (follower.is_following, follower.is_up)
+            if now != was:
+                _log.info("%s, %d entries %s", _describe(*now), len(cache), "" if follower.is_up else follower.failure)
+                was = now
+            while not cache.is_settled and not self._lookups:
+                await loop.run_in_executor(self._thread, cache.settle, _EMBED_TEXTS)
+            await asyncio.sleep(_FOLLOW_S)
+
+    async def _report(self, follower: Follower) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            progress = follower.progress
+            _log.info("rebuilding the index: %d of %d entries", progress.done, progress.total)
+
+    # --- answering
+
+    async def _answer_lookups(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._has_lookups.wait()
+            jobs = [self._lookups.popleft() for _ in range(min(_LOOKUPS_MAX, len(self._lookups)))]
+            if not self._lookups:
+                self._has_lookups.clear()
+            assert self._cache is not None
+            assert self._follower is not None
+            if any(job.is_wanted() for job in jobs):
+                await self._follower.catch_up()
+            jobs = [job for job in jobs if job.is_wanted()]
+            if not jobs:
+                continue
+            self._counts[0] += len(jobs)
+            self._counts[1] += 1
+            try:
+                near = await loop.run_in_executor(self._thread, _find, self._cache, [job.ask for job in jobs])
+            except Exception as error:
+                _log.exception("a batch of %d lookups failed", len(jobs))
+                self._fail(jobs, error)
+                continue
+            for job, found in zip(jobs, near, strict=True):
+                job.answer(found if isinstance(job.ask, AskNear) else found.decision)
+
+    async def _answer_embeds(self) -> None:
+        while True:
+            await self._has_embeds.wait()
+            job = self._embeds.popleft()
+            if not self._embeds:
+                self._has_embeds.clear()
+            try:
+                await self._embed(job)
+            except Exception as error:
+                _log.exception("embedding failed")
+                self._fail([job], error)
+
+    async def _embed(self, job: _Job) -> None:
+        """A few texts at a time, so that lookups come in between, and none once nobody waits."""
+        assert isinstance(job.ask, AskEmbed)
+        assert self._cache is not None
+        cache, loop = self._cache, asyncio.get_running_loop()
+        vectors: list[bytes] = []
+        counts: list[int] = []
+        for start in range(0, len(job.ask.texts), _EMBED_TEXTS):
+            if not job.is_wanted():
+                return
+            some = job.ask.texts[start : start + _EMBED_TEXTS]
+            encoded = await loop.run_in_executor(self._thread, cache.embed, some)
+            for place, tokens in enumerate(encoded.tokens.tolist()):
+                if tokens > cache.embedder.tokens_max:
+                    job.answer(TooLong(start + place, tokens, cache.embedder.tokens_max))
+                    return
+                counts.append(tokens)
+                vectors.append(encoded.vectors[place].astype("<f4").tobytes())
+        job.answer(Embedded(tuple(vectors), tuple(counts), cache.embedder.dims))
+
+    def _fail(self, jobs: list[_Job], error: Exception) -> None:
+        for job in jobs:
+            is_lookup = isinstance(job.ask, AskLookup)
+            job.answer(Miss(MissReason.UNAVAILABLE) if is_lookup else Failed(f"{type(error).__name__}: {error}"))
+
+    # --- connections
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = _Connection(writer)
+        try:
+            while True:
+                length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
+                if length > FRAME_BYTES_MAX:
+                    _log.warning("a frame of %d bytes: connection closed", length)
+                    return
+                self._take(connection, read_ask(await reader.readexactly(length)))
+        except (asyncio.IncompleteReadError, OSError):
+            pass  # the client left
+        except msgspec.DecodeError as error:
+            _log.warning("not a message: %s: connection closed", error)
+        finally:
+            connection.waiting.clear()
+            writer.close()
+
+    def _take(self, connection: _Connection, ask: Ask) -> None:
+        if isinstance(ask, AskStatus):
+            connection.answer(ask.id, self._status())
+        elif isinstance(ask, Cancel):
+            connection.waiting.discard(ask.id)
+        elif self._cache is None:
+            connection.answer(ask.id, self._not_ready(ask))
+        else:
+            connection.waiting.add(ask.id)
+            job = _Job(connection, ask, time.monotonic() + ask.timeout_s)
+            if isinstance(ask, AskEmbed):
+                self._embeds.append(job)
+                self._has_embeds.set()
+            else:
+                self._lookups.append(job)
+                self._has_lookups.set()
+
+    def _not_ready(self, ask: AskLookup | AskNear | AskEmbed) -> Reply:
+        miss = Miss(MissReason.LOADING)
+        if isinstance(ask, AskLookup):
+            return miss
+        if isinstance(ask, AskNear):
+            return Neighbourhood(miss, ())
+        return Failed(self._failure or "the embedder is still loading")
+
+    def _status(self) -> Status:
+        cache, follower = self._cache, self._follower
+        if cache is None or follower is None:
+            state = WorkerState.FAILED if self._failure else WorkerState.LOADING
+            return Status(state, detail=self._failure, embedder=self._options.embedder)
+        state = WorkerState.READY if follower.is_following else WorkerState.REBUILDING
+        return Status(
+            state,
+            progress=1.0 if follower.is_following else follower.progress.share,
+            detail=_describe(follower.is_following, follower.is_up),
+            entries=len(cache),
+            namespaces=cache.namespaces,
+            embedder=cache.embedder.name,
+            dims=cache.embedder.dims,
+            tokens_max=cache.embedder.tokens_max,
+            index_bytes=cache.size_bytes,
+            is_redis_up=follower.is_up,
+            lookups=self._counts[0],
+            batches=self._counts[1],
+        )
+
+
+def _describe(is_following: bool, is_up: bool) -> str:
+    if is_following:
+        return "following the log" if is_up else "Redis is away: answering from what is there"
+    return "rebuilding the index" if is_up else "waiting for Redis to rebuild the index"
+
+
+def _load(options: Options) -> tuple[SemanticCache, bytes]:
+    """Heavy: imports torch and FAISS and loads the model. Runs in the worker's thread."""
+    from cache.embedder import SentenceEmbedder
+    from cache.semantic import SemanticCache
+
+    embedder = SentenceEmbedder(options.embedder, options.device, options.threads)
+    embedder.encode(["warm up"])  # the first pass allocates
+    return SemanticCache(embedder, keys_max=options.keys_max), embedder.info.key
+
+
+def _find(cache: SemanticCache, asks: list[Any]) -> list[Neighbourhood]:
+    count = max((ask.count for ask in asks if isinstance(ask, AskNear)), default=0)
+    found = cache.near([ask.query for ask in asks], count)
+    return [
+        msgspec.structs.replace(one, neighbours=one.neighbours[: ask.count] if isinstance(ask, AskNear) else ())
+        for ask, one in zip(asks, found, strict=True)
+    ]
+
+
+def _parse(argv: list[str] | None) -> Options:
+    parser = argparse.ArgumentParser(prog="python -m cache.worker", description="The semantic cache of this host.")
+    parser.add_argument("--socket", type=Path, required=True, help="unix socket to listen on")
+    parser.add_argument("--redis", default=os.environ.get("SAMEWAY_REDIS_URL"), help="default: $SAMEWAY_REDIS_URL")
+    parser.add_argument("--embedder", default="default", help="a sentence-transformers model by name or path")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--threads", type=int, default=1, help="for the encoder on a CPU")
+    parser.add_argument("--keys-max", type=int, default=1_000_000, help="prompts in the index; the oldest go first")
+    found = parser.parse_args(argv)
+    if not found.redis:
+        parser.error("--redis or SAMEWAY_REDIS_URL is needed")
+    return Options(found.socket, found.redis, found.embedder, found.device, found.threads, found.keys_max)
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = _parse(argv)
+    for name, value in (
+        ("OMP_NUM_THREADS", str(options.threads)),
+        ("OMP_WAIT_POLICY", "PASSIVE"),
+        ("TOKENIZERS_PARALLELISM", "false"),
+        ("TQDM_DISABLE", "1"),
+    ):
+        os.environ.setdefault(name, value)  # read when torch and FAISS are imported
+    logging.basicConfig(
+        level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+    _log.setLevel(logging.INFO)
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(Worker(options).run())
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    logging.shutdown()
+    os._exit(status)  # a model may still be loading in the thread, which the interpreter would wait for
