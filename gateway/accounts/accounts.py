@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.accounts import schema
 from gateway.accounts.checks import check_budget, check_key, check_plaintext, check_team
-from gateway.accounts.database import Database
+from gateway.accounts.database import Database, uncancelled
 from gateway.accounts.errors import Conflict, NotFound
 from gateway.accounts.teams import (
     BudgetChanges,
@@ -87,6 +87,7 @@ class Accounts:
         self._used_at_s[found.key.id] = now_s
         return found
 
+    @uncancelled
     async def reload(self) -> None:
         """Take a new snapshot of the database."""
         async with self._reading:
@@ -107,6 +108,7 @@ class Accounts:
             }
             self._version = version
 
+    @uncancelled
     async def refresh(self) -> bool:
         """Reload where the database changed since the last time; True where it had. Cheap: one row is read."""
         async with self.database.reading() as connection:
@@ -116,6 +118,7 @@ class Accounts:
         await self.reload()
         return True
 
+    @uncancelled
     async def save_last_used(self) -> None:
         """Write down when keys were last used since the last call; call it now and then, and before `close`."""
         used, self._used_at_s = self._used_at_s, {}
@@ -129,6 +132,7 @@ class Accounts:
         async with self.database.writing() as connection:
             await connection.execute(statement, rows)
 
+    @uncancelled
     async def ensure_first(self, team: str = "default", plaintext: str | None = None) -> str | None:
         """The very first time this database is used: make `team` and a key (`plaintext`, or a new one) and return it.
 
@@ -154,6 +158,7 @@ class Accounts:
 
     # ── teams ──
 
+    @uncancelled
     async def create_team(self, name: str, **fields: Unpack[TeamFields]) -> Team:
         """Raises Invalid, Conflict."""
         check_team({"name": name, **fields})
@@ -161,6 +166,7 @@ class Accounts:
             team_id = await _insert(connection, schema.teams, self._new_team(name, fields))
             return _team(await _row(connection, schema.teams, team_id))
 
+    @uncancelled
     async def update_team(self, team_id: int, **changes: Unpack[TeamChanges]) -> Team:
         """Raises Invalid, Conflict, NotFound."""
         check_team(changes)
@@ -168,11 +174,13 @@ class Accounts:
             await _update(connection, schema.teams, team_id, dict(changes))
             return _team(await _row(connection, schema.teams, team_id))
 
+    @uncancelled
     async def list_teams(self) -> list[Team]:
         """All teams, by id."""
         async with self.database.reading() as connection:
             return await _read(connection, schema.teams, _team)
 
+    @uncancelled
     async def delete_team(self, team_id: int) -> None:
         """With its keys and budgets; its ledger rows stay. Raises NotFound."""
         async with self._change("") as connection:
@@ -180,6 +188,7 @@ class Accounts:
 
     # ── keys ──
 
+    @uncancelled
     async def create_key(self, team_id: int, name: str, **fields: Unpack[KeyFields]) -> NewKey:
         """A new key with its plaintext, which is kept nowhere. Raises Invalid, Conflict, NotFound (the team)."""
         check_key({"name": name, **fields})
@@ -189,6 +198,7 @@ class Accounts:
             key_id = await _insert(connection, schema.keys, self._new_key(team_id, name, plaintext, fields))
             return NewKey(_key(await _row(connection, schema.keys, key_id)), plaintext)
 
+    @uncancelled
     async def update_key(self, key_id: int, **changes: Unpack[KeyChanges]) -> Key:
         """Raises Invalid, Conflict, NotFound."""
         check_key(changes)
@@ -200,6 +210,7 @@ class Accounts:
         """The key stops working; its row stays, for the ledger's sake. Raises NotFound."""
         return await self.update_key(key_id, is_active=False)
 
+    @uncancelled
     async def list_keys(self, team_id: int | None = None) -> list[Key]:
         """All keys, or one team's, by id."""
         async with self.database.reading() as connection:
@@ -207,6 +218,7 @@ class Accounts:
 
     # ── budgets ──
 
+    @uncancelled
     async def create_budget(
         self, team_id: int, window: WindowKind, limit_microusd: MicroUSD, is_hard: bool = True
     ) -> Budget:
@@ -218,6 +230,7 @@ class Accounts:
             budget_id = await _insert(connection, schema.budgets, values)
             return _budget(await _row(connection, schema.budgets, budget_id))
 
+    @uncancelled
     async def update_budget(self, budget_id: int, **changes: Unpack[BudgetChanges]) -> Budget:
         """Raises Invalid, NotFound."""
         check_budget(changes)
@@ -225,11 +238,13 @@ class Accounts:
             await _update(connection, schema.budgets, budget_id, dict(changes))
             return _budget(await _row(connection, schema.budgets, budget_id))
 
+    @uncancelled
     async def list_budgets(self, team_id: int | None = None) -> list[Budget]:
         """All budgets, or one team's, by id."""
         async with self.database.reading() as connection:
             return await _read(connection, schema.budgets, _budget, team_id)
 
+    @uncancelled
     async def delete_budget(self, budget_id: int) -> None:
         """Raises NotFound."""
         async with self._change("") as connection:

@@ -1,17 +1,21 @@
 """One SQL database: a SQLite file or a PostgreSQL, opened, migrated, and handed out as transactions.
 
-Knows no accounts. Invariant: when `open` returns the schema is at `schema.VERSION`, however many processes opened the
-database at once; a start that finds it there imports no alembic.
+Knows no accounts. Invariants: when `open` returns the schema is at `schema.VERSION`, however many processes opened the
+database at once, and a start that finds it there imports no alembic; a transaction that was begun ends, committed or
+rolled back, also when its caller is cancelled (`uncancelled`): a connection torn down in the middle of a statement can
+keep SQLite's write lock until it is garbage.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import sqlite3
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy import event
@@ -26,6 +30,28 @@ from gateway.accounts.errors import Invalid, SchemaUnknown
 _SQLITE_BUSY_MS = 30_000
 _WAL_TRIES = 500
 _ADVISORY_LOCK = 0x5A3E_3A11  # any number, the same in every process
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def uncancelled(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """The method runs to its end once it began; a caller that is cancelled waits for that, and is cancelled then."""
+
+    @functools.wraps(method)
+    async def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        task = asyncio.ensure_future(method(*args, **kwargs))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            while not task.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([task])
+            task.exception()  # looked at: the cancellation is what the caller hears of
+            raise
+
+    return run
 
 
 class Database:
@@ -43,6 +69,7 @@ class Database:
             event.listen(self._engine.sync_engine, "connect", _on_sqlite_connect)
             event.listen(self._engine.sync_engine, "begin", _on_sqlite_begin)
 
+    @uncancelled
     async def open(self) -> None:
         """Create or migrate the schema where it is not current. Raises SchemaUnknown, and sqlalchemy's errors."""
         if self._path is not None:
@@ -57,11 +84,13 @@ class Database:
             if await _version(connection) != schema.VERSION:
                 await connection.run_sync(_upgrade)
 
+    @uncancelled
     async def close(self) -> None:
         await self._engine.dispose()
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
+        """A transaction to look around in. Enter it, like `writing`, in an `uncancelled` method only."""
         async with self._engine.connect() as connection:
             yield connection
 

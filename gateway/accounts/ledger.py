@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.accounts import schema
-from gateway.accounts.database import Database
+from gateway.accounts.database import Database, uncancelled
 from gateway.accounts.errors import Invalid
 from gateway.accounts.row import LedgerRow
 from policies import DrainedSpend, Window, WindowKind
@@ -78,6 +78,7 @@ class Ledger:
     def __init__(self, database: Database) -> None:
         self._database = database
 
+    @uncancelled
     async def append(self, rows: Sequence[LedgerRow]) -> int:
         """Write the rows whose ids are not there yet, and their days' sums, in one transaction; the answer is how many."""
         if not rows:
@@ -93,6 +94,7 @@ class Ledger:
             await self._add_to_days(connection, [by_id[row_id] for row_id in new_ids])
         return len(new_ids)
 
+    @uncancelled
     async def rows(self, where: LedgerFilter, limit: int = 100, cursor: str | None = None) -> LedgerPage:
         """A page of rows, newest first. Raises Invalid for a cursor that `rows` did not give."""
         table = schema.ledger
@@ -109,6 +111,7 @@ class Ledger:
         rows = tuple(found[:limit])
         return LedgerPage(rows, f"{rows[-1].at_ms}-{rows[-1].id}" if len(found) > limit else None)
 
+    @uncancelled
     async def totals(self, by: Sequence[Group], where: LedgerFilter | None = None) -> tuple[LedgerTotal, ...]:
         """Sums by the groups of `by`, in their order. Whole UTC days: `from_ms` and `until_ms` are widened to them."""
         days, where = schema.ledger_days, where or LedgerFilter()
@@ -122,6 +125,7 @@ class Ledger:
         async with self._database.reading() as connection:
             return tuple(_total(row) for row in (await connection.execute(statement)).mappings())
 
+    @uncancelled
     async def spent(self, windows: Sequence[Window]) -> tuple[DrainedSpend, ...]:
         """What every team that is or ever spent has spent in each of `windows`, by the rows in SQL; 0 is told too."""
         rows, days = schema.ledger, schema.ledger_days

@@ -11,7 +11,8 @@ from redis.asyncio import Redis
 from policies import Budget, Budgets, DrainedSpend, Hold, HoldClosed, LockLost, NotReady, Refused, WindowKind, window_at
 from policies.budgets import LEDGER_LOCK, LEDGER_STREAM, READY_KEY
 
-NOON_S = datetime(2026, 11, 21, 12, 0, tzinfo=UTC).timestamp()
+# far enough from the present that Redis does not expire the windows
+NOON_S = datetime(2096, 11, 21, 12, 0, tzinfo=UTC).timestamp()
 HOUR = Budget(1, 7, WindowKind.HOUR, 1000)
 TOTAL = Budget(2, 7, WindowKind.TOTAL, 1500)
 SOFT = Budget(3, 7, WindowKind.DAY, 500, is_hard=False)
