@@ -1,13 +1,13 @@
 """The one seam between the gateway and whatever generates: `Backend.stream(request)`, an async iterator of chunks.
 
 A backend knows one deployment and nothing of teams, money or caches. Errors of every backend are translated into the tree
-below, in the backend's own file and nowhere else:
+below in its own file (what statuses mean, which two of them share, in refusals.py), and nowhere else:
 
     BackendError                    carries the deployment's words for the log, and what a client may be told
     ├── BackendUnavailable          no connection, a 5xx, a dead process: another deployment may do better
     ├── BackendOverloaded           429 or a full queue: another may do better; `retry_after_s` where it was said
     ├── BackendTimeout              no first chunk within its budget, or silence inside the stream
-    ├── BackendRejected             a 4xx that no retry mends: the client's own fault, passed on with `status` and `body`
+    ├── BackendRejected             a 400, 413 or 422 that no retry mends: the client's own fault, passed on with `status` and `body`
     └── BackendBroken               the stream ended without its finish: never shown as a finished answer
 
 Invariant: a stream either ends after its finish reason has been seen, or raises. It never just stops.

@@ -1,0 +1,136 @@
+"""What is known of a deployment before it is asked, and which backend stands for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gateway.backends import build_backend, describe
+from gateway.backends.catalog import known, microusd
+from gateway.settings import DeploymentSettings, Settings, SettingsError
+from policies import FREE, Price
+
+
+def deployment(**fields: Any) -> DeploymentSettings:
+    return DeploymentSettings.model_validate(fields)
+
+
+def test_a_known_model_has_its_price_sizes_and_abilities() -> None:
+    """litellm's table answers for a model under its own name; money comes out as exact integers."""
+    facts = describe(deployment(backend="openai", base_url="https://api.openai.com/v1", model="gpt-4o-mini"))
+    assert facts.price == Price(150_000, 600_000, 75_000)
+    assert (facts.context_tokens_max, facts.output_tokens_max) == (128_000, 16_384)
+    assert facts.capabilities == {"tools", "json_object", "json_schema", "vision", "logprobs", "n"}
+    assert facts.is_price_known
+
+
+@pytest.mark.parametrize(
+    ("fields", "provider"),
+    [
+        ({"backend": "litellm", "model": "openai/gpt-4o-mini"}, "openai"),
+        ({"backend": "litellm", "model": "gpt-4o-mini"}, "openai"),
+        ({"backend": "litellm", "model": "azure/gpt-4o"}, "azure"),
+        ({"backend": "openai", "model": "deepseek-chat", "base_url": "https://api.deepseek.com/v1"}, "deepseek"),
+        (
+            {"backend": "openai", "model": "openai/gpt-oss-120b", "base_url": "https://api.groq.com/openai/v1"},
+            "groq",
+        ),
+    ],
+)
+def test_names_are_found_as_people_write_them(fields: dict[str, Any], provider: str) -> None:
+    """With the provider before the name, without it, or with only the host to tell who serves it."""
+    facts = describe(deployment(**fields))
+    assert facts.is_price_known
+    assert facts.price.output_microusd_per_mtok > 0
+    host = fields.get("base_url", "").removeprefix("https://").partition("/")[0]
+    row = known(fields["model"], host)
+    assert row is not None
+    assert row.provider == provider
+
+
+def test_an_unknown_model_is_free_and_says_that_nobody_knows() -> None:
+    """A server of one's own has no price in any table; its abilities are those of its kind."""
+    facts = describe(deployment(backend="openai", base_url="http://vllm:8000/v1", model="our/own-model"))
+    assert facts.price == FREE
+    assert not facts.is_price_known
+    assert "tools" in facts.capabilities
+    assert known("mistral/openai-not-a-model") is None
+    assert known("elsewhere/gpt-4o-mini") is None, "another provider's model of that name is another price"
+
+
+def test_settings_come_first() -> None:
+    """What the operator wrote is not overruled by a table."""
+    facts = describe(
+        deployment(
+            backend="litellm",
+            model="openai/gpt-4o-mini",
+            price={
+                "input_usd_per_mtok": 0.1,
+                "output_usd_per_mtok": 0.2,
+                "cached_input_usd_per_mtok": 0,
+                "request_usd": 0.001,
+            },
+            capabilities=["tools"],
+            context_tokens_max=1000,
+            output_tokens_max=10,
+        )
+    )
+    assert facts.price == Price(100_000, 200_000, 0, 1_000)
+    assert facts.capabilities == {"tools"}
+    assert (facts.context_tokens_max, facts.output_tokens_max) == (1000, 10)
+
+
+def test_one_price_is_true_for_every_request_that_fits() -> None:
+    """Where a provider charges more beyond a border, requests beyond it do not fit: budgets are never charged too little."""
+    row = known("gemini/gemini-2.5-pro")
+    assert row is not None
+    assert row.context_tokens_max == 200_000
+
+
+def test_a_local_engine_is_free() -> None:
+    """It can do n and logprobs, and costs nothing."""
+    facts = describe(deployment(backend="local", engine="default"))
+    assert (facts.price, facts.capabilities, facts.is_price_known) == (FREE, {"n", "logprobs"}, True)
+
+
+@pytest.mark.parametrize(
+    ("usd", "digits", "expected"), [(1.5e-07, 12, 150_000), (0.1, 6, 100_000), (0.0000001, 6, 1), (0, 6, 0)]
+)
+def test_money_is_decimal(usd: float, digits: int, expected: int) -> None:
+    """Rounded up, and never because of binary fractions."""
+    assert microusd(usd, digits) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"backend": "local", "engine": "default"}, "LocalBackend"),
+        ({"backend": "openai", "base_url": "http://h:1/v1", "model": "m"}, "OpenAIBackend"),
+        ({"backend": "litellm", "model": "anthropic/claude"}, "ManagedBackend"),
+    ],
+)
+def test_each_kind_has_its_backend(fields: dict[str, Any], kind: str) -> None:
+    """Built without connecting, importing litellm or needing a loop."""
+    backend = build_backend("alias", deployment(name="d", **fields), Settings(), {})
+    assert type(backend).__name__ == kind
+    assert backend.name == "d"
+    assert backend.capabilities == describe(deployment(**fields)).capabilities
+
+
+@pytest.mark.parametrize("backend", ["openai", "litellm"])
+def test_a_missing_key_keeps_a_deployment_unready(backend: str) -> None:
+    """The gateway starts without it, and routing is told why this one is out."""
+    fields = {"backend": backend, "base_url": "http://h/v1", "model": "m", "api_key_env": "SOME_KEY"}
+    load = build_backend("alias", deployment(**fields), Settings(), {}).load(1)
+    assert (load.is_ready, load.reason) == (False, "SOME_KEY is not set in the environment")
+    ready = build_backend("alias", deployment(**fields), Settings(), {"SOME_KEY": "sk"}).load(1)
+    assert ready.is_ready == (backend == "openai")
+
+
+@pytest.mark.parametrize("url", ["localhost:8000/v1", "ftp://h/v1", "http://", "http://h:x/v1", ""])
+def test_a_wrong_url_stops_the_start(url: str) -> None:
+    """Named with what was found and what was expected."""
+    wrong = DeploymentSettings.model_construct(backend="openai", base_url=url, model="m", name="d")
+    with pytest.raises(SettingsError, match=r"models\.alias: d: base_url: found .*, expected http"):
+        build_backend("alias", wrong, Settings(), {})

@@ -1,0 +1,390 @@
+"""The local engine as a backend: a scripted engine on a real socket for every turn it can take, and a real one once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from gateway.api.wire import fold, read
+from gateway.backends.base import (
+    BackendBroken,
+    BackendError,
+    BackendOverloaded,
+    BackendRejected,
+    BackendRequest,
+    BackendTimeout,
+    BackendUnavailable,
+    Chunk,
+    Usage,
+)
+from gateway.backends.local import LocalBackend, engine_request
+from local_engine import EngineLoad, GenerateRequest, ModelInfo, Output, TokenLogprob
+from local_engine import Usage as EngineUsage
+from local_engine.messages import Abort, Failed, Outputs, State, Submit, ToWorker
+from tests.backends.conftest import ask, collect, collect_into
+from tests.engine.checkpoints import make_checkpoint
+
+INFO = ModelInfo(
+    name="tiny", architecture="llama", context_tokens=64, vocabulary_size=320, parameters=1, dtype="float32",
+    device="cpu", weights_size_bytes=1, kv_size_bytes=1, has_chat_template=True,
+)  # fmt: skip
+READY = EngineLoad(
+    is_ready=True,
+    progress=1.0,
+    stage="ready",
+    running=2,
+    waiting=3,
+    prefill_tokens_per_s=1000.0,
+    decode_ms_per_token=10.0,
+)
+Script = Callable[[int, GenerateRequest], list[Outputs | Failed]]
+
+
+class ScriptedEngine:
+    """Speaks the engine's messages on a unix socket and answers each generation by its script."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "engine.sock"
+        self.script: Script = lambda id, request: []
+        self.requests: list[GenerateRequest] = []
+        self.aborted = asyncio.Event()
+        self.load = READY
+        self.writers: list[asyncio.StreamWriter] = []
+
+    async def start(self) -> None:
+        self.server = await asyncio.start_unix_server(self.serve, self.path)
+
+    async def stop(self) -> None:
+        self.server.close()
+        for writer in self.writers:
+            writer.close()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.writers.append(writer)
+        self.send(writer, [State(self.load, INFO if self.load.is_ready else None)])
+        try:
+            while True:
+                size_bytes = int.from_bytes(await reader.readexactly(4), "big")
+                for message in msgspec.msgpack.decode(await reader.readexactly(size_bytes), type=list[ToWorker]):
+                    match message:
+                        case Submit():
+                            self.requests.append(message.request)
+                            self.send(writer, self.script(message.id, message.request))
+                        case Abort():
+                            self.aborted.set()
+        except asyncio.IncompleteReadError:
+            return
+
+    def send(self, writer: asyncio.StreamWriter, messages: list[Any]) -> None:
+        if messages:
+            body = msgspec.msgpack.encode(messages)
+            writer.write(len(body).to_bytes(4, "big") + body)
+
+
+@pytest.fixture
+async def engine(tmp_path: Path) -> AsyncIterator[ScriptedEngine]:
+    engine = ScriptedEngine(tmp_path)
+    await engine.start()
+    yield engine
+    await engine.stop()
+
+
+@pytest.fixture
+async def local(engine: ScriptedEngine) -> AsyncIterator[LocalBackend]:
+    backend = make_local(engine.path)
+    await backend.start()
+    await backend.engine.wait_ready()
+    yield backend
+    await backend.aclose()
+
+
+def make_local(path: Path) -> LocalBackend:
+    return LocalBackend(
+        "local", socket_path=path, model="alias", capabilities=frozenset(), wall_clock=lambda: 1_700_000_000.5
+    )
+
+
+def told(id: int, *outputs: Output, usage: EngineUsage | None = None) -> list[Outputs | Failed]:
+    """One message a step, the last with the usage."""
+    return [Outputs(id, (output,), usage if output is outputs[-1] else None) for output in outputs]
+
+
+USAGE = EngineUsage(prompt_tokens=9, completion_tokens=3, cached_tokens=4)
+
+
+async def test_an_answer_has_the_shape_of_openais(engine: ScriptedEngine, local: LocalBackend) -> None:
+    """Role first, then text, the finish, and usage alone at the end; the official client's types accept each chunk."""
+    engine.script = lambda id, request: told(
+        id, Output(text="Hi "), Output(text='"é"\n'), Output(finish_reason="stop"), usage=USAGE
+    )
+    chunks = await collect(local.stream(ask()))
+    parsed = [ChatCompletionChunk.model_validate_json(chunk.data) for chunk in chunks]
+    assert [c.choices[0].delta.content for c in parsed[:-1]] == ["", "Hi ", '"é"\n', None]
+    assert parsed[0].choices[0].delta.role == "assistant"
+    assert parsed[-2].choices[0].finish_reason == "stop"
+    assert parsed[-1].choices == []
+    assert {(c.id, c.model, c.created, c.object) for c in parsed} == {
+        ("chatcmpl-req-1", "alias", 1_700_000_000, "chat.completion.chunk")
+    }
+    assert chunks[-1].usage == Usage(9, 3, 4)
+    assert [read(chunk.data) for chunk in chunks] == chunks
+    whole = ChatCompletion.model_validate_json(fold(chunks))
+    assert whole.choices[0].message.content == 'Hi "é"\n'
+    assert whole.usage is not None
+    assert whole.usage.total_tokens == 12
+
+
+async def test_choices_and_log_probabilities(engine: ScriptedEngine, local: LocalBackend) -> None:
+    """Each choice has its role and finish; log probabilities carry exact bytes, and never an infinity."""
+    never = TokenLogprob(7, "�", b"\xf0", float("-inf"))
+    token = TokenLogprob(5, "a", b"a", -0.5, top=(TokenLogprob(5, "a", b"a", -0.5), never))
+    engine.script = lambda id, request: told(
+        id,
+        Output(index=1, text="a", logprobs=(token,)),
+        Output(index=0, text="b", finish_reason="length"),
+        Output(index=1, finish_reason="stop"),
+        usage=USAGE,
+    )
+    chunks = await collect(local.stream(ask(n=2, logprobs=True, top_logprobs=2)))
+    whole = ChatCompletion.model_validate_json(fold(chunks))
+    assert [(c.message.content, c.finish_reason) for c in whole.choices] == [("b", "length"), ("a", "stop")]
+    assert whole.choices[1].logprobs is not None
+    [entry] = whole.choices[1].logprobs.content or []
+    assert (entry.token, entry.bytes, entry.logprob) == ("a", [97], -0.5)
+    assert [(t.token, t.bytes, t.logprob) for t in entry.top_logprobs] == [("a", [97], -0.5), ("�", [240], -9999.0)]
+    assert engine.requests[0].n == 2
+    assert engine.requests[0].sampling.logprobs == 2
+
+
+def request_of(**body: Any) -> GenerateRequest:
+    return engine_request(ask(**body))
+
+
+def test_parameters_arrive_under_the_engines_names() -> None:
+    """Each field of a request is mapped, absent ones are the engine's defaults, and the partition is the salt."""
+    request = request_of(
+        temperature=0, top_p=0, top_k=-1, min_p=0.1, repetition_penalty=1.1, presence_penalty=-1, frequency_penalty=1.5,
+        logit_bias={"50": -100, "7": 3.5}, seed=-(2**70), stop="END", max_tokens=3, max_completion_tokens=5, n=4, user="u",
+    )  # fmt: skip
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.min_p) == (0.0, 0, 0.1)
+    assert 0 < sampling.top_p < 1e-3
+    assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.1, -1.0, 1.5)
+    assert sampling.logit_bias == {50: -100.0, 7: 3.5}
+    assert sampling.seed is not None
+    assert 0 <= sampling.seed < 2**63
+    assert (sampling.stop, sampling.max_tokens, request.n, request.salt) == (("END",), 5, 4, b"salt")
+    assert sampling.logprobs is None
+    assert request_of(stop=["a", "b"]).sampling.stop == ("a", "b")
+    assert request_of(logprobs=True).sampling.logprobs == 0
+    assert request_of().sampling == type(sampling)()
+    sampling.validate()
+
+
+def test_conversations_become_roles_and_texts() -> None:
+    """Developers are the system, parts are joined, calls of tools and their results are told as text."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x":1}'}}
+    request = request_of(
+        messages=[
+            {"role": "developer", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c", "content": "42"},
+        ]
+    )
+    assert request.messages == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "ab"},
+        {"role": "assistant", "content": '\n<tool_call>\n{"name":"f","arguments":"{\\"x\\":1}"}\n</tool_call>'},
+        {"role": "tool", "content": "42"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content",
+        ),
+        ({"top_k": "many"}, "top_k"),
+        ({"logit_bias": {"no number": 1}}, None),
+        ({"min_p": [1]}, "min_p"),
+    ],
+)
+async def test_what_the_engine_cannot_do_is_refused(
+    engine: ScriptedEngine, local: LocalBackend, body: dict[str, Any], param: str | None
+) -> None:
+    """Clearly, as the client's 400, and without asking the engine."""
+    with pytest.raises(BackendRejected) as caught:
+        await collect(local.stream(ask(**body)))
+    assert caught.value.status == 400
+    error = json.loads(caught.value.body or b"")["error"]
+    if param:
+        assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected", "code"),
+    [
+        ("PromptTooLong", BackendRejected, "context_length_exceeded"),
+        ("InvalidRequest", BackendRejected, "invalid_value"),
+        ("Overloaded", BackendOverloaded, None),
+        ("DeadlineExceeded", BackendTimeout, None),
+        ("EngineFailed", BackendUnavailable, None),
+        ("EngineLoading", BackendUnavailable, None),
+        ("EngineUnavailable", BackendUnavailable, None),
+    ],
+)
+async def test_the_engines_errors_have_their_place(
+    engine: ScriptedEngine, local: LocalBackend, kind: str, expected: type[BackendError], code: str | None
+) -> None:
+    """Each error of the engine is one of the seam's; the client's own faults say so in OpenAI's shape."""
+    engine.script = lambda id, request: [Failed(id, kind, "words", param="seed", prompt_tokens=99, context_tokens=64)]
+    with pytest.raises(BackendError) as caught:
+        await collect(local.stream(ask()))
+    assert type(caught.value) is expected
+    if code is not None:
+        assert json.loads(caught.value.body or b"")["error"]["code"] == code
+    if kind == "PromptTooLong":
+        assert "64 tokens" in caught.value.message
+        assert "99 tokens" in caught.value.message
+
+
+@pytest.mark.parametrize("end", ["failed", "abort", "gone", "silent"])
+async def test_a_broken_answer_is_never_a_finished_one(engine: ScriptedEngine, local: LocalBackend, end: str) -> None:
+    """After its first piece an answer that fails, is given up, loses its engine or falls silent is an error."""
+
+    def script(id: int, request: GenerateRequest) -> list[Outputs | Failed]:
+        ends: dict[str, list[Outputs | Failed]] = {
+            "failed": [Failed(id, "EngineFailed", "out of memory")],
+            "abort": told(id, Output(finish_reason="abort"), usage=USAGE),
+        }
+        if end == "gone":
+            asyncio.get_running_loop().call_later(0.05, lambda: [writer.close() for writer in engine.writers])
+        return [*told(id, Output(text="half")), *ends.get(end, [])]
+
+    engine.script = script
+    seen: list[Chunk] = []
+    with pytest.raises(BackendTimeout if end == "silent" else BackendBroken):
+        await collect_into(seen, local.stream(ask(idle_s=0.2)))
+    assert [chunk.has_content for chunk in seen] == [False, True]
+    if end == "silent":
+        await asyncio.wait_for(engine.aborted.wait(), 5)
+
+
+async def test_leaving_aborts_in_the_engine(engine: ScriptedEngine, local: LocalBackend) -> None:
+    """In the middle, while waiting, by the first chunk's time-out; never where nothing was asked or all is told."""
+    engine.script = lambda id, request: told(id, Output(text="half"))
+    stream = local.stream(ask())
+    await anext(stream)
+    await stream.aclose()
+    await asyncio.wait_for(engine.aborted.wait(), 5)
+    with pytest.raises(BackendBroken):
+        await anext(stream)
+
+    engine.aborted.clear()
+    engine.script = lambda id, request: []
+    stream = local.stream(ask())
+    reader = asyncio.create_task(collect(stream))
+    await asyncio.sleep(0.05)
+    await stream.aclose()
+    with pytest.raises(BackendBroken):
+        await reader
+    await asyncio.wait_for(engine.aborted.wait(), 5)
+
+    engine.aborted.clear()
+    with pytest.raises(BackendTimeout):
+        await collect(local.stream(ask(ttft_s=0.05)))
+    await asyncio.wait_for(engine.aborted.wait(), 5)
+
+    engine.aborted.clear()
+    engine.script = lambda id, request: told(id, Output(text="a", finish_reason="stop"), usage=USAGE)
+    asked = len(engine.requests)
+    await local.stream(ask()).aclose()
+    assert len(engine.requests) == asked
+    stream = local.stream(ask())
+    assert len(await collect(stream)) == 4
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+    assert not engine.aborted.is_set()
+
+
+async def test_load_is_what_the_engine_pushed(engine: ScriptedEngine, local: LocalBackend, tmp_path: Path) -> None:
+    """Queue, speed and sizes for routing; a loading or missing engine is unready and says why."""
+    load = local.load(500)
+    assert (load.is_ready, load.reason, load.running, load.waiting) == (True, "", 2, 3)
+    assert (load.ttft_ms, load.tpot_ms) == (510.0, 10.0)
+    assert (load.context_tokens_max, load.output_tokens_max) == (64, 64)
+
+    nobody = make_local(tmp_path / "nobody.sock")
+    await nobody.start()
+    assert nobody.load(1).reason == "the engine's process is not there"
+    with pytest.raises(BackendUnavailable):
+        await collect(nobody.stream(ask()))
+    await nobody.aclose()
+
+    engine.load = EngineLoad(progress=0.42, stage="reading weights")
+    loading = make_local(engine.path)
+    await loading.start()
+    async with asyncio.timeout(5):
+        while not loading.engine.load().is_connected:  # noqa: ASYNC110 - the client has no event for this
+            await asyncio.sleep(0.01)
+    assert loading.load(1).reason == "the model is loading: 42% (reading weights)"
+    with pytest.raises(BackendUnavailable, match="42%"):
+        await collect(loading.stream(ask()))
+    await loading.aclose()
+
+
+async def test_a_real_engine_answers(tmp_path: Path) -> None:
+    """A worker process on a random checkpoint: greedy answers are equal, whole in OpenAI's shape, and the prompt counts."""
+    checkpoint = make_checkpoint(tmp_path / "tiny", "llama")
+    options = [
+        "--socket",
+        tmp_path / "e.sock",
+        "--model",
+        checkpoint,
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--threads",
+        "1",
+    ]
+    worker = await asyncio.create_subprocess_exec(sys.executable, "-m", "local_engine.worker", *options)
+    backend = make_local(tmp_path / "e.sock")
+    try:
+        await backend.start()
+        await asyncio.wait_for(backend.engine.wait_ready(), 120)
+        request = ask(
+            temperature=0, max_tokens=8, n=2, logprobs=True, ttft_s=60, messages=[{"role": "user", "content": "hi"}]
+        )
+        chunks = await collect(backend.stream(request))
+        whole = ChatCompletion.model_validate_json(fold(chunks))
+        assert len(whole.choices) == 2
+        assert whole.choices[0].message.content == whole.choices[1].message.content
+        assert all(choice.finish_reason in ("stop", "length") for choice in whole.choices)
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.prompt_tokens > 0
+        too_long = [{"role": "user", "content": "word " * 500}]
+        with pytest.raises(BackendRejected) as caught:
+            await collect(
+                backend.stream(BackendRequest({**request.body, "messages": too_long}, True, b"", "r", 60, 60))
+            )
+        assert json.loads(caught.value.body or b"")["error"]["code"] == "context_length_exceeded"
+    finally:
+        await backend.aclose()
+        worker.kill()
+        await worker.wait()
