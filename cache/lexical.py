@@ -77,9 +77,10 @@ def read(text: str) -> Reading:
             words.append(value)
         else:
             word = _plain(token)
+            parts = [stem(part) for part in _split(word)]
+            words += parts
             if _is_identifier(token) or (token[0].isupper() and not _SENTENCE_END.search(text[: match.start()])):
-                names.add(stem(word))
-            words += [stem(part) for part in _split(word)]
+                names.update(parts)
     figures = [_with_unit(words, figure) for figure in sorted([*figures, *_spelled_out(words)])]
     taken = {place for figure in figures for place in range(figure.start, figure.end)}
     content = tuple(word for place, word in enumerate(words) if word not in _FUNCTION_WORDS and place not in taken)
@@ -121,7 +122,7 @@ def stem(word: str) -> str:
 def is_inverted(one: Reading, other: Reading) -> bool:
     """The same words, names or persons in another order, or a preposition that governs what another one governs on the other
     side."""
-    if one.words != other.words and sorted(one.words) == sorted(other.words):
+    if sorted(one.words) == sorted(other.words) and _stated(one) != _stated(other):
         return True
     if any(_is_reordered(one, other, among) for among in (one.names | other.names, _PERSONS)):
         return True
@@ -134,6 +135,10 @@ def is_inverted(one: Reading, other: Reading) -> bool:
         if mine is not None and word not in mine and word in one.words and mine & set(other.words):
             return True
     return False
+
+
+def _stated(reading: Reading) -> list[str]:
+    return [word for word in reading.content if word not in _NEGATIONS]
 
 
 def _is_reordered(one: Reading, other: Reading, among: frozenset[str]) -> bool:

@@ -18,38 +18,15 @@ from redis.backoff import NoBackoff
 from cache import (
     CacheLimits,
     CacheUnavailable,
-    Entry,
     ExactCache,
-    Fingerprint,
     LookupMiss,
     Purge,
-    Recorded,
     Refusal,
     fingerprint,
-    partition,
 )
 from cache.store import EntryStore
+from tests.cache.fakes import ACME, OTHER, Clock, ask, entry_for
 from tests.services import RedisServer, run_redis
-
-ACME, OTHER = partition(b"secret", "team:1"), partition(b"secret", "team:2")
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1_800_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def ask(text: str, tenant: Any = ACME, **fields: Any) -> Fingerprint:
-    return fingerprint({"model": "m", "messages": [{"role": "user", "content": text}], **fields}, tenant)
-
-
-def entry_for(fp: Fingerprint, now: float, answer: str = "42", **fields: Any) -> Entry:
-    values: dict[str, Any] = {"ttl_s": 60.0, "namespace": fp.namespace, **fields}
-    chunks = (Recorded(answer.encode()), Recorded(b"{}", is_whole=True))
-    return Entry(fp.partition, fp.exact, fp.compat, fp.text, chunks, now, **values)
 
 
 @pytest.fixture
@@ -178,7 +155,7 @@ async def test_the_longest_known_prefix_is_the_warm_hint(exact: ExactCache, cloc
     """A continuation learns who saw its start; the deepest link wins; a stranger learns nothing."""
     turns = [{"role": role, "content": str(i)} for i, role in enumerate(["system", "user", "assistant", "user"] * 20)]
 
-    def dialogue(length: int, tenant: Any = ACME) -> Fingerprint:
+    def dialogue(length: int, tenant: Any = ACME) -> Any:
         return fingerprint({"model": "m", "messages": turns[:length]}, tenant)
 
     first = dialogue(2)

@@ -1,0 +1,162 @@
+"""What the guards see in two texts, and what the fixed rule does with it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache import MissReason, Query
+from cache.lexical import read
+from cache.verifier import FixedVerifier, Neighbour, difference
+from tests.cache.fakes import ACME
+
+CAPITAL = "What is the capital of France?"
+
+PARAPHRASES = [
+    (CAPITAL, "What's France's capital city?"),
+    (CAPITAL, "Tell me the capital of France"),
+    (CAPITAL, "which city is the capital of france"),
+    (CAPITAL, "Can you tell me what the capital of France is?"),
+    ("How do I cancel my order?", "how can I cancel my orders"),
+    ("What is 15% of 300?", "How much is fifteen percent of 300?"),
+    ("Convert 5 km to miles", "convert 5 kilometers into miles"),
+    ("What does HTTP status 404 mean?", "what is the meaning of the HTTP status 404"),
+    ("Is remote work not allowed?", "Isn't remote work allowed?"),
+    ("Hello there", "hello, there!"),
+    ("Which one is the best phone?", "Which is the best phone?"),
+    ("The flight leaves at 1,000 feet", "the flight leaves at 1000 ft"),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), PARAPHRASES)
+def test_paraphrases_pass_the_guards(one: str, other: str) -> None:
+    """Case, spelling of numbers and units, politeness and word order alone are no difference."""
+    assert difference(read(one), read(other)) is None
+    assert difference(read(other), read(one)) is None
+
+
+DIFFERENCES = [
+    ("What is 15% of 300?", "What is 15% of 500?", MissReason.NUMBERS),
+    ("What is 15% of 300?", "What is 300% of 15?", MissReason.NUMBERS),
+    ("I have three apples", "I have four apples", MissReason.NUMBERS),
+    ("It costs two hundred and five dollars", "It costs two hundred and six dollars", MissReason.NUMBERS),
+    ("Pay $5 now", "Pay €5 now", MissReason.NUMBERS),
+    ("Convert 3 miles", "Convert 3 kilometers", MissReason.NUMBERS),
+    ("What is new in Python 3.9?", "What is new in Python 3.10?", MissReason.NUMBERS),
+    ("Set an alarm for 7am", "Set an alarm for 7pm", MissReason.NUMBERS),
+    ("What happened in 1999?", "What happened?", MissReason.NUMBERS),
+    ("The second chapter", "The third chapter", MissReason.NUMBERS),
+    ("Is it safe?", "Is it not safe?", MissReason.POLARITY),
+    ("Is it safe?", "Isn't it safe?", MissReason.POLARITY),
+    ("Which foods are safe?", "Which foods are unsafe?", MissReason.POLARITY),
+    ("How do I enable 2FA?", "How do I disable 2FA?", MissReason.POLARITY),
+    ("Turn the lights on", "Turn the lights off", MissReason.POLARITY),
+    ("encrypt a file", "decrypt a file", MissReason.POLARITY),
+    ("the minimum temperature", "the maximum temperature", MissReason.POLARITY),
+    ("Answer with sources", "Answer without sources", MissReason.POLARITY),
+    ("What is the capital of France?", "What is the capital of Spain?", MissReason.NAMES),
+    ("Show case #D-7781 please", "Show case #D-7782 please", MissReason.NAMES),
+    ("read the file my_notes", "read the file my_tasks", MissReason.NAMES),
+    ("open https://a.example/x", "open https://a.example/y", MissReason.NAMES),
+    ('Translate "good morning"', 'Translate "good night"', MissReason.NAMES),
+    ("the balance of my account", "the balance of her account", MissReason.NAMES),
+    ("our refunds in the EU", "our refunds in the US", MissReason.NAMES),
+    ("Fly from Paris to Berlin", "Fly from Berlin to Paris", MissReason.DIRECTION),
+    ("I have JSON and need YAML, convert it", "convert YAML, I have it, to JSON I need", MissReason.DIRECTION),
+    ("does the dog bite the man", "does the man bite the dog", MissReason.DIRECTION),
+    ("change it from central to pacific", "change it from pacific to central", MissReason.DIRECTION),
+    ("what do you want me to call", "what do me want you to call", MissReason.DIRECTION),
+    ("List the planets as json", "List the planets as yaml", MissReason.FORM),
+    ("List the planets", "List the planets as a table", MissReason.FORM),
+    ("reverse a string in python", "reverse a string in java", MissReason.FORM),
+    ("explain it to a beginner", "explain it to an expert", MissReason.FORM),
+    ("all reviewers approve", "some reviewers approve", MissReason.FORM),
+    ("who invented radio", "when invented radio", MissReason.FORM),
+    ("put bread on the shopping list", "is bread on the shopping list", MissReason.FORM),
+    ("the rota for today", "the rota for tomorrow", MissReason.TIME),
+]
+
+
+@pytest.mark.parametrize(("one", "other", "reason"), DIFFERENCES)
+def test_each_guard_sees_its_difference(one: str, other: str, reason: MissReason) -> None:
+    """In both directions, with the reason that names it."""
+    assert difference(read(one), read(other)) is reason
+    assert difference(read(other), read(one)) is reason
+
+
+def decide(
+    text: str, known: str, similarity: float, age_s: float = 0.0, error_max: float | None = None
+) -> MissReason | None:
+    verdict = FixedVerifier().decide(
+        Query(ACME, b"compat", text, error_max), [Neighbour(similarity, known, b"exact", age_s)]
+    )
+    assert (verdict.served == 0) is (verdict.reasons[0] is None)
+    return verdict.reasons[0]
+
+
+def test_thresholds_depend_on_what_the_words_share() -> None:
+    """The same content words need the least similarity, further words more, other words the most."""
+    same, added, changed = "tell me the capital of France", "the old capital of France", "the old harbour of France"
+    assert decide(CAPITAL, same, 0.81) is None
+    assert decide(CAPITAL, same, 0.79) is MissReason.FAR
+    assert decide(CAPITAL, added, 0.91) is None
+    assert decide(CAPITAL, added, 0.89) is MissReason.FAR
+    assert decide(CAPITAL, changed, 0.96) is None
+    assert decide(CAPITAL, changed, 0.94) is MissReason.WORDS
+
+
+def test_no_similarity_crosses_a_guard() -> None:
+    """Even at cosine 1."""
+    for one, other, reason in DIFFERENCES:
+        assert decide(one, other, 1.0) is reason
+
+
+def test_a_caller_may_only_tighten() -> None:
+    """A smaller bound needs more similarity, down to serving nothing; a larger one than the default changes nothing."""
+    same = "tell me the capital of France"
+    assert decide(CAPITAL, same, 0.81, error_max=0.5) is None
+    assert decide(CAPITAL, same, 0.79, error_max=0.5) is MissReason.FAR
+    assert decide(CAPITAL, same, 0.85, error_max=0.005) is MissReason.FAR
+    assert decide(CAPITAL, same, 0.95, error_max=0.005) is None
+    assert decide(CAPITAL, CAPITAL, 1.0, error_max=0.001) is MissReason.STRICT
+    assert decide(CAPITAL, CAPITAL, 1.0, error_max=0.0) is MissReason.STRICT
+
+
+def test_a_question_about_now_is_served_only_a_fresh_answer() -> None:
+    """Ten minutes; other questions do not age."""
+    assert decide("What is the weather today?", "what's the weather today", 0.99, age_s=60) is None
+    assert decide("What is the weather today?", "what's the weather today", 0.99, age_s=601) is MissReason.TIME
+    assert decide(CAPITAL, CAPITAL, 0.99, age_s=1e6) is None
+
+
+def test_a_long_template_hits_only_word_for_word() -> None:
+    """Where forty words are shared, the few that differ decide."""
+    template = "please translate the following line for the subtitle of our film and keep the tone " * 4
+    assert decide(template + "we leave at dawn", template + "we stay until dawn", 0.999) is MissReason.WORDS
+    assert decide(template + "I did it", template + "you did it", 0.999) is MissReason.WORDS
+    assert decide(template + "we leave at dawn", template + "We leave at dawn!", 0.999) is None
+
+
+def test_the_first_neighbour_that_passes_is_served() -> None:
+    """A nearer one that a guard stops does not stand in the way; each has its reason."""
+    neighbours = [
+        Neighbour(0.97, "What is the capital of Spain?", b"1", 0),
+        Neighbour(0.95, "tell me the capital of France", b"2", 0),
+        Neighbour(0.20, "bake bread", b"3", 0),
+    ]
+    verdict = FixedVerifier().decide(Query(ACME, b"c", CAPITAL), neighbours)
+    assert verdict.served == 1
+    assert verdict.reasons == (MissReason.NAMES, None, MissReason.FAR)
+
+
+@given(st.text())
+def test_reading_is_total_and_a_text_does_not_differ_from_itself(text: str) -> None:
+    """Any text at all can be read."""
+    assert difference(read(text), read(text)) is None
+
+
+@given(st.text(), st.text())
+def test_guards_are_symmetric(one: str, other: str) -> None:
+    """Whether two texts differ does not depend on which was cached."""
+    assert (difference(read(one), read(other)) is None) is (difference(read(other), read(one)) is None)
