@@ -26,6 +26,12 @@ def usd(microusd: int | None) -> str:
     return f"{'-' if microusd < 0 else ''}${text}"
 
 
+def dollars(microusd: int) -> str:
+    """An amount as a form takes it: exact, no sign of the currency, at least two decimals."""
+    whole, fraction = divmod(microusd, 1_000_000)
+    return f"{whole}.{f'{fraction:06}'.rstrip('0').ljust(2, '0')}"
+
+
 def count(number: float | None) -> str:
     """A whole number, grouped; from 100,000 on in k and M."""
     if number is None:

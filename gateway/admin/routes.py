@@ -47,6 +47,7 @@ from gateway.admin.models import (
     TryIn,
     TryOut,
 )
+from gateway.admin.pages import pages_router
 from gateway.admin.services import AdminServices
 from gateway.admin.views import RouteFilter
 from gateway.summary import Window
@@ -77,6 +78,7 @@ def admin_router(services: AdminServices) -> APIRouter:
     _add_machine(api, services)
     _add_cache(api, services)
     router.include_router(api)
+    router.include_router(pages_router(services, guard))
     return router
 
 

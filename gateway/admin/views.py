@@ -123,6 +123,14 @@ async def stats(
     return stats_out(summary, names)
 
 
+async def stats_or_none(services: AdminServices, window: Window, team_id: int | None = None) -> StatsOut | None:
+    """Counts over a window; None while Redis is away."""
+    try:
+        return await stats(services, window, team_id)
+    except RedisError:
+        return None
+
+
 def stats_out(summary: Summary, team_names: dict[int, str]) -> StatsOut:
     """A summary on the wire: the busiest team and model first."""
     by_team = [
@@ -247,11 +255,7 @@ async def _or_none(services: AdminServices, window: Window) -> Summary | None:
 
 async def overview(services: AdminServices, window: Window) -> OverviewOut:
     """Health and counts; the counts are None while Redis is away."""
-    health = await status(services)
-    try:
-        return OverviewOut(status=health, stats=await stats(services, window))
-    except RedisError:
-        return OverviewOut(status=health, stats=None)
+    return OverviewOut(status=await status(services), stats=await stats_or_none(services, window))
 
 
 async def deployments(services: AdminServices) -> list[DeploymentOut]:

@@ -1,0 +1,306 @@
+"""What the dashboard's forms do. Every change is a POST that ends in a redirect to the page that shows it; a wrong value shows
+the form again with what was wrong beside it.
+
+A new key is the exception: its plaintext is in the answer to the POST and nowhere else. Knows fields and words; the checks are
+the API's models and the accounts' own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+import structlog
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import RedirectResponse
+from pydantic import BaseModel, ValidationError
+
+from gateway import accounts
+from gateway.admin import views
+from gateway.admin.guard import COOKIE, SESSION_S, Guard
+from gateway.admin.html import LOGIN, Pages, back_to, is_own_path
+from gateway.admin.models import BudgetIn, KeyIn, PurgeIn, TeamIn, TryIn
+from gateway.admin.services import AdminServices
+from gateway.errors import BadRequest
+
+Render = Callable[..., Awaitable[Response]]
+_Body = TypeVar("_Body", bound=BaseModel)
+
+_log = structlog.get_logger(source=__name__)
+
+
+class FormProblem(Exception):
+    """A field that can't be used; `str()` is for the person who filled it in."""
+
+
+def add_session_forms(router: APIRouter, services: AdminServices, guard: Guard, pages: Pages) -> None:
+    @router.get("/login")
+    async def login_form(request: Request) -> Response:
+        if guard.has_session(request):
+            return RedirectResponse("/admin", 303)
+        return pages.render(request, "login.html", problem="", data_dir=services.settings.data_dir.absolute())
+
+    @router.post("/login")
+    async def login(request: Request) -> Response:
+        fields = await read_form(request)
+        if not guard.is_key(fields.get("key", "")):
+            _log.warning("admin_login_refused", client=request.client.host if request.client else "")
+            words = "That is not the admin key."
+            return pages.render(
+                request, "login.html", 401, problem=words, data_dir=services.settings.data_dir.absolute()
+            )
+        target = request.query_params.get("next", "")
+        reply = RedirectResponse(target if is_own_path(target) else "/admin", 303)
+        reply.set_cookie(
+            COOKIE,
+            guard.new_session(),
+            max_age=SESSION_S,
+            path="/admin",
+            secure=request.url.scheme == "https",
+            httponly=True,
+            samesite="strict",
+        )
+        return reply
+
+    @router.post("/logout")
+    async def logout(request: Request) -> Response:
+        reply = RedirectResponse(LOGIN, 303)
+        reply.delete_cookie(COOKIE, path="/admin")
+        return reply
+
+
+def add_team_forms(router: APIRouter, services: AdminServices, render_teams: Render, render_team: Render) -> None:
+    known = services.accounts
+
+    @router.post("/teams")
+    async def create_team(request: Request) -> Response:
+        fields = await read_form(request)
+        try:
+            body = convert(TeamIn, {"name": fields.get("name", ""), **_rates(fields)})
+            team = await known.create_team(body.name, **{k: v for k, v in body.given().items() if k != "name"})
+        except _REFUSALS as error:
+            return await render_teams(request, _status(error), form="team", problem=words_of(error), values=fields)
+        return back_to(f"/admin/teams/{team.id}", "team-created")
+
+    @router.post("/teams/{team_id}")
+    async def update_team(request: Request, team_id: int) -> Response:
+        fields = await read_form(request)
+        try:
+            values = {
+                "name": fields.get("name", ""),
+                "is_active": "is_active" in fields,
+                "is_semantic_enabled": "is_semantic_enabled" in fields,
+                "semantic_error_max": _share(fields.get("semantic_error_max_percent")),
+                **_rates(fields),
+            }
+            await known.update_team(team_id, **convert(TeamIn, values).given())
+        except _REFUSALS as error:
+            return await render_team(
+                request, team_id, _status(error), form="settings", problem=words_of(error), values=fields
+            )
+        return back_to(f"/admin/teams/{team_id}", "team-saved")
+
+    @router.post("/teams/{team_id}/delete")
+    async def delete_team(request: Request, team_id: int) -> Response:
+        fields = await read_form(request)
+        team = await views.team(services, team_id)
+        if fields.get("name") != team.name:
+            words = f"Type the team's name, {team.name}, to delete it."
+            return await render_team(request, team_id, 400, form="delete", problem=words, values=fields)
+        await known.delete_team(team_id)
+        return back_to("/admin/teams", "team-deleted")
+
+    _add_key_forms(router, services, render_team)
+    _add_budget_forms(router, services, render_team)
+
+
+def _add_key_forms(router: APIRouter, services: AdminServices, render_team: Render) -> None:
+    known = services.accounts
+
+    @router.post("/teams/{team_id}/keys")
+    async def create_key(request: Request, team_id: int) -> Response:
+        form = await request.form()
+        fields = await read_form(request)
+        models = tuple(str(name) for name in form.getlist("models"))
+        try:
+            days = _number(fields.get("expires_in_days"), "Expires in")
+            values = {
+                "name": fields.get("name", ""),
+                "expires_at_s": services.clock() + days * 86_400 if days is not None else None,
+                "models": models or None,
+                **_rates(fields),
+            }
+            body = convert(KeyIn, values)
+            made = await known.create_key(team_id, body.name, **{k: v for k, v in body.given().items() if k != "name"})
+        except _REFUSALS as error:
+            return await render_team(
+                request, team_id, _status(error), form="key", problem=words_of(error), values=fields
+            )
+        return await render_team(request, team_id, new_key=made)
+
+    @router.post("/teams/{team_id}/keys/{key_id}/revoke")
+    async def revoke_key(team_id: int, key_id: int) -> Response:
+        await known.revoke_key(key_id)
+        return back_to(f"/admin/teams/{team_id}", "key-revoked")
+
+
+def _add_budget_forms(router: APIRouter, services: AdminServices, render_team: Render) -> None:
+    known = services.accounts
+
+    @router.post("/teams/{team_id}/budgets")
+    async def create_budget(request: Request, team_id: int) -> Response:
+        fields = await read_form(request)
+        try:
+            values = {
+                "window": fields.get("window", ""),
+                "limit_microusd": _microusd(fields.get("limit_usd")),
+                "is_hard": fields.get("kind") != "soft",
+            }
+            body = convert(BudgetIn, values)
+            await known.create_budget(team_id, body.window, body.limit_microusd, body.is_hard)
+        except _REFUSALS as error:
+            return await render_team(
+                request, team_id, _status(error), form="budget", problem=words_of(error), values=fields
+            )
+        return back_to(f"/admin/teams/{team_id}", "budget-created")
+
+    @router.post("/teams/{team_id}/budgets/{budget_id}")
+    async def update_budget(request: Request, team_id: int, budget_id: int) -> Response:
+        fields = await read_form(request)
+        try:
+            await known.update_budget(
+                budget_id, limit_microusd=_microusd(fields.get("limit_usd")), is_hard=fields.get("kind") != "soft"
+            )
+        except _REFUSALS as error:
+            return await render_team(
+                request, team_id, _status(error), form=f"budget-{budget_id}", problem=words_of(error), values=fields
+            )
+        return back_to(f"/admin/teams/{team_id}", "budget-saved")
+
+    @router.post("/teams/{team_id}/budgets/{budget_id}/delete")
+    async def delete_budget(team_id: int, budget_id: int) -> Response:
+        await known.delete_budget(budget_id)
+        return back_to(f"/admin/teams/{team_id}", "budget-deleted")
+
+
+def add_cache_forms(router: APIRouter, services: AdminServices, render_cache: Render) -> None:
+    @router.post("/cache/purge")
+    async def purge(request: Request) -> Response:
+        """First a dry run; its answer carries the same selection with a button that means it."""
+        fields = await read_form(request)
+        try:
+            hours = _number(fields.get("older_than_h"), "Older than")
+            values: dict[str, Any] = {
+                name: fields[name] for name in ("id", "text", "team_id", "model") if fields.get(name)
+            }
+            values |= {"older_than_s": hours * 3_600} if hours is not None else {}
+            values |= {"all": True} if "all" in fields else {}
+            body = convert(PurgeIn, {**values, "dry_run": fields.get("confirmed") != "yes"})
+            result = await views.purge(services, body)
+        except (*_REFUSALS, BadRequest, accounts.NotFound) as error:
+            words = words_of(error)
+            return await render_cache(request, _status(error), form="purge", problem=words, values=fields)
+        return await render_cache(request, form="purge", purge=result, values=fields)
+
+    @router.post("/cache/try")
+    async def try_prompt(request: Request) -> Response:
+        fields = await read_form(request)
+        try:
+            tried = await views.try_prompt(services, convert(TryIn, fields))
+        except (*_REFUSALS, accounts.NotFound) as error:
+            return await render_cache(request, _status(error), form="try", problem=words_of(error), values=fields)
+        return await render_cache(request, form="try", tried=tried, values=fields)
+
+
+# -- fields
+
+
+async def read_form(request: Request) -> dict[str, str]:
+    """A form's texts without surrounding space; what was left empty is not there."""
+    form = await request.form()
+    found = {name: value.strip() for name, value in form.items() if isinstance(value, str)}
+    return {name: value for name, value in found.items() if value}
+
+
+_REFUSALS = (FormProblem, ValidationError, accounts.Conflict, accounts.Invalid)
+
+
+def convert(model: type[_Body], values: Mapping[str, Any]) -> _Body:
+    """The form as the API's value. Raises pydantic's ValidationError."""
+    return model.model_validate(dict(values))
+
+
+def words_of(error: Exception) -> str:
+    """What was wrong, for the person who filled the form in."""
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        name = str(first["loc"][-1]) if first["loc"] else ""
+        return f"{_LABELS.get(name, name)}: {first['msg']}"
+    if isinstance(error, accounts.Invalid):
+        _, _, words = str(error).partition(": ")
+        return f"{_LABELS.get(error.field, error.field)}: {words}"
+    words = str(error)
+    return f"{words[:1].upper()}{words[1:]}"
+
+
+_LABELS = {
+    "name": "Name",
+    "requests_per_min": "Requests per minute",
+    "tokens_per_min": "Tokens per minute",
+    "semantic_error_max": "Wrong semantic hits at most",
+    "limit_microusd": "Limit",
+    "window": "Window",
+    "expires_at_s": "Expires in",
+    "prompt": "Prompt",
+    "text": "Prompt",
+    "model": "Model",
+    "team_id": "Team",
+    "id": "Entry id",
+    "older_than_s": "Older than",
+}
+
+
+def _status(error: Exception) -> int:
+    return 409 if isinstance(error, accounts.Conflict) else 404 if isinstance(error, accounts.NotFound) else 400
+
+
+def _rates(fields: Mapping[str, str]) -> dict[str, Any]:
+    names = {"requests_per_min": "Requests per minute", "tokens_per_min": "Tokens per minute"}
+    return {name: _whole(fields.get(name), label) for name, label in names.items()}
+
+
+def _whole(text: str | None, label: str) -> int | None:
+    if text is None:
+        return None
+    digits = text.replace(",", "").replace(" ", "")
+    if not digits.isdecimal() or len(digits) > 15:
+        raise FormProblem(f"{label}: expected a whole number, found {text!r}")
+    return int(digits)
+
+
+def _number(text: str | None, label: str) -> float | None:
+    if text is None:
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        raise FormProblem(f"{label}: expected a number, found {text!r}") from None
+    if not 0 <= number <= 1e7:
+        raise FormProblem(f"{label}: expected a number from 0 on, found {text!r}")
+    return number
+
+
+def _share(text: str | None) -> float | None:
+    percent = _number(text, _LABELS["semantic_error_max"])
+    return None if percent is None else percent / 100
+
+
+def _microusd(text: str | None) -> int:
+    """Dollars as written, exactly, in µUSD."""
+    amount = (text or "").removeprefix("$").replace(",", "").strip()
+    whole, _, fraction = amount.partition(".")
+    if not (whole + fraction).isdecimal() or not (whole + fraction).isascii() or len(whole) > 9 or len(fraction) > 6:
+        raise FormProblem(
+            f"Limit: expected dollars with at most 6 decimals, like 25 or 0.50, found {text or 'nothing'!r}"
+        )
+    return int(whole or "0") * 1_000_000 + int(fraction.ljust(6, "0"))

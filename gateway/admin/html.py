@@ -1,0 +1,138 @@
+"""How a page becomes a response: templates, static files, headers, and errors as pages.
+
+Everything is escaped (jinja2 autoescape) and the content security policy allows nothing but our own style sheet and script, so a
+hostile prompt is text on a page and nothing else. Knows no data. Invariant: no page is cached, framed or scripted by others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import jinja2
+import structlog
+from fastapi import Request, Response
+from fastapi.responses import HTMLResponse, RedirectResponse
+from fastapi.routing import APIRoute
+
+from gateway.admin import format as fmt
+from gateway.admin.guard import Guard, as_api_error, check_same_site
+from gateway.errors import ApiError, Unauthenticated
+
+_FOLDER = Path(__file__).parent
+_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; connect-src 'self'; "
+        "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    ),
+    "cache-control": "no-store",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "same-origin",
+}
+_STATIC_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+
+_log = structlog.get_logger(source=__name__)
+
+
+class Pages:
+    """Renders templates. `clock` is unix seconds; every page has the time it was made as `now_s`."""
+
+    def __init__(self, clock: Callable[[], float], version: str) -> None:
+        self._clock = clock
+        self._version = version
+        self._templates = jinja2.Environment(
+            loader=jinja2.FileSystemLoader(_FOLDER / "templates"),
+            autoescape=True,
+            undefined=jinja2.StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        for name in ("usd", "dollars", "count", "percent", "ms", "size", "price", "utc", "duration_s"):
+            self._templates.filters[name] = getattr(fmt, name)
+        self._templates.filters["ago"] = lambda at_s: fmt.ago(at_s, self._clock())
+        self._templates.filters["words"] = lambda text: str(text).replace("_", " ").replace("-", " ")
+
+    def render(self, request: Request, template: str, status: int = 200, **values: Any) -> Response:
+        """A page. `values` are the template's."""
+        text = self._templates.get_template(template).render(
+            values,
+            path=request.url.path,
+            query=request.query_params,
+            here=_here(request),
+            base_url=str(request.base_url).rstrip("/"),
+            version=self._version,
+            now_s=self._clock(),
+        )
+        return HTMLResponse(text, status, headers=_HEADERS)
+
+    def error(self, request: Request, error: ApiError) -> Response:
+        """An error as a page that says what to do."""
+        return self.render(request, "error.html", error.http_status, error=error)
+
+
+def page_route(pages: Pages, guard: Guard) -> type[APIRoute]:
+    """The class of the dashboard's routes: a session first, no change for other sites, errors as pages."""
+
+    class PageRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handle = super().get_route_handler()
+
+            async def guarded(request: Request) -> Response:
+                try:
+                    check_same_site(request)
+                    if not guard.has_session(request) and self.path != LOGIN:
+                        return to_login(request)
+                    return await handle(request)
+                except Exception as error:
+                    refusal = as_api_error(error)
+                    if refusal is None:
+                        raise
+                    return to_login(request) if isinstance(refusal, Unauthenticated) else pages.error(request, refusal)
+
+            return guarded
+
+    return PageRoute
+
+
+LOGIN = "/admin/login"
+
+
+def to_login(request: Request) -> Response:
+    """The way to the login form and, for pages that can be asked for again, back."""
+    target = (
+        f"?next={quote(_here(request), safe='/')}" if request.method == "GET" and request.url.path != "/admin" else ""
+    )
+    return RedirectResponse(LOGIN + target, 303)
+
+
+def back_to(path: str, done: str = "") -> Response:
+    """After a change: the page that shows it, with a word of what was done."""
+    return RedirectResponse(f"{path}?done={done}" if done else path, 303)
+
+
+def is_own_path(path: str) -> bool:
+    """Whether a path leads into the dashboard, and nowhere else whatever a browser makes of it."""
+    return path == "/admin" or (path.startswith("/admin/") and "\\" not in path and path.isprintable())
+
+
+def _here(request: Request) -> str:
+    return f"{request.url.path}?{request.url.query}" if request.url.query else request.url.path
+
+
+def with_query(request: Request, changes: Mapping[str, str | None]) -> str:
+    """The query of this page with some parameters set, or removed where None."""
+    merged = {**dict(request.query_params), **changes}
+    return "&".join(f"{quote(name)}={quote(value)}" for name, value in merged.items() if value)
+
+
+@cache
+def static_file(name: str) -> Response | None:
+    """A static file with its type; None where there is none of that name."""
+    path = _FOLDER / "static" / name
+    if path.parent != _FOLDER / "static" or path.suffix not in _STATIC_TYPES or not path.is_file():
+        return None
+    headers = {"cache-control": "public, max-age=300", "x-content-type-options": "nosniff"}
+    return Response(path.read_bytes(), media_type=_STATIC_TYPES[path.suffix], headers=headers)

@@ -1,0 +1,246 @@
+"""The dashboard: /admin and the pages below it, on the same values as the API.
+
+Each page names its JSON twin. Knows what a page shows and in what words; how it looks is the templates' and the style sheet's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from gateway.accounts import Group, LedgerFilter
+from gateway.admin import views
+from gateway.admin.drawings import kinds_bar, kinds_chart, money_chart, ttft_chart
+from gateway.admin.forms import add_cache_forms, add_session_forms, add_team_forms
+from gateway.admin.guard import Guard
+from gateway.admin.html import Pages, page_route, static_file, with_query
+from gateway.admin.models import StatsOut, TeamOut
+from gateway.admin.services import AdminServices
+from gateway.admin.views import RouteFilter
+from gateway.errors import NotFound
+from gateway.summary import Window
+
+_ROUTES_PER_PAGE = 50
+_LEDGER_PER_PAGE = 100
+
+
+def pages_router(services: AdminServices, guard: Guard) -> APIRouter:
+    """Every page and form of the dashboard, and its static files."""
+    pages = Pages(services.clock, services.version)
+    router = APIRouter(prefix="/admin", route_class=page_route(pages, guard), include_in_schema=False)
+    _add_overview(router, services, pages)
+    _add_history(router, services, pages)
+    _add_teams(router, services, pages)
+    _add_cache(router, services, pages)
+    add_session_forms(router, services, guard, pages)
+
+    files = APIRouter(include_in_schema=False)
+
+    @files.get("/admin/static/{name}")
+    async def static(name: str) -> Response:
+        return static_file(name) or Response(status_code=404)
+
+    @files.get("/favicon.ico")
+    async def favicon() -> Response:
+        return static_file("favicon.svg") or Response(status_code=404)
+
+    files.include_router(router)
+    return files
+
+
+def _add_overview(router: APIRouter, services: AdminServices, pages: Pages) -> None:
+    @router.get("")
+    async def overview(request: Request, window: Window = Window.DAY) -> Response:
+        found, teams = await asyncio.gather(views.overview(services, window), services.accounts.list_teams())
+        return pages.render(
+            request,
+            "overview.html",
+            overview=found,
+            stats=found.stats,
+            window=window,
+            windows=list(Window),
+            model=next(iter(services.settings.models)),
+            team_id=teams[0].id if teams else None,
+            deployments=services.deployments(),
+            charts=charts_of(found.stats) if found.stats is not None else {},
+        )
+
+    @router.get("/deployments")
+    async def deployments(request: Request) -> Response:
+        found = await views.deployments(services)
+        return pages.render(
+            request,
+            "deployments.html",
+            aliases={
+                alias: [one for one in found if one.alias == alias] for alias in dict.fromkeys(d.alias for d in found)
+            },
+            parts=services.parts(),
+            settings=services.settings,
+        )
+
+
+def charts_of(stats: StatsOut) -> dict[str, Any]:
+    """The drawings of one window."""
+    return {
+        "kinds": kinds_chart(stats),
+        "bar": kinds_bar(stats.total),
+        "money": money_chart(stats),
+        "ttft": ttft_chart(stats),
+    }
+
+
+def _add_history(router: APIRouter, services: AdminServices, pages: Pages) -> None:
+    @router.get("/requests")
+    async def requests(request: Request, cursor: str = "") -> Response:
+        where = _route_filter(request)
+        found, teams = await asyncio.gather(
+            views.routes(services, where, cursor, _ROUTES_PER_PAGE), services.accounts.list_teams()
+        )
+        return pages.render(
+            request,
+            "requests.html",
+            routes=found.routes,
+            older=with_query(request, {"cursor": found.cursor}) if found.cursor else None,
+            where=where,
+            is_filtered=where != RouteFilter(),
+            teams=teams,
+            models=list(services.settings.models),
+            deployments=services.deployments(),
+        )
+
+    @router.get("/ledger")
+    async def ledger(request: Request, cursor: str = "") -> Response:
+        query = request.query_params
+        team_id = int(query["team_id"]) if query.get("team_id", "").isdecimal() else None
+        where = LedgerFilter(
+            team_id=team_id, alias=query.get("model") or None, deployment=query.get("deployment") or None
+        )
+        page, totals, teams, keys = await asyncio.gather(
+            views.ledger(services, where, cursor or None, _LEDGER_PER_PAGE),
+            services.ledger.totals([Group.DAY], where),
+            services.accounts.list_teams(),
+            services.accounts.list_keys(),
+        )
+        return pages.render(
+            request,
+            "ledger.html",
+            rows=page.rows,
+            older=with_query(request, {"cursor": page.cursor}) if page.cursor else None,
+            csv=with_query(request, {"cursor": None}),
+            where=where,
+            is_filtered=where != LedgerFilter(),
+            requests=sum(total.requests for total in totals),
+            cost_microusd=sum(total.cost_microusd for total in totals),
+            teams=teams,
+            names={team.id: team.name for team in teams},
+            keys={key.id: key.name for key in keys},
+            models=list(services.settings.models),
+            deployments=services.deployments(),
+        )
+
+
+def _route_filter(request: Request) -> RouteFilter:
+    """The filter that the form's query describes; what it does not know is no filter."""
+    query = request.query_params
+    cache = query.get("cache", "")
+    outcome = query.get("outcome", "")
+    return RouteFilter(
+        team_id=int(query["team_id"]) if query.get("team_id", "").isdecimal() else None,
+        model=query.get("model", ""),
+        cache=cache if cache in CACHES else "",  # type: ignore[arg-type]
+        deployment=query.get("deployment", ""),
+        outcome=outcome if outcome in OUTCOMES else "",  # type: ignore[arg-type]
+        request_id=query.get("request_id", "").strip(),
+    )
+
+
+CACHES = ("exact", "semantic", "coalesced", "miss", "bypass")
+OUTCOMES = ("ok", "refused", "failed", "failover")
+
+
+def _add_teams(router: APIRouter, services: AdminServices, pages: Pages) -> None:
+    async def render_teams(request: Request, status: int = 200, **form: Any) -> Response:
+        teams = await views.teams(services)
+        stats = await views.stats_or_none(services, Window.DAY)
+        return pages.render(
+            request,
+            "teams.html",
+            status,
+            teams=teams,
+            tallies={one.team_id: one for one in stats.by_team} if stats is not None else {},
+            form=form.get("form", ""),
+            problem=form.get("problem", ""),
+            values=form.get("values", {}),
+        )
+
+    async def render_team(request: Request, team_id: int, status: int = 200, **form: Any) -> Response:
+        team = await views.team(services, team_id)
+        stats = await views.stats_or_none(services, Window.DAY, team_id)
+        by_model = await services.ledger.totals([Group.ALIAS, Group.DEPLOYMENT], LedgerFilter(team_id=team_id))
+        return pages.render(
+            request,
+            "team.html",
+            status,
+            team=team,
+            keys=_live_first(team),
+            stats=stats,
+            charts=charts_of(stats) if stats is not None else {},
+            spent=sorted(by_model, key=lambda total: -total.cost_microusd),
+            models=list(services.settings.models),
+            form=form.get("form", ""),
+            problem=form.get("problem", ""),
+            values=form.get("values", {}),
+            new_key=form.get("new_key"),
+        )
+
+    @router.get("/teams")
+    async def teams(request: Request) -> Response:
+        return await render_teams(request)
+
+    @router.get("/teams/{team_id}")
+    async def team(request: Request, team_id: int) -> Response:
+        if team_id >= 2**31:
+            raise NotFound(f"There is no team {team_id}", code="not_found")
+        return await render_team(request, team_id)
+
+    add_team_forms(router, services, render_teams, render_team)
+
+
+def _live_first(team: TeamOut) -> Sequence[Any]:
+    return sorted(team.keys, key=lambda key: not key.is_active)
+
+
+def _add_cache(router: APIRouter, services: AdminServices, pages: Pages) -> None:
+    async def render_cache(request: Request, status: int = 200, **form: Any) -> Response:
+        found, near, stats, teams = await asyncio.gather(
+            views.cache(services),
+            views.near_misses(services, RouteFilter(), limit=20),
+            views.stats_or_none(services, Window.DAY),
+            services.accounts.list_teams(),
+        )
+        return pages.render(
+            request,
+            "cache.html",
+            status,
+            cache=found,
+            near=near.routes,
+            stats=stats,
+            charts=charts_of(stats) if stats is not None else {},
+            teams=teams,
+            models=list(services.settings.models),
+            settings=services.settings.cache,
+            form=form.get("form", ""),
+            problem=form.get("problem", ""),
+            values=form.get("values", {}),
+            purge=form.get("purge"),
+            tried=form.get("tried"),
+        )
+
+    @router.get("/cache")
+    async def cache(request: Request) -> Response:
+        return await render_cache(request)
+
+    add_cache_forms(router, services, render_cache)

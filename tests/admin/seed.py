@@ -1,0 +1,118 @@
+"""A day in the life of a gateway: four teams, a few thousand requests, near misses, failures, a spent budget and a hostile prompt."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from gateway.admin.services import Health, Part
+from gateway.record import Attempt, Record, Rejection
+from policies import WindowKind
+from tests.admin.world import LOCAL, NOW_S, REMOTE, World
+
+HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
+_MISSES = (("numbers", 0.941), ("far", 0.712), ("polarity", 0.905), ("names", 0.887), ("words", 0.861))
+
+
+async def seed(world: World) -> dict[str, int]:
+    """Fills the world; answers the teams' ids by name."""
+    ids = await _seed_teams(world)
+    chance = random.Random(7)
+    for number in range(2_600):
+        world.stats.add(_record(chance, number, ids))
+        if number % 90 == 0:
+            await world.stats.flush()
+    await world.stats.flush()
+    for team, prompts in {
+        "search": ("What is the capital of France?", "How do I reset my password?", HOSTILE),
+        "support": ("How do I reset my password?", "Where is my invoice?"),
+    }.items():
+        for prompt in prompts:
+            await world.cache_answer(ids[team], prompt)
+    for number in range(130):
+        await world.spend(ids["search" if number % 3 else "support"], 1_900 + 37 * number, number)
+    await world.spend(ids["batch jobs"], 5_000_000, 900)
+    world.parts[:] = [
+        Part("redis", Health.OK),
+        Part("database", Health.OK),
+        Part("cache worker", Health.OK, "1,204 prompts, all-MiniLM-L6-v2"),
+        Part("small@local", Health.OK),
+    ]
+    world.deployments[:] = [LOCAL, REMOTE, replace(REMOTE, name="big@api", alias="big", model="gpt-big")]
+    return ids
+
+
+async def _seed_teams(world: World) -> dict[str, int]:
+    ids = {}
+    for name in ("search", "support", "batch jobs", "research & <b>development</b>"):
+        ids[name] = (await world.accounts.create_team(name)).id
+    await world.accounts.create_key(ids["search"], "production")
+    await world.accounts.create_key(ids["search"], "staging", models=("small",), expires_at_s=NOW_S + 20 * 86_400)
+    old = await world.accounts.create_key(ids["search"], "old laptop")
+    await world.accounts.revoke_key(old.key.id)
+    await world.accounts.create_key(ids["support"], "helpdesk")
+    await world.accounts.create_budget(ids["search"], WindowKind.MONTH, 1_000_000)
+    await world.accounts.create_budget(ids["search"], WindowKind.DAY, 400_000, is_hard=False)
+    await world.accounts.create_budget(ids["support"], WindowKind.MONTH, 10_000_000)
+    await world.accounts.create_budget(ids["batch jobs"], WindowKind.MONTH, 5_000_000)
+    return ids
+
+
+def _record(chance: random.Random, number: int, ids: dict[str, int]) -> Record:
+    back_s = 86_000 * (1 - number / 2_600)
+    names = list(ids)
+    team = chance.choices(names, (6, 3, 1, 1))[0]
+    kinds = ("exact", "semantic", "coalesced", "miss", "bypass")
+    kind = chance.choices(kinds, (38, 14, 3, 40, 5))[0]
+    record = Record(
+        request_id=f"req_{number:05}",
+        at_s=NOW_S - back_s,
+        team_id=ids[team],
+        team=team,
+        key_id=1,
+        key="production",
+        alias=chance.choice(("small", "small", "big")),
+        is_stream=chance.random() < 0.6,
+        cache=kind,
+        prompt_tokens=chance.randrange(20, 900),
+        completion_tokens=chance.randrange(5, 400),
+    )
+    if kind in ("miss", "bypass"):
+        _generate(chance, record)
+    else:
+        record.ttft_ms = chance.uniform(0.6, 4.0) if kind == "exact" else chance.uniform(9.0, 40.0)
+        record.duration_ms = record.ttft_ms + chance.uniform(0.1, 3.0)
+        record.saved_microusd = chance.randrange(300, 9_000)
+        record.saved_ms = chance.uniform(400, 6_000)
+        record.similarity = chance.uniform(0.95, 1.0) if kind == "semantic" else None
+    return record
+
+
+def _generate(chance: random.Random, record: Record) -> None:
+    record.deployment = f"{record.alias}@api" if chance.random() < 0.5 or record.alias == "big" else "small@local"
+    record.policy = "balanced"
+    record.why = "balanced: 410 ms to the first token and $0.0009 expected, best of 2"
+    record.store = "stored" if chance.random() < 0.9 else "too_large"
+    record.ttft_ms = chance.lognormvariate(5.9, 0.5)
+    record.duration_ms = record.ttft_ms + record.completion_tokens * chance.uniform(6, 14)
+    record.cost_microusd = 0 if "local" in record.deployment else chance.randrange(300, 9_000)
+    record.attempts = (Attempt(record.deployment, "ok", record.duration_ms),)
+    if record.cache == "miss" and chance.random() < 0.35:
+        record.miss_reason, record.similarity = chance.choice(_MISSES)
+        record.nearest = HOSTILE if chance.random() < 0.1 else "How do I reset the password of my account?"
+    elif record.cache == "miss":
+        record.miss_reason = "far"
+    fate = chance.random()
+    if fate < 0.03:
+        record.attempts = (
+            Attempt("small@api", "timed out: no first token within 5.0 s", 5_003.0),
+            *record.attempts,
+        )
+        record.rejected = (Rejection("small@big", "can't do tools"), Rejection("small@old", "rate limited for 12 s"))
+    elif fate < 0.05:
+        record.status, record.error, record.attempts, record.cost_microusd = 429, "insufficient_quota", (), 0
+        record.deployment = record.store = record.why = ""
+        record.duration_ms, record.ttft_ms = 1.4, None
+    elif fate < 0.06:
+        record.status, record.error = 502, "upstream_error"
+        record.attempts = (Attempt(record.deployment, "connection reset", 212.0),)
