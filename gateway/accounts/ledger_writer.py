@@ -120,6 +120,8 @@ class LedgerWriter:
                     self.stats.last_error = f"{type(error).__name__}: {error}"
                     trouble_s = min(max(2 * trouble_s, _IDLE_S), _TROUBLE_S_MAX)
                     is_leader = True
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise asyncio.CancelledError  # Python 3.11's wait_for, deep in a Redis client, can swallow it
                 await asyncio.sleep(trouble_s or (_IDLE_S if is_leader else _FOLLOWER_IDLE_S))
         finally:
             with contextlib.suppress(RedisError):  # the lock's lease ends it then
