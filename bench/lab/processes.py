@@ -79,6 +79,16 @@ class Child:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         self.process.wait(timeout=_END_TIMEOUT_S)
+        while any(map(is_running, below)):
+            time.sleep(0.005)
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and has not ended; one that nobody has waited for yet has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def answers(url: str) -> bool:

@@ -1,8 +1,9 @@
 """LiteLLM's proxy, with the settings that its documentation gives for production and for benchmarks.
 
-One uvicorn worker on uvloop and httptools, a master key, no database, no callbacks, no retries, logs at ERROR, the price
-table that it bundles. OpenTelemetry is installed, as in its own images: without it this version tries to import it again on
-each request, and takes three times as long. Its granian server measured the same as uvicorn. Misses are measured with its cache off, which is its fastest; hits with its in-memory and its Redis cache.
+One uvicorn worker on uvloop and httptools (its granian server measured the same), a master key, no database, no callbacks,
+no retries, logs at ERROR, the price table that it bundles. OpenTelemetry is installed, as in its own images: without it this
+version tries to import it again on each request, and takes three times as long. Misses are measured with its cache off,
+which is its fastest; hits with its in-memory and its Redis cache.
 """
 
 from __future__ import annotations
@@ -92,7 +93,11 @@ class LiteLLM:
 
 def _settings(setup: Setup, stub: Stub, redis_port: int | None) -> dict[str, Any]:
     def model(name: str, path: str) -> dict[str, Any]:
-        params = {"model": "openai/gpt-4o-mini", "api_base": f"http://127.0.0.1:{stub.port}{path}", "api_key": "sk-stub"}
+        params = {
+            "model": "openai/gpt-4o-mini",
+            "api_base": f"http://127.0.0.1:{stub.port}{path}",
+            "api_key": "sk-stub",
+        }
         return {"model_name": name, "litellm_params": params}
 
     litellm: dict[str, Any] = {"callbacks": [], "num_retries": 0, "request_timeout": 60, "set_verbose": False}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from bench.lab.processes import BenchError, Child, answers
 from bench.lab.systems import Running, Setup, Target, clean_environment, free_port
 
 _VERSION = "1.15.2"
+# The newest node-server that its streams work with: later ones hand it headers that it may not add to.
+_PACKAGE = {"dependencies": {"@portkey-ai/gateway": _VERSION}, "overrides": {"@hono/node-server": "1.13.8"}}
 _SERVER = Path("node_modules/@portkey-ai/gateway/build/start-server.js")
 
 
@@ -22,21 +25,17 @@ class Portkey:
 
     def install(self) -> None:
         folder = WORK / "portkey"
-        if (folder / _SERVER).exists():
+        manifest = folder / "package.json"
+        wanted = json.dumps(_PACKAGE)
+        if (folder / _SERVER).exists() and manifest.read_text() == wanted:
             return
         if shutil.which("npm") is None or shutil.which("node") is None:
             raise BenchError("no node and npm on PATH")
-        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        manifest.write_text(wanted)
         print(f"bench: installing @portkey-ai/gateway {_VERSION} into {folder}", file=sys.stderr, flush=True)
-        command = [
-            "npm",
-            "install",
-            "--no-audit",
-            "--no-fund",
-            "--prefix",
-            str(folder),
-            f"@portkey-ai/gateway@{_VERSION}",
-        ]
+        command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
         if done.returncode != 0:
             raise BenchError(f"npm install failed: {done.stderr.strip()[-600:]}")
