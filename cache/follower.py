@@ -40,14 +40,7 @@ class Progress:
 class Follower:
     """Keeps `cache` equal to the entries in Redis that have a text. `embedder_key` names who made the stored vectors."""
 
-    def __init__(
-        self,
-        redis: Redis,
-        cache: SemanticCache,
-        thread: ThreadPoolExecutor,
-        embedder_key: bytes,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, redis: Redis, cache: SemanticCache, thread: ThreadPoolExecutor, embedder_key: bytes) -> None:
         self.progress = Progress()
         self.is_up = False
         self.failure = ""  # what Redis said last when it was away
@@ -55,7 +48,6 @@ class Follower:
         self._cache = cache
         self._thread = thread
         self._embedder_key = embedder_key
-        self._clock = clock
         self._position: LogPosition | None = None
         self._lock = asyncio.Lock()
 

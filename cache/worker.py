@@ -168,7 +168,7 @@ class Worker:
             from cache.follower import Follower
 
             redis = connect(self._options.redis_url, _REDIS_TIMEOUT_S)
-            self._follower = Follower(redis, cache, self._thread, key, time.time)
+            self._follower = Follower(redis, cache, self._thread, key)
             self._cache = cache
         await self._follow(self._cache)
 

@@ -1,0 +1,223 @@
+"""From a real Redis into semantic caches: rebuilds, the log, and hosts that agree."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+import cache.store
+from cache import CacheLimits, ExactCache, Hit, MissReason, Purge
+from cache.follower import Follower
+from cache.semantic import SemanticCache
+from tests.cache.fakes import ACME, OTHER, FakeEmbedder, ask, entry_for, query
+from tests.services import run_redis
+
+
+class Host:
+    """A semantic cache that follows Redis, as a cache worker does."""
+
+    def __init__(self, redis: Redis, thread: ThreadPoolExecutor, key: bytes = b"fakefake") -> None:
+        self.embedder = FakeEmbedder()
+        self.cache = SemanticCache(self.embedder)
+        self.follower = Follower(redis, self.cache, thread, key)
+
+    async def sees(self, *texts: str) -> list[bool]:
+        await self.follower.follow()
+        return [isinstance(answer, Hit) for answer in self.cache.lookup([query(text.upper()) for text in texts])]
+
+
+@pytest.fixture
+def thread() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+@pytest.fixture
+def exact(redis: Redis) -> ExactCache:
+    return ExactCache(redis)
+
+
+async def put(exact: ExactCache, *texts: str, ttl_s: float = 60.0) -> None:
+    for text in texts:
+        await exact.store(entry_for(ask(text), time.time(), ttl_s=ttl_s))
+
+
+async def test_a_store_is_seen_and_a_purge_too(redis: Redis, exact: ExactCache, thread: ThreadPoolExecutor) -> None:
+    """By a host that follows, and by one that starts afterwards."""
+    host = Host(redis, thread)
+    assert await host.sees("one", "two") == [False, False]
+    await put(exact, "one", "two")
+    assert await host.sees("one", "two") == [True, True]
+    await exact.purge(Purge(text="one"))
+    assert await host.sees("one", "two") == [False, True]
+    assert await Host(redis, thread).sees("one", "two") == [False, True]
+
+
+async def test_catching_up_is_enough_between_lookups(
+    redis: Redis, exact: ExactCache, thread: ThreadPoolExecutor
+) -> None:
+    """One read of the log brings what was stored before it."""
+    host = Host(redis, thread)
+    await host.follower.catch_up()
+    assert not host.follower.is_following
+    await host.follower.follow()
+    await put(exact, "one")
+    await host.follower.catch_up()
+    assert isinstance(host.cache.lookup([query("ONE")])[0], Hit)
+
+
+async def test_two_hosts_and_a_rebuilt_one_agree(redis: Redis, exact: ExactCache, thread: ThreadPoolExecutor) -> None:
+    """Whatever is stored, replaced, evicted and purged, in every partition: the same answers to everything."""
+    small = ExactCache(redis, CacheLimits(size_bytes_max=12_000))
+    early, late = Host(redis, thread), Host(redis, thread)
+    await early.follower.follow()
+    for number in range(12):
+        for tenant in (ACME, OTHER):
+            await small.store(entry_for(ask(f"text {number % 9}", tenant), time.time(), "x" * 200))
+        if number % 4 == 1:
+            await late.follower.follow()
+            await small.purge(Purge(text=f"text {number - 1}"))
+    rebuilt = Host(redis, thread)
+    questions = [query(f"TEXT {number}", tenant) for number in range(9) for tenant in (ACME, OTHER)]
+    answers = []
+    for host in (early, late, rebuilt):
+        await host.follower.follow()
+        answers.append(host.cache.near(questions, 16))
+    assert answers[0] == answers[1] == answers[2]
+    assert any(isinstance(answer.decision, Hit) for answer in answers[0])
+    entries = (await small.stats()).entries
+    assert entries < 18
+    assert len(early.cache) == len(late.cache) == len(rebuilt.cache) == entries
+
+
+async def test_vectors_are_kept_and_nothing_is_embedded_twice(
+    redis: Redis, exact: ExactCache, thread: ThreadPoolExecutor
+) -> None:
+    """A rebuild takes them from Redis; another model does not; they go with their entry."""
+    first = Host(redis, thread)
+    await put(exact, "one", "two", "three")
+    assert await first.sees("one", "two") == [True, True]
+    while first.cache.settle(8):
+        pass
+    await first.follower.follow()
+    again = Host(redis, thread)
+    await again.follower.follow()
+    assert again.cache.is_settled
+    again.cache.lookup([query("four")])
+    assert again.embedder.encoded == ["four"]
+    other_model = Host(redis, thread, b"otherkey")
+    await other_model.follower.follow()
+    other_model.cache.lookup([query("four")])
+    assert sorted(other_model.embedder.encoded) == ["four", "one", "three", "two"]
+    await exact.purge(Purge())
+    assert not await redis.exists(f"sameway:{{{ACME.hex()}}}:vectors")
+
+
+async def test_a_vector_of_a_purged_entry_is_not_kept(
+    redis: Redis, exact: ExactCache, thread: ThreadPoolExecutor
+) -> None:
+    """Made before the purge, written after it: nothing is left behind."""
+    host = Host(redis, thread)
+    await put(exact, "one")
+    await host.follower.follow()
+    host.cache.lookup([query("one")])
+    await exact.purge(Purge())
+    await host.follower.follow()
+    assert not await redis.exists(f"sameway:{{{ACME.hex()}}}:vectors")
+
+
+async def test_an_emptied_redis_empties_the_index(redis: Redis, exact: ExactCache, thread: ThreadPoolExecutor) -> None:
+    """Lost data is noticed by its name, although the log goes on."""
+    host = Host(redis, thread)
+    await put(exact, "one")
+    assert await host.sees("one") == [True]
+    await redis.flushall()
+    await put(exact, "two")
+    await host.follower.follow()
+    assert await host.sees("one", "two") == [False, True]
+    assert len(host.cache) == 1
+
+
+async def test_a_follower_that_fell_behind_the_log_rebuilds(
+    redis: Redis, exact: ExactCache, thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records that were trimmed away unread are made up for by a scan."""
+    monkeypatch.setattr(cache.store, "LOG_LENGTH_MAX", 50)
+    monkeypatch.setattr(cache.store, "_READ_COUNT", 10)
+    host = Host(redis, thread)
+    await put(exact, "gone", "kept")
+    assert await host.sees("gone", "kept") == [True, True]
+    await exact.purge(Purge(text="gone"))
+    for number in range(400):
+        await exact.store(entry_for(ask(f"filler {number}", OTHER), time.time()))
+    assert await redis.xlen("sameway:cache:log") < 400
+    for _ in range(3):
+        await host.follower.follow()
+    assert await host.sees("gone", "kept") == [False, True]
+    assert len(host.cache) == 401
+
+
+async def test_expired_entries_are_not_rebuilt(redis: Redis, exact: ExactCache, thread: ThreadPoolExecutor) -> None:
+    """Nor found by who followed."""
+    host = Host(redis, thread)
+    await put(exact, "short", ttl_s=0.3)
+    await put(exact, "long")
+    assert await host.sees("long") == [True]
+    time.sleep(0.3)  # noqa: ASYNC251
+    assert await host.sees("short", "long") == [False, True]
+    late = Host(redis, thread)
+    assert await late.sees("short", "long") == [False, True]
+    assert len(late.cache) == 1
+
+
+async def test_unknown_records_and_entries_are_passed_over(
+    redis: Redis, exact: ExactCache, thread: ThreadPoolExecutor
+) -> None:
+    """Another version of the software may write beside this one."""
+    host = Host(redis, thread)
+    await put(exact, "one")
+    await redis.xadd("sameway:cache:log", {"r": b"\xc1"})
+    await redis.xadd("sameway:cache:log", {"other": b"field"})
+    await redis.hset(f"sameway:{{{ACME.hex()}}}:about", "x" * 16, b"0000000001garbage")
+    await redis.zadd("sameway:cache:partitions", {b"short": 1})
+    await put(exact, "two")
+    assert await host.sees("one", "two") == [True, True]
+    assert await Host(redis, thread).sees("one", "two") == [True, True]
+
+
+async def test_redis_away_leaves_the_index_as_it_was(thread: ThreadPoolExecutor) -> None:
+    """It says so, answers from what is there, and follows again when Redis is back."""
+    with run_redis(is_durable=True) as server:
+        redis = Redis.from_url(server.url, socket_timeout=0.3, retry=Retry(NoBackoff(), 0))
+        exact, host = ExactCache(redis), Host(redis, thread)
+        await put(exact, "one")
+        assert await host.sees("one") == [True]
+        for strike, heal in ((server.kill, server.start), (server.pause, server.resume)):
+            strike()
+            await host.follower.catch_up()
+            assert not host.follower.is_up
+            assert host.follower.failure
+            assert await host.sees("one") == [True]
+            heal()
+            assert await host.sees("one") == [True]
+            assert host.follower.is_up
+        await put(exact, "two")
+        assert await host.sees("two") == [True]
+        await redis.aclose()
+
+
+async def test_progress_tells_how_far_a_rebuild_is(redis: Redis, exact: ExactCache, thread: ThreadPoolExecutor) -> None:
+    """All of what there was, at its end."""
+    await put(exact, *(f"text {number}" for number in range(30)))
+    host = Host(redis, thread)
+    assert host.follower.progress.share == 0.0
+    await host.follower.follow()
+    assert (host.follower.progress.done, host.follower.progress.total) == (30, 30)
+    (near,) = host.cache.near([query("x")], 50)
+    assert near.decision.reason is MissReason.FAR  # type: ignore[union-attr]

@@ -1,0 +1,253 @@
+"""The semantic cache inline, with a stand-in for the encoder: what may be found, and from which log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache import Hit, Miss, MissReason, Partition, Query
+from cache.semantic import SemanticCache
+from cache.store import Added, Dropped, LogRecord
+from cache.verifier import Neighbour, Verdict
+from tests.cache.fakes import ACME, OTHER, Clock, FakeEmbedder, ask, query
+
+
+class Yes:
+    """Serves the nearest, whatever it is."""
+
+    def decide(self, query: Query, neighbours: Sequence[Neighbour]) -> Verdict:
+        return Verdict(0, (None,) * len(neighbours))
+
+
+def added(text: str, now: float, tenant: Partition = ACME, ttl_s: float = 60.0, **fields: Any) -> Added:
+    fp = ask(text, tenant, **fields)
+    return Added(tenant, fp.exact, fp.compat, text, now, now + ttl_s)
+
+
+def dropped(text: str, tenant: Partition = ACME, **fields: Any) -> Dropped:
+    return Dropped(tenant, (ask(text, tenant, **fields).exact,))
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def one(cache: SemanticCache, asked: Query) -> Hit | Miss:
+    (answer,) = cache.lookup([asked])
+    return answer
+
+
+def test_a_paraphrase_hits_and_says_what_it_hit(clock: Clock) -> None:
+    """The hit names the entry, its text and the similarity."""
+    cache = SemanticCache(FakeEmbedder(), clock=clock)
+    cache.fold([added("what is the capital of france", clock.now)])
+    hit = one(cache, query("What is the capital of France"))
+    assert hit == Hit(
+        ask("what is the capital of france").exact, pytest.approx(1.0, abs=1e-3), "what is the capital of france"
+    )
+
+
+def test_a_miss_names_the_nearest(clock: Clock) -> None:
+    """With its similarity and why it was not served."""
+    cache = SemanticCache(FakeEmbedder(is_constant=True), clock=clock)
+    cache.fold([added("the capital of France", clock.now)])
+    miss = one(cache, query("the capital of Spain"))
+    assert isinstance(miss, Miss)
+    assert miss.reason is MissReason.NAMES
+    assert miss.nearest is not None
+    assert (miss.nearest.text, miss.nearest.reason) == ("the capital of France", MissReason.NAMES)
+    assert one(cache, query("anything", OTHER)) == Miss(MissReason.EMPTY)
+
+
+namespaces = st.tuples(st.sampled_from([ACME, OTHER]), st.sampled_from([0, 1, 2]))
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(namespaces, st.integers(0, 5)), max_size=30), st.lists(namespaces, min_size=1, max_size=8))
+def test_nothing_crosses_a_partition_or_a_compat(
+    stored: list[tuple[tuple[Partition, int], int]], asked: list[tuple[Partition, int]]
+) -> None:
+    """With all vectors equal and a rule that always says yes: every answer, and every neighbour shown, is of the same partition
+    and compat; and one is found wherever there is one."""
+    clock = Clock()
+    cache = SemanticCache(FakeEmbedder(is_constant=True), Yes(), clock)
+    owners: dict[bytes, tuple[Partition, int]] = {}
+    for (tenant, seed), number in stored:
+        record = added(f"text {number}", clock.now, tenant, seed=seed)
+        owners[record.exact] = (tenant, seed)
+        cache.fold([record])
+    queries = [query("something else", tenant, seed=seed) for tenant, seed in asked]
+    for place, answer in enumerate(cache.near(queries, 50)):
+        tenant, seed = asked[place]
+        expected = {exact for exact, owner in owners.items() if owner == (tenant, seed)}
+        assert {near.exact for near in answer.neighbours} == expected
+        if expected:
+            assert isinstance(answer.decision, Hit)
+            assert answer.decision.exact in expected
+        else:
+            assert answer.decision == Miss(MissReason.EMPTY)
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(0, 9), st.integers(1, 50)),
+        st.tuples(st.just("drop"), st.integers(0, 9), st.just(0)),
+        st.tuples(st.just("wait"), st.integers(1, 30), st.just(0)),
+        st.tuples(st.just("ask"), st.integers(0, 9), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(steps)
+def test_dropped_and_expired_entries_are_never_found(plan: list[tuple[str, int, int]]) -> None:
+    """At every moment a text is found iff it was added, not dropped since, and has not expired. A hit does not prolong it."""
+    clock = Clock()
+    cache = SemanticCache(FakeEmbedder(), Yes(), clock)
+    expiries: dict[str, float] = {}
+    for what, number, ttl_s in plan:
+        text = f"text {number}"
+        if what == "add":
+            cache.fold([added(text, clock.now, ttl_s=ttl_s)])
+            expiries[text] = clock.now + ttl_s
+        elif what == "drop":
+            cache.fold([dropped(text)])
+            expiries.pop(text, None)
+        elif what == "wait":
+            clock.now += number
+        living = {one for one, expiry in expiries.items() if expiry > clock.now}
+        (near,) = cache.near([query(text)], 50)
+        assert {one.text for one in near.neighbours} == living
+        assert len(cache) == len(living)
+        assert cache.namespaces == (1 if living else 0)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.integers(0, 1)), max_size=40), st.integers(1, 40))
+def test_how_records_are_folded_does_not_matter(plan: list[tuple[bool, int, int]], cut: int) -> None:
+    """One by one with lookups in between, or the survivors at once as a rebuild does, with the vectors the first one saved: the
+    same answers to everything."""
+    clock = Clock()
+    records: list[LogRecord] = [
+        added(f"text {number} of ten", clock.now, seed=seed) if is_add else dropped(f"text {number} of ten", seed=seed)
+        for is_add, number, seed in plan
+    ]
+    following = SemanticCache(FakeEmbedder(), clock=clock)
+    saved = {}
+    for place, record in enumerate(records):
+        following.fold([record])
+        if place % cut == 0:
+            one(following, query("Text 3 OF ten", seed=0))
+    while following.settle(3):
+        pass
+    import numpy as np
+
+    for partition, exact, data in following.take_unsaved():
+        saved[partition, exact] = np.frombuffer(data, "<f2").astype(np.float32)
+    state: dict[bytes, Added] = {}
+    for record in records:
+        if isinstance(record, Added):
+            state[record.exact] = record
+        else:
+            state.pop(record.exacts[0], None)
+    rebuilt = SemanticCache(FakeEmbedder(), clock=clock)
+    rebuilt.fold(sorted(state.values(), key=lambda record: record.exact), saved)
+    questions = [query(f"{number} of ten TEXT", seed=seed) for number in range(10) for seed in (0, 1)]
+    assert rebuilt.near(questions, 16) == following.near(questions, 16)
+
+
+def test_only_what_is_asked_beside_is_embedded(clock: Clock) -> None:
+    """A lone entry costs the encoder nothing until somebody asks in its namespace, and then once."""
+    embedder = FakeEmbedder()
+    cache = SemanticCache(embedder, clock=clock)
+    assert one(cache, query("first")) == Miss(MissReason.EMPTY)
+    cache.fold([added("first", clock.now), *(added("follow-up", clock.now, seed=seed) for seed in range(100))])
+    assert cache.is_settled
+    assert embedder.encoded == []
+    one(cache, query("second"))
+    assert sorted(embedder.encoded) == ["first", "second"]
+    cache.fold([added("second", clock.now)])
+    one(cache, query("second"))
+    one(cache, query("first"))
+    assert len(embedder.encoded) == 2
+    assert [exact for _, exact, _ in cache.take_unsaved()] == [ask("first").exact, ask("second").exact]
+
+
+def test_keys_that_wait_beside_others_are_embedded_in_the_background(clock: Clock) -> None:
+    """In small portions, until none is left; a lookup meanwhile sees the newest."""
+    embedder = FakeEmbedder()
+    cache = SemanticCache(embedder, Yes(), clock)
+    cache.fold([added(f"text {number}", clock.now) for number in range(100)])
+    assert not cache.is_settled
+    assert isinstance(one(cache, query("text 99")), Hit)
+    assert len(embedder.encoded) <= 40
+    portions = []
+    while not cache.is_settled:
+        portions.append(cache.settle(8))
+    assert max(portions) == 8
+    (near,) = cache.near([query("x")], 200)
+    assert len(near.neighbours) == 100
+    assert len(embedder.encoded) <= 102
+
+
+def test_a_prompt_over_the_window_is_not_eligible(clock: Clock) -> None:
+    """Neither asked nor stored: nothing is truncated."""
+    cache = SemanticCache(FakeEmbedder(is_constant=True, tokens_max=5), Yes(), clock)
+    cache.fold([added("short one", clock.now), added("a b c d e f", clock.now)])
+    assert one(cache, query("a b c d e f g")) == Miss(MissReason.TOO_LONG)
+    (near,) = cache.near([query("a b c d e")], 10)
+    assert [neighbour.text for neighbour in near.neighbours] == ["short one"]
+
+
+def test_the_keys_are_bounded(clock: Clock) -> None:
+    """The oldest go first."""
+    cache = SemanticCache(FakeEmbedder(is_constant=True), Yes(), clock, keys_max=3)
+    cache.fold([added(f"text {number}", clock.now) for number in range(5)])
+    (near,) = cache.near([query("x")], 10)
+    assert {neighbour.text for neighbour in near.neighbours} == {"text 2", "text 3", "text 4"}
+
+
+def test_an_entry_answered_anew_keeps_its_place_and_gets_its_new_times(clock: Clock) -> None:
+    """No second key, no second encoding, the new expiry."""
+    embedder = FakeEmbedder()
+    cache = SemanticCache(embedder, Yes(), clock)
+    cache.fold([added("text", clock.now, ttl_s=10)])
+    one(cache, query("text"))
+    clock.now += 8
+    cache.fold([added("text", clock.now, ttl_s=10)])
+    clock.now += 8
+    assert isinstance(one(cache, query("text")), Hit)
+    assert len(cache) == 1
+    assert embedder.encoded == ["text"]
+    clock.now += 2
+    assert one(cache, query("text")) == Miss(MissReason.EMPTY)
+
+
+def test_a_rebuild_drops_what_redis_no_longer_has(clock: Clock) -> None:
+    """`retain` leaves exactly the entries it was given."""
+    cache = SemanticCache(FakeEmbedder(is_constant=True), Yes(), clock)
+    cache.fold([added("a", clock.now), added("b", clock.now), added("a", clock.now, OTHER)])
+    cache.retain({(ACME, ask("b").exact)})
+    assert len(cache) == 1
+    assert one(cache, query("a", OTHER)) == Miss(MissReason.EMPTY)
+
+
+def test_queries_of_one_batch_do_not_mix(clock: Clock) -> None:
+    """Each gets its own namespace's answer, in order."""
+    cache = SemanticCache(FakeEmbedder(is_constant=True), Yes(), clock)
+    cache.fold([added("a", clock.now), added("b", clock.now, OTHER), added("c", clock.now, seed=1)])
+    asked = [query("x", OTHER), query("x", seed=2), query("x"), query("y", seed=1), query("x", OTHER)]
+    answers = cache.lookup(asked)
+    assert [answer.text if isinstance(answer, Hit) else answer.reason for answer in answers] == [
+        "b",
+        MissReason.EMPTY,
+        "a",
+        "c",
+        "b",
+    ]
