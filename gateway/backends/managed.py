@@ -17,6 +17,7 @@ import os
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -57,6 +58,7 @@ def _import() -> Any:
         os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it fetches the table from the network
         import litellm
 
+        warnings.filterwarnings("ignore", message=".*`ReadOnly` qualifier", module="pydantic")  # of litellm's own types
         litellm.telemetry = False
         litellm.suppress_debug_info = True
         logging.getLogger("LiteLLM").setLevel(logging.CRITICAL)  # its failures are ours to report
@@ -65,20 +67,23 @@ def _import() -> Any:
 
 
 async def _rehearse(litellm: Any) -> None:
-    """Ask a port of this machine where nobody listens, so that lazy imports and type hints (0.5 s) happen off the loop."""
+    """Ask a port of this machine where nobody listens, and read a stream of litellm's own making: its lazy imports, type
+    hints and tokenizer (0.7 s) are loaded here and not on the loop."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
-        base = f"http://127.0.0.1:{bound.getsockname()[1]}/v1"
+        asked: dict[str, Any] = {
+            "model": "openai/gpt-4o",
+            "messages": [{"role": "user", "content": "?"}],
+            "api_base": f"http://127.0.0.1:{bound.getsockname()[1]}/v1",
+            "api_key": "none",
+            "max_retries": 0,
+        }
         for is_stream in (False, True):
             with contextlib.suppress(litellm.exceptions.InternalServerError, litellm.exceptions.APIConnectionError):
-                await litellm.acompletion(
-                    model="openai/rehearsal",
-                    messages=[{"role": "user", "content": "?"}],
-                    api_base=base,
-                    api_key="none",
-                    stream=is_stream,
-                    max_retries=0,
-                )
+                await litellm.acompletion(**asked, stream=is_stream)
+        options = {"stream_options": {"include_usage": True}, "mock_response": "an answer"}
+        async for _ in await litellm.acompletion(**asked, stream=True, **options):
+            pass
 
 
 class ManagedBackend:
