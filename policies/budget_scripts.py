@@ -22,7 +22,7 @@ local function sweep(spend, holds)
   local freed = 0
   for _, member in ipairs(stale) do freed = freed + tonumber(string.match(member, '|(%d+)$')) end
   redis.call('ZREM', holds, unpack(stale))
-  redis.call('HINCRBY', spend, 'held', string.format('%.0f', -freed))
+  if freed > 0 then redis.call('HINCRBY', spend, 'held', string.format('%.0f', -freed)) end
 end
 local function read(spend)
   local pair = redis.call('HMGET', spend, 'spent', 'held')
@@ -71,7 +71,9 @@ return reply
 
 _LET_GO = """
 local function let_go(spend, holds, member, amount)
-  if redis.call('ZREM', holds, member) == 1 then redis.call('HINCRBY', spend, 'held', '-' .. amount) end
+  if redis.call('ZREM', holds, member) == 1 and amount ~= '0' then
+    redis.call('HINCRBY', spend, 'held', '-' .. amount)
+  end
 end
 """
 
