@@ -16,23 +16,20 @@ import torch.nn.functional as functional
 
 from local_engine.attention import PagedKV, StepInput
 from local_engine.config import ModelConfig, ModelError, RopeConfig
+from local_engine.linear import Linear
 
 
 @dataclass(slots=True)
 class Layer:
-    """One block's weights. `qk_norm` is [heads + kv_heads, head_dim]; a bias is None where the family has none."""
+    """One block's weights. `qk_norm` is [heads + kv_heads, head_dim], None where the family has none."""
 
     attention_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
+    qkv: Linear
     qk_norm: torch.Tensor | None
-    output: torch.Tensor
-    output_bias: torch.Tensor | None
+    output: Linear
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
+    gate_up: Linear
+    down: Linear
 
 
 class Decoder:
@@ -52,9 +49,10 @@ class Decoder:
         self._embedding = self._empty(config.vocabulary_size, hidden)
         self._targets["model.embed_tokens.weight"] = self._embedding
         self._final_norm = self._target("model.norm.weight", hidden)
-        self._head = self._embedding
-        if not config.has_tied_embeddings:
-            self._head = self._target("lm_head.weight", config.vocabulary_size, hidden)
+        is_tied = config.has_tied_embeddings
+        self._head = Linear(
+            self._embedding if is_tied else self._target("lm_head.weight", config.vocabulary_size, hidden)
+        )
         self._layers = [self._make_layer(f"model.layers.{index}") for index in range(config.layers)]
         self._cos = self._sin = torch.empty(0)
 
@@ -84,6 +82,10 @@ class Decoder:
         if self._targets:
             missing = sorted(self._targets)
             raise ModelError(f"the checkpoint lacks {len(missing)} tensors, the first is {missing[0]!r}")
+        for layer in self._layers:
+            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                linear.prepare()
+        self._head.prepare(keeps_weight=self.config.has_tied_embeddings)
         frequencies = rope_frequencies(self.config.rope, self.config.head_dim)
         if self._rope_factors is not None:
             frequencies = frequencies / self._rope_factors
@@ -101,19 +103,19 @@ class Decoder:
         x = functional.embedding(step.token_ids, self._embedding)
         for index, layer in enumerate(self._layers):
             y = functional.rms_norm(x, shape, layer.attention_norm, epsilon)
-            qkv = functional.linear(y, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * kv_heads, size)
+            qkv = layer.qkv(y).view(-1, heads + 2 * kv_heads, size)
             qk = qkv[:, : heads + kv_heads]
             if layer.qk_norm is not None:
                 qk = functional.rms_norm(qk, (size,), None, epsilon) * layer.qk_norm
             qk = (qk * cos).addcmul_(qk.roll(size // 2, -1), sin)
             kv.write(index, step.slots, qk[:, heads:], qkv[:, heads + kv_heads :])
             y = kv.attend(index, qk[:, :heads], step)
-            x = x + functional.linear(y, layer.output, layer.output_bias)
+            x = x + layer.output(y)
             y = functional.rms_norm(x, shape, layer.mlp_norm, epsilon)
-            gate, up = functional.linear(y, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-            x = x + functional.linear(functional.silu(gate).mul_(up), layer.down, layer.down_bias)
+            gate, up = layer.gate_up(y).chunk(2, -1)
+            x = x + layer.down(functional.silu(gate).mul_(up))
         x = functional.rms_norm(x[step.logit_rows], shape, self._final_norm, epsilon)
-        return functional.linear(x, self._head)
+        return self._head(x)
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -124,13 +126,16 @@ class Decoder:
         return tensor
 
     def _fused(
-        self, prefix: str, names: tuple[str, ...], kind: str, sizes: tuple[int, ...], *rest: int
-    ) -> torch.Tensor:
-        """One tensor whose consecutive rows are the checkpoint's tensors of these names."""
-        tensor = self._empty(sum(sizes), *rest)
-        for name, part in zip(names, torch.split(tensor, list(sizes)), strict=True):
-            self._targets[f"{prefix}.{name}.{kind}"] = part
-        return tensor
+        self, prefix: str, names: tuple[str, ...], rows: tuple[int, ...], columns: int, *, has_bias: bool
+    ) -> Linear:
+        """One Linear whose consecutive rows are the checkpoint's tensors of these names."""
+        weight = self._empty(sum(rows), columns)
+        bias = self._empty(sum(rows)) if has_bias else None
+        for name, part in zip(names, torch.split(weight, list(rows)), strict=True):
+            self._targets[f"{prefix}.{name}.weight"] = part
+        for name, part in zip(names, torch.split(bias, list(rows)) if bias is not None else (), strict=False):
+            self._targets[f"{prefix}.{name}.bias"] = part
+        return Linear(weight, bias)
 
     def _make_layer(self, prefix: str) -> Layer:
         config = self.config
@@ -146,16 +151,12 @@ class Decoder:
             self._targets[f"{attention}.k_norm.weight"] = qk_norm[config.heads :]
         return Layer(
             attention_norm=self._target(f"{prefix}.input_layernorm.weight", hidden),
-            qkv=self._fused(attention, qkv, "weight", qkv_rows, hidden),
-            qkv_bias=self._fused(attention, qkv, "bias", qkv_rows) if config.has_qkv_bias else None,
+            qkv=self._fused(attention, qkv, qkv_rows, hidden, has_bias=config.has_qkv_bias),
             qk_norm=qk_norm,
-            output=self._target(f"{attention}.o_proj.weight", hidden, config.heads * size),
-            output_bias=self._target(f"{attention}.o_proj.bias", hidden) if config.has_output_bias else None,
+            output=self._fused(attention, ("o_proj",), (hidden,), config.heads * size, has_bias=config.has_output_bias),
             mlp_norm=self._target(f"{prefix}.post_attention_layernorm.weight", hidden),
-            gate_up=self._fused(mlp, gate_up, "weight", (inner, inner), hidden),
-            gate_up_bias=self._fused(mlp, gate_up, "bias", (inner, inner)) if config.has_mlp_bias else None,
-            down=self._target(f"{mlp}.down_proj.weight", hidden, inner),
-            down_bias=self._target(f"{mlp}.down_proj.bias", hidden) if config.has_mlp_bias else None,
+            gate_up=self._fused(mlp, gate_up, (inner, inner), hidden, has_bias=config.has_mlp_bias),
+            down=self._fused(mlp, ("down_proj",), (hidden,), inner, has_bias=config.has_mlp_bias),
         )
 
 
