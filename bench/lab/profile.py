@@ -1,7 +1,7 @@
 """A look inside: samples the gateway workers of a running scenario with py-spy and says which functions cost what.
 
 py-spy is installed into an environment of its own the first time. It samples from outside, so the worker runs the code that
-users run; the samples of native code count to the Python function that called it.
+users run; only the thread that holds the interpreter is counted, and native code counts to the Python function that called it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bench.lab.native import WORK
 from bench.lab.processes import BenchError, Meter
 from bench.lab.systems import environment_of
 
-_RATE_HZ = 500
+_RATE_HZ = 200
 _SHOWN = 40
 
 
@@ -48,7 +48,7 @@ class Profiler:
             "--output",
             str(self.stacks),
         ]
-        command += ["--pid", str(pids[0]), "--duration", str(max(1, int(duration_s))), "--nonblocking"]
+        command += ["--pid", str(pids[0]), "--duration", str(max(1, int(duration_s))), "--gil"]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         killer = threading.Timer(duration_s + 20.0, os.kill, (self._process.pid, signal.SIGKILL))
         killer.daemon = True
