@@ -67,9 +67,7 @@ class SemanticClient:
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._link: asyncio.Task[None] | None = None
-        self._is_silent = (
-            True  # nothing was heard since the connection was made, or since a lookup was not answered in time
-        )
+        self._silence: MissReason | None = MissReason.LOADING  # why nobody should wait: nothing was heard since
 
     def start(self) -> None:
         """Begin to connect, and keep connecting, in the background. Needs a running loop."""
@@ -94,16 +92,15 @@ class SemanticClient:
         return self._writer is not None
 
     async def lookup(self, query: Query, timeout_s: float | None = None) -> Hit | Miss:
-        """The verdict on a prompt. Without a worker, or in time, it is a Miss with UNAVAILABLE or TIMEOUT."""
+        """The verdict on a prompt. Without a worker, or in time, it is a Miss with UNAVAILABLE, LOADING or TIMEOUT. While the
+        worker is silent (its imports hold it up, or one lookup was not answered in time) nobody else waits for it."""
         timeout_s = min(self._timeout_s, timeout_s) if timeout_s is not None else self._timeout_s
-        if self._is_silent and self._writer is not None:
-            return Miss(
-                MissReason.LOADING
-            )  # one request has waited, or it was just started: nobody else waits until it is heard
+        if self._writer is not None and self._silence is not None:
+            return Miss(self._silence)
         try:
             reply = await self._ask(AskLookup(next(self._ids), query, timeout_s), timeout_s)
         except TimeoutError:
-            self._listen()
+            self._listen(MissReason.TIMEOUT)
             return Miss(MissReason.TIMEOUT)
         except CacheWorkerUnavailable:
             return Miss(MissReason.UNAVAILABLE)
@@ -152,9 +149,9 @@ class SemanticClient:
             if self._waiting.pop(ask.id, None) is not None and not _is_answered(future):
                 self._send(Cancel(ask.id))
 
-    def _listen(self) -> None:
+    def _listen(self, silence: MissReason) -> None:
         """Ask for a sign of life; whatever comes ends the silence."""
-        self._is_silent = True
+        self._silence = silence
         self._send(AskStatus(next(self._ids)))
 
     def _send(self, ask: Ask) -> None:
@@ -167,7 +164,7 @@ class SemanticClient:
             try:
                 reader, self._writer = await asyncio.open_unix_connection(self._path)
                 attempt = 0
-                self._listen()
+                self._listen(MissReason.LOADING)
                 await self._read(reader)
             except (OSError, asyncio.IncompleteReadError, msgspec.DecodeError):
                 pass  # away, gone or broken: everybody who waits is told below, and the next attempt follows
@@ -180,7 +177,7 @@ class SemanticClient:
         while True:
             length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
             answer = read_answer(await reader.readexactly(length))
-            self._is_silent = False
+            self._silence = None
             future = self._waiting.get(answer.id)
             if future is not None and not future.done():
                 future.set_result(answer.reply)

@@ -58,6 +58,9 @@ class SentenceEmbedder:
     def __init__(self, name: str = DEFAULT, device: str = "auto", threads: int = 1) -> None:
         """Loads the model: seconds. `device` is auto, cpu or cuda; `threads` are for the CPU, where more than the idle cores make
         a short text tens of times slower. Raises what the library raises for a model that can't be had."""
+        path = Path(name).expanduser()
+        if path.is_absolute() and not path.exists():
+            raise FileNotFoundError(f"no embedder at {path}")
         import torch
         from sentence_transformers import SentenceTransformer
 
@@ -65,12 +68,12 @@ class SentenceEmbedder:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         if device == "cpu":
             torch.set_num_threads(threads)
-        self._model: Any = SentenceTransformer(str(_packaged() if name == DEFAULT else name), device=device)
+        self._model: Any = SentenceTransformer(str(_packaged() if name == DEFAULT else path), device=device)
         self._model.eval()
-        shown = "all-MiniLM-L6-v2" if name == DEFAULT else Path(name).name if Path(name).exists() else name
-        stated = self._model.max_seq_length or _WINDOW_MAX
+        shown = "all-MiniLM-L6-v2" if name == DEFAULT else path.name if path.exists() else name
+        window = min(self._model.max_seq_length or _WINDOW_MAX, _WINDOW_MAX)  # static models state infinity
         self.info = EmbedderInfo(
-            shown, int(self._model.get_embedding_dimension()), min(int(stated), _WINDOW_MAX), _weights_key(self._model)
+            shown, int(self._model.get_embedding_dimension()), int(window), _weights_key(self._model)
         )
 
     def encode(self, texts: Sequence[str]) -> Encoded:

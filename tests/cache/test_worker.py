@@ -1,0 +1,377 @@
+"""The worker process and its client, for real: the default encoder, a real Redis, signals and garbage."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from cache import (
+    CacheWorkerUnavailable,
+    ExactCache,
+    Hit,
+    Miss,
+    MissReason,
+    Near,
+    Purge,
+    SemanticClient,
+    Status,
+    TextTooLong,
+    WorkerState,
+)
+from cache.messages import AskLookup, frame
+from tests.cache.fakes import OTHER, ask, entry_for, query
+from tests.services import RedisServer, run_redis
+
+REPOSITORY = Path(__file__).parents[2]
+FRANCE, PARAPHRASE = "What is the capital of France?", "What's France's capital city?"
+
+
+class WorkerProcess:
+    """One `python -m cache.worker` on a socket of its own."""
+
+    def __init__(self, folder: Path, redis_url: str, *arguments: str) -> None:
+        self.socket_path = folder / "cache.sock"
+        self._folder = folder
+        self._arguments = ("--socket", str(self.socket_path), "--redis", redis_url, "--device", "cpu", *arguments)
+        self.process: subprocess.Popen[bytes]
+
+    def start(self) -> None:
+        with (self._folder / "worker.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "cache.worker", *self._arguments], cwd=REPOSITORY, stderr=log
+            )
+
+    def end(self, number: int) -> int:
+        self.process.send_signal(signal.SIGCONT)
+        self.process.send_signal(number)
+        return self.process.wait(30)
+
+    def log(self) -> str:
+        return (self._folder / "worker.log").read_text()
+
+
+@contextlib.contextmanager
+def run_worker(redis_url: str, *arguments: str) -> Iterator[WorkerProcess]:
+    with tempfile.TemporaryDirectory(prefix="sameway-worker-") as folder:
+        worker = WorkerProcess(Path(folder), redis_url, *arguments)
+        worker.start()
+        try:
+            yield worker
+        finally:
+            if worker.process.poll() is None:
+                worker.end(signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RedisServer]:
+    with run_redis(is_durable=True) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def worker(server: RedisServer) -> Iterator[WorkerProcess]:
+    """One for all tests here: loading the encoder takes seconds. A test that kills it starts it again."""
+    with run_worker(server.url) as worker:
+        yield worker
+
+
+@pytest.fixture
+async def exact(server: RedisServer) -> AsyncIterator[ExactCache]:
+    """The cache, purged (not flushed: the worker goes on following)."""
+    redis = Redis.from_url(server.url)
+    exact = ExactCache(redis)
+    await exact.purge(Purge())
+    yield exact
+    await redis.aclose()
+
+
+@pytest.fixture
+async def client(worker: WorkerProcess) -> AsyncIterator[SemanticClient]:
+    async with SemanticClient(worker.socket_path, timeout_s=20) as client:
+        await until_status(client, lambda status: status.is_ready and status.is_redis_up)
+        yield client
+
+
+async def until_status(client: SemanticClient, condition: Callable[[Status], bool]) -> Status:
+    async with asyncio.timeout(90):
+        while True:
+            status = await client.status()
+            if condition(status):
+                return status
+            await asyncio.sleep(0.02)
+
+
+async def put(exact: ExactCache, text: str) -> bytes:
+    entry = entry_for(ask(text), time.time())
+    await exact.store(entry)
+    return entry.exact
+
+
+async def test_a_worker_that_loads_answers_at_once_and_one_killed_comes_back(
+    worker: WorkerProcess, client: SemanticClient, exact: ExactCache
+) -> None:
+    """Kill -9: asks are a miss UNAVAILABLE, then LOADING, then the rebuilt index hits as before."""
+    stored = await put(exact, FRANCE)
+    before = await client.lookup(query(PARAPHRASE))
+    assert isinstance(before, Hit)
+    assert before.exact == stored
+    worker.end(signal.SIGKILL)
+    async with asyncio.timeout(10):
+        while client.is_connected:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert await client.lookup(query(PARAPHRASE)) == Miss(MissReason.UNAVAILABLE)
+    assert (await client.status()).state is WorkerState.AWAY
+    with pytest.raises(CacheWorkerUnavailable):
+        await client.embed(["x"])
+    worker.start()
+    status = await until_status(client, lambda status: status.state is not WorkerState.AWAY)
+    assert status.state is WorkerState.LOADING  # the socket listens long before the encoder is there
+    assert await client.lookup(query(PARAPHRASE)) == Miss(MissReason.LOADING)
+    with pytest.raises(CacheWorkerUnavailable, match="loading"):
+        await client.embed(["x"])
+    await until_status(client, lambda status: status.is_ready)
+    assert await client.lookup(query(PARAPHRASE)) == before
+
+
+async def test_a_store_is_seen_by_the_next_lookup(client: SemanticClient, exact: ExactCache) -> None:
+    """No waiting for the follower's next round: the batch reads the log first. A purge is seen as fast."""
+    assert await client.lookup(query(PARAPHRASE)) == Miss(MissReason.EMPTY)
+    for _ in range(3):
+        await put(exact, FRANCE)
+        assert isinstance(await client.lookup(query(PARAPHRASE)), Hit)
+        await exact.purge(Purge(id=ask(FRANCE).id))
+        assert await client.lookup(query(PARAPHRASE)) == Miss(MissReason.EMPTY)
+
+
+async def test_another_tenant_and_another_request_see_nothing(client: SemanticClient, exact: ExactCache) -> None:
+    """Not even that something was near."""
+    await put(exact, FRANCE)
+    for stranger in (query(PARAPHRASE, OTHER), query(PARAPHRASE, seed=1), query(FRANCE, OTHER)):
+        assert await client.lookup(stranger) == Miss(MissReason.EMPTY)
+        assert (await client.near(stranger)).neighbours == ()
+
+
+async def test_misses_say_why(client: SemanticClient, exact: ExactCache) -> None:
+    """Negated, of another country, over the window; `near` shows the neighbours with their reasons."""
+    stored = await put(exact, FRANCE)
+    negated = await client.lookup(query("What is not the capital of France?"))
+    assert isinstance(negated, Miss)
+    assert negated.reason is MissReason.POLARITY
+    assert negated.nearest is not None
+    assert negated.nearest.text == FRANCE
+    assert await client.lookup(query("word " * 400)) == Miss(MissReason.TOO_LONG)
+    await put(exact, "How do I bake bread?")
+    near = await client.near(query(PARAPHRASE), 1)
+    assert isinstance(near.decision, Hit)
+    assert near.neighbours == (Near(near.decision.similarity, FRANCE, stored, None),)
+    near = await client.near(query(PARAPHRASE), 5)
+    assert [one.reason for one in near.neighbours] == [None, MissReason.FAR]
+
+
+async def test_texts_are_embedded_for_callers(client: SemanticClient) -> None:
+    """Unit vectors as float32 bytes with token counts; a text over the window is named."""
+    import numpy as np
+
+    texts = ["hello", "hello there", *(f"text number {number}" for number in range(20)), "hello"]
+    embedded = await client.embed(texts)
+    assert embedded.dims == 384
+    assert embedded.tokens[:2] == (3, 4)
+    vectors = np.array([np.frombuffer(vector, "<f4") for vector in embedded.vectors])
+    assert vectors.shape == (23, 384)
+    assert np.linalg.norm(vectors, axis=1) == pytest.approx(1.0, abs=1e-5)
+    assert np.array_equal(vectors[0], vectors[-1])
+    with pytest.raises(TextTooLong) as caught:
+        await client.embed(["short", "word " * 300])
+    assert (caught.value.index, caught.value.tokens, caught.value.tokens_max) == (1, 302, 256)
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff" * 64,
+        b"\x00\x00\x00\x05hello",
+        b"\x00\x00\x00\x00",
+        b"\x00\x00",
+        frame(AskLookup(1, query("x"), 1.0))[:-3],
+    ],
+)
+async def test_garbage_closes_its_own_connection_only(
+    worker: WorkerProcess, client: SemanticClient, exact: ExactCache, garbage: bytes
+) -> None:
+    """Whatever bytes arrive, others are served."""
+    reader, writer = await asyncio.open_unix_connection(str(worker.socket_path))
+    writer.write(garbage)
+    writer.write_eof()
+    async with asyncio.timeout(20):
+        assert await reader.read() == b""
+    writer.close()
+    await put(exact, FRANCE)
+    assert isinstance(await client.lookup(query(PARAPHRASE)), Hit)
+
+
+async def test_what_waits_together_is_one_batch(
+    worker: WorkerProcess, client: SemanticClient, exact: ExactCache
+) -> None:
+    """Asks that pile up while the worker is busy are answered in few batches, each to its own asker."""
+    await put(exact, FRANCE)
+    await client.lookup(query(PARAPHRASE))
+    before = await client.status()
+    async with SemanticClient(worker.socket_path, timeout_s=30) as other:
+        await until_status(other, lambda status: status.is_ready)
+        os.kill(worker.process.pid, signal.SIGSTOP)
+        asked = [query(f"{PARAPHRASE} {'please ' * (number % 3)}{number}") for number in range(30)]
+        answers = asyncio.gather(*((client, other)[number % 2].lookup(one) for number, one in enumerate(asked)))
+        hit = asyncio.create_task(other.lookup(query(PARAPHRASE)))
+        await asyncio.sleep(0.05)
+        os.kill(worker.process.pid, signal.SIGCONT)
+        assert [answer.reason for answer in await answers if isinstance(answer, Miss)] == [MissReason.NUMBERS] * 30
+        assert isinstance(await hit, Hit)
+    after = await client.status()
+    assert after.lookups - before.lookups == 31
+    assert after.batches - before.batches <= 6
+
+
+async def test_lookups_nobody_waits_for_are_not_computed(
+    worker: WorkerProcess, client: SemanticClient, exact: ExactCache
+) -> None:
+    """Timed out, cancelled or disconnected: each is a miss or gone for the client, and dropped by the worker."""
+    await put(exact, FRANCE)
+    await client.lookup(query(PARAPHRASE))
+    before = await client.status()
+    gone = SemanticClient(worker.socket_path, timeout_s=30)
+    gone.start()
+    await until_status(gone, lambda status: status.is_ready)
+    os.kill(worker.process.pid, signal.SIGSTOP)
+    try:
+        cancelled = asyncio.create_task(client.lookup(query("cancelled")))
+        left = asyncio.create_task(gone.lookup(query("left")))
+        await asyncio.sleep(0.05)
+        assert await client.lookup(query("late"), timeout_s=0.05) == Miss(MissReason.TIMEOUT)
+        started = time.monotonic()
+        assert await client.lookup(query("nobody waits for a silent worker")) == Miss(MissReason.TIMEOUT)
+        assert time.monotonic() - started < 10  # its own time-out is 20 s
+        cancelled.cancel()
+        await gone.aclose()
+        assert await left == Miss(MissReason.UNAVAILABLE)
+    finally:
+        os.kill(worker.process.pid, signal.SIGCONT)
+    await until_status(client, lambda status: status.is_ready)
+    assert isinstance(await client.lookup(query(PARAPHRASE)), Hit)
+    assert (await client.status()).lookups - before.lookups == 1
+
+
+async def test_redis_may_go_and_come_back(client: SemanticClient, exact: ExactCache, server: RedisServer) -> None:
+    """Away, lookups are answered from the index and the status says so; back with its data, stores are seen again; back without,
+    the index forgets."""
+    await put(exact, FRANCE)
+    assert isinstance(await client.lookup(query(PARAPHRASE)), Hit)
+    server.kill()
+    await until_status(client, lambda status: not status.is_redis_up)
+    assert isinstance(await client.lookup(query(PARAPHRASE)), Hit)
+    server.start()
+    await until_status(client, lambda status: status.is_redis_up)
+    await put(exact, "How do I bake bread?")
+    assert isinstance(await client.lookup(query("How do I bake a bread")), Hit)
+    assert isinstance(await client.lookup(query(PARAPHRASE)), Hit)
+    redis = Redis.from_url(server.url)
+    await redis.flushall()
+    await redis.aclose()
+    await until_status(client, lambda status: status.entries == 0 and status.is_ready)
+    assert await client.lookup(query(PARAPHRASE)) == Miss(MissReason.EMPTY)
+    await put(exact, FRANCE)
+    assert isinstance(await client.lookup(query(PARAPHRASE)), Hit)
+
+
+def test_sigterm_ends_it_cleanly_even_while_it_loads(server: RedisServer) -> None:
+    """Status 0, at once, and the socket is gone."""
+    with run_worker(server.url) as worker:
+        until(worker.socket_path.exists)
+        assert worker.end(signal.SIGTERM) == 0
+        assert not worker.socket_path.exists()
+
+
+def test_it_ends_with_its_parent(server: RedisServer, tmp_path: Path) -> None:
+    """Kill -9 of who started it leaves no orphan."""
+    arguments = [sys.executable, "-m", "cache.worker", "--socket", str(tmp_path / "s"), "--redis", server.url]
+    code = f"import subprocess, time; p = subprocess.Popen({arguments!r}); print(p.pid, flush=True); time.sleep(600)"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=REPOSITORY
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    until((tmp_path / "s").exists)
+    parent.kill()
+    parent.wait()
+    until(lambda: not is_alive(child))
+    assert not (tmp_path / "s").exists()
+
+
+async def test_an_encoder_that_can_not_be_had_is_said(server: RedisServer) -> None:
+    """The worker stays, says why, and lookups are misses."""
+    with run_worker(server.url, "--embedder", "/nowhere/model") as worker:
+        async with SemanticClient(worker.socket_path) as client:
+            status = await until_status(client, lambda status: status.state is WorkerState.FAILED)
+            assert "/nowhere/model" in status.detail
+            assert await client.lookup(query("x")) == Miss(MissReason.LOADING)
+            with pytest.raises(CacheWorkerUnavailable, match="/nowhere/model"):
+                await client.embed(["x"])
+
+
+async def test_without_a_worker_the_client_never_raises(tmp_path: Path) -> None:
+    """Lookups are misses at once; status is AWAY; only embed and near raise."""
+    async with SemanticClient(tmp_path / "none") as client:
+        assert await client.lookup(query("x")) == Miss(MissReason.UNAVAILABLE)
+        assert await client.status() == Status(WorkerState.AWAY)
+        with pytest.raises(CacheWorkerUnavailable):
+            await client.near(query("x"))
+
+
+async def test_a_worker_that_talks_nonsense_is_left(tmp_path: Path) -> None:
+    """Garbage from the other end is a miss, and the client goes on trying."""
+    calls = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal calls
+        calls += 1
+        await reader.read(10)
+        writer.write(b"\x00\x00\x00\x03abc")
+        await writer.drain()
+        writer.close()
+
+    fake = await asyncio.start_unix_server(serve, str(tmp_path / "s"))
+    async with SemanticClient(tmp_path / "s", timeout_s=20) as client:
+        for _ in range(2):
+            async with asyncio.timeout(20):
+                while not client.is_connected:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            answer = await client.lookup(query("x"))
+            assert answer in (Miss(MissReason.UNAVAILABLE), Miss(MissReason.LOADING))
+    assert calls >= 2
+    fake.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    """Running, and not a zombie that nobody has reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"
+    except FileNotFoundError:
+        return False
