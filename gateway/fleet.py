@@ -48,14 +48,18 @@ class Deployment:
         """This deployment as routing sees it, now."""
         load = self.backend.load(prompt_tokens)
         is_allowed = self.breaker.allows()
+        is_measured = self.estimate.weight > 0  # a prior is no reason to reject anybody
+        ttft_ms, tpot_ms = (
+            (self.estimate.ttft_ms(prompt_tokens), self.estimate.tpot_ms) if is_measured else (None, None)
+        )
         return Candidate(
             name=self.name,
             price=self.price,
             capabilities=self.capabilities,
             context_tokens_max=load.context_tokens_max or self.context_tokens_max,
             output_tokens_max=load.output_tokens_max or self.output_tokens_max,
-            ttft_ms=load.ttft_ms if load.ttft_ms is not None else self.estimate.ttft_ms(prompt_tokens),
-            tpot_ms=load.tpot_ms if load.tpot_ms is not None else self.estimate.tpot_ms,
+            ttft_ms=load.ttft_ms if load.ttft_ms is not None else ttft_ms,
+            tpot_ms=load.tpot_ms if load.tpot_ms is not None else tpot_ms,
             is_open=not (load.is_ready and is_allowed),
             health_reason=load.reason if not load.is_ready else self.breaker.reason,
             priority=self.settings.priority,

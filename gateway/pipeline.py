@@ -315,7 +315,8 @@ class Pipeline:
         stream = deployment.backend.stream(
             BackendRequest(
                 body=turn.body,
-                is_stream=turn.is_stream,
+                # where somebody else could take over, a stream tells sooner than a whole that nobody is answering
+                is_stream=turn.is_stream or len(job.alias.deployments) > 1,
                 salt=job.fingerprint.partition,
                 request_id=turn.record.request_id,
                 ttft_timeout_s=deployment.ttft_timeout_s(prompt_tokens),

@@ -32,7 +32,7 @@ from policies import Budgets, LockLost, MicroUSD, Redis, windows_at
 from policies.budgets import LEDGER_LOCK, LEDGER_SET_ASIDE, LEDGER_STREAM
 
 _BATCH = 500
-_LOCK_MS = 30_000
+_LOCK_MS = 5_000
 _SKEW_MS = 300_000
 _IDLE_S = 0.25
 _FOLLOWER_IDLE_S = 1.0

@@ -32,26 +32,33 @@ def gateway(upstream_process: Upstream, tmp_path_factory: pytest.TempPathFactory
     def at(name: str, model: str = "mock", **more: object) -> dict[str, object]:
         return deployment(url, name, model, **more)
 
+    free = {"price": {}}  # the cheapest is tried first
+
     config = {
         "body_bytes_max": 1_000_000,
         "models": {
             "mock": {"deployments": [at("plain")]},
             "dear": {"deployments": [at("dear", output_tokens_max=1000)]},
-            "slow": {"deployments": [at("slow", "mock?pace_ms=40;chunks=20")]},
+            "slow": {"deployments": [at("slow", "mock?pace_ms=80;chunks=20")]},
+            "late": {"deployments": [at("late", "mock?delay_ms=1500")]},
+            "later": {"deployments": [at("later", "mock?delay_ms=3000")]},
             "flaky": {
                 "policy": "cheapest",
-                "deployments": [at("failing", "mock?status=500", priority=1), at("backup")],
+                "deployments": [at("failing", "mock?status=500", **free), at("backup")],
             },
             "other-model": {
                 "policy": "cheapest",
-                "deployments": [at("down", "big?status=500", priority=1), at("small", "small")],
+                "deployments": [at("down", "big?status=500", **free), at("small", "small")],
             },
             "hanging": {
                 "policy": "cheapest",
-                "deployments": [at("hangs", "mock?hang=headers", priority=1, ttft_timeout_ms=300), at("answers")],
+                "deployments": [at("hangs", "mock?hang=headers", **free, ttft_timeout_ms=300), at("answers")],
             },
             "cut": {"deployments": [at("cutter", "mock?cut=middle")]},
+            "cut-too": {"deployments": [at("cutter-too", "mock?cut=middle")]},
+            "cut-three": {"deployments": [at("cutter-three", "mock?cut=middle")]},
             "busy": {"deployments": [at("busy", "mock?status=429;retry_after=7")]},
+            "busy-too": {"deployments": [at("busy-too", "mock?status=429;retry_after=7")]},
             "rejecting": {"deployments": [at("rejecting", "mock?status=400")]},
             "long": {"deployments": [at("long", "mock?finish=length")]},
             "filtered": {"deployments": [at("filtered", "mock?finish=content_filter")]},

@@ -113,10 +113,14 @@ def test_unknown_routes(gateway: Gateway, method: str, path: str, status: int) -
     assert reply.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize(
-    ("model", "status", "code"),
-    [("busy", 429, "upstream_overloaded"), ("rejecting", 400, None)],
+    ("model", "is_stream", "status", "code"),
+    [
+        ("busy", False, 429, "upstream_overloaded"),
+        ("busy-too", True, 429, "upstream_overloaded"),
+        ("rejecting", False, 400, None),
+        ("rejecting", True, 400, None),
+    ],
 )
 def test_upstreams_fault(
     gateway: Gateway, upstream: Upstream, model: str, status: int, code: str | None, is_stream: bool

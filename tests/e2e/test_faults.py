@@ -181,7 +181,7 @@ def assert_money_agrees(gateway: Gateway) -> None:
         cursor = None
         while True:
             page = gateway.admin(
-                "GET", "/ledger", params={"team": 1, "limit": 500, **({"cursor": cursor} if cursor else {})}
+                "GET", "/ledger", params={"team_id": 1, "limit": 500, **({"cursor": cursor} if cursor else {})}
             )
             found += page["rows"]
             cursor = page["cursor"]

@@ -27,13 +27,18 @@ async def read(client: httpx.AsyncClient, request: dict[str, Any]) -> tuple[str,
 
 
 async def test_streams_and_wholes_share_one_generation(gateway: Gateway, upstream: Upstream) -> None:
-    """Four at once, two streamed and two whole, one of them late: one generation, everybody from the first chunk."""
+    """Four at once, two streamed and two whole, all but one late: one generation, everybody from the first chunk."""
     request = body()
     async with httpx.AsyncClient(base_url=gateway.base_url, headers=HEADERS, timeout=30) as client:
-        first = asyncio.create_task(read(client, request))
-        await asyncio.sleep(0.3)
-        others = [read(client, {**request, "stream": is_stream}) for is_stream in (True, False, False)]
-        replies = [await first, *await asyncio.gather(*others)]
+        async with client.stream("POST", "/chat/completions", json=request) as first:
+            pieces = first.aiter_bytes()
+            start = await anext(pieces)
+            others = [
+                asyncio.create_task(read(client, {**request, "stream": is_stream}))
+                for is_stream in (True, False, False)
+            ]
+            rest = b"".join([piece async for piece in pieces])
+        replies = [((start + rest).decode(), first.headers["x-sameway-cache"]), *await asyncio.gather(*others)]
     assert upstream.seen().generations == 1
     assert sorted(kind for _, kind in replies) == ["coalesced", "coalesced", "coalesced", "miss"]
     assert replies[0][0] == replies[1][0]
@@ -45,9 +50,10 @@ async def test_a_reader_who_leaves_takes_nothing_from_the_others(gateway: Gatewa
     request = body()
     async with httpx.AsyncClient(base_url=gateway.base_url, headers=HEADERS, timeout=30) as client:
         async with client.stream("POST", "/chat/completions", json=request) as leaving:
-            await anext(leaving.aiter_bytes())
+            pieces = leaving.aiter_bytes()  # kept: collecting it would close the stream
+            await anext(pieces)
             joined = asyncio.create_task(read(client, request))
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.6)
         text, kind = await joined
         assert kind == "coalesced"
         assert text.endswith("data: [DONE]\n\n")
@@ -59,7 +65,7 @@ async def test_the_last_reader_cancels_upstream(gateway: Gateway, upstream: Upst
     """Everybody leaves, streamed or waiting for a whole: the upstream sees its connection close, and nothing is cached."""
     for is_stream in (True, False):
         upstream.reset()
-        request = body(is_stream)
+        request = {**body(is_stream), **({} if is_stream else {"model": "late"})}
         async with httpx.AsyncClient(base_url=gateway.base_url, headers=HEADERS) as client:
             reading = [asyncio.create_task(read(client, request)) for _ in range(3)]
             await asyncio.sleep(0.25)
@@ -73,7 +79,7 @@ async def test_the_last_reader_cancels_upstream(gateway: Gateway, upstream: Upst
 
 async def test_a_failure_reaches_every_reader(gateway: Gateway, upstream: Upstream) -> None:
     """When the shared generation breaks, every reader is told, in the way it reads."""
-    request = {"model": "cut", "messages": [{"role": "user", "content": f"broken {next(_fresh)}"}]}
+    request = {"model": "cut-three", "messages": [{"role": "user", "content": f"broken {next(_fresh)}"}]}
     async with httpx.AsyncClient(base_url=gateway.base_url, headers=HEADERS, timeout=30) as client:
         replies = await asyncio.gather(
             *(client.post("/chat/completions", json={**request, "stream": s}) for s in (False, True, False, True))
@@ -90,7 +96,7 @@ async def test_the_clients_deadline_is_kept(gateway: Gateway, upstream: Upstream
     """What cannot finish within the client's own read time-out is given up at it, down to the upstream's connection."""
     headers = {**HEADERS, "x-stainless-read-timeout": "0.3"}
     async with httpx.AsyncClient(base_url=gateway.base_url, headers=headers, timeout=30) as client:
-        reply = await client.post("/chat/completions", json=body(is_stream=False))
+        reply = await client.post("/chat/completions", json={**body(is_stream=False), "model": "later"})
     assert reply.status_code == 504
     assert reply.json()["error"]["code"] == "deadline_exceeded"
     wait_for(lambda: upstream.seen().dropped == 1, 5)

@@ -29,7 +29,7 @@ def ledger_microusd(gateway: Gateway, team_id: int) -> int:
     """The sum of a team's ledger rows in SQL."""
     total, cursor = 0, None
     while True:
-        page = gateway.admin("GET", "/ledger", params={"team": team_id, **({"cursor": cursor} if cursor else {})})
+        page = gateway.admin("GET", "/ledger", params={"team_id": team_id, **({"cursor": cursor} if cursor else {})})
         total += sum(row["cost_microusd"] for row in page["rows"])
         cursor = page["cursor"]
         if not cursor:
@@ -64,15 +64,21 @@ def test_a_broke_team_gets_its_cached_answers(gateway: Gateway, upstream: Upstre
     assert first.status_code == 200
     gateway.admin("POST", f"/teams/{team_id}/budgets", json={"window": "month", "limit_microusd": 100, "is_hard": True})
     upstream.reset()
-    with OpenAI(base_url=gateway.base_url, api_key=key, max_retries=2) as client, pytest.raises(RateLimitError) as refused:
+    with (
+        OpenAI(base_url=gateway.base_url, api_key=key, max_retries=2) as client,
+        pytest.raises(RateLimitError) as refused,
+    ):
         client.chat.completions.create(model="dear", messages=[{"role": "user", "content": "new"}])
     body: Any = refused.value.body
     assert body["code"] == "insufficient_quota"
     assert refused.value.response.headers["x-should-retry"] == "false"
     assert int(refused.value.response.headers["retry-after"]) > 0
     assert upstream.seen().generations == 0
-    refusals = [r for r in gateway.records() if r.get("team_id") == team_id and r["status"] == 429]
-    assert len(refusals) == 1
+
+    def refusals() -> int:
+        return len([r for r in gateway.records() if r.get("team_id") == team_id and r["status"] == 429])
+
+    wait_for(lambda: refusals() == 1, 5)
     again = gateway.chat("cached before", model="dear", key=key)
     assert again.headers["x-sameway-cache"] == "exact"
     assert again.content == first.content
