@@ -60,8 +60,8 @@ def ttft_chart(stats: StatsOut) -> Markup:
     hits = [point.ttft_hit for point in stats.series]
     misses = [point.ttft_miss for point in stats.series]
     series = [
-        Series("miss", "misses", tuple(one.p50_ms for one in misses), tuple(one.p95_ms for one in misses)),
-        Series("exact", "hits", tuple(one.p50_ms for one in hits), tuple(one.p95_ms for one in hits)),
+        Series("misses", "misses", tuple(one.p50_ms for one in misses), tuple(one.p95_ms for one in misses)),
+        Series("hits", "hits", tuple(one.p50_ms for one in hits), tuple(one.p95_ms for one in hits)),
     ]
     notes = [
         _note(stats, index, f"hits {_latency(hit)}", f"misses {_latency(miss)}")

@@ -33,12 +33,12 @@ class FormProblem(Exception):
     """A field that can't be used; `str()` is for the person who filled it in."""
 
 
-def add_session_forms(router: APIRouter, services: AdminServices, guard: Guard, pages: Pages) -> None:
+def add_session_forms(router: APIRouter, guard: Guard, pages: Pages) -> None:
     @router.get("/login")
     async def login_form(request: Request) -> Response:
         if guard.has_session(request):
             return RedirectResponse("/admin", 303)
-        return pages.render(request, "login.html", problem="", data_dir=services.settings.data_dir.absolute())
+        return pages.render(request, "login.html", problem="")
 
     @router.post("/login")
     async def login(request: Request) -> Response:
@@ -46,9 +46,7 @@ def add_session_forms(router: APIRouter, services: AdminServices, guard: Guard, 
         if not guard.is_key(fields.get("key", "")):
             _log.warning("admin_login_refused", client=request.client.host if request.client else "")
             words = "That is not the admin key."
-            return pages.render(
-                request, "login.html", 401, problem=words, data_dir=services.settings.data_dir.absolute()
-            )
+            return pages.render(request, "login.html", 401, problem=words)
         target = request.query_params.get("next", "")
         reply = RedirectResponse(target if is_own_path(target) else "/admin", 303)
         reply.set_cookie(

@@ -24,7 +24,7 @@ from gateway.errors import NotFound
 from gateway.summary import Window
 
 _ROUTES_PER_PAGE = 50
-_LEDGER_PER_PAGE = 100
+_LEDGER_PER_PAGE = 50
 
 
 def pages_router(services: AdminServices, guard: Guard) -> APIRouter:
@@ -35,7 +35,7 @@ def pages_router(services: AdminServices, guard: Guard) -> APIRouter:
     _add_history(router, services, pages)
     _add_teams(router, services, pages)
     _add_cache(router, services, pages)
-    add_session_forms(router, services, guard, pages)
+    add_session_forms(router, guard, pages)
 
     files = APIRouter(include_in_schema=False)
 
@@ -77,7 +77,7 @@ def _add_overview(router: APIRouter, services: AdminServices, pages: Pages) -> N
             aliases={
                 alias: [one for one in found if one.alias == alias] for alias in dict.fromkeys(d.alias for d in found)
             },
-            parts=services.parts(),
+            parts=[part for part in services.parts() if part.name not in {view.name for view in found}],
             settings=services.settings,
         )
 
@@ -217,7 +217,7 @@ def _add_cache(router: APIRouter, services: AdminServices, pages: Pages) -> None
     async def render_cache(request: Request, status: int = 200, **form: Any) -> Response:
         found, near, stats, teams = await asyncio.gather(
             views.cache(services),
-            views.near_misses(services, RouteFilter(), limit=20),
+            views.near_misses(services, RouteFilter(), limit=10),
             views.stats_or_none(services, Window.DAY),
             services.accounts.list_teams(),
         )

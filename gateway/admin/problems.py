@@ -11,10 +11,20 @@ from gateway.admin.format import usd
 from gateway.admin.models import BudgetOut, ProblemOut
 from gateway.admin.services import DeploymentView, Health, Part
 from gateway.summary import Summary
+from policies import WindowKind
 
 _FAILED_SHARE_MAX = 0.05
 _REQUESTS_MIN = 20
 _BUDGET_SHARE_NEAR = 0.9
+
+
+_WINDOWS = {
+    WindowKind.HOUR: "hourly",
+    WindowKind.DAY: "daily",
+    WindowKind.WEEK: "weekly",
+    WindowKind.MONTH: "monthly",
+    WindowKind.TOTAL: "total",
+}
 
 
 def problems(
@@ -74,7 +84,7 @@ def _of_budgets(budgets: Sequence[BudgetOut], team_names: Mapping[int, str]) -> 
         if budget.share is None or budget.share < _BUDGET_SHARE_NEAR:
             continue
         team = team_names.get(budget.team_id, f"Team {budget.team_id}")
-        name = "total budget" if budget.window == "total" else f"{budget.window.value} budget"
+        name = f"{_WINDOWS[budget.window]} budget"
         spent = f"{usd(budget.spent_microusd or 0)} of {usd(budget.limit_microusd)}"
         if budget.share < 1:
             message = f"{team} has used {budget.share:.0%} of its {name} ({spent})"

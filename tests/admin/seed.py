@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -60,6 +61,7 @@ async def _seed_teams(world: World) -> dict[str, int]:
 
 def _record(chance: random.Random, number: int, ids: dict[str, int]) -> Record:
     back_s = 86_000 * (1 - number / 2_600)
+    back_s -= 9_000 * math.sin(back_s / 86_400 * 2 * math.pi)  # nights are quieter than days
     names = list(ids)
     team = chance.choices(names, (6, 3, 1, 1))[0]
     kinds = ("exact", "semantic", "coalesced", "miss", "bypass")

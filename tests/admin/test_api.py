@@ -325,7 +325,7 @@ async def test_status_names_what_is_wrong(world: World, client: httpx.AsyncClien
     await world.spend(team["id"], 100)
     problems = (await client.get("/admin/api/status")).json()["problems"]
     messages = [problem["message"] for problem in problems]
-    assert any("used up its day budget" in message for message in messages)
+    assert any("used up its daily budget" in message for message in messages)
     assert any("Nobody can answer small" in message and "connection refused" in message for message in messages)
     assert any("cache worker is starting: loading 40%" in message for message in messages)
     assert [problem["is_urgent"] for problem in problems] == sorted(

@@ -1,0 +1,102 @@
+"""A real browser on a real server on the world: pages are driven as a person drives them."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvicorn
+from playwright.async_api import Browser, BrowserContext, Page, async_playwright
+
+from tests.admin.world import ADMIN_KEY, World
+
+_FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+@asynccontextmanager
+async def serving(world: World) -> AsyncIterator[str]:
+    """The application on a free port; answers its base URL."""
+    config = uvicorn.Config(world.app, port=0, log_config=None, lifespan="off", access_log=False)
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+
+
+@asynccontextmanager
+async def chromium() -> AsyncIterator[Browser]:
+    """The machine's Chromium, else playwright's own."""
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=path, args=_FLAGS)
+        try:
+            yield browser
+        finally:
+            await browser.close()
+
+
+class Visitor:
+    """One window. Whatever the pages complain about on the console or fail to load is in `complaints`."""
+
+    def __init__(self, context: BrowserContext, page: Page, base: str) -> None:
+        self.context = context
+        self.page = page
+        self.base = base
+        self.complaints: list[str] = []
+        page.on("console", self._on_console)
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("requestfailed", lambda request: self.complaints.append(f"failed: {request.url}"))
+        page.on("response", self._on_response)
+
+    def _on_console(self, message: Any) -> None:
+        if message.type in ("error", "warning"):
+            self.complaints.append(message.text)
+
+    def _on_response(self, response: Any) -> None:
+        if not response.url.startswith(self.base):
+            self.complaints.append(f"elsewhere: {response.url}")
+
+    async def open(self, path: str) -> int:
+        """Goes to a page; answers its status."""
+        response = await self.page.goto(self.base + path)
+        assert response is not None
+        return response.status
+
+    async def log_in(self) -> None:
+        await self.open("/admin/login")
+        await self.page.get_by_label("Admin key").fill(ADMIN_KEY)
+        await self.page.get_by_role("button", name="Log in").click()
+        await self.page.wait_for_url("**/admin")
+
+    async def text(self) -> str:
+        return await self.page.locator("main").inner_text()
+
+    async def overflow_px(self) -> int:
+        """How much wider the page is than its window."""
+        return int(
+            await self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        )
+
+
+@asynccontextmanager
+async def visiting(browser: Browser, base: str, width: int = 1280, **options: Any) -> AsyncIterator[Visitor]:
+    context = await browser.new_context(viewport={"width": width, "height": 900}, **options)
+    context.set_default_timeout(15_000)
+    try:
+        yield Visitor(context, await context.new_page(), base)
+    finally:
+        await context.close()

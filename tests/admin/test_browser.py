@@ -1,0 +1,149 @@
+"""The dashboard in Chromium: pages render clean at both widths and in both colour schemes, and forms do what they say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from tests.admin.browser import Visitor, chromium, serving, visiting
+from tests.admin.seed import seed
+from tests.admin.world import NOW_S, World, open_world
+from tests.telemetry.records import hit
+
+PAGES = ("", "/requests", "/teams", "/cache", "/deployments", "/ledger", "/login")
+
+
+@pytest.fixture
+async def world(redis: Redis, tmp_path: Path) -> AsyncIterator[World]:
+    async with open_world(redis, tmp_path) as opened:
+        yield opened
+
+
+async def test_pages_render_clean_at_both_widths_and_in_both_schemes(world: World) -> None:
+    """No console error, no failed or foreign request, no sideways scrolling; a hostile prompt did not run; text is readable."""
+    ids = await seed(world)
+    async with serving(world) as base, chromium() as browser:
+        for width, scheme in ((1280, "light"), (390, "dark")):
+            async with visiting(browser, base, width, color_scheme=scheme) as visitor:
+                await visitor.log_in()
+                for page in (*PAGES, f"/teams/{ids['search']}", f"/teams/{ids['batch jobs']}"):
+                    assert await visitor.open(f"/admin{page}") == 200
+                    await visitor.page.evaluate(
+                        "document.querySelectorAll('details').forEach((one) => one.open = true)"
+                    )
+                    assert await visitor.overflow_px() <= 0, (page, width)
+                    assert await visitor.page.title() != "owned"
+                assert visitor.complaints == []
+
+
+async def test_a_new_admin_makes_a_team_a_budget_and_a_key(world: World) -> None:
+    """From the empty dashboard to a working key, by clicking; the key is shown once and is gone after a reload."""
+    async with serving(world) as base, chromium() as browser, visiting(browser, base) as visitor:
+        page = visitor.page
+        await visitor.log_in()
+        await page.get_by_role("link", name="make a team and a key").click()
+        await page.get_by_label("Name").fill("search")
+        await page.get_by_label("Requests per minute").fill("1,200")
+        await page.get_by_role("button", name="Make the team").click()
+        await page.get_by_text("The team is there.").wait_for()
+        (team,) = await world.accounts.list_teams()
+        assert (team.name, team.requests_per_min) == ("search", 1200)
+
+        await page.locator("#budgets").get_by_label("Limit, $").fill("12.50")
+        await page.get_by_role("button", name="Add a budget").click()
+        await page.get_by_text("$12.50 left").wait_for()
+        (budget,) = await world.accounts.list_budgets()
+        assert (budget.limit_microusd, budget.is_hard) == (12_500_000, True)
+
+        await page.locator("#keys").get_by_label("Name").fill("production")
+        await page.get_by_role("button", name="Make a key").click()
+        plaintext = await page.locator("#plaintext").inner_text()
+        identity = world.accounts.identify(plaintext)
+        assert identity is not None
+        assert identity.key.name == "production"
+        await page.goto(f"{base}/admin/teams/{team.id}")
+        assert plaintext not in await page.content()
+
+        await page.get_by_text("Revoke", exact=True).click()
+        await page.get_by_role("button", name="Revoke production now").click()
+        await page.get_by_text("The key has stopped working.").wait_for()
+        assert world.accounts.identify(plaintext) is None
+        assert visitor.complaints == []
+
+
+async def test_a_purge_asks_first(world: World) -> None:
+    """What would go is shown, nothing goes before the second button, and then exactly that is gone."""
+    team_id = (await world.accounts.create_team("search")).id
+    await world.cache_answer(team_id, "What is the capital of France?")
+    await world.cache_answer(team_id, "How tall is the Eiffel tower?")
+    async with serving(world) as base, chromium() as browser, visiting(browser, base) as visitor:
+        page = visitor.page
+        await visitor.log_in()
+        await page.get_by_role("link", name="Cache").click()
+        purge = page.locator("#purge")
+        await purge.get_by_label("Prompt").fill("what is the CAPITAL of France?")
+        await purge.get_by_role("button", name="Show what would go").click()
+        await purge.get_by_text("1 answer matches").wait_for()
+        assert (await world.exact.stats()).entries == 2
+        await purge.get_by_role("button", name="Purge it").click()
+        await purge.get_by_text("1 answer is gone").wait_for()
+        assert (await world.exact.stats()).entries == 1
+
+        await page.locator("#try").get_by_label("Prompt").fill("How tall is the Eiffel bridge?")
+        await page.get_by_role("button", name="Try", exact=True).click()
+        await page.locator("#try").get_by_text("not similar enough").first.wait_for()
+        assert "How tall is the Eiffel tower?" in await page.locator("#try").inner_text()
+        assert visitor.complaints == []
+
+
+async def test_the_overview_follows_without_a_reload(world: World) -> None:
+    """New requests show by themselves, what was opened stays open, and a lost session leads to the door."""
+    async with serving(world) as base, chromium() as browser, visiting(browser, base) as visitor:
+        page = visitor.page
+        await visitor.log_in()
+        await _count_one(world, "req_first")
+        await visitor.open("/admin/requests")
+        await page.locator("#route-req_first summary").click()
+        await _count_one(world, "req_second")
+        await page.evaluate("refresh()")
+        await page.locator("#route-req_second").wait_for()
+        assert await page.locator("#route-req_first").get_attribute("open") is not None
+        world.now_s += 13 * 3_600
+        await page.evaluate("refresh()")
+        await page.wait_for_url(re.compile("/admin/login"))
+
+
+async def _count_one(world: World, request_id: str) -> None:
+    world.stats.add(hit(at_s=NOW_S, request_id=request_id))
+    await world.stats.flush()
+
+
+async def test_the_filters_work_with_and_without_script(world: World) -> None:
+    """Choosing a filter is enough where scripts run; where they don't there is a button."""
+    await _count_one(world, "req_first")
+    async with serving(world) as base, chromium() as browser:
+        async with visiting(browser, base) as visitor:
+            await visitor.log_in()
+            await visitor.open("/admin/requests")
+            await visitor.page.get_by_label("Outcome").select_option("failed")
+            await visitor.page.wait_for_url(re.compile("outcome=failed"))
+            await visitor.page.get_by_text("No recent request matches.").wait_for()
+        async with visiting(browser, base, java_script_enabled=False) as plain:
+            await plain.log_in()
+            await plain.open("/admin/requests")
+            await plain.page.get_by_label("Outcome").select_option("failed")
+            await plain.page.get_by_role("button", name="Filter").click()
+            await plain.page.get_by_text("No recent request matches.").wait_for()
+            await _finish(plain)
+
+
+async def _finish(visitor: Visitor) -> None:
+    """Logging out closes the door behind."""
+    await visitor.page.get_by_role("button", name="Log out").click()
+    await visitor.page.wait_for_url("**/admin/login")
+    await visitor.open("/admin/teams")
+    assert "/admin/login" in visitor.page.url

@@ -1,0 +1,246 @@
+"""The dashboard without a browser: who gets in, what is escaped, what a page says, and that each has its JSON twin."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+
+from gateway.admin.guard import COOKIE, SESSION_S, Guard
+from gateway.admin.services import Health, Part
+from gateway.record import Attempt
+from tests.admin.seed import HOSTILE, seed
+from tests.admin.world import ADMIN_KEY, NOW_S, World, open_world
+from tests.services import run_redis
+from tests.telemetry.records import hit, miss
+
+PAGES = ("", "/requests", "/teams", "/cache", "/deployments", "/ledger")
+OWN = {"sec-fetch-site": "same-origin"}
+
+
+@pytest.fixture
+async def world(redis: Redis, tmp_path: Path) -> AsyncIterator[World]:
+    async with open_world(redis, tmp_path) as opened:
+        yield opened
+
+
+def client_of(world: World, *, is_admin: bool = True) -> httpx.AsyncClient:
+    cookies = {COOKIE: Guard(ADMIN_KEY, lambda: world.now_s).new_session()} if is_admin else {}
+    transport = httpx.ASGITransport(app=world.app)
+    return httpx.AsyncClient(transport=transport, base_url="http://gateway.test", cookies=cookies)
+
+
+@pytest.fixture
+async def browser(world: World) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(world) as opened:
+        yield opened
+
+
+async def test_strangers_see_the_door_and_nothing_else(world: World) -> None:
+    """Without a session every page leads to the login form, no form changes anything, and the static files are public."""
+    team_id = (await world.accounts.create_team("search")).id
+    async with client_of(world, is_admin=False) as stranger:
+        for page in (*PAGES, f"/teams/{team_id}"):
+            reply = await stranger.get(f"/admin{page}")
+            assert (reply.status_code, reply.headers["location"].split("?")[0]) == (303, "/admin/login")
+        for form in ("/teams", f"/teams/{team_id}/delete", f"/teams/{team_id}/keys", "/cache/purge", "/cache/try"):
+            reply = await stranger.post(f"/admin{form}", data={"name": "search", "all": "on"}, headers=OWN)
+            assert (reply.status_code, reply.headers["location"]) == (303, "/admin/login")
+        assert [team.name for team in await world.accounts.list_teams()] == ["search"]
+        assert await world.accounts.list_keys() == []
+        assert (await stranger.get("/admin/static/admin.css")).headers["content-type"].startswith("text/css")
+        assert (await stranger.get("/favicon.ico")).headers["content-type"] == "image/svg+xml"
+        for name in ("nothing.css", "..%2Fguard.py", "..%2f..%2fsettings.py"):
+            assert (await stranger.get(f"/admin/static/{name}")).status_code == 404
+        door = (await stranger.get("/admin/login")).text
+        assert str(world.services.settings.data_dir) not in door
+
+
+async def test_the_login_sets_a_careful_cookie(world: World) -> None:
+    """The right key opens a session of 12 hours that scripts and other sites can't use; the wrong one opens nothing."""
+    async with client_of(world, is_admin=False) as stranger:
+        wrong = await stranger.post("/admin/login", data={"key": "wrong"}, headers=OWN)
+        assert wrong.status_code == 401
+        assert "set-cookie" not in wrong.headers
+        right = await stranger.post("/admin/login?next=/admin/cache", data={"key": ADMIN_KEY}, headers=OWN)
+        assert (right.status_code, right.headers["location"]) == (303, "/admin/cache")
+        cookie = right.headers["set-cookie"].lower()
+        assert all(word in cookie for word in ("httponly", "samesite=strict", "path=/admin", f"max-age={SESSION_S}"))
+        assert ADMIN_KEY not in cookie
+        out = await stranger.post("/admin/logout", headers=OWN)
+        assert 'sameway_admin=""' in out.headers["set-cookie"]
+
+
+@pytest.mark.parametrize(
+    "target", ["https://evil.test", "//evil.test", "/admin/../v1", "/\\evil.test", "/administer", "/admin/\\\\x"]
+)
+async def test_the_login_leads_nowhere_else(world: World, target: str) -> None:
+    """A `next` that is no page of the dashboard is ignored."""
+    async with client_of(world, is_admin=False) as stranger:
+        reply = await stranger.post("/admin/login", params={"next": target}, data={"key": ADMIN_KEY}, headers=OWN)
+        location = reply.headers["location"]
+        assert httpx.URL("http://gateway.test").join(location).host == "gateway.test"
+        assert location == "/admin" or target == "/admin/../v1"
+
+
+async def test_another_sites_form_changes_nothing(world: World, browser: httpx.AsyncClient) -> None:
+    """A POST with the session but from elsewhere is refused, on every form."""
+    for headers in ({"origin": "https://evil.test"}, {"sec-fetch-site": "cross-site"}, {}, {"origin": "null"}):
+        reply = await browser.post("/admin/teams", data={"name": "planted"}, headers=headers)
+        assert reply.status_code == 403, headers
+    assert await world.accounts.list_teams() == []
+
+
+async def test_every_page_has_its_headers_its_title_and_its_twin(world: World, browser: httpx.AsyncClient) -> None:
+    """Empty and full, each page answers, allows no foreign script, is not cached, and links to JSON that answers too."""
+    for fill in (False, True):
+        ids = await seed(world) if fill else {}
+        for page in (*PAGES, *(f"/teams/{team_id}" for team_id in ids.values())):
+            reply = await browser.get(f"/admin{page}")
+            assert reply.status_code == 200, page
+            policy = reply.headers["content-security-policy"]
+            assert "default-src 'none'" in policy
+            assert "unsafe-inline" not in policy
+            assert reply.headers["cache-control"] == "no-store"
+            assert re.search(r"<title>[^<]+ · Sameway</title>", reply.text)
+            assert 'style="' not in reply.text
+            assert not re.search(r"(?:src|href)=\"(?:https?:)?//", reply.text)
+            twins = re.findall(r'href="(/admin/api/[^"]+)"[^>]*>[^<]*JSON', reply.text)
+            assert twins, page
+            for twin in twins:
+                assert (await browser.get(twin)).headers["content-type"] == "application/json", twin
+
+
+async def test_hostile_text_is_text(world: World, browser: httpx.AsyncClient) -> None:
+    """A prompt, a team's name, a model's error: whatever they hold is escaped wherever it shows."""
+    team_id = (await world.accounts.create_team(f"a{HOSTILE}")).id
+    await world.accounts.create_key(team_id, HOSTILE)
+    await world.cache_answer(team_id, HOSTILE)
+    attempts = (Attempt(HOSTILE, HOSTILE, 1.0), Attempt("local", "ok", 1.0))
+    record = miss(
+        at_s=NOW_S, team_id=team_id, team=HOSTILE, key=HOSTILE, alias=HOSTILE, error=HOSTILE, why=HOSTILE, attempts=attempts,
+        similarity=0.9, miss_reason=HOSTILE, nearest=HOSTILE, store=HOSTILE, deployment=HOSTILE,
+    )  # fmt: skip
+    world.stats.add(record)
+    await world.stats.flush()
+    world.parts.append(Part(HOSTILE, Health.DOWN, HOSTILE))
+    tried = {"team_id": str(team_id), "model": "small", "prompt": HOSTILE}
+    replies = [await browser.get(f"/admin{page}") for page in (*PAGES, f"/teams/{team_id}")]
+    replies.append(await browser.post("/admin/cache/try", data=tried, headers=OWN))
+    replies.append(await browser.post("/admin/cache/purge", data={"text": HOSTILE}, headers=OWN))
+    replies.append(await browser.post("/admin/teams", data={"name": HOSTILE, "tokens_per_min": HOSTILE}, headers=OWN))
+    assert sum("&lt;script&gt;" in reply.text for reply in replies) >= 8
+    for reply in replies:
+        assert "<script>" not in reply.text
+        assert "<img src=x" not in reply.text
+
+
+async def test_the_overview_says_what_was_saved_and_what_is_wrong(world: World, browser: httpx.AsyncClient) -> None:
+    """The answer comes first, in words; problems come before the charts, and good health is said too."""
+    assert "Nothing was asked" in (await browser.get("/admin")).text
+    assert "Everything works." in (await browser.get("/admin")).text
+    for record in (miss(at_s=NOW_S), hit(at_s=NOW_S), hit(at_s=NOW_S), hit(at_s=NOW_S, cache="semantic")):
+        world.stats.add(record)
+    await world.stats.flush()
+    world.parts.append(Part("cache worker", Health.DOWN, "the worker is away"))
+    text = re.sub(r"<[^>]+>", "", (await browser.get("/admin?window=1h")).text)
+    assert "75% of answers in the last hour came from the cache." in text
+    assert "That saved $0.00036 of $0.00048" in text
+    assert "cache worker is down: the worker is away" in text
+    assert "Everything works." not in text
+
+
+async def test_a_request_says_why_it_went_where_it_went(world: World, browser: httpx.AsyncClient) -> None:
+    """The page shows the reasons, and its filters narrow it."""
+    attempts = (Attempt("api", "no first token within 5.0 s", 5_000.0), Attempt("local", "ok", 80.0))
+    near = {"similarity": 0.91, "miss_reason": "numbers"}
+    world.stats.add(miss(request_id="req_a", why="fastest of 2", attempts=attempts, **near))
+    world.stats.add(hit(request_id="req_b"))
+    await world.stats.flush()
+    page = (await browser.get("/admin/requests")).text
+    for words in ("fastest of 2", "no first token within 5.0 s", "numbers, dates or units differ", "2 attempts"):
+        assert words in page
+    narrowed = (await browser.get("/admin/requests?outcome=failover")).text
+    assert "req_a" in narrowed
+    assert "req_b" not in narrowed
+    assert "No recent request matches." in (await browser.get("/admin/requests?request_id=req_c")).text
+
+
+async def test_forms_show_what_was_wrong_and_keep_what_was_typed(world: World, browser: httpx.AsyncClient) -> None:
+    """Each refusal has its status, its words beside the form, and the values as they were."""
+    team_id = (await world.accounts.create_team("search")).id
+    (budget,) = [await world.accounts.create_budget(team_id, *args) for args in _BUDGETS]
+    forms: list[tuple[str, dict[str, str], int, str]] = [
+        ("/teams", {"name": "search"}, 409, "exists already"),
+        ("/teams", {"name": "x", "requests_per_min": "many"}, 400, "Requests per minute: expected a whole number"),
+        ("/teams", {"name": ""}, 400, "Name:"),
+        (f"/teams/{team_id}", {"name": "search", "semantic_error_max_percent": "200"}, 400, "Wrong semantic hits"),
+        (f"/teams/{team_id}/keys", {"name": "k", "expires_in_days": "soon"}, 400, "Expires in: expected a number"),
+        (f"/teams/{team_id}/budgets", {"window": "day", "limit_usd": "1.1234567"}, 400, "at most 6 decimals"),
+        (f"/teams/{team_id}/budgets", {"window": "year", "limit_usd": "1"}, 400, "Window:"),
+        (f"/teams/{team_id}/budgets/{budget.id}", {"limit_usd": ""}, 400, "expected dollars"),
+        (f"/teams/{team_id}/delete", {"name": "Search"}, 400, "to delete it"),
+        ("/cache/purge", {}, 400, "Give at least one"),
+        ("/cache/purge", {"id": "xyz"}, 400, "Entry id:"),
+        ("/cache/purge", {"team_id": "77"}, 404, "There is no team 77"),
+        ("/cache/try", {"team_id": str(team_id), "model": "small"}, 400, "Prompt:"),
+        ("/teams/77", {"name": "x"}, 404, "There is no team 77"),
+        ("/teams/77/keys", {"name": "x"}, 404, "There is no team 77"),
+    ]
+    for path, data, status, words in forms:
+        reply = await browser.post(f"/admin{path}", data=data, headers=OWN)
+        assert reply.status_code == status, (path, data, reply.status_code)
+        assert words.lower() in reply.text.lower(), (path, data)
+        for name, value in data.items():
+            is_kept = status != 404 and name != "window" and not path.endswith("/delete")
+            assert not is_kept or value in reply.text, (path, value)
+    assert (await browser.get("/admin/teams/77")).status_code == 404
+    assert (await browser.get(f"/admin/teams/{2**70}")).status_code == 404
+
+
+_BUDGETS = (("day", 1_000_000),)
+
+
+async def test_money_is_read_and_shown_exactly(world: World, browser: httpx.AsyncClient) -> None:
+    """What is typed in dollars is the same in µUSD, and the form shows it again as it was."""
+    team_id = (await world.accounts.create_team("search")).id
+    for text, microusd, shown in (
+        ("25", 25_000_000, "25.00"),
+        ("$1,000,000", 1_000_000_000_000, "1000000.00"),
+        ("0.0005", 500, "0.0005"),
+        (".1", 100_000, "0.10"),
+        ("0.000001", 1, "0.000001"),
+    ):
+        data = {"window": "month", "limit_usd": text}
+        reply = await browser.post(f"/admin/teams/{team_id}/budgets", data=data, headers=OWN)
+        assert reply.status_code == 303, text
+        (budget,) = await world.accounts.list_budgets(team_id)
+        assert budget.limit_microusd == microusd
+        assert f'value="{shown}"' in (await browser.get(f"/admin/teams/{team_id}")).text
+        await world.accounts.delete_budget(budget.id)
+
+
+async def test_without_redis_the_pages_say_so(tmp_path: Path) -> None:
+    """The overview still opens and names the trouble; pages that are nothing without Redis answer 503 in words."""
+    with run_redis() as server:
+        redis = Redis.from_url(server.url, retry=None)
+        async with open_world(redis, tmp_path) as world, client_of(world) as browser:
+            team_id = (await world.accounts.create_team("search")).id
+            await world.accounts.create_budget(team_id, *_BUDGETS[0])
+            server.stop()
+            world.parts[0] = Part("redis", Health.DOWN, "connection refused")
+            overview = await browser.get("/admin")
+            assert overview.status_code == 200
+            assert "redis is down: connection refused" in overview.text
+            team = await browser.get(f"/admin/teams/{team_id}")
+            assert team.status_code == 200
+            assert "not known while Redis is away" in team.text
+            for page in ("/requests", "/cache"):
+                reply = await browser.get(f"/admin{page}")
+                assert reply.status_code == 503
+                assert "Redis does not answer" in reply.text
+        await redis.aclose()
