@@ -179,12 +179,18 @@ class ExactCache:
             return Lookup(entry, None)
         links = _earlier_links(fp.chain)
         heard = self._l1.purges
+        labels: list[bytes | None] = []
         try:
-            data, labels, _ = await asyncio.gather(
-                self._store.fetch(fp.partition, fp.exact),
-                self._store.fetch_warm(fp.partition, [fp.chain[depth - 1] for depth in links]),
-                self._flush_touches(),
-            )
+            if links or self._is_flush_due():
+                data, labels, _ = await asyncio.gather(
+                    self._store.fetch(fp.partition, fp.exact),
+                    self._store.fetch_warm(fp.partition, [fp.chain[depth - 1] for depth in links]),
+                    self._flush_touches(),
+                )
+            else:
+                data = await self._store.fetch(
+                    fp.partition, fp.exact
+                )  # most requests: no task is needed for one command
         except REDIS_FAILURES:
             return Lookup(None, LookupMiss.UNAVAILABLE)
         warm, depth = next(((label, at) for at, label in zip(links, labels, strict=True) if label), (None, 0))
@@ -403,12 +409,15 @@ class ExactCache:
             self._touches_count += entry.exact not in uses
             uses[entry.exact] = self._clock()
 
+    def _is_flush_due(self) -> bool:
+        return bool(self._touches) and self._monotonic() - self._touched_at >= _TOUCH_EVERY_S
+
     async def _flush_touches(self) -> None:
         """Send the uses noted since the last second, beside whatever else goes to Redis now."""
-        now = self._monotonic()
-        if not self._touches or now - self._touched_at < _TOUCH_EVERY_S:
+        if not self._is_flush_due():
             return
-        touches, self._touches, self._touches_count, self._touched_at = self._touches, {}, 0, now
+        touches, self._touches, self._touches_count = self._touches, {}, 0
+        self._touched_at = self._monotonic()
         await asyncio.gather(*(self._store.touch(partition, uses.items()) for partition, uses in touches.items()))
 
 

@@ -121,8 +121,8 @@ def fingerprint(body: Mapping[str, Any], partition: Partition, namespace: str = 
             before, link = link, _digest(b"sw.turn", link, _JSON.encode(_canonical_turn(turn)))
             chain.append(link)
         text, rest = _split_text(turns[-1]) if turns else (None, None)
-        whole = _digest(b"sw.compat.whole", link)
-        compat = whole if text is None else _digest(b"sw.compat", before, _JSON.encode(_canonical_turn(rest)))
+        compat_of_text = (b"sw.compat", before, _JSON.encode(_canonical_turn(rest))) if text is not None else None
+        compat = _digest(*(compat_of_text or (b"sw.compat.whole", link)))
     except (TypeError, UnicodeEncodeError, RecursionError) as error:
         raise ValueError(f"not a JSON request: {error}") from error
     return Fingerprint(partition, link, compat, tuple(chain) or (link,), text, namespace)
@@ -173,7 +173,7 @@ def _digest(purpose: bytes, *parts: bytes, key: bytes = b"") -> bytes:
     return state.digest()
 
 
-_JSON = msgspec.json.Encoder(order="sorted")
+_JSON = msgspec.json.Encoder(order="sorted")  # raises TypeError for a key that is no string
 
 
 def _canonical_turn(turn: Any) -> Any:
@@ -185,21 +185,16 @@ def _canonical_turn(turn: Any) -> Any:
 def _canonical(value: Any) -> Any:
     """The value with every number in its one form. Raises TypeError for what is not JSON."""
     kind = type(value)
-    if kind is str or kind is bool or value is None:
-        return value
     if kind is dict:
-        for name in value:
-            if type(name) is not str:
-                raise TypeError(f"a key is {type(name).__name__}")
-        return {name: _canonical(item) for name, item in value.items()}
+        return {name: item if type(item) is str else _canonical(item) for name, item in value.items()}
     if kind is list or kind is tuple:
-        return [_canonical(item) for item in value]
-    if kind is int:
+        return [item if type(item) is str else _canonical(item) for item in value]
+    if kind is str or kind is int or kind is bool or value is None:
         return value
-    if kind is float:
-        if value.is_integer() and abs(value) <= _EXACT_INT_MAX:
-            return int(value)
-        if value - value != 0:
-            raise TypeError("a number is not finite")
-        return value
-    raise TypeError(f"{kind.__name__} is not JSON")
+    if kind is not float:
+        raise TypeError(f"{kind.__name__} is not JSON")
+    if value.is_integer() and abs(value) <= _EXACT_INT_MAX:
+        return int(value)
+    if value - value != 0:
+        raise TypeError("a number is not finite")
+    return value

@@ -53,7 +53,7 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE,
 )
-_SENTENCE_END = re.compile(r"[.!?:;\n]\s*$|^\W*$")
+_SENTENCE_END = frozenset(".!?:;\n")
 
 
 @functools.lru_cache(maxsize=16_384)
@@ -63,8 +63,10 @@ def read(text: str) -> Reading:
     names: set[str] = set()
     quotes: set[str] = set()
     figures: list[_Figure] = []
+    end = 0
     for match in _TOKEN.finditer(text):
         token, kind = match.group(), match.lastgroup
+        is_start, end = end == 0 or not _SENTENCE_END.isdisjoint(text[end : match.start()]), match.end()
         if kind == "quote":
             quotes.add(" ".join(token[1:-1].casefold().split()))
             words += (stem(word) for word in re.findall(r"\w+", token.casefold()))
@@ -79,7 +81,7 @@ def read(text: str) -> Reading:
             word = _plain(token)
             parts = [stem(part) for part in _split(word)]
             words += parts
-            if _is_identifier(token) or (token[0].isupper() and not _SENTENCE_END.search(text[: match.start()])):
+            if _is_identifier(token) or (token[0].isupper() and not is_start):
                 names.update(parts)
     figures = [_with_unit(words, figure) for figure in sorted([*figures, *_spelled_out(words)])]
     taken = {place for figure in figures for place in range(figure.start, figure.end)}
