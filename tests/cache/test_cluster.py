@@ -1,0 +1,75 @@
+"""The layout holds in Redis Cluster: every script's keys are declared and share a slot."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from cache import CacheLimits, ExactCache, Hit, Purge, fingerprint
+from cache.follower import Follower
+from cache.redis_url import connect
+from cache.semantic import SemanticCache
+from tests.cache.fakes import ACME, OTHER, FakeEmbedder, ask, entry_for, query
+from tests.services import run_redis
+
+
+def free_port() -> int:
+    """One whose cluster bus (10,000 above) is a port as well."""
+    for port in range(21_000, 31_000):
+        with socket.socket() as probe, socket.socket() as bus:
+            try:
+                probe.bind(("127.0.0.1", port))
+                bus.bind(("127.0.0.1", port + 10_000))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError("no free port")
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Any]:
+    """A cluster of one node that owns every slot: it refuses a script across slots as a large one does."""
+    port = free_port()
+    with run_redis(extra=("--port", str(port), "--bind", "127.0.0.1", "--cluster-enabled", "yes")) as server:
+        node = Redis.from_url(server.url)
+        await node.execute_command("CLUSTER", "ADDSLOTS", *range(16_384))
+        async with asyncio.timeout(30):
+            while (await node.execute_command("CLUSTER INFO"))["cluster_state"] != "ok":  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        await node.aclose()
+        client = connect(f"redis+cluster://127.0.0.1:{port}", 5.0)
+        yield client
+        await client.aclose()
+
+
+async def test_the_whole_life_of_entries_in_a_cluster(cluster: Any) -> None:
+    """Store with links, evict, look up, count, follow, keep vectors, purge."""
+    exact = ExactCache(cluster, CacheLimits(size_bytes_max=6_000))
+    dialogue = fingerprint({"model": "m", "messages": [{"role": "user", "content": str(i)} for i in range(4)]}, ACME)
+    await exact.store(entry_for(dialogue, time.time()), warm="gpu", chain=dialogue.chain)
+    for tenant in (ACME, OTHER):
+        for number in range(4):
+            await exact.store(entry_for(ask(f"text {number}", tenant), time.time()))
+    assert (await exact.lookup(ask("text 3"))).entry is not None
+    assert (await exact.lookup(dialogue)).warm == "gpu"
+    stats = await exact.stats()
+    assert len(stats.partitions) == 2
+    with ThreadPoolExecutor(1) as thread:
+        cache = SemanticCache(FakeEmbedder())
+        follower = Follower(cluster, cache, thread, b"fakefake")
+        await follower.follow()
+        assert follower.is_up, follower.failure
+        assert isinstance(cache.lookup([query("TEXT 3")])[0], Hit)
+        await follower.follow()
+        assert await cluster.exists(f"sameway:{{{ACME.hex()}}}:vectors")
+        assert (await exact.purge(Purge())).count == stats.entries
+        await follower.follow()
+        assert len(cache) == 0
+    assert (await exact.stats()).entries == 0
