@@ -57,7 +57,8 @@ class _Namespace:
 
 
 class SemanticCache:
-    """`clock` gives unix seconds; `keys_max` bounds the keys, the oldest go first."""
+    """`clock` gives unix seconds; `keys_max` bounds the keys, the oldest go first; `index` is an empty one, on the CPU if not
+    given."""
 
     def __init__(
         self,
@@ -65,12 +66,13 @@ class SemanticCache:
         verifier: Verifier | None = None,
         clock: Callable[[], float] = time.time,
         keys_max: int = 1_000_000,
+        index: VectorIndex | None = None,
     ) -> None:
         self._encoder = Memo(embedder)
         self._verifier = verifier or FixedVerifier()
         self._clock = clock
         self._keys_max = keys_max
-        self._index = VectorIndex(embedder.info.dims)
+        self._index = index if index is not None else VectorIndex(embedder.info.dims)
         self._numbers = itertools.count()
         self._keys: dict[int, _Key] = {}
         self._by_entry: dict[EntryKey, int] = {}

@@ -338,11 +338,13 @@ def _describe(is_following: bool, is_up: bool) -> str:
 def _load(options: Options) -> tuple[SemanticCache, bytes]:
     """Heavy: imports torch and FAISS and loads the model. Runs in the worker's thread."""
     from cache.embedder import SentenceEmbedder
+    from cache.index import VectorIndex, on_gpu
     from cache.semantic import SemanticCache
 
     embedder = SentenceEmbedder(options.embedder, options.device, options.threads)
     embedder.encode(["warm up"])  # the first pass allocates
-    return SemanticCache(embedder, keys_max=options.keys_max), embedder.info.key
+    index = VectorIndex(embedder.info.dims, on_gpu() if options.device != "cpu" else None)
+    return SemanticCache(embedder, keys_max=options.keys_max, index=index), embedder.info.key
 
 
 def _find(cache: SemanticCache, asks: list[Any]) -> list[Neighbourhood]:
