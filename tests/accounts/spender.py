@@ -1,0 +1,68 @@
+"""A process that spends money until it is killed: reserve, settle, drain. Each acknowledged settle is a line in its file.
+
+python -m tests.accounts.spender REDIS_URL DATABASE_URL FILE LIMIT_MICROUSD
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sys
+import uuid
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from gateway.accounts import LedgerRow, encode_row
+from gateway.accounts.accounts import Accounts
+from gateway.accounts.ledger import Ledger
+from gateway.accounts.ledger_writer import LedgerWriter
+from policies import Budget, Budgets, Hold, NotReady, WindowKind
+
+TEAM = 7
+LEASE_S = 1.0
+
+
+async def spend(budgets: Budgets, limit: Budget, writer: LedgerWriter, file: int) -> None:
+    """One after another for ever, as a gateway does: a settle that got no answer is tried again."""
+    while True:
+        name = uuid.uuid4().hex
+        try:
+            hold = await budgets.reserve(name, TEAM, [limit], 100, LEASE_S)
+        except (RedisError, NotReady):
+            await asyncio.sleep(0.01)
+            continue
+        if not isinstance(hold, Hold):
+            os.write(file, b"refused\n")
+            await asyncio.sleep(0.05)
+            continue
+        await asyncio.sleep(random.random() * 0.01)
+        cost = random.randrange(101)
+        row = LedgerRow(name, hold.at_ms, "r", TEAM, 1, "m", "d", 1, 0, 1, cost, "generation")
+        while True:
+            try:
+                await budgets.settle(hold, cost, encode_row(row))
+                break
+            except RedisError:
+                await asyncio.sleep(0.01)
+        os.write(file, f"{name} {cost}\n".encode())
+        if writer.stats.drift_microusd:  # a restatement under load found, or made, a wrong count
+            os.write(file, b"drift\n")
+
+
+async def main(redis_url: str, database_url: str, path: str, limit_microusd: int) -> None:
+    accounts = Accounts(database_url)
+    await accounts.open()
+    redis = Redis.from_url(redis_url, socket_timeout=1.0, retry=Retry(NoBackoff(), 0))
+    budgets = Budgets(redis)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    limit = Budget(1, TEAM, WindowKind.TOTAL, limit_microusd)
+    writer = LedgerWriter(redis, Ledger(accounts.database), budgets, restate_every_s=0.2)
+    await asyncio.gather(writer.run(), *(spend(budgets, limit, writer, file) for _ in range(8)))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])))

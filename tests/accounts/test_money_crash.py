@@ -1,0 +1,91 @@
+"""Money after kill -9 of real processes, anywhere, and of Redis under them: nothing lost, doubled, leaked or overspent."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from redis.asyncio import Redis
+
+from gateway.accounts.accounts import Accounts
+from gateway.accounts.ledger import Ledger, LedgerFilter
+from gateway.accounts.ledger_writer import LedgerWriter
+from policies import Budget, Budgets, WindowKind
+from policies.budgets import LEDGER_LOCK, LEDGER_SET_ASIDE
+from tests.accounts.spender import LEASE_S, TEAM
+from tests.services import run_redis
+
+_ROOT = Path(__file__).parents[2]
+_LIMIT = 150_000
+_KILLS = 8
+
+
+def start(redis_url: str, database_url: str, path: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tests.accounts.spender", redis_url, database_url, str(path), str(_LIMIT)]
+    return subprocess.Popen(command, cwd=_ROOT, stderr=subprocess.PIPE)
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def wait_for_more(path: Path, count: int) -> None:
+    before, deadline = len(lines(path)), time.monotonic() + 60
+    while len(lines(path)) < before + count:
+        assert time.monotonic() < deadline, "the spenders do not get on"
+        time.sleep(0.01)
+
+
+def test_nothing_is_lost_or_doubled_by_kills(database_url: str, tmp_path: Path) -> None:
+    """Three workers spend and write while each is killed again and again, and Redis twice; then the sums are compared."""
+    chance, path = random.Random(), tmp_path / "acknowledged"
+    with run_redis(is_durable=True) as server:
+        processes = [start(server.url, database_url, path) for _ in range(3)]
+        try:
+            for kill in range(_KILLS):
+                wait_for_more(path, chance.randrange(10, 60))
+                victim = chance.randrange(3)
+                assert processes[victim].poll() is None, processes[victim].stderr.read().decode()[-2000:]
+                processes[victim].send_signal(signal.SIGKILL)
+                processes[victim].wait()
+                if kill in (2, 5):
+                    server.kill()
+                    server.start()
+                processes[victim] = start(server.url, database_url, path)
+            wait_for_more(path, 50)
+        finally:
+            for process in processes:
+                process.kill()
+                process.communicate()
+        asyncio.run(compare(server.url, database_url, path))
+
+
+async def compare(redis_url: str, database_url: str, path: Path) -> None:
+    assert "drift" not in lines(path)
+    acknowledged = dict(line.split() for line in lines(path) if line != "refused")
+    redis, accounts = Redis.from_url(redis_url), Accounts(database_url)
+    await accounts.open()
+    ledger, budgets = Ledger(accounts.database), Budgets(redis)
+    limit = Budget(1, TEAM, WindowKind.TOTAL, _LIMIT)
+    [before] = await budgets.spent([limit])
+    await redis.delete(LEDGER_LOCK)
+    writer = LedgerWriter(redis, ledger, budgets)
+    await writer.step()
+    rows = {row.id: row for row in (await ledger.rows(LedgerFilter(), limit=100_000)).rows}
+    assert {name: rows[name].cost_microusd for name in acknowledged} == {n: int(c) for n, c in acknowledged.items()}
+    total = sum(row.cost_microusd for row in rows.values())
+    assert writer.stats.drift_microusd == 0
+    assert before.spent_microusd == total <= _LIMIT
+    [by_day] = await ledger.totals([])
+    assert (by_day.requests, by_day.cost_microusd) == (len(rows), total)
+    assert await redis.xlen(LEDGER_SET_ASIDE) == 0
+    await asyncio.sleep(LEASE_S)
+    [after] = await budgets.spent([limit])
+    assert (after.spent_microusd, after.held_microusd) == (total, 0)
+    await redis.aclose()
+    await accounts.close()
