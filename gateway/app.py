@@ -154,15 +154,7 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
     budgets = Budgets(link)
     money = Money(budgets, settings.budgets)
     stack.push_async_callback(money.aclose)
-    exact = ExactCache(
-        link,
-        CacheLimits(
-            size_bytes_max=settings.cache.size_bytes_max,
-            entry_bytes_max=settings.cache.entry_bytes_max,
-            ttl_s_max=settings.cache.ttl_s_max,
-            l1_bytes_max=settings.cache.l1_bytes_max,
-        ),
-    )
+    exact = ExactCache(link, _cache_limits(settings))
     semantic = SemanticClient(settings.cache_socket, settings.cache.semantic_timeout_ms / 1000.0)
     semantic.start()
     stack.push_async_callback(semantic.aclose)
@@ -200,6 +192,15 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
         metrics=metrics,
         pipeline=pipeline,
         watch=Watch(settings, link, accounts, writer, semantic, fleet, money, pipeline),
+    )
+
+
+def _cache_limits(settings: Settings) -> CacheLimits:
+    return CacheLimits(
+        size_bytes_max=settings.cache.size_bytes_max,
+        entry_bytes_max=settings.cache.entry_bytes_max,
+        ttl_s_max=settings.cache.ttl_s_max,
+        l1_bytes_max=settings.cache.l1_bytes_max,
     )
 
 

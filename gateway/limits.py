@@ -58,7 +58,7 @@ class Limits:
 
     async def correct(self, turn: Turn, identity: Identity, tokens: int) -> None:
         """Tokens were charged as expected; now it is known what they were."""
-        limits = _limits_of(identity, _expected_tokens(turn))
+        limits = [limit for limit in _limits_of(identity, _expected_tokens(turn)) if limit.unit == "tokens"]
         if not limits:
             return
         try:

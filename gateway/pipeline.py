@@ -12,7 +12,6 @@ fails closed; only a complete answer is stored; every hold is settled or release
 import asyncio
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import structlog
@@ -30,17 +29,17 @@ from cache import (
     partition,
 )
 from gateway.accounts import Accounts, Identity, LedgerRow
-from gateway.backends.base import BackendError, BackendRejected, BackendRequest, BackendTimeout, Chunk, Usage
+from gateway.backends.base import BackendError, BackendRejected, BackendRequest, BackendTimeout, Chunk
 from gateway.errors import ApiError, Forbidden, NotCached, Unauthenticated, from_backend, no_route
-from gateway.fleet import Alias, Deployment, Fleet
+from gateway.fleet import Deployment, Fleet
 from gateway.flight import Flight, Flights, Reader
+from gateway.job import Answer, Facts, Job, count_saved
 from gateway.limits import Limits
 from gateway.money import Money
 from gateway.record import Attempt, Record, Rejection
 from gateway.settings import Settings
-from gateway.storing import Generated, chunks_of, entry_of, refusal_of
+from gateway.storing import Generated, chunks_of, refusal_of
 from gateway.turn import Turn, elapsed_ms_since
-from policies import Hold, Tokens
 
 _ATTEMPTS_MAX = 3
 _PAUSE_BEFORE_RETRY_S = 0.2
@@ -54,44 +53,6 @@ class Emit(Protocol):
     """Log, measure and count one record. `turn` and `chunks` are for the log, where prompts may be logged."""
 
     def __call__(self, record: Record, turn: Turn | None, chunks: Sequence[Chunk]) -> None: ...
-
-
-@dataclass(slots=True)
-class Facts:
-    """What a flight tells of itself for its readers' headers and records."""
-
-    kind: HitKind | None = None  # SEMANTIC where the generation turned out to be a replay
-    similarity: float | None = None
-    deployment: str = ""
-    entry: Entry | None = None
-    usage: Usage | None = None  # once it has ended
-    cost_microusd: int = 0
-
-
-@dataclass(slots=True, frozen=True)
-class Answer:
-    """A reply that has begun: recorded chunks, or a reader of a flight whose first chunk exists."""
-
-    kind: HitKind | None  # None: generated for this request
-    entry: Entry | None = None
-    reader: Reader | None = None
-
-
-@dataclass(slots=True)
-class _Job:
-    """One generation: the turn that started it, the flight it serves, and what has happened so far."""
-
-    turn: Turn
-    identity: Identity
-    alias: Alias
-    flight: Flight
-    fingerprint: Fingerprint
-    warm: dict[str, int]
-    hold: Hold | None = None
-    deployment: Deployment | None = None
-    first_choice_model: str = ""
-    generated: Generated = field(default_factory=Generated)
-    attempts: list[Attempt] = field(default_factory=list)
 
 
 class Pipeline:
@@ -119,12 +80,7 @@ class Pipeline:
         self._emit = emit
         self._secret = (settings.secret or "").encode()
         self._stores: set[asyncio.Future[None]] = set()
-        self._jobs = 0
-
-    @property
-    def generations(self) -> int:
-        """Generations under way."""
-        return self._jobs
+        self.generations = 0  # under way
 
     async def drain(self) -> None:
         """Until what is being stored is stored: nothing more comes after the server has stopped."""
@@ -144,6 +100,7 @@ class Pipeline:
         entry, warm = await self._look_up(turn, identity, found)
         if entry is not None:
             turn.record.cache, turn.record.deployment = "exact", str(entry.labels.get("deployment", ""))
+            await self.limits.correct(turn, identity, 0)
             return Answer(HitKind.EXACT, entry=entry)
 
         is_shared = not (turn.controls.no_cache or turn.controls.no_store or turn.controls.only_if_cached)
@@ -151,10 +108,11 @@ class Pipeline:
         if flight is None:
             turn.is_leading = True
             turn.record.cache = "bypass" if turn.controls.no_cache or turn.controls.no_store else "miss"
-            flight = Flight(Facts())
+            facts = Facts()
+            flight = Flight(facts)
             if is_shared:
                 self.flights.enter(found.exact, flight)
-            job = _Job(turn, identity, alias, flight, found, warm)
+            job = Job(turn, identity, alias, flight, facts, found, warm)
             reader = flight.join()
             flight.take_off(self.generate(job))
         else:
@@ -168,6 +126,7 @@ class Pipeline:
             raise
         if not turn.is_leading:
             turn.record.deployment = reader.facts.deployment
+            await self.limits.correct(turn, identity, 0)
             return Answer(HitKind.COALESCED, reader=reader)
         return Answer(reader.facts.kind, reader=reader)
 
@@ -203,9 +162,9 @@ class Pipeline:
 
     # -- generate: 6 to 10 --------------------------------------------------------------------------------------
 
-    async def generate(self, job: _Job) -> None:
+    async def generate(self, job: Job) -> None:
         """Fill the flight, and account for it whatever happens."""
-        self._jobs += 1
+        self.generations += 1
         record = job.turn.record
         error: BaseException | None = None
         try:
@@ -227,10 +186,10 @@ class Pipeline:
             error.__cause__ = bug
             record.status, record.error = 500, "internal_error"
         finally:
-            self._jobs -= 1
+            self.generations -= 1
         await self._record(job, error)
 
-    async def _find_by_meaning(self, job: _Job) -> bool:
+    async def _find_by_meaning(self, job: Job) -> bool:
         """6. A verified semantic hit is replayed into the flight; anything else is a miss with its reason."""
         record, controls = job.turn.record, job.turn.controls
         text = job.fingerprint.text
@@ -256,7 +215,7 @@ class Pipeline:
             record.miss_reason = found.miss.value if found.miss else "gone"
             return False
         entry = found.entry
-        facts: Facts = job.flight.facts
+        facts = job.facts
         facts.kind, facts.similarity, facts.entry = HitKind.SEMANTIC, result.similarity, entry
         facts.deployment = str(entry.labels.get("deployment", ""))
         record.cache, record.deployment = "semantic", facts.deployment
@@ -264,7 +223,7 @@ class Pipeline:
             job.flight.append(chunk)
         return True
 
-    def _not_by_meaning(self, job: _Job, text: str | None) -> str:
+    def _not_by_meaning(self, job: Job, text: str | None) -> str:
         """Why a semantic lookup is not even tried; empty where it is."""
         if job.turn.controls.no_cache:
             return "no-cache"
@@ -274,7 +233,7 @@ class Pipeline:
             return "off_for_team"
         return "" if text is not None else "not_eligible"
 
-    async def _stream(self, job: _Job) -> None:
+    async def _stream(self, job: Job) -> None:
         """8 and 9. Try deployments in the order of the route until one has begun; failover is free until then."""
         turn = job.turn
         tried: set[str] = set()
@@ -304,14 +263,14 @@ class Pipeline:
                 if not job.alias.route(turn.ask, job.warm, turn.remaining_ms(), frozenset()).ranked:
                     raise from_backend(failure)
 
-    async def _try(self, job: _Job, deployment: Deployment) -> BackendError | None:
+    async def _try(self, job: Job, deployment: Deployment) -> BackendError | None:
         """One deployment, to the end. Returns why it failed if nothing had left yet; raises ApiError if something had."""
         if not deployment.breaker.begin():
             return BackendTimeout("another request is probing this deployment")
         turn, made = job.turn, Generated()
         job.deployment, job.generated = deployment, made
         prompt_tokens = turn.ask.prompt_tokens
-        facts: Facts = job.flight.facts
+        facts = job.facts
         stream = deployment.backend.stream(
             BackendRequest(
                 body=turn.body,
@@ -354,40 +313,34 @@ class Pipeline:
         job.attempts.append(Attempt(deployment.name, "ok", made.elapsed_ms()))
         return None
 
-    async def _record(self, job: _Job, error: BaseException | None) -> None:
+    async def _record(self, job: Job, error: BaseException | None) -> None:
         """10. The last chunk leaves first; then the hold is settled and the answer stored, in one round trip."""
-        turn, made, flight = job.turn, job.generated, job.flight
-        record, facts = turn.record, flight.facts
+        turn, made, flight, facts = job.turn, job.generated, job.flight, job.facts
+        record, usage, row = turn.record, job.usage, job.ledger_row()
         record.attempts = tuple(job.attempts)
-        usage = made.usage or _estimate(turn, made)
-        row = self._row(job, usage) if job.hold is not None and made.has_begun else None
+        facts.usage = usage
         entry: Entry | None = None
         if facts.entry is None and made.has_begun:
             record.prompt_tokens, record.completion_tokens = usage.prompt_tokens, usage.completion_tokens
             record.cached_tokens = usage.cached_tokens
             facts.cost_microusd = record.cost_microusd = row.cost_microusd if row else 0
-            refusal = refusal_of(
-                made, turn.controls, self.settings.cache.entry_bytes_max, is_fallback=self._is_fallback(job)
-            )
+            cache = self.settings.cache
+            refusal = refusal_of(made, turn.controls, cache.entry_bytes_max, is_fallback=job.is_fallback)
             record.store = refusal or "stored"
-            if refusal is None and self.settings.cache.is_exact:
-                entry = entry_of(
-                    job.fingerprint,
-                    flight.chunks,
-                    made,
-                    usage,
-                    record,
-                    ttl_s=self._ttl_s(turn),
-                    namespace=turn.controls.namespace,
-                )
+            if refusal is None and cache.is_exact:
+                entry = job.entry(min(turn.controls.ttl_s or cache.ttl_s, cache.ttl_s_max))
                 self.exact.keep(entry)
-        facts.usage = usage
         record.duration_ms = turn.elapsed_ms()
         flight.finish(error)
         stored = asyncio.get_running_loop().create_future()
         self._stores.add(stored)
+        spent = usage.prompt_tokens + usage.completion_tokens if facts.entry is None else 0
         try:
-            await asyncio.gather(self._account(job, row), self._store(entry, job), self._correct(job, usage))
+            await asyncio.gather(
+                self._account(job, row),
+                self._store(entry, job),
+                self.limits.correct(turn, job.identity, spent),
+            )
         except Exception:
             _log.exception("record_failed", request_id=record.request_id)
         finally:
@@ -395,44 +348,14 @@ class Pipeline:
             stored.set_result(None)
             flight.retire()
             if facts.entry is not None:
-                _count_saved(record, facts.entry, facts)
+                count_saved(record, facts.entry, facts)
             self._emit(record, turn, flight.chunks)
 
-    def _is_fallback(self, job: _Job) -> bool:
-        return job.deployment is not None and job.first_choice_model not in ("", job.deployment.model)
+    async def _account(self, job: Job, row: LedgerRow | None) -> None:
+        if job.hold is not None:
+            await (self.money.settle(job.hold, row) if row is not None else self.money.release(job.hold))
 
-    def _ttl_s(self, turn: Turn) -> int:
-        cache = self.settings.cache
-        return min(turn.controls.ttl_s or cache.ttl_s, cache.ttl_s_max)
-
-    def _row(self, job: _Job, usage: Usage) -> LedgerRow:
-        assert job.hold is not None
-        assert job.deployment is not None
-        tokens = Tokens(usage.prompt_tokens, usage.completion_tokens, min(usage.cached_tokens, usage.prompt_tokens))
-        return LedgerRow(
-            id=job.hold.id,
-            at_ms=job.hold.at_ms,
-            request_id=job.turn.record.request_id,
-            team_id=job.identity.team.id,
-            key_id=job.identity.key.id,
-            alias=job.alias.name,
-            deployment=job.deployment.name,
-            prompt_tokens=tokens.prompt,
-            cached_tokens=tokens.cached,
-            completion_tokens=tokens.completion,
-            cost_microusd=job.deployment.price.cost(tokens),
-            kind=job.turn.record.route,
-        )
-
-    async def _account(self, job: _Job, row: LedgerRow | None) -> None:
-        if job.hold is None:
-            return
-        if row is not None:
-            await self.money.settle(job.hold, row)
-        else:
-            await self.money.release(job.hold)
-
-    async def _store(self, entry: Entry | None, job: _Job) -> None:
+    async def _store(self, entry: Entry | None, job: Job) -> None:
         """Store the answer and, even where it is not stored, which deployment has this prefix warm now."""
         record = job.turn.record
         try:
@@ -444,10 +367,6 @@ class Pipeline:
         except CacheUnavailable:
             record.store = "unavailable"
 
-    async def _correct(self, job: _Job, usage: Usage) -> None:
-        spent = usage.prompt_tokens + usage.completion_tokens if job.generated.has_begun else 0
-        await self.limits.correct(job.turn, job.identity, spent)
-
     def finish(self, record: Record, turn: Turn | None, answer: Answer | None) -> None:
         """Count and log a request whose journey ends at the wire. One that led a flight is recorded by its generation, which
         may outlive it."""
@@ -457,23 +376,10 @@ class Pipeline:
             record.duration_ms = turn.elapsed_ms()
             if answer is not None:
                 facts: Facts | None = answer.reader.facts if answer.reader is not None else None
-                _count_saved(record, answer.entry or (facts.entry if facts else None), facts)
+                count_saved(record, answer.entry or (facts.entry if facts else None), facts)
         else:
             record.duration_ms = elapsed_ms_since(record.at_s)
         self._emit(record, turn, ())
-
-
-def _count_saved(record: Record, entry: Entry | None, facts: Facts | None) -> None:
-    """What a reply that was not generated for this request had cost when it was."""
-    if entry is not None:
-        labels = entry.labels
-        record.saved_microusd = int(labels.get("cost_microusd", 0))
-        record.prompt_tokens = int(labels.get("prompt_tokens", 0))
-        record.completion_tokens = int(labels.get("completion_tokens", 0))
-        record.saved_ms = max(0.0, float(labels.get("duration_ms", 0)) - record.duration_ms)
-    elif facts is not None and facts.usage is not None:
-        record.saved_microusd = facts.cost_microusd
-        record.prompt_tokens, record.completion_tokens = facts.usage.prompt_tokens, facts.usage.completion_tokens
 
 
 def may_use(identity: Identity, alias: str) -> None:
@@ -488,8 +394,3 @@ def _pause_before_retry(failure: BackendError, attempts: int) -> float | None:
         return None
     pause_s = failure.retry_after_s if failure.retry_after_s is not None else _PAUSE_BEFORE_RETRY_S * 2**attempts
     return pause_s * random.uniform(1.0, 1.25) if pause_s <= _PAUSE_MAX_S else None
-
-
-def _estimate(turn: Turn, made: Generated) -> Usage:
-    """Tokens of an answer whose backend never said: a generation cut short still cost something."""
-    return Usage(prompt_tokens=turn.ask.prompt_tokens, completion_tokens=made.content_chunks)

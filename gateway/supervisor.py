@@ -180,7 +180,11 @@ class Supervisor:
             if self._is_stopping:
                 return
             if status == os.EX_CONFIG:
-                print(f"sameway: {child.name} can't run as configured; it is not started again", file=sys.stderr, flush=True)
+                print(
+                    f"sameway: {child.name} can't run as configured; it is not started again",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 return
             deaths = 0 if time.monotonic() - started > _STEADY_AFTER_S else deaths + 1
             pause_s = _RESTART_PAUSES_S[min(deaths, len(_RESTART_PAUSES_S)) - 1] if deaths else _RESTART_PAUSES_S[0]

@@ -28,7 +28,8 @@ from gateway.api.wire import fold, unfold
 from gateway.backends.base import Chunk
 from gateway.errors import ApiError, DeadlineExceeded
 from gateway.flight import Reader
-from gateway.pipeline import Answer, Pipeline
+from gateway.job import Answer
+from gateway.pipeline import Pipeline
 from gateway.storing import chunks_of
 from gateway.turn import Turn, read_turn
 

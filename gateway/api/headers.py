@@ -7,7 +7,7 @@ Invariant: every header of our own is listed in README, and a test compares.
 import time
 
 from cache import Entry, HitKind
-from gateway.pipeline import Answer, Facts
+from gateway.job import Answer, Facts
 from gateway.turn import Turn
 
 Headers = list[tuple[bytes, bytes]]

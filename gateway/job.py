@@ -1,0 +1,115 @@
+"""One generation as a value: whom it serves, what it has produced, what it cost.
+
+Knows no services: nothing here awaits. `pipeline` fills a job stage by stage; what follows from it is computed here.
+"""
+
+from dataclasses import dataclass, field
+
+from cache import Entry, Fingerprint, HitKind
+from gateway.accounts import Identity, LedgerRow
+from gateway.backends.base import Usage
+from gateway.fleet import Alias, Deployment
+from gateway.flight import Flight, Reader
+from gateway.record import Attempt, Record
+from gateway.storing import Generated, entry_of
+from gateway.turn import Turn
+from policies import Hold, Tokens
+
+
+@dataclass(slots=True)
+class Facts:
+    """What a flight tells of itself for its readers' headers and records."""
+
+    kind: HitKind | None = None  # SEMANTIC where the generation turned out to be a replay
+    similarity: float | None = None
+    deployment: str = ""
+    entry: Entry | None = None
+    usage: Usage | None = None  # once it has ended
+    cost_microusd: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class Answer:
+    """A reply that has begun: a recorded entry, or a reader of a flight whose first chunk exists."""
+
+    kind: HitKind | None  # None: generated for this request
+    entry: Entry | None = None
+    reader: Reader | None = None
+
+
+@dataclass(slots=True)
+class Job:
+    """One generation: the turn that started it, the flight it serves, and what has happened so far."""
+
+    turn: Turn
+    identity: Identity
+    alias: Alias
+    flight: Flight
+    facts: Facts
+    fingerprint: Fingerprint
+    warm: dict[str, int]
+    hold: Hold | None = None
+    deployment: Deployment | None = None
+    first_choice_model: str = ""
+    generated: Generated = field(default_factory=Generated)
+    attempts: list[Attempt] = field(default_factory=list)
+
+    @property
+    def is_fallback(self) -> bool:
+        """Another model than that of the first choice answered."""
+        return self.deployment is not None and self.first_choice_model not in ("", self.deployment.model)
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens as the backend counted them; estimated where it never said: what was cut short still cost something."""
+        made = self.generated
+        return made.usage or Usage(
+            prompt_tokens=self.turn.ask.prompt_tokens if made.has_begun else 0, completion_tokens=made.content_chunks
+        )
+
+    def ledger_row(self) -> LedgerRow | None:
+        """What is to be paid; None where nothing was generated."""
+        if self.hold is None or self.deployment is None or not self.generated.has_begun:
+            return None
+        usage = self.usage
+        tokens = Tokens(usage.prompt_tokens, usage.completion_tokens, min(usage.cached_tokens, usage.prompt_tokens))
+        return LedgerRow(
+            id=self.hold.id,
+            at_ms=self.hold.at_ms,
+            request_id=self.turn.record.request_id,
+            team_id=self.identity.team.id,
+            key_id=self.identity.key.id,
+            alias=self.alias.name,
+            deployment=self.deployment.name,
+            prompt_tokens=tokens.prompt,
+            cached_tokens=tokens.cached,
+            completion_tokens=tokens.completion,
+            cost_microusd=self.deployment.price.cost(tokens),
+            kind=self.turn.record.route,
+        )
+
+    def entry(self, ttl_s: int) -> Entry:
+        """What the cache keeps of it."""
+        turn = self.turn
+        return entry_of(
+            self.fingerprint,
+            self.flight.chunks,
+            self.generated,
+            self.usage,
+            turn.record,
+            ttl_s=ttl_s,
+            namespace=turn.controls.namespace,
+        )
+
+
+def count_saved(record: Record, entry: Entry | None, facts: Facts | None) -> None:
+    """What a reply that was not generated for this request had cost when it was."""
+    if entry is not None:
+        labels = entry.labels
+        record.saved_microusd = int(labels.get("cost_microusd", 0))
+        record.prompt_tokens = int(labels.get("prompt_tokens", 0))
+        record.completion_tokens = int(labels.get("completion_tokens", 0))
+        record.saved_ms = max(0.0, float(labels.get("duration_ms", 0)) - record.duration_ms)
+    elif facts is not None and facts.usage is not None:
+        record.saved_microusd = facts.cost_microusd
+        record.prompt_tokens, record.completion_tokens = facts.usage.prompt_tokens, facts.usage.completion_tokens

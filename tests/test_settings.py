@@ -1,0 +1,92 @@
+"""A wrong configuration stops the start with the setting's name, what was found and what was expected."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gateway.settings import Settings, SettingsError, load_settings
+
+LOCAL = "{backend: local, engine: default}"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("prot: 80", ["prot: found, but there is no such setting; did you mean port?"]),
+        ("port: eighty", ["port: found 'eighty', expected"]),
+        ("port: 70000", ["port: found 70000, expected less than or equal to 65535"]),
+        ("cache: {ttl: 5}", ["cache.ttl: found, but there is no such setting; did you mean ttl_s?"]),
+        ("workers: 0\nport: -1", ["workers: found 0", "port: found -1"]),
+        ("models: {a: {}}", ["models.a.deployments: not found"]),
+        ("models: {a: {deployments: []}}", ["models.a.deployments: found []"]),
+        ("models: {a: {deployments: [{backend: openai}]}}", ["needs `base_url` and `model`"]),
+        (
+            "models: {a: {deployments: [{backend: magic}]}}",
+            ["models.a.deployments.0.backend: found 'magic', expected 'local'"],
+        ),
+        ("models: {a: {deployments: [{backend: local, engine: x}]}}", ["found 'x', expected one of ['default']"]),
+        (f"models: {{a: {{deployments: [{LOCAL}, {LOCAL}]}}}}", ["used twice"]),
+        ("admin_key: secret", ["admin_key: found in the file, expected in the environment as SAMEWAY_ADMIN_KEY"]),
+        ("- a\n- b", ["found a list, expected settings by name"]),
+        ("a: [", ["not YAML"]),
+        (
+            "engines: {default: {device: tpu}}",
+            ["engines.default.device: found 'tpu', expected 'auto', 'cpu' or 'cuda'"],
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, expected: list[str]) -> None:
+    """Each wrong setting has a line of its own."""
+    path = tmp_path / "sameway.yaml"
+    path.write_text(text)
+    with pytest.raises(SettingsError) as told:
+        load_settings(path, {})
+    for part in expected:
+        assert part in str(told.value)
+
+
+def test_environment_and_flags_override_the_file(tmp_path: Path) -> None:
+    """The file, then the environment, then the command line."""
+    path = tmp_path / "sameway.yaml"
+    path.write_text("port: 1\nhost: 0.0.0.0\nworkers: 3")
+    settings = load_settings(path, {"SAMEWAY_PORT": "2", "SAMEWAY_WORKERS": "4", "SAMEWAY_HOST": ""}, workers=5)
+    assert (settings.port, settings.workers, settings.host) == (2, 5, "0.0.0.0")
+
+
+def test_the_default_needs_nothing() -> None:
+    """Without a file there is a local model behind one alias."""
+    settings = load_settings(None, {})
+    assert settings == Settings()
+    assert list(settings.models) == ["smollm2-135m-instruct"]
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "status"),
+    [("check-config", "port: 1", 0), ("check-config", "prot: 1", 2), ("serve", "prot: 1", 2)],
+)
+def test_the_command_line_says_so(tmp_path: Path, command: str, text: str, status: int) -> None:
+    """check-config and serve refuse the same files, with status 2 and no stack trace."""
+    path = tmp_path / "sameway.yaml"
+    path.write_text(text)
+    argv = [sys.executable, "-m", "gateway", command, "--config", str(path)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == status
+    assert "Traceback" not in done.stderr
+    if status:
+        assert "prot: found" in done.stderr
+
+
+def test_a_missing_secret_is_named(tmp_path: Path) -> None:
+    """check-config says which environment variable a deployment waits for."""
+    path = tmp_path / "sameway.yaml"
+    path.write_text(
+        "models: {a: {deployments: [{backend: openai, base_url: http://x/v1, model: m, api_key_env: NOT_THERE_AT_ALL}]}}"
+    )
+    argv = [sys.executable, "-m", "gateway", "check-config", "--config", str(path)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "NOT_THERE_AT_ALL" in done.stderr
