@@ -1,9 +1,9 @@
 """Who may use the admin plane, and how its errors look.
 
 The API takes `Authorization: Bearer <admin key>`; a browser gets a session cookie from the login form instead: an expiry
-signed with a key derived from the admin's, so a new admin key ends every session and no worker keeps any. The cookie is
-HttpOnly and SameSite=Strict, and what changes something must come from our own pages (Fetch Metadata, else `Origin`;
-OWASP Cross-Site Request Forgery Prevention Cheat Sheet).
+signed with a key derived from the admin's and the installation's, so a new admin key ends every session and no worker keeps
+any. The cookie is HttpOnly and SameSite=Strict, and what changes something must come from our own pages (Fetch Metadata, else
+`Origin`; OWASP Cross-Site Request Forgery Prevention Cheat Sheet).
 
 Invariant: nothing under /admin but the login form and static files answers without one of the two.
 """
@@ -47,13 +47,15 @@ class CrossSite(Forbidden):
 
 
 class Guard:
-    """Checks one request; `clock` is unix seconds."""
+    """Checks one request. `secret` is the installation's, the same on all its hosts; `clock` is unix seconds."""
 
-    def __init__(self, admin_key: str, clock: Callable[[], float]) -> None:
+    def __init__(self, admin_key: str, secret: str, clock: Callable[[], float]) -> None:
         if not admin_key:
             raise ValueError("the admin plane needs an admin key")
         self._admin_key = admin_key.encode()
-        self._signing_key = hashlib.blake2b(b"session", key=self._admin_key[:64], person=b"sameway-admin").digest()
+        keyed = hashlib.blake2b(key=hashlib.blake2b(secret.encode()).digest(), person=b"sameway-admin")
+        keyed.update(self._admin_key)
+        self._signing_key = keyed.digest()
         self._clock = clock
 
     def is_key(self, key: str) -> bool:

@@ -63,7 +63,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 def admin_router(services: AdminServices) -> APIRouter:
     """Everything under /admin. Raises ValueError where the settings hold no admin key."""
-    guard = Guard(services.settings.admin_key or "", services.clock)
+    guard = Guard(services.settings.admin_key or "", services.settings.secret or "", services.clock)
     router = APIRouter()
     api = APIRouter(
         prefix="/admin/api",

@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 from gateway.admin.guard import COOKIE, Guard
 from gateway.admin.services import Health, Part
 from gateway.record import Attempt, Rejection
-from tests.admin.world import ADMIN_KEY, LOCAL, NOW_S, World, open_world
+from tests.admin.world import ADMIN_KEY, LOCAL, NOW_S, SECRET, World, open_world
 from tests.services import run_redis
 from tests.telemetry.records import hit, miss
 
@@ -75,7 +75,7 @@ def _operations(world: World) -> list[tuple[str, str]]:
 
 async def test_a_session_reads_and_changes_but_not_for_another_site(world: World) -> None:
     """The dashboard's cookie opens the API; a change that another site's page asks for is refused."""
-    guard = Guard(ADMIN_KEY, lambda: world.now_s)
+    guard = Guard(ADMIN_KEY, SECRET, lambda: world.now_s)
     async with client_of(world, headers={}, cookies={COOKIE: guard.new_session()}) as browser:
         assert (await browser.get("/admin/api/teams")).status_code == 200
         for headers in (

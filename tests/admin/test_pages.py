@@ -14,7 +14,7 @@ from gateway.admin.guard import COOKIE, SESSION_S, Guard
 from gateway.admin.services import Health, Part
 from gateway.record import Attempt
 from tests.admin.seed import HOSTILE, seed
-from tests.admin.world import ADMIN_KEY, NOW_S, World, open_world
+from tests.admin.world import ADMIN_KEY, NOW_S, SECRET, World, open_world
 from tests.services import run_redis
 from tests.telemetry.records import hit, miss
 
@@ -29,7 +29,7 @@ async def world(redis: Redis, tmp_path: Path) -> AsyncIterator[World]:
 
 
 def client_of(world: World, *, is_admin: bool = True) -> httpx.AsyncClient:
-    cookies = {COOKIE: Guard(ADMIN_KEY, lambda: world.now_s).new_session()} if is_admin else {}
+    cookies = {COOKIE: Guard(ADMIN_KEY, SECRET, lambda: world.now_s).new_session()} if is_admin else {}
     transport = httpx.ASGITransport(app=world.app)
     return httpx.AsyncClient(transport=transport, base_url="http://gateway.test", cookies=cookies)
 

@@ -45,6 +45,7 @@ from policies import Budgets
 from policies.budgets import LEDGER_LOCK
 
 ADMIN_KEY = "sk-admin-for-tests-0123456789"
+SECRET = "secret of the tests"
 NOW_S = 2_220_871_500.0  # 2040-05-17 12:45:00 UTC: ahead of Redis, whose own clock ends what is old
 
 LOCAL = DeploymentView(
@@ -153,7 +154,7 @@ def _migrated() -> Path:
 async def open_world(redis: Redis, folder: Path) -> AsyncIterator[World]:
     """Everything, opened; the cache worker's stand-in listens in `folder`."""
     shutil.copy(_migrated(), folder / "sameway.db")
-    settings = Settings(data_dir=folder, admin_key=ADMIN_KEY, secret="secret of the tests")
+    settings = Settings(data_dir=folder, admin_key=ADMIN_KEY, secret=SECRET)
     accounts = Accounts(settings.sql_url, clock=lambda: world.now_s)
     await accounts.open()
     known_texts: dict[str, bytes] = {}

@@ -1,0 +1,237 @@
+"""What is shipped to run Sameway in containers: it is consistent with itself and with what the gateway really exports and reads.
+
+No container is started here; where docker-compose or promtool is installed, they judge too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gateway.settings import load_settings
+from gateway.telemetry.definitions import DEFINITIONS, Kind
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+
+
+def test_every_service_is_there_and_the_gateway_comes_in_two_flavours() -> None:
+    """Redis, Postgres, Prometheus and Grafana run with either profile; a profile starts exactly one gateway."""
+    always = {name for name, service in SERVICES.items() if "profiles" not in service}
+    assert always == {"redis", "postgres", "prometheus", "grafana"}
+    for profile, flavour in (("cpu", "cpu"), ("gpu", "gpu")):
+        (gateway,) = [service for service in SERVICES.values() if profile in service.get("profiles", ())]
+        assert gateway["build"]["args"]["FLAVOR"] == flavour
+        assert "sameway" in gateway["networks"]["default"]["aliases"]
+    (device,) = SERVICES["gateway-gpu"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device["capabilities"] == ["gpu"]
+    assert "deploy" not in SERVICES["gateway"]
+
+
+def test_every_mounted_file_and_volume_exists() -> None:
+    """A bind mount of a missing file would become an empty folder; a volume must be declared."""
+    for name, service in SERVICES.items():
+        for volume in service.get("volumes", ()):
+            source = volume.split(":")[0]
+            if source.startswith("."):
+                assert (ROOT / source).exists(), (name, source)
+                assert volume.endswith(":ro"), (name, volume)
+            else:
+                assert source in COMPOSE["volumes"], (name, source)
+
+
+def test_only_the_gateway_can_be_opened_to_the_network() -> None:
+    """Every published port is bound to this machine, and the gateway's by default."""
+    published = [port for service in SERVICES.values() for port in service.get("ports", ())]
+    assert published
+    for port in published:
+        assert port.startswith(("127.0.0.1:", "${SAMEWAY_BIND:-127.0.0.1}:")), port
+    assert not any("ports" in SERVICES[name] for name in ("redis", "postgres"))
+
+
+def test_redis_keeps_money() -> None:
+    """Append-only, and never evicting: what Redis holds is not a cache alone."""
+    command = SERVICES["redis"]["command"]
+    options = dict(zip(command[1::2], command[2::2], strict=True))
+    assert (options["--appendonly"], options["--maxmemory-policy"]) == ("yes", "noeviction")
+
+
+def test_the_environment_is_what_the_gateway_reads(tmp_path: Path) -> None:
+    """Each SAMEWAY_ variable is a setting, the mounted configuration loads with them, and example.env lists every name used."""
+    text = (ROOT / "docker-compose.yml").read_text()
+    used = set(re.findall(r"\$\{(\w+)", text))
+    offered = set(re.findall(r"^(\w+)=", (DEPLOY / "example.env").read_text(), re.M))
+    assert used == offered
+    environ = {name: str(value) for name, value in SERVICES["gateway"]["environment"].items()}
+    environ = {name: "" if value.startswith("${") else value.replace("${", "$") for name, value in environ.items()}
+    config = environ.pop("SAMEWAY_CONFIG")
+    (mounted,) = [v.split(":")[0] for v in SERVICES["gateway"]["volumes"] if v.split(":")[1] == config]
+    for name in environ:
+        if name.startswith("SAMEWAY_"):
+            with_it = load_settings(ROOT / mounted, {name: "x" * 20}) if environ[name] == "" else None
+            assert with_it is None or getattr(with_it, name.removeprefix("SAMEWAY_").lower()) == "x" * 20
+    settings = load_settings(ROOT / mounted, environ)
+    assert settings.redis_url == "redis://redis:6379/0"
+    assert settings.sql_url.startswith("postgresql://sameway:")
+    grace_s = int(SERVICES["gateway"]["stop_grace_period"].removesuffix("s"))
+    assert grace_s > settings.shutdown_grace_s
+
+
+def test_the_commented_configuration_is_one_that_loads(tmp_path: Path) -> None:
+    """Taking the comment signs away from deploy/sameway.yaml's example leaves a configuration without a mistake."""
+    text = (DEPLOY / "sameway.yaml").read_text()
+    start = text.index("# models:")
+    path = tmp_path / "sameway.yaml"
+    path.write_text(text[:start] + re.sub(r"^# ?", "", text[start:], flags=re.M))
+    settings = load_settings(path, {})
+    assert [one.backend for one in settings.models["fast"].deployments] == ["local", "openai"]
+
+
+def test_the_image_runs_as_nobody_and_says_how_it_is() -> None:
+    """Not root, with a health check, for both flavours, out of files that exist and that the build is sent."""
+    text = (DEPLOY / "Dockerfile").read_text()
+    final = text[text.rindex("\nFROM ") :]
+    user = re.search(r"^USER (\w+)$", final, re.M)
+    assert user is not None
+    assert user.group(1) not in ("root", "0")
+    assert "HEALTHCHECK" in final
+    assert "/healthz" in final
+    sent = {line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if line.startswith("!")}
+    sources = [word for line in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.M) for word in line.split()]
+    assert {"pyproject.toml", "gateway", "cache", "policies", "local_engine"} <= set(sources)
+    for source in sources:
+        assert (ROOT / source).exists(), source
+        assert source in sent, f"{source} is not sent to the build"
+    extras = re.findall(r"--extra \"?([${}\w]+)", text)
+    known = (ROOT / "pyproject.toml").read_text()
+    for extra in ("cpu", "gpu", *(name for name in extras if not name.startswith("$"))):
+        assert re.search(rf"^{extra} = \[", known, re.M), extra
+
+
+def test_grafana_finds_its_datasource_and_its_dashboard() -> None:
+    """What is provisioned points at what is mounted, and every panel at the datasource that is provisioned."""
+    (source,) = yaml.safe_load((DEPLOY / "grafana/provisioning/datasources/prometheus.yml").read_text())["datasources"]
+    (provider,) = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/sameway.yml").read_text())["providers"]
+    mounts = {v.split(":")[1] for v in SERVICES["grafana"]["volumes"]}
+    assert provider["options"]["path"] in mounts
+    home = SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert (DEPLOY / "grafana/dashboards" / Path(home).name).exists()
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(ids) == len(set(ids)) >= 15
+    for panel in DASHBOARD["panels"]:
+        assert {target["datasource"]["uid"] for target in panel["targets"]} == {source["uid"]}
+    (job,) = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"]
+    (target,) = job["static_configs"][0]["targets"]
+    assert target.split(":")[0] in SERVICES["gateway"]["networks"]["default"]["aliases"]
+
+
+def test_no_two_panels_overlap() -> None:
+    """Every panel has its own place on Grafana's grid of 24 columns."""
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert place["x"] + place["w"] <= 24
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+DASHBOARD: dict[str, Any] = json.loads((DEPLOY / "grafana/dashboards/sameway.json").read_text())
+ALERTS: list[dict[str, Any]] = yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())["groups"][0]["rules"]
+
+
+def _expressions() -> Iterator[str]:
+    for panel in DASHBOARD["panels"]:
+        yield from (target["expr"] for target in panel["targets"])
+    yield from (variable["definition"] for variable in DASHBOARD["templating"]["list"])
+    yield from (alert["expr"] for alert in ALERTS)
+
+
+def _exported() -> dict[str, set[str]]:
+    """Every name a scrape can hold, with its labels."""
+    names: dict[str, set[str]] = {}
+    for one in DEFINITIONS:
+        if one.kind is Kind.HISTOGRAM:
+            names[f"{one.name}_bucket"] = {*one.labels, "le"}
+            names[f"{one.name}_sum"] = names[f"{one.name}_count"] = set(one.labels)
+        else:
+            names[one.name] = set(one.labels)
+    return names
+
+
+@pytest.mark.parametrize("expression", sorted(set(_expressions())))
+def test_every_metric_and_label_in_use_is_exported(expression: str) -> None:
+    """Dashboards and alerts name metrics that exist, select by labels these have, and group by labels some metric has."""
+    exported = _exported()
+    names = re.findall(
+        r"\b((?:sameway|gen_ai)_\w+)\b(?!\s*(?:=|!))", re.sub(r'"[^"]*"|\bby \([^)]*\)|\{\{', "", expression)
+    )
+    named = [name for name in names if name in exported]
+    unknown = [
+        name for name in names if name not in exported and not any(name in labels for labels in exported.values())
+    ]
+    assert unknown == []
+    assert named or expression == 'up{job="sameway"} == 0'
+    for name, selector in re.findall(r"(\w+)\{([^{}]*)\}", expression):
+        if name != "up":
+            assert set(re.findall(r"(\w+)\s*[=!]", re.sub(r'"[^"]*"', '""', selector))) <= exported[name], name
+    for group in re.findall(r"\bby \(([^)]*)\)", expression):
+        for label in re.split(r"\s*,\s*", group):
+            assert label == "instance" or any(label in exported[name] for name in named), label
+
+
+def test_every_alert_says_what_happened_and_how_bad_it_is() -> None:
+    """A name, a time it must hold, page or ticket, and words for whoever is woken up; few of them page."""
+    for alert in ALERTS:
+        assert re.fullmatch(r"Sameway[A-Z]\w+", alert["alert"])
+        assert re.fullmatch(r"\d+m", alert["for"])
+        assert alert["labels"]["severity"] in ("page", "ticket")
+        assert {"summary", "description"} <= set(alert["annotations"])
+    assert sum(alert["labels"]["severity"] == "page" for alert in ALERTS) <= 5
+
+
+def _tool(*names: str) -> str | None:
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+def test_docker_compose_accepts_it(tmp_path: Path) -> None:
+    """Where docker-compose is installed it reads the file with the example's environment, for each profile."""
+    compose = _tool("docker-compose")
+    command = [compose] if compose else ["docker", "compose"]
+    if compose is None and (
+        _tool("docker") is None or subprocess.run(["docker", "compose", "version"], capture_output=True).returncode
+    ):
+        pytest.skip("no docker-compose; the structure is checked above")
+    environment = tmp_path / "env"
+    lines = (DEPLOY / "example.env").read_text()
+    environment.write_text(re.sub(r"^(POSTGRES_PASSWORD|GRAFANA_PASSWORD)=$", r"\1=secret", lines, flags=re.M))
+    for profile in ("cpu", "gpu"):
+        done = subprocess.run(
+            [*command, "--env-file", str(environment), "--profile", profile, "config", "-q"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+    nothing = tmp_path / "nothing"
+    nothing.touch()
+    bare = subprocess.run(
+        [*command, "--env-file", str(nothing), "config", "-q"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert bare.returncode != 0
+    assert "example.env" in bare.stderr
