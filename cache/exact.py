@@ -2,8 +2,7 @@
 
 Knows no HTTP, teams or models. An answer is looked up in a bounded in-process L1 and then in Redis. Invariants: lookups never
 raise (a failure of Redis is a miss with its reason); an entry is served only under the partition and compat it was made under,
-before its expiry; a purge that returned is never followed by a hit: the L1 holds nothing unless a purge would reach it, which it
-proves to itself by hearing its own heartbeats on the purge channel.
+before its expiry; a purge that returned is never followed by a hit (`cache.purges` keeps the L1 honest).
 """
 
 from __future__ import annotations
@@ -11,12 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
 
 import msgspec
 
@@ -24,10 +20,9 @@ from cache.eligibility import Refusal
 from cache.entry import Entry, Purge
 from cache.fingerprint import Fingerprint, Partition
 from cache.l1 import L1
+from cache.purges import Purges, Subscribe
 from cache.store import (
-    PURGE_CHANNEL,
     REDIS_FAILURES,
-    Announced,
     EntryStore,
     PartitionSize,
     Redis,
@@ -39,12 +34,7 @@ from cache.store import (
 _LINKS_MAX = 32  # earlier links asked for in one lookup: the latest of the dialogue, and its first
 _TOUCH_EVERY_S = 1.0
 _TOUCHES_MAX = 4_096
-_HEARTBEAT_S = 2.0
-_HEARTBEAT_MISSED_S = 5.0
-_RESUBSCRIBE_S = 0.5
-_SIGNED_POLL_S = 0.002
 _SAMPLE_MAX = 20
-_ANNOUNCED = msgspec.msgpack.Decoder(Announced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +117,6 @@ class CacheStats:
         return sum(one.size_bytes for one in self.partitions)
 
 
-class Subscription(Protocol):
-    """The part of redis-py's PubSub that is used: messages are dicts with `type` and `data`."""
-
-    def listen(self) -> AsyncIterator[dict[str, Any]]: ...
-
-
-Subscribe = Callable[[str], AbstractAsyncContextManager[Subscription]]
-
-
 class ExactCache:
     """The exact cache of one process. `clock` gives unix seconds, `monotonic` seconds that never jump."""
 
@@ -147,15 +128,14 @@ class ExactCache:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits = limits or CacheLimits()
-        self._redis = redis
         self._store = EntryStore(redis)
         self._clock = clock
         self._monotonic = monotonic
         self._l1 = L1(limits.l1_entries_max, limits.l1_bytes_max)
+        self._purges = Purges(self._store, self._l1, clock, monotonic)
         self._touches: dict[Partition, dict[bytes, float]] = {}
         self._touches_count = 0
         self._touched_at = 0.0
-        self._heard_at: float | None = None
 
     @property
     def l1_bytes(self) -> int:
@@ -166,7 +146,7 @@ class ExactCache:
 
     def peek(self, fp: Fingerprint, max_age_s: float | None = None) -> Entry | None:
         """The entry if this process holds it: no round trip."""
-        entry = self._l1.get(fp.partition, fp.exact) if self._is_l1_on() else None
+        entry = self._l1.get(fp.partition, fp.exact) if self.is_l1_on else None
         if entry is None or self._unfit(entry, fp, max_age_s) is not None:
             return None
         self._touch(entry)
@@ -200,7 +180,7 @@ class ExactCache:
     async def get(self, fp: Fingerprint, exact: bytes, max_age_s: float | None = None) -> Lookup:
         """The entry that a semantic hit for `fp` points at: same partition, same compat. One that is gone is reported to the
         semantic indexes, so that a stale pointer heals at its first use."""
-        entry = self._l1.get(fp.partition, exact) if self._is_l1_on() else None
+        entry = self._l1.get(fp.partition, exact) if self.is_l1_on else None
         if entry is not None and self._unfit(entry, fp, max_age_s) is None:
             self._touch(entry)
             return Lookup(entry, None)
@@ -226,7 +206,7 @@ class ExactCache:
         miss = self._unfit(entry, fp, max_age_s)
         if miss is not None:
             return None, miss
-        if self._is_l1_on() and heard == self._l1.purges:  # no purge came between the question and the answer
+        if self.is_l1_on and heard == self._l1.purges:  # no purge came between the question and the answer
             self._l1.put(entry)
         self._touch(entry)
         return entry, None
@@ -245,7 +225,7 @@ class ExactCache:
 
     def keep(self, entry: Entry) -> None:
         """Put an entry into this process' L1 at once, before Redis has it."""
-        if self._is_l1_on() and entry.expires_at > self._clock():
+        if self.is_l1_on and entry.expires_at > self._clock():
             self._l1.put(entry)
 
     async def store(self, entry: Entry, warm: str | None = None, chain: Sequence[bytes] = ()) -> StoreResult:
@@ -303,21 +283,10 @@ class ExactCache:
                         removed, freed = await self._store.drop(partition, [one.exact for one in batch])
                         count, size = count + removed, size + freed
             if not is_dry_run:
-                self._purge_l1(purge)
-                await self._announce(purge)
+                await self._purges.announce(purge)
         except REDIS_FAILURES as error:
             raise unavailable(error) from error
         return PurgeResult(count, size, tuple(samples), is_dry_run)
-
-    async def _announce(self, purge: Purge) -> None:
-        """Return once no L1 can serve what was purged: each that listens has said so, or has missed its heartbeats by now."""
-        receipt = uuid.uuid4().bytes
-        listening = await self._store.announce_purge(purge, receipt)
-        deadline = self._monotonic() + _HEARTBEAT_MISSED_S
-        while self._monotonic() < deadline:
-            if await self._store.signatures(receipt) >= listening:
-                return
-            await asyncio.sleep(_SIGNED_POLL_S)
 
     async def _matching(self, purge: Purge, partition: Partition) -> AsyncIterator[list[Stored]]:
         now = self._clock()
@@ -342,64 +311,14 @@ class ExactCache:
             raise unavailable(error) from error
         return CacheStats(tuple(one for one in sizes if one.entries), len(self._l1), self._l1.size_bytes)
 
-    # --- keeping the L1 honest
-
     async def follow_purges(self, subscribe: Subscribe) -> None:
         """Obey every process' purges until cancelled. The L1 is off until this runs and hears itself, and whenever it does not."""
-        while True:
-            try:
-                async with subscribe(PURGE_CHANNEL) as subscription:
-                    await self._follow(subscription)
-            except REDIS_FAILURES:
-                pass  # the L1 is off meanwhile, and lookups say what Redis says
-            finally:
-                self._silence()
-            await asyncio.sleep(_RESUBSCRIBE_S)
+        await self._purges.follow(subscribe)
 
-    async def _follow(self, subscription: Subscription) -> None:
-        name = uuid.uuid4().bytes
-        heart = asyncio.create_task(self._beat(name))
-        try:
-            async for message in subscription.listen():
-                if message["type"] == "message":
-                    await self._hear(message["data"], name)
-        finally:
-            heart.cancel()
-
-    async def _hear(self, data: bytes, name: bytes) -> None:
-        try:
-            announced = _ANNOUNCED.decode(data)
-        except msgspec.DecodeError:
-            announced = Announced(Purge())  # of another version: it must have meant something
-        if announced.purge is not None:
-            self._purge_l1(announced.purge)
-            if announced.receipt:
-                with contextlib.suppress(*REDIS_FAILURES):  # who waits for it gives up after a while
-                    await self._store.sign(announced.receipt)
-        elif announced.receipt == name:
-            self._heard_at = self._monotonic()
-
-    async def _beat(self, name: bytes) -> None:
-        beat = msgspec.msgpack.encode(Announced(None, name))
-        while True:
-            with contextlib.suppress(*REDIS_FAILURES):  # not hearing it is what tells
-                await self._redis.execute_command("PUBLISH", PURGE_CHANNEL, beat)
-            await asyncio.sleep(_HEARTBEAT_S if self._is_l1_on() else _HEARTBEAT_S / 10)
-
-    def _is_l1_on(self) -> bool:
-        if self._heard_at is None:
-            return False
-        if self._monotonic() - self._heard_at <= _HEARTBEAT_MISSED_S:
-            return True
-        self._silence()
-        return False
-
-    def _silence(self) -> None:
-        self._heard_at = None
-        self._l1.clear()
-
-    def _purge_l1(self, purge: Purge) -> None:
-        self._l1.purge(purge, self._clock())
+    @property
+    def is_l1_on(self) -> bool:
+        """Whether this process may hold entries: a purge would reach it."""
+        return self._purges.is_on
 
     # --- last use
 

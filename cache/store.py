@@ -332,6 +332,10 @@ class EntryStore:
         )
         return heard
 
+    async def beat(self, name: bytes) -> None:
+        """A heartbeat on the purge channel, for whoever knows its name."""
+        await self._redis.execute_command("PUBLISH", PURGE_CHANNEL, _ENCODER.encode(Announced(None, name)))
+
     async def sign(self, receipt: bytes) -> None:
         key = _receipt_key(receipt)
         await asyncio.gather(

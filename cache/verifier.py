@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cache.lexical import LIGHT_WORDS, Reading, is_inverted, is_negated, read
+from cache.lexical import Reading, is_inverted, is_negated, read
 from cache.messages import MissReason, Query
+from cache.words import LIGHT_WORDS
 
 
 @dataclass(frozen=True, slots=True)

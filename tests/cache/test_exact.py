@@ -59,7 +59,7 @@ async def following(cache: ExactCache, url: str) -> AsyncIterator[ExactCache]:
     """The cache with its L1 on: it follows purges and has heard itself."""
     task = asyncio.create_task(cache.follow_purges(subscribing(url)))
     try:
-        await until(lambda: cache._is_l1_on())
+        await until(lambda: cache.is_l1_on)
         yield cache
     finally:
         task.cancel()
@@ -320,7 +320,7 @@ async def test_the_l1_goes_off_when_redis_does_and_comes_back() -> None:
             server.kill()
             await until(lambda: exact.peek(fp) is None)
             server.start()
-            await until(exact._is_l1_on)
+            await until(lambda: exact.is_l1_on)
             assert exact.peek(fp) is None
             exact.keep(entry_for(fp, Clock().now))
             server.pause()
@@ -328,7 +328,7 @@ async def test_the_l1_goes_off_when_redis_does_and_comes_back() -> None:
             ticks.now += 6
             assert exact.peek(fp) is None
             server.resume()
-            await until(exact._is_l1_on)
+            await until(lambda: exact.is_l1_on)
         await client.aclose()
 
 

@@ -1,0 +1,116 @@
+"""What keeps every process' L1 honest: nothing is served from one that a purge would not reach.
+
+Each process listens on one Redis channel and speaks on it itself: it trusts its L1 only while it hears its own heartbeats. A purge is
+announced there, every listener obeys and signs, and the purge returns when all have signed, or when those that did not must have
+missed their heartbeats. Invariant: once a purge has returned, no process serves what it removed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
+
+import msgspec
+
+from cache.entry import Purge
+from cache.l1 import L1
+from cache.store import PURGE_CHANNEL, REDIS_FAILURES, Announced, EntryStore
+
+_HEARTBEAT_S = 2.0
+_HEARTBEAT_MISSED_S = 5.0
+_RESUBSCRIBE_S = 0.5
+_SIGNED_POLL_S = 0.002
+_ANNOUNCED = msgspec.msgpack.Decoder(Announced)
+
+
+class Subscription(Protocol):
+    """The part of redis-py's PubSub that is used: messages are dicts with `type` and `data`."""
+
+    def listen(self) -> AsyncIterator[dict[str, Any]]: ...
+
+
+Subscribe = Callable[[str], AbstractAsyncContextManager[Subscription]]
+
+
+class Purges:
+    """The purges of all processes, as one of them hears and announces them. `monotonic` gives seconds that never jump."""
+
+    def __init__(self, store: EntryStore, l1: L1, clock: Callable[[], float], monotonic: Callable[[], float]) -> None:
+        self._store = store
+        self._l1 = l1
+        self._clock = clock
+        self._monotonic = monotonic
+        self._heard_at: float | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the L1 may be used; it is emptied the moment it may not."""
+        if self._heard_at is None:
+            return False
+        if self._monotonic() - self._heard_at <= _HEARTBEAT_MISSED_S:
+            return True
+        self._silence()
+        return False
+
+    async def announce(self, purge: Purge) -> None:
+        """Return once no L1 can serve what was purged from Redis before. Raises redis.exceptions.RedisError."""
+        self._obey(purge)
+        receipt = uuid.uuid4().bytes
+        listening = await self._store.announce_purge(purge, receipt)
+        deadline = self._monotonic() + _HEARTBEAT_MISSED_S
+        while self._monotonic() < deadline:
+            if await self._store.signatures(receipt) >= listening:
+                return
+            await asyncio.sleep(_SIGNED_POLL_S)
+
+    async def follow(self, subscribe: Subscribe) -> None:
+        """Listen and obey until cancelled."""
+        while True:
+            try:
+                async with subscribe(PURGE_CHANNEL) as subscription:
+                    await self._listen(subscription)
+            except REDIS_FAILURES:
+                pass  # the L1 is off meanwhile, and lookups say what Redis says
+            finally:
+                self._silence()
+            await asyncio.sleep(_RESUBSCRIBE_S)
+
+    async def _listen(self, subscription: Subscription) -> None:
+        name = uuid.uuid4().bytes
+        heart = asyncio.create_task(self._beat(name))
+        try:
+            async for message in subscription.listen():
+                if message["type"] == "message":
+                    await self._hear(message["data"], name)
+        finally:
+            heart.cancel()
+
+    async def _hear(self, data: bytes, name: bytes) -> None:
+        try:
+            announced = _ANNOUNCED.decode(data)
+        except msgspec.DecodeError:
+            announced = Announced(Purge())  # of another version: it must have meant something
+        if announced.purge is not None:
+            self._obey(announced.purge)
+            if announced.receipt:
+                with contextlib.suppress(*REDIS_FAILURES):  # who waits for it gives up after a while
+                    await self._store.sign(announced.receipt)
+        elif announced.receipt == name:
+            self._heard_at = self._monotonic()
+
+    async def _beat(self, name: bytes) -> None:
+        while True:
+            with contextlib.suppress(*REDIS_FAILURES):  # not hearing it is what tells
+                await self._store.beat(name)
+            await asyncio.sleep(_HEARTBEAT_S if self.is_on else _HEARTBEAT_S / 10)
+
+    def _obey(self, purge: Purge) -> None:
+        self._l1.purge(purge, self._clock())
+
+    def _silence(self) -> None:
+        self._heard_at = None
+        self._l1.clear()

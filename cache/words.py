@@ -1,0 +1,143 @@
+"""English, by tables: function words, antonyms, numbers, units, and the words that say how an answer should be. Data only, and the
+light stemmer that all of them went through."""
+
+from __future__ import annotations
+
+import re
+
+
+def stem(word: str) -> str:
+    """A light stemmer: plural, possessive, -ing, -ed, -ly. (The plural rules are Harman's S stemmer, 1991.)"""
+    if len(word) <= 3 or not word.isalpha():
+        return word
+    if word.endswith("ies") and word[-4] not in "ae":
+        word = word[:-3] + "y"
+    elif (word.endswith("es") and word[-3] not in "aeo") or (word.endswith("s") and word[-2] not in "us"):
+        word = word[:-1]
+    for suffix in ("ing", "ed", "ly"):
+        if word.endswith(suffix) and len(word) - len(suffix) >= 3 and word not in _WHOLE:
+            word = word[: -len(suffix)]
+            if len(word) > 3 and word[-1] == word[-2] and word[-1] not in "lse":
+                word = word[:-1]
+            break
+    return word[:-1] if len(word) > 3 and word.endswith("e") else word
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+def _stems(text: str) -> frozenset[str]:
+    return frozenset(stem(word) for word in text.split())
+
+
+_WHOLE = _words(
+    """
+    nothing something anything everything during morning evening king ring spring string thing bring family reply apply supply
+    only early daily monthly weekly hardly barely need speed feed seed italy july hundred
+    """
+)
+CONTRACTIONS = {
+    "can't": "can not",
+    "cannot": "can not",
+    "won't": "will not",
+    "shan't": "shall not",
+    "ain't": "is not",
+    "let's": "let us",
+    "i'm": "i am",
+    "what's": "what is",
+    "it's": "it is",
+}
+NEGATIONS = _stems(
+    "not no never without neither nor none nobody nothing nowhere except unless hardly barely avoid lack"
+)
+REVERSING = frozenset(("un", "dis", "in", "im", "ir", "il", "non", "de", "mis", "anti"))
+_PAIRS = """
+on off|enable disable|activate deactivate|increase decrease|raise lower|add remove|add subtract|buy sell|start stop|start end
+begin end|open close|up down|before after|more less|more fewer|most least|maximum minimum|max min|best worst|better worse
+cheap expensive|hot cold|warm cold|left right|import export|encrypt decrypt|encode decode|lock unlock|install uninstall
+allow deny|allow block|allow forbid|allow ban|accept reject|accept decline|approve reject|first last|highest lowest|high low
+largest smallest|large small|big small|biggest smallest|long short|longest shortest|fast slow|fastest slowest|upgrade downgrade
+upload download|push pull|win lose|love hate|like dislike|like hate|true false|positive negative|include exclude|with without
+ascend descend|ascending descending|inside outside|above below|over under|oldest newest|old new|old young|oldest youngest
+early late|arrive depart|arrival departure|send receive|borrow lend|give take|pass fail|public private|mute unmute|pause resume
+create delete|insert delete|join leave|login logout|connect disconnect|attach detach|compress decompress|pro con
+advantage disadvantage|benefit drawback|benefit risk|cause effect|deposit withdraw|gain lose|profit loss|hire fire|rise fall
+success failure|valid invalid|safe dangerous|safe unsafe|legal illegal|possible impossible|visible hidden|show hide|same different
+male female|man woman|men women|boy girl|husband wife|mother father|brother sister|north south|east west|day night
+input output|read write|serialize deserialize|subscribe unsubscribe|follow unfollow|mount unmount|parent child|buyer seller
+brighter dimmer|bright dim|louder quieter|loud quiet|internal external|employer employee
+"""
+POLES: dict[str, list[tuple[int, int]]] = {}
+for _index, _pair in enumerate(re.split(r"[|\n]", _PAIRS.strip())):
+    for _side, _word in enumerate(_pair.split()):
+        POLES.setdefault(stem(_word), []).append((_index, _side))
+
+FUNCTION_WORDS = _stems(
+    """
+    a an the this that these those there here it its i me we us you he she they them him his her their our my your mine yours
+    is are was were be been being am do does did done doing have has had having can could will would shall should may might must
+    of in on at to for from by with about as into onto than then and or but if so because while what which who whom whose when
+    where why how please tell show give let get got want need like know say explain describe find help make just also really very
+    much many some any would could s t d ll re ve m
+    """
+)
+LIGHT_WORDS = _stems("city place thing way method kind type sort name person people process step steps")
+"""Words that say what kind of answer is meant and may be left out: "which city is the capital" asks for the capital."""
+
+PREPOSITIONS = {
+    "from": "from", "out": "from", "to": "to", "into": "to", "onto": "to", "than": "than", "before": "before", "after": "after",
+    "over": "over", "under": "under", "by": "by", "against": "against", "minus": "minus", "divided": "divided", "per": "per",
+}  # fmt: skip
+AMOUNTS = _stems("many much long far old often big tall high deep wide heavy fast late soon")
+ASKING_WHETHER = _stems("is are was were am do does did has have had")
+PERSONS = frozenset(("me", "you"))
+FORMS = _stems(
+    """
+    json yaml xml csv html markdown latex table list bullet bullets numbered prose poem haiku essay email code regex sql python
+    java javascript typescript rust golang kotlin swift ruby php bash powershell c++ c#
+    english french spanish german italian portuguese russian chinese mandarin japanese korean arabic hindi dutch polish turkish
+    greek latin swedish norwegian danish finnish hebrew vietnamese thai czech ukrainian
+    brief briefly short shorter long longer concise detailed detail depth summary summarize summarise tldr step sentence sentences
+    paragraph paragraphs word words formal informal casual polite child kid beginner expert layman five-year-old example examples
+    """
+)
+SCOPES = _stems(
+    "all every each any some few several most least only except both either half whole entire total average always"
+)
+OWNERS = _stems(
+    "my mine our ours your yours his her hers their theirs wife husband mother father brother sister son daughter boss"
+)
+TIMES = _stems(
+    """
+    today tonight tomorrow yesterday now currently current latest recent recently newest upcoming nowadays
+    """
+)
+BEFORE_PRONOUN_ONE = _words("which this that the any no every some another each only good best right other")
+_UP_TO_NINETEEN = """
+    zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen
+"""
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+SMALL = {stem(word): value for value, word in enumerate(_UP_TO_NINETEEN.split())}
+SMALL |= {stem(word): 10 * value for value, word in enumerate(_TENS.split(), 2)}
+ONE, HUNDRED = stem("one"), stem("hundred")
+LARGE = {stem("thousand"): 10**3, stem("million"): 10**6, stem("billion"): 10**9, stem("trillion"): 10**12}
+OTHER_NUMBERS = {
+    stem(word): value
+    for word, value in (
+        ("half", "1/2"), ("quarter", "1/4"), ("dozen", "12"), ("once", "1x"), ("twice", "2x"), ("double", "2x"), ("triple", "3x"),
+        ("second", "2"), ("third", "3"), ("fourth", "4"), ("fifth", "5"), ("sixth", "6"), ("seventh", "7"), ("eighth", "8"),
+        ("ninth", "9"), ("tenth", "10"), ("hundred", "100"), ("thousand", "1000"), ("million", "1000000"),
+    )
+}  # fmt: skip
+UNITS = {
+    stem(word): names.split()[0]
+    for names in (
+        "km kilometer kilometre", "mi mile", "m meter metre", "cm centimeter centimetre", "mm millimeter millimetre", "ft foot feet",
+        "inch inches", "yd yard", "kg kilogram kilo", "g gram", "mg milligram", "lb lbs pound", "oz ounce", "l liter litre",
+        "ml milliliter millilitre", "gal gallon", "% percent percentage", "$ dollar usd", "€ euro eur", "£ gbp quid", "¥ yen",
+        "s sec second seconds", "min minute mins", "h hour hr hrs", "day", "week", "month", "year", "am", "pm", "c celsius",
+        "f fahrenheit", "kb kilobyte", "mb megabyte", "gb gigabyte", "tb terabyte", "mph", "kph", "people", "time",
+    )
+    for word in names.split()
+}  # fmt: skip
