@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from bench.lab.native import Load, LoadResult, Percentiles, Stub, run_load
-from bench.lab.processes import BenchError, Cost, Meter
+from bench.lab.processes import BenchError, Cost, Meter, machine_cpu_s
 from bench.lab.scenarios import Bodies, Scenario, Traffic, write_bodies
 from bench.lab.systems import Running, Target
 
@@ -56,6 +56,7 @@ class Row(msgspec.Struct):
     client_cores: float = 0.0  # busy cores of the load tool, of the upstream and of the system
     upstream_cores: float = 0.0
     system_cores: float = 0.0
+    other_cores: float = 0.0  # of everything else on the machine: what spoils requests/s and latencies
     version: str = ""
 
 
@@ -78,6 +79,7 @@ class Sample:
     cost: Cost
     upstream_requests: int
     upstream_cpu_s: float
+    other_cores: float
 
 
 def measure(
@@ -145,12 +147,12 @@ def _sample(
     if bodies.first is not None:
         _prime(load, bodies)
     meter = Meter(running.roots, running.role_of)
-    before = stub.stats()
+    before, started_s, machine_s = stub.stats(), time.monotonic(), machine_cpu_s()
 
     def start() -> None:
-        nonlocal before
+        nonlocal before, started_s, machine_s
         time.sleep(_SETTLE_S)
-        before = stub.stats()
+        before, started_s, machine_s = stub.stats(), time.monotonic(), machine_cpu_s()
         meter.reset()
         if plan.profile is not None:
             plan.profile(meter, load.duration_s)
@@ -158,7 +160,10 @@ def _sample(
     result = run_load(load, start)
     time.sleep(_SETTLE_S)
     cost, after = meter.read(), stub.stats()
-    return Sample(result, cost, after.requests - before.requests, after.cpu_s - before.cpu_s)
+    upstream_s = after.cpu_s - before.cpu_s
+    other_s = machine_cpu_s() - machine_s - sum(cost.cpu_s.values()) - result.client_cpu_s - upstream_s
+    other_cores = max(0.0, other_s / (time.monotonic() - started_s))
+    return Sample(result, cost, after.requests - before.requests, upstream_s, other_cores)
 
 
 def _prime(load: Load, bodies: Bodies) -> None:
@@ -236,5 +241,6 @@ def _row(
         system_cores=round(
             median(lambda s: sum(s.cost.cpu_s.values()) / s.load.elapsed_s if s.load.elapsed_s else 0.0), 3
         ),
+        other_cores=round(median(lambda s: s.other_cores), 3),
         version=running.version,
     )

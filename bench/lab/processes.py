@@ -116,6 +116,12 @@ def descendants(root: int) -> tuple[int, ...]:
     return tuple(found)
 
 
+def machine_cpu_s() -> float:
+    """CPU seconds that this machine has spent on anything, or that its host took from it, since it started."""
+    user, nice, system, _, _, irq, soft_irq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + soft_irq + steal) * _TICK_S
+
+
 def _stat(pid: int) -> tuple[float, int]:
     """CPU seconds of all the process's threads, ended ones included, and its parent."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -47,13 +47,12 @@ _TASKS = (
     "grow tomatoes indoors", "clean a cast iron pan", "remove a coffee stain", "write a cover letter", "start a podcast",
 )  # fmt: skip
 _ASKED = "How do I {}?"
-_PARAPHRASES = (
-    "How can I {}?", "How would I {}?", "how do i {}", "How do I {}, please?", "Please, how do I {}?", "How should I {}?",
-    "So how do I {}?", "How do I {}? Thanks!", "Hi, how do I {}?", "Hello! How do I {}?", "Tell me: how do I {}?",
-    "Quick question: how do I {}?", "How might I {}?", "How could I {}?", "What do I do to {}?", "What is the way to {}?",
+_FORMS = (
+    "how can I {}?", "how would I {}?", "how should I {}?", "how could I {}?", "how might I {}?", "how do I {}, please?",
+    "how may I {}?", "how exactly do I {}?", "what is the way to {}?", "how do you {}?", "how can you {}?",
 )  # fmt: skip
-_OPENINGS = ("", "Hey, ", "Hello, ", "Dear team, ", "Good morning, ", "Good evening, ", "Hi there, ", "Excuse me, ")
-_CLOSINGS = ("", " Thanks.", " Thank you!", " Many thanks.", " Cheers.", " Please help.")
+_OPENINGS = ("", "so ", "well, ", "please, ", "please tell me, ", "tell me: ", "excuse me, ", "hello, ", "okay, ")
+_CLOSINGS = ("", " Thanks.", " Thank you!", " Many thanks.", " Please help.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +134,9 @@ def _filled(start: str, size: int) -> str:
 
 def _paraphrases(salt: str) -> list[str]:
     """Distinct texts, in an order that `salt` shuffles: two repetitions ask them in different orders."""
-    combined = itertools.product(_OPENINGS, _PARAPHRASES, _CLOSINGS, _TASKS)
+    combined = itertools.product(_OPENINGS, _FORMS, _CLOSINGS, _TASKS)
     texts = [f"{opening}{form.format(task)}{closing}" for opening, form, closing, task in combined]
+    texts = [text[0].upper() + text[1:] for text in texts]
     random.Random(salt).shuffle(texts)
     return texts
 
