@@ -240,9 +240,12 @@ class _Demo:
 
     async def _stats(self) -> None:
         _step("What the admin sees")
-        stats = await self._seen(
-            "/stats", lambda found: found["total"]["by_kind"].get("coalesced", 0) >= 3, window="1h"
-        )
+        wanted = {"exact": 2, "semantic": 1, "coalesced": 3, "refused": 1}
+
+        def is_there(found: Any) -> bool:
+            return all(found["total"]["by_kind"].get(kind, 0) >= count for kind, count in wanted.items())
+
+        stats = await self._seen("/stats", is_there, window="1h")
         kinds = stats["total"]["by_kind"]
         total = stats["total"]
         _say(f"{total['requests']} requests: " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())))
