@@ -174,6 +174,7 @@ def _flatten(_logger: Any, level: str, event: EventDict) -> EventDict:
         "route": record.route,
     }
     fields.update(msgspec.to_builtins(record))
+    del fields["at_s"]  # it is the timestamp
     if record.rejected:
         fields["rejected"] = [f"{rejection.name}: {rejection.reason}" for rejection in record.rejected]
     if record.attempts:
@@ -183,6 +184,8 @@ def _flatten(_logger: Any, level: str, event: EventDict) -> EventDict:
     fields["duration_ms"] = round(record.duration_ms, 3)
     if record.ttft_ms is not None:
         fields["ttft_ms"] = round(record.ttft_ms, 3)
+    if record.saved_ms:
+        fields["saved_ms"] = round(record.saved_ms, 3)
     return fields
 
 

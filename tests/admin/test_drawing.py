@@ -124,8 +124,9 @@ def test_lines_have_gaps_where_nothing_was_measured() -> None:
     """Unknown values are no zeros: the line stops and starts again, and a lone value is a dot."""
     series = [Series("hits", "hits", (1.0, 10.0, None, 100.0), (2.0, 20.0, None, None))]
     svg = svg_of(log_lines(series, list("abcd"), Axis(fmt.ms), "chart", list("abcd")))
-    lines = [path.attrib["d"] for path in svg.iter("path") if path.attrib["class"] == "line hits"]
-    assert lines == ["M5 100L15 50", "M35 0L35 0"]
+    drawn = {path.attrib["class"]: path.attrib["d"] for path in svg.iter("path")}
+    assert drawn["line hits"] == "M5 100L15 50"
+    assert drawn["dot hits"] == "M35 0L35 0"
 
 
 def test_charts_escape_their_words() -> None:

@@ -149,7 +149,7 @@ async def test_the_overview_says_what_was_saved_and_what_is_wrong(world: World, 
     world.parts.append(Part("cache worker", Health.DOWN, "the worker is away"))
     text = re.sub(r"<[^>]+>", "", (await browser.get("/admin?window=1h")).text)
     assert "75% of answers in the last hour came from the cache." in text
-    assert "That saved $0.00036 of $0.00048" in text
+    assert "That saved $0.00036 of $0.00048 and 894 ms of waiting." in text
     assert "cache worker is down: the worker is away" in text
     assert "Everything works." not in text
 
