@@ -93,6 +93,15 @@ def test_nothing_crosses_a_partition_or_a_compat(
             assert answer.decision == Miss(MissReason.EMPTY)
 
 
+def test_an_equal_compat_does_not_join_two_partitions(clock: Clock) -> None:
+    """Both are compared, though a compat of this software never repeats across partitions."""
+    cache = SemanticCache(FakeEmbedder(is_constant=True), Yes(), clock)
+    compat = bytes(16)
+    cache.fold([Added(ACME, b"a" * 16, compat, "text", clock.now, clock.now + 60)])
+    assert one(cache, Query(OTHER, compat, "text")) == Miss(MissReason.EMPTY)
+    assert isinstance(one(cache, Query(ACME, compat, "text")), Hit)
+
+
 steps = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.integers(0, 9), st.integers(1, 50)),
