@@ -1,8 +1,8 @@
 """One gateway worker: the application, its parts, and the loops that keep them honest.
 
 `create_app(settings)` opens nothing; the lifespan opens the parts in order and closes them in the reverse order. Knows how the
-parts fit together and nothing of what they do. Invariant: no part that is away at the start keeps the port from answering
-`/healthz`.
+parts fit together and nothing of what they do. Invariant: Redis, the cache worker and deployments may be away at the start; only
+without its database a worker can't tell who is calling, and does not start.
 """
 
 import asyncio

@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from gateway.settings import Settings, SettingsError, load_settings
+from gateway.settings import Settings, SettingsError, deployment_name, load_settings
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -86,8 +86,23 @@ def _check_config(arguments: argparse.Namespace) -> int:
         print(f"sameway: {where}: the environment variable {variable} is not set", file=sys.stderr)
     if missing:
         return 2
+    for name in _without_price(settings):
+        print(
+            f"sameway: note: no price is known for {name}: it counts as free, and no budget holds it", file=sys.stderr
+        )
     print(f"The configuration is good: {len(settings.models)} models, {len(settings.engines)} local engines.")
     return 0
+
+
+def _without_price(settings: Settings) -> list[str]:
+    from gateway.backends import describe
+
+    return [
+        deployment_name(alias, deployment)
+        for alias, model in settings.models.items()
+        for deployment in model.deployments
+        if not describe(deployment).is_price_known
+    ]
 
 
 def _demo(_: argparse.Namespace) -> int:

@@ -9,6 +9,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import structlog
+
 import policies
 from gateway.backends import build_backend, describe
 from gateway.backends.base import (
@@ -22,6 +24,8 @@ from gateway.settings import DeploymentSettings, ModelSettings, Settings, deploy
 from gateway.storing import Generated
 from gateway.turn import Ask
 from policies import Breaker, Candidate, Demand, Estimate, Price, Route, RoutingPolicy
+
+_log = structlog.get_logger(__name__)
 
 _OUTPUT_TOKENS_EXPECTED = 256
 _OUTPUT_TOKENS_MAX = 4096
@@ -189,6 +193,8 @@ def build_fleet(settings: Settings, clock: Callable[[], float]) -> Fleet:
 
 def _build(alias: str, deployment: DeploymentSettings, settings: Settings, clock: Callable[[], float]) -> Deployment:
     facts = describe(deployment)
+    if not facts.is_price_known:
+        _log.warning("price_unknown", deployment=deployment_name(alias, deployment), consequence="counted as free")
     return Deployment(
         name=deployment_name(alias, deployment),
         model=deployment.model or settings.engines[deployment.engine or ""].model,

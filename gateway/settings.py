@@ -8,13 +8,14 @@ opens or creates anything.
 import difflib
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 DEFAULT_ALIAS = "smollm2-135m-instruct"
 DEFAULT_EMBEDDER_ALIAS = "all-minilm-l6-v2"
@@ -78,6 +79,8 @@ class DeploymentSettings(_Section):
             raise ValueError("a local deployment needs `engine`")
         if self.backend == "openai" and not (self.base_url and self.model):
             raise ValueError("an openai deployment needs `base_url` and `model`")
+        if self.base_url is not None and not re.match(r"https?://[^/\s]+", self.base_url):
+            raise ValueError(f"base_url: found {self.base_url!r}, expected http://... or https://...")
         if self.backend == "litellm" and not self.model:
             raise ValueError("a litellm deployment needs `model`")
         return self
@@ -185,6 +188,17 @@ class Settings(_Section):
         DEFAULT_EMBEDDER_ALIAS, description="the name under which /v1/embeddings serves the embedder"
     )
 
+    @field_validator("redis_url", "database_url")
+    @classmethod
+    def _is_a_known_url(cls, url: str | None, info: ValidationInfo) -> str | None:
+        known = _URLS[info.field_name or ""]
+        if url is not None and not url.startswith(known):
+            # the value may hold a password: only its scheme is shown
+            raise ValueError(
+                f"found {url.partition('://')[0]!r}, expected a URL that begins with one of {', '.join(known)}"
+            )
+        return url
+
     @model_validator(mode="after")
     def _names_resolve(self) -> "Settings":
         seen: set[str] = set()
@@ -249,6 +263,19 @@ def deployment_name(alias: str, deployment: DeploymentSettings) -> str:
     """The name a deployment goes by in routes, logs and metrics; unique over all aliases."""
     return deployment.name or f"{alias}@{deployment.engine or deployment.base_url or deployment.backend}"
 
+
+_URLS = {
+    "redis_url": (
+        "redis://",
+        "rediss://",
+        "unix://",
+        "redis+sentinel://",
+        "rediss+sentinel://",
+        "redis+cluster://",
+        "rediss+cluster://",
+    ),
+    "database_url": ("sqlite://", "sqlite+aiosqlite://", "postgresql://", "postgresql+asyncpg://", "postgres://"),
+}
 
 # Only these may come from the environment alone: they are secrets and have no place in a file that is committed.
 _SECRETS = ("admin_key", "api_key", "secret")

@@ -1,0 +1,113 @@
+"""The embedded default as a user gets it: no configuration, a real model, its process killed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from tests.gateway import API_KEY, Gateway, run_gateway, wait_for
+
+MODEL = "smollm2-135m-instruct"
+FRANCE: Any = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """The embedded default, ready."""
+    with run_gateway(tmp_path_factory.mktemp("local"), {}) as gateway:
+        gateway.wait_ready(120)
+        yield gateway
+
+
+@pytest.fixture(scope="module")
+def client(local: Gateway) -> Iterator[OpenAI]:
+    with OpenAI(base_url=local.base_url, api_key=API_KEY, max_retries=0, timeout=60) as made:
+        yield made
+
+
+def test_the_capital_of_france(client: OpenAI) -> None:
+    """Greedy, the default model answers with Paris, streamed; whole and by meaning it is the same answer from the cache."""
+    stream = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert "Paris" in text
+    raw = client.chat.completions.with_raw_response.create(model=MODEL, messages=FRANCE, temperature=0)
+    assert raw.headers["x-sameway-cache"] == "exact"
+    again = raw.parse()
+    assert again.choices[0].message.content == text
+    assert again.choices[0].finish_reason == "stop"
+    assert again.usage is not None
+    assert again.usage.prompt_tokens > 5
+
+
+def test_what_the_engine_can_do(client: OpenAI) -> None:
+    """n, logprobs, stop, seed and max_tokens reach the engine; tools are refused with a reason."""
+    asked: Any = [{"role": "user", "content": "Count from one to ten."}]
+    made = client.chat.completions.create(
+        model=MODEL, messages=asked, n=2, seed=7, max_tokens=12, logprobs=True, top_logprobs=2
+    )
+    assert [choice.finish_reason for choice in made.choices] == ["length", "length"]
+    assert made.usage is not None
+    assert made.usage.completion_tokens == 24
+    assert made.choices[0].logprobs is not None
+    assert made.choices[0].logprobs.content is not None
+    assert all(len(token.top_logprobs) == 2 for token in made.choices[0].logprobs.content)
+    stopped = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0, stop=["Paris"])
+    assert "Paris" not in (stopped.choices[0].message.content or "")
+    assert stopped.choices[0].finish_reason == "stop"
+    tools: Any = [{"type": "function", "function": {"name": "f"}}]
+    headers = {"authorization": f"Bearer {API_KEY}"}
+    body = {"model": MODEL, "messages": FRANCE, "tools": tools}
+    refused = httpx.post(f"{client.base_url}chat/completions", json=body, headers=headers)
+    assert refused.status_code == 400
+    assert "tools" in refused.json()["error"]["message"]
+
+
+def test_a_prompt_that_does_not_fit(local: Gateway) -> None:
+    """A prompt longer than the model's context is refused as the client's fault."""
+    reply = local.chat("word " * 20_000, model=MODEL)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_client_that_leaves_frees_the_engine(local: Gateway) -> None:
+    """The only reader leaves in the middle of a long answer: the engine stops working on it."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Tell me a very long story."}], "stream": True}
+    headers = {"authorization": f"Bearer {API_KEY}"}
+    with httpx.stream("POST", f"{local.base_url}/chat/completions", json=body, headers=headers, timeout=60) as reply:
+        next(reply.iter_bytes())
+
+    def running() -> Any:
+        return local.admin("GET", "/deployments")["deployments"][0]["running"]
+
+    wait_for(lambda: running() == 0, 10)
+
+
+def test_the_engine_is_killed(local: Gateway) -> None:
+    """Killed in the middle of answers: they end in an honest error, cached answers are still served, and it comes back."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Tell me another long story."}], "stream": True}
+    headers = {"authorization": f"Bearer {API_KEY}"}
+    with httpx.stream("POST", f"{local.base_url}/chat/completions", json=body, headers=headers, timeout=60) as reply:
+        pieces = reply.iter_text()
+        text = next(pieces)
+        dead = local.children("local_engine.worker")
+        assert len(dead) == 1
+        dead[0].kill()
+        text += "".join(pieces)
+    assert "[DONE]" not in text
+    assert '"error"' in text
+    assert local.chat(FRANCE[0]["content"], model=MODEL, temperature=0).headers["x-sameway-cache"] == "exact"
+    waiting = local.chat("Is anybody there?", model=MODEL, max_tokens=5)
+    assert waiting.status_code in (200, 503)
+
+    def answers() -> bool:
+        return local.chat(f"Are you back? {time.time()}", model=MODEL, max_tokens=5).status_code == 200
+
+    wait_for(answers, 60, local.why_not_ready)
+    pids = {process.pid for process in local.children("local_engine.worker")}
+    assert pids
+    assert dead[0].pid not in pids
