@@ -18,7 +18,8 @@ from bench.lab.processes import BenchError, Cost, Meter, machine_cpu_s
 from bench.lab.scenarios import Bodies, Scenario, Traffic, write_bodies
 from bench.lab.systems import Running, Target
 
-_SETTLE_S = 0.4  # what a system still writes after its last answer is part of its cost
+_SETTLE_S = 0.4  # what a system still does after its last answer is part of its cost, and not of the next measurement's
+_SETTLE_MAX_S = 10.0
 _EVENTS_MIN = 64
 
 
@@ -79,6 +80,7 @@ class Sample:
     cost: Cost
     upstream_requests: int
     upstream_cpu_s: float
+    window_s: float  # over which the costs were read
     other_cores: float
 
 
@@ -151,19 +153,19 @@ def _sample(
 
     def start() -> None:
         nonlocal before, started_s, machine_s
-        time.sleep(_SETTLE_S)
+        meter.wait_idle(_SETTLE_S, _SETTLE_MAX_S)
         before, started_s, machine_s = stub.stats(), time.monotonic(), machine_cpu_s()
         meter.reset()
         if plan.profile is not None:
             plan.profile(meter, load.duration_s)
 
     result = run_load(load, start)
-    time.sleep(_SETTLE_S)
+    meter.wait_idle(_SETTLE_S, _SETTLE_MAX_S)
     cost, after = meter.read(), stub.stats()
     upstream_s = after.cpu_s - before.cpu_s
     other_s = machine_cpu_s() - machine_s - sum(cost.cpu_s.values()) - result.client_cpu_s - upstream_s
-    other_cores = max(0.0, other_s / (time.monotonic() - started_s))
-    return Sample(result, cost, after.requests - before.requests, upstream_s, other_cores)
+    window_s = time.monotonic() - started_s
+    return Sample(result, cost, after.requests - before.requests, upstream_s, window_s, max(0.0, other_s / window_s))
 
 
 def _prime(load: Load, bodies: Bodies) -> None:
@@ -238,9 +240,7 @@ def _row(
         first_failure=next((s.load.first_failure for s in samples if s.load.first_failure), ""),
         client_cores=round(median(lambda s: s.load.client_cpu_s / s.load.elapsed_s if s.load.elapsed_s else 0.0), 3),
         upstream_cores=round(median(lambda s: s.upstream_cpu_s / s.load.elapsed_s if s.load.elapsed_s else 0.0), 3),
-        system_cores=round(
-            median(lambda s: sum(s.cost.cpu_s.values()) / s.load.elapsed_s if s.load.elapsed_s else 0.0), 3
-        ),
+        system_cores=round(median(lambda s: sum(s.cost.cpu_s.values()) / s.window_s), 3),
         other_cores=round(median(lambda s: s.other_cores), 3),
         version=running.version,
     )

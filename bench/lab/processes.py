@@ -162,6 +162,23 @@ class Meter:
                 self._start[pid] = _stat(pid)[0]
                 Path(f"/proc/{pid}/clear_refs").write_text("5")
 
+    def wait_idle(self, least_s: float, most_s: float) -> None:
+        """Returns after `least_s` once the trees use less than a tenth of a core, or after `most_s`."""
+        deadline = time.monotonic() + most_s
+        used_s = self._used_s()
+        while True:
+            time.sleep(least_s)
+            before_s, used_s = used_s, self._used_s()
+            if used_s - before_s < 0.1 * least_s or time.monotonic() > deadline:
+                return
+
+    def _used_s(self) -> float:
+        total = 0.0
+        for pid in self._pids():
+            with contextlib.suppress(OSError):
+                total += _stat(pid)[0]
+        return total
+
     def read(self) -> Cost:
         cpu_s: dict[str, float] = {}
         rss_mb: dict[str, float] = {}
