@@ -20,6 +20,7 @@ class LocalRateLimits:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._arrivals_us: dict[tuple[str, str, str], float] = {}
+        self._tidy_at = _SUBJECTS_MAX
 
     def take(self, scope: str, limits: Sequence[RateLimit]) -> Verdict:
         """Charge every limit its cost, or none where one has no room."""
@@ -47,8 +48,9 @@ class LocalRateLimits:
         self._keep(scope, changed, leads_us, now_us)
 
     def _keep(self, scope: str, limits: Sequence[RateLimit], leads_us: Sequence[float], now_us: float) -> None:
-        if len(self._arrivals_us) > _SUBJECTS_MAX:  # what lies in the past says nothing any more
+        if len(self._arrivals_us) > self._tidy_at:  # what lies in the past says nothing any more
             self._arrivals_us = {key: at for key, at in self._arrivals_us.items() if at > now_us}
+            self._tidy_at = max(_SUBJECTS_MAX, 2 * len(self._arrivals_us))
         for limit, lead_us in zip(limits, leads_us, strict=True):
             self._arrivals_us[_key(scope, limit)] = now_us + lead_us
 

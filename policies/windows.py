@@ -9,8 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
+from functools import lru_cache
 
 from policies.prices import MicroUSD
+
+_HOUR_MS = 3_600_000
 
 
 class WindowKind(StrEnum):
@@ -19,6 +22,9 @@ class WindowKind(StrEnum):
     WEEK = "week"
     MONTH = "month"
     TOTAL = "total"
+
+
+_ORDER = {kind: place for place, kind in enumerate(WindowKind)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,27 +53,29 @@ class Budget:
 
 def window_at(kind: WindowKind, at_ms: int) -> Window:
     """The window of `kind` that holds the moment `at_ms` (unix milliseconds, UTC)."""
-    moment = datetime.fromtimestamp(at_ms // 1000, UTC).replace(minute=0, second=0, microsecond=0)
-    midnight = moment.replace(hour=0)
-    match kind:
-        case WindowKind.HOUR:
-            return _window(kind, f"{moment:%Y-%m-%dT%H}", moment, moment + timedelta(hours=1))
-        case WindowKind.DAY:
-            return _window(kind, f"{midnight:%Y-%m-%d}", midnight, midnight + timedelta(days=1))
-        case WindowKind.WEEK:
-            monday = midnight - timedelta(days=midnight.weekday())
-            year, week, _ = monday.isocalendar()
-            return _window(kind, f"{year}-W{week:02}", monday, monday + timedelta(days=7))
-        case WindowKind.MONTH:
-            first = midnight.replace(day=1)
-            return _window(kind, f"{first:%Y-%m}", first, (first + timedelta(days=32)).replace(day=1))
-        case WindowKind.TOTAL:
-            return Window(kind, "total", 0, None)
+    return windows_at(at_ms)[_ORDER[kind]]
 
 
 def windows_at(at_ms: int) -> tuple[Window, ...]:
     """The windows of all kinds that hold the moment `at_ms`, in the order of `WindowKind`."""
-    return tuple(window_at(kind, at_ms) for kind in WindowKind)
+    return _windows_of_hour(at_ms // _HOUR_MS)
+
+
+@lru_cache(maxsize=64)
+def _windows_of_hour(hour: int) -> tuple[Window, ...]:
+    """Every window begins with an hour, so all moments of an hour (counted since 1970) share their windows."""
+    start = datetime.fromtimestamp(hour * 3600, UTC)
+    midnight = start.replace(hour=0)
+    monday = midnight - timedelta(days=midnight.weekday())
+    year, week, _ = monday.isocalendar()
+    first = midnight.replace(day=1)
+    return (
+        _window(WindowKind.HOUR, f"{start:%Y-%m-%dT%H}", start, start + timedelta(hours=1)),
+        _window(WindowKind.DAY, f"{midnight:%Y-%m-%d}", midnight, midnight + timedelta(days=1)),
+        _window(WindowKind.WEEK, f"{year}-W{week:02}", monday, monday + timedelta(days=7)),
+        _window(WindowKind.MONTH, f"{first:%Y-%m}", first, (first + timedelta(days=32)).replace(day=1)),
+        Window(WindowKind.TOTAL, "total", 0, None),
+    )
 
 
 def _window(kind: WindowKind, name: str, start: datetime, end: datetime) -> Window:

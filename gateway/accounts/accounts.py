@@ -39,6 +39,7 @@ from gateway.accounts.teams import (
 from policies import Budget, MicroUSD, WindowKind
 
 _T = TypeVar("_T")
+_ROWS_AT_ONCE = 200
 
 
 async def _tell_nobody() -> None:
@@ -95,17 +96,15 @@ class Accounts:
                 if not self.database.is_sqlite:  # one snapshot for all the statements below, as SQLite has it anyway
                     await connection.execute(sa.text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"))
                 version = (await connection.execute(sa.select(schema.installation.c.version))).scalar_one()
-                teams = {team.id: team for team in await _read(connection, schema.teams, _team)}
-                keys = await _read(connection, schema.keys, _key)
-                budgets = await _read(connection, schema.budgets, _budget)
-            of_team: dict[int, tuple[Budget, ...]] = {}
-            for budget in budgets:
-                of_team[budget.team_id] = (*of_team.get(budget.team_id, ()), budget)
-            self._identities = {
-                key.digest: Identity(key, teams[key.team_id], of_team.get(key.team_id, ()))
-                for key in keys
-                if key.is_active and teams[key.team_id].is_active
-            }
+                teams = {team.id: team async for team in _read(connection, schema.teams, _team)}
+                of_team: dict[int, tuple[Budget, ...]] = {}
+                async for budget in _read(connection, schema.budgets, _budget):
+                    of_team[budget.team_id] = (*of_team.get(budget.team_id, ()), budget)
+                identities: dict[bytes, Identity] = {}
+                async for key in _read(connection, schema.keys, _key):
+                    if key.is_active and teams[key.team_id].is_active:
+                        identities[key.digest] = Identity(key, teams[key.team_id], of_team.get(key.team_id, ()))
+            self._identities = identities
             self._version = version
 
     @uncancelled
@@ -178,7 +177,7 @@ class Accounts:
     async def list_teams(self) -> list[Team]:
         """All teams, by id."""
         async with self.database.reading() as connection:
-            return await _read(connection, schema.teams, _team)
+            return [row async for row in _read(connection, schema.teams, _team)]
 
     @uncancelled
     async def delete_team(self, team_id: int) -> None:
@@ -214,7 +213,7 @@ class Accounts:
     async def list_keys(self, team_id: int | None = None) -> list[Key]:
         """All keys, or one team's, by id."""
         async with self.database.reading() as connection:
-            return await _read(connection, schema.keys, _key, team_id)
+            return [row async for row in _read(connection, schema.keys, _key, team_id)]
 
     # ── budgets ──
 
@@ -242,7 +241,7 @@ class Accounts:
     async def list_budgets(self, team_id: int | None = None) -> list[Budget]:
         """All budgets, or one team's, by id."""
         async with self.database.reading() as connection:
-            return await _read(connection, schema.budgets, _budget, team_id)
+            return [row async for row in _read(connection, schema.budgets, _budget, team_id)]
 
     @uncancelled
     async def delete_budget(self, budget_id: int) -> None:
@@ -286,11 +285,15 @@ class Accounts:
 
 async def _read(
     connection: AsyncConnection, table: sa.Table, make: Callable[[Any], _T], team_id: int | None = None
-) -> list[_T]:
+) -> AsyncIterator[_T]:
+    """The table's rows by id. The event loop gets its turn every few hundred."""
     statement = sa.select(table).order_by(table.c.id)
     if team_id is not None:
         statement = statement.where(table.c.team_id == team_id)
-    return [make(row) for row in (await connection.execute(statement)).mappings()]
+    result = await connection.stream(statement)
+    async for rows in result.mappings().partitions(_ROWS_AT_ONCE):
+        for row in rows:
+            yield make(row)
 
 
 async def _row(connection: AsyncConnection, table: sa.Table, row_id: int) -> Any:

@@ -29,6 +29,8 @@ from gateway.accounts.errors import Invalid, SchemaUnknown
 
 _SQLITE_BUSY_MS = 30_000
 _WAL_TRIES = 500
+# a server that stopped answering is an error, not a wait
+_POSTGRES_OPTIONS = {"pool_size": 5, "pool_pre_ping": True, "connect_args": {"timeout": 10, "command_timeout": 60}}
 _ADVISORY_LOCK = 0x5A3E_3A11  # any number, the same in every process
 
 
@@ -62,7 +64,7 @@ class Database:
         parsed = _normal(url)
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
         self._path = Path(parsed.database or "") if self.is_sqlite else None
-        options: dict[str, Any] = {"pool_size": 4} if self.is_sqlite else {"pool_size": 5, "pool_pre_ping": True}
+        options: dict[str, Any] = {"pool_size": 4} if self.is_sqlite else _POSTGRES_OPTIONS
         self._engine: AsyncEngine = create_async_engine(parsed, **options)
         self._writer = self._engine.execution_options(is_writing=True)
         if self.is_sqlite:

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
+import msgspec
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -85,7 +86,8 @@ class Ledger:
             return 0
         table = schema.ledger
         by_id = {row.id: row for row in rows}
-        values = [{name: getattr(row, name) for name in row.__struct_fields__} for row in by_id.values()]
+        # in order of their ids, so that two writers cannot wait for each other
+        values = [msgspec.structs.asdict(row) for _, row in sorted(by_id.items())]
         insert = self._database.insert(table).on_conflict_do_nothing(index_elements=["id"]).returning(table.c.id)
         async with self._database.writing() as connection:
             if not self._database.is_sqlite:  # a writer that is paused in here must not keep the next one waiting
@@ -157,11 +159,10 @@ class Ledger:
             for name in _SUMS:
                 day[name] += getattr(row, name)
         names = [column.name for column in schema.ledger_days.primary_key]
-        # in order of their keys, so that two writers cannot wait for each other
         values = [{**dict(zip(names, key, strict=True)), **day} for key, day in sorted(sums.items())]
-        upsert = self._database.insert(schema.ledger_days).values(values)
+        upsert = self._database.insert(schema.ledger_days)
         added = {name: schema.ledger_days.c[name] + upsert.excluded[name] for name in ("requests", *_SUMS)}
-        await connection.execute(upsert.on_conflict_do_update(index_elements=names, set_=added))
+        await connection.execute(upsert.on_conflict_do_update(index_elements=names, set_=added), values)
 
 
 def _conditions(table: sa.Table, where: LedgerFilter) -> list[Any]:
