@@ -1,6 +1,7 @@
 """Attention over paged KV, by torch's own kernels: the plain path on every device, and the oracle for faster ones.
 
-A layer's pool is [blocks, block_tokens, 2 (K, V), kv_heads, head_dim]: one copy of whole blocks gathers K and V at once.
+A layer's pool is [2 * kv_heads (K, then V), blocks, block_tokens, head_dim]: one copy gathers K and V of many sequences,
+each head's tokens in a row.
 Queries that share a KV head are laid out as rows of one query matrix (grouped-query attention, arXiv:2305.13245), so K
 and V are never repeated. Knows no weights and no scheduling.
 
@@ -22,7 +23,7 @@ import torch.nn.functional as functional
 class DecodeGroup:
     """Rows `start .. stop` of a step: sequences of similar length with one query each, padded to a common length.
 
-    `blocks` [sequences * blocks each]; `mask` additive, [sequences, 1, 1, tokens].
+    `blocks` [sequences * blocks each]; `mask` additive, [sequences, 1, tokens].
     """
 
     start: int
@@ -78,9 +79,10 @@ class PagedKV:
         self.blocks = blocks
         self.block_tokens = block_tokens
         self._heads, self._kv_heads, self._head_dim = heads, kv_heads, head_dim
-        shape = (blocks, block_tokens, 2, kv_heads, head_dim)
+        shape = (2 * kv_heads, blocks, block_tokens, head_dim)
         self._pools = [_zeros(shape, dtype, device) for _ in range(layers)]
         self._workspace = torch.empty(0, dtype=dtype, device=device)
+        self._has_slow_sdpa = device.type == "cpu" and dtype != torch.float32
 
     @property
     def size_bytes(self) -> int:
@@ -93,13 +95,13 @@ class PagedKV:
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store a step's [rows, kv_heads, head_dim] keys and values."""
-        pool = self._pools[layer].view(-1, 2, self._kv_heads, self._head_dim)
-        pool[:, 0].index_copy_(0, slots, keys)
-        pool[:, 1].index_copy_(0, slots, values)
+        pool = self._pools[layer].view(2 * self._kv_heads, -1, self._head_dim)
+        pool[: self._kv_heads].index_copy_(1, slots, keys.transpose(0, 1))
+        pool[self._kv_heads :].index_copy_(1, slots, values.transpose(0, 1))
 
     def attend(self, layer: int, queries: torch.Tensor, step: StepInput) -> torch.Tensor:
         """[rows, heads, head_dim] queries to [rows, heads * head_dim] outputs."""
-        output = torch.empty_like(queries)
+        output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         for group in step.decodes:
             self._decode(self._pools[layer], queries, output, group)
         for span in step.prefills:
@@ -107,30 +109,46 @@ class PagedKV:
         return output.view(output.shape[0], -1)
 
     def _decode(self, pool: torch.Tensor, queries: torch.Tensor, output: torch.Tensor, group: DecodeGroup) -> None:
-        count = group.stop - group.start
-        kv = self._gather(pool, group.blocks).view(count, -1, 2, self._kv_heads, self._head_dim)
-        keys, values = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)
-        rows = queries[group.start : group.stop].reshape(count, self._kv_heads, -1, self._head_dim)
-        found = functional.scaled_dot_product_attention(rows, keys, values, attn_mask=group.mask)
-        output[group.start : group.stop] = found.reshape(count, self._heads, self._head_dim)
+        count, heads, size = group.stop - group.start, self._kv_heads, self._head_dim
+        kv = self._gather(pool, group.blocks).view(2 * heads, count, -1, size)
+        rows = queries[group.start : group.stop].reshape(count, heads, -1, size)
+        if self._has_slow_sdpa:
+            found = _by_products(rows.transpose(0, 1), kv[:heads], kv[heads:], group.mask).transpose(0, 1)
+        else:
+            keys, values = kv[:heads].transpose(0, 1), kv[heads:].transpose(0, 1)
+            found = functional.scaled_dot_product_attention(rows, keys, values, attn_mask=group.mask.unsqueeze(1))
+        output[group.start : group.stop] = found.reshape(count, self._heads, size)
 
     def _prefill(self, pool: torch.Tensor, queries: torch.Tensor, output: torch.Tensor, span: PrefillSpan) -> None:
-        count, size = span.stop - span.start, self._head_dim
-        kv = self._gather(pool, span.blocks).view(-1, 2, self._kv_heads, size)[: span.tokens]
-        keys, values = kv[:, 0].transpose(0, 1).unsqueeze(0), kv[:, 1].transpose(0, 1).unsqueeze(0)
-        rows = queries[span.start : span.stop].view(count, self._kv_heads, -1, size).permute(1, 2, 0, 3)
-        rows = rows.reshape(1, self._kv_heads, -1, size)
-        found = functional.scaled_dot_product_attention(rows, keys, values, attn_mask=span.mask)
-        found = found.view(self._kv_heads, -1, count, size).permute(2, 0, 1, 3)
+        count, heads, size = span.stop - span.start, self._kv_heads, self._head_dim
+        kv = self._gather(pool, span.blocks).view(2 * heads, -1, size)[None, :, : span.tokens]
+        rows = queries[span.start : span.stop].view(count, heads, -1, size).permute(1, 2, 0, 3)
+        rows = rows.reshape(1, heads, -1, size)
+        found = functional.scaled_dot_product_attention(rows, kv[:, :heads], kv[:, heads:], attn_mask=span.mask)
+        found = found.view(heads, -1, count, size).permute(2, 0, 1, 3)
         output[span.start : span.stop] = found.reshape(count, self._heads, size)
 
     def _gather(self, pool: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
         """Copy blocks into the workspace: fresh memory for every layer of every step would cost more than the copy."""
-        elements = blocks.shape[0] * pool.stride(0)
+        shape = (pool.shape[0], blocks.shape[0], *pool.shape[2:])
+        elements = math.prod(shape)
         if self._workspace.numel() < elements:
             self._workspace = torch.empty(elements + elements // 4, dtype=pool.dtype, device=pool.device)
-        gathered = self._workspace[:elements].view(blocks.shape[0], *pool.shape[1:])
-        return torch.index_select(pool, 0, blocks, out=gathered)
+        return torch.index_select(pool, 1, blocks, out=self._workspace[:elements].view(shape))
+
+
+def _by_products(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Attention as two batched products: [kv_heads, sequences, queries, head_dim], K and V [kv_heads, sequences,
+    tokens, head_dim], mask [sequences, 1, tokens].
+
+    torch's fused kernel for half precision on CPUs makes small products per head and pays for each: 2 to 7 times the
+    time of this at one query per sequence. Scores are rounded to the type's precision before the softmax, as in
+    transformers' "eager" attention.
+    """
+    heads, count, rows, size = queries.shape
+    scaled = (queries * size**-0.5).reshape(heads * count, rows, size)
+    scores = torch.bmm(scaled, keys.flatten(0, 1).transpose(1, 2)).view(heads, count, rows, -1).add_(mask)
+    return torch.bmm(scores.softmax(-1).flatten(0, 1), values.flatten(0, 1)).view(heads, count, rows, size)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

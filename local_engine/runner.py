@@ -157,7 +157,7 @@ class ModelRunner:
             start=at,
             stop=at + len(chunks),
             blocks=self._to_device(blocks.reshape(-1)),
-            mask=mask[:, None, None, :],
+            mask=mask.unsqueeze(1),
         )
 
     def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> torch.Tensor:
