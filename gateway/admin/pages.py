@@ -5,7 +5,6 @@ Each page names its JSON twin. Knows what a page shows and in what words; how it
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,7 +53,8 @@ def pages_router(services: AdminServices, guard: Guard) -> APIRouter:
 def _add_overview(router: APIRouter, services: AdminServices, pages: Pages) -> None:
     @router.get("")
     async def overview(request: Request, window: Window = Window.DAY) -> Response:
-        found, teams = await asyncio.gather(views.overview(services, window), services.accounts.list_teams())
+        found = await views.overview(services, window)
+        teams = await services.accounts.list_teams()
         return pages.render(
             request,
             "overview.html",
@@ -96,9 +96,8 @@ def _add_history(router: APIRouter, services: AdminServices, pages: Pages) -> No
     @router.get("/requests")
     async def requests(request: Request, cursor: str = "") -> Response:
         where = _route_filter(request)
-        found, teams = await asyncio.gather(
-            views.routes(services, where, cursor, _ROUTES_PER_PAGE), services.accounts.list_teams()
-        )
+        found = await views.routes(services, where, cursor, _ROUTES_PER_PAGE)
+        teams = await services.accounts.list_teams()
         return pages.render(
             request,
             "requests.html",
@@ -118,12 +117,9 @@ def _add_history(router: APIRouter, services: AdminServices, pages: Pages) -> No
         where = LedgerFilter(
             team_id=team_id, alias=query.get("model") or None, deployment=query.get("deployment") or None
         )
-        page, totals, teams, keys = await asyncio.gather(
-            views.ledger(services, where, cursor or None, _LEDGER_PER_PAGE),
-            services.ledger.totals([Group.DAY], where),
-            services.accounts.list_teams(),
-            services.accounts.list_keys(),
-        )
+        page = await views.ledger(services, where, cursor or None, _LEDGER_PER_PAGE)
+        totals = await services.ledger.totals([Group.DAY], where)
+        teams, keys = await services.accounts.list_teams(), await services.accounts.list_keys()
         return pages.render(
             request,
             "ledger.html",
@@ -215,12 +211,10 @@ def _live_first(team: TeamOut) -> Sequence[Any]:
 
 def _add_cache(router: APIRouter, services: AdminServices, pages: Pages) -> None:
     async def render_cache(request: Request, status: int = 200, **form: Any) -> Response:
-        found, near, stats, teams = await asyncio.gather(
-            views.cache(services),
-            views.near_misses(services, RouteFilter(), limit=10),
-            views.stats_or_none(services, Window.DAY),
-            services.accounts.list_teams(),
-        )
+        found = await views.cache(services)
+        near = await views.near_misses(services, RouteFilter(), limit=10)
+        stats = await views.stats_or_none(services, Window.DAY)
+        teams = await services.accounts.list_teams()
         return pages.render(
             request,
             "cache.html",

@@ -6,7 +6,6 @@ None where the rest is still worth seeing, and raises where it is the whole answ
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -61,10 +60,9 @@ _NEIGHBOURS = 8
 
 
 async def teams(services: AdminServices) -> list[TeamOut]:
-    """All teams with their keys and budgets, by id; keys that are revoked last."""
-    found, keys, live = await asyncio.gather(
-        services.accounts.list_teams(), services.accounts.list_keys(), budgets(services)
-    )
+    """All teams with their keys and budgets, by id."""
+    found, keys = await services.accounts.list_teams(), await services.accounts.list_keys()
+    live = await budgets(services)
     return [
         TeamOut.model_validate(team).model_copy(
             update={
@@ -276,9 +274,8 @@ async def deployments(services: AdminServices) -> list[DeploymentOut]:
 
 async def cache(services: AdminServices) -> CacheOut:
     """Sizes, by team. Raises CacheUnavailable."""
-    sizes, worker, found = await asyncio.gather(
-        services.exact.stats(), services.semantic.status(), services.accounts.list_teams()
-    )
+    sizes, worker = await services.exact.stats(), await services.semantic.status()
+    found = await services.accounts.list_teams()
     owners = {services.partition_of(team.id): team for team in found}
     partitions = [
         PartitionOut(
