@@ -75,7 +75,8 @@ def kv_size_bytes(device: torch.device, *, reserve_bytes: int = 0) -> int:
 
 def available_bytes() -> int:
     """Memory that can still be had: the machine's, or the container's where that is less."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+    free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
     meminfo = Path("/proc/meminfo")
     if meminfo.is_file():
         for line in meminfo.read_text().splitlines():

@@ -1,0 +1,287 @@
+"""`./run bench engine`: the local engine beside transformers' `generate`, on the same weights in the same number type.
+
+    ./run bench engine [--model M] [--dtype auto] [--threads N] [--repeats 3] [--quick] [--json FILE]
+
+Both run in this process, one after the other within each repeat, so that a busy machine slows both; figures are medians.
+Prompts are random tokens, new in every repeat: nothing is reused but what a scenario says is shared. Transformers gets all
+prompts of a batch at equal length and generates them as one static batch, which is its best case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from local_engine.config import EngineConfig, ModelError
+from local_engine.messages import SamplingParams
+from local_engine.worker import prepare_environment
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """`batch` prompts of `shared` common and `own` tokens of their own, each answered with `answer` tokens."""
+
+    name: str
+    figure: str
+    batch: int
+    own: int
+    answer: int
+    shared: int = 0
+
+
+PREFILL, DECODE, TOTAL = "prefill tokens/s", "decode tokens/s", "output tokens/s"
+SCENARIOS = (
+    Scenario("prefill 512", PREFILL, 1, 512, 1),
+    Scenario("decode, batch 1", DECODE, 1, 128, 48),
+    Scenario("decode, batch 8", DECODE, 8, 128, 32),
+    Scenario("decode, batch 32", DECODE, 32, 64, 28),
+    Scenario("shared prefix, 16 x (384 + 24)", TOTAL, 16, 24, 24, shared=384),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of one scenario: seconds from submission until every sequence has its first token, and until all is done.
+
+    `tail_tokens` came in the `tail_s` in which all sequences were decoding: after the last first token and before the
+    first end.
+    """
+
+    first_s: float
+    total_s: float
+    tail_s: float
+    tail_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The medians of one system in one scenario; a figure that the scenario does not measure is None."""
+
+    system: str
+    scenario: str
+    ttft_ms: float
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float | None
+    tpot_ms: float | None
+    output_tokens_per_s: float
+    dtype: str
+    threads: int
+    repeats: int
+
+    def figure(self, name: str) -> float:
+        """The value of the scenario's headline."""
+        values = {PREFILL: self.prefill_tokens_per_s, DECODE: self.decode_tokens_per_s, TOTAL: self.output_tokens_per_s}
+        return values[name] or 0.0
+
+
+class System(Protocol):
+    """What answers prompts greedily."""
+
+    name: str
+
+    def run(self, prompts: Sequence[list[int]], answer: int) -> Run:
+        """Answer all prompts, given at once, with `answer` tokens each."""
+
+
+class Sameway:
+    """The engine, inline: what the worker's thread does, without the socket."""
+
+    name = "sameway"
+
+    def __init__(self, config: EngineConfig) -> None:
+        from local_engine.engine import Engine
+
+        self.engine = Engine(config)
+
+    def run(self, prompts: Sequence[list[int]], answer: int) -> Run:
+        params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
+        start = time.perf_counter()
+        waiting = {self.engine.submit(prompt, params) for prompt in prompts}
+        first_s = tail_s = 0.0
+        tail_tokens, has_ended = 0, False
+        while self.engine.has_work:
+            outputs = self.engine.step()
+            now_s = time.perf_counter() - start
+            if waiting:
+                waiting -= {output.id for output in outputs}
+                first_s = now_s
+            elif not has_ended:
+                tail_tokens, tail_s = tail_tokens + len(outputs), now_s - first_s
+            has_ended = has_ended or any(output.usage is not None for output in outputs)
+        return Run(first_s, time.perf_counter() - start, tail_s, tail_tokens)
+
+
+class Transformers:
+    """`generate` on a static batch. Built from the engine's own checkpoint, so that both have the same weights."""
+
+    name = "transformers"
+
+    def __init__(self, model: str | None, dtype: str, device: str) -> None:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from local_engine.loader import open_checkpoint
+
+        checkpoint = open_checkpoint(model)
+        config = AutoConfig.for_model(**_hf_config(checkpoint.config))
+        self._device = torch.device(device)
+        self._model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+        weights = {piece.name: piece.tensor for piece in checkpoint.weights()}
+        missing, unexpected = self._model.load_state_dict(weights, strict=False)
+        if unexpected or [name for name in missing if name != "lm_head.weight"]:
+            raise ModelError(f"transformers cannot take these weights: missing {missing}, unexpected {unexpected}")
+        self._model.tie_weights()
+        self._model.to(self._device)
+        self._model.generation_config.eos_token_id = None
+        self._model.generation_config.pad_token_id = 0
+
+    def run(self, prompts: Sequence[list[int]], answer: int) -> Run:
+        import torch
+
+        times: list[float] = []
+
+        def note(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            times.append(time.perf_counter())
+            return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
+
+        tensor = torch.tensor(prompts, device=self._device)
+        start = time.perf_counter()
+        self._model.generate(
+            tensor,
+            attention_mask=torch.ones_like(tensor),
+            max_new_tokens=answer,
+            do_sample=False,
+            stopping_criteria=[note],
+        )
+        tail_s = times[-1] - times[0]
+        return Run(times[0] - start, time.perf_counter() - start, tail_s, len(prompts) * (answer - 1))
+
+
+def _hf_config(config: Any) -> dict[str, Any]:
+    """The config.json of a checkpoint that may have none (a GGUF file)."""
+    types = {"Llama": "llama", "Mistral": "mistral", "Qwen2": "qwen2", "Qwen3": "qwen3"}
+    return {
+        "model_type": types[config.architecture.removesuffix("ForCausalLM")],
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocabulary_size,
+        "max_position_embeddings": config.context_tokens,
+        "rms_norm_eps": config.rms_epsilon,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta},
+        "attention_bias": config.has_qkv_bias,
+        "tie_word_embeddings": config.has_tied_embeddings,
+    }
+
+
+def make_prompts(scenario: Scenario, vocabulary: int, seed: int) -> list[list[int]]:
+    """Random token ids; another seed shares nothing."""
+    draw = random.Random(seed)
+    common = [draw.randrange(vocabulary) for _ in range(scenario.shared)]
+    return [common + [draw.randrange(vocabulary) for _ in range(scenario.own)] for _ in range(scenario.batch)]
+
+
+def summarise(system: str, scenario: Scenario, runs: Sequence[Run], dtype: str, threads: int) -> Row:
+    """Medians over the repeats."""
+    tokens = scenario.batch * (scenario.shared + scenario.own)
+    first_s = statistics.median(run.first_s for run in runs)
+    total_s = statistics.median(run.total_s for run in runs)
+    paces = [run.tail_tokens / run.tail_s for run in runs if run.tail_tokens]
+    decode = statistics.median(paces) if paces else None
+    return Row(
+        system=system,
+        scenario=scenario.name,
+        ttft_ms=1000 * first_s,
+        prefill_tokens_per_s=tokens / first_s,
+        decode_tokens_per_s=decode,
+        tpot_ms=None if decode is None else 1000 * scenario.batch / decode,
+        output_tokens_per_s=scenario.batch * scenario.answer / total_s,
+        dtype=dtype,
+        threads=threads,
+        repeats=len(runs),
+    )
+
+
+def measure(
+    systems: Sequence[System], scenario: Scenario, vocabulary: int, repeats: int, seconds_max: float
+) -> dict[str, list[Run]]:
+    """Every system in turn, `repeats` times or until `seconds_max` are over, after a short run that is not counted."""
+    runs: dict[str, list[Run]] = {system.name: [] for system in systems}
+    end = time.perf_counter() + seconds_max
+    for repeat in range(repeats + 1):
+        if repeat > 1 and time.perf_counter() > end:
+            break
+        for system in systems:
+            prompts = make_prompts(scenario, vocabulary, seed=repeat)
+            run = system.run(prompts, scenario.answer if repeat else min(2, scenario.answer))
+            if repeat:
+                runs[system.name].append(run)
+    return runs
+
+
+def render(scenarios: Sequence[Scenario], rows: Sequence[Row]) -> str:
+    """One line per scenario: each system's headline figure, and the ratio of the first to the second."""
+    names = list(dict.fromkeys(row.system for row in rows))
+    lines = [f"{'':32}{'':18}" + "".join(f"{name:>14}" for name in names) + f"{'ratio':>9}"]
+    for scenario in scenarios:
+        figures = [row.figure(scenario.figure) for row in rows if row.scenario == scenario.name]
+        ratio = f"{figures[0] / figures[1]:8.2f}x" if len(figures) > 1 and figures[1] else ""
+        values = "".join(f"{value:14,.1f}" for value in figures)
+        lines.append(f"{scenario.name:32}{scenario.figure:18}{values}{ratio}")
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="bench engine", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", help="a GGUF file, a checkpoint folder or a hub name; default: the embedded model")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16; the same for both")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds-max", type=float, default=25.0, help="per scenario; one repeat there always is")
+    parser.add_argument("--quick", action="store_true", help="one repeat, and no batch of 32")
+    parser.add_argument("--alone", action="store_true", help="do not load transformers")
+    parser.add_argument("--json", type=Path, help="write the rows to this file, one JSON object a line")
+    options = parser.parse_args(argv)
+    prepare_environment()
+    import torch
+
+    config = EngineConfig(
+        model=options.model, dtype=options.dtype, device=options.device, threads=options.threads, has_prefix_cache=True
+    )
+    scenarios = [scenario for scenario in SCENARIOS if not (options.quick and scenario.batch == 32)]
+    try:
+        ours = Sameway(config)
+        info = ours.engine.info
+        systems: list[System] = [ours]
+        if not options.alone:
+            systems.append(Transformers(options.model, info.dtype, info.device))
+    except (ModelError, ValueError) as error:
+        print(f"bench engine: {error}", file=sys.stderr)
+        return 2
+    threads = torch.get_num_threads()
+    print(
+        f"{info.name}: {info.architecture}, {info.parameters:,} weights, {info.dtype}, {info.device}, {threads} threads"
+    )
+    rows: list[Row] = []
+    for scenario in scenarios:
+        print(f"  {scenario.name} ...", file=sys.stderr, flush=True)
+        found = measure(
+            systems, scenario, info.vocabulary_size, 1 if options.quick else options.repeats, options.seconds_max
+        )
+        rows += [summarise(name, scenario, runs, info.dtype, threads) for name, runs in found.items()]
+    print(render(scenarios, rows))
+    if options.json is not None:
+        options.json.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+    return 0
