@@ -12,42 +12,14 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
-import redis.asyncio as aioredis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisError
 
+from cache.redis_url import connect
+
 _PROBE_AFTER_S = (0.05, 0.2, 0.5, 1.0)  # growing pauses between probes of a Redis that is away
 _BATCH_MAX = 512
-
-
-def connect(url: str, timeout_s: float) -> Any:
-    """A redis-py client for `url`: `redis://`, `rediss://`, `unix://`, `redis+cluster://host:port` or
-    `redis+sentinel://host:port,host:port/service[/db]`. Nothing is sent yet. No retries: the link above decides."""
-    common: dict[str, Any] = {
-        "socket_timeout": timeout_s,
-        "socket_connect_timeout": timeout_s,
-        "retry": Retry(NoBackoff(), 0),
-    }
-    parts = urlsplit(url)
-    if parts.scheme in ("redis+cluster", "rediss+cluster"):
-        from redis.asyncio.cluster import RedisCluster
-
-        return RedisCluster.from_url(url.replace("+cluster", "", 1), **common)
-    if parts.scheme in ("redis+sentinel", "rediss+sentinel"):
-        from redis.asyncio.sentinel import Sentinel
-
-        credentials, _, hosts = parts.netloc.rpartition("@")
-        nodes = [(host, int(port or 26_379)) for host, _, port in (node.partition(":") for node in hosts.split(","))]
-        service, _, db = parts.path.strip("/").partition("/")
-        username, _, password = credentials.partition(":")
-        auth = {"username": username or None, "password": password} if credentials else {}
-        sentinel: Any = Sentinel(nodes, sentinel_kwargs=common, **common, **auth)  # type: ignore[no-untyped-call]
-        return sentinel.master_for(service, db=int(db or 0))
-    return aioredis.Redis.from_url(url, **common)
 
 
 class RedisLink:

@@ -1,0 +1,149 @@
+"""The link to Redis: batches in order, fails fast, comes back, and speaks to a server, a Cluster and a Sentinel alike."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from redis.exceptions import RedisError, ResponseError
+
+from gateway.redis_link import RedisLink
+from tests.services import RedisServer, redis_binary, run_redis
+
+SCRIPT = "return redis.call('INCRBY', KEYS[1], ARGV[1])"
+
+
+@pytest.fixture
+async def link(redis_server: RedisServer) -> AsyncIterator[RedisLink]:
+    made = RedisLink(redis_server.url, 0.5)
+    await made.execute_command("FLUSHALL")
+    yield made
+    await made.aclose()
+
+
+async def test_commands_of_one_tick_share_a_round_trip(link: RedisLink) -> None:
+    """A hundred commands asked for together cost one or two round trips and run in the order they were asked for."""
+    before = link.round_trips
+    replies = await asyncio.gather(*(link.execute_command("RPUSH", "list", number) for number in range(100)))
+    assert replies == list(range(1, 101))
+    assert link.round_trips - before <= 2
+    assert await link.execute_command("LRANGE", "list", 0, -1) == [b"%d" % number for number in range(100)]
+
+
+async def test_scripts_are_sent_once(link: RedisLink) -> None:
+    """A script is sent whole where Redis does not know it, also after Redis forgot it."""
+    assert await link.eval(SCRIPT, 1, "counter", 2) == 2
+    await link.execute_command("SCRIPT", "FLUSH")
+    assert await asyncio.gather(*(link.eval(SCRIPT, 1, "counter", 1) for _ in range(3))) == [3, 4, 5]
+
+
+async def test_a_bad_command_fails_alone(link: RedisLink) -> None:
+    """One wrong command among good ones raises for its caller only."""
+    good, bad, also_good = await asyncio.gather(
+        link.execute_command("SET", "a", "1"),
+        link.execute_command("INCR", "a", "b", "c"),
+        link.execute_command("GET", "a"),
+        return_exceptions=True,
+    )
+    assert good in (True, b"OK", "OK")
+    assert isinstance(bad, ResponseError)
+    assert also_good == b"1"
+
+
+async def test_a_caller_who_leaves_still_gets_it_sent(link: RedisLink) -> None:
+    """A command whose caller was cancelled in line is sent: it may be a settlement."""
+    task = asyncio.create_task(link.execute_command("SET", "left", "yes"))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert await link.execute_command("GET", "left") == b"yes"
+
+
+async def test_a_hanging_redis_costs_little() -> None:
+    """While Redis hangs, calls after the first fail at once; when it is back, so are they."""
+    with run_redis() as server:
+        link = RedisLink(server.url, 0.2)
+        await link.execute_command("PING")
+        server.pause()
+        slow = 0
+        for _ in range(200):
+            before = time.monotonic()
+            with pytest.raises(RedisError):
+                await link.execute_command("PING")
+            slow += time.monotonic() - before > 0.1
+        assert slow <= 3
+        assert not link.is_up
+        server.resume()
+        await until_up(link)
+        server.kill()
+        server.start()
+        await until_up(link)
+        assert link.is_up
+        await link.aclose()
+
+
+async def test_a_restarted_server_is_not_noticed() -> None:
+    """A pooled connection to a server that was restarted is replaced without an error."""
+    with run_redis() as server:
+        link = RedisLink(server.url, 0.5)
+        await link.execute_command("PING")
+        server.restart()
+        assert await link.execute_command("PING") in (True, b"PONG")
+        await link.aclose()
+
+
+async def test_sentinel(tmp_path: Path) -> None:
+    """Through a Sentinel the link finds the master, and the new one after a fail-over."""
+    ports = free_ports(3)
+    with (
+        run_redis(extra=("--port", str(ports[0]), "--repl-diskless-sync-delay", "0")) as first,
+        run_redis(extra=("--port", str(ports[1]), "--replicaof", "127.0.0.1", str(ports[0]))),
+    ):
+        config = tmp_path / "sentinel.conf"
+        config.write_text(
+            f"port {ports[2]}\ndir {tmp_path}\nsentinel monitor main 127.0.0.1 {ports[0]} 1\n"
+            "sentinel down-after-milliseconds main 300\nsentinel failover-timeout main 2000\n"
+        )
+        sentinel = subprocess.Popen([redis_binary(), str(config), "--sentinel"], stdout=subprocess.DEVNULL)  # noqa: ASYNC220
+        link = RedisLink(f"redis+sentinel://127.0.0.1:{ports[2]}/main", 0.5)
+        try:
+            await until_up(link)
+            await link.execute_command("SET", "kept", "yes")
+            while await link.execute_command("WAIT", 1, 100) != 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+            await asyncio.sleep(1.5)  # the Sentinel asks its master for replicas now and then
+            first.kill()
+            await until_up(link, 30)
+            assert await link.execute_command("GET", "kept") == b"yes"
+        finally:
+            await link.aclose()
+            sentinel.kill()
+            sentinel.wait()
+
+
+async def until_up(link: RedisLink, within_s: float = 10.0) -> None:
+    """Until a write is taken."""
+    async with asyncio.timeout(within_s):
+        while True:
+            try:
+                await link.execute_command("SET", "probe", "1")
+            except RedisError:
+                await asyncio.sleep(0.05)
+            else:
+                return
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
