@@ -98,9 +98,9 @@ def parts_bar(parts: Sequence[tuple[str, float, str]], label: str, total: float 
 
 
 def nice_ceiling(value: float) -> float:
-    """The next number at or above `value` (above 0) that is as round as its half: 1, 1.2, 1.6, 2, 4, ... times a power of ten."""
+    """The next number at or above `value` (above 0) that is as round as its half: 1, 1.2, 1.6, 2, 3, 4, ... times a power of ten."""
     power = 10.0 ** math.floor(math.log10(value))
-    for factor in (1.0, 1.2, 1.6, 2.0, 4.0, 6.0, 8.0, 10.0):
+    for factor in (1.0, 1.2, 1.6, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0):
         if value <= factor * power * (1 + 1e-9):
             return factor * power
     return 10.0 * power
