@@ -45,6 +45,7 @@ from gateway.redis_link import RedisLink
 from gateway.settings import Settings
 from gateway.stats import Stats
 from gateway.telemetry import logs
+from gateway.telemetry.definitions import LOG_DROPPED
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
 from gateway.turn import Turn
 from policies import Budgets, LocalRateLimits, RateLimits
@@ -132,7 +133,7 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
     """Every part, in the order in which they need each other."""
     metrics = Metrics(settings.run_dir / "metrics")
     stack.callback(metrics.close)
-    log = logs.configure(settings)
+    log = logs.configure(settings, on_drop=lambda lines: metrics.add(LOG_DROPPED, lines))
     stack.callback(logs.close)
     link = RedisLink(settings.redis_target, settings.redis_timeout_ms / 1000.0)
     stack.push_async_callback(link.aclose)

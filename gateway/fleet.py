@@ -18,6 +18,7 @@ from gateway.backends.base import (
     BackendError,
     BackendOverloaded,
     BackendRejected,
+    BackendTimeout,
 )
 from gateway.errors import NotFound
 from gateway.settings import DeploymentSettings, ModelSettings, Settings, deployment_name
@@ -31,6 +32,9 @@ _OUTPUT_TOKENS_EXPECTED = 256
 _OUTPUT_TOKENS_MAX = 4096
 _TTFT_TIMEOUT_MIN_MS = 5_000.0
 _TTFT_TIMEOUT_MAX_MS = 60_000.0
+_ATTEMPTS_MAX = 3
+_PAUSE_BEFORE_RETRY_S = 0.2
+_PAUSE_MAX_S = 2.0
 
 
 @dataclass(slots=True)
@@ -148,6 +152,14 @@ class Alias:
 
 def _well(candidate: Candidate) -> Candidate:
     return dataclasses.replace(candidate, is_open=False)
+
+
+def pause_before_retry(failure: BackendError, attempts: int) -> float | None:
+    """Everyone was tried: how long to wait before another round, None where it is not worth it."""
+    if attempts >= _ATTEMPTS_MAX or isinstance(failure, BackendTimeout):
+        return None
+    pause_s = failure.retry_after_s if failure.retry_after_s is not None else _PAUSE_BEFORE_RETRY_S * 2**attempts
+    return pause_s * random.uniform(1.0, 1.25) if pause_s <= _PAUSE_MAX_S else None
 
 
 class Fleet:

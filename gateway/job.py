@@ -33,6 +33,7 @@ class Answer:
     """A reply that has begun: a recorded entry, or a reader of a flight whose first chunk exists."""
 
     kind: HitKind | None  # None: generated for this request
+    begun_ms: float  # from the request's arrival to its first chunk
     entry: Entry | None = None
     reader: Reader | None = None
 

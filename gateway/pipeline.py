@@ -10,7 +10,6 @@ fails closed; only a complete answer is stored; every hold is settled or release
 """
 
 import asyncio
-import random
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -22,7 +21,9 @@ from cache import (
     ExactCache,
     Fingerprint,
     HitKind,
+    LookupMiss,
     Miss,
+    MissReason,
     Query,
     SemanticClient,
     fingerprint,
@@ -31,7 +32,7 @@ from cache import (
 from gateway.accounts import Accounts, Identity, LedgerRow
 from gateway.backends.base import BackendError, BackendRejected, BackendRequest, BackendTimeout, Chunk
 from gateway.errors import ApiError, Forbidden, NotCached, Unauthenticated, from_backend, no_route
-from gateway.fleet import Deployment, Fleet
+from gateway.fleet import Deployment, Fleet, pause_before_retry
 from gateway.flight import Flight, Flights, Reader
 from gateway.job import Answer, Facts, Job, count_saved
 from gateway.limits import Limits
@@ -41,9 +42,6 @@ from gateway.settings import Settings
 from gateway.storing import Generated, chunks_of, refusal_of
 from gateway.turn import Turn, elapsed_ms_since
 
-_ATTEMPTS_MAX = 3
-_PAUSE_BEFORE_RETRY_S = 0.2
-_PAUSE_MAX_S = 2.0
 _STORES_AWAITED_S = 0.25
 
 _log = structlog.get_logger(__name__)
@@ -101,7 +99,7 @@ class Pipeline:
         if entry is not None:
             turn.record.cache, turn.record.deployment = "exact", str(entry.labels.get("deployment", ""))
             await self.limits.correct(turn, identity, 0)
-            return Answer(HitKind.EXACT, entry=entry)
+            return Answer(HitKind.EXACT, turn.elapsed_ms(), entry=entry)
 
         is_shared = not (turn.controls.no_cache or turn.controls.no_store or turn.controls.only_if_cached)
         flight = None if turn.controls.no_cache else self.flights.find(found.exact)
@@ -127,8 +125,8 @@ class Pipeline:
         if not turn.is_leading:
             turn.record.deployment = reader.facts.deployment
             await self.limits.correct(turn, identity, 0)
-            return Answer(HitKind.COALESCED, reader=reader)
-        return Answer(reader.facts.kind, reader=reader)
+            return Answer(HitKind.COALESCED, turn.elapsed_ms(), reader=reader)
+        return Answer(reader.facts.kind, turn.elapsed_ms(), reader=reader)
 
     def authenticate(self, bearer: str | None, record: Record) -> Identity:
         """1. Who asks, from memory, before a byte of the body is read. Raises Unauthenticated."""
@@ -157,6 +155,8 @@ class Pipeline:
             turn.headers, looked = await asyncio.gather(taking, looking)
         else:
             looked = await looking
+        if looked.miss is LookupMiss.UNAVAILABLE:
+            turn.record.survived += ("redis",)
         warm = {looked.warm: turn.ask.prompt_tokens * looked.warm_depth // len(found.chain)} if looked.warm else {}
         return (looked.entry if may_look else None), warm
 
@@ -205,6 +205,8 @@ class Pipeline:
         result = await self.semantic.lookup(Query(job.fingerprint.partition, job.fingerprint.compat, text, error_max))
         if isinstance(result, Miss):
             record.miss_reason = result.reason.value
+            if result.reason in (MissReason.TIMEOUT, MissReason.UNAVAILABLE):
+                record.survived += ("cache_worker",)
             if result.nearest is not None:
                 record.similarity = result.nearest.similarity
                 record.nearest = result.nearest.text if self.settings.log_prompts else ""
@@ -255,7 +257,7 @@ class Pipeline:
             elif failure is None:
                 raise no_route(route)
             else:
-                pause_s = _pause_before_retry(failure, len(job.attempts))
+                pause_s = pause_before_retry(failure, len(job.attempts))
                 if pause_s is None:
                     raise from_backend(failure)
                 await asyncio.sleep(pause_s)
@@ -348,6 +350,7 @@ class Pipeline:
             stored.set_result(None)
             flight.retire()
             if facts.entry is not None:
+                record.ttft_ms = record.duration_ms
                 count_saved(record, facts.entry, facts)
             self._emit(record, turn, flight.chunks)
 
@@ -375,6 +378,7 @@ class Pipeline:
                 return
             record.duration_ms = turn.elapsed_ms()
             if answer is not None:
+                record.ttft_ms = answer.begun_ms
                 facts: Facts | None = answer.reader.facts if answer.reader is not None else None
                 count_saved(record, answer.entry or (facts.entry if facts else None), facts)
         else:
@@ -386,11 +390,3 @@ def may_use(identity: Identity, alias: str) -> None:
     """Raises Forbidden where the key is limited to other models."""
     if identity.key.models is not None and alias not in identity.key.models:
         raise Forbidden(f"This API key may not use the model `{alias}`", param="model")
-
-
-def _pause_before_retry(failure: BackendError, attempts: int) -> float | None:
-    """Everyone was tried: how long to wait before another round, None where it is not worth it."""
-    if attempts >= _ATTEMPTS_MAX or isinstance(failure, BackendTimeout):
-        return None
-    pause_s = failure.retry_after_s if failure.retry_after_s is not None else _PAUSE_BEFORE_RETRY_S * 2**attempts
-    return pause_s * random.uniform(1.0, 1.25) if pause_s <= _PAUSE_MAX_S else None

@@ -28,6 +28,7 @@ from gateway.telemetry.definitions import (
     DURATION,
     ERRORS,
     FAILOVERS,
+    FAILURES,
     REQUESTS,
     SAVED_COST,
     SAVED_TIME,
@@ -108,7 +109,14 @@ class Metrics:
             values[plan.saved_time] += record.saved_ms / 1e3
         elif record.prompt_tokens or record.completion_tokens:
             self._observe_generation(record, plan)
-        if record.error or record.attempts or record.store or record.miss_reason or record.is_disconnected:
+        if (
+            record.error
+            or record.attempts
+            or record.store
+            or record.miss_reason
+            or record.survived
+            or record.is_disconnected
+        ):
             self._observe_rest(record)
 
     def _observe_generation(self, record: Record, plan: _Plan) -> None:
@@ -140,6 +148,8 @@ class Metrics:
             self.add(ERRORS, 1, record.route, record.alias, record.error)
         if record.is_disconnected:
             self.add(DISCONNECTS, 1, record.alias)
+        for part in record.survived:
+            self.add(FAILURES, 1, part)
 
     def _plan(self, record: Record) -> _Plan:
         if len(self._plans) >= _PLANS_MAX:
