@@ -20,16 +20,9 @@ from cache.eligibility import Refusal
 from cache.entry import Entry, Purge
 from cache.fingerprint import Fingerprint, Partition
 from cache.l1 import L1
+from cache.log import REDIS_FAILURES, Dropped, Redis, unavailable
 from cache.purges import Purges, Subscribe
-from cache.store import (
-    REDIS_FAILURES,
-    EntryStore,
-    PartitionSize,
-    Redis,
-    Stored,
-    pack,
-    unavailable,
-)
+from cache.store import EntryStore, PartitionSize, Stored, pack
 
 _LINKS_MAX = 32  # earlier links asked for in one lookup: the latest of the dialogue, and its first
 _TOUCH_EVERY_S = 1.0
@@ -132,7 +125,7 @@ class ExactCache:
         self._clock = clock
         self._monotonic = monotonic
         self._l1 = L1(limits.l1_entries_max, limits.l1_bytes_max)
-        self._purges = Purges(self._store, self._l1, clock, monotonic)
+        self._purges = Purges(self._store.log, self._l1, clock, monotonic)
         self._touches: dict[Partition, dict[bytes, float]] = {}
         self._touches_count = 0
         self._touched_at = 0.0
@@ -189,7 +182,7 @@ class ExactCache:
             data = await self._store.fetch(fp.partition, exact)
             entry, miss = self._read(data, fp, max_age_s, heard)
             if miss in (LookupMiss.ABSENT, LookupMiss.UNREADABLE):
-                await self._store.drop(fp.partition, [exact])
+                await self._store.log.append(Dropped(fp.partition, (exact,)))
         except REDIS_FAILURES:
             return Lookup(None, LookupMiss.UNAVAILABLE)
         return Lookup(entry, miss)
@@ -253,7 +246,7 @@ class ExactCache:
                 warm_ttl_s=limits.warm_ttl_s,
             )
             if put.is_replaced:  # other processes may hold the answer that this one replaces
-                await self._store.announce_purge(Purge(partition=entry.partition, id=entry.id))
+                await self._store.log.announce(Purge(partition=entry.partition, id=entry.id))
         except REDIS_FAILURES as error:
             raise unavailable(error) from error
         return StoreResult(None, packed.size_bytes, len(put.evicted))
@@ -304,12 +297,10 @@ class ExactCache:
     async def stats(self) -> CacheStats:
         """Sizes as they are now. Raises CacheUnavailable."""
         try:
-            await self._store.forget_partitions(self._clock() - self.limits.ttl_s_max)
-            partitions = await self._store.partitions()
-            sizes = await asyncio.gather(*(self._store.size(one) for one in partitions))
+            sizes = await self._store.sizes()
         except REDIS_FAILURES as error:
             raise unavailable(error) from error
-        return CacheStats(tuple(one for one in sizes if one.entries), len(self._l1), self._l1.size_bytes)
+        return CacheStats(tuple(sizes), len(self._l1), self._l1.size_bytes)
 
     async def follow_purges(self, subscribe: Subscribe) -> None:
         """Obey every process' purges until cancelled. The L1 is off until this runs and hears itself, and whenever it does not."""

@@ -18,9 +18,11 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from cache.entry import About
 from cache.fingerprint import Partition
-from cache.semantic import EntryKey, SemanticCache
-from cache.store import REDIS_FAILURES, Added, EntryStore, LogPosition, LogRecord, Redis, Stored
+from cache.log import REDIS_FAILURES, Came, Dropped, LogPosition, Redis
+from cache.semantic import Added, EntryKey, SemanticCache
+from cache.store import EntryStore
 
 T = TypeVar("T")
 
@@ -85,32 +87,49 @@ class Follower:
 
     async def _read(self, is_once: bool = False) -> None:
         while self._position is not None:
-            read = await self._store.read_log(self._position)
+            read = await self._store.log.read(self._position)
             if read.is_lost:
                 self._position = None  # rebuilt by the next `follow`
                 return
             if read.records:
-                await self._fold(read.records)
+                await self._fold(await self._resolve(read.records))
             self._position = read.position
             if is_once or not read.is_more:
                 return
 
     async def _rebuild(self) -> LogPosition:
-        end = await self._store.log_end(uuid.uuid4().bytes)
-        partitions = await self._store.partitions()
-        sizes = await asyncio.gather(*(self._store.size(partition) for partition in partitions))
+        end = await self._store.log.end(uuid.uuid4().bytes)
+        sizes = await self._store.sizes()
         self.progress = Progress(total=sum(size.entries for size in sizes))
         seen: set[EntryKey] = set()
-        for partition in partitions:
+        for partition in (size.partition for size in sizes):
             async for batch in self._store.scan(partition):
-                added = [record for one in batch if (record := _added(partition, one)) is not None]
-                seen.update((partition, record.exact) for record in added)
-                await self._fold(added)
+                added = [_added(partition, one.exact, one.about) for one in batch]
+                found = [record for record in added if record is not None]
+                seen.update((partition, record.exact) for record in found)
+                await self._fold(found)
                 self.progress.done += len(batch)
         await self._run(lambda: self._cache.retain(seen))
         return end
 
-    async def _fold(self, records: Sequence[LogRecord]) -> None:
+    async def _resolve(self, records: Sequence[Came | Dropped]) -> list[Added | Dropped]:
+        """The records with what the store knows about each entry that came; of those gone again there is nothing to fold."""
+        came: dict[Partition, dict[bytes, About | None]] = {}
+        for record in records:
+            if isinstance(record, Came):
+                came.setdefault(record.partition, {})[record.exact] = None
+        for partition, abouts in came.items():
+            exacts = list(abouts)
+            abouts.update(zip(exacts, await self._store.abouts(partition, exacts), strict=True))
+        resolved: list[Added | Dropped] = []
+        for record in records:
+            if isinstance(record, Dropped):
+                resolved.append(record)
+            elif (added := _added(record.partition, record.exact, came[record.partition][record.exact])) is not None:
+                resolved.append(added)
+        return resolved
+
+    async def _fold(self, records: Sequence[Added | Dropped]) -> None:
         vectors = await self._known_vectors([one for one in records if isinstance(one, Added)])
         await self._run(lambda: self._cache.fold(records, vectors))
 
@@ -120,10 +139,9 @@ class Follower:
         for record in added:
             if not self._cache.knows_vector(record.text):
                 wanted.setdefault(record.partition, []).append(record.exact)
-        fetch = self._store.fetch_vectors
-        rows = await asyncio.gather(*(fetch(one, self._embedder_key, exacts) for one, exacts in wanted.items()))
         vectors = {}
-        for (partition, exacts), row in zip(wanted.items(), rows, strict=True):
+        for partition, exacts in wanted.items():
+            row = await self._store.fetch_vectors(partition, self._embedder_key, exacts)
             for exact, data in zip(exacts, row, strict=True):
                 if data is not None and len(data) == 2 * self._cache.dims:
                     vectors[partition, exact] = np.frombuffer(data, dtype="<f2").astype(np.float32)
@@ -141,8 +159,7 @@ class Follower:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-def _added(partition: Partition, stored: Stored) -> Added | None:
-    about = stored.about
-    if about.text is None:
+def _added(partition: Partition, exact: bytes, about: About | None) -> Added | None:
+    if about is None or about.text is None:
         return None
-    return Added(partition, stored.exact, about.compat, about.text, about.created_at, about.expires_at)
+    return Added(partition, exact, about.compat, about.text, about.created_at, about.expires_at)

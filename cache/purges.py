@@ -18,7 +18,7 @@ import msgspec
 
 from cache.entry import Purge
 from cache.l1 import L1
-from cache.store import PURGE_CHANNEL, REDIS_FAILURES, Announced, EntryStore
+from cache.log import PURGE_CHANNEL, REDIS_FAILURES, Announced, EntryLog
 
 _HEARTBEAT_S = 2.0
 _HEARTBEAT_MISSED_S = 5.0
@@ -39,8 +39,8 @@ Subscribe = Callable[[str], AbstractAsyncContextManager[Subscription]]
 class Purges:
     """The purges of all processes, as one of them hears and announces them. `monotonic` gives seconds that never jump."""
 
-    def __init__(self, store: EntryStore, l1: L1, clock: Callable[[], float], monotonic: Callable[[], float]) -> None:
-        self._store = store
+    def __init__(self, log: EntryLog, l1: L1, clock: Callable[[], float], monotonic: Callable[[], float]) -> None:
+        self._log = log
         self._l1 = l1
         self._clock = clock
         self._monotonic = monotonic
@@ -60,10 +60,10 @@ class Purges:
         """Return once no L1 can serve what was purged from Redis before. Raises redis.exceptions.RedisError."""
         self._obey(purge)
         receipt = uuid.uuid4().bytes
-        listening = await self._store.announce_purge(purge, receipt)
+        listening = await self._log.announce(purge, receipt)
         deadline = self._monotonic() + _HEARTBEAT_MISSED_S
         while self._monotonic() < deadline:
-            if await self._store.signatures(receipt) >= listening:
+            if await self._log.signatures(receipt) >= listening:
                 return
             await asyncio.sleep(_SIGNED_POLL_S)
 
@@ -98,14 +98,14 @@ class Purges:
             self._obey(announced.purge)
             if announced.receipt:
                 with contextlib.suppress(*REDIS_FAILURES):  # who waits for it gives up after a while
-                    await self._store.sign(announced.receipt)
+                    await self._log.sign(announced.receipt)
         elif announced.receipt == name:
             self._heard_at = self._monotonic()
 
     async def _beat(self, name: bytes) -> None:
         while True:
             with contextlib.suppress(*REDIS_FAILURES):  # not hearing it is what tells
-                await self._store.beat(name)
+                await self._log.beat(name)
             await asyncio.sleep(_HEARTBEAT_S if self.is_on else _HEARTBEAT_S / 10)
 
     def _obey(self, purge: Purge) -> None:

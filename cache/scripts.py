@@ -62,6 +62,7 @@ for _, id in ipairs(ARGV) do
   freed = freed + forget(id)
   redis.call('HDEL', vectors, id)
 end
+if redis.call('HLEN', about) == 0 then redis.call('DEL', entries, about, used, expires, bytes, vectors) end
 return {count, freed}
 """
 )
@@ -74,4 +75,11 @@ end
 local left = redis.call('PTTL', KEYS[2])
 if left > 0 then redis.call('PEXPIRE', KEYS[1], left) end
 return 1
+"""
+
+# KEYS: the known partitions. ARGV: one of them, when it had stored last.
+FORGET_PARTITION = """
+local at = redis.call('ZSCORE', KEYS[1], ARGV[1])
+if at and tonumber(at) == tonumber(ARGV[2]) then return redis.call('ZREM', KEYS[1], ARGV[1]) end
+return 0
 """

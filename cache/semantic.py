@@ -21,14 +21,26 @@ from numpy.typing import NDArray
 from cache.embedder import Embedder, EmbedderInfo, Encoded, Memo
 from cache.fingerprint import Partition
 from cache.index import Found, VectorIndex
+from cache.log import Dropped
 from cache.messages import Hit, Miss, MissReason, Near, Neighbourhood, Query
-from cache.store import Added, Dropped, LogRecord
 from cache.verifier import FixedVerifier, Neighbour, Verdict, Verifier
 
 NEIGHBOURS = 16
 _INLINE_MAX = 32  # keys still without a vector that one lookup embeds beside its query; the newest first
 
 EntryKey = tuple[Partition, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """An entry that can be found by meaning, as the log and the store tell of it."""
+
+    partition: Partition
+    exact: bytes
+    compat: bytes
+    text: str
+    created_at: float
+    expires_at: float
 
 
 @dataclass(slots=True)
@@ -145,7 +157,9 @@ class SemanticCache:
 
     # --- following the log
 
-    def fold(self, records: Sequence[LogRecord], vectors: Mapping[EntryKey, NDArray[np.float32]] | None = None) -> None:
+    def fold(
+        self, records: Sequence[Added | Dropped], vectors: Mapping[EntryKey, NDArray[np.float32]] | None = None
+    ) -> None:
         """Take in what was added and dropped, in order. `vectors` are those already known, by entry."""
         self._expire()
         for record in records:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cache.embedder import Memo, SentenceEmbedder
-from cache.semantic import SemanticCache
+from cache.semantic import Added, SemanticCache
 from tests.cache.fakes import FakeEmbedder
 
 
@@ -90,7 +90,6 @@ def test_the_capital_of_france(embedder: SentenceEmbedder) -> None:
     import time
 
     from cache import Hit
-    from cache.store import Added
     from tests.cache.fakes import ACME, ask, query
 
     cache = SemanticCache(embedder)

@@ -284,6 +284,20 @@ async def test_a_purge_removes_what_matches_everywhere(
         assert (await purger.stats()).size_bytes == before - done.size_bytes
 
 
+async def test_a_purge_leaves_nothing_to_read(exact: ExactCache, redis: Redis, clock: Clock) -> None:
+    """Neither the entries' keys nor a word of the prompt in the log; the empty partition is forgotten once it is counted."""
+    fp = ask("a secret prompt")
+    await exact.store(entry_for(fp, clock.now, "a secret answer"))
+    await exact.purge(Purge(text="a secret prompt"))
+    assert await redis.keys(f"*{ACME.hex()}*") == []
+    log = await redis.xrange("sameway:cache:log")
+    assert len(log) == 2
+    assert b"secret" not in b"".join(fields[b"r"] for _, fields in log)
+    assert await redis.zcard("sameway:cache:partitions") == 1
+    assert (await exact.stats()).partitions == ()
+    assert await redis.zcard("sameway:cache:partitions") == 0
+
+
 async def test_many_entries_are_purged_in_batches(exact: ExactCache, clock: Clock) -> None:
     """A purge of hundreds counts each once."""
     for number in range(701):
@@ -377,12 +391,14 @@ async def test_a_semantic_hit_is_checked_and_a_dangling_one_reported(
     found = await exact.get(ask("How come?"), stored.exact)
     assert found.entry is not None
     assert (await exact.get(ask("Why?", seed=1), stored.exact)).miss is LookupMiss.UNREADABLE
+    assert (await exact.lookup(stored)).entry is not None
     assert (await exact.get(ask("Why?", OTHER), stored.exact)).miss is LookupMiss.ABSENT
     store = EntryStore(redis)
-    start = await store.log_end(b"e")
+    start = await store.log.end(b"e")
+    assert (await exact.get(ask("Why?"), stored.exact)).entry is not None
     gone = ask("gone")
     assert (await exact.get(ask("Why?"), gone.exact)).miss is LookupMiss.ABSENT
-    records = (await store.read_log(start)).records
+    records = (await store.log.read(start)).records
     assert [record.exacts for record in records] == [(gone.exact,)]
 
 

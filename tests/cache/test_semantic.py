@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache import Hit, Miss, MissReason, Partition, Query
-from cache.semantic import SemanticCache
-from cache.store import Added, Dropped, LogRecord
+from cache.log import Dropped
+from cache.semantic import Added, SemanticCache
 from cache.verifier import Neighbour, Verdict
 from tests.cache.fakes import ACME, OTHER, Clock, FakeEmbedder, ask, query
 
@@ -143,7 +143,7 @@ def test_how_records_are_folded_does_not_matter(plan: list[tuple[bool, int, int]
     """One by one with lookups in between, or the survivors at once as a rebuild does, with the vectors the first one saved: the
     same answers to everything."""
     clock = Clock()
-    records: list[LogRecord] = [
+    records: list[Added | Dropped] = [
         added(f"text {number} of ten", clock.now, seed=seed) if is_add else dropped(f"text {number} of ten", seed=seed)
         for is_add, number, seed in plan
     ]

@@ -1,0 +1,158 @@
+"""What the processes tell each other through Redis: entries that came and went, and purges.
+
+    sameway:cache:log       stream   partition and id of each entry that came or went, for the semantic indexes
+    sameway:cache:epoch     string   random; another one means that Redis lost its data
+    sameway:cache:purge     channel  what was purged, for the in-process caches, and their heartbeats
+    sameway:cache:purged:R  string   how many of them have obeyed the purge with receipt R
+
+Knows no entries: the log holds digests, no prompt, so a purge leaves nothing to read in it. Invariant: a follower that can't have
+read everything is told so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+from redis.exceptions import RedisError
+
+from cache.entry import CacheUnavailable, Purge
+from cache.fingerprint import Partition
+
+PURGE_CHANNEL = "sameway:cache:purge"
+_LOG = "sameway:cache:log"
+_EPOCH = "sameway:cache:epoch"
+
+LOG_LENGTH_MAX = 100_000  # about; a follower that falls further behind rebuilds
+_READ_COUNT = 1_000
+_RECEIPT_TTL_S = 60
+
+REDIS_FAILURES = (RedisError, OSError, TimeoutError)
+
+
+def unavailable(error: BaseException) -> CacheUnavailable:
+    return CacheUnavailable(f"Redis: {error}")
+
+
+class Redis(Protocol):
+    """What is needed of redis.asyncio.Redis (decode_responses=False) or of anything that batches for it. Replies are as redis-py
+    parses them: HSCAN a cursor and a dict, XRANGE pairs of id and dict."""
+
+    async def execute_command(self, *args: Any) -> Any: ...
+    async def eval(self, script: str, numkeys: int, *keys_and_args: Any) -> Any: ...
+
+
+class Came(msgspec.Struct, frozen=True, array_like=True, tag="+"):
+    """A log record: this entry is there and can be found by meaning."""
+
+    partition: Partition
+    exact: bytes
+
+
+class Dropped(msgspec.Struct, frozen=True, array_like=True, tag="-"):
+    """A log record: these entries of a partition are gone."""
+
+    partition: Partition
+    exacts: tuple[bytes, ...]
+
+
+class Announced(msgspec.Struct, frozen=True, array_like=True):
+    """A message on the purge channel. A heartbeat is one without a purge; `receipt` names who waits for obedience, or the heart."""
+
+    purge: Purge | None
+    receipt: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class LogPosition:
+    """How far a follower has read, and of which life of Redis' data."""
+
+    id: bytes
+    epoch: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LogRead:
+    """Records after a position. `is_lost`: the position is not in this log any more; rebuild from the entries."""
+
+    records: tuple[Came | Dropped, ...]
+    position: LogPosition
+    is_lost: bool
+    is_more: bool
+
+
+class EntryLog:
+    """The stream and the channel. Everything raises redis.exceptions.RedisError or OSError while Redis is away."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+
+    async def append(self, record: Came | Dropped) -> None:
+        data = _ENCODER.encode(record)
+        await self._redis.execute_command("XADD", _LOG, "MAXLEN", "~", LOG_LENGTH_MAX, "*", "r", data)
+
+    async def end(self, new_epoch: bytes) -> LogPosition:
+        """The position after the last record. `new_epoch` names the life of Redis' data if it has no name yet."""
+        await self._redis.execute_command("SET", _EPOCH, new_epoch, "NX")
+        epoch, last = await asyncio.gather(
+            self._redis.execute_command("GET", _EPOCH),
+            self._redis.execute_command("XREVRANGE", _LOG, "+", "-", "COUNT", 1),
+        )
+        return LogPosition(last[0][0] if last else b"0-0", epoch)
+
+    async def read(self, position: LogPosition) -> LogRead:
+        """Up to a thousand records after `position`; never waits for new ones."""
+        epoch, items = await asyncio.gather(
+            self._redis.execute_command("GET", _EPOCH),
+            self._redis.execute_command("XRANGE", _LOG, b"(" + position.id, "+", "COUNT", _READ_COUNT),
+        )
+        is_full = len(items) == _READ_COUNT
+        is_lost = epoch != position.epoch
+        if is_full and not is_lost:
+            # only a follower this far behind can have lost records to trimming
+            first = await self._redis.execute_command("XRANGE", _LOG, "-", "+", "COUNT", 1)
+            is_lost = bool(first) and _order(first[0][0]) > _order(position.id)
+        records = []
+        for _, fields in items:
+            try:
+                records.append(_RECORDS.decode(fields[b"r"]))
+            except (msgspec.DecodeError, KeyError):
+                continue  # of another version of Sameway beside this one: its entries are none of ours
+        end = LogPosition(items[-1][0] if items else position.id, position.epoch)
+        return LogRead(tuple(records), end, is_lost, is_full)
+
+    async def announce(self, purge: Purge, receipt: bytes = b"") -> int:
+        """Tell every in-process cache; the answer is how many listen. Each signs a given receipt once it has obeyed."""
+        return await self._publish(Announced(purge, receipt))
+
+    async def beat(self, name: bytes) -> None:
+        """A heartbeat on the purge channel, for whoever knows its name."""
+        await self._publish(Announced(None, name))
+
+    async def _publish(self, message: Announced) -> int:
+        heard: int = await self._redis.execute_command("PUBLISH", PURGE_CHANNEL, _ENCODER.encode(message))
+        return heard
+
+    async def sign(self, receipt: bytes) -> None:
+        key = _receipt_key(receipt)
+        await asyncio.gather(
+            self._redis.execute_command("INCR", key), self._redis.execute_command("EXPIRE", key, _RECEIPT_TTL_S)
+        )
+
+    async def signatures(self, receipt: bytes) -> int:
+        return int(await self._redis.execute_command("GET", _receipt_key(receipt)) or 0)
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_RECORDS: msgspec.msgpack.Decoder[Came | Dropped] = msgspec.msgpack.Decoder(Came | Dropped)
+
+
+def _receipt_key(receipt: bytes) -> str:
+    return "sameway:cache:purged:" + receipt.hex()
+
+
+def _order(stream_id: bytes) -> tuple[int, int]:
+    ms, _, sequence = stream_id.partition(b"-")
+    return int(ms), int(sequence or 0)
