@@ -18,7 +18,9 @@ LINES_MAX = 400
 FUNCTION_LINES_MAX = 70
 
 # Questions that were answered: why this file is one thing although it is long.
-LONG_FILES: dict[str, str] = {}
+LONG_FILES: dict[str, str] = {
+    "gateway/admin/models.py": "the admin API's shapes, one after another: a table without a branch",
+}
 LONG_FUNCTIONS: dict[str, str] = {}
 
 
