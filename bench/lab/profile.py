@@ -63,6 +63,7 @@ class Profiler:
             raise BenchError(f"py-spy: {said.strip()[-400:]}")
         own: collections.Counter[str] = collections.Counter()
         total: collections.Counter[str] = collections.Counter()
+        entered: collections.Counter[str] = collections.Counter()
         samples = 0
         for line in self.stacks.read_text().splitlines():
             stack, _, count = line.rpartition(" ")
@@ -71,6 +72,7 @@ class Profiler:
                 continue
             samples += int(count)
             own[frames[-1]] += int(count)
+            entered[_entry(frames)] += int(count)
             for frame in set(frames):
                 total[frame] += int(count)
         if not samples:
@@ -79,10 +81,18 @@ class Profiler:
         lines = [
             f"{samples} samples; {1000 * cpu_ms_per_request:.1f} us of CPU per request in this worker; {self.stacks}"
         ]
-        for title, counted in (("own", own), ("with what it calls", total)):
+        for title, counted in (("by what the event loop runs", entered), ("own", own), ("with what it calls", total)):
             lines.append(f"\n  us/request  {title}")
             lines += [f"  {count * scale:10.1f}  {frame}" for frame, count in counted.most_common(_SHOWN)]
         return "\n".join(lines)
+
+
+def _entry(frames: list[str]) -> str:
+    """The task's or callback's outermost function; the parts add up to the whole."""
+    loop = next((i for i, frame in enumerate(frames) if frame.startswith("run (") and "asyncio/runners" in frame), None)
+    if loop is None:
+        return f"thread: {frames[-1]}"
+    return frames[loop + 1] if loop + 1 < len(frames) else "the loop itself"
 
 
 def _short(frame: str) -> str:
