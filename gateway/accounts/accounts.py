@@ -128,8 +128,12 @@ class Accounts:
         is_newer = sa.or_(keys.c.last_used_at_s.is_(None), keys.c.last_used_at_s < seen)
         statement = sa.update(keys).where(keys.c.id == sa.bindparam("key"), is_newer).values(last_used_at_s=seen)
         rows = [{"key": key_id, "seen_at_s": at_s} for key_id, at_s in sorted(used.items())]
-        async with self.database.writing() as connection:
-            await connection.execute(statement, rows)
+        try:
+            async with self.database.writing() as connection:
+                await connection.execute(statement, rows)
+        except Exception:
+            self._used_at_s = used | self._used_at_s  # for the next time
+            raise
 
     @uncancelled
     async def ensure_first(self, team: str = "default", plaintext: str | None = None) -> str | None:

@@ -119,13 +119,13 @@ class LedgerWriter:
                     self.stats.failures += 1
                     self.stats.last_error = f"{type(error).__name__}: {error}"
                     trouble_s = min(max(2 * trouble_s, _IDLE_S), _TROUBLE_S_MAX)
-                    is_leader = True
+                    is_leader = self.stats.is_leader = False
+                    await self._drop_lock()  # another one's way to SQL may work
                 if (task := asyncio.current_task()) is not None and task.cancelling():
                     raise asyncio.CancelledError  # Python 3.11's wait_for, deep in a Redis client, can swallow it
                 await asyncio.sleep(trouble_s or (_IDLE_S if is_leader else _FOLLOWER_IDLE_S))
         finally:
-            with contextlib.suppress(RedisError):  # the lock's lease ends it then
-                await self._redis.eval(_DROP_LOCK, 1, LEDGER_LOCK, self._token)
+            await self._drop_lock()
 
     async def step(self) -> bool:
         """Drain what waits and restate where it is due, if this is the writer; True where it is.
@@ -183,6 +183,10 @@ class LedgerWriter:
         for entry in entries:
             if entry.row is None:
                 await self._set_aside(entry.id, entry.wrong)
+
+    async def _drop_lock(self) -> None:
+        with contextlib.suppress(RedisError):  # its lease ends it then
+            await self._redis.eval(_DROP_LOCK, 1, LEDGER_LOCK, self._token)
 
     async def _set_aside(self, entry_id: bytes, reason: str) -> None:
         self.stats.set_aside += await self._redis.eval(
