@@ -74,6 +74,7 @@ class Options:
     device: str = "auto"
     threads: int = 1
     keys_max: int = 1_000_000
+    parent_pid: int = field(default_factory=os.getppid)  # as early as can be: a parent may die while this starts
 
 
 @dataclass(slots=True, eq=False)
@@ -142,8 +143,7 @@ class Worker:
             task.result()  # a task that ended by itself ended by a bug: say it
 
     async def _until_stopped(self) -> None:
-        parent = os.getppid()
-        while not self._stop.is_set() and os.getppid() == parent:
+        while not self._stop.is_set() and os.getppid() == self._options.parent_pid:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_PARENT_S):
                     await self._stop.wait()
