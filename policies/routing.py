@@ -6,7 +6,7 @@ route, and every candidate appears in it exactly once, ranked or rejected with i
 The cost model is one for money and time, cold or warm. With `w` the prompt tokens a deployment is known to hold
 warm (0 where unknown), `p` the prompt tokens, `o` the output tokens expected:
 
-    cost     = price of (p - w) tokens + w at the cached price + o output tokens
+    cost     = price of (p - w) tokens + w at the cached price + o output tokens for each choice
     ttft     = predicted TTFT of the whole prompt - w * prefill time per token      (never below a twentieth of it)
     total    = ttft + o * tpot
 
@@ -49,6 +49,8 @@ class Demand:
     `output_tokens_max` bounds the answer; `is_output_asked` says that the caller set it, so that a deployment which
     cannot give so many is rejected; otherwise the bound shrinks to what fits.
     `warm` maps a deployment's name to the prompt tokens it saw last; `excluded` are the names already tried.
+    `choices` answers are generated side by side: each costs its own output, and they take the time of one; the output
+    tokens are those of one.
     `deadline_ms` is for the whole answer, `ttft_deadline_ms` for its first token; None where the caller has none.
     """
 
@@ -61,6 +63,7 @@ class Demand:
     ttft_deadline_ms: float | None = None
     excluded: frozenset[str] = frozenset()
     is_output_asked: bool = True
+    choices: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +225,8 @@ def _forecast(demand: Demand, candidate: Candidate, ttft_prior_ms: float, tpot_p
     return _Forecast(
         warm_tokens=warm,
         output_tokens_max=room,
-        cost_microusd=candidate.price.cost(Tokens(demand.prompt_tokens, expected, warm)),
-        cost_max_microusd=candidate.price.cost_max(demand.prompt_tokens, room),
+        cost_microusd=candidate.price.cost(Tokens(demand.prompt_tokens, expected * demand.choices, warm)),
+        cost_max_microusd=candidate.price.cost_max(demand.prompt_tokens, room * demand.choices),
         ttft_ms=ttft_ms,
         total_ms=ttft_ms + tpot_ms * expected,
         is_ttft_known=candidate.ttft_ms is not None,

@@ -40,6 +40,7 @@ demands = st.builds(
     ttft_deadline_ms=_ms,
     excluded=st.frozensets(st.sampled_from(_NAMES), max_size=1),
     is_output_asked=st.booleans(),
+    choices=st.integers(1, 4),
 )
 policies = st.builds(
     RoutingPolicy, st.sampled_from(PolicyKind), st.none() | st.floats(1, 1e5), st.none() | st.integers(0, 10**6)
@@ -215,6 +216,15 @@ def test_an_output_bound_nobody_asked_for_shrinks_instead() -> None:
     ranked = route(demand, [small], RoutingPolicy()).ranked[0]
     assert ranked.output_tokens_max == 150
     assert ranked.cost_max_microusd == small.price.cost_max(1000, 150)
+
+
+def test_choices_cost_each_and_take_the_time_of_one() -> None:
+    """Four answers side by side: one prompt, four outputs, one wait."""
+    [one] = route(SMALL, [CHEAP], RoutingPolicy()).ranked
+    [four] = route(dataclasses.replace(SMALL, choices=4), [CHEAP], RoutingPolicy()).ranked
+    assert (one.cost_microusd, four.cost_microusd) == (150 + 120, 150 + 480)
+    assert four.cost_max_microusd == CHEAP.price.cost_max(1000, 2000)
+    assert four.total_ms == one.total_ms
 
 
 def test_the_furthest_candidate_explains_an_empty_ranking() -> None:
