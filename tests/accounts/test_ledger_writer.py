@@ -188,7 +188,7 @@ async def test_a_database_that_is_away_loses_nothing(redis: Redis, budgets: Budg
     await until(lambda: writer.stats.failures > 0)
     assert writer.stats.last_error
     assert await redis.xlen(LEDGER_STREAM) == 1
-    while await redis.get(LEDGER_LOCK) is not None:  # it lets others try
+    while await redis.get(LEDGER_LOCK) is not None:  # noqa: ASYNC110 (it lets others try)
         await asyncio.sleep(0.001)
     ledger._database = real
     await until(lambda: writer.stats.rows > 0)
