@@ -7,11 +7,8 @@ users run; only the thread that holds the interpreter is counted, and native cod
 from __future__ import annotations
 
 import collections
-import os
-import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 from bench.lab.native import WORK
@@ -50,17 +47,18 @@ class Profiler:
         ]
         command += ["--pid", str(pids[0]), "--duration", str(max(1, int(duration_s))), "--gil"]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        killer = threading.Timer(duration_s + 20.0, os.kill, (self._process.pid, signal.SIGKILL))
-        killer.daemon = True
-        killer.start()
 
     def report(self, cpu_ms_per_request: float) -> str:
         """The functions with the largest own and total share, in microseconds of CPU per request."""
         if self._process is None:
             raise BenchError("nothing was profiled")
-        _, said = self._process.communicate(timeout=60.0)
+        try:
+            _, said = self._process.communicate(timeout=60.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            raise BenchError("py-spy did not end") from None
         if self._process.returncode != 0:
-            raise BenchError(f"py-spy: {said.strip()[-400:]}")
+            raise BenchError(f"py-spy ended with {self._process.returncode}: {said.strip()[-400:]}")
         own: collections.Counter[str] = collections.Counter()
         total: collections.Counter[str] = collections.Counter()
         entered: collections.Counter[str] = collections.Counter()
