@@ -124,6 +124,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.routes = _routes(settings, parts)
         app.include_router(admin_router(_admin_services(parts)))
         _start_loops(parts, stack)
+        await _check_eviction(parts.link)
         gc.collect()
         gc.freeze()  # what start-up built lives as long as the process: no collection need look at it again
         yield
@@ -232,6 +233,16 @@ def _admin_services(parts: Parts) -> AdminServices:
     )
 
 
+async def _check_eviction(link: RedisLink) -> None:
+    """Redis holds money: one that may evict keys is worth a warning (a managed one may not tell)."""
+    try:
+        found = await link.execute_command("CONFIG", "GET", "maxmemory-policy")
+    except RedisError:
+        return
+    if dict(found).get(b"maxmemory-policy", b"noeviction") != b"noeviction":
+        _log.warning("redis_may_evict", consequence="budgets may be forgotten", wanted="maxmemory-policy noeviction")
+
+
 # -- the loops ----------------------------------------------------------------------------------------------------------
 
 
@@ -277,8 +288,9 @@ async def _follow_accounts(parts: Parts) -> None:
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    while not task.done():  # on Python 3.11 a wait inside redis-py can swallow a cancellation: say it again
+        task.cancel()
+        await asyncio.wait([task], timeout=0.5)
 
 
 async def _last_flush(stats: Stats) -> None:

@@ -141,7 +141,8 @@ class Alias:
         return Demand(
             prompt_tokens=ask.prompt_tokens,
             output_tokens_max=asked or _OUTPUT_TOKENS_MAX,
-            output_tokens_expected=min(asked or _OUTPUT_TOKENS_EXPECTED, _OUTPUT_TOKENS_EXPECTED) * ask.choices,
+            output_tokens_expected=min(asked or _OUTPUT_TOKENS_EXPECTED, _OUTPUT_TOKENS_EXPECTED),
+            choices=ask.choices,
             needs=ask.needs,
             warm=warm,
             ttft_deadline_ms=deadline_ms,
