@@ -84,7 +84,7 @@ SCENARIOS = (
     Scenario("miss-8k", Setup.MISS, prompt_bytes=8_192, is_direct=True),
     Scenario("miss-64k", Setup.MISS, prompt_bytes=65_536, is_direct=True),
     Scenario("miss-unbudgeted", Setup.MISS, is_budgeted=False),
-    Scenario("miss-open", Setup.MISS, rate_of="miss", is_direct=True),
+    Scenario("miss-open", Setup.MISS, rate_of="miss"),
     Scenario("hit-memory", Setup.HIT_MEMORY, Traffic.REPEATED, connections=ALL, is_quick=True),
     Scenario("hit-memory-stream", Setup.HIT_MEMORY, Traffic.REPEATED, is_stream=True, is_quick=True),
     Scenario("hit-redis", Setup.HIT_REDIS, Traffic.REPEATED, connections=ALL, is_quick=True),
