@@ -77,13 +77,13 @@ class Pipeline:
         self.flights = Flights()
         self._emit = emit
         self._secret = (settings.secret or "").encode()
-        self._stores: set[asyncio.Future[None]] = set()
+        self._stores: dict[bytes, asyncio.Future[None]] = {}  # by compat: the latest answer on its way to Redis
         self.generations = 0  # under way
 
     async def drain(self) -> None:
         """Until what is being stored is stored: nothing more comes after the server has stopped."""
         while self._stores:
-            await asyncio.wait(self._stores)
+            await asyncio.wait(self._stores.values())
 
     # -- answer: 1 to 5 -----------------------------------------------------------------------------------------
 
@@ -197,8 +197,9 @@ class Pipeline:
         if reason or text is None:
             record.miss_reason = reason
             return False
-        if self._stores:  # what this worker is storing right now may be what is asked for
-            await asyncio.wait(self._stores, timeout=_STORES_AWAITED_S)
+        storing = self._stores.get(job.fingerprint.compat)
+        if storing is not None:  # what this worker is storing right now may be what is asked for
+            await asyncio.wait((storing,), timeout=_STORES_AWAITED_S)
         error_max = min(
             (e for e in (controls.error_max, job.identity.team.semantic_error_max) if e is not None), default=None
         )
@@ -335,7 +336,7 @@ class Pipeline:
         record.duration_ms = turn.elapsed_ms()
         flight.finish(error)
         stored = asyncio.get_running_loop().create_future()
-        self._stores.add(stored)
+        self._stores[job.fingerprint.compat] = stored
         spent = usage.prompt_tokens + usage.completion_tokens if facts.entry is None else 0
         try:
             await asyncio.gather(
@@ -346,8 +347,9 @@ class Pipeline:
         except Exception:
             _log.exception("record_failed", request_id=record.request_id)
         finally:
-            self._stores.discard(stored)
             stored.set_result(None)
+            if self._stores.get(job.fingerprint.compat) is stored:
+                del self._stores[job.fingerprint.compat]
             flight.retire()
             if facts.entry is not None:
                 record.ttft_ms = record.duration_ms
