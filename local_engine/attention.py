@@ -88,6 +88,7 @@ class PagedKV:
     def size_bytes(self) -> int:
         return sum(pool.nbytes for pool in self._pools)
 
+    @torch.inference_mode()
     def clear(self) -> None:
         """All zeros again."""
         for pool in self._pools:

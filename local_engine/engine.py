@@ -59,6 +59,15 @@ class StepOutput:
 
 
 @dataclass(slots=True)
+class Totals:
+    """Counted since the start, warm-up left out."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    answer_tokens: int = 0
+
+
+@dataclass(slots=True)
 class Pace:
     """Measured speed, as moving averages: what predictions of TTFT stand on."""
 
@@ -108,6 +117,7 @@ class Engine:
         self._sequences: dict[int, Sequence] = {}
         self._submitted = 0
         self._pace = Pace()
+        self._totals = Totals()
         model = checkpoint.config
         self.info = ModelInfo(
             name=model.name,
@@ -124,6 +134,7 @@ class Engine:
         )
         progress(0.95, "warming up")
         self._warm_up()
+        self._totals = Totals()
         progress(1.0, "ready")
 
     @property
@@ -217,6 +228,10 @@ class Engine:
             kv_blocks_total=self._pool.total,
             prefill_tokens_per_s=self._pace.prefill_tokens_per_s,
             decode_ms_per_token=self._pace.decode_ms_per_token,
+            prompt_tokens_total=self._totals.prompt_tokens,
+            cached_tokens_total=self._totals.cached_tokens,
+            answer_tokens_total=self._totals.answer_tokens,
+            preemptions_total=self._scheduler.preemptions,
         )
 
     def cached_prefix_tokens(self, tokens: Many[int], salt: bytes = b"") -> int:
@@ -224,11 +239,6 @@ class Engine:
         keys: list[bytes] = []
         self._pool.extend_keys(keys, tokens, salt, (len(tokens) - 1) // self._pool.block_tokens)
         return len(self._pool.match(keys, tokens, salt)) * self._pool.block_tokens
-
-    @property
-    def preemptions(self) -> int:
-        """How often a sequence lost its blocks and was recomputed, since the start."""
-        return self._scheduler.preemptions
 
     def check_integrity(self) -> None:
         """Raises AssertionError where an invariant of the pool, the queue or the sequences is broken."""
@@ -284,6 +294,10 @@ class Engine:
 
     def _advance(self, sequence: Sequence, token_id: int, sampled: Sampled) -> StepOutput:
         """Add the sampled token, decide whether the answer ends with it, and say what became final."""
+        if sequence.answer_tokens == 0:
+            self._totals.prompt_tokens += sequence.prompt_tokens
+            self._totals.cached_tokens += sequence.cached_tokens or 0
+        self._totals.answer_tokens += 1
         sequence.tokens.append(token_id)
         if sequence.has_penalties:
             sequence.counts[token_id] += 1

@@ -185,7 +185,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's state as last pushed by its worker: what a router asks before it sends anything."""
+    """The engine's state as last pushed by its worker: what a router asks before it sends anything.
+
+    What ends in `_total` counts since the engine's start: prompt tokens that were computed or reused (`cached_`), answer
+    tokens, and preemptions.
+    """
 
     is_ready: bool = False
     is_connected: bool = False
@@ -201,6 +205,10 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks_total: int = 0
     prefill_tokens_per_s: float = 0.0
     decode_ms_per_token: float = 0.0
+    prompt_tokens_total: int = 0
+    cached_tokens_total: int = 0
+    answer_tokens_total: int = 0
+    preemptions_total: int = 0
 
     @property
     def kv_usage(self) -> float:

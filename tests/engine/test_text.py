@@ -69,7 +69,8 @@ def test_any_text_is_cut_at_its_first_stop_string(text: str, stops: list[str]) -
     """In sum: the text up to the first stop string; and the tokens that left are those whose text began before it."""
     ids = TOKENIZER.encode(text)
     stream = TextStream(TOKENIZER, tuple(stops))
-    emitted, tokens = "", []
+    emitted = ""
+    tokens: list[int] = []
     for id in ids:
         piece = stream.push(id, None)
         emitted += piece.text
@@ -107,7 +108,8 @@ def test_the_engine_stops_at_a_string_across_tokens(make_engine: Callable[..., E
     (text,) = run_text(engine).values()
     stop = text[7:12]
     engine.submit(prompt, greedy(30, stop=(stop,), logprobs=0))
-    emitted, logprobs, reasons, usage = "", [], [], None
+    emitted, reasons, usage = "", [], None
+    logprobs: list[TokenLogprob] = []
     while engine.has_work:
         for step in engine.step():
             emitted += step.output.text

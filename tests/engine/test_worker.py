@@ -127,30 +127,39 @@ async def test_chat_and_count_agree(worker: AsyncEngine) -> None:
     assert await worker.count_tokens(what) == generation.usage.prompt_tokens
 
 
-async def test_closing_a_generation_frees_its_blocks(worker: AsyncEngine) -> None:
-    """aclose ends the work in the engine, before the first item as well as in the middle."""
-    unstarted = worker.generate(request(random_prompt(1, 20), 150))
-    await unstarted.aclose()
-    started = worker.generate(request(random_prompt(2, 20), 150))
+def much(seed: int) -> GenerateRequest:
+    """More work than a test waits for: 64 answers of 150 tokens."""
+    return request(random_prompt(seed, 20), 150, n=64)
+
+
+async def test_closing_a_generation_ends_its_work(worker: AsyncEngine) -> None:
+    """aclose ends the work in the engine and frees its blocks, before the first item as well as in the middle."""
+    await idle(worker)
+    before = worker.load().answer_tokens_total
+    unstarted = [worker.generate(much(seed)) for seed in range(2)]
+    for generation in unstarted:
+        await generation.aclose()
+    started = worker.generate(much(3))
     await anext(started)
     await started.aclose()
     await idle(worker)
-    for generation in (unstarted, started):
+    assert worker.load().answer_tokens_total - before < 64 * 150
+    for generation in (*unstarted, started):
         with pytest.raises(StopAsyncIteration):
             await anext(generation)
 
 
 async def test_a_client_that_disappears_leaves_nothing(worker: AsyncEngine) -> None:
     """When a connection ends, everything it had running is aborted; other clients go on."""
-    other = AsyncEngine(worker.socket_path)
-    await other.connect()
-    await other.wait_ready()
-    gone = [other.generate(request(random_prompt(seed, 10), 170)) for seed in range(6)]
-    await anext(gone[0])
-    mine = worker.generate(request(random_prompt(9, 10), 20))
-    await other.close()
-    assert len([output async for output in mine]) > 0
     await idle(worker)
+    before = worker.load().answer_tokens_total
+    async with connected(Path(worker.socket_path)) as other:
+        gone = [other.generate(much(seed)) for seed in range(3)]
+        await anext(gone[0])
+        mine = worker.generate(request(random_prompt(9, 10), 20))
+    assert len(tokens_of(await rest_of(mine))) == 20
+    await idle(worker)
+    assert worker.load().answer_tokens_total - before < 2 * 64 * 150
     with pytest.raises(EngineUnavailable):
         await rest_of(gone[0])
 

@@ -1,0 +1,189 @@
+"""The engine's promises beside equality: limits, order, deadlines, failures, and what it says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from local_engine.config import EngineConfig
+from local_engine.engine import Engine
+from local_engine.messages import DeadlineExceeded, EngineFailed, Overloaded, PromptTooLong, SamplingParams
+from tests.engine.checkpoints import naive_greedy, random_prompt
+from tests.engine.conftest import SMALL, greedy, run
+
+Make = Callable[..., Engine]
+
+
+class Clock:
+    """A time that stands until it is moved."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_context_bounds_prompt_and_answer(make_engine: Make) -> None:
+    """A prompt of context - 1 gets one token; one more is refused with both numbers."""
+    engine = make_engine(context_tokens_max=32)
+    id = engine.submit(random_prompt(1, 31), greedy(100))
+    assert len(run(engine)[id]) == 1
+    with pytest.raises(PromptTooLong) as caught:
+        engine.submit(random_prompt(1, 32), greedy(1))
+    assert (caught.value.prompt_tokens, caught.value.context_tokens) == (32, 32)
+
+
+def test_a_small_pool_bounds_the_context(make_engine: Make) -> None:
+    """What one sequence can ever hold is what the engine offers: a request that fits is always finished."""
+    engine = make_engine(kv_blocks=8)
+    assert engine.info.context_tokens == 32
+    id = engine.submit(random_prompt(1, 20), greedy(100))
+    assert len(run(engine)[id]) == 12
+
+
+def test_an_answer_has_a_default_length(make_engine: Make) -> None:
+    """Without max_tokens an answer ends at the engine's default."""
+    engine = make_engine(answer_tokens_default=9)
+    id = engine.submit([5, 6], SamplingParams(temperature=0.0, ignore_eos=True))
+    assert len(run(engine)[id]) == 9
+
+
+def test_a_stop_token_ends_without_being_said(make_engine: Make) -> None:
+    """A stop token counts as generated, gives reason stop, and is in neither tokens nor text."""
+    engine = make_engine()
+    prompt = random_prompt(2, 10)
+    first = run_one(engine, prompt, greedy(10))
+    stop = first[6]
+    engine.submit(prompt, greedy(10, stop_token_ids=(stop,)))
+    tokens: list[int] = []
+    reason, usage = None, None
+    while engine.has_work:
+        for step in engine.step():
+            tokens += step.output.token_ids
+            reason, usage = step.output.finish_reason, step.usage
+    assert tokens == first[: first.index(stop)]
+    assert reason == "stop"
+    assert usage is not None
+    assert usage.completion_tokens == len(tokens) + 1
+
+
+def run_one(engine: Engine, prompt: list[int], params: SamplingParams) -> list[int]:
+    id = engine.submit(prompt, params)
+    return run(engine)[id]
+
+
+def test_smaller_priority_goes_first_and_equals_in_order(make_engine: Make) -> None:
+    """One at a time: by priority, then by arrival."""
+    engine = make_engine(sequences_max=1)
+    ids = [engine.submit(random_prompt(i, 5), greedy(3), priority=priority) for i, priority in enumerate((1, 1, 0, 0))]
+    ended = []
+    while engine.has_work:
+        ended += [step.id for step in engine.step() if step.usage is not None]
+    assert ended == [ids[2], ids[3], ids[0], ids[1]]
+
+
+def test_a_deadline_drops_waiting_and_running_work(checkpoint: Callable[[str], Any]) -> None:
+    """When its time is over a request fails with DeadlineExceeded, and its blocks are free."""
+    clock = Clock()
+    engine = Engine(EngineConfig(model=str(checkpoint("llama")), **{**SMALL, "sequences_max": 1}), clock=clock)
+    ids = [engine.submit(random_prompt(i, 9), greedy(50), deadline=clock.now + 10) for i in range(2)]
+    other = engine.submit(random_prompt(5, 9), greedy(2))
+    engine.step()
+    clock.now += 11
+    errors = {step.id: step.error for step in engine.step() if step.error is not None}
+    assert errors.keys() == set(ids)
+    assert all(isinstance(error, DeadlineExceeded) for error in errors.values())
+    engine.check_integrity()
+    assert len(run(engine)[other]) >= 1
+    assert engine.load().kv_blocks_used == 0
+
+
+def test_a_full_queue_refuses_and_recovers(make_engine: Make) -> None:
+    """queue_max waiting requests are the most; when they moved on, there is room again."""
+    engine = make_engine(queue_max=2)
+    for seed in range(2):
+        engine.submit(random_prompt(seed, 5), greedy(2))
+    with pytest.raises(Overloaded):
+        engine.submit([5], greedy(1))
+    engine.step()
+    engine.submit([5], greedy(1))
+    run(engine)
+
+
+def test_a_failing_step_fails_its_sequences_only(make_engine: Make, checkpoint: Callable[[str], Any]) -> None:
+    """An exception in the model ends that step's sequences; waiting ones, and later ones, are answered correctly."""
+    engine = make_engine(sequences_max=1)
+    healthy = engine._runner.run
+
+    def broken(chunks: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    prompt = random_prompt(1, 20)
+    run_one(engine, prompt, greedy(2))
+    engine._runner.run = broken  # type: ignore[method-assign]
+    failing, waiting = engine.submit(prompt, greedy(5)), engine.submit(prompt, greedy(5))
+    (step,) = engine.step()
+    engine.check_integrity()
+    assert step.id == failing
+    assert isinstance(step.error, EngineFailed)
+    assert "out of memory" in str(step.error)
+    engine._runner.run = healthy  # type: ignore[method-assign]
+    assert engine.cached_prefix_tokens(prompt) == 0
+    assert run(engine)[waiting] == list(naive_greedy(checkpoint("llama"), tuple(prompt), 5))
+
+
+def test_output_that_is_not_finite_spoils_nothing_else(make_engine: Make, checkpoint: Callable[[str], Any]) -> None:
+    """NaN from the model fails the sequence it is in; what it left in the KV pool reaches nobody."""
+    engine = make_engine()
+    healthy = engine._runner.run
+
+    def poisoned(chunks: Any) -> Any:
+        logits, ending = healthy(chunks)
+        with torch.inference_mode():
+            for pool in engine._runner.kv._pools:
+                pool.fill_(torch.nan)
+            logits[0] = torch.nan
+        return logits, ending
+
+    prompts = [random_prompt(seed, 12) for seed in range(3)]
+    engine._runner.run = poisoned  # type: ignore[method-assign]
+    ids = [engine.submit(prompt, greedy(6)) for prompt in prompts]
+    steps = engine.step()
+    engine.check_integrity()
+    engine._runner.run = healthy  # type: ignore[method-assign]
+    failed = [step.id for step in steps if step.error is not None]
+    found = {step.id: list(step.output.token_ids) for step in steps if step.error is None}
+    for id, tokens in run(engine).items():
+        found[id] += tokens
+    assert len(failed) == 1
+    for id, prompt in zip(ids, prompts, strict=True):
+        if id not in failed:
+            assert found[id] == list(naive_greedy(checkpoint("llama"), tuple(prompt), 6))
+
+
+def test_the_load_tells_queue_memory_and_pace(make_engine: Make) -> None:
+    """A router learns what waits, what is held, and when a prompt would see its first token."""
+    engine = make_engine(sequences_max=1)
+    before = engine.load().predicted_ttft_ms(100)
+    assert before is not None
+    for seed in range(3):
+        engine.submit(random_prompt(seed, 50), greedy(5))
+    engine.step()
+    load = engine.load()
+    assert (load.running, load.waiting, load.waiting_prefill_tokens) == (1, 2, 100)
+    assert load.kv_usage == pytest.approx(load.kv_blocks_used / 128)
+    after = load.predicted_ttft_ms(100)
+    assert after is not None
+    assert after > before
+    run(engine)
+    assert engine.load().kv_blocks_used == 0
+
+
+@pytest.mark.parametrize("options", [{"threads": 0}, {"kv_blocks": -1}, {"dtype": "int3"}])
+def test_settings_out_of_range_are_refused_by_name(options: dict[str, Any]) -> None:
+    """A wrong setting is a ValueError that names it."""
+    with pytest.raises(ValueError, match=next(iter(options))):
+        EngineConfig(**options)
