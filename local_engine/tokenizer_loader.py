@@ -160,10 +160,10 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> Backend:
     backend = Backend(
         BPE(vocabulary, [pair for *_, pair in found], unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True)
     )
-    spaces: list[Any] = [normalizers.Replace(" ", "▁")]
-    if metadata.get("tokenizer.ggml.add_space_prefix", True):
-        spaces.insert(0, normalizers.Prepend("▁"))
-    backend.normalizer = normalizers.Sequence(spaces)  # type: ignore[assignment, unused-ignore]
+    scheme = "first" if metadata.get("tokenizer.ggml.add_space_prefix", True) else "never"
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(  # type: ignore[assignment, unused-ignore]
+        replacement="▁", prepend_scheme=scheme, split=False
+    )
     backend.decoder = decoders.Sequence(  # type: ignore[assignment, unused-ignore]
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +14,8 @@ from hypothesis import strategies as st
 from local_engine.engine import Engine
 from local_engine.messages import InvalidRequest, TokenLogprob
 from local_engine.tokenizer import TextStream, Tokenizer, Vocabulary
-from tests.engine.checkpoints import CHAT_TEMPLATE, make_tokenizer
+from local_engine.tokenizer_loader import tokenizer_from_folder, tokenizer_from_gguf
+from tests.engine.checkpoints import CHAT_TEMPLATE, TEXT, make_tokenizer
 from tests.engine.conftest import greedy, run_text
 
 BACKEND = make_tokenizer()
@@ -100,6 +103,44 @@ def test_any_tokens_decode_as_the_library_does(ids: list[int]) -> None:
     assert TOKENIZER.decode(ids) == BACKEND.decode(ids, skip_special_tokens=True)
 
 
+def sentencepiece_metadata() -> dict[str, Any]:
+    """A small SentencePiece vocabulary as a GGUF file carries it: pieces with scores, bytes to fall back on, no merges."""
+    words = TEXT.split()
+    characters = sorted(set("".join(words)) | {"▁"})
+    counts: Counter[str] = Counter()
+    for word in words:
+        spelled = "▁" + word
+        counts.update(spelled[i:j] for i in range(len(spelled)) for j in range(i + 2, min(len(spelled), i + 6) + 1))
+    pieces = sorted(counts, key=lambda piece: (-counts[piece] * len(piece), piece))[:300]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *characters, *pieces],
+        "tokenizer.ggml.scores": [0.0] * 259 + [-1e4] * len(characters) + [-float(i) for i in range(len(pieces))],
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * (len(characters) + len(pieces)),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+
+def test_a_sentencepiece_vocabulary_is_read_as_transformers_reads_it() -> None:
+    """Merges recovered from scores, byte fall-back, spaces and BOS: the same ids and the same text back."""
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
+
+    metadata = sentencepiece_metadata()
+    names = {"model": "tokenizer_type", "unknown_token_id": "unk_token_id"}
+    plain = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
+    theirs, _ = convert_gguf_tokenizer("llama", {names.get(key, key): value for key, value in plain.items()})
+    ours = tokenizer_from_gguf(metadata)
+    for text in (TEXT, "  two  spaces ", "a\nb\tc", "🧮 naïve", "the</s>quick", "<s> hello", "", "dog. "):
+        ids = ours.encode(text)
+        expected = theirs.encode(text, add_special_tokens=False).ids
+        assert ids == (expected if text.startswith("<s>") else [1, *expected]), text
+        assert ours.decode(ids) == theirs.decode(ids)
+        stream = TextStream(ours)
+        assert "".join(stream.push(id, None).text for id in ids) + stream.finish().text == ours.decode(ids)
+
+
 def test_the_engine_stops_at_a_string_across_tokens(make_engine: Callable[..., Engine]) -> None:
     """A stop string found in the middle of an answer ends it with reason stop, and its tokens' log probabilities too."""
     engine = make_engine()
@@ -139,8 +180,6 @@ def test_min_tokens_outlasts_stops(make_engine: Callable[..., Engine]) -> None:
 def test_chat_is_rendered_as_transformers_renders_it(checkpoint: Callable[[str], Path]) -> None:
     """The chat template gives what `apply_chat_template` gives, tools and text parts included."""
     from transformers import AutoTokenizer
-
-    from local_engine.tokenizer_loader import tokenizer_from_folder
 
     folder = checkpoint("llama")
     ours, theirs = tokenizer_from_folder(folder), AutoTokenizer.from_pretrained(folder)
