@@ -236,10 +236,10 @@ def _admin_services(parts: Parts) -> AdminServices:
 async def _check_eviction(link: RedisLink) -> None:
     """Redis holds money: one that may evict keys is worth a warning (a managed one may not tell)."""
     try:
-        found = await link.execute_command("CONFIG", "GET", "maxmemory-policy")
+        found = await link.client.config_get("maxmemory-policy")
     except RedisError:
         return
-    if dict(found).get(b"maxmemory-policy", b"noeviction") != b"noeviction":
+    if found.get("maxmemory-policy", "noeviction") != "noeviction":
         _log.warning("redis_may_evict", consequence="budgets may be forgotten", wanted="maxmemory-policy noeviction")
 
 

@@ -1,9 +1,9 @@
-"""The gateway's way to Redis: one pipeline in flight, filled by whatever the event loop asks for meanwhile.
+"""The gateway's way to Redis: everything that the event loop asks for in one tick leaves together.
 
-Knows nothing of keys or values. Commands issued while a pipeline is out wait for the next, so a busy worker pays for few
-round trips, and the order in which commands were issued is the order in which Redis runs them. Invariant: no call takes
-longer than two time-outs, and while Redis is away calls fail at once (a breaker with one probe), so that a paused or dead
-Redis costs a request milliseconds, not its deadline.
+Knows nothing of keys or values. Two ways out: a wire of our own to a plain server, redis-py's pipelines to Sentinel and Cluster. The
+order in which commands were issued is the order in which a server runs them. Invariant: no call takes longer than two time-outs,
+and while Redis is away calls fail at once (a breaker with one probe), so that a paused or dead Redis costs a request
+milliseconds, not its deadline.
 """
 
 import asyncio
@@ -15,11 +15,12 @@ from typing import Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from cache.redis_url import connect
+from gateway.redis_wire import Command, Pending, Wire, fail, open_wire
 
 _PROBE_AFTER_S = (0.05, 0.2, 0.5, 1.0)  # growing pauses between probes of a Redis that is away
-_BATCH_MAX = 512
 
 
 class RedisLink:
@@ -31,12 +32,18 @@ class RedisLink:
     def __init__(self, url: str, timeout_s: float) -> None:
         self.url = url
         self.client = connect(url, timeout_s)
-        self._waiting: list[tuple[asyncio.Future[Any], tuple[Any, ...]]] = []
+        self.round_trips = 0
+        self._timeout_s = timeout_s
+        self._is_direct = "+" not in url.partition("://")[0]
+        # what redis-py makes of replies: the wire's are the same as a client's
+        self._callbacks = self.client.response_callbacks if self._is_direct else {}
+        self._wire: Wire | None = None
+        self._waiting: list[Pending] = []
+        self._is_scheduled = False
         self._pump: asyncio.Task[None] | None = None
         self._shas: dict[str, str] = {}
         self._failures = 0
         self._probe_at = 0.0
-        self.round_trips = 0
 
     @property
     def is_up(self) -> bool:
@@ -44,8 +51,10 @@ class RedisLink:
         return self._failures == 0
 
     async def execute_command(self, *args: Any) -> Any:
-        """The reply to one command. Raises RedisError."""
-        return await self._enqueue(args)
+        """The reply to one command, as redis-py gives it. Raises RedisError."""
+        reply = await self._enqueue(args)
+        understand = self._callbacks.get(args[0])
+        return reply if understand is None else understand(reply)
 
     async def eval(self, script: str, numkeys: int, *keys_and_args: Any) -> Any:
         """The reply of a Lua script, sent by its SHA-1 and whole only where Redis does not know it yet. Raises RedisError."""
@@ -57,42 +66,85 @@ class RedisLink:
         except NoScriptError:
             return await self._enqueue(("EVAL", script, numkeys, *keys_and_args))
 
-    def _enqueue(self, args: tuple[Any, ...]) -> asyncio.Future[Any]:
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    def _enqueue(self, command: Command) -> asyncio.Future[Any]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
         if self._failures and time.monotonic() < self._probe_at:
             future.set_exception(RedisConnectionError("Redis is away; not asked again yet"))
             return future
-        self._waiting.append((future, args))
-        if self._pump is None:
-            self._pump = asyncio.create_task(self._run())
+        self._waiting.append(Pending(command, future))
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            loop.call_soon(self._flush)
         return future
 
-    async def _run(self) -> None:
+    def _flush(self) -> None:
+        """The end of a tick: what was gathered leaves, or somebody begins to connect. A caller that was cancelled in line still
+        gets its command sent: it may be a settlement."""
+        self._is_scheduled = False
+        if self._wire is not None:
+            batch, self._waiting = self._waiting, []
+            self.round_trips += 1
+            self._wire.send(batch)
+            if self._failures:
+                batch[-1].future.add_done_callback(self._heard)
+        elif self._pump is None:
+            self._pump = asyncio.create_task(self._connect() if self._is_direct else self._send_pooled())
+
+    def _heard(self, future: asyncio.Future[Any]) -> None:
+        if not future.cancelled() and not isinstance(future.exception(), RedisConnectionError | RedisTimeoutError):
+            self._failures = 0
+
+    async def _connect(self) -> None:
+        try:
+            self._wire = await open_wire(self.url, self._timeout_s, self._lost)
+        except Exception as error:
+            self._failed([], error if isinstance(error, RedisError) else RedisConnectionError(str(error)))
+        finally:
+            self._pump = None
+        if self._waiting:
+            self._flush()
+
+    def _lost(self, error: RedisError, unanswered: list[Pending]) -> None:
+        """The connection is gone. What it had not answered is asked once more, on a fresh one: every script that moves money is
+        exactly-once by its hold's id. A time-out is not repeated: Redis hangs, and would only hang again."""
+        self._wire = None
+        if isinstance(error, RedisTimeoutError):
+            self._failed(unanswered, error)
+            return
+        repeated = [pending for pending in unanswered if pending.is_repeated]
+        for pending in repeated:
+            fail(pending, error)
+        again = [pending for pending in unanswered if not pending.is_repeated]
+        for pending in again:
+            pending.is_repeated = True
+        self._waiting = again + self._waiting
+        if self._waiting and not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    async def _send_pooled(self) -> None:
+        """Through redis-py: one pipeline at a time, filled by what is asked for meanwhile."""
         while self._waiting:
-            batch, self._waiting = self._waiting[:_BATCH_MAX], self._waiting[_BATCH_MAX:]
-            # a caller that was cancelled while waiting in line still gets its command sent: it may be a settle
-            commands = [args for _, args in batch]
+            batch, self._waiting = self._waiting, []
+            commands = [pending.command for pending in batch]
             try:
                 try:
-                    replies = await self._send(commands)
-                except RedisConnectionError:
-                    # a pooled connection to a server that was restarted: once more on a fresh one. Safe, since every
-                    # script that moves money is exactly-once by its hold's id
-                    replies = await self._send(commands)
-            except (RedisError, OSError) as error:
-                self._failed(batch, error)
+                    replies = await self._pipeline(commands)
+                except RedisConnectionError:  # a pooled connection to a server that was restarted
+                    replies = await self._pipeline(commands)
+            except Exception as error:  # a cluster that can't be reached raises what is no RedisError
+                self._failed(batch, error if isinstance(error, RedisError) else RedisConnectionError(str(error)))
                 continue
             self._failures = 0
-            for (future, _), reply in zip(batch, replies, strict=True):
-                if future.done():
-                    continue
-                if isinstance(reply, Exception):
-                    future.set_exception(reply)
-                else:
-                    future.set_result(reply)
+            for pending, reply in zip(batch, replies, strict=True):
+                if isinstance(reply, RedisError):
+                    fail(pending, reply)
+                elif not pending.future.done():
+                    pending.future.set_result(reply)
         self._pump = None
 
-    async def _send(self, commands: list[tuple[Any, ...]]) -> list[Any]:
+    async def _pipeline(self, commands: list[Command]) -> list[Any]:
         self.round_trips += 1
         pipeline = self.client.pipeline(transaction=False)
         for args in commands:
@@ -100,17 +152,13 @@ class RedisLink:
         replies: list[Any] = await pipeline.execute(raise_on_error=False)
         return replies
 
-    def _failed(self, batch: list[tuple[asyncio.Future[Any], tuple[Any, ...]]], error: Exception) -> None:
-        """Fail the batch and everything behind it: it would only wait for the same time-out."""
+    def _failed(self, batch: list[Pending], error: RedisError) -> None:
+        """Fail the batch and everything behind it: it would only wait for the same."""
         self._probe_at = time.monotonic() + _PROBE_AFTER_S[min(self._failures, len(_PROBE_AFTER_S) - 1)]
         self._failures += 1
         behind, self._waiting = self._waiting, []
-        if not isinstance(error, RedisError):
-            error = RedisConnectionError(str(error))
-        for future, _ in (*batch, *behind):
-            if not future.done():
-                future.set_exception(error)
-                future.exception()  # a caller that left is no reason for a warning at collection
+        for pending in (*batch, *behind):
+            fail(pending, error)
 
     @asynccontextmanager
     async def subscribe(self, *channels: str) -> AsyncIterator[Any]:
@@ -125,7 +173,11 @@ class RedisLink:
             await client.aclose()
 
     async def aclose(self) -> None:
-        """Let what waits go out, then close."""
-        if self._pump is not None:
-            await asyncio.wait([self._pump])
+        """Let what waits be answered, then close."""
+        waiting = [pending.future for pending in self._waiting] + (self._wire.unanswered if self._wire else [])
+        if waiting:
+            await asyncio.wait(waiting, timeout=2 * self._timeout_s)
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None
         await self.client.aclose()

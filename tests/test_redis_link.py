@@ -147,3 +147,62 @@ def free_ports(count: int) -> list[int]:
     finally:
         for one in sockets:
             one.close()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("HSCAN", "hash", 0),
+        ("HGETALL", "hash"),
+        ("XRANGE", "stream", "-", "+"),
+        ("XREAD", "COUNT", 5, "STREAMS", "stream", "0"),
+        ("ZRANGE", "scores", 0, -1, "WITHSCORES"),
+        ("ZSCORE", "scores", "m"),
+        ("SET", "key", "value", "NX"),
+        ("SET", "key", "value"),
+        ("MGET", "key", "missing"),
+        ("EXISTS", "key"),
+    ],
+)
+async def test_replies_are_those_of_redis_py(
+    redis_server: RedisServer, link: RedisLink, command: tuple[object, ...]
+) -> None:
+    """What the wire gives is what redis-py's own client gives: whoever works with one works with the other."""
+    await link.execute_command("HSET", "hash", "a", 1, "b", 2)
+    await link.execute_command("ZADD", "scores", 1, "m")
+    await link.execute_command("XADD", "stream", "*", "field", "value")
+    theirs = await link.client.execute_command(*command)
+    if command[0] == "SET":
+        await link.execute_command("DEL", "key")
+        theirs = await link.client.execute_command(*command)
+        await link.execute_command("DEL", "key")
+    assert await link.execute_command(*command) == theirs
+
+
+async def test_passwords_and_databases() -> None:
+    """A URL's password and database are used; a wrong password is an error that says so."""
+    with run_redis() as server:
+        opener = RedisLink(server.url, 0.5)
+        await opener.client.config_set("requirepass", "s3cret")
+        right = RedisLink(f"unix://:s3cret@{server.socket_path}?db=2", 0.5)
+        await right.execute_command("SET", "here", "1")
+        assert await right.client.execute_command("GET", "here") == b"1"
+        assert await right.execute_command("GET", "here") == b"1"
+        wrong = RedisLink(f"unix://:wrong@{server.socket_path}", 0.5)
+        with pytest.raises(RedisError):
+            await wrong.execute_command("GET", "here")
+        for link in (opener, right, wrong):
+            await link.aclose()
+
+
+@pytest.mark.parametrize("scheme", ["redis", "redis+cluster", "redis+sentinel"])
+async def test_nobody_there(scheme: str) -> None:
+    """A Redis of any kind that is not there is an error at once, every time, and never a wait for ever."""
+    path = "/main" if "sentinel" in scheme else ""
+    link = RedisLink(f"{scheme}://127.0.0.1:{free_ports(1)[0]}{path}", 0.5)
+    async with asyncio.timeout(30):
+        for _ in range(3):
+            with pytest.raises(RedisError):
+                await link.execute_command("PING")
+            await asyncio.sleep(0.1)
+    await link.aclose()

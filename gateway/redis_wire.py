@@ -1,0 +1,179 @@
+"""One connection to one Redis server, written to directly: commands leave in one write, replies come back in order.
+
+redis-py serves Cluster and Sentinel; for a plain server its asyncio connection costs several times what Redis itself does
+(docs/benchmarks.md), so here are only a socket, hiredis' reader and a queue. Protocol: RESP3,
+https://redis.io/docs/latest/develop/reference/protocol-spec/. Knows no keys. Invariant: every command handed over ends exactly once,
+with a reply or an error, and none waits longer than its time-out.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
+
+import hiredis
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    NoScriptError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+Command = tuple[Any, ...]
+
+_ERRORS: Mapping[str, type[RedisError]] = {
+    "NOSCRIPT": NoScriptError,
+    "LOADING": BusyLoadingError,
+    "READONLY": ReadOnlyError,
+    "NOAUTH": AuthenticationError,
+    "WRONGPASS": AuthenticationError,
+}
+
+
+class Pending:
+    """One command on its way. `is_repeated`: it was sent before, on a connection that was lost."""
+
+    __slots__ = ("command", "future", "is_repeated")
+
+    def __init__(self, command: Command, future: "asyncio.Future[Any]") -> None:
+        self.command = command
+        self.future = future
+        self.is_repeated = False
+
+
+class Wire(asyncio.Protocol):
+    """A connection. `on_lost(error, unanswered)` is called once, when it ends by itself."""
+
+    def __init__(self, timeout_s: float, on_lost: Callable[[RedisError, list[Pending]], None]) -> None:
+        self._timeout_s = timeout_s
+        self._on_lost: Callable[[RedisError, list[Pending]], None] | None = on_lost
+        self._reader = hiredis.Reader(replyError=_error)
+        self._unanswered: deque[tuple[Pending, float]] = deque()  # and the time it was sent
+        self._transport: asyncio.WriteTransport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)
+
+    @property
+    def unanswered(self) -> "list[asyncio.Future[Any]]":
+        return [pending.future for pending, _ in self._unanswered]
+
+    def send(self, batch: list[Pending]) -> None:
+        """Write all commands at once; their futures get the replies. A command that can't be encoded fails alone."""
+        assert self._transport is not None
+        now = self._loop.time()
+        parts = []
+        for pending in batch:
+            try:
+                parts.append(hiredis.pack_command(pending.command))
+            except (TypeError, ValueError) as error:
+                fail(pending, ResponseError(f"not a command: {error}"))
+            else:
+                self._unanswered.append((pending, now))
+        self._transport.write(b"".join(parts))
+        if self._timer is None and self._unanswered:
+            self._timer = self._loop.call_later(self._timeout_s, self._check)
+
+    def data_received(self, data: bytes) -> None:
+        self._reader.feed(data)
+        while True:
+            try:
+                reply = self._reader.gets()
+            except hiredis.ProtocolError as error:
+                self._end(RedisConnectionError(f"not Redis' protocol: {error}"))
+                return
+            if reply is False:
+                return
+            pending, _ = self._unanswered.popleft()
+            if isinstance(reply, RedisError):
+                fail(pending, reply)
+            elif not pending.future.done():
+                pending.future.set_result(reply)
+
+    def _check(self) -> None:
+        """The oldest command has waited too long, or the timer is set for the one that is the oldest now."""
+        self._timer = None
+        if not self._unanswered:
+            return
+        late_s = self._loop.time() - self._unanswered[0][1] - self._timeout_s
+        if late_s >= 0:
+            self._end(RedisTimeoutError(f"no reply within {self._timeout_s:g} s"))
+        else:
+            self._timer = self._loop.call_later(-late_s, self._check)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._end(RedisConnectionError(f"the connection was lost: {error or 'closed by Redis'}"))
+
+    def _end(self, error: RedisError) -> None:
+        on_lost, self._on_lost = self._on_lost, None
+        unanswered = [pending for pending, _ in self._unanswered]
+        self.close()
+        if on_lost is not None:
+            on_lost(error, unanswered)
+
+    def close(self) -> None:
+        """End it; nobody is told."""
+        self._on_lost = None
+        self._unanswered.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._transport is not None:
+            self._transport.abort()
+
+
+async def open_wire(url: str, timeout_s: float, on_lost: Callable[[RedisError, list[Pending]], None]) -> Wire:
+    """A connection to `redis://[user[:password]@]host[:port][/db]`, `rediss://` or `unix://[user[:password]@]path[?db=N]`,
+    authenticated. Raises RedisError."""
+    parts = urlsplit(url)
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(timeout_s):
+            if parts.scheme == "unix":
+                path = unquote(url.partition("://")[2].partition("?")[0].rpartition("@")[2])
+                _, wire = await loop.create_unix_connection(lambda: Wire(timeout_s, on_lost), path)
+            else:
+                host, port = parts.hostname or "localhost", parts.port or 6379
+                tls = True if parts.scheme == "rediss" else None
+                _, wire = await loop.create_connection(lambda: Wire(timeout_s, on_lost), host, port, ssl=tls)
+    except TimeoutError:
+        raise RedisTimeoutError(f"no connection within {timeout_s:g} s") from None
+    except OSError as error:
+        raise RedisConnectionError(f"no connection: {error}") from None
+    batch = [Pending(command, loop.create_future()) for command in _greeting(parts)]
+    wire.send(batch)
+    try:
+        await asyncio.gather(*(pending.future for pending in batch))
+    except RedisError:
+        wire.close()
+        raise
+    return wire
+
+
+def _greeting(parts: SplitResult) -> list[Command]:
+    username, password = parts.username, parts.password
+    auth = ("AUTH", unquote(username or "") or "default", unquote(password)) if password else ()
+    commands: list[Command] = [("HELLO", "3", *auth)]
+    db = parse_qs(parts.query).get("db", [""])[0] or (parts.path.strip("/") if parts.scheme != "unix" else "")
+    if db and db != "0":
+        commands.append(("SELECT", db))
+    return commands
+
+
+def fail(pending: Pending, error: RedisError) -> None:
+    """Tell who waits; one that has left is no reason for a warning at collection."""
+    if not pending.future.done():
+        pending.future.set_exception(error)
+        pending.future.exception()
+
+
+def _error(text: str) -> RedisError:
+    kind = _ERRORS.get(text.partition(" ")[0], ResponseError)
+    return kind(text)
