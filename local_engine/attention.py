@@ -11,10 +11,11 @@ zeros and a step that produced anything else is answered by `clear`), because 0 
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as functional
 
@@ -153,8 +154,15 @@ def _by_products(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros; on a CPU from the kernel's untouched pages, which take no memory until they are written."""
+    """Zeros; on a CPU from untouched pages, which take no memory until they are written.
+
+    Small pages there: a block lies in as many places as there are heads, and huge pages would make the first few
+    blocks of every layer take hundreds of megabytes.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    size_bytes = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
-    return torch.from_numpy(np.zeros(size_bytes, np.uint8)).view(dtype).view(shape)
+    pages = mmap.mmap(-1, math.prod(shape) * torch.empty(0, dtype=dtype).element_size())
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages has none to refuse
+            pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -5,6 +5,7 @@ Knows no model beyond its sizes in bytes.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from pathlib import Path
@@ -88,3 +89,10 @@ def available_bytes() -> int:
         if text.isdigit():
             free = min(free, max(0, int(text) - int(used.read_text())))
     return free
+
+
+def return_unused_memory() -> None:
+    """Give what loading freed back to the system, where the C library can (glibc keeps it otherwise)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)

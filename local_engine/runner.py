@@ -39,6 +39,7 @@ class ModelRunner:
                 self.decoder.take(piece.name, piece.tensor)
                 progress(0.05 + 0.85 * (index + 1) / count, "reading weights")
             self.decoder.finish(context_tokens)
+            machine.return_unused_memory()
             self.kv = self._make_kv(config)
         self.context_tokens = min(context_tokens, self.kv.blocks * config.block_tokens)
         self._group = model.heads // model.kv_heads
