@@ -7,6 +7,7 @@ the API's models and the accounts' own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
@@ -267,12 +268,18 @@ def _rates(fields: Mapping[str, str]) -> dict[str, Any]:
     return {name: _whole(fields.get(name), label) for name, label in names.items()}
 
 
+# A comma groups thousands or nothing: whoever writes decimals with one would else get a hundred times what was meant.
+_GROUPED = r"[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+"
+_WHOLE = re.compile(_GROUPED)
+_DOLLARS = re.compile(rf"\$? ?(?P<whole>{_GROUPED}|)(?:\.(?P<fraction>[0-9]{{0,6}}))?")
+
+
 def _whole(text: str | None, label: str) -> int | None:
     if text is None:
         return None
-    digits = text.replace(",", "").replace(" ", "")
-    if not digits.isdecimal() or len(digits) > 15:
-        raise FormProblem(f"{label}: expected a whole number, found {text!r}")
+    digits = text.replace(",", "")
+    if not _WHOLE.fullmatch(text) or len(digits) > 15:
+        raise FormProblem(f"{label}: expected a whole number, like 1200 or 1,200, found {text!r}")
     return int(digits)
 
 
@@ -295,10 +302,11 @@ def _share(text: str | None) -> float | None:
 
 def _microusd(text: str | None) -> int:
     """Dollars as written, exactly, in µUSD."""
-    amount = (text or "").removeprefix("$").replace(",", "").strip()
-    whole, _, fraction = amount.partition(".")
-    if not (whole + fraction).isdecimal() or not (whole + fraction).isascii() or len(whole) > 9 or len(fraction) > 6:
+    amount = _DOLLARS.fullmatch(text or "")
+    whole, fraction = (amount["whole"].replace(",", ""), amount["fraction"] or "") if amount else ("", "")
+    if not whole + fraction or len(whole) > 9:
         raise FormProblem(
-            f"Limit: expected dollars with at most 6 decimals, like 25 or 0.50, found {text or 'nothing'!r}"
+            "Limit: expected dollars with at most 6 decimals after a point, like 25, 0.50 or 1,000, "
+            f"found {text or 'nothing'!r}"
         )
     return int(whole or "0") * 1_000_000 + int(fraction.ljust(6, "0"))

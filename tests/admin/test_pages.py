@@ -214,6 +214,9 @@ async def test_money_is_read_and_shown_exactly(world: World, browser: httpx.Asyn
         ("0.0005", 500, "0.0005"),
         (".1", 100_000, "0.10"),
         ("0.000001", 1, "0.000001"),
+        ("1,000.50", 1_000_500_000, "1000.50"),
+        ("$ 12", 12_000_000, "12.00"),
+        ("5.", 5_000_000, "5.00"),
     ):
         data = {"window": "month", "limit_usd": text}
         reply = await browser.post(f"/admin/teams/{team_id}/budgets", data=data, headers=OWN)
@@ -222,6 +225,45 @@ async def test_money_is_read_and_shown_exactly(world: World, browser: httpx.Asyn
         assert budget.limit_microusd == microusd
         assert f'value="{shown}"' in (await browser.get(f"/admin/teams/{team_id}")).text
         await world.accounts.delete_budget(budget.id)
+
+
+_UNCLEAR = (
+    "0,05", "1,5", "1.000,50", "12,50", "1,00", "1,0000", "1000,000", "0,500", ",500", "1,,000", "1,000,00", "1.000.000",
+    "1.5,000", "1.1234567", "1 000", "-1", "1e3", "$", ".", "٣", "1234567890", "free",
+)  # fmt: skip
+
+
+async def test_unclear_money_is_refused(world: World, browser: httpx.AsyncClient) -> None:
+    """A decimal comma is never read as grouping, in a new budget or in a changed one: nothing changes, and the form says why."""
+    team_id = (await world.accounts.create_team("search")).id
+    budget = await world.accounts.create_budget(team_id, *_BUDGETS[0])
+    for text in _UNCLEAR:
+        for path in ("", f"/{budget.id}"):
+            data = {"window": "month", "limit_usd": text}
+            reply = await browser.post(f"/admin/teams/{team_id}/budgets{path}", data=data, headers=OWN)
+            assert reply.status_code == 400, (text, path)
+            assert "Limit: expected dollars with at most 6 decimals" in reply.text
+    assert await world.accounts.list_budgets(team_id) == [budget]
+
+
+async def test_counts_take_a_comma_only_between_thousands(world: World, browser: httpx.AsyncClient) -> None:
+    """`1,200` a minute is 1200; `1,5` or `1.200` is a question, not a number."""
+    team_id = (await world.accounts.create_team("search")).id
+    for text, count in (("1200", 1_200), ("1,200", 1_200), ("1,200,000", 1_200_000)):
+        data = {"name": "search", "tokens_per_min": text}
+        reply = await browser.post(f"/admin/teams/{team_id}", data=data, headers=OWN)
+        assert reply.status_code == 303, text
+        (team,) = await world.accounts.list_teams()
+        assert team.tokens_per_min == count
+    for text in ("1,5", "12,00", "1.200", "0,500", "1 200", "1,2000", "٣"):
+        data = {"name": "search", "tokens_per_min": text}
+        reply = await browser.post(f"/admin/teams/{team_id}", data=data, headers=OWN)
+        assert reply.status_code == 400, text
+        assert "Tokens per minute: expected a whole number" in reply.text
+    for text in ("1,5", "0,05"):
+        key = {"name": "k", "expires_in_days": text}
+        reply = await browser.post(f"/admin/teams/{team_id}/keys", data=key, headers=OWN)
+        assert reply.status_code == 400, text
 
 
 async def test_without_redis_the_pages_say_so(tmp_path: Path) -> None:
