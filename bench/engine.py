@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from local_engine.config import EngineConfig, ModelError
 from local_engine.messages import SamplingParams
-from local_engine.worker import prepare_environment
+from local_engine.options import prepare_environment
 
 
 @dataclass(frozen=True, slots=True)

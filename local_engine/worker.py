@@ -50,11 +50,11 @@ from local_engine.messages import (
     Usage,
     error_to_wire,
 )
+from local_engine.options import EX_CONFIG, arguments, config_from, prepare_environment
 
 if TYPE_CHECKING:
     from local_engine.engine import Engine, StepOutput
 
-EX_CONFIG = 78
 CHOICES_MAX = 128
 _STATE_PERIOD_S = 0.05
 _PARENT_PERIOD_S = 0.5
@@ -389,39 +389,6 @@ class Server:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._is_idle.wait(), self._drain_s)
         self._is_over.set()
-
-
-def arguments() -> argparse.ArgumentParser:
-    """The options an engine is started with; the same for the worker and for `python -m local_engine`."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--model", help="a GGUF file, a checkpoint folder or a hub name; default: the embedded model")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
-    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16")
-    for name, text in (
-        ("threads", "CPU threads; default: the cores there are"),
-        ("kv-size-mb", "memory for KV; default: by what is free"),
-        ("kv-blocks", "the same, counted in blocks"),
-        ("context-tokens-max", "a shorter context than the model's"),
-        ("step-tokens-max", "tokens of one step, prefill and decode together"),
-        ("sequences-max", "sequences that run at once"),
-    ):
-        parser.add_argument(f"--{name}", type=int, help=text)
-    parser.add_argument("--block-tokens", type=int, default=16, help="tokens of one KV block")
-    parser.add_argument("--queue-max", type=int, default=256, help="requests that may wait")
-    parser.add_argument("--answer-tokens-default", type=int, default=512, help="max_tokens where a request has none")
-    parser.add_argument("--no-prefix-cache", dest="has_prefix_cache", action="store_false", help="never reuse KV")
-    return parser
-
-
-def config_from(options: argparse.Namespace) -> EngineConfig:
-    """The EngineConfig these options describe. Raises ValueError."""
-    return EngineConfig(**{name: getattr(options, name) for name in EngineConfig.__dataclass_fields__})
-
-
-def prepare_environment() -> None:
-    """Before torch is loaded: idle threads must sleep. Spinning ones cost 20 times the speed where cores are shared."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 async def _serve(config: EngineConfig, socket_path: Path, drain_s: float) -> int:
