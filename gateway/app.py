@@ -20,7 +20,7 @@ from fastapi import FastAPI, Request
 from redis.exceptions import RedisError
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from cache import CacheLimits, ExactCache, SemanticClient
 from gateway.accounts import Accounts, Ledger, LedgerWriter
@@ -91,6 +91,10 @@ def create_app(settings: Settings) -> FastAPI:
 
     app.add_exception_handler(HTTPException, _in_openai_shape)
 
+    @app.get("/", include_in_schema=False)
+    async def root() -> RedirectResponse:
+        return RedirectResponse("/admin")
+
     @app.get("/healthz", tags=["operations"], summary="The process lives")
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
@@ -119,7 +123,11 @@ async def _in_openai_shape(_: Request, error: Exception) -> JSONResponse:
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     settings = prepare(app.state.settings)
     async with AsyncExitStack() as stack:
-        parts = await _open(settings, stack)
+        try:
+            parts = await _open(settings, stack)
+        except Exception as error:
+            _log.exception("start_failed", reason=f"{type(error).__name__}: {error}")
+            raise
         app.state.parts = parts
         app.state.routes = _routes(settings, parts)
         app.include_router(admin_router(_admin_services(parts)))
@@ -237,7 +245,8 @@ async def _check_eviction(link: RedisLink) -> None:
     """Redis holds money: one that may evict keys is worth a warning (a managed one may not tell)."""
     try:
         found = await link.client.config_get("maxmemory-policy")
-    except RedisError:
+    except Exception as error:  # advice only: a managed Redis may refuse to tell
+        _log.info("redis_policy_unknown", reason=f"{type(error).__name__}: {error}")
         return
     if found.get("maxmemory-policy", "noeviction") != "noeviction":
         _log.warning("redis_may_evict", consequence="budgets may be forgotten", wanted="maxmemory-policy noeviction")

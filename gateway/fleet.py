@@ -8,6 +8,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 
@@ -48,6 +49,7 @@ class Deployment:
     capabilities: frozenset[str]
     context_tokens_max: int | None
     output_tokens_max: int | None
+    output_tokens_default: int | None  # what it keeps to by itself where a request sets no bound
     settings: DeploymentSettings
     breaker: Breaker
     estimate: Estimate
@@ -118,8 +120,23 @@ class Alias:
             for d in self.deployments.values()
         )
 
+    def bounded(self, deployment: Deployment, ask: Ask, body: dict[str, Any]) -> dict[str, Any]:
+        """`body` with the longest answer spelled out, as it was reserved: what nobody bounds, no budget can hold."""
+        is_bounded = deployment.output_tokens_default is not None and self.settings.output_tokens_default is None
+        if ask.output_tokens_max is not None or is_bounded:
+            return body
+        is_openai = "api.openai.com" in (deployment.settings.base_url or "")
+        name = "max_completion_tokens" if is_openai else "max_tokens"  # others know only the older name
+        return {**body, name: self._output_max(deployment, ask)}
+
+    @property
+    def is_starting(self) -> bool:
+        """Nobody can answer yet, and somebody is about to."""
+        loads = [d.backend.load(0) for d in self.deployments.values()]
+        return any(load.is_starting for load in loads) and not any(load.is_ready for load in loads)
+
     def _output_max(self, deployment: Deployment, ask: Ask) -> int:
-        asked = ask.output_tokens_max or self.settings.output_tokens_default
+        asked = ask.output_tokens_max or self.settings.output_tokens_default or deployment.output_tokens_default
         limit = deployment.backend.load(0).output_tokens_max or deployment.output_tokens_max
         return asked if asked is not None else (limit or _OUTPUT_TOKENS_MAX)
 
@@ -140,6 +157,7 @@ class Alias:
         asked = ask.output_tokens_max or self.settings.output_tokens_default
         return Demand(
             prompt_tokens=ask.prompt_tokens,
+            prompt_tokens_min=min(ask.prompt_tokens_min, ask.prompt_tokens),
             output_tokens_max=asked or _OUTPUT_TOKENS_MAX,
             output_tokens_expected=min(asked or _OUTPUT_TOKENS_EXPECTED, _OUTPUT_TOKENS_EXPECTED),
             choices=ask.choices,
@@ -216,6 +234,7 @@ def _build(alias: str, deployment: DeploymentSettings, settings: Settings, clock
         capabilities=facts.capabilities,
         context_tokens_max=facts.context_tokens_max,
         output_tokens_max=facts.output_tokens_max,
+        output_tokens_default=settings.engines[deployment.engine].output_tokens_default if deployment.engine else None,
         settings=deployment,
         breaker=Breaker(clock, random.random),
         estimate=Estimate(clock),

@@ -145,19 +145,23 @@ class Reader:
             self._flight._leave()
 
 
+Key = tuple[bytes, int | None, float | None]
+
+
 class Flights:
-    """The flights in the air, by key. A flight that must not be shared is simply not entered."""
+    """The flights in the air, by request, age and error bound: who asks for a fresher or surer answer must not be given one that
+    was found for somebody else. A flight that must not be shared is simply not entered."""
 
     def __init__(self) -> None:
-        self._by_key: dict[bytes, Flight] = {}
+        self._by_key: dict[Key, Flight] = {}
 
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def find(self, key: bytes) -> Flight | None:
+    def find(self, key: Key) -> Flight | None:
         return self._by_key.get(key)
 
-    def enter(self, key: bytes, flight: Flight) -> None:
+    def enter(self, key: Key, flight: Flight) -> None:
         """Let others find this flight until it ends."""
         self._by_key[key] = flight
 

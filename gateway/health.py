@@ -26,6 +26,7 @@ from gateway.telemetry import definitions as m
 from gateway.telemetry.metrics import Metrics
 
 _LOOK_EVERY_S = 0.5
+_LOOK_TIMEOUT_S = 6.0  # above the time-outs of Redis and of the cache worker: what is late is the database
 
 
 class Watch:
@@ -63,7 +64,15 @@ class Watch:
             before = time.perf_counter()
             await asyncio.sleep(_LOOK_EVERY_S)
             self.lag_s = max(0.0, time.perf_counter() - before - _LOOK_EVERY_S)
-            await asyncio.gather(self._look_at_redis(), self._look_at_database(), self._look_at_cache())
+            looks = {
+                asyncio.ensure_future(look)
+                for look in (self._look_at_redis(), self._look_at_database(), self._look_at_cache())
+            }
+            _, late = await asyncio.wait(looks, timeout=_LOOK_TIMEOUT_S)
+            for look in late:
+                look.cancel()
+            if late:
+                self._database_error = self._database_error or "does not answer in time"
             self._set_gauges(metrics)
 
     async def _look_at_redis(self) -> None:
@@ -109,16 +118,19 @@ class Watch:
         if load.is_ready:
             reason = deployment.breaker.reason
             return Part(deployment.name, Health.DOWN if reason else Health.OK, reason)
-        return Part(deployment.name, Health.STARTING if "load" in load.reason else Health.DOWN, load.reason)
+        return Part(deployment.name, Health.STARTING if load.is_starting else Health.DOWN, load.reason)
 
     def report(self) -> dict[str, Any]:
         """The body of `/readyz`."""
         parts = self.parts()
-        is_answerable = any(_is_available(d) for d in self._fleet.deployments)
         is_all_there = all(part.health is Health.OK for part in parts)
-        self._was_ready = self._was_ready or is_all_there
+        is_answerable = all(
+            any(_is_available(d) for d in alias.deployments.values()) for alias in self._fleet.aliases.values()
+        )
+        # a deployment that is down beside one that answers is no reason to send nobody here; one that is starting is, once
+        self._was_ready = self._was_ready or (is_answerable and not any(p.health is Health.STARTING for p in parts))
         return {
-            "is_ready": is_all_there or (self._was_ready and is_answerable),
+            "is_ready": self._was_ready and is_answerable,
             "is_degraded": not is_all_there,
             "parts": {part.name: {"health": part.health.value, "detail": part.detail} for part in parts},
         }

@@ -3,6 +3,8 @@
 Knows no services: nothing here awaits. `pipeline` fills a job stage by stage; what follows from it is computed here.
 """
 
+import dataclasses
+import time
 from dataclasses import dataclass, field
 
 from cache import Entry, Fingerprint, HitKind
@@ -24,6 +26,9 @@ class Facts:
     similarity: float | None = None
     deployment: str = ""
     entry: Entry | None = None
+    deadline: float | None = (
+        None  # the latest of all readers', on the clock of time.perf_counter; None: somebody has none
+    )
     usage: Usage | None = None  # once it has ended
     cost_microusd: int = 0
 
@@ -54,6 +59,12 @@ class Job:
     first_choice_model: str = ""
     generated: Generated = field(default_factory=Generated)
     attempts: list[Attempt] = field(default_factory=list)
+    is_abandoned: bool = False  # everybody left while a deployment was at work
+
+    def remaining_ms(self) -> float | None:
+        """Until nobody waits any more; None where somebody has all the time there is."""
+        deadline = self.facts.deadline
+        return None if deadline is None else max(0.0, (deadline - time.perf_counter()) * 1000.0)
 
     @property
     def is_fallback(self) -> bool:
@@ -65,12 +76,13 @@ class Job:
         """Tokens as the backend counted them; estimated where it never said: what was cut short still cost something."""
         made = self.generated
         return made.usage or Usage(
-            prompt_tokens=self.turn.ask.prompt_tokens if made.has_begun else 0, completion_tokens=made.content_chunks
+            prompt_tokens=self.turn.ask.prompt_tokens if made.has_begun or self.is_abandoned else 0,
+            completion_tokens=made.content_chunks,
         )
 
     def ledger_row(self) -> LedgerRow | None:
-        """What is to be paid; None where nothing was generated."""
-        if self.hold is None or self.deployment is None or not self.generated.has_begun:
+        """What is to be paid; None where nothing was. A prompt that was read for nobody is paid for as well."""
+        if self.hold is None or self.deployment is None or not (self.generated.has_begun or self.is_abandoned):
             return None
         usage = self.usage
         tokens = Tokens(usage.prompt_tokens, usage.completion_tokens, min(usage.cached_tokens, usage.prompt_tokens))
@@ -89,11 +101,11 @@ class Job:
             kind=self.turn.record.route,
         )
 
-    def entry(self, ttl_s: int) -> Entry:
-        """What the cache keeps of it."""
+    def entry(self, ttl_s: int, *, is_by_meaning: bool) -> Entry:
+        """What the cache keeps of it; without its text where nobody may find it by meaning, so that nobody embeds it."""
         turn = self.turn
         return entry_of(
-            self.fingerprint,
+            self.fingerprint if is_by_meaning else dataclasses.replace(self.fingerprint, text=None),
             self.flight.chunks,
             self.generated,
             self.usage,

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import msgspec
 import structlog
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from gateway.accounts import Identity, LedgerRow, encode_row
 from gateway.errors import BudgetExceeded, Unavailable
 from gateway.settings import BudgetSettings
-from policies import Budgets, Hold, NotReady, Refused
+from policies import MICROUSD_MAX, Budgets, Hold, NotReady, Refused
 
 _RETRY_EVERY_S = 0.5
 _log = structlog.get_logger(__name__)
@@ -53,10 +53,20 @@ class Money:
         What costs nothing needs no money: it is neither held nor refused.
         """
         budgets = identity.budgets if amount_microusd else ()
+        amount_microusd = min(amount_microusd, MICROUSD_MAX)
+        lease_s = self._settings.hold_lease_s
+        reserving = asyncio.ensure_future(
+            self._budgets.reserve(hold_id, identity.team.id, budgets, amount_microusd, lease_s)
+        )
         try:
-            outcome = await self._budgets.reserve(
-                hold_id, identity.team.id, budgets, amount_microusd, self._settings.hold_lease_s
-            )
+            outcome = await asyncio.shield(reserving)
+        except (
+            asyncio.CancelledError
+        ):  # Redis may have held it by now: nobody else would let go of it before its lease ends
+            await asyncio.wait([reserving])
+            if reserving.exception() is None and isinstance(held := reserving.result(), Hold):
+                await self.release(held)
+            raise
         except (RedisError, NotReady) as error:
             if self._settings.on_redis_failure == "refuse" and any(b.is_hard for b in budgets):
                 raise Unavailable(
@@ -106,6 +116,8 @@ class Money:
             waiting = self._unsettled[0]
             try:
                 await self._budgets.settle(waiting.hold, waiting.row.cost_microusd, encode_row(waiting.row))
+            except ResponseError as error:  # Redis is there and does not want it: it must not keep the others waiting
+                _log.error("ledger_row_refused", row=msgspec.to_builtins(waiting.row), reason=str(error))
             except RedisError:
                 return
             self._unsettled.popleft()
@@ -124,9 +136,18 @@ def _refusal(identity: Identity, refused: Refused) -> BudgetExceeded:
         f"Team {identity.team.name} has a {state.budget.window} budget of {limit}: {spent} is spent, {held} is held by "
         f"requests under way, and this request may cost {_usd(refused.amount_microusd)}."
     )
-    if refused.resets_in_s is not None:
-        words += f" The budget resets in {math.ceil(refused.resets_in_s)} s."
+    if refused.amount_microusd > state.budget.limit_microusd:
+        words += " That is more than the whole budget: ask for a shorter answer with `max_tokens`."
+    elif refused.resets_in_s is not None:
+        words += f" The budget resets in {_span(refused.resets_in_s)}."
     return BudgetExceeded(words, refused.resets_in_s)
+
+
+def _span(seconds: float) -> str:
+    for unit, length in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{round(seconds / length)} {unit}"
+    return f"{math.ceil(seconds)} s"
 
 
 def _usd(microusd: int) -> str:

@@ -10,6 +10,7 @@ fails closed; only a complete answer is stored; every hold is settled or release
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -30,19 +31,22 @@ from cache import (
     partition,
 )
 from gateway.accounts import Accounts, Identity, LedgerRow
-from gateway.backends.base import BackendError, BackendRejected, BackendRequest, BackendTimeout, Chunk
-from gateway.errors import ApiError, Forbidden, NotCached, Unauthenticated, from_backend, no_route
-from gateway.fleet import Deployment, Fleet, pause_before_retry
+from gateway.attempt import attempt
+from gateway.backends.base import BackendError, Chunk
+from gateway.errors import ApiError, BadRequest, Forbidden, NotCached, Unauthenticated, from_backend, no_route
+from gateway.fleet import Fleet, pause_before_retry
 from gateway.flight import Flight, Flights, Reader
 from gateway.job import Answer, Facts, Job, count_saved
 from gateway.limits import Limits
 from gateway.money import Money
-from gateway.record import Attempt, Record, Rejection
+from gateway.record import Record, Rejection
 from gateway.settings import Settings
-from gateway.storing import Generated, chunks_of, refusal_of
+from gateway.storing import chunks_of, refusal_of
 from gateway.turn import Turn, elapsed_ms_since
 
 _STORES_AWAITED_S = 0.25
+_STARTING_AWAITED_S = 60.0
+_STARTING_POLL_S = 0.1
 
 _log = structlog.get_logger(__name__)
 
@@ -78,12 +82,17 @@ class Pipeline:
         self._emit = emit
         self._secret = (settings.secret or "").encode()
         self._stores: dict[bytes, asyncio.Future[None]] = {}  # by compat: the latest answer on its way to Redis
-        self.generations = 0  # under way
+        self._jobs: set[asyncio.Future[None]] = set()  # under way, until they are recorded
+
+    @property
+    def generations(self) -> int:
+        """Jobs under way."""
+        return len(self._jobs)
 
     async def drain(self) -> None:
-        """Until what is being stored is stored: nothing more comes after the server has stopped."""
-        while self._stores:
-            await asyncio.wait(self._stores.values())
+        """Until every job is recorded: nothing more comes after the server has stopped."""
+        while self._jobs:
+            await asyncio.wait(self._jobs)
 
     # -- answer: 1 to 5 -----------------------------------------------------------------------------------------
 
@@ -94,7 +103,10 @@ class Pipeline:
         turn.record.alias = alias.name
         may_use(identity, turn.alias)
         scope = partition(self._secret, f"team:{identity.team.id}")
-        found = fingerprint(turn.body, scope, turn.controls.namespace)
+        try:
+            found = fingerprint(turn.body, scope, turn.controls.namespace)
+        except ValueError as error:
+            raise BadRequest(f"The body can't be encoded: {error}", code="invalid_json") from None
         entry, warm = await self._look_up(turn, identity, found)
         if entry is not None:
             turn.record.cache, turn.record.deployment = "exact", str(entry.labels.get("deployment", ""))
@@ -102,20 +114,23 @@ class Pipeline:
             return Answer(HitKind.EXACT, turn.elapsed_ms(), entry=entry)
 
         is_shared = not (turn.controls.no_cache or turn.controls.no_store or turn.controls.only_if_cached)
-        flight = None if turn.controls.no_cache else self.flights.find(found.exact)
+        key = (found.exact, turn.controls.max_age_s, turn.controls.error_max)
+        flight = None if turn.controls.no_cache else self.flights.find(key)
         if flight is None:
             turn.is_leading = True
             turn.record.cache = "bypass" if turn.controls.no_cache or turn.controls.no_store else "miss"
-            facts = Facts()
+            facts = Facts(deadline=turn.deadline)
             flight = Flight(facts)
             if is_shared:
-                self.flights.enter(found.exact, flight)
+                self.flights.enter(key, flight)
             job = Job(turn, identity, alias, flight, facts, found, warm)
             reader = flight.join()
             flight.take_off(self.generate(job))
         else:
             turn.record.cache = HitKind.COALESCED.value
             reader = flight.join()
+            latest = flight.facts.deadline
+            flight.facts.deadline = None if None in (latest, turn.deadline) else max(latest, turn.deadline)
         attend(reader)
         try:
             await reader.ready()
@@ -164,7 +179,8 @@ class Pipeline:
 
     async def generate(self, job: Job) -> None:
         """Fill the flight, and account for it whatever happens."""
-        self.generations += 1
+        under_way = asyncio.get_running_loop().create_future()
+        self._jobs.add(under_way)
         record = job.turn.record
         error: BaseException | None = None
         try:
@@ -185,15 +201,20 @@ class Pipeline:
             error = ApiError("The gateway failed while it answered this request", code="internal_error")
             error.__cause__ = bug
             record.status, record.error = 500, "internal_error"
+        try:
+            await self._record(job, error)
         finally:
-            self.generations -= 1
-        await self._record(job, error)
+            job.flight.finish(
+                error or ApiError("The gateway failed while it recorded this answer", code="internal_error")
+            )
+            self._jobs.discard(under_way)
+            under_way.set_result(None)
 
     async def _find_by_meaning(self, job: Job) -> bool:
         """6. A verified semantic hit is replayed into the flight; anything else is a miss with its reason."""
         record, controls = job.turn.record, job.turn.controls
         text = job.fingerprint.text
-        reason = self._not_by_meaning(job, text)
+        reason = self._not_by_meaning(job)
         if reason or text is None:
             record.miss_reason = reason
             return False
@@ -226,23 +247,24 @@ class Pipeline:
             job.flight.append(chunk)
         return True
 
-    def _not_by_meaning(self, job: Job, text: str | None) -> str:
+    def _not_by_meaning(self, job: Job) -> str:
         """Why a semantic lookup is not even tried; empty where it is."""
-        if job.turn.controls.no_cache:
-            return "no-cache"
         if not (self.settings.cache.is_semantic and job.alias.settings.is_semantic):
             return "off"
         if not job.identity.team.is_semantic_enabled:
             return "off_for_team"
-        return "" if text is not None else "not_eligible"
+        if job.fingerprint.text is None:
+            return "not_eligible"
+        return "no-cache" if job.turn.controls.no_cache else ""
 
     async def _stream(self, job: Job) -> None:
         """8 and 9. Try deployments in the order of the route until one has begun; failover is free until then."""
         turn = job.turn
         tried: set[str] = set()
         failure: BackendError | None = None
+        waits_until = time.perf_counter() + _STARTING_AWAITED_S
         while True:
-            route = job.alias.route(turn.ask, job.warm, turn.remaining_ms(), frozenset(tried))
+            route = job.alias.route(turn.ask, job.warm, job.remaining_ms(), frozenset(tried))
             if failure is None:
                 turn.record.policy = job.alias.settings.policy
                 turn.record.rejected = tuple(Rejection(r.name, r.reason) for r in route.rejected)
@@ -251,10 +273,12 @@ class Pipeline:
             if route.ranked:
                 best = route.ranked[0]
                 turn.record.why = best.why
-                failure = await self._try(job, job.alias.deployments[best.name])
+                failure = await attempt(job, job.alias.deployments[best.name])
                 if failure is None:
                     return
                 tried.add(best.name)
+            elif failure is None and job.alias.is_starting and time.perf_counter() < waits_until:
+                await asyncio.sleep(_STARTING_POLL_S)  # it is on its way: better a late answer than an error
             elif failure is None:
                 raise no_route(route)
             else:
@@ -263,58 +287,8 @@ class Pipeline:
                     raise from_backend(failure)
                 await asyncio.sleep(pause_s)
                 tried.clear()
-                if not job.alias.route(turn.ask, job.warm, turn.remaining_ms(), frozenset()).ranked:
+                if not job.alias.route(turn.ask, job.warm, job.remaining_ms(), frozenset()).ranked:
                     raise from_backend(failure)
-
-    async def _try(self, job: Job, deployment: Deployment) -> BackendError | None:
-        """One deployment, to the end. Returns why it failed if nothing had left yet; raises ApiError if something had."""
-        if not deployment.breaker.begin():
-            return BackendTimeout("another request is probing this deployment")
-        turn, made = job.turn, Generated()
-        job.deployment, job.generated = deployment, made
-        prompt_tokens = turn.ask.prompt_tokens
-        facts = job.facts
-        stream = deployment.backend.stream(
-            BackendRequest(
-                body=turn.body,
-                # where somebody else could take over, a stream tells sooner than a whole that nobody is answering
-                is_stream=turn.is_stream or len(job.alias.deployments) > 1,
-                salt=job.fingerprint.partition,
-                request_id=turn.record.request_id,
-                ttft_timeout_s=deployment.ttft_timeout_s(prompt_tokens),
-                idle_timeout_s=deployment.settings.idle_timeout_ms / 1000.0,
-            )
-        )
-        held: list[Chunk] = []  # chunks without content don't commit us: the next deployment may still be tried
-        try:
-            async for chunk in stream:
-                made.add(chunk)
-                if made.has_begun:
-                    if not facts.deployment:
-                        facts.deployment = turn.record.deployment = deployment.name
-                        turn.record.ttft_ms = turn.elapsed_ms()
-                    for earlier in held:
-                        job.flight.append(earlier)
-                    held.clear()
-                    job.flight.append(chunk)
-                else:
-                    held.append(chunk)
-        except BackendError as error:
-            deployment.failed(error)
-            job.attempts.append(Attempt(deployment.name, error.detail[:300], made.elapsed_ms()))
-            if made.has_begun or isinstance(error, BackendRejected):
-                raise from_backend(error) from error
-            return error
-        except asyncio.CancelledError:
-            deployment.breaker.record_cancelled()
-            job.attempts.append(Attempt(deployment.name, "cancelled", made.elapsed_ms()))
-            raise
-        finally:
-            await stream.aclose()
-        made.is_complete = True
-        deployment.succeeded(made, prompt_tokens)
-        job.attempts.append(Attempt(deployment.name, "ok", made.elapsed_ms()))
-        return None
 
     async def _record(self, job: Job, error: BaseException | None) -> None:
         """10. The last chunk leaves first; then the hold is settled and the answer stored, in one round trip."""
@@ -331,7 +305,8 @@ class Pipeline:
             refusal = refusal_of(made, turn.controls, cache.entry_bytes_max, is_fallback=job.is_fallback)
             record.store = refusal or "stored"
             if refusal is None and cache.is_exact:
-                entry = job.entry(min(turn.controls.ttl_s or cache.ttl_s, cache.ttl_s_max))
+                is_by_meaning = self._not_by_meaning(job) in ("", "no-cache")
+                entry = job.entry(min(turn.controls.ttl_s or cache.ttl_s, cache.ttl_s_max), is_by_meaning=is_by_meaning)
                 self.exact.keep(entry)
         record.duration_ms = turn.elapsed_ms()
         flight.finish(error)

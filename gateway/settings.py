@@ -8,11 +8,11 @@ opens or creates anything.
 import difflib
 import hashlib
 import os
-import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -26,7 +26,15 @@ class SettingsError(Exception):
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+def _is_http_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port beyond 65535, a bracket that is not closed
+        return False
 
 
 class PriceSettings(_Section):
@@ -39,7 +47,11 @@ class PriceSettings(_Section):
 
 
 class DeploymentSettings(_Section):
-    name: str | None = Field(None, description="shown in logs, metrics and routes; default: made of backend and model")
+    name: str | None = Field(
+        None,
+        pattern=r"^[ -~]{1,100}$",
+        description="shown in logs, metrics and routes; default: made of backend and model",
+    )
     backend: Literal["local", "openai", "litellm"] = Field(
         description="`local`: an engine below; `openai`: any OpenAI-compatible server; `litellm`: a managed provider through litellm"
     )
@@ -79,7 +91,7 @@ class DeploymentSettings(_Section):
             raise ValueError("a local deployment needs `engine`")
         if self.backend == "openai" and not (self.base_url and self.model):
             raise ValueError("an openai deployment needs `base_url` and `model`")
-        if self.base_url is not None and not re.match(r"https?://[^/\s]+", self.base_url):
+        if self.base_url is not None and not _is_http_url(self.base_url):
             raise ValueError(f"base_url: found {self.base_url!r}, expected http://... or https://...")
         if self.backend == "litellm" and not self.model:
             raise ValueError("a litellm deployment needs `model`")
@@ -260,8 +272,13 @@ class Settings(_Section):
 
 
 def deployment_name(alias: str, deployment: DeploymentSettings) -> str:
-    """The name a deployment goes by in routes, logs and metrics; unique over all aliases."""
-    return deployment.name or f"{alias}@{deployment.engine or deployment.base_url or deployment.backend}"
+    """The name a deployment goes by in routes, headers, logs and metrics; unique over all aliases. Of a URL only the host is
+    shown: it may hold credentials."""
+    if deployment.name:
+        return deployment.name
+    url = urlsplit(deployment.base_url or "")
+    host = f"{url.hostname}:{url.port}" if url.port else url.hostname
+    return f"{alias}@{deployment.engine or host or deployment.backend}"
 
 
 _URLS = {

@@ -20,6 +20,7 @@ import msgspec
 
 from gateway.record import Record
 from gateway.summary import (
+    NEAR_SIMILARITY_MIN,
     DeploymentTally,
     Folded,
     Point,
@@ -28,6 +29,7 @@ from gateway.summary import (
     Window,
     fold,
     fold_deployment,
+    kind_of,
     read_fields,
     step,
 )
@@ -145,9 +147,7 @@ class Stats:
 
     def add(self, record: Record) -> None:
         """Counts one finished request; memory only, about 2 us."""
-        kind = record.cache
-        if record.status >= 400:
-            kind = "failed" if record.status >= 500 else "refused"
+        kind = kind_of(record.cache, record.status, record.error)
         minute = int(record.at_s) // 60
         key = (minute, record.team_id, kind, record.alias)
         sums = self._sums.get(key)
@@ -155,7 +155,7 @@ class Stats:
             sums = self._sums[key] = _Sums()
         sums.add(record)
         self._routes.append(record)
-        if kind == "miss" and record.similarity is not None:
+        if kind == "miss" and record.similarity is not None and record.similarity >= NEAR_SIMILARITY_MIN:
             self._near.append(record)
         if record.attempts:
             self._add_attempts(record, minute)
@@ -273,7 +273,7 @@ class Stats:
         return await self._latest(_ROUTES_KEY, matches, before, limit)
 
     async def near_misses(self, matches: Callable[[Record], bool], *, before: str = "", limit: int = 50) -> Page:
-        """The latest requests that came close to a cached answer and did not get it, the newest first."""
+        """The latest requests that came close to a cached answer (NEAR_SIMILARITY_MIN) and did not get it, newest first."""
         return await self._latest(_NEAR_KEY, matches, before, limit)
 
     async def _latest(self, key: str, matches: Callable[[Record], bool], before: str, limit: int) -> Page:

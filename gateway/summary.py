@@ -13,8 +13,17 @@ from enum import StrEnum
 import msgspec
 
 HITS = ("exact", "semantic", "coalesced")
-# What became of a request; `refused` is a 4xx and `failed` a 5xx, so that errors never count as misses.
+# What became of a request, so that errors never count as misses.
 KINDS = (*HITS, "miss", "bypass", "refused", "failed")
+_RULED_OUT = frozenset({"not_cached", "deadline_exceeded"})  # 504s by the caller's own wish: nothing of ours failed
+NEAR_SIMILARITY_MIN = 0.6  # below, the nearest cached prompt is about something else
+
+
+def kind_of(cache: str, status: int, error: str) -> str:
+    """One of KINDS: what the cache did, `refused` for a 4xx and for what the caller ruled out, `failed` for any other 5xx."""
+    if status < 400:
+        return cache
+    return "refused" if status < 500 or error in _RULED_OUT else "failed"
 
 
 class Window(StrEnum):

@@ -70,6 +70,7 @@ def redis_argv(settings: Settings) -> list[str]:
         "save": "",
         "maxmemory-policy": "noeviction",  # the cache keeps its own size budget; money must never be evicted
         "loglevel": "warning",
+        "logfile": str(folder / "redis.log"),
         "daemonize": "no",
     }
     return [redis_binary(), *(word for name, value in options.items() for word in (f"--{name}", value))]
@@ -132,7 +133,10 @@ class Supervisor:
         if settings.redis_url is None:
             Path(settings.run_dir / "redis.sock").unlink(missing_ok=True)
             self._keep(Child("redis", redis_argv(settings)))
-        env = {WORKER_SETTINGS: settings.model_dump_json()}
+        handed = settings.run_dir / "worker.json"  # a file: one variable of the environment holds 128 KiB at most
+        handed.touch(mode=0o600)
+        handed.write_text(settings.model_dump_json())
+        env = {WORKER_SETTINGS: str(handed)}
         for index in range(settings.workers):
             argv = [sys.executable, "-m", "gateway", "worker", "--fd", str(listener.fileno()), "--index", str(index)]
             self._keep(Child(f"gateway-{index}", argv, env, (listener.fileno(),)))
@@ -168,15 +172,13 @@ class Supervisor:
         deaths = 0
         while True:
             started = time.monotonic()
-            child.process = await asyncio.create_subprocess_exec(
-                *child.argv,
-                env={**os.environ, **child.env},
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=child.fds,
-                preexec_fn=_die_with_parent,
-                start_new_session=True,  # a terminal's Ctrl-C reaches the supervisor, which stops them in order
-            )
-            status = await child.process.wait()
+            try:
+                child.process = await self._spawn(child)
+            except OSError as error:  # no memory, no process: as good a reason to try again as a death
+                print(f"sameway: {child.name} can't be started: {error.strerror}", file=sys.stderr, flush=True)
+                status = 1
+            else:
+                status = await child.process.wait()
             if self._is_stopping:
                 return
             if status == os.EX_CONFIG:
@@ -195,6 +197,16 @@ class Supervisor:
                 flush=True,
             )
             await asyncio.sleep(pause_s)
+
+    async def _spawn(self, child: Child) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *child.argv,
+            env={**os.environ, **child.env},
+            stdin=asyncio.subprocess.DEVNULL,
+            pass_fds=child.fds,
+            preexec_fn=_die_with_parent,
+            start_new_session=True,  # a terminal's Ctrl-C reaches the supervisor, which stops them in order
+        )
 
     async def _until_healthy(self, port: int) -> None:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.settings.host, self.settings.host)

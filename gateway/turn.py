@@ -20,7 +20,13 @@ from gateway.record import Record
 # and a default system prompt to a conversation without one.
 _TEMPLATE_TOKENS = 64
 _MESSAGE_TOKENS = 12
+_BYTES_PER_TOKEN_MAX = 10.0  # long words; below this many tokens hardly any prompt can be
 _BYTES_PER_TOKEN = 4.0  # English prose; for expectations only, never for bounds
+
+
+_TOKENS_MAX = 2**31 - 1
+_MESSAGES_MAX = 20_000  # each costs the event loop a little: many tiny ones would hold up everybody else
+_MEDIA_TOKENS_MAX = 50_000  # of one image, sound or file: what no provider's largest exceeds
 
 
 class _Message(msgspec.Struct):
@@ -48,12 +54,12 @@ class _ChatRequest(msgspec.Struct):
     """The known fields of a chat completion, each with its type and range."""
 
     model: Annotated[str, Meta(min_length=1)]
-    messages: Annotated[list[_Message], Meta(min_length=1)]
+    messages: Annotated[list[_Message], Meta(min_length=1, max_length=_MESSAGES_MAX)]
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=_TOKENS_MAX)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=_TOKENS_MAX)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
@@ -82,9 +88,10 @@ class _CacheFields(msgspec.Struct, forbid_unknown_fields=True, rename={"no_cache
 
 @dataclass(slots=True, frozen=True)
 class Ask:
-    """What a request needs from whoever answers it. Token counts: `prompt_tokens` is expected, `..._max` are upper bounds."""
+    """What a request needs from whoever answers it. Token counts: `prompt_tokens` is expected, `..._min` and `..._max` are bounds."""
 
     prompt_tokens: int
+    prompt_tokens_min: int
     prompt_tokens_max: int
     output_tokens_max: int | None
     choices: int
@@ -203,16 +210,23 @@ def _ask(raw: bytes, body: dict[str, Any], request: _ChatRequest) -> Ask:
         needs.add("logprobs")
     if request.n is not None and request.n > 1:
         needs.add("n")
-    for message in request.messages:
-        if isinstance(message.content, list):
-            needs.update(_PART_NEEDS[kind] for part in message.content if (kind := part.get("type")) in _PART_NEEDS)
+    media = [
+        _PART_NEEDS[kind]
+        for message in request.messages
+        if isinstance(message.content, list)
+        for part in message.content
+        if isinstance(kind := part.get("type"), str) and kind in _PART_NEEDS
+    ]
+    needs.update(media)
     # the body's bytes are at least the bytes of every text in it: escapes only make them longer. But an escape may also stand
     # for more bytes of UTF-8 than its own (never: \uXXXX is 6 bytes for at most 3), so this bounds the tokens from above
-    bound = len(raw) + _TEMPLATE_TOKENS + _MESSAGE_TOKENS * len(request.messages)
+    bound = len(raw) + _TEMPLATE_TOKENS + _MESSAGE_TOKENS * len(request.messages) + _MEDIA_TOKENS_MAX * len(media)
+    limits = [limit for limit in (request.max_completion_tokens, request.max_tokens) if limit is not None]
     return Ask(
         prompt_tokens=int(len(raw) / _BYTES_PER_TOKEN) + _MESSAGE_TOKENS,
+        prompt_tokens_min=0 if media else int(len(raw) / _BYTES_PER_TOKEN_MAX),
         prompt_tokens_max=bound,
-        output_tokens_max=request.max_completion_tokens or request.max_tokens,
+        output_tokens_max=max(limits, default=None),  # a server may know only one of the two names
         choices=request.n or 1,
         needs=frozenset(needs),
     )

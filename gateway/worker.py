@@ -5,10 +5,12 @@ Knows the server, not the application. Invariant: it serves what it was given an
 
 import os
 import socket
+from pathlib import Path
 
 import uvicorn
 
 from gateway.app import create_app
+from gateway.protocol import CarefulProtocol
 from gateway.settings import Settings
 from gateway.supervisor import WORKER_SETTINGS
 
@@ -18,11 +20,11 @@ _BACKLOG = 2048
 
 def serve_fd(fd: int, index: int) -> int:
     """Serve on the listening socket `fd` until SIGTERM; returns the exit status."""
-    settings = Settings.model_validate_json(os.environ.pop(WORKER_SETTINGS))
+    settings = Settings.model_validate_json(Path(os.environ.pop(WORKER_SETTINGS)).read_text())
     config = uvicorn.Config(
         create_app(settings),
         loop="uvloop",
-        http="httptools",
+        http=CarefulProtocol,
         ws="none",
         lifespan="on",
         interface="asgi3",

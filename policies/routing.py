@@ -51,6 +51,8 @@ class Demand:
     `warm` maps a deployment's name to the prompt tokens it saw last; `excluded` are the names already tried.
     `choices` answers are generated side by side: each costs its own output, and they take the time of one; the output
     tokens are those of one.
+    `prompt_tokens` is what the prompt is expected to have, `prompt_tokens_min` what it surely has (None: the same): only
+    what surely does not fit is rejected, since the deployment itself counts exactly.
     `deadline_ms` is for the whole answer, `ttft_deadline_ms` for its first token; None where the caller has none.
     """
 
@@ -64,6 +66,7 @@ class Demand:
     excluded: frozenset[str] = frozenset()
     is_output_asked: bool = True
     choices: int = 1
+    prompt_tokens_min: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +247,9 @@ def _unable(demand: Demand, candidate: Candidate) -> Rejected | None:
         return Rejected(name, Cause.CAPABILITY, f"does not offer {', '.join(missing)}")
     output = demand.output_tokens_max if demand.is_output_asked else min(1, demand.output_tokens_max)
     context = candidate.context_tokens_max
-    if context is not None and demand.prompt_tokens + output > context:
-        wanted = f"{demand.prompt_tokens} prompt tokens and {output} of output"
+    prompt = demand.prompt_tokens if demand.prompt_tokens_min is None else demand.prompt_tokens_min
+    if context is not None and prompt + output > context:
+        wanted = f"at least {prompt} prompt tokens and {output} of output"
         return Rejected(name, Cause.CONTEXT, f"has a context of {context} tokens, {wanted} are needed")
     limit = candidate.output_tokens_max
     if limit is not None and output > limit:

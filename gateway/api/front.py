@@ -9,9 +9,12 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
 
-from gateway.api.request import Receive, Scope, Send, new_record, send_error
+from gateway.api.request import Message, Receive, Scope, Send, new_record, send_error
 from gateway.errors import MethodNotAllowed, NotFound
+
+_ADMIN_BODY_BYTES_MAX = 1 << 20
 
 Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -24,12 +27,12 @@ class Front:
         self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith("/v1"):
-            await self._app(scope, receive, send)
+        path: str = scope.get("path", "")
+        if scope["type"] != "http" or not (path == "/v1" or path.startswith("/v1/")):
+            await self._app(scope, _bounded(receive) if scope["type"] == "http" else receive, send)
             return
-        path: str = scope["path"]
         routes = self._routes()
-        methods = routes.get(path) or routes.get(path[: path.find("/", 4)] + "/*")
+        methods = routes.get(path) or routes.get("/".join(path.split("/")[:3]) + "/*" if path.count("/") > 2 else "")
         if methods is None:
             error = NotFound(f"There is no {path} here; see /docs for what there is", code="unknown_url")
             await send_error(send, error, new_record("unknown").request_id)
@@ -41,6 +44,21 @@ class Front:
             await send_error(send, refusal, new_record("unknown").request_id)
             return
         await endpoint(scope, receive, send)
+
+
+def _bounded(receive: Receive) -> Receive:
+    """`receive` that gives up on a body no admin sends: FastAPI reads a body before it asks who sent it."""
+    left = _ADMIN_BODY_BYTES_MAX
+
+    async def bounded() -> Message:
+        nonlocal left
+        message = await receive()
+        left -= len(message.get("body", b""))
+        if left < 0:
+            raise HTTPException(413, "The request body is larger than an admin's request can be")
+        return message
+
+    return bounded
 
 
 def document(app: FastAPI, paths: Mapping[str, Any]) -> None:

@@ -57,6 +57,7 @@ class Load(msgspec.Struct, frozen=True):
 
     is_ready: bool = True
     reason: str = ""
+    is_starting: bool = False  # not ready, but on its way: worth waiting for
     running: int = 0
     waiting: int = 0
     ttft_ms: float | None = None  # predicted for a prompt of the given length, its queue included

@@ -100,6 +100,7 @@ class LocalBackend:
         return Load(
             is_ready=now.is_ready,
             reason=reason,
+            is_starting=not now.is_ready and now.is_connected,
             running=now.running,
             waiting=now.waiting,
             ttft_ms=now.predicted_ttft_ms(prompt_tokens),

@@ -1,0 +1,73 @@
+"""One try at one deployment: from the request that leaves to the last chunk in the flight, or why not.
+
+Knows no routes and no other deployments. Invariants: the breaker hears of every call that was begun, exactly once; the backend's
+stream is closed on every exit; what has not begun can be tried elsewhere without anybody noticing.
+"""
+
+import asyncio
+
+from gateway.backends.base import BackendError, BackendRejected, BackendRequest, BackendTimeout, Chunk
+from gateway.errors import from_backend
+from gateway.fleet import Deployment
+from gateway.job import Job
+from gateway.record import Attempt
+from gateway.storing import Generated
+
+_WHOLE_TIMEOUT_S = 600.0  # a whole shows nothing until it is there: as long as the official SDKs wait by default
+
+
+async def attempt(job: Job, deployment: Deployment) -> BackendError | None:
+    """One deployment, to the end. Returns why it failed if nothing had left yet; raises ApiError if something had."""
+    if not deployment.breaker.begin():
+        return BackendTimeout("another request is probing this deployment")
+    turn, made = job.turn, Generated()
+    job.deployment, job.generated = deployment, made
+    prompt_tokens = turn.ask.prompt_tokens
+    facts = job.facts
+    # where somebody else could take over, a stream tells sooner than a whole that nobody is answering
+    is_stream = turn.is_stream or len(job.alias.deployments) > 1
+    is_bounded = job.hold is not None and bool(job.hold.held)
+    stream = deployment.backend.stream(
+        BackendRequest(
+            body=job.alias.bounded(deployment, turn.ask, turn.body) if is_bounded else turn.body,
+            is_stream=is_stream,
+            salt=job.fingerprint.partition,
+            request_id=turn.record.request_id,
+            ttft_timeout_s=deployment.ttft_timeout_s(prompt_tokens),
+            idle_timeout_s=deployment.settings.idle_timeout_ms / 1000.0 if is_stream else _WHOLE_TIMEOUT_S,
+        )
+    )
+    held: list[Chunk] = []  # chunks without content don't commit us: the next deployment may still be tried
+    try:
+        async for chunk in stream:
+            made.add(chunk)
+            if made.has_begun:
+                if not facts.deployment:
+                    facts.deployment = turn.record.deployment = deployment.name
+                    turn.record.ttft_ms = turn.elapsed_ms()
+                for earlier in held:
+                    job.flight.append(earlier)
+                held.clear()
+                job.flight.append(chunk)
+            else:
+                held.append(chunk)
+    except BackendError as error:
+        deployment.failed(error)
+        job.attempts.append(Attempt(deployment.name, error.detail[:300], made.elapsed_ms()))
+        if made.has_begun or isinstance(error, BackendRejected):
+            raise from_backend(error) from error
+        return error
+    except asyncio.CancelledError:
+        job.is_abandoned = True
+        deployment.breaker.record_cancelled()
+        job.attempts.append(Attempt(deployment.name, "cancelled", made.elapsed_ms()))
+        raise
+    except Exception:
+        deployment.breaker.record_cancelled()  # our own bug says nothing of the deployment
+        raise
+    finally:
+        await stream.aclose()
+    made.is_complete = True
+    deployment.succeeded(made, prompt_tokens)
+    job.attempts.append(Attempt(deployment.name, "ok", made.elapsed_ms()))
+    return None
