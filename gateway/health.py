@@ -127,8 +127,11 @@ class Watch:
         is_answerable = all(
             any(_is_available(d) for d in alias.deployments.values()) for alias in self._fleet.aliases.values()
         )
-        # a deployment that is down beside one that answers is no reason to send nobody here; one that is starting is, once
-        self._was_ready = self._was_ready or (is_answerable and not any(p.health is Health.STARTING for p in parts))
+        # at first everything has to be there that is not known to be down for good: a host that is starting gets nobody yet;
+        # later a deployment that is down beside one that answers is no reason to send nobody here
+        names = {deployment.name for deployment in self._fleet.deployments}
+        is_up = all(part.health is Health.OK or (part.name in names and part.health is Health.DOWN) for part in parts)
+        self._was_ready = self._was_ready or (is_answerable and is_up)
         return {
             "is_ready": self._was_ready and is_answerable,
             "is_degraded": not is_all_there,

@@ -61,6 +61,9 @@ class _Parameters(msgspec.Struct):
     top_logprobs: int | None = None
 
 
+_COMES_BACK_S = 30.0  # a process that is not there yet, or died, is started again within this or not at all
+
+
 class LocalBackend:
     """One deployment on a local engine. `model` is the alias that answers name as their model."""
 
@@ -78,6 +81,7 @@ class LocalBackend:
         self.capabilities = capabilities
         self.engine = AsyncEngine(socket_path)
         self.wall_clock = wall_clock
+        self._away_since: float | None = time.monotonic()
 
     async def start(self) -> None:
         """Connect, and keep connecting: an engine that is not there yet is an unready deployment, not an error."""
@@ -93,6 +97,10 @@ class LocalBackend:
         now = self.engine.load()
         info = self.engine.info
         reason = ""
+        if now.is_connected:
+            self._away_since = None
+        elif self._away_since is None:
+            self._away_since = time.monotonic()
         if not now.is_connected:
             reason = "the engine's process is not there"
         elif not now.is_ready:
@@ -100,7 +108,8 @@ class LocalBackend:
         return Load(
             is_ready=now.is_ready,
             reason=reason,
-            is_starting=not now.is_ready and now.is_connected,
+            is_starting=not now.is_ready
+            and (self._away_since is None or time.monotonic() - self._away_since < _COMES_BACK_S),
             running=now.running,
             waiting=now.waiting,
             ttft_ms=now.predicted_ttft_ms(prompt_tokens),

@@ -53,6 +53,13 @@ def post(gateway: Gateway, content: bytes | None = None, key: str = API_KEY, **a
         ({"model": "mock", "messages": [USER], "cache": {"tll": 3}}, 400, "cache.tll", "unknown_parameter"),
         ({"model": "mock", "messages": [USER], "cache": {"ttl": 0}}, 400, "cache.ttl", "invalid_value"),
         ({"model": "mock", "messages": [USER], "cache": 5}, 400, "cache", "invalid_type"),
+        ({"model": "mock", "messages": [USER], "max_tokens": 2**62}, 400, "max_tokens", "invalid_value"),
+        (
+            b'{"model": "mock", "messages": [{"role": "user", "content": "x"}], "a": ' + b"[" * 700 + b"]" * 700 + b"}",
+            400,
+            None,
+            "invalid_json",
+        ),
         ({"model": "nope", "messages": [USER]}, 404, "model", "model_not_found"),
         ({"model": "all-minilm-l6-v2", "messages": [USER]}, 404, "model", "model_not_found"),
         ({"model": "limited", "messages": [USER], "tools": [{"type": "function"}]}, 400, None, "unsupported_feature"),
@@ -104,6 +111,8 @@ def test_body_over_the_limit(gateway: Gateway) -> None:
         ("GET", "/nope", 404),
         ("POST", "/healthz", 405),
         ("GET", "/v1", 404),
+        ("GET", "/v1/modelsX", 404),
+        ("GET", "/v1x", 404),
     ],
 )
 def test_unknown_routes(gateway: Gateway, method: str, path: str, status: int) -> None:
@@ -162,3 +171,25 @@ def test_embeddings_fault(gateway: Gateway, body: Any, status: int, code: str | 
     reply = httpx.post(f"{gateway.base_url}/embeddings", json=body, headers=headers, timeout=30)
     assert reply.status_code == status
     assert assert_openai_shape(reply)["code"] == code
+
+
+def test_strange_parts_are_no_servers_fault(gateway: Gateway) -> None:
+    """A content part whose type is no string passes through, and breaks nothing."""
+    body = {"model": "mock", "messages": [{"role": "user", "content": [{"type": []}]}]}
+    assert post(gateway, json=body).status_code == 200
+
+
+@pytest.mark.parametrize("offer", ["h2c", "websocket"])
+def test_an_offer_to_upgrade_is_ignored(gateway: Gateway, offer: str) -> None:
+    """A client that offers another protocol, as Java's does, is answered over the one it speaks."""
+    headers = {"authorization": f"Bearer {API_KEY}", "connection": "Upgrade, HTTP2-Settings", "upgrade": offer}
+    body = {"model": "mock", "messages": [{"role": "user", "content": f"over {offer}"}]}
+    assert httpx.post(f"{gateway.base_url}/chat/completions", json=body, headers=headers).status_code == 200
+
+
+def test_heads_and_admin_bodies_are_bounded(gateway: Gateway) -> None:
+    """Nobody without a key makes the gateway keep much: not in a request's head, not in a body of the admin plane."""
+    assert httpx.get(f"{gateway.root}/healthz", headers={"x-big": "x" * 100_000}).status_code == 431
+    reply = httpx.post(f"{gateway.root}/admin/api/teams", content=b"x" * 3_000_000)
+    assert reply.status_code in (401, 413)
+    assert httpx.get(f"{gateway.root}/healthz").status_code == 200

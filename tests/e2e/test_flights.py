@@ -100,3 +100,12 @@ async def test_the_clients_deadline_is_kept(gateway: Gateway, upstream: Upstream
     assert reply.status_code == 504
     assert reply.json()["error"]["code"] == "deadline_exceeded"
     wait_for(lambda: upstream.seen().dropped == 1, 5)
+
+
+async def test_who_asks_for_more_flies_alone(gateway: Gateway, upstream: Upstream) -> None:
+    """A request with its own bound on age or error does not join the flight of one without: it might be given an older answer."""
+    request = body()
+    async with httpx.AsyncClient(base_url=gateway.base_url, headers=HEADERS, timeout=30) as client:
+        stricter = client.post("/chat/completions", json=request, headers={"cache-control": "max-age=1"})
+        await asyncio.gather(read(client, request), stricter)
+    assert upstream.seen().generations == 2

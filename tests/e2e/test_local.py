@@ -20,6 +20,10 @@ FRANCE: Any = [{"role": "user", "content": "What is the capital of France?"}]
 def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     """The embedded default, ready."""
     with run_gateway(tmp_path_factory.mktemp("local"), {}) as gateway:
+        early = gateway.chat(
+            "Hello!", model=MODEL, temperature=0, max_tokens=5
+        )  # the port answers, the model still loads
+        assert early.status_code == 200, early.text
         gateway.wait_ready(120)
         yield gateway
 

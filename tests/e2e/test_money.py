@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 from openai import OpenAI, RateLimitError
 
@@ -119,3 +121,31 @@ def test_keys_are_limited_and_revoked(gateway: Gateway) -> None:
     assert gateway.chat("may not", model="dear", key=made["plaintext"]).status_code == 403
     gateway.admin("DELETE", f"/keys/{made['key']['id']}")
     assert gateway.chat("may", key=made["plaintext"]).status_code == 401
+
+
+def test_the_bound_that_is_held_is_sent(gateway: Gateway, upstream: Upstream) -> None:
+    """Where a budget holds money for an answer of some length, the deployment is told that length; without a budget it is not."""
+    _, held = new_team(gateway, limit_usd=1.0)
+    _, free = new_team(gateway)
+    gateway.chat(f"bounded {next(_fresh)}", model="dear", key=held)
+    gateway.chat(f"unbounded {next(_fresh)}", model="dear", key=free)
+    gateway.chat(f"own bound {next(_fresh)}", model="dear", key=held, max_completion_tokens=7)
+    bodies = [request["body"] for request in upstream.seen().requests]
+    assert [body.get("max_tokens") for body in bodies] == [1000, None, None]
+    assert bodies[2]["max_completion_tokens"] == 7
+
+
+def test_clients_who_leave_early_leave_no_hold(gateway: Gateway) -> None:
+    """Clients that go away at any moment of a request hold nobody's money for longer than their request."""
+    team_id, key = new_team(gateway, limit_usd=5.0)
+    headers = {"authorization": f"Bearer {key}"}
+
+    def leave(number: int) -> None:
+        body = {"model": "slow", "messages": [{"role": "user", "content": f"leaving {number}"}], "stream": True}
+        with contextlib.suppress(httpx.TransportError):
+            timeout = httpx.Timeout(5.0, read=0.001 * (number % 30))
+            httpx.post(f"{gateway.base_url}/chat/completions", json=body, headers=headers, timeout=timeout)
+
+    with ThreadPoolExecutor(10) as pool:
+        list(pool.map(leave, range(90)))
+    wait_for(lambda: budget_of(gateway, team_id)["held_microusd"] == 0, 10, lambda: str(budget_of(gateway, team_id)))
