@@ -51,6 +51,10 @@ _OWN_FIELDS = frozenset({"cache", "model", "stream", "stream_options", "metadata
 
 _import_lock = threading.Lock()
 
+# pydantic warns of litellm's own types, dozens of times. litellm says so to its filters while it is imported, which is lost
+# when another thread leaves a `catch_warnings` meanwhile: it puts the filters back as it found them. So: once, before.
+warnings.filterwarnings("ignore", message=".*`ReadOnly` qualifier", category=UserWarning, module="pydantic")
+
 
 def _import() -> Any:
     """litellm, quiet and rehearsed. For a thread: takes seconds."""
@@ -58,7 +62,6 @@ def _import() -> Any:
         os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it fetches the table from the network
         import litellm
 
-        warnings.filterwarnings("ignore", message=".*`ReadOnly` qualifier", module="pydantic")  # of litellm's own types
         litellm.telemetry = False
         litellm.suppress_debug_info = True
         logging.getLogger("LiteLLM").setLevel(logging.CRITICAL)  # its failures are ours to report
