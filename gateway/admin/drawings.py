@@ -5,7 +5,7 @@ Knows the stats' shape; how bars and lines are drawn is charts.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
 from markupsafe import Markup
@@ -13,7 +13,7 @@ from markupsafe import Markup
 from gateway.admin import format as fmt
 from gateway.admin.charts import Axis, Series, log_lines, parts_bar, stacked_bars
 from gateway.admin.models import PercentilesOut, StatsOut, TallyOut
-from gateway.summary import KINDS, Window
+from gateway.summary import HITS, KINDS, Window
 
 LABELS = {
     "exact": "exact hit",
@@ -72,12 +72,22 @@ def ttft_chart(stats: StatsOut) -> Markup:
 
 
 def kinds_bar(tally: TallyOut) -> Markup:
-    """One bar of what answered."""
-    total = tally.requests or 1
+    """One bar of all requests by what answered."""
+    return _bar(tally, KINDS)
+
+
+def answers_bar(tally: TallyOut) -> Markup:
+    """One bar of what the hit rate is made of: hits and misses."""
+    return _bar(tally, (*HITS, "miss"))
+
+
+def _bar(tally: TallyOut, kinds: Sequence[str]) -> Markup:
+    counts = {kind: tally.by_kind.get(kind, 0) for kind in kinds}
+    total = sum(counts.values()) or 1
     parts = [
         (kind, float(amount), f"{LABELS[kind]}: {fmt.count(amount)} ({fmt.percent(amount / total)})")
-        for kind in KINDS
-        if (amount := tally.by_kind.get(kind, 0))
+        for kind, amount in counts.items()
+        if amount
     ]
     return parts_bar(parts, f"What answered: {_hits(tally)}")
 

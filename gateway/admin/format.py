@@ -4,9 +4,12 @@ Knows no HTML but `ago`, which is a <time> element. Pure functions; `now_s` is g
 """
 
 import math
+import re
 from datetime import UTC, datetime
 
 from markupsafe import Markup
+
+from policies import WindowKind
 
 NOTHING = "–"
 
@@ -89,6 +92,19 @@ def size(size_bytes: float | None) -> str:
 def price(microusd_per_mtok: int) -> str:
     """A price for a million tokens."""
     return "free" if microusd_per_mtok == 0 else f"{usd(microusd_per_mtok)} / M tokens"
+
+
+def window(kind: WindowKind | str) -> str:
+    """A budget's window, in the words used everywhere: per month, in total."""
+    return "in total" if kind == WindowKind.TOTAL else f"per {WindowKind(kind).value}"
+
+
+_MICROUSD = re.compile(r"(\d+) µUSD")
+
+
+def in_dollars(text: str) -> str:
+    """Words of the router with its amounts as the other figures are."""
+    return _MICROUSD.sub(lambda amount: usd(int(amount[1])), text)
 
 
 def utc(at_s: float) -> str:

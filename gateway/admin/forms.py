@@ -20,7 +20,7 @@ from gateway import accounts
 from gateway.admin import views
 from gateway.admin.guard import COOKIE, SESSION_S, Guard
 from gateway.admin.html import LOGIN, Pages, back_to, is_own_path
-from gateway.admin.models import BudgetIn, KeyIn, PurgeIn, TeamIn, TryIn
+from gateway.admin.models import BudgetIn, BudgetPatch, KeyIn, PurgeIn, TeamIn, TryIn
 from gateway.admin.services import AdminServices
 from gateway.errors import BadRequest
 
@@ -156,7 +156,7 @@ def _add_budget_forms(router: APIRouter, services: AdminServices, render_team: R
                 "is_hard": fields.get("kind") != "soft",
             }
             body = convert(BudgetIn, values)
-            await known.create_budget(team_id, body.window, body.limit_microusd, body.is_hard)
+            await views.create_budget(services, team_id, body)
         except _REFUSALS as error:
             return await render_team(
                 request, team_id, _status(error), form="budget", problem=words_of(error), values=fields
@@ -167,9 +167,8 @@ def _add_budget_forms(router: APIRouter, services: AdminServices, render_team: R
     async def update_budget(request: Request, team_id: int, budget_id: int) -> Response:
         fields = await read_form(request)
         try:
-            await known.update_budget(
-                budget_id, limit_microusd=_microusd(fields.get("limit_usd")), is_hard=fields.get("kind") != "soft"
-            )
+            values = {"limit_microusd": _microusd(fields.get("limit_usd")), "is_hard": fields.get("kind") != "soft"}
+            await views.update_budget(services, budget_id, convert(BudgetPatch, values))
         except _REFUSALS as error:
             return await render_team(
                 request, team_id, _status(error), form=f"budget-{budget_id}", problem=words_of(error), values=fields
@@ -193,6 +192,10 @@ def add_cache_forms(router: APIRouter, services: AdminServices, render_cache: Re
                 name: fields[name] for name in ("id", "text", "team_id", "model") if fields.get(name)
             }
             values |= {"older_than_s": hours * 3_600} if hours is not None else {}
+            if not values and "all" not in fields:
+                raise FormProblem("Fill in at least one field, or tick “Everything, of every team”.")
+            if values and "all" in fields:
+                raise FormProblem("Tick “Everything, of every team”, or fill in what must match: not both.")
             values |= {"all": True} if "all" in fields else {}
             body = convert(PurgeIn, {**values, "dry_run": fields.get("confirmed") != "yes"})
             result = await views.purge(services, body)

@@ -50,7 +50,19 @@ class Pages:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        for name in ("usd", "dollars", "count", "percent", "ms", "size", "price", "utc", "duration_s"):
+        for name in (
+            "usd",
+            "dollars",
+            "count",
+            "percent",
+            "ms",
+            "size",
+            "price",
+            "utc",
+            "duration_s",
+            "window",
+            "in_dollars",
+        ):
             self._templates.filters[name] = getattr(fmt, name)
         self._templates.filters["ago"] = lambda at_s: fmt.ago(at_s, self._clock())
         self._templates.filters["words"] = lambda text: str(text).replace("_", " ").replace("-", " ")

@@ -178,7 +178,7 @@ class TallyOut(_Out):
     requests: int
     hits: int
     hit_rate: float | None = Field(description="hits / (hits + misses)")
-    by_kind: dict[str, int] = Field(description="exact, semantic, coalesced, miss, bypass, refused (4xx), failed (5xx)")
+    by_kind: dict[str, int] = Field(description="exact, semantic, coalesced, miss, bypass, refused, failed")
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
@@ -245,7 +245,11 @@ class AttemptOut(_Out):
 
 
 class RouteOut(_Out):
-    """One finished request and why it went where it went. `nearest` is kept only where prompts may be logged."""
+    """One finished request and why it went where it went. `nearest` is kept only where prompts may be logged.
+
+    `kind` is what became of it: what `cache` says, or `refused` (4xx; 504 where the caller ruled out what it would have
+    taken) or `failed` (any other 5xx).
+    """
 
     request_id: str
     at_s: float
@@ -259,6 +263,7 @@ class RouteOut(_Out):
     status: int
     error: str
     cache: str
+    kind: str
     similarity: float | None
     miss_reason: str
     nearest: str

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 
 from gateway.accounts import Group, LedgerFilter
 from gateway.admin import views
-from gateway.admin.drawings import kinds_bar, kinds_chart, money_chart, ttft_chart
+from gateway.admin.drawings import answers_bar, kinds_bar, kinds_chart, money_chart, ttft_chart
 from gateway.admin.forms import add_cache_forms, add_session_forms, add_team_forms
 from gateway.admin.guard import Guard
 from gateway.admin.html import Pages, page_route, static_file, with_query
@@ -20,7 +20,7 @@ from gateway.admin.models import StatsOut, TeamOut
 from gateway.admin.services import AdminServices
 from gateway.admin.views import RouteFilter
 from gateway.errors import NotFound
-from gateway.summary import Window
+from gateway.summary import NEAR_SIMILARITY_MIN, Window
 
 _ROUTES_PER_PAGE = 50
 _LEDGER_PER_PAGE = 50
@@ -87,6 +87,7 @@ def charts_of(stats: StatsOut) -> dict[str, Any]:
     return {
         "kinds": kinds_chart(stats),
         "bar": kinds_bar(stats.total),
+        "answers": answers_bar(stats.total),
         "money": money_chart(stats),
         "ttft": ttft_chart(stats),
     }
@@ -226,6 +227,8 @@ def _add_cache(router: APIRouter, services: AdminServices, pages: Pages) -> None
             teams=teams,
             models=list(services.settings.models),
             settings=services.settings.cache,
+            log_prompts=services.settings.log_prompts,
+            near_similarity_min=NEAR_SIMILARITY_MIN,
             form=form.get("form", ""),
             problem=form.get("problem", ""),
             values=form.get("values", {}),

@@ -7,24 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 
-from gateway.admin.format import usd
+from gateway.admin.format import usd, window
 from gateway.admin.models import BudgetOut, ProblemOut
 from gateway.admin.services import DeploymentView, Health, Part
 from gateway.summary import Summary
-from policies import WindowKind
 
 _FAILED_SHARE_MAX = 0.05
 _REQUESTS_MIN = 20
 _BUDGET_SHARE_NEAR = 0.9
-
-
-_WINDOWS = {
-    WindowKind.HOUR: "hourly",
-    WindowKind.DAY: "daily",
-    WindowKind.WEEK: "weekly",
-    WindowKind.MONTH: "monthly",
-    WindowKind.TOTAL: "total",
-}
 
 
 def problems(
@@ -37,9 +27,9 @@ def problems(
     """Everything that deserves a look; empty when all is well."""
     found = [
         *_of_parts(parts, {view.name for view in deployments}),
-        *_of_deployments(deployments),
+        *_of_deployments(deployments, {part.name for part in parts if part.health is Health.STARTING}),
         *_of_budgets(budgets, team_names),
-        *_of_traffic(last_hour),
+        *_of_traffic(parts, last_hour),
     ]
     return sorted(found, key=lambda problem: not problem.is_urgent)
 
@@ -57,16 +47,16 @@ def _of_parts(parts: Sequence[Part], deployment_names: Set[str]) -> list[Problem
     ]
 
 
-def _of_deployments(deployments: Sequence[DeploymentView]) -> list[ProblemOut]:
+def _of_deployments(deployments: Sequence[DeploymentView], starting: Set[str]) -> list[ProblemOut]:
     found = []
     for alias in dict.fromkeys(view.alias for view in deployments):
         views = [view for view in deployments if view.alias == alias]
         away = [view for view in views if not view.is_available]
         why = "; ".join(f"{view.name}: {view.reason}" for view in away)
         if len(away) == len(views):
-            found.append(
-                ProblemOut(is_urgent=True, message=f"Nobody can answer {alias}: {why}", href="/admin/deployments")
-            )
+            is_starting = any(view.name in starting for view in away)
+            message = f"{alias} can't be answered yet: {why}" if is_starting else f"Nobody can answer {alias}: {why}"
+            found.append(ProblemOut(is_urgent=not is_starting, message=message, href="/admin/deployments"))
         elif away:
             found.append(
                 ProblemOut(
@@ -84,8 +74,8 @@ def _of_budgets(budgets: Sequence[BudgetOut], team_names: Mapping[int, str]) -> 
         if budget.share is None or budget.share < _BUDGET_SHARE_NEAR:
             continue
         team = team_names.get(budget.team_id, f"Team {budget.team_id}")
-        name = f"{_WINDOWS[budget.window]} budget"
-        spent = f"{usd(budget.spent_microusd or 0)} of {usd(budget.limit_microusd)}"
+        name = f"budget of {usd(budget.limit_microusd)} {window(budget.window)}"
+        spent = f"{usd(budget.spent_microusd or 0)} spent"
         if budget.share < 1:
             message = f"{team} has used {budget.share:.0%} of its {name} ({spent})"
         elif budget.is_hard:
@@ -97,8 +87,11 @@ def _of_budgets(budgets: Sequence[BudgetOut], team_names: Mapping[int, str]) -> 
     return found
 
 
-def _of_traffic(last_hour: Summary | None) -> list[ProblemOut]:
+def _of_traffic(parts: Sequence[Part], last_hour: Summary | None) -> list[ProblemOut]:
+    """Too many failures; none while a part is starting, for it is what fails requests then, and is named itself."""
     if last_hour is None or last_hour.total.requests < _REQUESTS_MIN:
+        return []
+    if any(part.health is Health.STARTING for part in parts):
         return []
     failed = last_hour.total.by_kind.get("failed", 0)
     share = failed / last_hour.total.requests

@@ -155,14 +155,13 @@ def _add_keys_and_budgets(api: APIRouter, services: AdminServices) -> None:
 
     @api.post("/teams/{team_id}/budgets", status_code=201)
     async def create_budget(team_id: _Id, body: BudgetIn) -> BudgetOut:
-        """A new budget. It counts from the start of the running window."""
-        made = await accounts.create_budget(team_id, body.window, body.limit_microusd, body.is_hard)
-        return await _budget(made.id)
+        """A new budget. It counts from the start of the running window. 409 where the team has one of its kind."""
+        return await _budget((await views.create_budget(services, team_id, body)).id)
 
     @api.patch("/budgets/{budget_id}")
     async def update_budget(budget_id: _Id, body: BudgetPatch) -> BudgetOut:
-        """Changes the fields that are sent."""
-        await accounts.update_budget(budget_id, **body.given())
+        """Changes the fields that are sent. 409 where the team has one of that kind."""
+        await views.update_budget(services, budget_id, body)
         return await _budget(budget_id)
 
     @api.delete("/budgets/{budget_id}", status_code=204, response_class=Response)
@@ -187,14 +186,14 @@ def _add_history(api: APIRouter, services: AdminServices) -> None:
 
     @api.get("/near-misses")
     async def near_misses(where: Annotated[RouteFilter, Depends()], cursor: str = "", limit: _Limit = 50) -> RoutesOut:
-        """The latest requests that came close to a cached answer and did not get it, with the reason."""
+        """The latest requests that came close to a cached answer (similarity 0.6 or more) and did not get it, with the reason."""
         return await views.near_misses(services, where, cursor, limit)
 
     @api.get("/ledger")
     async def ledger(
         where: Annotated[LedgerFilter, Depends(ledger_filter)], cursor: str | None = None, limit: _Limit = 100
     ) -> LedgerOut:
-        """One row per generation that cost, newest first."""
+        """One row per generation, also those that cost nothing, newest first."""
         return await views.ledger(services, where, cursor, limit)
 
     @api.get("/ledger.csv", response_class=StreamingResponse)

@@ -1,7 +1,7 @@
 """What the admin sees, put together from the parts: one function for each thing that a page and the API both show.
 
-Knows no HTTP and no HTML. Invariant: nothing here changes anything but `purge`; what a part can't tell while Redis is away is
-None where the rest is still worth seeing, and raises where it is the whole answer.
+Knows no HTTP and no HTML. Invariant: nothing here changes anything but `purge` and the two that make and change budgets; what a part can't
+tell while Redis is away is None where the rest is still worth seeing, and raises where it is the whole answer.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from redis.exceptions import RedisError
 from cache import CacheWorkerUnavailable, Hit, MissReason, Purge, Query, WorkerState, fingerprint
 from gateway import accounts
 from gateway.accounts import LedgerFilter
+from gateway.admin import format as fmt
 from gateway.admin.models import (
     AttemptOut,
+    BudgetIn,
     BudgetOut,
+    BudgetPatch,
     CacheOut,
     DeploymentOut,
     DeploymentTallyOut,
@@ -49,8 +52,8 @@ from gateway.admin.problems import problems
 from gateway.admin.services import AdminServices, Health
 from gateway.errors import BadRequest
 from gateway.record import Record
-from gateway.summary import KINDS, Summary, Tally, Window
-from policies import Budget, BudgetState
+from gateway.summary import KINDS, Summary, Tally, Window, kind_of
+from policies import Budget, BudgetState, WindowKind
 
 _LEDGER_PAGE = 500
 _NEIGHBOURS = 8
@@ -107,6 +110,29 @@ def budget_out(budget: Budget, state: BudgetState | None) -> BudgetOut:
             "resets_at_s": state.window.end_ms / 1000 if state.window.end_ms is not None else None,
         }
     )
+
+
+async def create_budget(services: AdminServices, team_id: int, body: BudgetIn) -> Budget:
+    """A new budget. Raises accounts.Conflict where the team has one of the same window and hardness, accounts.NotFound."""
+    await _check_alone(services, team_id, body.window, body.is_hard)
+    return await services.accounts.create_budget(team_id, body.window, body.limit_microusd, body.is_hard)
+
+
+async def update_budget(services: AdminServices, budget_id: int, body: BudgetPatch) -> Budget:
+    """Changes the fields that were given. Raises as `create_budget` does."""
+    changes = body.given()
+    old = next((one for one in await services.accounts.list_budgets() if one.id == budget_id), None)
+    if old is not None and changes.get("is_hard", old.is_hard) != old.is_hard:
+        await _check_alone(services, old.team_id, old.window, not old.is_hard)
+    return await services.accounts.update_budget(budget_id, **changes)
+
+
+async def _check_alone(services: AdminServices, team_id: int, kind: WindowKind, is_hard: bool) -> None:
+    """Of two budgets of one kind only the smaller would ever matter, and nobody could say which is meant."""
+    for one in await services.accounts.list_budgets(team_id):
+        if one.window == kind and one.is_hard == is_hard:
+            name = f"{'hard' if is_hard else 'soft'} budget {fmt.window(kind)}"
+            raise accounts.Conflict(f"this team has a {name} already: change that one")
 
 
 # -- what happened
@@ -185,7 +211,8 @@ class RouteFilter:
 
 
 def _outcomes(record: Record) -> tuple[str, ...]:
-    outcome = "ok" if record.status < 400 else "refused" if record.status < 500 else "failed"
+    kind = kind_of(record.cache, record.status, record.error)
+    outcome = kind if kind in ("refused", "failed") else "ok"
     return (outcome, "failover") if len(record.attempts) > 1 else (outcome,)
 
 
@@ -203,6 +230,7 @@ async def near_misses(services: AdminServices, where: RouteFilter, cursor: str =
 
 def route_out(record: Record) -> RouteOut:
     fields: dict[str, Any] = {name: getattr(record, name) for name in record.__struct_fields__}
+    fields["kind"] = kind_of(record.cache, record.status, record.error)
     fields["rejected"] = [RejectionOut(name=one.name, reason=one.reason) for one in record.rejected]
     fields["attempts"] = [
         AttemptOut(name=one.name, outcome=one.outcome, duration_ms=one.duration_ms) for one in record.attempts

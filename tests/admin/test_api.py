@@ -168,6 +168,32 @@ async def test_a_budget_shows_what_counts_against_it(world: World, client: httpx
     assert (await client.get("/admin/api/budgets")).json() == {"budgets": []}
 
 
+async def test_a_team_has_one_budget_of_a_kind(client: httpx.AsyncClient) -> None:
+    """A second of the same window and hardness is a 409, made or changed into; another kind and another team's are fine."""
+    first = (await client.post("/admin/api/teams", json={"name": "search"})).json()["id"]
+    second = (await client.post("/admin/api/teams", json={"name": "support"})).json()["id"]
+
+    async def made(team_id: int, **body: Any) -> httpx.Response:
+        return await client.post(f"/admin/api/teams/{team_id}/budgets", json={"limit_microusd": 5, **body})
+
+    assert (await made(first, window="total")).status_code == 201
+    again = await made(first, window="total")
+    assert again.status_code == 409
+    assert error_of(again)["message"] == "This team has a hard budget in total already: change that one"
+    soft = await made(first, window="total", is_hard=False)
+    assert soft.status_code == 201
+    assert [(await made(first, window="day")).status_code, (await made(second, window="total")).status_code] == [
+        201,
+        201,
+    ]
+    path = f"/admin/api/budgets/{soft.json()['id']}"
+    assert (await client.patch(path, json={"is_hard": True})).status_code == 409
+    assert (await client.patch(path, json={"is_hard": False, "limit_microusd": 7})).json()["limit_microusd"] == 7
+    assert len((await client.get(f"/admin/api/teams/{first}/budgets")).json()["budgets"]) == 3
+    assert (await made(77, window="day")).status_code == 404
+    assert (await client.patch("/admin/api/budgets/77", json={"is_hard": True})).status_code == 404
+
+
 _WRONG: list[tuple[str, str, Any, str, str]] = [
     ("POST", "/teams", {"name": ""}, "name", "invalid_value"),
     ("POST", "/teams", {}, "name", "missing_required_parameter"),
@@ -285,8 +311,9 @@ async def test_routes_say_why(world: World, client: httpx.AsyncClient) -> None:
 
 
 async def test_near_misses_say_how_near_and_why_not(world: World, client: httpx.AsyncClient) -> None:
-    """A near miss has its similarity and reason."""
+    """A near miss has its similarity and reason; what was about something else is none."""
     world.stats.add(miss(similarity=0.91, miss_reason="numbers"))
+    world.stats.add(miss(similarity=0.59, miss_reason="far"))
     world.stats.add(miss())
     await world.stats.flush()
     (near,) = (await client.get("/admin/api/near-misses")).json()["routes"]
@@ -325,12 +352,58 @@ async def test_status_names_what_is_wrong(world: World, client: httpx.AsyncClien
     await world.spend(team["id"], 100)
     problems = (await client.get("/admin/api/status")).json()["problems"]
     messages = [problem["message"] for problem in problems]
-    assert any("used up its daily budget" in message for message in messages)
+    spent = "search has used up its budget of $0.0001 per day ($0.0001 spent): only cached answers are served"
+    assert spent in messages
     assert any("Nobody can answer small" in message and "connection refused" in message for message in messages)
     assert any("cache worker is starting: loading 40%" in message for message in messages)
     assert [problem["is_urgent"] for problem in problems] == sorted(
         (problem["is_urgent"] for problem in problems), reverse=True
     )
+
+
+async def _failed_traffic(world: World, error: str, status: int) -> None:
+    for _ in range(30):
+        world.stats.add(miss(at_s=NOW_S, status=status, error=error))
+    await world.stats.flush()
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "kind"),
+    [
+        (504, "not_cached", "refused"),
+        (504, "deadline_exceeded", "refused"),
+        (429, "insufficient_quota", "refused"),
+        (504, "upstream_timeout", "failed"),
+        (503, "no_deployment_available", "failed"),
+        (500, "internal_error", "failed"),
+    ],
+)
+async def test_only_what_is_our_fault_has_failed(
+    world: World, client: httpx.AsyncClient, status: int, error: str, kind: str
+) -> None:
+    """What the caller ruled out is refused, in the counts, the list, its filter and the alarm alike."""
+    await _failed_traffic(world, error, status)
+    stats = (await client.get("/admin/api/stats?window=1h")).json()
+    assert {name: count for name, count in stats["total"]["by_kind"].items() if count} == {kind: 30}
+    routes = (await client.get(f"/admin/api/routes?outcome={kind}")).json()["routes"]
+    assert {route["kind"] for route in routes} == {kind}
+    problems = (await client.get("/admin/api/status")).json()["problems"]
+    assert [problem["message"] for problem in problems] == (
+        ["100% of the last hour's requests failed (30 of 30)"] if kind == "failed" else []
+    )
+
+
+async def test_a_gateway_that_starts_is_no_alarm(world: World, client: httpx.AsyncClient) -> None:
+    """While a model is loading its refusals and its absence are no emergency; once it is down they are."""
+    await _failed_traffic(world, "no_deployment_available", 503)
+    world.deployments = [replace(LOCAL, is_available=False, reason="the model is loading: 40%")]
+    world.parts.append(Part(LOCAL.name, Health.STARTING, "the model is loading: 40%"))
+    (problem,) = (await client.get("/admin/api/status")).json()["problems"]
+    assert problem["message"] == "small can't be answered yet: small@local: the model is loading: 40%"
+    assert not problem["is_urgent"]
+    world.parts[-1] = Part(LOCAL.name, Health.DOWN, "it died")
+    problems = (await client.get("/admin/api/status")).json()["problems"]
+    assert [problem["is_urgent"] for problem in problems] == [True, True]
 
 
 async def test_deployments_show_what_they_did(world: World, client: httpx.AsyncClient) -> None:

@@ -12,7 +12,8 @@ from redis.asyncio import Redis
 
 from gateway.admin.guard import COOKIE, SESSION_S, Guard
 from gateway.admin.services import Health, Part
-from gateway.record import Attempt
+from gateway.record import Attempt, Rejection
+from policies import WindowKind
 from tests.admin.seed import HOSTILE, seed
 from tests.admin.world import ADMIN_KEY, NOW_S, SECRET, World, open_world
 from tests.services import run_redis
@@ -152,6 +153,48 @@ async def test_the_overview_says_what_was_saved_and_what_is_wrong(world: World, 
     assert "That saved $0.00036 of $0.00048 and 894 ms of waiting." in text
     assert "cache worker is down: the worker is away" in text
     assert "Everything works." not in text
+    world.stats.add(hit(at_s=NOW_S, cache="coalesced"))
+    await world.stats.flush()
+    text = re.sub(r"<[^>]+>", "", (await browser.get("/admin?window=1h")).text)
+    assert "80% of answers in the last hour came from the cache or a shared generation." in text
+
+
+async def test_the_hit_rates_bar_shows_what_it_counts(world: World, browser: httpx.AsyncClient) -> None:
+    """Hits and misses are in the bar and under it, each with its number; the rest is named beside."""
+    for fields in ({}, {"cache": "bypass"}, {"status": 400}, {"status": 400}, {"status": 502}):
+        world.stats.add(miss(at_s=NOW_S, **fields))
+    world.stats.add(hit(at_s=NOW_S))
+    await world.stats.flush()
+    page = (await browser.get("/admin/cache")).text
+    card = page[page.index("Hits, last 24 h") : page.index("Sizes</h2>")]
+    assert "<b>50%</b> of 2 answers" in card
+    assert set(re.findall(r'<rect class="(\w+)"', card)) == {"exact", "miss"}
+    assert set(re.findall(r'class="kind (\w+)"', card)) == {"exact", "semantic", "coalesced", "miss"}
+    assert "Not counted here: 1 not asked of the cache, 2 refused, 1 failed." in card
+
+
+async def test_near_misses_open_and_say_where_the_texts_are(world: World, browser: httpx.AsyncClient) -> None:
+    """The page names its bound and the setting that shows texts; the link leads to the one request, open."""
+    world.stats.add(miss(at_s=NOW_S, request_id="req_near", similarity=0.91, miss_reason="numbers"))
+    world.stats.add(miss(at_s=NOW_S, request_id="req_far", similarity=0.31, miss_reason="far"))
+    await world.stats.flush()
+    page = (await browser.get("/admin/cache")).text
+    assert "a similarity of 0.6 or more" in page
+    assert "only where the setting <code>log_prompts</code> is on" in page
+    assert "req_far" not in page
+    (link,) = set(re.findall(r'href="(/admin/requests\?request_id=[^"]+)"', page))
+    assert 'id="route-req_near" open' in (await browser.get(link)).text
+    assert " open>" not in (await browser.get("/admin/requests")).text
+
+
+async def test_a_total_budget_never_starts_over(world: World, browser: httpx.AsyncClient) -> None:
+    """A spent budget says until when: its window's end, or, where it has none, until somebody raises it."""
+    for window, words in (("month", "only cached answers until then"), ("total", "until the limit is raised")):
+        team_id = (await world.accounts.create_team(window)).id
+        await world.accounts.create_budget(team_id, WindowKind(window), 100)
+        await world.spend(team_id, 100)
+        assert words in (await browser.get(f"/admin/teams/{team_id}")).text
+    assert '<span class="muted">in total</span>' in (await browser.get("/admin/teams")).text
 
 
 async def test_a_request_says_why_it_went_where_it_went(world: World, browser: httpx.AsyncClient) -> None:
@@ -160,10 +203,22 @@ async def test_a_request_says_why_it_went_where_it_went(world: World, browser: h
     near = {"similarity": 0.91, "miss_reason": "numbers"}
     world.stats.add(miss(request_id="req_a", why="fastest of 2", attempts=attempts, **near))
     world.stats.add(hit(request_id="req_b"))
+    why = "1500 µUSD, TTFT 12 ms, 34 ms in all"
+    world.stats.add(miss(request_id="req_d", why=why, rejected=(Rejection("dear", "an expected 90000 µUSD"),)))
+    world.stats.add(miss(request_id="req_e", alias="", status=404, error="model_not_found"))
     await world.stats.flush()
     page = (await browser.get("/admin/requests")).text
-    for words in ("fastest of 2", "no first token within 5.0 s", "numbers, dates or units differ", "2 attempts"):
+    for words in (
+        "fastest of 2",
+        "no first token within 5.0 s",
+        "numbers, dates or units differ",
+        "2 attempts",
+        "$0.0015, TTFT 12 ms",
+        "an expected $0.09",
+        "<b>unknown model</b>",
+    ):
         assert words in page
+    assert "µUSD" not in page
     narrowed = (await browser.get("/admin/requests?outcome=failover")).text
     assert "req_a" in narrowed
     assert "req_b" not in narrowed
@@ -184,7 +239,9 @@ async def test_forms_show_what_was_wrong_and_keep_what_was_typed(world: World, b
         (f"/teams/{team_id}/budgets", {"window": "year", "limit_usd": "1"}, 400, "Window:"),
         (f"/teams/{team_id}/budgets/{budget.id}", {"limit_usd": ""}, 400, "expected dollars"),
         (f"/teams/{team_id}/delete", {"name": "Search"}, 400, "to delete it"),
-        ("/cache/purge", {}, 400, "Give at least one"),
+        (f"/teams/{team_id}/budgets", {"window": "day", "limit_usd": "2"}, 409, "a hard budget per day already"),
+        ("/cache/purge", {}, 400, "Fill in at least one field"),
+        ("/cache/purge", {"all": "on", "model": "small"}, 400, "not both"),
         ("/cache/purge", {"id": "xyz"}, 400, "Entry id:"),
         ("/cache/purge", {"team_id": "77"}, 404, "There is no team 77"),
         ("/cache/try", {"team_id": str(team_id), "model": "small"}, 400, "Prompt:"),
@@ -202,7 +259,7 @@ async def test_forms_show_what_was_wrong_and_keep_what_was_typed(world: World, b
     assert (await browser.get(f"/admin/teams/{2**70}")).status_code == 404
 
 
-_BUDGETS = (("day", 1_000_000),)
+_BUDGETS = ((WindowKind.DAY, 1_000_000),)
 
 
 async def test_money_is_read_and_shown_exactly(world: World, browser: httpx.AsyncClient) -> None:
