@@ -25,7 +25,7 @@ from gateway.errors import NotFound
 from gateway.settings import DeploymentSettings, ModelSettings, Settings, deployment_name
 from gateway.storing import Generated
 from gateway.turn import Ask
-from policies import Breaker, Candidate, Demand, Estimate, Price, Route, RoutingPolicy
+from policies import Breaker, Candidate, Cause, Demand, Estimate, Price, Route, RoutingPolicy
 
 _log = structlog.get_logger(__name__)
 
@@ -144,11 +144,13 @@ class Alias:
         """Rank this alias's deployments for a request, now."""
         return policies.route(self._demand(ask, warm, deadline_ms, tried), self._candidates(ask), self.policy)
 
-    def first_choice(self, ask: Ask, warm: Mapping[str, int]) -> Deployment | None:
-        """Who would answer if everyone were well: an answer of another model is a fallback's, and is not cached."""
-        well = [_well(c) for c in self._candidates(ask)]
-        ranked = policies.route(self._demand(ask, warm, None, frozenset()), well, self.policy).ranked
-        return self.deployments[ranked[0].name] if ranked else None
+    def first_choice_model(self, ask: Ask, warm: Mapping[str, int], route: Route) -> str:
+        """The model that would answer if everyone were well: an answer of another one is a fallback's, and is not cached."""
+        ranked = route.ranked
+        if any(rejected.cause is Cause.HEALTH for rejected in route.rejected):
+            well = [_well(candidate) for candidate in self._candidates(ask)]
+            ranked = policies.route(self._demand(ask, warm, None, frozenset()), well, self.policy).ranked
+        return self.deployments[ranked[0].name].model if ranked else ""
 
     def _candidates(self, ask: Ask) -> Sequence[Candidate]:
         return [d.candidate(ask.prompt_tokens) for d in self.deployments.values()]

@@ -11,8 +11,8 @@ fails closed; only a complete answer is stored; every hold is settled or release
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol
 
 import structlog
 
@@ -110,7 +110,6 @@ class Pipeline:
         entry, warm = await self._look_up(turn, identity, found)
         if entry is not None:
             turn.record.cache, turn.record.deployment = "exact", str(entry.labels.get("deployment", ""))
-            await self.limits.correct(turn, identity, 0)
             return Answer(HitKind.EXACT, turn.elapsed_ms(), entry=entry)
 
         is_shared = not (turn.controls.no_cache or turn.controls.no_store or turn.controls.only_if_cached)
@@ -139,7 +138,7 @@ class Pipeline:
             raise
         if not turn.is_leading:
             turn.record.deployment = reader.facts.deployment
-            await self.limits.correct(turn, identity, 0)
+            await self._give_tokens_back(turn, identity)
             return Answer(HitKind.COALESCED, turn.elapsed_ms(), reader=reader)
         return Answer(reader.facts.kind, turn.elapsed_ms(), reader=reader)
 
@@ -160,8 +159,8 @@ class Pipeline:
         """2 and 4, in one round trip: limits, the exact entry, and which deployment saw this prefix last."""
         controls = turn.controls
         may_look = self.settings.cache.is_exact and not controls.no_cache
-        taking = self.limits.take(turn, identity)
         entry = self.exact.peek(found, controls.max_age_s) if may_look else None
+        taking = self.limits.take(turn, identity, is_hit=entry is not None)
         if entry is not None or not self.settings.cache.is_exact:
             turn.headers = await taking if taking is not None else {}
             return entry, {}
@@ -170,10 +169,17 @@ class Pipeline:
             turn.headers, looked = await asyncio.gather(taking, looking)
         else:
             looked = await looking
+        if looked.entry is not None:
+            await self._give_tokens_back(turn, identity)
         if looked.miss is LookupMiss.UNAVAILABLE:
             turn.record.survived += ("redis",)
         warm = {looked.warm: turn.ask.prompt_tokens * looked.warm_depth // len(found.chain)} if looked.warm else {}
         return (looked.entry if may_look else None), warm
+
+    async def _give_tokens_back(self, turn: Turn, identity: Identity) -> None:
+        correcting = self.limits.correct(turn, identity, 0)
+        if correcting is not None:
+            await correcting
 
     # -- generate: 6 to 10 --------------------------------------------------------------------------------------
 
@@ -268,8 +274,7 @@ class Pipeline:
             if failure is None:
                 turn.record.policy = job.alias.settings.policy
                 turn.record.rejected = tuple(Rejection(r.name, r.reason) for r in route.rejected)
-                first = job.alias.first_choice(turn.ask, job.warm)
-                job.first_choice_model = first.model if first else ""
+                job.first_choice_model = job.alias.first_choice_model(turn.ask, job.warm, route)
             if route.ranked:
                 best = route.ranked[0]
                 turn.record.why = best.why
@@ -314,11 +319,12 @@ class Pipeline:
         self._stores[job.fingerprint.compat] = stored
         spent = usage.prompt_tokens + usage.completion_tokens if facts.entry is None else 0
         try:
-            await asyncio.gather(
+            works = (
                 self._account(job, row),
                 self._store(entry, job),
                 self.limits.correct(turn, job.identity, spent),
             )
+            await asyncio.gather(*(work for work in works if work is not None))
         except Exception:
             _log.exception("record_failed", request_id=record.request_id)
         finally:
@@ -331,9 +337,10 @@ class Pipeline:
                 count_saved(record, facts.entry, facts)
             self._emit(record, turn, flight.chunks)
 
-    async def _account(self, job: Job, row: LedgerRow | None) -> None:
-        if job.hold is not None:
-            await (self.money.settle(job.hold, row) if row is not None else self.money.release(job.hold))
+    def _account(self, job: Job, row: LedgerRow | None) -> Coroutine[Any, Any, None] | None:
+        if job.hold is None:
+            return None
+        return self.money.settle(job.hold, row) if row is not None else self.money.release(job.hold)
 
     async def _store(self, entry: Entry | None, job: Job) -> None:
         """Store the answer and, even where it is not stored, which deployment has this prefix warm now."""
