@@ -81,9 +81,13 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def _check_config(arguments: argparse.Namespace) -> int:
     settings = _settings(arguments)
-    missing = settings.missing_environment(os.environ)
-    for variable, where in missing:
-        print(f"sameway: {where}: the environment variable {variable} is not set", file=sys.stderr)
+    missing = [f"{where}: there is no {path}" for path, where in settings.missing_files()]
+    missing += [
+        f"{where}: the environment variable {variable} is not set"
+        for variable, where in settings.missing_environment(os.environ)
+    ]
+    for line in missing:
+        print(f"sameway: {line}", file=sys.stderr)
     if missing:
         return 2
     for name in _without_price(settings):

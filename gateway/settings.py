@@ -254,6 +254,15 @@ class Settings(_Section):
         engine = self.engines["default"].model_copy(update={"model": model})
         return self.model_copy(update={"engines": {**self.engines, "default": engine}})
 
+    def missing_files(self) -> list[tuple[str, str]]:
+        """Models that are named by a path where there is nothing: (path, where it is asked for)."""
+        named = [(engine.model, f"engines.{name}.model") for name, engine in self.engines.items()]
+        return [
+            (m, where)
+            for m, where in named
+            if m.startswith(("/", "./", "../", "~")) and not Path(m).expanduser().exists()
+        ]
+
     def missing_environment(self, environ: Mapping[str, str]) -> list[tuple[str, str]]:
         """Variables that deployments need and that are not set: (variable, where it is asked for)."""
         return [

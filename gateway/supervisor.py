@@ -109,6 +109,7 @@ class Supervisor:
         self.settings = settings
         self._children: list[Child] = []
         self._is_stopping = False
+        self._ready: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
         """Until SIGTERM or SIGINT. Returns the exit status. Raises SettingsError where this host can't serve."""
@@ -150,6 +151,7 @@ class Supervisor:
         # Heavy imports follow, so that they don't compete with the port for the cores
         quiet = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
         self._keep(Child("cache", cache_argv(settings), {**quiet, "SAMEWAY_REDIS_URL": settings.redis_target}))
+        self._ready = asyncio.create_task(self._say_when_ready(port))
         used = {d.engine for model in settings.models.values() for d in model.deployments if d.engine}
         for name in sorted(used):
             self._keep(Child(f"engine-{name}", engine_argv(settings, name), quiet))
@@ -208,30 +210,37 @@ class Supervisor:
             start_new_session=True,  # a terminal's Ctrl-C reaches the supervisor, which stops them in order
         )
 
-    async def _until_healthy(self, port: int) -> None:
+    async def _say_when_ready(self, port: int) -> None:
+        await self._until_healthy(port, "/readyz")
+        print("Sameway is ready: everything has been there", flush=True)
+
+    async def _until_healthy(self, port: int, path: str = "/healthz") -> None:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.settings.host, self.settings.host)
         while True:
             with contextlib.suppress(OSError, asyncio.IncompleteReadError, TimeoutError):
                 async with asyncio.timeout(1.0):
                     reader, writer = await asyncio.open_connection(host, port)
-                    writer.write(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+                    writer.write(b"GET " + path.encode() + b" HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
                     answer = await reader.readline()
                     writer.close()
                     if b" 200 " in answer:
                         return
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.05 if path == "/healthz" else 0.5)
 
     # -- stopping -----------------------------------------------------------------------------------------------
 
     async def _stop(self) -> None:
         """Gateways first, so that running answers can end; what they need afterwards; Redis last."""
         self._is_stopping = True
+        if self._ready is not None:
+            self._ready.cancel()
         grace_s = self.settings.shutdown_grace_s + 5.0
         gateways = [c for c in self._children if c.name.startswith("gateway-")]
         redis = [c for c in self._children if c.name == "redis"]
         others = [c for c in self._children if c not in gateways and c not in redis]
         for group, patience_s in ((gateways, grace_s), (others, 10.0), (redis, 10.0)):
             await asyncio.gather(*(_end(child, patience_s) for child in group))
+        (self.settings.run_dir / "worker.json").unlink(missing_ok=True)  # it holds secrets
 
     # -- what one host may have once --------------------------------------------------------------------------------
 
