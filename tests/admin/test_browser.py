@@ -36,6 +36,9 @@ async def test_pages_render_clean_at_both_widths_and_in_both_schemes(world: Worl
                         "document.querySelectorAll('details').forEach((one) => one.open = true)"
                     )
                     assert await visitor.overflow_px() <= 0, (page, width)
+                    ledger = await visitor.page.get_by_role("link", name="Ledger", exact=True).first.bounding_box()
+                    assert ledger is not None
+                    assert 0 < ledger["x"] < width - ledger["width"], (page, width)
                     assert await visitor.page.title() != "owned"
                 assert visitor.complaints == []
 
