@@ -21,6 +21,34 @@ _TOO_LARGE = (
 )
 
 
+class Gathering:
+    """A transport whose writes of one tick leave in one system call: uvicorn writes a response's head and body apart."""
+
+    __slots__ = ("_loop", "_parts", "_transport")
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._parts: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        if not self._parts:
+            self._loop.call_soon(self._flush)
+        self._parts.append(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        parts, self._parts = self._parts, []
+        if parts:
+            self._transport.write(parts[0] if len(parts) == 1 else b"".join(parts))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class CarefulProtocol(HttpToolsProtocol):
     """One connection."""
 
@@ -32,6 +60,7 @@ class CarefulProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self.transport = Gathering(transport, self.loop)  # type: ignore[assignment]  # it is one, by delegation
         self._head_timer = self.loop.call_later(HEAD_WITHIN_S, self._head_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:

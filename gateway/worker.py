@@ -9,6 +9,7 @@ from pathlib import Path
 
 import uvicorn
 
+from gateway.api.front import Front
 from gateway.app import create_app
 from gateway.protocol import CarefulProtocol
 from gateway.settings import Settings
@@ -21,8 +22,9 @@ _BACKLOG = 2048
 def serve_fd(fd: int, index: int) -> int:
     """Serve on the listening socket `fd` until SIGTERM; returns the exit status."""
     settings = Settings.model_validate_json(Path(os.environ.pop(WORKER_SETTINGS)).read_text())
+    app = create_app(settings)
     config = uvicorn.Config(
-        create_app(settings),
+        Front(app, lambda: app.state.routes),  # once more, outside of FastAPI's own layers
         loop="uvloop",
         http=CarefulProtocol,
         ws="none",
@@ -31,6 +33,7 @@ def serve_fd(fd: int, index: int) -> int:
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         backlog=_BACKLOG,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(settings.shutdown_grace_s),
