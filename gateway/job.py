@@ -59,6 +59,7 @@ class Job:
     first_choice_model: str = ""
     generated: Generated = field(default_factory=Generated)
     attempts: list[Attempt] = field(default_factory=list)
+    has_taken_tokens: bool = False  # from a rate limit: to be corrected when it is known how many they were
     is_abandoned: bool = False  # everybody left while a deployment was at work
 
     def remaining_ms(self) -> float | None:

@@ -4,8 +4,7 @@ Knows no prompts. Invariant: limits never fail open. While Redis is away each wo
 at most its limit per worker.
 """
 
-from collections.abc import Awaitable, Coroutine
-from typing import Any
+from collections.abc import Awaitable
 
 from redis.exceptions import RedisError
 
@@ -24,10 +23,14 @@ class Limits:
         self._shared = shared
         self._local = local
 
-    def take(self, turn: Turn, identity: Identity, *, is_hit: bool) -> Awaitable[dict[str, str]] | None:
-        """2. None where nobody is limited, else the response's headers to await. Raises RateLimited when awaited. A hit costs a
-        request and no tokens."""
-        limits = _limits_of(identity, 0 if is_hit else _expected_tokens(turn))
+    def take(self, identity: Identity) -> Awaitable[dict[str, str]] | None:
+        """2. One request; None where nobody is limited, else the response's headers to await. Raises RateLimited when awaited."""
+        limits = _limits_of(identity, 0)
+        return self._take(identity, limits) if limits else None
+
+    def take_tokens(self, turn: Turn, identity: Identity) -> Awaitable[dict[str, str]] | None:
+        """The tokens that a generation is expected to need; hits need none. As `take`."""
+        limits = [limit for limit in _limits_of(identity, _expected_tokens(turn)) if limit.unit == "tokens"]
         return self._take(identity, limits) if limits else None
 
     async def _take(self, identity: Identity, limits: list[RateLimit]) -> dict[str, str]:
@@ -58,13 +61,8 @@ class Limits:
         limits = [limit for limit in _limits_of(identity, 0) if limit.unit == "requests"]
         return await self._take(identity, limits) if limits else {}
 
-    def correct(self, turn: Turn, identity: Identity, tokens: int) -> Coroutine[Any, Any, None] | None:
-        """Tokens were charged as expected; now it is known what they were. None where nothing was charged."""
-        if identity.key.tokens_per_min is None and identity.team.tokens_per_min is None:
-            return None
-        return self._correct(turn, identity, tokens)
-
-    async def _correct(self, turn: Turn, identity: Identity, tokens: int) -> None:
+    async def correct(self, turn: Turn, identity: Identity, tokens: int) -> None:
+        """What `take_tokens` took was expected; now it is known what it was."""
         limits = [limit for limit in _limits_of(identity, _expected_tokens(turn)) if limit.unit == "tokens"]
         try:
             await self._shared.correct(_scope(identity), limits, "tokens", tokens)

@@ -138,7 +138,6 @@ class Pipeline:
             raise
         if not turn.is_leading:
             turn.record.deployment = reader.facts.deployment
-            await self._give_tokens_back(turn, identity)
             return Answer(HitKind.COALESCED, turn.elapsed_ms(), reader=reader)
         return Answer(reader.facts.kind, turn.elapsed_ms(), reader=reader)
 
@@ -160,7 +159,7 @@ class Pipeline:
         controls = turn.controls
         may_look = self.settings.cache.is_exact and not controls.no_cache
         entry = self.exact.peek(found, controls.max_age_s) if may_look else None
-        taking = self.limits.take(turn, identity, is_hit=entry is not None)
+        taking = self.limits.take(identity)
         if entry is not None or not self.settings.cache.is_exact:
             turn.headers = await taking if taking is not None else {}
             return entry, {}
@@ -169,17 +168,10 @@ class Pipeline:
             turn.headers, looked = await asyncio.gather(taking, looking)
         else:
             looked = await looking
-        if looked.entry is not None:
-            await self._give_tokens_back(turn, identity)
         if looked.miss is LookupMiss.UNAVAILABLE:
             turn.record.survived += ("redis",)
         warm = {looked.warm: turn.ask.prompt_tokens * looked.warm_depth // len(found.chain)} if looked.warm else {}
         return (looked.entry if may_look else None), warm
-
-    async def _give_tokens_back(self, turn: Turn, identity: Identity) -> None:
-        correcting = self.limits.correct(turn, identity, 0)
-        if correcting is not None:
-            await correcting
 
     # -- generate: 6 to 10 --------------------------------------------------------------------------------------
 
@@ -193,6 +185,10 @@ class Pipeline:
             if not await self._find_by_meaning(job):
                 if job.turn.controls.only_if_cached:
                     raise NotCached
+                taking = self.limits.take_tokens(job.turn, job.identity)
+                if taking is not None:
+                    job.turn.headers |= await taking
+                    job.has_taken_tokens = True
                 amount = job.alias.worst_case_microusd(job.turn.ask)
                 job.hold = await self.money.reserve(job.identity, record.request_id, amount)
                 await self._stream(job)
@@ -317,12 +313,12 @@ class Pipeline:
         flight.finish(error)
         stored = asyncio.get_running_loop().create_future()
         self._stores[job.fingerprint.compat] = stored
-        spent = usage.prompt_tokens + usage.completion_tokens if facts.entry is None else 0
+        spent = usage.prompt_tokens + usage.completion_tokens
         try:
             works = (
                 self._account(job, row),
                 self._store(entry, job),
-                self.limits.correct(turn, job.identity, spent),
+                self.limits.correct(turn, job.identity, spent) if job.has_taken_tokens else None,
             )
             await asyncio.gather(*(work for work in works if work is not None))
         except Exception:

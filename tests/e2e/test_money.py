@@ -149,3 +149,19 @@ def test_clients_who_leave_early_leave_no_hold(gateway: Gateway) -> None:
     with ThreadPoolExecutor(10) as pool:
         list(pool.map(leave, range(90)))
     wait_for(lambda: budget_of(gateway, team_id)["held_microusd"] == 0, 10, lambda: str(budget_of(gateway, team_id)))
+
+
+def test_hits_cost_no_tokens(gateway: Gateway) -> None:
+    """A tokens-a-minute limit is charged for generations, corrected to what they really took, and not for hits."""
+    _, key = new_team(gateway, tokens_per_min=2000)
+    asked = f"tokens {next(_fresh)}"
+    first = gateway.chat(asked, key=key, max_tokens=100)
+    assert first.headers["x-ratelimit-limit-tokens"] == "2000"
+    for _ in range(40):
+        hit = gateway.chat(asked, key=key, max_tokens=100)
+        assert hit.status_code == 200
+        assert hit.headers["x-sameway-cache"] == "exact"
+    assert int(hit.headers["x-ratelimit-remaining-tokens"]) > 1900
+    refused = gateway.chat(f"tokens {next(_fresh)}", key=key, max_tokens=5000)
+    assert refused.status_code == 429
+    assert refused.headers["x-should-retry"] == "false"
