@@ -10,17 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache import Hit, Miss, MissReason, Partition, Query
+from cache.bound import Row
+from cache.evidence import Neighbour
 from cache.log import Dropped
 from cache.semantic import Added, SemanticCache
-from cache.verifier import Neighbour, Verdict
+from cache.verifier import Scene, Verdict
 from tests.cache.fakes import ACME, OTHER, Clock, FakeEmbedder, ask, query
 
 
 class Yes:
     """Serves the nearest, whatever it is."""
 
-    def decide(self, query: Query, neighbours: Sequence[Neighbour]) -> Verdict:
+    def decide(self, query: Query, neighbours: Sequence[Neighbour], scene: Scene) -> Verdict:
         return Verdict(0, (None,) * len(neighbours))
+
+    def learn(self, row: Row, scene: Scene) -> None:
+        """It does not."""
 
 
 def added(text: str, now: float, tenant: Partition = ACME, ttl_s: float = 60.0, **fields: Any) -> Added:
