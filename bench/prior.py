@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +92,7 @@ def watch_small(requests: Sequence[Request], embedder: Recall, rule: Watching, s
 
 
 def _renamed(request: Request, compat: bytes) -> Request:
+    """The same request in another namespace."""
     return Request(msgspec.structs.replace(request.query, compat=compat), request.exact, request.label)
 
 
@@ -176,7 +178,8 @@ def _module(prior: Prior, embedder: str, terms: str) -> str:
 
     return f'''"""What the verified rule knows before its first verdict. Written by `./run bench prior`; not by hand.
 
-Coefficients for {embedder}. Learned from: {terms}
+Coefficients for {embedder}.
+{textwrap.fill("Learned from: " + terms, 120)}
 No text of these sets is in it: only how much each kind of evidence counts.
 """
 

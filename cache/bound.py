@@ -26,6 +26,7 @@ _STEPS = 12
 THRESHOLD_MIN = 0.7
 _KAPPA_MIN, _KAPPA_MAX, _KAPPA_DEVIATIONS = 0.6, 6.0, 2.0
 _NEARLY_SURE = 0.7  # comparisons from this p on tell how well p is calibrated where it matters
+_BUDGET = 0.9  # of the bound; the rest is for what chance adds to an expectation
 _AUDITED, _AUDITED_MIN, _AUDITED_MAX = 40, 0.02, 0.2
 
 
@@ -134,7 +135,7 @@ class Learner:
 
     def threshold(self, error_max: float) -> float:
         """The least p to serve at, once fitted."""
-        within = np.nonzero(self._spent <= error_max)[0]
+        within = np.nonzero(self._spent <= _BUDGET * error_max)[0]
         return max(THRESHOLD_MIN, float(self._p[within[-1]])) if len(within) else 1.0
 
     @property

@@ -1,7 +1,7 @@
 """What speaks for and against serving a cached answer: the neighbours' votes, and how the words of two prompts differ.
 
 Pure: similarities, answer groups and texts in, one vector of numbers out. Knows no model, no threshold, no Redis. Neighbours whose
-answers were found equal form a group and vote together (Gaussian-free kernel vote: exp((s - s_1) / width)). Invariant: a neighbour
+answers were found equal form a group and vote together, each key with exp((s - s_1) / width). Invariant: a neighbour
 that is not there counts as a far one, so a namespace with one key reads like a full one whose other keys are unrelated.
 """
 
@@ -116,7 +116,7 @@ def evidence(
     verdicts = witness.right + witness.wrong
     one, other = read(asked), read(witness.text)
     shared_words = _jaccard(one.content_set, other.content_set)
-    vector = np.array(
+    return np.array(
         (
             s, s * s, max(0.0, s - 0.9), max(-_MARGIN_MAX, min(_MARGIN_MAX, s - candidate.rival)), candidate.share,
             candidate.count / NEIGHBOURS, math.log1p(witness.keys),
@@ -125,7 +125,6 @@ def evidence(
             *_word_evidence(one, other, asked, witness.text), *_weights(one, other, words), float(is_guarded),
         )
     )  # fmt: skip
-    return vector
 
 
 def _word_evidence(one: Reading, other: Reading, asked: str, known: str) -> tuple[float, ...]:

@@ -1,11 +1,10 @@
 """The semantic cache: which cached answer means the same? One synchronous object, usable with no process around it.
 
 Encoder, index and verifier inline; entries come and go by the store's log (`fold`), at start-up and afterwards alike. Knows no
-Redis and no answers: a hit is a pointer, and whoever serves it fetches the entry. Whether two answers are the same is judged elsewhere (`judge` asks)
-and comes back as a record (`fold`). Invariants: a hit has the query's partition and
-compat, byte for byte: they select what is searched; what was dropped or has expired is not found; the same records give the same
-answers, whether folded one by one or at a restart. Keys are embedded when somebody asks beside them: a dialogue nobody repeats
-never costs the encoder anything.
+Redis and no answers: a hit is a pointer, and whoever serves it fetches the entry; whether two answers are the same is judged
+elsewhere (`judge` asks) and comes back as a record. Invariants: a hit has the query's partition and compat, byte for byte: they
+select what is searched; what was dropped or has expired is not found; the same records give the same answers, whether folded one by
+one or at a restart. Keys are embedded when somebody asks beside them: a dialogue nobody repeats never costs the encoder anything.
 """
 
 from __future__ import annotations
