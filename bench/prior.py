@@ -145,6 +145,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--write", type=Path, default=None, help="write the module here, else only print")
     parser.add_argument("--terms", default="", help="one line: the sets and their licences")
     options = parser.parse_args(argv)
+    if len(options.folders) < 2:
+        parser.error("at least two sets are needed: each is held out once")
     sets = [load(folder) for folder in options.folders]
     embedder = Recall(SentenceEmbedder(), sets)
     found: list[list[Rows]] = []
