@@ -1,10 +1,10 @@
 """The semantic cache: which cached answer means the same? One synchronous object, usable with no process around it.
 
 Encoder, index and verifier inline; entries come and go by the store's log (`fold`), at start-up and afterwards alike. Knows no
-Redis and no answers: a hit is a pointer, and whoever serves it fetches the entry. Invariants: a hit has the query's partition and
-compat, byte for byte: they select what is searched; what was dropped or has expired is not found; the same records give the same
-answers, whether folded one by one or at a restart. Keys are embedded when somebody asks beside them: a dialogue nobody repeats
-never costs the encoder anything.
+Redis and no answers: a hit is a pointer, and whoever serves it fetches the entry; whether two answers are the same is judged
+elsewhere (`judge` asks) and comes back as a record. Invariants: a hit has the query's partition and compat, byte for byte: they
+select what is searched; what was dropped or has expired is not found; the same records give the same answers, whether folded one by
+one or at a restart. Keys are embedded when somebody asks beside them: a dialogue nobody repeats never costs the encoder anything.
 """
 
 from __future__ import annotations
@@ -12,20 +12,25 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cache.bound import Row
 from cache.embedder import Embedder, EmbedderInfo, Encoded, Memo
+from cache.evidence import NEIGHBOURS, Neighbour
 from cache.fingerprint import Partition
 from cache.index import Found, VectorIndex
 from cache.log import Dropped
 from cache.messages import Hit, Miss, MissReason, Near, Neighbourhood, Query
-from cache.verifier import FixedVerifier, Neighbour, Verdict, Verifier
+from cache.prior import PRIOR
+from cache.rule import VerifiedRule
+from cache.verifier import Assessment, Scene, Verdict, Verifier
 
-NEIGHBOURS = 16
+_ASSESSED_MAX = 1_000  # lookups remembered until their fresh answer is judged
 _INLINE_MAX = 32  # keys still without a vector that one lookup embeds beside its query; the newest first
 
 EntryKey = tuple[Partition, bytes]
@@ -43,6 +48,36 @@ class Added:
     expires_at: float
 
 
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What comparing the fresh answer of entry `exact` with cached ones told. The first comparison was with `other`, where
+    `is_right` says whether the answers were the same; `evidence` (float32), `p` and `chance` are what the decision was made of.
+    Evidence is empty where a veto decided: the model has no part in that.
+    `same_as` is the entry whose answer it equals, if any."""
+
+    partition: Partition
+    compat: bytes
+    exact: bytes
+    other: bytes
+    is_right: bool
+    same_as: bytes | None
+    evidence: bytes
+    p: float
+    chance: float
+
+
+Record = Added | Dropped | Judged
+
+
+@dataclass(slots=True)
+class _Group:
+    """Keys whose answers were found equal, and verdicts on serving them."""
+
+    keys: int = 0
+    right: int = 0
+    wrong: int = 0
+
+
 @dataclass(slots=True)
 class _Key:
     """One cached prompt. `number` is its key in the index."""
@@ -54,6 +89,7 @@ class _Key:
     text: str
     created_at: float
     expires_at: float
+    group: bytes
 
     @property
     def namespace(self) -> bytes:
@@ -62,10 +98,12 @@ class _Key:
 
 @dataclass(slots=True)
 class _Namespace:
-    """Numbers of the keys with and without a vector."""
+    """Numbers of the keys with and without a vector, their groups, and what the rule knows of them."""
 
     embedded: set[int] = field(default_factory=set)
     pending: dict[int, None] = field(default_factory=dict)
+    groups: dict[bytes, _Group] = field(default_factory=dict)
+    scene: Scene = field(default_factory=Scene)
 
 
 class SemanticCache:
@@ -81,7 +119,7 @@ class SemanticCache:
         index: VectorIndex | None = None,
     ) -> None:
         self._encoder = Memo(embedder)
-        self._verifier = verifier or FixedVerifier()
+        self._verifier = verifier or VerifiedRule(PRIOR)
         self._clock = clock
         self._keys_max = keys_max
         self._index = index if index is not None else VectorIndex(embedder.info.dims)
@@ -92,6 +130,7 @@ class SemanticCache:
         self._expiries: list[tuple[float, int]] = []
         self._settling: dict[bytes, None] = {}  # namespaces where keys wait for a vector beside others
         self._unsaved: list[tuple[Partition, bytes, bytes]] = []
+        self._assessed: OrderedDict[tuple[bytes, str], Assessment] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -143,29 +182,88 @@ class SemanticCache:
 
     def _decide(self, query: Query, found: Found, count: int) -> Neighbourhood:
         now = self._clock()
+        name = query.partition + query.compat
+        namespace = self._namespaces[name]
         neighbours = []
         for number, similarity in zip(found.keys.tolist(), found.similarities.tolist(), strict=True):
             key = self._keys[number]
             age_s = max(0.0, now - key.created_at)
-            neighbours.append(Neighbour(min(1.0, round(similarity, 6)), key.text, key.exact, age_s))
+            group = namespace.groups[key.group]
+            neighbours.append(
+                Neighbour(
+                    min(1.0, round(similarity, 6)), key.text, key.exact, age_s, key.group, group.keys, group.right,
+                    group.wrong,
+                )
+            )  # fmt: skip
         # equal cosines (the encoder ignores case) in an order that does not depend on when keys came
         neighbours.sort(key=lambda one: (-one.similarity, one.exact))
         if not neighbours:
             return Neighbourhood(Miss(MissReason.EMPTY), ())
-        verdict = self._verifier.decide(query, neighbours[:NEIGHBOURS])
+        verdict = self._verifier.decide(query, neighbours[:NEIGHBOURS], namespace.scene)
+        if verdict.assessment is not None:
+            self._assessed[name, query.text] = verdict.assessment
+            if len(self._assessed) > _ASSESSED_MAX:
+                self._assessed.popitem(last=False)
         return Neighbourhood(_decision(neighbours, verdict), tuple(_nears(neighbours[:count], verdict)))
+
+    # --- learning
+
+    def judge(self, query: Query, exact: bytes, same: Callable[[bytes], bool | None]) -> Judged | None:
+        """Compare the fresh answer to a query that was looked up, stored as `exact`, with those that its neighbours have.
+        `same` says whether it is the answer of another entry, None where that can't be told. What comes out is for `fold`; None
+        where there was nothing to compare with, or no verdict."""
+        assessment = self._assessed.pop((query.partition + query.compat, query.text), None)
+        if assessment is None:
+            return None
+        verdicts = ((other, same(other)) for other in assessment.ranked if (query.partition, other) in self._by_entry)
+        first, is_right = next(verdicts, (b"", None))
+        if is_right is None or first != assessment.ranked[0]:
+            return None
+        same_as = first if is_right else next((other for other, is_same in verdicts if is_same), None)
+        return Judged(
+            query.partition, query.compat, exact, first, is_right, same_as,
+            b"" if assessment.is_vetoed else assessment.evidence.astype("<f4").tobytes(), assessment.p, assessment.chance,
+        )  # fmt: skip
+
+    def _learn(self, record: Judged) -> None:
+        namespace = self._namespaces.get(record.partition + record.compat)
+        if namespace is None:
+            return
+        other, key, same = (
+            self._keys.get(self._by_entry.get((record.partition, exact), -1))
+            for exact in (record.other, record.exact, record.same_as or b"")
+        )
+        if other is not None:
+            group = namespace.groups[other.group]
+            group.right, group.wrong = group.right + record.is_right, group.wrong + (not record.is_right)
+        if key is not None and same is not None:
+            self._regroup(key, same.group)
+        if record.evidence:
+            evidence = np.frombuffer(record.evidence, "<f4").astype(np.float64)
+            self._verifier.learn(Row(evidence, record.is_right, record.chance, record.p), namespace.scene)
+
+    def _regroup(self, key: _Key, name: bytes | None) -> None:
+        """Move a key to a group of its namespace; None: out of all."""
+        groups = self._namespaces[key.namespace].groups
+        before = groups[key.group]
+        before.keys -= 1
+        if not before.keys:
+            del groups[key.group]
+        if name is not None:
+            key.group = name
+            groups.setdefault(name, _Group()).keys += 1
 
     # --- following the log
 
-    def fold(
-        self, records: Sequence[Added | Dropped], vectors: Mapping[EntryKey, NDArray[np.float32]] | None = None
-    ) -> None:
-        """Take in what was added and dropped, in order. `vectors` are those already known, by entry."""
+    def fold(self, records: Sequence[Record], vectors: Mapping[EntryKey, NDArray[np.float32]] | None = None) -> None:
+        """Take in what was added, dropped and judged, in order. `vectors` are those already known, by entry."""
         self._expire()
         for record in records:
             if isinstance(record, Dropped):
                 for exact in record.exacts:
                     self._drop(self._by_entry.get((record.partition, exact)))
+            elif isinstance(record, Judged):
+                self._learn(record)
             elif record.expires_at > self._clock():
                 self._add(record, (vectors or {}).get((record.partition, record.exact)))
 
@@ -215,13 +313,14 @@ class SemanticCache:
             self._drop(known)
         key = _Key(
             next(self._numbers), record.partition, record.exact, record.compat, record.text, record.created_at,
-            record.expires_at,
+            record.expires_at, record.exact,
         )  # fmt: skip
         self._keys[key.number] = key
         self._by_entry[entry] = key.number
         heapq.heappush(self._expiries, (key.expires_at, key.number))
         namespace = self._namespaces.setdefault(key.namespace, _Namespace())
         namespace.pending[key.number] = None
+        namespace.groups.setdefault(key.group, _Group()).keys += 1
         if vector is not None:
             self._put_vector(key, vector)
         elif self._encoder.knows(key.text):
@@ -238,7 +337,10 @@ class SemanticCache:
         del self._by_entry[key.partition, key.exact]
         namespace = self._namespaces[key.namespace]
         namespace.pending.pop(key.number, None)
-        namespace.embedded.discard(key.number)
+        if key.number in namespace.embedded:
+            namespace.embedded.remove(key.number)
+            namespace.scene.words.add(key.text, -1)
+        self._regroup(key, None)
         self._index.remove(key.namespace, key.number)
         if not namespace.pending and not namespace.embedded:
             del self._namespaces[key.namespace]
@@ -279,6 +381,7 @@ class SemanticCache:
         if key.number in namespace.pending:
             del namespace.pending[key.number]
             namespace.embedded.add(key.number)
+            namespace.scene.words.add(key.text)
             self._index.add(key.namespace, key.number, vector)
 
 

@@ -1,28 +1,44 @@
 """Which neighbour may answer a prompt: the seam, and a conservative fixed rule behind it.
 
-Pure: texts and similarities in, a verdict with a reason for each neighbour out. Knows no Redis, no index and no answers. Invariant:
-a neighbour is served only if every guard passes; a caller's `error_max` only ever tightens.
+Pure: texts and similarities in, a verdict with a reason for each neighbour out. Knows no Redis, no index and no answers. `cache.rule`
+has the rule that learns; this one needs no verdicts, and is its start. Invariant: a neighbour is served only if every guard
+passes; a caller's `error_max` only ever tightens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from cache.bound import Learner, Row, Vector
+from cache.evidence import Neighbour, WordCounts
 from cache.lexical import Reading, is_inverted, is_negated, read
 from cache.messages import MissReason, Query
 from cache.words import LIGHT_WORDS
 
 
-@dataclass(frozen=True, slots=True)
-class Neighbour:
-    """A cached prompt of the same partition and compat: cosine similarity, text, id, and seconds since it was answered."""
+@dataclass(slots=True)
+class Scene:
+    """What a namespace knows beside its keys: its words, what verdicts have taught (None: none yet), and how many would-be hits
+    there were."""
 
-    similarity: float
-    text: str
-    exact: bytes
-    age_s: float
+    words: WordCounts = field(default_factory=WordCounts)
+    learner: Learner | None = None
+    accepted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Assessment:
+    """What a decision was made of, for the verdict that may follow. `ranked` has the entries that a fresh answer should be
+    compared with, the likeliest first, each of another group; `evidence`, `p` and `is_vetoed` are of the first. `chance` is with
+    which probability a request like this one is generated: 1 where it was not to be served."""
+
+    ranked: tuple[bytes, ...]
+    evidence: Vector
+    p: float
+    chance: float
+    is_vetoed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +47,16 @@ class Verdict:
 
     served: int | None
     reasons: tuple[MissReason | None, ...]
+    assessment: Assessment | None = None
 
 
 class Verifier(Protocol):
     """Decides from evidence. The neighbours come nearest first, at least one."""
 
-    def decide(self, query: Query, neighbours: Sequence[Neighbour]) -> Verdict: ...
+    def decide(self, query: Query, neighbours: Sequence[Neighbour], scene: Scene) -> Verdict: ...
+
+    def learn(self, row: Row, scene: Scene) -> None:
+        """Take in what a comparison told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +71,8 @@ class Thresholds:
 class FixedVerifier:
     """Fixed thresholds by lexical relation, and guards. A smaller `error_max` takes a stricter row, below the last one nothing."""
 
-    def decide(self, query: Query, neighbours: Sequence[Neighbour]) -> Verdict:
+    def decide(self, query: Query, neighbours: Sequence[Neighbour], scene: Scene | None = None) -> Verdict:
+        """Needs no scene."""
         thresholds = _thresholds(query.error_max)
         if thresholds is None:
             return Verdict(None, (MissReason.STRICT,) * len(neighbours))
@@ -60,6 +81,9 @@ class FixedVerifier:
         served = next((place for place, reason in enumerate(reasons) if reason is None), None)
         return Verdict(served, reasons)
 
+    def learn(self, row: Row, scene: Scene) -> None:
+        """It does not."""
+
     def _reason(self, asked: Reading, neighbour: Neighbour, thresholds: Thresholds) -> MissReason | None:
         if neighbour.similarity < thresholds.same:
             return MissReason.FAR
@@ -67,7 +91,7 @@ class FixedVerifier:
         guard = difference(asked, known)
         if guard is not None:
             return guard
-        if asked.times and neighbour.age_s > FRESH_S:
+        if is_stale(asked, neighbour):
             return MissReason.TIME
         return _too_different(asked, known, neighbour.similarity, thresholds)
 
@@ -100,14 +124,23 @@ def _asks_otherwise(one: str, other: str) -> bool:
 
 
 def _too_different(asked: Reading, known: Reading, similarity: float, thresholds: Thresholds) -> MissReason | None:
-    if max(len(asked.words), len(known.words)) > LONG_WORDS:
-        # a long template drowns the few words that differ: of such, only the very same words are served
+    if is_long(asked, known):
         return None if asked.words == known.words else MissReason.WORDS
     mine, theirs = asked.content_set - known.content_set, known.content_set - asked.content_set
     if mine and theirs:
         return None if similarity >= thresholds.changed else MissReason.WORDS
     is_same = (mine | theirs) <= LIGHT_WORDS
     return None if similarity >= (thresholds.same if is_same else thresholds.added) else MissReason.FAR
+
+
+def is_stale(asked: Reading, neighbour: Neighbour) -> bool:
+    """The prompt is about now, and the answer was given too long ago."""
+    return bool(asked.times) and neighbour.age_s > FRESH_S
+
+
+def is_long(asked: Reading, known: Reading) -> bool:
+    """A long template drowns the few words that differ: of such, only the very same words are served."""
+    return max(len(asked.words), len(known.words)) > LONG_WORDS
 
 
 LONG_WORDS = 40

@@ -10,17 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache import Hit, Miss, MissReason, Partition, Query
+from cache.bound import Row
+from cache.evidence import Neighbour
 from cache.log import Dropped
-from cache.semantic import Added, SemanticCache
-from cache.verifier import Neighbour, Verdict
+from cache.semantic import Added, Record, SemanticCache
+from cache.verifier import Scene, Verdict
 from tests.cache.fakes import ACME, OTHER, Clock, FakeEmbedder, ask, query
 
 
 class Yes:
     """Serves the nearest, whatever it is."""
 
-    def decide(self, query: Query, neighbours: Sequence[Neighbour]) -> Verdict:
+    def decide(self, query: Query, neighbours: Sequence[Neighbour], scene: Scene) -> Verdict:
         return Verdict(0, (None,) * len(neighbours))
+
+    def learn(self, row: Row, scene: Scene) -> None:
+        """It does not."""
 
 
 def added(text: str, now: float, tenant: Partition = ACME, ttl_s: float = 60.0, **fields: Any) -> Added:
@@ -143,7 +148,7 @@ def test_how_records_are_folded_does_not_matter(plan: list[tuple[bool, int, int]
     """One by one with lookups in between, or the survivors at once as a rebuild does, with the vectors the first one saved: the
     same answers to everything."""
     clock = Clock()
-    records: list[Added | Dropped] = [
+    records: list[Record] = [
         added(f"text {number} of ten", clock.now, seed=seed) if is_add else dropped(f"text {number} of ten", seed=seed)
         for is_add, number, seed in plan
     ]
@@ -163,7 +168,7 @@ def test_how_records_are_folded_does_not_matter(plan: list[tuple[bool, int, int]
     for record in records:
         if isinstance(record, Added):
             state[record.exact] = record
-        else:
+        elif isinstance(record, Dropped):
             state.pop(record.exacts[0], None)
     rebuilt = SemanticCache(FakeEmbedder(), clock=clock)
     rebuilt.fold(sorted(state.values(), key=lambda record: record.exact), saved)

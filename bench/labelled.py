@@ -1,0 +1,100 @@
+"""Labelled requests, as a stream for the semantic cache: a folder with `stream.jsonl.gz`, one request a line.
+
+A line has `text`, `label` (the same label: the same right answer) and perhaps `history`, the earlier turns of its dialogue. Vectors
+are kept in `.bench/vectors`, so that a set is embedded once. Knows no policy.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache import Partition, Query, fingerprint
+from cache.embedder import Embedder, EmbedderInfo, Encoded
+from cache.semantic import Added
+
+TENANT = Partition(bytes(16))
+_VECTORS = Path(".bench/vectors")
+_FOREVER = 1e12
+_PORTION = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One labelled request. `exact` is unique over the set: here an equal text is another request, not an exact hit."""
+
+    query: Query
+    exact: bytes
+    label: str
+
+    def added(self) -> Added:
+        return Added(TENANT, self.exact, self.query.compat, self.query.text, 0.0, _FOREVER)
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """A set by its folder's name."""
+
+    name: str
+    requests: tuple[Request, ...]
+
+    def shuffled(self, seed: int, count: int | None = None) -> list[Request]:
+        order = np.random.default_rng(seed).permutation(len(self.requests))
+        return [self.requests[place] for place in order[:count]]
+
+
+def load(folder: Path) -> Labelled:
+    """Raises OSError or ValueError where the folder has no readable stream."""
+    requests = []
+    with gzip.open(folder / "stream.jsonl.gz", "rt", encoding="utf-8") as lines:
+        for number, line in enumerate(lines):
+            row = json.loads(line)
+            turns = [*row.get("history", ()), row["text"]]
+            messages = [
+                {"role": "assistant" if (len(turns) - place) % 2 == 0 else "user", "content": turn}
+                for place, turn in enumerate(turns)
+            ]
+            made = fingerprint({"model": "bench", "messages": messages}, TENANT)
+            exact = hashlib.blake2b(str(number).encode(), digest_size=16).digest()
+            requests.append(Request(Query(TENANT, made.compat, made.text or row["text"]), exact, str(row["label"])))
+    return Labelled(folder.name, tuple(requests))
+
+
+class Recall:
+    """An embedder that has seen all texts of some sets before."""
+
+    def __init__(self, embedder: Embedder, sets: Sequence[Labelled]) -> None:
+        self.info: EmbedderInfo = embedder.info
+        self._known: dict[str, tuple[NDArray[np.float32], int]] = {}
+        for one in sets:
+            texts = list(dict.fromkeys(request.query.text for request in one.requests))
+            encoded = _kept(embedder, one.name, texts)
+            self._known |= dict(zip(texts, zip(encoded.vectors, encoded.tokens.tolist(), strict=True), strict=True))
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        found = [self._known[text] for text in texts]
+        tokens = np.array([count for _, count in found], dtype=np.int32)
+        return Encoded(np.stack([vector for vector, _ in found]).astype(np.float32), tokens)
+
+
+def _kept(embedder: Embedder, name: str, texts: Sequence[str]) -> Encoded:
+    """The vectors of a set, in float16 on disk, as the store keeps them."""
+    digest = hashlib.blake2b("\0".join(texts).encode(), digest_size=6).hexdigest()
+    path = _VECTORS / f"{name}-{digest}-{embedder.info.key.hex()}.npz"
+    if not path.exists():
+        portions = [embedder.encode(texts[at : at + _PORTION]) for at in range(0, len(texts), _PORTION)]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(
+            path,
+            vectors=np.concatenate([one.vectors for one in portions]).astype(np.float16),
+            tokens=np.concatenate([one.tokens for one in portions]),
+        )
+    with np.load(path) as kept:
+        return Encoded(kept["vectors"], kept["tokens"])

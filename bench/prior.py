@@ -1,0 +1,203 @@
+"""What the verified rule knows before its first verdict: learned offline from labelled sets, written to cache/prior.py.
+
+    ./run bench prior FOLDER... [--write PATH] [--terms TEXT]
+
+Streams each set through the product's cache with a rule that serves nothing and remembers its evidence: once as one namespace, and
+once as many small ones (a prompt, with or without a paraphrase of it, among its nearest others), which is how every namespace
+begins. All sets weigh the same. The thresholds are those at which a prior learned from the other sets kept its bound on each.
+Train only on data whose licence allows shipping the result; --terms says whose it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.labelled import Labelled, Recall, Request, load
+from cache.bound import Model, Prior, Row
+from cache.embedder import SentenceEmbedder
+from cache.evidence import FEATURES
+from cache.rule import VerifiedRule
+from cache.semantic import SemanticCache
+from cache.verifier import Scene
+
+_REQUESTS = 6_000  # of a set as one namespace
+_SMALL = 3_000  # small namespaces of a set
+_WEIGHT = 300.0  # of a set, in comparisons: so sure is the prior
+_REQUESTS_MIN = 1_000  # a set with fewer weighs less
+_RIDGE = 1.0
+_BOUNDS = (0.01, 0.005, 0.002)
+_COUNT = len(FEATURES)
+_BLANK = Prior(np.zeros(_COUNT), np.ones(_COUNT), np.zeros(_COUNT + 1), np.full(_COUNT + 1, 1e-6), ())
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Comparisons of a set: evidence (n, features), whether the answers were the same (n)."""
+
+    evidence: NDArray[np.float64]
+    is_right: NDArray[np.float64]
+
+
+class Watching(VerifiedRule):
+    """Keeps what verdicts tell, and learns nothing from it."""
+
+    def __init__(self) -> None:
+        super().__init__(_BLANK, error_max=0.0)
+        self.rows: list[Row] = []
+
+    def learn(self, row: Row, scene: Scene) -> None:
+        self.rows.append(row)
+
+
+def watch(requests: Sequence[Request], embedder: Recall, rule: Watching) -> None:
+    """Stream requests into an empty cache; each is a miss and judged."""
+    cache = SemanticCache(embedder, rule, clock=lambda: 1.0)
+    labels = {request.exact: request.label for request in requests}
+    for request in requests:
+        cache.lookup([request.query])
+        cache.fold([request.added()])
+        judged = cache.judge(request.query, request.exact, lambda other, own=request.label: labels[other] == own)  # type: ignore[misc]
+        if judged is not None:
+            cache.fold([judged])
+
+
+def watch_small(requests: Sequence[Request], embedder: Recall, rule: Watching, seed: int) -> None:
+    """Each namespace: up to 15 prompts with other answers, half of them the nearest, in every second one a paraphrase, then the
+    prompt itself. Only the last is kept."""
+    rng = np.random.default_rng(seed)
+    vectors = embedder.encode([request.query.text for request in requests]).vectors
+    labels = np.array([request.label for request in requests])
+    for place in rng.permutation(len(requests))[:_SMALL].tolist():
+        order = np.argsort(-(vectors @ vectors[place]))
+        order = order[order != place]
+        same, others = order[labels[order] == labels[place]], order[labels[order] != labels[place]]
+        count = int(np.exp(rng.uniform(0, np.log(16))))
+        chosen = [*others[: count // 2].tolist(), *rng.choice(others, count - count // 2, replace=False).tolist()]
+        if len(same) and rng.random() < 0.5:
+            chosen[0] = int(same[0])
+        before = len(rule.rows)
+        some = [*(requests[one] for one in chosen), requests[place]]
+        name = place.to_bytes(16, "big")
+        watch([_renamed(one, name) for one in some], embedder, rule)
+        del rule.rows[before : max(before, len(rule.rows) - 1)]
+
+
+def _renamed(request: Request, compat: bytes) -> Request:
+    """The same request in another namespace."""
+    return Request(msgspec.structs.replace(request.query, compat=compat), request.exact, request.label)
+
+
+def rows_of(one: Labelled, embedder: Recall, seed: int = 1) -> list[Rows]:
+    found = []
+    for is_small in (False, True):
+        rule = Watching()
+        requests = one.shuffled(seed + is_small, _REQUESTS)
+        if is_small:
+            watch_small(requests, embedder, rule, seed)
+        else:
+            watch(requests, embedder, rule)
+        if rule.rows:
+            evidence = np.stack([row.evidence for row in rule.rows])
+            found.append(Rows(evidence, np.array([row.is_right for row in rule.rows], dtype=np.float64)))
+    return found
+
+
+def fit(sets: Sequence[Rows], thresholds: tuple[tuple[float, float], ...]) -> Prior:
+    """Weighted ridge logistic regression by Newton's method; every set weighs the same."""
+    evidence = np.concatenate([one.evidence for one in sets])
+    is_right = np.concatenate([one.is_right for one in sets])
+    weights = np.concatenate(
+        [np.full(len(one.is_right), _WEIGHT / max(len(one.is_right), _REQUESTS_MIN)) for one in sets]
+    )
+    mean = np.average(evidence, axis=0, weights=weights)
+    scale = np.maximum(0.05, np.sqrt(np.average((evidence - mean) ** 2, axis=0, weights=weights)))
+    x = np.hstack([np.clip((evidence - mean) / scale, -5, 5), np.ones((len(evidence), 1))])
+    ridge = np.full(x.shape[1], _RIDGE)
+    ridge[-1] = 1e-3
+    b = np.zeros(x.shape[1])
+    for _ in range(40):
+        p = 1 / (1 + np.exp(-x @ b))
+        hessian = (x * (weights * p * (1 - p))[:, None]).T @ x + np.diag(ridge)
+        b -= np.linalg.solve(hessian, x.T @ (weights * (p - is_right)) + ridge * b)
+    return Prior(mean, scale, b, np.diag(np.linalg.inv(hessian)).copy(), thresholds)
+
+
+def least(prior: Prior, rows: Rows, bound: float) -> float:
+    """The least p at which wrong answers stay within `bound` of the requests."""
+    p = Model(prior).lower(rows.evidence)
+    order = np.argsort(-p)
+    within = np.nonzero(np.cumsum(1 - rows.is_right[order]) <= bound * len(order))[0]
+    return float(p[order][within[-1]]) if len(within) else 1.0
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="./run bench prior", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("--write", type=Path, default=None, help="write the module here, else only print")
+    parser.add_argument("--terms", default="", help="one line: the sets and their licences")
+    options = parser.parse_args(argv)
+    if len(options.folders) < 2:
+        parser.error("at least two sets are needed: each is held out once")
+    sets = [load(folder) for folder in options.folders]
+    embedder = Recall(SentenceEmbedder(), sets)
+    found: list[list[Rows]] = []
+    for one in sets:
+        found.append(rows_of(one, embedder))
+        shares = " ".join(f"{len(rows.is_right)} at {rows.is_right.mean():.2f}" for rows in found[-1])
+        print(f"{one.name}: comparisons, and the share of right ones: {shares}", flush=True)
+    thresholds = []
+    for bound in _BOUNDS:
+        worst = 0.0
+        for place, held in enumerate(found):
+            prior = fit([rows for other, own in enumerate(found) if other != place for rows in own], ())
+            worst = max(
+                worst, *(least(prior, rows, bound / 2) for rows in held if len(rows.is_right) >= _REQUESTS_MIN), 0.0
+            )
+        print(f"error {bound}: p at least {worst:.3f}")
+        thresholds.append((bound, round(min(0.999, max(0.8, worst)), 3)))
+    prior = fit([rows for own in found for rows in own], tuple(thresholds))
+    for name, coefficient in zip((*FEATURES, "intercept"), prior.coefficients, strict=True):
+        print(f"{coefficient:8.3f}  {name}")
+    if options.write is not None:
+        options.write.write_text(_module(prior, embedder.info.name, options.terms))
+    return 0
+
+
+def _module(prior: Prior, embedder: str, terms: str) -> str:
+    def line(values: NDArray[np.float64]) -> str:
+        words = [f"{value:.4g}" for value in values]
+        rows = [", ".join(words[at : at + 12]) for at in range(0, len(words), 12)]
+        return "np.array((\n        " + ",\n        ".join(rows) + ",\n    ))"
+
+    return f'''"""What the verified rule knows before its first verdict. Written by `./run bench prior`; not by hand.
+
+Coefficients for {embedder}.
+{textwrap.fill("Learned from: " + terms, 120)}
+No text of these sets is in it: only how much each kind of evidence counts.
+"""
+
+import numpy as np
+
+from cache.bound import Prior
+
+PRIOR = Prior(
+    mean={line(prior.mean)},
+    scale={line(prior.scale)},
+    coefficients={line(prior.coefficients)},
+    variance={line(prior.variance)},
+    thresholds={prior.thresholds!r},
+)  # fmt: skip
+'''
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,167 @@
+"""How sure is it that a cached answer is right, and how sure must it be? A logistic model with a lower bound, and a threshold.
+
+Pure numbers: evidence and verdicts in, a probability and a threshold out. Knows no texts and no cache. The model is ridge logistic
+regression towards a prior (MacKay's Laplace approximation, 1992: the posterior is normal with the inverse Hessian as its
+covariance), and what counts is p = sigmoid(m - sd). The threshold spends the error budget where answers are likeliest to be
+right (Neyman and Pearson): the longest prefix of all requests by p whose expected errors stay within it. Invariant: the same
+rows in any order give the same model, up to rounding; with no row it is the prior.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Vector = NDArray[np.float64]
+
+ROWS_MAX = 8_000
+_REQUESTS = 4_000  # rows that the threshold is fitted to: the latest
+_ROWS_MIN = 40
+_RIDGE, _RIDGE_INTERCEPT = 15.0, 0.3
+_WEIGHT_MAX = 5.0
+_STEPS = 12
+THRESHOLD_MIN = 0.7
+_KAPPA_MIN, _KAPPA_MAX, _KAPPA_DEVIATIONS = 0.6, 6.0, 2.0
+_NEARLY_SURE = 0.7  # comparisons from this p on tell how well p is calibrated where it matters
+_BUDGET = 0.9  # of the bound; the rest is for what chance adds to an expectation
+_AUDITED, _AUDITED_MIN, _AUDITED_MAX = 40, 0.02, 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Prior:
+    """What was learned offline: the scale of each feature, coefficients on that scale (the intercept last), the covariance's
+    diagonal, and for error bounds (descending) the least p at which it may serve before anything was learned here."""
+
+    mean: Vector
+    scale: Vector
+    coefficients: Vector
+    variance: Vector
+    thresholds: tuple[tuple[float, float], ...]
+
+    def threshold(self, error_max: float) -> float | None:
+        return next((least for bound, least in self.thresholds if error_max >= bound), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One comparison: the evidence, whether the answers were the same, the chance that it was made at all (1 on a miss, that
+    of the audit on a would-be hit), and the p at the time."""
+
+    evidence: Vector
+    is_right: bool
+    chance: float
+    p: float
+
+
+class Model:
+    """The prior, and what was learned since."""
+
+    def __init__(self, prior: Prior) -> None:
+        self._prior = prior
+        self._coefficients = prior.coefficients
+        self._covariance = np.diag(prior.variance)
+
+    def p(self, evidence: Vector) -> float:
+        """The lower bound, one standard deviation down."""
+        return float(self.lower(evidence[None, :])[0])
+
+    def lower(self, evidence: Vector) -> Vector:
+        """The same for rows."""
+        x = self._standard(evidence)
+        sd = np.sqrt(np.maximum(0.0, np.einsum("ij,jk,ik->i", x, self._covariance, x)))
+        return _sigmoid(x @ self._coefficients - sd)
+
+    def fit(self, evidence: Vector, is_right: Vector, weights: Vector) -> None:
+        """Newton's method on the penalised likelihood, from where it was."""
+        x = self._standard(evidence)
+        prior = self._prior.coefficients
+        ridge = np.full(len(prior), _RIDGE)
+        ridge[-1] = _RIDGE_INTERCEPT
+        b = self._coefficients.copy()
+        hessian = np.diag(ridge)
+        for _ in range(_STEPS):
+            mean = _sigmoid(x @ b)
+            gradient = x.T @ (weights * (mean - is_right)) + ridge * (b - prior)
+            hessian = (x * (weights * mean * (1 - mean))[:, None]).T @ x + np.diag(ridge)
+            step = np.linalg.solve(hessian, gradient)
+            size = float(np.abs(step).max())
+            b -= step * min(1.0, 2.0 / size if size else 1.0)
+            if size < 1e-4:
+                break
+        self._coefficients = b
+        self._covariance = np.linalg.inv(hessian)
+
+    def _standard(self, evidence: Vector) -> Vector:
+        scaled = np.clip((evidence - self._prior.mean) / self._prior.scale, -5.0, 5.0)
+        return np.hstack([scaled, np.ones((len(scaled), 1))])
+
+
+class Learner:
+    """The model of one namespace and its thresholds, refitted as verdicts come."""
+
+    def __init__(self, prior: Prior) -> None:
+        self.model = Model(prior)
+        self._rows: list[Row] = []
+        self._seen = 0
+        self._fitted_at = 0
+        self._expected = self._wrong = 0.0  # of the comparisons that p was nearly sure of
+        self._p = np.zeros(0)  # of the latest rows, descending
+        self._spent = np.zeros(0)  # the errors to expect down to each p, as a share of all requests
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether enough verdicts have come."""
+        return len(self._p) > 0
+
+    @property
+    def verdicts(self) -> int:
+        return self._seen
+
+    def learn(self, row: Row) -> None:
+        """Take in a verdict. Refits at the first forty, then for every tenth more, at most 400."""
+        self._rows.append(row)
+        self._seen += 1
+        if row.p >= _NEARLY_SURE:
+            self._expected += 1 - row.p
+            self._wrong += not row.is_right
+        if len(self._rows) > ROWS_MAX + ROWS_MAX // 8:
+            del self._rows[: ROWS_MAX // 8]
+        if self._seen >= max(_ROWS_MIN, self._fitted_at + min(400, max(10, self._fitted_at // 10))):
+            self._fitted_at = self._seen
+            self._refit()
+
+    def threshold(self, error_max: float) -> float:
+        """The least p to serve at, once fitted."""
+        within = np.nonzero(self._spent <= _BUDGET * error_max)[0]
+        return max(THRESHOLD_MIN, float(self._p[within[-1]])) if len(within) else 1.0
+
+    @property
+    def kappa(self) -> float:
+        """How many times as many errors there are as p says: an upper quantile, two standard deviations of the Gamma posterior."""
+        wrong = self._wrong + 1
+        kappa = (wrong + _KAPPA_DEVIATIONS * math.sqrt(wrong)) / (self._expected + 1)
+        return min(_KAPPA_MAX, max(_KAPPA_MIN, kappa))
+
+    def _refit(self) -> None:
+        evidence = np.stack([row.evidence for row in self._rows])
+        is_right = np.array([row.is_right for row in self._rows], dtype=np.float64)
+        weights = 1 / np.array([row.chance for row in self._rows])
+        self.model.fit(evidence, is_right, np.minimum(_WEIGHT_MAX, weights))
+        # each row stands for 1 / chance requests: together they are an unbiased sample of all
+        p, weights = self.model.lower(evidence[-_REQUESTS:]), weights[-_REQUESTS:]
+        order = np.argsort(-p, kind="stable")
+        self._p = p[order]
+        self._spent = np.cumsum((weights * (1 - p))[order]) * self.kappa / weights.sum()
+
+
+def audit_chance(accepted: int) -> float:
+    """With which probability a would-be hit is generated and judged instead, after so many."""
+    return max(_AUDITED_MIN, min(_AUDITED_MAX, _AUDITED / max(1, accepted)))
+
+
+def _sigmoid(x: Vector) -> Vector:
+    result: Vector = 1 / (1 + np.exp(-np.clip(x, -35, 35)))
+    return result

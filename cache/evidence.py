@@ -1,0 +1,179 @@
+"""What speaks for and against serving a cached answer: the neighbours' votes, and how the words of two prompts differ.
+
+Pure: similarities, answer groups and texts in, one vector of numbers out. Knows no model, no threshold, no Redis. Neighbours whose
+answers were found equal form a group and vote together, each key with exp((s - s_1) / width). Invariant: a neighbour
+that is not there counts as a far one, so a namespace with one key reads like a full one whose other keys are unrelated.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.lexical import Reading, is_inverted, is_negated, read
+from cache.words import LIGHT_WORDS
+
+NEIGHBOURS = 16
+_WIDTH = 0.05  # of the kernel, in cosine
+_FAR = 0.2  # the cosine that a missing neighbour is given
+_MARGIN_MAX = 0.3
+_UNSEEN = (
+    30  # texts of other words that a namespace is thought to have had before its first: smooths document frequencies
+)
+
+FEATURES = (
+    "similarity", "similarity^2", "above 0.9", "margin", "vote share", "fraction", "log keys", "log odds of verdicts",
+    "log verdicts", "mean of ten", "last", "similarity x share", "similarity x words shared", "content words shared",
+    "words shared", "pairs shared", "trigrams shared", "numbers differ", "negated", "asked otherwise", "names differ",
+    "owners, forms or scopes differ", "times differ", "inverted", "log length ratio", "weight asked only", "weight known only",
+    "heaviest one-sided", "weight shared", "one-sided words", "same content", "one adds", "guarded",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A cached prompt of the same partition and compat: cosine similarity, text, id, seconds since it was answered, and the
+    group of its answer: its name, how many keys it has, and how many verdicts said that it was right or wrong to serve."""
+
+    similarity: float
+    text: str
+    exact: bytes
+    age_s: float
+    group: bytes = b""
+    keys: int = 1
+    right: float = 0.0
+    wrong: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A group among the neighbours. `place` is that of its nearest key, the witness; `share` of the vote; `count` of its keys
+    among the neighbours; `rival` the cosine of the nearest key of any other group."""
+
+    group: bytes
+    place: int
+    share: float
+    count: int
+    rival: float
+
+
+@dataclass(slots=True)
+class WordCounts:
+    """In how many of a namespace's texts each stem occurs."""
+
+    texts: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def add(self, text: str, sign: int = 1) -> None:
+        self.texts += sign
+        for word in read(text).content_set:
+            self.counts[word] += sign
+            if not self.counts[word]:
+                del self.counts[word]
+
+    def weight(self, word: str) -> float:
+        """Inverse document frequency between 0 and 1; light words weigh little wherever they are rare."""
+        total = self.texts + _UNSEEN
+        idf = math.log(total / (1 + self.counts.get(word, 0))) / math.log(total)
+        return max(0.0, idf) * (0.3 if word in LIGHT_WORDS else 1.0)
+
+
+def candidates(neighbours: Sequence[Neighbour]) -> list[Candidate]:
+    """The groups of the (sorted) neighbours by their share of the vote."""
+    some = neighbours[:NEIGHBOURS]
+    places: dict[bytes, list[int]] = {}
+    for place, one in enumerate(some):
+        places.setdefault(one.group or one.exact, []).append(place)
+    best = some[0].similarity if some else 0.0
+    votes = {
+        group: sum(math.exp((some[place].similarity - best) / _WIDTH) for place in own) for group, own in places.items()
+    }
+    total = sum(votes.values())
+    firsts = [own[0] for own in places.values()][:2]
+    found = []
+    for group, own in places.items():
+        other = next((place for place in firsts if place != own[0]), None)
+        rival = some[other].similarity if other is not None else -1.0
+        found.append(Candidate(group, own[0], votes[group] / total, len(own), rival))
+    found.sort(key=lambda one: (-one.share, one.place))
+    return found
+
+
+def evidence(
+    asked: str, neighbours: Sequence[Neighbour], candidate: Candidate, words: WordCounts, is_guarded: bool
+) -> NDArray[np.float64]:
+    """The numbers of FEATURES, in their order, for serving `candidate` to who asked. `is_guarded`: the fixed rule would."""
+    witness = neighbours[candidate.place]
+    s = witness.similarity
+    cosines = [one.similarity for one in neighbours[:NEIGHBOURS]]
+    cosines += [min(_FAR, cosines[-1])] * (NEIGHBOURS - len(cosines))
+    verdicts = witness.right + witness.wrong
+    one, other = read(asked), read(witness.text)
+    shared_words = _jaccard(one.content_set, other.content_set)
+    return np.array(
+        (
+            s, s * s, max(0.0, s - 0.9), max(-_MARGIN_MAX, min(_MARGIN_MAX, s - candidate.rival)), candidate.share,
+            candidate.count / NEIGHBOURS, math.log1p(witness.keys),
+            math.log((witness.right + 1.0) / (witness.wrong + 1.0)), math.log1p(verdicts), sum(cosines[:10]) / 10,
+            cosines[-1], s * candidate.share, s * shared_words, shared_words,
+            *_word_evidence(one, other, asked, witness.text), *_weights(one, other, words), float(is_guarded),
+        )
+    )  # fmt: skip
+
+
+def _word_evidence(one: Reading, other: Reading, asked: str, known: str) -> tuple[float, ...]:
+    lengths = (len(one.words) + 1) / (len(other.words) + 1)
+    return (
+        _jaccard(frozenset(one.words), frozenset(other.words)),
+        _jaccard(_pairs(one), _pairs(other)),
+        _jaccard(_trigrams(asked), _trigrams(known)),
+        float(one.numbers != other.numbers),
+        float(is_negated(one, other)),
+        float(one.question != other.question),
+        float(not (one.names <= set(other.words) and other.names <= set(one.words)) or one.quotes != other.quotes),
+        float(one.owners != other.owners) + float(one.forms != other.forms) + float(one.scopes != other.scopes),
+        float(one.times != other.times),
+        float(is_inverted(one, other)),
+        abs(math.log(lengths)),
+    )
+
+
+def _weights(one: Reading, other: Reading, words: WordCounts) -> tuple[float, ...]:
+    mine, theirs, both = (
+        [words.weight(word) for word in some]
+        for some in (
+            one.content_set - other.content_set,
+            other.content_set - one.content_set,
+            one.content_set & other.content_set,
+        )
+    )
+    total = sum(mine) + sum(theirs) + sum(both)
+    return (
+        min(3.0, sum(mine)),
+        min(3.0, sum(theirs)),
+        max(*mine, *theirs, 0.0, 0.0),
+        sum(both) / total if total else 0.0,
+        min(6.0, float(len(mine) + len(theirs))),
+        float(not mine and not theirs),
+        float(bool(mine) != bool(theirs)),
+    )
+
+
+def _jaccard(one: frozenset[str], other: frozenset[str]) -> float:
+    return len(one & other) / len(one | other) if one or other else 1.0
+
+
+@functools.lru_cache(maxsize=16_384)
+def _trigrams(text: str) -> frozenset[str]:
+    padded = f"  {text.casefold()} "
+    return frozenset(padded[at : at + 3] for at in range(len(padded) - 2))
+
+
+def _pairs(reading: Reading) -> frozenset[str]:
+    return frozenset(f"{a} {b}" for a, b in zip(reading.words, reading.words[1:], strict=False))

@@ -1,0 +1,103 @@
+"""The verified rule: serve the likeliest answer where a lower bound on its being right permits it.
+
+Pure, but for the injected randomness of audits. Until verdicts have come from a namespace it serves what the fixed rule would, and
+what the shipped prior is sure of with every guard passed; from then on what the namespace's own model is sure of. Source:
+docs/semantic-cache.md. Invariants: no similarity and no verdict crosses a veto (numbers, polarity, an answer about now that has
+aged, a long template); a caller's `error_max` only tightens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from cache.bound import Learner, Prior, Row, audit_chance
+from cache.evidence import Candidate, Neighbour, candidates, evidence
+from cache.lexical import read
+from cache.messages import MissReason, Query
+from cache.verifier import Assessment, FixedVerifier, Scene, Verdict, difference, is_long, is_stale
+
+ERROR_MAX = 0.01
+_COMPARED = 3  # groups that a fresh answer is compared with
+_VETOES = frozenset((MissReason.NUMBERS, MissReason.POLARITY))
+
+
+class VerifiedRule:
+    """`error_max` bounds wrong answers as a share of requests. `random` gives uniform numbers in [0, 1) and decides which would-be
+    hits are audited; without it none is, as it must be where nobody judges."""
+
+    def __init__(self, prior: Prior, error_max: float = ERROR_MAX, random: Callable[[], float] | None = None) -> None:
+        self.prior = prior
+        self._error_max = error_max
+        self._random = random
+        self._fixed = FixedVerifier()
+        self._cold = Learner(prior)
+
+    def decide(self, query: Query, neighbours: Sequence[Neighbour], scene: Scene) -> Verdict:
+        error_max = self._error_max if query.error_max is None else min(query.error_max, self._error_max)
+        fixed = self._fixed.decide(_bounded(query, ERROR_MAX), neighbours)
+        ranked = _ranked(neighbours, fixed.served)
+        first = ranked[0]
+        learner = scene.learner or self._cold
+        seen = evidence(query.text, neighbours, first, scene.words, fixed.served is not None)
+        p = learner.model.p(seen)
+        veto, guard = _veto(query.text, neighbours[first.place])
+        if veto is not None:
+            is_sure = False
+        elif learner.is_fitted:
+            is_sure = p >= learner.threshold(error_max)
+        else:
+            least = self.prior.threshold(error_max)
+            is_sure = (guard is None and least is not None and p >= least) or (
+                fixed.served is not None
+                and (
+                    error_max >= ERROR_MAX
+                    or self._fixed.decide(_bounded(query, error_max), neighbours).served == fixed.served
+                )
+            )
+        chance = audit_chance(scene.accepted) if is_sure and self._random is not None else 1.0
+        names = tuple(neighbours[one.place].exact for one in ranked[:_COMPARED])
+        assessment = Assessment(names, seen, p, chance, veto is not None)
+        if is_sure:
+            scene.accepted += 1
+            if self._random is None or self._random() >= chance:
+                reasons = tuple(None if place == first.place else reason for place, reason in enumerate(fixed.reasons))
+                return Verdict(first.place, reasons, assessment)
+        why = MissReason.AUDIT if is_sure else veto or MissReason.UNSURE
+        reasons = tuple(
+            reason or (why if place == first.place else MissReason.UNSURE) for place, reason in enumerate(fixed.reasons)
+        )
+        return Verdict(None, reasons, assessment)
+
+    def learn(self, row: Row, scene: Scene) -> None:
+        """The first verdict of a namespace gives it a model of its own."""
+        if scene.learner is None:
+            scene.learner = Learner(self.prior)
+        scene.learner.learn(row)
+
+
+def _bounded(query: Query, error_max: float) -> Query:
+    return Query(query.partition, query.compat, query.text, error_max)
+
+
+def _ranked(neighbours: Sequence[Neighbour], guarded: int | None) -> list[Candidate]:
+    """The groups by their votes; that of the neighbour which the fixed rule would serve comes first, with it as the witness."""
+    ranked = candidates(neighbours)
+    if guarded is None:
+        return ranked
+    group = neighbours[guarded].group or neighbours[guarded].exact
+    own = next(one for one in ranked if one.group == group)
+    first = Candidate(own.group, guarded, own.share, own.count, own.rival)
+    return [first, *(one for one in ranked if one.group != group)]
+
+
+def _veto(asked: str, neighbour: Neighbour) -> tuple[MissReason | None, MissReason | None]:
+    """What nothing crosses, and any other guard that the texts meet."""
+    one, other = read(asked), read(neighbour.text)
+    guard = difference(one, other)
+    if guard in _VETOES:
+        return guard, guard
+    if is_stale(one, neighbour):
+        return MissReason.TIME, MissReason.TIME
+    if is_long(one, other) and one.words != other.words:
+        return MissReason.WORDS, MissReason.WORDS
+    return None, guard

@@ -1,0 +1,65 @@
+"""The bench of the semantic cache and the script that learns the prior, on a small set with a stand-in for the encoder."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from bench import prior, semantic
+from bench.labelled import load
+from cache.bound import Prior
+from tests.cache.fakes import FakeEmbedder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Forty requests: twenty answers, each asked for in two orders of the same words; four of them inside dialogues."""
+    monkeypatch.chdir(tmp_path)
+    for module in (semantic, prior):
+        monkeypatch.setattr(module, "SentenceEmbedder", FakeEmbedder)
+    rows = [
+        {"text": f"{a} {b}", "label": number, "history": [f"about {number}"] if number < 2 else []}
+        for number in range(20)
+        for a, b in ((f"alpha{number}", "beta"), ("beta", f"alpha{number}"))
+    ]
+    made = tmp_path / "small"
+    made.mkdir()
+    (made / "stream.jsonl.gz").write_bytes(gzip.compress("\n".join(json.dumps(row) for row in rows).encode()))
+    return made
+
+
+def test_a_history_is_part_of_the_dialogue(folder: Path) -> None:
+    """Equal last messages of other dialogues are in other namespaces; every request has an id of its own."""
+    requests = load(folder).requests
+    assert len({request.exact for request in requests}) == len(requests) == 40
+    assert len({request.query.compat for request in requests}) == 3
+
+
+def test_every_policy_is_counted(folder: Path, tmp_path: Path) -> None:
+    """The rows say what was asked; without noise nothing here can be wrong, and a fixed cosine finds what there is."""
+    out = tmp_path / "rows.json"
+    assert semantic.main([str(folder), "--seeds", "2", "--judge-noise", "0", "0.1", "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())
+    assert {row["policy"] for row in rows} == {
+        "verified", "cold", "guards", "cosine 0.8", "cosine 0.9", "cosine 0.95", "vcache",
+    }  # fmt: skip
+    assert all((row["requests"], row["possible"], row["wrong"]) == (40, 20, 0) for row in rows)
+    assert {row["hits"] for row in rows if row["policy"].startswith("cosine")} == {20}
+    assert {row["judge_noise"] for row in rows if row["policy"] == "verified"} == {0.0, 0.1}
+
+
+def test_a_prior_is_learned_and_written_as_a_module(folder: Path, tmp_path: Path) -> None:
+    """What it writes is python that holds a prior."""
+    out = tmp_path / "made.py"
+    other = shutil.copytree(folder, tmp_path / "other")
+    assert prior.main([str(folder), str(other), "--write", str(out), "--terms", "a set of our own"]) == 0
+    scope: dict[str, object] = {}
+    exec(compile(out.read_text(), "made", "exec"), scope)
+    assert isinstance(scope["PRIOR"], Prior)
+    with pytest.raises(SystemExit):
+        prior.main([str(folder)])
+    assert "a set of our own" in str(scope["__doc__"])

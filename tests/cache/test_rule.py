@@ -1,0 +1,269 @@
+"""The verified rule: what verdicts teach it, what they can't, and that the same records give the same decisions."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.vcache import VCache
+from cache import Hit, Miss, MissReason
+from cache.bound import Learner, Prior, Row, audit_chance
+from cache.evidence import FEATURES, Neighbour, WordCounts, candidates, evidence
+from cache.log import Dropped
+from cache.prior import PRIOR
+from cache.rule import VerifiedRule
+from cache.semantic import Added, Judged, SemanticCache
+from cache.verifier import Scene
+from tests.cache.fakes import ACME, Clock, FakeEmbedder, ask, query
+
+CAPITAL = "What is the capital of France?"
+
+
+def near(similarity: float, text: str, group: bytes, **counts: int) -> Neighbour:
+    return Neighbour(similarity, text, text.encode(), 0.0, group, **counts)
+
+
+def test_neighbours_of_one_answer_vote_together() -> None:
+    """Three that are a little further outvote the nearest; the witness is the nearest of the group."""
+    some = [near(0.80, "a", b"1"), near(0.79, "b", b"2"), near(0.78, "c", b"2"), near(0.77, "d", b"2")]
+    first, second = candidates(some)
+    assert (first.group, first.place, first.count, first.rival) == (b"2", 1, 3, 0.80)
+    assert (second.group, second.rival) == (b"1", 0.79)
+    assert first.share + second.share == pytest.approx(1.0)
+
+
+@given(
+    st.text(), st.lists(st.tuples(st.text(), st.floats(-1, 1), st.sampled_from([b"1", b"2"])), min_size=1, max_size=20)
+)
+def test_evidence_is_total_and_finite(asked: str, known: list[tuple[str, float, bytes]]) -> None:
+    """Whatever the texts: as many finite numbers as there are features."""
+    some = sorted((near(s, text, group) for text, s, group in known), key=lambda one: -one.similarity)
+    words = WordCounts()
+    for one in some:
+        words.add(one.text)
+    for candidate in candidates(some):
+        made = evidence(asked, some, candidate, words, False)
+        assert made.shape == (len(FEATURES),)
+        assert np.isfinite(made).all()
+
+
+@given(st.lists(st.text(), max_size=10))
+def test_words_that_went_leave_no_trace(texts: list[str]) -> None:
+    """Adding and removing the same texts leaves the counts as they were."""
+    words = WordCounts()
+    for sign in (1, -1):
+        for text in texts:
+            words.add(text, sign)
+    assert words == WordCounts()
+
+
+def prior() -> Prior:
+    count = len(FEATURES)
+    return Prior(np.zeros(count), np.ones(count), np.zeros(count + 1), np.full(count + 1, 1e-3), ())
+
+
+def rows(count: int, seed: int, wrong: float = 0.02) -> list[Row]:
+    """Where the first number is positive the answer is right, but for a share of `wrong`."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for _ in range(count):
+        seen = rng.normal(size=len(FEATURES))
+        made.append(Row(seen, bool((seen[0] > 0) != (rng.random() < wrong)), 1.0, 0.5))
+    return made
+
+
+@pytest.mark.parametrize("error_max", [0.005, 0.01, 0.05])
+def test_what_passes_the_threshold_is_wrong_less_than_the_bound(error_max: float) -> None:
+    """On requests like those it learned from, counted over all of them; and a larger bound serves more."""
+    learner = Learner(prior())
+    for row in rows(3_000, 1):
+        learner.learn(row)
+    fresh = rows(4_000, 2)
+    served = [row for row in fresh if learner.model.p(row.evidence) >= learner.threshold(error_max)]
+    assert len(served) > 200
+    assert sum(not row.is_right for row in served) <= error_max * len(fresh)
+    assert learner.threshold(error_max) >= learner.threshold(2 * error_max)
+
+
+def test_answers_that_are_never_right_are_never_served() -> None:
+    """Nothing reaches the threshold, at any bound."""
+    learner = Learner(prior())
+    for row in rows(500, 3):
+        learner.learn(Row(row.evidence, False, 1.0, 0.5))
+    assert not any(learner.model.p(row.evidence) >= learner.threshold(0.01) for row in rows(500, 4))
+
+
+def test_surprises_among_the_sure_raise_the_expected_errors() -> None:
+    """Verdicts against a p of 0.95 make every p count for more errors."""
+    learners = [Learner(prior()), Learner(prior())]
+    for place, learner in enumerate(learners):
+        for row in rows(200, 5):
+            learner.learn(Row(row.evidence, place == 0, 0.2, 0.95))
+    assert learners[0].kappa < 1 < learners[1].kappa
+
+
+def test_audits_become_rare() -> None:
+    """A fifth at first, two of a hundred in the end."""
+    assert [audit_chance(count) for count in (0, 100, 400, 10**6)] == [0.2, 0.2, 0.1, 0.02]
+
+
+def decide(text: str, known: Sequence[Neighbour], scene: Scene, error_max: float | None = None) -> MissReason | None:
+    verdict = VerifiedRule(PRIOR).decide(query(text, error_max=error_max), known, scene)
+    return None if verdict.served is not None else verdict.reasons[0]
+
+
+def test_cold_it_serves_a_paraphrase_with_one_entry_there() -> None:
+    """What the fixed rule would; names, polarity and numbers are still guarded."""
+    one = [near(0.9, "tell me the capital of France", b"g")]
+    assert decide(CAPITAL, one, Scene()) is None
+    assert decide("What is the capital of Italy?", one, Scene()) is MissReason.NAMES
+    assert decide("What is not the capital of France?", one, Scene()) is MissReason.POLARITY
+    assert decide(CAPITAL, one, Scene(), error_max=0.0001) is not None
+
+
+def sure_scene(asked: str, known: Neighbour) -> Scene:
+    """A namespace where every verdict on such a pair said right."""
+    scene = Scene(learner=Learner(PRIOR))
+    assert scene.learner is not None
+    seen = evidence(asked, [known], candidates([known])[0], WordCounts(), False)
+    for _ in range(400):
+        scene.learner.learn(Row(seen, True, 1.0, 0.9))
+    return scene
+
+
+@pytest.mark.parametrize(
+    ("asked", "known", "reason"),
+    [
+        ("open the box", "open the crate", None),
+        ("open 3 boxes", "open 4 boxes", MissReason.NUMBERS),
+        ("open the box", "do not open the box", MissReason.POLARITY),
+        ("open the box today", "open the box of today", MissReason.TIME),
+    ],
+)
+def test_no_verdict_crosses_a_veto(asked: str, known: str, reason: MissReason | None) -> None:
+    """Four hundred right ones: other words are served; another number, a negation or an old answer about now are not."""
+    one = Neighbour(0.99, known, b"e", 10_000.0, b"g")
+    assert decide(asked, [one], sure_scene(asked, one)) is reason
+
+
+def test_an_audit_is_a_miss_that_says_so() -> None:
+    """With its chance, by which its verdict counts."""
+    rule = VerifiedRule(PRIOR, random=lambda: 0.0)
+    verdict = rule.decide(query(CAPITAL), [near(0.9, "tell me the capital of France", b"g")], Scene())
+    assert verdict.served is None
+    assert verdict.reasons == (MissReason.AUDIT,)
+    assert verdict.assessment is not None
+    assert verdict.assessment.chance == 0.2
+
+
+INTENTS = ("alarm wake clock", "music play song", "weather rain forecast", "lamp light room")
+
+
+def requests(count: int, seed: int) -> list[tuple[str, int]]:
+    draw = random.Random(seed)
+    made = []
+    for _ in range(count):
+        intent = draw.randrange(len(INTENTS))
+        made.append((" ".join([*draw.sample(INTENTS[intent].split(), 2), draw.choice("abcdefgh")]), intent))
+    return made
+
+
+class BagEmbedder(FakeEmbedder):
+    """Texts that share words are near."""
+
+    def _vector(self, text: str) -> Any:
+        vector = sum((super(BagEmbedder, self)._vector(word) for word in text.split()), np.zeros(self.info.dims))
+        return (vector / np.linalg.norm(vector)).astype(np.float32)
+
+
+def run(count: int, cache: SemanticCache, clock: Clock) -> tuple[list[Added | Dropped | Judged], int]:
+    records: list[Added | Dropped | Judged] = []
+    answers: dict[bytes, int] = {}
+    hits = 0
+    for number, (text, intent) in enumerate(requests(count, 7)):
+        asked = query(text)
+        (answer,) = cache.lookup([asked])
+        if isinstance(answer, Hit):
+            hits += 1
+            assert answers[answer.exact] == intent
+            continue
+        exact = number.to_bytes(16, "big")
+        answers[exact] = intent
+        records.append(Added(ACME, exact, asked.compat, text, clock.now, clock.now + 1e6))
+        cache.fold(records[-1:])
+        judged = cache.judge(asked, exact, lambda other, own=intent: answers[other] == own)  # type: ignore[misc]
+        if judged is not None:
+            records.append(judged)
+            cache.fold([judged])
+    return records, hits
+
+
+def test_verdicts_teach_a_namespace_and_a_rebuild_decides_the_same() -> None:
+    """From misses alone it learns which neighbours answer each other; the records folded again give the same answers."""
+    clock = Clock()
+    cache = SemanticCache(BagEmbedder(), VerifiedRule(PRIOR), clock)
+    records, hits = run(400, cache, clock)
+    assert hits > 100
+    rebuilt = SemanticCache(BagEmbedder(), VerifiedRule(PRIOR), clock)
+    rebuilt.fold(records)
+    while rebuilt.settle(100):
+        pass
+    questions = [query(text) for text, _ in requests(60, 8)]
+    assert rebuilt.near(questions, 16) == cache.near(questions, 16)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(0, 11), min_size=1, max_size=40))
+def test_what_was_dropped_is_not_served_whatever_was_learned(drops: list[int]) -> None:
+    """Neither by its own key nor by its group; verdicts on entries that are gone are taken without harm."""
+    clock = Clock()
+    cache = SemanticCache(FakeEmbedder(is_constant=True), VerifiedRule(PRIOR), clock)
+    texts = [f"alpha beta {letter}" for letter in "abcdefghijkl"]
+    living: set[str] = set()
+    for number in drops:
+        text = texts[number]
+        fp = ask(text)
+        if text in living:
+            cache.fold([Dropped(ACME, (fp.exact,))])
+            living.discard(text)
+        else:
+            cache.lookup([query(text)])
+            cache.fold([Added(ACME, fp.exact, fp.compat, text, clock.now, clock.now + 60)])
+            living.add(text)
+        judged = cache.judge(query(text), fp.exact, lambda _: True)
+        if judged is not None:
+            cache.fold([judged])
+        (answer,) = cache.lookup([query("beta alpha a")])
+        assert isinstance(answer, Miss) or answer.text in living
+
+
+def test_nothing_is_learned_without_a_verdict() -> None:
+    """A judge that can't tell leaves no record; neither does an answer that no lookup came before."""
+    clock = Clock()
+    cache = SemanticCache(FakeEmbedder(is_constant=True), VerifiedRule(PRIOR), clock)
+    for text in ("alpha", "beta"):
+        cache.lookup([query(text)])
+        fp = ask(text)
+        cache.fold([Added(ACME, fp.exact, fp.compat, text, clock.now, clock.now + 60)])
+        assert cache.judge(query(text), fp.exact, lambda _: None) is None
+    assert cache.judge(query("gamma"), b"g" * 16, lambda _: True) is None
+
+
+def test_vcache_explores_until_an_entry_has_shown_its_threshold() -> None:
+    """The rule it is compared with: never from cold; then at similarities that were always right."""
+    cache = VCache(0.1, 2, random.Random(1))
+    vector = np.array([1.0, 0.0], dtype=np.float32)
+    outcomes = []
+    for _ in range(400):
+        found = cache.lookup(vector)
+        outcomes.append(found.is_served)
+        if not found.is_served:
+            cache.learn(vector, found, "yes", False)
+    assert not any(outcomes[:6])
+    assert sum(outcomes[200:]) > sum(outcomes[:200]) > 0
