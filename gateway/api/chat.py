@@ -8,8 +8,6 @@ with an error event and without `[DONE]`; a client that leaves gives its place i
 import asyncio
 from collections.abc import Iterable
 
-import structlog
-
 from gateway.api.headers import EVENT_STREAM, JSON, answer_headers, cost_header
 from gateway.api.request import (
     ClientGone,
@@ -20,7 +18,7 @@ from gateway.api.request import (
     headers_of,
     new_record,
     read_body,
-    send_error,
+    send_failure,
     send_whole,
 )
 from gateway.api.sse import DONE, frame
@@ -32,8 +30,6 @@ from gateway.job import Answer
 from gateway.pipeline import Pipeline
 from gateway.storing import chunks_of
 from gateway.turn import Turn, read_turn
-
-_log = structlog.get_logger(__name__)
 
 
 class Chat:
@@ -58,16 +54,8 @@ class Chat:
                 await _stream(turn, answer, watch, send)
             else:
                 await _whole(turn, answer, send)
-        except ClientGone:
-            record.status, record.is_disconnected = 499, True
-        except ApiError as error:
-            record.status, record.error = error.http_status, error.error_code or error.type
-            await send_error(send, error, record.request_id)
-        except Exception:
-            _log.exception("request_failed", request_id=record.request_id)
-            record.status, record.error = 500, "internal_error"
-            broken = ApiError("The gateway failed while it handled this request", code="internal_error")
-            await send_error(send, broken, record.request_id)
+        except Exception as error:
+            await send_failure(send, error, record)
         finally:
             watch.stop()
             self._pipeline.finish(record, turn, answer)

@@ -9,14 +9,12 @@ import struct
 from typing import Annotated, Any, Literal
 
 import msgspec
-import structlog
 from msgspec import Meta
 
 from cache import CacheWorkerUnavailable, SemanticClient, TextTooLong
 from gateway.accounts import Identity
 from gateway.api.headers import JSON, base_headers
 from gateway.api.request import (
-    ClientGone,
     Receive,
     Scope,
     Send,
@@ -24,17 +22,16 @@ from gateway.api.request import (
     headers_of,
     new_record,
     read_body,
-    send_error,
+    send_failure,
     send_whole,
 )
-from gateway.errors import ApiError, BadRequest, NotFound, Unavailable
+from gateway.errors import BadRequest, NotFound, Unavailable
 from gateway.pipeline import Pipeline, may_use
 from gateway.record import Record
 from gateway.settings import Settings
 from gateway.turn import convert, decode_object
 
 _INPUTS_MAX = 2048
-_log = structlog.get_logger(__name__)
 
 
 class _EmbeddingsRequest(msgspec.Struct):
@@ -64,16 +61,8 @@ class Embeddings:
             reply = await self._answer(body, identity, record)
             out = [JSON, *base_headers(record.request_id), *((k.encode(), v.encode()) for k, v in limited.items())]
             await send_whole(send, 200, out, msgspec.json.encode(reply))
-        except ClientGone:
-            record.status, record.is_disconnected = 499, True
-        except ApiError as error:
-            record.status, record.error = error.http_status, error.error_code or error.type
-            await send_error(send, error, record.request_id)
-        except Exception:
-            _log.exception("request_failed", request_id=record.request_id)
-            record.status, record.error = 500, "internal_error"
-            broken = ApiError("The gateway failed while it handled this request", code="internal_error")
-            await send_error(send, broken, record.request_id)
+        except Exception as error:
+            await send_failure(send, error, record)
         finally:
             self._pipeline.finish(record, None, None)
 

@@ -8,9 +8,13 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
+import structlog
+
 from gateway.api.headers import JSON, Headers, base_headers
 from gateway.errors import ApiError, BadRequest, TooLarge
 from gateway.record import Record
+
+_log = structlog.get_logger(__name__)
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -83,3 +87,15 @@ async def send_error(send: Send, error: ApiError, request_id: str) -> None:
     headers = [JSON, *base_headers(request_id)]
     headers += [(name.encode(), value.encode("latin-1", "replace")) for name, value in error.headers.items()]
     await send_whole(send, error.http_status, headers, error.body())
+
+
+async def send_failure(send: Send, error: Exception, record: Record) -> None:
+    """What a request that failed is told, and what its record says of it. A bug is logged, and is never a client's to read."""
+    if isinstance(error, ClientGone):
+        record.status, record.is_disconnected = 499, True
+        return
+    if not isinstance(error, ApiError):
+        _log.error("request_failed", request_id=record.request_id, exc_info=error)
+        error = ApiError("The gateway failed while it handled this request", code="internal_error")
+    record.status, record.error = error.http_status, error.error_code or error.type
+    await send_error(send, error, record.request_id)
