@@ -315,11 +315,11 @@ def load_settings(path: Path | None, environ: Mapping[str, str] = os.environ, **
     values: dict[str, Any] = {}
     if path is not None:
         values = _read_yaml(path)
-    for secret in _SECRETS:
-        if secret in values:
-            raise SettingsError(
-                f"{path}: {secret}: found in the file, expected in the environment as SAMEWAY_{secret.upper()}"
-            )
+    wrong = [
+        f"{path}: {secret}: found in the file, expected in the environment as SAMEWAY_{secret.upper()}"
+        for secret in _SECRETS
+        if values.pop(secret, None) is not None
+    ]
     scalars = {
         name for name, field in Settings.model_fields.items() if name not in ("cache", "budgets", "engines", "models")
     }
@@ -329,9 +329,12 @@ def load_settings(path: Path | None, environ: Mapping[str, str] = os.environ, **
             values[name] = value
     values.update({name: value for name, value in overrides.items() if value is not None})
     try:
-        return Settings.model_validate(values)
+        settings = Settings.model_validate(values)
     except ValidationError as error:
-        raise SettingsError("\n".join(_explain(issue) for issue in error.errors())) from None
+        raise SettingsError("\n".join([*wrong, *(_explain(issue) for issue in error.errors())])) from None
+    if wrong:
+        raise SettingsError("\n".join(wrong))
+    return settings
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -31,6 +31,7 @@ LOCAL = "{backend: local, engine: default}"
         ("models: {a: {deployments: [{backend: local, engine: x}]}}", ["found 'x', expected one of ['default']"]),
         (f"models: {{a: {{deployments: [{LOCAL}, {LOCAL}]}}}}", ["used twice"]),
         ("admin_key: secret", ["admin_key: found in the file, expected in the environment as SAMEWAY_ADMIN_KEY"]),
+        ("admin_key: secret\nport: -1", ["admin_key: found in the file", "port: found -1"]),
         ("redis_url: http://x", ["redis_url: found 'http', expected a URL that begins with one of redis://"]),
         ("database_url: mysql://u:pw@x/y", ["database_url: found 'mysql', expected"]),
         (

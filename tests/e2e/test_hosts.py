@@ -1,0 +1,123 @@
+"""Two hosts: gateways that share a Redis and a PostgreSQL and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.test_money import budget_of, ledger_microusd, new_team
+from tests.gateway import Gateway, deployment, run_gateway, wait_for
+from tests.services import PostgresServer, run_postgres, run_redis
+from tests.upstream import Upstream
+
+ENV = {"SAMEWAY_SECRET": "one secret for every host, or no host reads the other's cache"}
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresServer]:
+    with run_postgres() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def hosts(
+    upstream_process: Upstream, postgres: PostgresServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Gateway, Gateway]]:
+    """Two gateways on one Redis and one database; the first start of both at once makes the schema once."""
+    with run_redis() as redis, contextlib.ExitStack() as stack:
+        config: dict[str, Any] = {
+            "redis_url": redis.url,
+            "database_url": postgres.create_database(),
+            "cache": {"is_semantic": False},
+            "budgets": {"hold_lease_s": 5},
+            "models": {"dear": {"deployments": [deployment(upstream_process.url, "dear", output_tokens_max=1000)]}},
+        }
+        folders: list[Path] = [tmp_path_factory.mktemp(name) for name in ("east", "west")]
+        with ThreadPoolExecutor(2) as pool:
+            starting = [pool.submit(stack.enter_context, run_gateway(folder, config, env=ENV)) for folder in folders]
+            east, west = (each.result() for each in starting)
+        east.wait_ready()
+        west.wait_ready()
+        yield east, west
+
+
+def test_a_key_made_on_one_host_opens_the_other(hosts: tuple[Gateway, Gateway]) -> None:
+    """Accounts are one: a key made here is known there, and revoked here is refused there."""
+    east, west = hosts
+    team_id, key = new_team(east)
+    wait_for(lambda: west.chat("hello", model="dear", key=key).status_code == 200, 5)
+    key_id = west.admin("GET", f"/teams/{team_id}/keys")["keys"][0]["id"]
+    east.admin("DELETE", f"/keys/{key_id}")
+    wait_for(lambda: west.chat("hello", model="dear", key=key).status_code == 401, 5)
+
+
+def test_what_one_host_was_told_the_other_answers(hosts: tuple[Gateway, Gateway], upstream: Upstream) -> None:
+    """The cache is one: an answer recorded by one host is an exact hit of the other."""
+    east, west = hosts
+    first = east.chat("who answers this?", model="dear")
+    again = west.chat("who answers this?", model="dear")
+    assert (first.headers["x-sameway-cache"], again.headers["x-sameway-cache"]) == ("miss", "exact")
+    assert again.content == first.content
+    assert upstream.seen().generations == 1
+
+
+def test_one_budget_holds_over_both_hosts(hosts: tuple[Gateway, Gateway]) -> None:
+    """Forty requests over two hosts against money for a few: never passed, nothing held, one row for each that was paid."""
+    east, west = hosts
+    team_id, key = new_team(east, limit_usd=0.006)
+    wait_for(lambda: west.chat("known?", model="dear", key=key, max_tokens=1).status_code == 200, 5)
+    with ThreadPoolExecutor(20) as pool:
+        replies = list(
+            pool.map(
+                lambda i: hosts[i % 2].chat(f"spend {team_id} {i}", model="dear", key=key, max_tokens=900), range(40)
+            )
+        )
+    assert {reply.status_code for reply in replies} == {200, 429}
+    wait_for(lambda: budget_of(east, team_id)["held_microusd"] == 0, 5)
+    spent = budget_of(west, team_id)["spent_microusd"]
+    assert 0 < spent <= 6000
+    wait_for(lambda: ledger_microusd(west, team_id) == spent, 10)
+
+
+def test_a_database_that_is_gone_is_not_missed(hosts: tuple[Gateway, Gateway], postgres: PostgresServer) -> None:
+    """PostgreSQL crashes: requests go on from memory and Redis, and the ledger has every row once it is back."""
+    east, west = hosts
+    team_id, key = new_team(east, limit_usd=1.0)
+    wait_for(lambda: west.chat("known?", model="dear", key=key).status_code == 200, 5)
+    postgres.kill()
+    try:
+        replies = [gateway.chat(f"without {i}", model="dear", key=key) for i in range(3) for gateway in hosts]
+        assert {reply.status_code for reply in replies} == {200}
+    finally:
+        postgres.start()
+    wait_for(lambda: budget_of(east, team_id)["held_microusd"] == 0, 5)
+    spent = budget_of(east, team_id)["spent_microusd"]
+    wait_for(lambda: ledger_microusd(west, team_id) == spent, 20)
+
+
+def test_a_host_that_dies_leaves_no_money_behind(hosts: tuple[Gateway, Gateway], upstream: Upstream) -> None:
+    """Every process of a host is killed in the middle of its answers: the other goes on, and what it held comes back."""
+    east, west = hosts
+    team_id, key = new_team(west, limit_usd=1.0)
+    wait_for(lambda: east.chat("known?", model="dear", key=key).status_code == 200, 5)
+    assert east.process is not None
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(east.chat, f"dying {i}", "dear", key) for i in range(20)]
+        family = [psutil.Process(east.process.pid), *psutil.Process(east.process.pid).children(recursive=True)]
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                os.kill(process.pid, signal.SIGKILL)
+        for request in asked:
+            request.exception()
+    assert west.chat("still there?", model="dear", key=key).status_code == 200
+    wait_for(lambda: budget_of(west, team_id)["held_microusd"] == 0, 60)
+    spent = budget_of(west, team_id)["spent_microusd"]
+    wait_for(lambda: ledger_microusd(west, team_id) == spent, 20)
