@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from local_engine.config import EngineConfig, ModelError
+from local_engine.families import FAMILIES
 from local_engine.messages import SamplingParams
 from local_engine.options import prepare_environment
 
@@ -167,9 +168,9 @@ class Transformers:
 
 def _hf_config(config: Any) -> dict[str, Any]:
     """The config.json of a checkpoint that may have none (a GGUF file)."""
-    types = {"Llama": "llama", "Mistral": "mistral", "Qwen2": "qwen2", "Qwen3": "qwen3"}
+    types = {family.hf: family.gguf for family in FAMILIES}  # of the plain ones, GGUF's name is the model type
     return {
-        "model_type": types[config.architecture.removesuffix("ForCausalLM")],
+        "model_type": types[config.architecture],
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.layers,
         "num_attention_heads": config.heads,

@@ -19,32 +19,34 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as functional
 
+from local_engine.config import ModelConfig
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
     """Rows `start .. stop` of a step: sequences of similar length with one query each, padded to a common length.
 
-    `blocks` [sequences * blocks each]; `mask` additive, [sequences, 1, tokens].
+    `blocks` [sequences * blocks each]; `masks` additive, [sequences, 1, tokens], one per window (`PagedKV.windows`).
     """
 
     start: int
     stop: int
     blocks: torch.Tensor
-    mask: torch.Tensor
+    masks: tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpan:
     """Rows `start .. stop` of a step: consecutive tokens of one sequence, which see `tokens` tokens up to their own.
 
-    `blocks` [blocks of the sequence]; `mask` additive, [queries per KV head * rows, tokens].
+    `blocks` [blocks of the sequence]; `masks` additive, [queries per KV head * rows, tokens], one per window.
     """
 
     start: int
     stop: int
     tokens: int
     blocks: torch.Tensor
-    mask: torch.Tensor
+    masks: tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +65,19 @@ class StepInput:
 
 
 class PagedKV:
-    """The pools of all layers and attention over them."""
+    """The pools of all layers and attention over them. `windows` are the distinct ones of the model's layers."""
 
     def __init__(
-        self,
-        *,
-        layers: int,
-        blocks: int,
-        block_tokens: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, model: ModelConfig, *, blocks: int, block_tokens: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.blocks = blocks
         self.block_tokens = block_tokens
-        self._heads, self._kv_heads, self._head_dim = heads, kv_heads, head_dim
-        shape = (2 * kv_heads, blocks, block_tokens, head_dim)
-        self._pools = [_zeros(shape, dtype, device) for _ in range(layers)]
+        self.windows = tuple(dict.fromkeys(model.windows))
+        self._window_of = [self.windows.index(window) for window in model.windows]
+        self._heads, self._kv_heads, self._head_dim = model.heads, model.kv_heads, model.head_dim
+        self._scale, self._softcap = model.attention_scale, model.attention_softcap
+        shape = (2 * model.kv_heads, blocks, block_tokens, model.head_dim)
+        self._pools = [_zeros(shape, dtype, device) for _ in range(model.layers)]
         self._workspace = torch.empty(0, dtype=dtype, device=device)
         self._has_slow_sdpa = device.type == "cpu" and dtype != torch.float32
 
@@ -105,30 +101,59 @@ class PagedKV:
         """[rows, heads, head_dim] queries to [rows, heads * head_dim] outputs."""
         output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         for group in step.decodes:
-            self._decode(self._pools[layer], queries, output, group)
+            self._decode(layer, queries, output, group)
         for span in step.prefills:
-            self._prefill(self._pools[layer], queries, output, span)
+            self._prefill(layer, queries, output, span)
         return output.view(output.shape[0], -1)
 
-    def _decode(self, pool: torch.Tensor, queries: torch.Tensor, output: torch.Tensor, group: DecodeGroup) -> None:
+    def _decode(self, layer: int, queries: torch.Tensor, output: torch.Tensor, group: DecodeGroup) -> None:
         count, heads, size = group.stop - group.start, self._kv_heads, self._head_dim
-        kv = self._gather(pool, group.blocks).view(2 * heads, count, -1, size)
-        rows = queries[group.start : group.stop].reshape(count, heads, -1, size)
-        if self._has_slow_sdpa:
-            found = _by_products(rows.transpose(0, 1), kv[:heads], kv[heads:], group.mask).transpose(0, 1)
+        kv = self._gather(self._pools[layer], group.blocks).view(2 * heads, count, -1, size)
+        rows = queries[group.start : group.stop].reshape(count, heads, -1, size).transpose(0, 1)
+        mask = group.masks[self._window_of[layer]]
+        if self._has_slow_sdpa or self._softcap is not None:
+            found = self._by_products(rows, kv[:heads], kv[heads:], mask).transpose(0, 1)
         else:
-            keys, values = kv[:heads].transpose(0, 1), kv[heads:].transpose(0, 1)
-            found = functional.scaled_dot_product_attention(rows, keys, values, attn_mask=group.mask.unsqueeze(1))
+            found = self._fused(rows.transpose(0, 1), kv.transpose(0, 1), mask.unsqueeze(1))
         output[group.start : group.stop] = found.reshape(count, self._heads, size)
 
-    def _prefill(self, pool: torch.Tensor, queries: torch.Tensor, output: torch.Tensor, span: PrefillSpan) -> None:
+    def _prefill(self, layer: int, queries: torch.Tensor, output: torch.Tensor, span: PrefillSpan) -> None:
         count, heads, size = span.stop - span.start, self._kv_heads, self._head_dim
-        kv = self._gather(pool, span.blocks).view(2 * heads, -1, size)[None, :, : span.tokens]
+        kv = self._gather(self._pools[layer], span.blocks).view(2 * heads, 1, -1, size)[:, :, : span.tokens]
         rows = queries[span.start : span.stop].view(count, heads, -1, size).permute(1, 2, 0, 3)
-        rows = rows.reshape(1, heads, -1, size)
-        found = functional.scaled_dot_product_attention(rows, kv[:, :heads], kv[:, heads:], attn_mask=span.mask)
+        rows = rows.reshape(heads, 1, -1, size)
+        mask = span.masks[self._window_of[layer]]
+        if self._softcap is not None:
+            found = self._by_products(rows, kv[:heads], kv[heads:], mask)
+        else:
+            found = self._fused(rows.transpose(0, 1), kv.transpose(0, 1), mask)
         found = found.view(heads, -1, count, size).permute(2, 0, 1, 3)
         output[span.start : span.stop] = found.reshape(count, self._heads, size)
+
+    def _fused(self, rows: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """torch's own kernel: rows [sequences, kv_heads, queries, head_dim], kv [sequences, 2 * kv_heads, tokens, ...]."""
+        heads = self._kv_heads
+        return functional.scaled_dot_product_attention(
+            rows, kv[:, :heads], kv[:, heads:], attn_mask=mask, scale=self._scale
+        )
+
+    def _by_products(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention as two batched products: [kv_heads, sequences, queries, head_dim], K and V [kv_heads, sequences,
+        tokens, head_dim], mask [sequences or none, queries or 1, tokens].
+
+        torch's fused kernel knows no soft cap; and in half precision on CPUs it makes small products per head and pays
+        for each: 2 to 7 times the time of this at one query per sequence. Scores are rounded to the type's precision
+        before the softmax, as in transformers' "eager" attention.
+        """
+        heads, count, rows, size = queries.shape
+        scaled = (queries * self._scale).reshape(heads * count, rows, size)
+        scores = torch.bmm(scaled, keys.flatten(0, 1).transpose(1, 2)).view(heads, count, rows, -1)
+        if self._softcap is not None:
+            scores.div_(self._softcap).tanh_().mul_(self._softcap)
+        weights = scores.add_(mask).softmax(-1).flatten(0, 1)
+        return torch.bmm(weights, values.flatten(0, 1)).view(heads, count, rows, size)
 
     def _gather(self, pool: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
         """Copy blocks into the workspace: fresh memory for every layer of every step would cost more than the copy."""
@@ -137,20 +162,6 @@ class PagedKV:
         if self._workspace.numel() < elements:
             self._workspace = torch.empty(elements + elements // 4, dtype=pool.dtype, device=pool.device)
         return torch.index_select(pool, 1, blocks, out=self._workspace[:elements].view(shape))
-
-
-def _by_products(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Attention as two batched products: [kv_heads, sequences, queries, head_dim], K and V [kv_heads, sequences,
-    tokens, head_dim], mask [sequences, 1, tokens].
-
-    torch's fused kernel for half precision on CPUs makes small products per head and pays for each: 2 to 7 times the
-    time of this at one query per sequence. Scores are rounded to the type's precision before the softmax, as in
-    transformers' "eager" attention.
-    """
-    heads, count, rows, size = queries.shape
-    scaled = (queries * size**-0.5).reshape(heads * count, rows, size)
-    scores = torch.bmm(scaled, keys.flatten(0, 1).transpose(1, 2)).view(heads, count, rows, -1).add_(mask)
-    return torch.bmm(scores.softmax(-1).flatten(0, 1), values.flatten(0, 1)).view(heads, count, rows, size)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -18,7 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from local_engine.config import ModelConfig, ModelError, family_of, model_config_from_gguf, model_config_from_hf
+from local_engine.config import ModelConfig, ModelError
+from local_engine.families import family_of, model_config_from_gguf, model_config_from_hf
 from local_engine.gguf_file import GgufFile
 from local_engine.tokenizer import Tokenizer
 
@@ -173,7 +174,14 @@ _GGUF_LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
 }
+_GGUF_GEMMA_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GGUF_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _GGUF_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
@@ -187,24 +195,34 @@ class GgufCheckpoint:
         metadata = self._file.metadata
         self.config = model_config_from_gguf(metadata, frozenset(self._file.tensors), path.name.removesuffix(".gguf"))
         self.tokenizer = tokenizer_from_gguf(metadata)
-        self._is_permuted = family_of(str(metadata["general.architecture"])).is_gguf_rope_permuted
+        family = family_of(str(metadata["general.architecture"]))
+        self._is_permuted = family.is_gguf_rope_permuted
+        self._names = {**_GGUF_LAYER_NAMES, **(_GGUF_GEMMA_NAMES if family.is_gemma else {})}
         metadata.clear()  # the vocabulary's strings are in the tokenizer now
 
     def weights(self) -> Iterator[WeightPiece]:
         try:
             for name in self._file.tensors:
                 values = self._file.read(name)
+                if "norm" in name and name.endswith(".weight"):
+                    values -= self.config.norm_offset  # files of families with one have it added already
                 layer = _GGUF_LAYER.fullmatch(name)
                 if layer is None:
                     yield WeightPiece(_GGUF_NAMES.get(name, name), torch.from_numpy(values))
-                    continue
-                index, part, kind = layer.groups()
-                if self._is_permuted and part in ("attn_q", "attn_k"):
-                    values = self._unpermute(values, self.config.heads if part == "attn_q" else self.config.kv_heads)
-                hf = f"model.layers.{index}.{_GGUF_LAYER_NAMES.get(part, part)}.{kind}"
-                yield WeightPiece(hf, torch.from_numpy(values))
+                else:
+                    yield from self._layer_pieces(layer, values)
         finally:
             self._file.close()
+
+    def _layer_pieces(self, layer: re.Match[str], values: np.ndarray[Any, Any]) -> Iterator[WeightPiece]:
+        index, part, kind = layer.groups()
+        if part in _GGUF_EXPERTS:  # [experts, rows, columns]
+            for expert, own in enumerate(torch.from_numpy(values)):
+                yield WeightPiece(f"model.layers.{index}.mlp.experts.{expert}.{_GGUF_EXPERTS[part]}.{kind}", own)
+            return
+        if self._is_permuted and part in ("attn_q", "attn_k"):
+            values = self._unpermute(values, self.config.heads if part == "attn_q" else self.config.kv_heads)
+        yield WeightPiece(f"model.layers.{index}.{self._names.get(part, part)}.{kind}", torch.from_numpy(values))
 
     def tensor_count(self) -> int:
         return len(self._file.tensors)

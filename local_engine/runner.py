@@ -66,16 +66,7 @@ class ModelRunner:
             raise ModelError(
                 f"no room for KV: {blocks} blocks of {block_bytes} bytes; raise the KV size or free memory"
             )
-        return PagedKV(
-            layers=model.layers,
-            blocks=blocks,
-            block_tokens=config.block_tokens,
-            heads=model.heads,
-            kv_heads=model.kv_heads,
-            head_dim=model.head_dim,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        return PagedKV(model, blocks=blocks, block_tokens=config.block_tokens, dtype=self.dtype, device=self.device)
 
     @property
     def _embedding_size_bytes(self) -> int:
@@ -119,17 +110,26 @@ class ModelRunner:
 
     def _span(self, chunk: Chunk, at: int, blocks: np.ndarray[tuple[int], np.dtype[np.int64]]) -> PrefillSpan:
         needed = -(-chunk.end // self.kv.block_tokens)
-        seen = torch.arange(chunk.end, device=self.device)
-        own = torch.arange(chunk.start, chunk.end, device=self.device)
-        mask = torch.zeros(chunk.count, chunk.end, dtype=self.dtype, device=self.device)
-        mask.masked_fill_(seen > own.unsqueeze(1), -torch.inf)
+        own = torch.arange(chunk.start, chunk.end, device=self.device).unsqueeze(1)
+        masks = self._masks(own, chunk.end)
         return PrefillSpan(
             start=at,
             stop=at + chunk.count,
             tokens=chunk.end,
             blocks=self._to_device(blocks[:needed]),
-            mask=mask.repeat(self._group, 1),
+            masks=tuple(mask.repeat(self._group, 1) for mask in masks),
         )
+
+    def _masks(self, own: torch.Tensor, tokens: int) -> list[torch.Tensor]:
+        """What to add to the scores of queries at positions `own` [rows, 1] over `tokens` keys, for each window."""
+        seen = torch.arange(tokens, device=self.device)
+        is_future = seen > own
+        masks = []
+        for window in self.kv.windows:
+            hidden = is_future | (seen <= own - window) if window else is_future
+            mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
+            masks.append(mask.masked_fill_(hidden, -torch.inf))
+        return masks
 
     def _groups(self, chunks: Many[Chunk]) -> tuple[DecodeGroup, ...]:
         """Sequences, longest first, in groups whose padding at most doubles the work."""
@@ -147,18 +147,16 @@ class ModelRunner:
         size = self.kv.block_tokens
         width = max(-(-chunk.end // size) for chunk in chunks)
         blocks = np.zeros((len(chunks), width), np.int64)
-        lengths = np.empty((len(chunks), 1), np.int64)
+        own_positions = np.empty((len(chunks), 1), np.int64)
         for row, chunk in enumerate(chunks):
             own = chunk.sequence.blocks[:width]
             blocks[row, : len(own)] = own
-            lengths[row] = chunk.end
-        hidden = torch.arange(width * size, device=self.device) >= self._to_device(lengths)
-        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
+            own_positions[row] = chunk.start
         return DecodeGroup(
             start=at,
             stop=at + len(chunks),
             blocks=self._to_device(blocks.reshape(-1)),
-            mask=mask.unsqueeze(1),
+            masks=tuple(mask.unsqueeze(1) for mask in self._masks(self._to_device(own_positions), width * size)),
         )
 
     def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> torch.Tensor:

@@ -30,6 +30,8 @@ SHAPE = {
     "max_position_embeddings": CONTEXT_TOKENS,
     "initializer_range": 0.3,  # far from the usual 0.02, so that the likeliest token leads by more than rounding
 }
+# embeddings are scaled by the root of the width and tied: smaller ones leave the soft caps something to bend
+GEMMA_SHARP = {"initializer_range": 0.15, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 20.0}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
     "llama3": {
@@ -45,9 +47,56 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
     "llama-bias": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "llama-linear": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    },
+    "llama-dynamic": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+    },
+    "llama-yarn": {
+        "model_type": "llama",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 48,
+        },
+    },
     "mistral": {"model_type": "mistral", "sliding_window": None},
+    "mistral-window": {"model_type": "mistral", "sliding_window": 11},
     "qwen2": {"model_type": "qwen2"},
+    "qwen2-window": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 1,
+    },
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True},
+    "qwen3-moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    },
+    "gemma2": {"model_type": "gemma2", "sliding_window": 10, "query_pre_attn_scalar": 16, **GEMMA_SHARP},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "sliding_window": 10,
+        "query_pre_attn_scalar": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        **GEMMA_SHARP,
+    },
+    "gemma3-period": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 7,
+        "sliding_window": 10,
+        "query_pre_attn_scalar": 16,
+        **GEMMA_SHARP,
+    },
 }
 
 
@@ -89,11 +138,11 @@ def make_checkpoint(folder: Path, family: str, *, shard_size: str = "5GB", seed:
 
 
 @cache
-def reference(folder: Path) -> Any:
-    """The same checkpoint in transformers, float32."""
+def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The same checkpoint in transformers."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
     model.generation_config.eos_token_id = None  # the comparisons are by length
     return model
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -36,6 +37,12 @@ GGUF_PARTS = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+}
+GEMMA_PARTS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 
 
@@ -54,7 +61,8 @@ def write_gguf(folder: Path, path: Path, arch: str) -> Path:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    rope = config["rope_parameters"]
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(vocabulary)
@@ -62,13 +70,37 @@ def write_gguf(folder: Path, path: Path, arch: str) -> Path:
     writer.add_token_merges([" ".join(pair) for pair in state["model"]["merges"]])
     writer.add_eos_token_id(2)
     writer.add_chat_template(CHAT_TEMPLATE)
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        writer.add_tensor(*_gguf_tensor(name, tensor.numpy(), config, arch))
+    _add_family_facts(writer, config, arch)
+    weights = {name: tensor.numpy() for name, tensor in load_file(folder / "model.safetensors").items()}
+    for name, values in _stack_experts(weights).items():
+        writer.add_tensor(*_gguf_tensor(name, values, config, arch))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add_family_facts(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> None:
+    if arch == "qwen3moe":
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if arch.startswith("gemma"):
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+
+
+def _stack_experts(weights: dict[str, Any]) -> dict[str, Any]:
+    """Each layer's experts as one tensor, under the name GGUF has for it."""
+    stacked = {name: values for name, values in weights.items() if ".experts." not in name}
+    groups: dict[str, dict[int, Any]] = {}
+    for name, values in weights.items():
+        found = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight", name)
+        if found:
+            groups.setdefault(f"blk.{found[1]}.ffn_{found[3]}_exps.weight", {})[int(found[2])] = values
+    return stacked | {name: np.stack([own[i] for i in range(len(own))]) for name, own in groups.items()}
 
 
 def _gguf_tensor(name: str, values: Any, config: dict[str, Any], arch: str) -> tuple[str, Any]:
@@ -77,18 +109,31 @@ def _gguf_tensor(name: str, values: Any, config: dict[str, Any], arch: str) -> t
         "model.norm.weight": "output_norm.weight",
         "lm_head.weight": "output.weight",
     }
-    if name in plain:
-        return plain[name], values
+    if arch.startswith("gemma") and "norm" in name:
+        values = values + 1
+    if name in plain or name.startswith("blk."):
+        return plain.get(name, name), values
     _, _, layer, *rest = name.split(".")
     *part, kind = rest
     if arch == "llama" and part[-1] in ("q_proj", "k_proj"):
         heads = config["num_attention_heads" if part[-1] == "q_proj" else "num_key_value_heads"]
         halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
         values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
-    return f"blk.{layer}.{GGUF_PARTS['.'.join(part)]}.{kind}", values
+    parts = {**GGUF_PARTS, **(GEMMA_PARTS if arch.startswith("gemma") else {})}
+    return f"blk.{layer}.{parts['.'.join(part)]}.{kind}", values
 
 
-@pytest.mark.parametrize(("family", "arch"), [("llama", "llama"), ("qwen2", "qwen2"), ("qwen3", "qwen3")])
+@pytest.mark.parametrize(
+    ("family", "arch"),
+    [
+        ("llama", "llama"),
+        ("qwen2", "qwen2"),
+        ("qwen3", "qwen3"),
+        ("qwen3-moe", "qwen3moe"),
+        ("gemma2", "gemma2"),
+        ("gemma3-period", "gemma3"),
+    ],
+)
 def test_a_gguf_file_answers_as_its_checkpoint(checkpoint: Folder, tmp_path: Path, family: str, arch: str) -> None:
     """The same weights as GGUF give the same tokens and the same tokenisation."""
     folder = checkpoint(family)
@@ -149,7 +194,7 @@ def edit_config(folder: Path, to: Path, **changes: Any) -> Path:
         ({"hidden_size": ...}, ["hidden_size"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
         ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq"]),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, ["yarn", "llama3"]),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, ["longrope", "yarn"]),
         ({"num_hidden_layers": 4}, ["lacks", "model.layers.3."]),
         ({"num_hidden_layers": 2}, ["unexpected tensor", "model.layers.2."]),
         ({"intermediate_size": 96}, ["shape", "96"]),

@@ -1,0 +1,59 @@
+"""What stands between attentions: a gated MLP (arXiv:2002.05202), or experts of which each token takes a few.
+
+Knows rows and weights, no layers and no sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as functional
+
+from local_engine.linear import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """down(activation(gate) * up); gate and up are one matrix."""
+
+    gate_up: Linear
+    down: Linear
+    activation: str
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        gated = functional.silu(gate) if self.activation == "silu" else functional.gelu(gate, approximate="tanh")
+        return self.down(gated.mul_(up))
+
+    def linears(self) -> Iterator[Linear]:
+        yield self.gate_up
+        yield self.down
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A router, and experts that each compute the rows that chose them."""
+
+    router: Linear
+    experts: tuple[Mlp, ...]
+    per_token: int
+    normalises: bool
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        shares, chosen = self.router(x).float().softmax(-1).topk(self.per_token, -1)
+        if self.normalises:
+            shares = shares / shares.sum(-1, keepdim=True)
+        shares = shares.to(x.dtype)
+        output = torch.zeros_like(x)
+        for index in torch.unique(chosen).tolist():
+            rows, places = (chosen == index).nonzero(as_tuple=True)
+            found = self.experts[index](x[rows]) * shares[rows, places].unsqueeze(1)
+            output.index_add_(0, rows, found)
+        return output
+
+    def linears(self) -> Iterator[Linear]:
+        yield self.router
+        for expert in self.experts:
+            yield from expert.linears()
