@@ -89,7 +89,7 @@ def stream(
         def is_same(other: bytes, label: str = label) -> bool:
             return (labels[other] == label) is not (draw.random() < noise)
 
-        judged = cache.judge(request.query, request.exact, is_same)
+        judged = cache.judge(request.query, answer, request.exact, is_same)
         if judged is not None:
             cache.fold([judged])
     return hits, wrong, possible, statistics.median(times)

@@ -1,16 +1,16 @@
 """From Redis into a semantic cache: the rebuild at start-up, and following the log afterwards, by the same fold.
 
 Knows the store and the semantic cache, no sockets. Reading is asynchronous; everything that touches the cache runs in the one thread
-it is given, so that encoding never holds the event loop. Invariants: records are folded in the log's order; a rebuild that meets
-a changing store ends equal to it (the log's end is noted first, the scan is folded, then the log from there); a failure of Redis
-leaves the cache as it was and is retried.
+it is given, so that encoding never holds the event loop. Invariants: records are folded in the log's order, verdicts in that of their
+partition's stream, each once; a rebuild that meets a changing store ends equal to it (the log's end is noted first, the scan is
+folded, then the log from there); a failure of Redis leaves the cache as it was and is retried.
 """
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -20,9 +20,11 @@ from numpy.typing import NDArray
 
 from cache.entry import About
 from cache.fingerprint import Partition
-from cache.log import REDIS_FAILURES, Came, Dropped, LogPosition, Redis
-from cache.semantic import Added, EntryKey, SemanticCache
+from cache.log import REDIS_FAILURES, Came, Dropped, LogPosition, LogRecord, Redis, Spoke
+from cache.lore import Judged, Suspended
+from cache.semantic import Added, EntryKey, Record, SemanticCache
 from cache.store import EntryStore
+from cache.verdicts import VerdictStore
 
 T = TypeVar("T")
 
@@ -47,6 +49,8 @@ class Follower:
         self.is_up = False
         self.failure = ""  # what Redis said last when it was away
         self._store = EntryStore(redis)
+        self._verdicts = VerdictStore(redis)
+        self._heard: dict[Partition, bytes] = {}  # how far each partition's verdicts have been folded
         self._cache = cache
         self._thread = thread
         self._embedder_key = embedder_key
@@ -102,34 +106,68 @@ class Follower:
         sizes = await self._store.sizes()
         self.progress = Progress(total=sum(size.entries for size in sizes))
         seen: set[EntryKey] = set()
+        self._heard.clear()
+        await self._run(self._cache.forget_verdicts)
         for partition in (size.partition for size in sizes):
             async for batch in self._store.scan(partition):
-                added = [_added(partition, one.exact, one.about) for one in batch]
-                found = [record for record in added if record is not None]
+                found = await self._added(partition, [(one.exact, one.about) for one in batch])
                 seen.update((partition, record.exact) for record in found)
                 await self._fold(found)
                 self.progress.done += len(batch)
+            await self._fold(await self._said(partition))
         await self._run(lambda: self._cache.retain(seen))
         return end
 
-    async def _resolve(self, records: Sequence[Came | Dropped]) -> list[Added | Dropped]:
-        """The records with what the store knows about each entry that came; of those gone again there is nothing to fold."""
-        came: dict[Partition, dict[bytes, About | None]] = {}
+    async def _resolve(self, records: Sequence[LogRecord]) -> list[Record]:
+        """The records with what the store knows about each entry that came; of those gone again there is nothing to fold. What a
+        partition's verdicts taught does not depend on its entries, so they follow at the end."""
+        came: dict[Partition, dict[bytes, Added | None]] = {}
         for record in records:
             if isinstance(record, Came):
                 came.setdefault(record.partition, {})[record.exact] = None
-        for partition, abouts in came.items():
-            exacts = list(abouts)
-            abouts.update(zip(exacts, await self._store.abouts(partition, exacts), strict=True))
-        resolved: list[Added | Dropped] = []
+        for partition, added in came.items():
+            exacts = list(added)
+            abouts = await self._store.abouts(partition, exacts)
+            added.update((one.exact, one) for one in await self._added(partition, zip(exacts, abouts, strict=True)))
+        resolved: list[Record] = []
         for record in records:
             if isinstance(record, Dropped):
                 resolved.append(record)
-            elif (added := _added(record.partition, record.exact, came[record.partition][record.exact])) is not None:
-                resolved.append(added)
+            elif isinstance(record, Came) and (known := came[record.partition][record.exact]) is not None:
+                resolved.append(known)
+        spoke = [record.partition for record in records if isinstance(record, Spoke)]
+        unheard = [
+            partition for partition in came if partition not in self._heard
+        ]  # had no entries when the rebuild came by
+        for partition in dict.fromkeys((*spoke, *unheard)):
+            resolved += await self._said(partition)
         return resolved
 
-    async def _fold(self, records: Sequence[Added | Dropped]) -> None:
+    async def _said(self, partition: Partition) -> list[Record]:
+        """The verdicts of a partition since they were read last. At the first time what the stream says of services is history: what
+        is out of them now is read after it, and what changes in between is told again."""
+        after = self._heard.get(partition)
+        said, self._heard[partition] = await self._verdicts.read(partition, after or b"0-0")
+        if after is not None:
+            return [*said]
+        judged = [record for record in said if isinstance(record, Judged)]
+        return [*judged, *(Suspended(partition, name) for name in await self._verdicts.suspended(partition))]
+
+    async def _added(self, partition: Partition, entries: Iterable[tuple[bytes, About | None]]) -> list[Added]:
+        """Those that can be found by meaning, with the groups of their answers."""
+        known = [(exact, about, about.text) for exact, about in entries if about is not None and about.text is not None]
+        if not known:
+            return []
+        groups = await self._verdicts.groups(partition, [exact for exact, _, _ in known])
+        return [
+            Added(
+                partition, exact, about.compat, text, about.created_at, about.expires_at,
+                group[1] if group is not None and group[0] == about.created_at else b"",
+            )
+            for (exact, about, text), group in zip(known, groups, strict=True)
+        ]  # fmt: skip
+
+    async def _fold(self, records: Sequence[Record]) -> None:
         vectors = await self._known_vectors([one for one in records if isinstance(one, Added)])
         await self._run(lambda: self._cache.fold(records, vectors))
 
@@ -157,9 +195,3 @@ class Follower:
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-
-def _added(partition: Partition, exact: bytes, about: About | None) -> Added | None:
-    if about is None or about.text is None:
-        return None
-    return Added(partition, exact, about.compat, about.text, about.created_at, about.expires_at)

@@ -1,6 +1,6 @@
 """What the processes tell each other through Redis: entries that came and went, and purges.
 
-    sameway:cache:log       stream   partition and id of each entry that came or went, for the semantic indexes
+    sameway:cache:log       stream   partition and id of each entry that came or went, and where verdicts came, for the indexes
     sameway:cache:epoch     string   random; another one means that Redis lost its data
     sameway:cache:purge     channel  what was purged, for the in-process caches, and their heartbeats
     sameway:cache:purged:R  string   how many of them have obeyed the purge with receipt R
@@ -58,6 +58,15 @@ class Dropped(msgspec.Struct, frozen=True, array_like=True, tag="-"):
     exacts: tuple[bytes, ...]
 
 
+class Spoke(msgspec.Struct, frozen=True, array_like=True, tag="v"):
+    """A log record: this partition's stream of verdicts has something new (`cache.verdicts`)."""
+
+    partition: Partition
+
+
+LogRecord = Came | Dropped | Spoke
+
+
 class Announced(msgspec.Struct, frozen=True, array_like=True):
     """A message on the purge channel. A heartbeat is one without a purge; `receipt` names who waits for obedience, or the heart."""
 
@@ -77,7 +86,7 @@ class LogPosition:
 class LogRead:
     """Records after a position. `is_lost`: the position is not in this log any more; rebuild from the entries."""
 
-    records: tuple[Came | Dropped, ...]
+    records: tuple[LogRecord, ...]
     position: LogPosition
     is_lost: bool
     is_more: bool
@@ -89,7 +98,7 @@ class EntryLog:
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
 
-    async def append(self, record: Came | Dropped) -> None:
+    async def append(self, record: LogRecord) -> None:
         data = _ENCODER.encode(record)
         await self._redis.execute_command("XADD", _LOG, "MAXLEN", "~", LOG_LENGTH_MAX, "*", "r", data)
 
@@ -146,7 +155,7 @@ class EntryLog:
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_RECORDS: msgspec.msgpack.Decoder[Came | Dropped] = msgspec.msgpack.Decoder(Came | Dropped)
+_RECORDS: msgspec.msgpack.Decoder[LogRecord] = msgspec.msgpack.Decoder(LogRecord)
 
 
 def _receipt_key(receipt: bytes) -> str:

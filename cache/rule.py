@@ -59,7 +59,7 @@ class VerifiedRule:
         assessment = Assessment(names, seen, p, chance, veto is not None)
         if is_sure:
             scene.accepted += 1
-            if self._random is None or self._random() >= chance:
+            if self._random is None or query.is_try or self._random() >= chance:
                 reasons = tuple(None if place == first.place else reason for place, reason in enumerate(fixed.reasons))
                 return Verdict(first.place, reasons, assessment)
         why = MissReason.AUDIT if is_sure else veto or MissReason.UNSURE

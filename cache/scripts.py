@@ -1,17 +1,20 @@
 """The Lua that moves an entry and its accounting together, for Redis 6.2 to 8.
 
 Each script runs alone in Redis, so what it reads is still so when it writes. `cache.store` gives the keys and reads the replies.
-KEYS 1 to 6 are one partition's entries, about, used, expires, bytes, vectors. Invariant: `bytes` is the sum of the sizes in `about`.
+KEYS 1 to 7 are one partition's entries, about, used, expires, bytes, vectors, groups. Invariant: `bytes` is
+the sum of the sizes in `about`.
 """
 
 # One function for all scripts: forget an entry and give its bytes back. Sizes are the first 10 digits of `about`.
 _FORGET = """
 local entries, about, used, expires, bytes, vectors = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
+local groups = KEYS[7]
 local function forget(id)
   local known = redis.call('HGET', about, id)
   redis.call('HDEL', entries, id)
   redis.call('ZREM', used, id)
   redis.call('ZREM', expires, id)
+  redis.call('HDEL', groups, id)
   if not known then return 0 end
   redis.call('HDEL', about, id)
   local size = tonumber(string.sub(known, 1, 10))
@@ -20,8 +23,9 @@ local function forget(id)
 end
 """
 
-# ARGV: exact, entry, about, size, now_ms, expires_ms, size_max, warm_ttl_ms, warm. KEYS from 7: warm links.
-# Answers {was there before, evicted...}. The vector of a replaced entry stays: the same exact key means the same text.
+# ARGV: exact, entry, about, size, now_ms, expires_ms, size_max, warm_ttl_ms, warm. KEYS from 8: warm links.
+# Answers {was there before, evicted...}. The vector of a replaced entry stays: the same exact key means the same text. Its group
+# goes: that was its answer's.
 PUT = (
     _FORGET
     + """
@@ -46,8 +50,8 @@ redis.call('ZADD', used, now, id)
 redis.call('ZADD', expires, expires_ms, id)
 redis.call('INCRBY', bytes, size)
 local last = redis.call('ZREVRANGE', expires, 0, 0, 'WITHSCORES')[2]
-for i = 1, 6 do redis.call('PEXPIREAT', KEYS[i], string.format('%.0f', last)) end
-for i = 7, #KEYS do redis.call('SET', KEYS[i], ARGV[9], 'PX', ARGV[8]) end
+for i = 1, 7 do redis.call('PEXPIREAT', KEYS[i], string.format('%.0f', last)) end
+for i = 8, #KEYS do redis.call('SET', KEYS[i], ARGV[9], 'PX', ARGV[8]) end
 return reply
 """
 )
@@ -62,7 +66,7 @@ for _, id in ipairs(ARGV) do
   freed = freed + forget(id)
   redis.call('HDEL', vectors, id)
 end
-if redis.call('HLEN', about) == 0 then redis.call('DEL', entries, about, used, expires, bytes, vectors) end
+if redis.call('HLEN', about) == 0 then redis.call('DEL', entries, about, used, expires, bytes, vectors, groups) end
 return {count, freed}
 """
 )

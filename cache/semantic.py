@@ -2,35 +2,37 @@
 
 Encoder, index and verifier inline; entries come and go by the store's log (`fold`), at start-up and afterwards alike. Knows no
 Redis and no answers: a hit is a pointer, and whoever serves it fetches the entry; whether two answers are the same is judged
-elsewhere (`judge` asks) and comes back as a record. Invariants: a hit has the query's partition and compat, byte for byte: they
-select what is searched; what was dropped or has expired is not found; the same records give the same answers, whether folded one by
-one or at a restart. Keys are embedded when somebody asks beside them: a dialogue nobody repeats never costs the encoder anything.
+elsewhere and comes back as a record (`cache.lore` knows what those taught). Invariants: a hit has the query's partition and compat,
+byte for byte: they select what is searched; what was dropped, has expired or is out of service is not served; the same records give
+the same answers, whether folded one by one or at a restart. Keys are embedded when somebody asks beside them: a dialogue nobody
+repeats never costs the encoder anything.
 """
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import itertools
 import time
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.bound import Row
+from cache.decision import Known, decide
 from cache.embedder import Embedder, EmbedderInfo, Encoded, Memo
-from cache.evidence import NEIGHBOURS, Neighbour
+from cache.evidence import FEATURES, NEIGHBOURS, Neighbour
 from cache.fingerprint import Partition
 from cache.index import Found, VectorIndex
 from cache.log import Dropped
-from cache.messages import Hit, Miss, MissReason, Near, Neighbourhood, Query
+from cache.lore import Cleared, Judged, Lore, Suspended, answer_name
+from cache.messages import Hit, Miss, MissReason, Neighbourhood, Query
 from cache.prior import PRIOR
 from cache.rule import VerifiedRule
-from cache.verifier import Assessment, Scene, Verdict, Verifier
+from cache.verifier import Verifier
 
-_ASSESSED_MAX = 1_000  # lookups remembered until their fresh answer is judged
 _INLINE_MAX = 32  # keys still without a vector that one lookup embeds beside its query; the newest first
 
 EntryKey = tuple[Partition, bytes]
@@ -38,7 +40,8 @@ EntryKey = tuple[Partition, bytes]
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """An entry that can be found by meaning, as the log and the store tell of it."""
+    """An entry that can be found by meaning, as the log and the store tell of it. `group` names the answers found equal to its own,
+    where any was."""
 
     partition: Partition
     exact: bytes
@@ -46,36 +49,10 @@ class Added:
     text: str
     created_at: float
     expires_at: float
+    group: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """What comparing the fresh answer of entry `exact` with cached ones told. The first comparison was with `other`, where
-    `is_right` says whether the answers were the same; `evidence` (float32), `p` and `chance` are what the decision was made of.
-    Evidence is empty where a veto decided: the model has no part in that.
-    `same_as` is the entry whose answer it equals, if any."""
-
-    partition: Partition
-    compat: bytes
-    exact: bytes
-    other: bytes
-    is_right: bool
-    same_as: bytes | None
-    evidence: bytes
-    p: float
-    chance: float
-
-
-Record = Added | Dropped | Judged
-
-
-@dataclass(slots=True)
-class _Group:
-    """Keys whose answers were found equal, and verdicts on serving them."""
-
-    keys: int = 0
-    right: int = 0
-    wrong: int = 0
+Record = Added | Dropped | Judged | Suspended | Cleared
 
 
 @dataclass(slots=True)
@@ -95,15 +72,18 @@ class _Key:
     def namespace(self) -> bytes:
         return self.partition + self.compat
 
+    @property
+    def answer(self) -> bytes:
+        return answer_name(self.exact, self.created_at)
+
 
 @dataclass(slots=True)
 class _Namespace:
-    """Numbers of the keys with and without a vector, their groups, and what the rule knows of them."""
+    """Numbers of the keys with and without a vector, and how many keys each group has."""
 
     embedded: set[int] = field(default_factory=set)
     pending: dict[int, None] = field(default_factory=dict)
-    groups: dict[bytes, _Group] = field(default_factory=dict)
-    scene: Scene = field(default_factory=Scene)
+    groups: Counter[bytes] = field(default_factory=Counter)
 
 
 class SemanticCache:
@@ -130,7 +110,8 @@ class SemanticCache:
         self._expiries: list[tuple[float, int]] = []
         self._settling: dict[bytes, None] = {}  # namespaces where keys wait for a vector beside others
         self._unsaved: list[tuple[Partition, bytes, bytes]] = []
-        self._assessed: OrderedDict[tuple[bytes, str], Assessment] = OrderedDict()
+        rule = hashlib.blake2b("\n".join(FEATURES).encode() + embedder.info.key, digest_size=8).digest()
+        self._lore = Lore(self._verifier, rule)
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -181,77 +162,74 @@ class SemanticCache:
         return self._encoder.encode(texts)
 
     def _decide(self, query: Query, found: Found, count: int) -> Neighbourhood:
+        neighbours = self._neighbours(query, found)
+        if not neighbours:
+            return Neighbourhood(Miss(MissReason.EMPTY), ())
+        return decide(query, neighbours, count, self._verifier, self._lore)
+
+    def _neighbours(self, query: Query, found: Found) -> list[Known]:
         now = self._clock()
         name = query.partition + query.compat
-        namespace = self._namespaces[name]
+        groups = self._namespaces[name].groups
         neighbours = []
         for number, similarity in zip(found.keys.tolist(), found.similarities.tolist(), strict=True):
             key = self._keys[number]
-            age_s = max(0.0, now - key.created_at)
-            group = namespace.groups[key.group]
-            neighbours.append(
-                Neighbour(
-                    min(1.0, round(similarity, 6)), key.text, key.exact, age_s, key.group, group.keys, group.right,
-                    group.wrong,
-                )
-            )  # fmt: skip
+            similarity, age_s = min(1.0, round(similarity, 6)), max(0.0, now - key.created_at)
+            is_out = self._lore.is_suspended(key.partition, key.answer, key.group)
+            counts = (groups[key.group], *self._lore.tally(name, key.group))
+            near = Neighbour(similarity, key.text, key.exact, age_s, key.group, *counts)
+            neighbours.append(Known(near, is_out))
         # equal cosines (the encoder ignores case) in an order that does not depend on when keys came
-        neighbours.sort(key=lambda one: (-one.similarity, one.exact))
-        if not neighbours:
-            return Neighbourhood(Miss(MissReason.EMPTY), ())
-        verdict = self._verifier.decide(query, neighbours[:NEIGHBOURS], namespace.scene)
-        if verdict.assessment is not None:
-            self._assessed[name, query.text] = verdict.assessment
-            if len(self._assessed) > _ASSESSED_MAX:
-                self._assessed.popitem(last=False)
-        return Neighbourhood(_decision(neighbours, verdict), tuple(_nears(neighbours[:count], verdict)))
+        neighbours.sort(key=lambda one: (-one.near.similarity, one.near.exact))
+        return neighbours
 
     # --- learning
 
-    def judge(self, query: Query, exact: bytes, same: Callable[[bytes], bool | None]) -> Judged | None:
-        """Compare the fresh answer to a query that was looked up, stored as `exact`, with those that its neighbours have.
+    def judge(
+        self, query: Query, answer: Hit | Miss, exact: bytes, same: Callable[[bytes], bool | None]
+    ) -> Judged | None:
+        """Compare the fresh answer to a query that was answered so, stored as `exact`, with those that its neighbours have.
         `same` says whether it is the answer of another entry, None where that can't be told. What comes out is for `fold`; None
         where there was nothing to compare with, or no verdict."""
-        assessment = self._assessed.pop((query.partition + query.compat, query.text), None)
-        if assessment is None:
+        trial = answer.trial
+        if trial is None:
             return None
-        verdicts = ((other, same(other)) for other in assessment.ranked if (query.partition, other) in self._by_entry)
-        first, is_right = next(verdicts, (b"", None))
-        if is_right is None or first != assessment.ranked[0]:
+        groups = {
+            other: self._keys[self._by_entry[query.partition, other]].group
+            for other in (*trial.ranked, exact)
+            if (query.partition, other) in self._by_entry
+        }
+        first = trial.ranked[0]
+        is_right = same(first) if first in groups else None
+        if is_right is None or exact not in groups:
             return None
-        same_as = first if is_right else next((other for other, is_same in verdicts if is_same), None)
+        equal = first if is_right else next((o for o in trial.ranked[1:] if o in groups and same(o)), None)
+        created_at = self._keys[self._by_entry[query.partition, exact]].created_at
         return Judged(
-            query.partition, query.compat, exact, first, is_right, same_as,
-            b"" if assessment.is_vetoed else assessment.evidence.astype("<f4").tobytes(), assessment.p, assessment.chance,
+            query.partition, query.compat, exact, created_at, groups[first], groups[equal] if equal else None, is_right,
+            trial.evidence, trial.p, trial.chance, trial.rule,
         )  # fmt: skip
 
-    def _learn(self, record: Judged) -> None:
-        namespace = self._namespaces.get(record.partition + record.compat)
-        if namespace is None:
-            return
-        other, key, same = (
-            self._keys.get(self._by_entry.get((record.partition, exact), -1))
-            for exact in (record.other, record.exact, record.same_as or b"")
-        )
-        if other is not None:
-            group = namespace.groups[other.group]
-            group.right, group.wrong = group.right + record.is_right, group.wrong + (not record.is_right)
-        if key is not None and same is not None:
-            self._regroup(key, same.group)
-        if record.evidence:
-            evidence = np.frombuffer(record.evidence, "<f4").astype(np.float64)
-            self._verifier.learn(Row(evidence, record.is_right, record.chance, record.p), namespace.scene)
+    def _learn(self, record: Judged | Suspended | Cleared) -> None:
+        self._lore.learn(record)
+        if isinstance(record, Judged) and record.joined is not None:
+            key = self._keys.get(self._by_entry.get((record.partition, record.exact), -1))
+            if key is not None and key.created_at == record.created_at:  # not answered anew since
+                self._regroup(key, record.joined)
+
+    def forget_verdicts(self) -> None:
+        """Before all verdicts are told anew. What the entries say of their groups stays."""
+        self._lore.clear()
 
     def _regroup(self, key: _Key, name: bytes | None) -> None:
         """Move a key to a group of its namespace; None: out of all."""
         groups = self._namespaces[key.namespace].groups
-        before = groups[key.group]
-        before.keys -= 1
-        if not before.keys:
+        groups[key.group] -= 1
+        if not groups[key.group]:
             del groups[key.group]
         if name is not None:
             key.group = name
-            groups.setdefault(name, _Group()).keys += 1
+            groups[name] += 1
 
     # --- following the log
 
@@ -262,7 +240,7 @@ class SemanticCache:
             if isinstance(record, Dropped):
                 for exact in record.exacts:
                     self._drop(self._by_entry.get((record.partition, exact)))
-            elif isinstance(record, Judged):
+            elif not isinstance(record, Added):
                 self._learn(record)
             elif record.expires_at > self._clock():
                 self._add(record, (vectors or {}).get((record.partition, record.exact)))
@@ -306,21 +284,24 @@ class SemanticCache:
         known = self._by_entry.get(entry)
         if known is not None:
             key = self._keys[known]
-            if (key.compat, key.text) == (record.compat, record.text):  # answered anew: only the times change
+            if (key.compat, key.text) == (record.compat, record.text):  # answered anew: the times and the answer change
+                is_anew = key.created_at != record.created_at
                 key.created_at, key.expires_at = record.created_at, record.expires_at
+                if is_anew or record.group:
+                    self._regroup(key, record.group or key.answer)
                 heapq.heappush(self._expiries, (key.expires_at, known))
                 return
             self._drop(known)
         key = _Key(
             next(self._numbers), record.partition, record.exact, record.compat, record.text, record.created_at,
-            record.expires_at, record.exact,
+            record.expires_at, record.group or answer_name(record.exact, record.created_at),
         )  # fmt: skip
         self._keys[key.number] = key
         self._by_entry[entry] = key.number
         heapq.heappush(self._expiries, (key.expires_at, key.number))
         namespace = self._namespaces.setdefault(key.namespace, _Namespace())
         namespace.pending[key.number] = None
-        namespace.groups.setdefault(key.group, _Group()).keys += 1
+        namespace.groups[key.group] += 1
         if vector is not None:
             self._put_vector(key, vector)
         elif self._encoder.knows(key.text):
@@ -339,11 +320,12 @@ class SemanticCache:
         namespace.pending.pop(key.number, None)
         if key.number in namespace.embedded:
             namespace.embedded.remove(key.number)
-            namespace.scene.words.add(key.text, -1)
+            self._lore.scene(key.namespace).words.add(key.text, -1)
         self._regroup(key, None)
         self._index.remove(key.namespace, key.number)
         if not namespace.pending and not namespace.embedded:
             del self._namespaces[key.namespace]
+            self._lore.leave(key.namespace)
 
     def _expire(self) -> None:
         now = self._clock()
@@ -381,19 +363,5 @@ class SemanticCache:
         if key.number in namespace.pending:
             del namespace.pending[key.number]
             namespace.embedded.add(key.number)
-            namespace.scene.words.add(key.text)
+            self._lore.scene(key.namespace).words.add(key.text)
             self._index.add(key.namespace, key.number, vector)
-
-
-def _decision(neighbours: Sequence[Neighbour], verdict: Verdict) -> Hit | Miss:
-    if verdict.served is not None:
-        served = neighbours[verdict.served]
-        return Hit(served.exact, served.similarity, served.text)
-    nearest = neighbours[0]
-    reason = verdict.reasons[0] or MissReason.FAR
-    return Miss(reason, Near(nearest.similarity, nearest.text, nearest.exact, reason))
-
-
-def _nears(neighbours: Sequence[Neighbour], verdict: Verdict) -> list[Near]:
-    reasons = (*verdict.reasons, *(MissReason.FAR,) * len(neighbours))
-    return [Near(one.similarity, one.text, one.exact, reasons[at]) for at, one in enumerate(neighbours)]

@@ -6,6 +6,7 @@
     sameway:{P}:expires   zset    exact by expiry, ms
     sameway:{P}:bytes     string  sum of the sizes
     sameway:{P}:vectors   hash    exact -> embedder's key, vector         written by cache workers, gone with the entry
+    sameway:{P}:groups    hash    which answers are equal                 written by `cache.verdicts`, gone with the entry
     sameway:{P}:warm:L    string  who saw the prefix with digest L last
     sameway:cache:partitions      zset    partition by last store, s
 
@@ -91,6 +92,11 @@ class EntryStore:
     async def fetch(self, partition: Partition, exact: bytes) -> bytes | None:
         """The encoded entry, perhaps an expired one."""
         data: bytes | None = await self._redis.execute_command("HGET", _keys(partition)[0], exact)
+        return data
+
+    async def fetch_many(self, partition: Partition, exacts: Sequence[bytes]) -> list[bytes | None]:
+        """The encoded entries, None for those that are gone."""
+        data: list[bytes | None] = await self._redis.execute_command("HMGET", _keys(partition)[0], *exacts)
         return data
 
     async def fetch_warm(self, partition: Partition, links: Sequence[bytes]) -> list[bytes | None]:
@@ -246,7 +252,15 @@ def pack(entry: Entry) -> Packed:
 
 def _keys(partition: Partition) -> tuple[str, ...]:
     tag = "sameway:{" + partition.hex() + "}:"
-    return (tag + "entries", tag + "about", tag + "used", tag + "expires", tag + "bytes", tag + "vectors")
+    return (
+        tag + "entries",
+        tag + "about",
+        tag + "used",
+        tag + "expires",
+        tag + "bytes",
+        tag + "vectors",
+        tag + "groups",
+    )
 
 
 def _warm_key(partition: Partition, link: bytes) -> str:

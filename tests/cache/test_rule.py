@@ -16,9 +16,10 @@ from cache import Hit, Miss, MissReason
 from cache.bound import Learner, Prior, Row, audit_chance
 from cache.evidence import FEATURES, Neighbour, WordCounts, candidates, evidence
 from cache.log import Dropped
+from cache.lore import Judged
 from cache.prior import PRIOR
 from cache.rule import VerifiedRule
-from cache.semantic import Added, Judged, SemanticCache
+from cache.semantic import Added, SemanticCache
 from cache.verifier import Scene
 from tests.cache.fakes import ACME, Clock, FakeEmbedder, ask, query
 
@@ -197,7 +198,7 @@ def run(count: int, cache: SemanticCache, clock: Clock) -> tuple[list[Added | Dr
         answers[exact] = intent
         records.append(Added(ACME, exact, asked.compat, text, clock.now, clock.now + 1e6))
         cache.fold(records[-1:])
-        judged = cache.judge(asked, exact, lambda other, own=intent: answers[other] == own)  # type: ignore[misc]
+        judged = cache.judge(asked, answer, exact, lambda other, own=intent: answers[other] == own)  # type: ignore[misc]
         if judged is not None:
             records.append(judged)
             cache.fold([judged])
@@ -233,10 +234,10 @@ def test_what_was_dropped_is_not_served_whatever_was_learned(drops: list[int]) -
             cache.fold([Dropped(ACME, (fp.exact,))])
             living.discard(text)
         else:
-            cache.lookup([query(text)])
             cache.fold([Added(ACME, fp.exact, fp.compat, text, clock.now, clock.now + 60)])
             living.add(text)
-        judged = cache.judge(query(text), fp.exact, lambda _: True)
+        (answer,) = cache.lookup([query(text)])
+        judged = cache.judge(query(text), answer, fp.exact, lambda _: True)
         if judged is not None:
             cache.fold([judged])
         (answer,) = cache.lookup([query("beta alpha a")])
@@ -248,11 +249,11 @@ def test_nothing_is_learned_without_a_verdict() -> None:
     clock = Clock()
     cache = SemanticCache(FakeEmbedder(is_constant=True), VerifiedRule(PRIOR), clock)
     for text in ("alpha", "beta"):
-        cache.lookup([query(text)])
+        (answer,) = cache.lookup([query(text)])
         fp = ask(text)
         cache.fold([Added(ACME, fp.exact, fp.compat, text, clock.now, clock.now + 60)])
-        assert cache.judge(query(text), fp.exact, lambda _: None) is None
-    assert cache.judge(query("gamma"), b"g" * 16, lambda _: True) is None
+        assert cache.judge(query(text), answer, fp.exact, lambda _: None) is None
+    assert cache.judge(query("gamma"), Miss(MissReason.EMPTY), b"g" * 16, lambda _: True) is None
 
 
 def test_vcache_explores_until_an_entry_has_shown_its_threshold() -> None:

@@ -1,0 +1,140 @@
+"""What verdicts have taught: for each namespace a model and the tallies of its answers, and which answers are out of service.
+
+Knows no keys, vectors, Redis or answers: only their names. An answer is named by its entry's id and when it was made, so that one
+made anew starts anew; a group of equal answers by its first. Invariant: what is known depends on the records and their order
+within a partition alone, not on which entries are there or when they came: a rebuild and a follower agree.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cache.bound import Row
+from cache.fingerprint import Partition
+from cache.verifier import Scene, Verifier
+
+_GROUPS_MAX = 20_000  # of a namespace, whose tallies are kept; the oldest go first
+_TAUGHT_MAX = 5_000  # namespaces with a model of their own: about 10 kB each, before their verdicts
+_UNTOLD_COUNTS = 10  # as many audits as one that no judge could settle: what can't be judged is audited less
+
+
+def answer_name(exact: bytes, created_at: float) -> bytes:
+    """The name of one answer: 16 bytes of its entry's id, and when it was made as a big-endian double."""
+    return exact + struct.pack(">d", created_at)
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What comparing the fresh answer of entry `exact` (empty: it has none) with cached ones told, or what somebody said of a served
+    one. `other` names the group of the first comparison and `is_right` says whether the answers were the same, None where nobody
+    could tell; it counts `weight` in the group's tally. `joined` names the group whose answer the fresh one equals, if any. `evidence`
+    (float32), `p`, `chance` and `rule` are the trial's, evidence empty where the model has nothing to learn from it."""
+
+    partition: Partition
+    compat: bytes
+    exact: bytes
+    created_at: float
+    other: bytes
+    joined: bytes | None
+    is_right: bool | None
+    evidence: bytes
+    p: float
+    chance: float
+    rule: bytes
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Suspended:
+    """An answer (`name` is `a` and its name) or a whole group of equal ones (`g` and its name) is out of service."""
+
+    partition: Partition
+    name: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """Somebody has looked at it: it may be served again."""
+
+    partition: Partition
+    name: bytes
+
+
+@dataclass(slots=True)
+class _Taught:
+    """Right and wrong verdicts by group, and how many would-be hits the audits stand for."""
+
+    tallies: dict[bytes, tuple[float, float]] = field(default_factory=dict)
+    audited: float = 0.0
+
+
+class Lore:
+    """`rule` names the evidence that the verifier can learn from; that of another one is passed over."""
+
+    def __init__(self, verifier: Verifier, rule: bytes) -> None:
+        self.rule = rule
+        self._verifier = verifier
+        self._scenes: dict[bytes, Scene] = {}
+        self._taught: dict[bytes, _Taught] = {}
+        self._suspended: dict[Partition, set[bytes]] = {}
+
+    def scene(self, namespace: bytes) -> Scene:
+        return self._scenes.setdefault(namespace, Scene())
+
+    def tally(self, namespace: bytes, group: bytes) -> tuple[float, float]:
+        """Right and wrong verdicts on serving the answer of a group."""
+        taught = self._taught.get(namespace)
+        return taught.tallies.get(group, (0.0, 0.0)) if taught is not None else (0.0, 0.0)
+
+    def is_suspended(self, partition: Partition, answer: bytes, group: bytes) -> bool:
+        names = self._suspended.get(partition)
+        return names is not None and (b"a" + answer in names or b"g" + group in names)
+
+    def learn(self, record: Judged | Suspended | Cleared) -> None:
+        """Take in one record."""
+        if isinstance(record, Suspended):
+            self._suspended.setdefault(record.partition, set()).add(record.name)
+        elif isinstance(record, Cleared):
+            self._suspended.get(record.partition, set()).discard(record.name)
+        else:
+            self._judge(record)
+
+    def _judge(self, record: Judged) -> None:
+        name = record.partition + record.compat
+        scene, taught = self.scene(name), self._taught.pop(name, None) or _Taught()
+        self._taught[name] = taught  # the latest at the end
+        if record.chance < 1.0:
+            taught.audited += (1.0 if record.is_right is not None else _UNTOLD_COUNTS) / record.chance
+            scene.accepted = max(scene.accepted, int(taught.audited))
+        if record.is_right is not None:
+            right, wrong = taught.tallies.get(record.other, (0.0, 0.0))
+            more = (record.weight, 0.0) if record.is_right else (0.0, record.weight)
+            taught.tallies[record.other] = (right + more[0], wrong + more[1])
+            if len(taught.tallies) > _GROUPS_MAX:
+                del taught.tallies[next(iter(taught.tallies))]
+            if record.evidence and record.rule == self.rule:
+                evidence = np.frombuffer(record.evidence, "<f4").astype(np.float64)
+                self._verifier.learn(Row(evidence, record.is_right, record.chance, record.p), scene)
+        if len(self._taught) > _TAUGHT_MAX:
+            self._unlearn(next(iter(self._taught)))
+
+    def leave(self, namespace: bytes) -> None:
+        """The namespace has no keys any more: its scene goes, unless verdicts have made something of it."""
+        if namespace not in self._taught:
+            self._scenes.pop(namespace, None)
+
+    def clear(self) -> None:
+        """Before everything is told anew. Words belong to the keys and stay."""
+        self._suspended.clear()
+        for namespace in list(self._taught):
+            self._unlearn(namespace)
+
+    def _unlearn(self, namespace: bytes) -> None:
+        del self._taught[namespace]
+        scene = self._scenes[namespace]
+        scene.learner, scene.accepted = None, 0
+        if not scene.words.texts:
+            del self._scenes[namespace]

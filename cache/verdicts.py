@@ -1,0 +1,261 @@
+"""Verdicts in Redis: what was found, which answers are equal, which are out of service, and who was served what.
+
+    sameway:{P}:verdicts     stream   what was found, in the order in which every index learns it; P: the partition in hex
+    sameway:{P}:groups       hash     exact -> when its answer was made, the name of its group     gone with the entry
+    sameway:{P}:suspended    hash     name -> Suspension                                           until somebody clears it
+    sameway:{P}:told:I       string   a verdict with the id I has been taken
+    sameway:{P}:reply:R      string   Reply: what response R served, for who reports on it
+
+Knows no answers and no texts: digests, numbers and times. The log (`cache.log`) says in which partition there is something new, and
+a follower reads the stream from where it was: what a process that died did not say is read with the next. Invariants: one
+script takes a verdict with all that follows from it, once for an id; a group holds answers, not entries: one made anew is in none.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from cache.fingerprint import DIGEST_BYTES, Partition
+from cache.log import EntryLog, Redis, Spoke
+from cache.lore import Cleared, Judged, Suspended
+
+VERDICTS_MAX = 10_000  # about, of a partition; a rebuild learns from these
+KEPT_S = 30 * 86_400.0  # after the last verdict of a partition
+_ONCE_S = 7 * 86_400.0
+_READ_COUNT = 1_000
+_SUSPENDED_MAX = 10_000
+
+
+class Source(StrEnum):
+    """Where a verdict comes from."""
+
+    MISS = "miss"  # a request that was generated anyway, and the answers near it
+    AUDIT = "audit"  # a would-be hit that was generated instead
+    SHADOW = "shadow"  # a served hit, generated afresh in the background
+    FEEDBACK = "feedback"  # somebody said so
+    AGAIN = "again"  # a served hit whose client asked again at once, past the cache
+
+
+class Scope(StrEnum):
+    """What a wrong verdict takes out of service."""
+
+    NOTHING = ""
+    ANSWER = "a"
+    GROUP = "g"
+
+
+class Finding(msgspec.Struct, frozen=True, array_like=True, tag="f1"):
+    """One verdict as it is kept. Fields as in `Judged`; `judge` and `why` say who found so, `at` is unix seconds."""
+
+    source: Source
+    compat: bytes
+    exact: bytes
+    created_at: float
+    is_right: bool | None
+    evidence: bytes
+    p: float
+    chance: float
+    rule: bytes
+    at: float
+    judge: str = ""
+    why: str = ""
+    weight: float = 1.0
+
+
+class Suspension(msgspec.Struct, frozen=True, array_like=True, tag="s1"):
+    """Why an answer is out of service. `exact` is the entry that was served; `request_id` who was served it."""
+
+    exact: bytes
+    source: Source
+    at: float
+    judge: str = ""
+    why: str = ""
+    request_id: str = ""
+    alias: str = ""
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True, tag="r1"):
+    """What one response served: the answer of entry `exact`, made at `created_at`, on this trial's evidence."""
+
+    exact: bytes
+    created_at: float
+    compat: bytes
+    alias: str
+    at: float
+    evidence: bytes
+    p: float
+    rule: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRef:
+    """One answer: its entry and when it was made."""
+
+    exact: bytes
+    created_at: float
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_FINDINGS = msgspec.msgpack.Decoder(Finding)
+_SUSPENSIONS = msgspec.msgpack.Decoder(Suspension)
+_REPLIES = msgspec.msgpack.Decoder(Reply)
+Read = list[Judged | Suspended | Cleared]
+
+# KEYS: verdicts, groups, about, suspended, told. ARGV: finding, once_ms, kept_ms, length_max, other, its time, same as (or empty),
+# its time, asked (or empty), its time, scope, suspension, suspended_max. Answers whether it was new. A group is resolved here, where
+# nothing can move it meanwhile.
+_TAKE = """
+local verdicts, groups, about, suspended = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+if not redis.call('SET', KEYS[5], 1, 'NX', 'PX', ARGV[2]) then return 0 end
+local function group_of(exact, created)
+  local known = redis.call('HGET', groups, exact)
+  if known and string.sub(known, 1, 8) == created then return string.sub(known, 9), true end
+  return exact .. created, false
+end
+local other = group_of(ARGV[5], ARGV[6])
+local joined = ''
+if ARGV[7] ~= '' and ARGV[9] ~= '' and redis.call('HEXISTS', about, ARGV[9]) == 1 then
+  local _, has_one = group_of(ARGV[9], ARGV[10])
+  if not has_one then
+    joined = group_of(ARGV[7], ARGV[8])
+    redis.call('HSET', groups, ARGV[9], ARGV[10] .. joined)
+    local left = redis.call('PTTL', about)
+    if left > 0 then redis.call('PEXPIRE', groups, left) end
+  end
+end
+local name = ''
+if ARGV[11] == 'a' then name = 'a' .. ARGV[5] .. ARGV[6] end
+if ARGV[11] == 'g' then name = 'g' .. other end
+if name ~= '' and redis.call('HLEN', suspended) < tonumber(ARGV[13]) then
+  redis.call('HSET', suspended, name, ARGV[12])
+  redis.call('PEXPIRE', suspended, ARGV[3])
+end
+redis.call('XADD', verdicts, 'MAXLEN', '~', ARGV[4], '*', 'f', ARGV[1], 'o', other, 'j', joined, 's', name)
+redis.call('PEXPIRE', verdicts, ARGV[3])
+return 1
+"""
+
+# KEYS: verdicts, suspended. ARGV: name, length_max. Answers whether it was suspended.
+_CLEAR = """
+if redis.call('HDEL', KEYS[2], ARGV[1]) == 0 then return 0 end
+redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', 'c', ARGV[1])
+return 1
+"""
+
+
+class VerdictStore:
+    """Everything raises redis.exceptions.RedisError or OSError while Redis is away."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+        self._log = EntryLog(redis)
+
+    async def take(
+        self,
+        partition: Partition,
+        id: str,
+        finding: Finding,
+        other: AnswerRef,
+        same_as: AnswerRef | None = None,
+        scope: Scope = Scope.NOTHING,
+        suspension: Suspension | None = None,
+    ) -> bool:
+        """Keep a verdict on the answer `other`, with what follows: the asked entry joins the group of `same_as`, `scope` goes out
+        of service. False where one with this id was taken before: nothing happens then, but that it is said again."""
+        tag = _tag(partition)
+        keys = (tag + "verdicts", tag + "groups", tag + "about", tag + "suspended", tag + "told:" + id)
+        equal = (same_as.exact, _double(same_as.created_at)) if same_as is not None else (b"", b"")
+        argv = (
+            _ENCODER.encode(finding), _ms(_ONCE_S), _ms(KEPT_S), VERDICTS_MAX, other.exact, _double(other.created_at), *equal,
+            finding.exact, _double(finding.created_at), scope.value, _ENCODER.encode(suspension) if suspension else b"",
+            _SUSPENDED_MAX,
+        )  # fmt: skip
+        is_new = bool(await self._redis.eval(_TAKE, len(keys), *keys, *argv))
+        await self._log.append(Spoke(partition))
+        return is_new
+
+    async def clear(self, partition: Partition, name: bytes) -> bool:
+        """Put an answer back into service. False where it was not out of it."""
+        tag = _tag(partition)
+        was = bool(await self._redis.eval(_CLEAR, 2, tag + "verdicts", tag + "suspended", name, VERDICTS_MAX))
+        await self._log.append(Spoke(partition))
+        return was
+
+    async def suspended(self, partition: Partition) -> dict[bytes, Suspension]:
+        """What is out of service, by name."""
+        found: dict[bytes, Suspension] = {}
+        cursor = 0
+        while True:
+            cursor, some = await self._redis.execute_command(
+                "HSCAN", _tag(partition) + "suspended", cursor, "COUNT", 500
+            )
+            for name, value in some.items():
+                try:
+                    found[name] = _SUSPENSIONS.decode(value)
+                except msgspec.DecodeError:  # of another version: out of service all the same
+                    found[name] = Suspension(name[1 : 1 + DIGEST_BYTES], Source.FEEDBACK, 0.0)
+            if cursor == 0:
+                return found
+
+    async def read(self, partition: Partition, after: bytes) -> tuple[Read, bytes]:
+        """Everything said after a position of the stream (`0-0`: all that is kept), and the position then."""
+        records: Read = []
+        while True:
+            items: list[Any] = await self._redis.execute_command(
+                "XRANGE", _tag(partition) + "verdicts", b"(" + after, "+", "COUNT", _READ_COUNT
+            )
+            for id, fields in items:
+                records += _records(partition, fields)
+                after = id
+            if len(items) < _READ_COUNT:
+                return records, after
+
+    async def groups(self, partition: Partition, exacts: list[bytes]) -> list[tuple[float, bytes] | None]:
+        """For each entry when its grouped answer was made, and the group."""
+        values: list[bytes | None] = await self._redis.execute_command("HMGET", _tag(partition) + "groups", *exacts)
+        return [(_undouble(value[:8]), value[8:]) if value is not None else None for value in values]
+
+    async def remember_reply(self, partition: Partition, id: str, reply: Reply, ttl_s: float) -> None:
+        key = _tag(partition) + "reply:" + id
+        await self._redis.execute_command("SET", key, _ENCODER.encode(reply), "PX", _ms(ttl_s))
+
+    async def reply(self, partition: Partition, id: str) -> Reply | None:
+        """What a response served; None where nobody remembers."""
+        value = await self._redis.execute_command("GET", _tag(partition) + "reply:" + id)
+        return _REPLIES.decode(value) if value is not None else None
+
+
+def _records(partition: Partition, fields: dict[bytes, bytes]) -> Read:
+    if b"c" in fields:
+        return [Cleared(partition, fields[b"c"])]
+    try:
+        found = _FINDINGS.decode(fields[b"f"])
+    except (msgspec.DecodeError, KeyError):
+        return []  # of another version of Sameway beside this one
+    judged = Judged(
+        partition, found.compat, found.exact, found.created_at, fields[b"o"], fields[b"j"] or None, found.is_right,
+        found.evidence, found.p, found.chance, found.rule, found.weight,
+    )  # fmt: skip
+    return [judged, Suspended(partition, fields[b"s"])] if fields[b"s"] else [judged]
+
+
+def _tag(partition: Partition) -> str:
+    return "sameway:{" + partition.hex() + "}:"
+
+
+def _ms(seconds: float) -> int:
+    return int(seconds * 1000)
+
+
+def _double(value: float) -> bytes:
+    return struct.pack(">d", value)
+
+
+def _undouble(data: bytes) -> float:
+    value: float = struct.unpack(">d", data)[0]
+    return value
