@@ -125,6 +125,11 @@ class SemanticCache:
         return self._encoder.info.dims
 
     @property
+    def rule(self) -> bytes:
+        """Names the evidence that this cache's model learns from."""
+        return self._lore.rule
+
+    @property
     def namespaces(self) -> int:
         return len(self._namespaces)
 
