@@ -63,9 +63,11 @@ def watch(requests: Sequence[Request], embedder: Recall, rule: Watching) -> None
     cache = SemanticCache(embedder, rule, clock=lambda: 1.0)
     labels = {request.exact: request.label for request in requests}
     for request in requests:
-        cache.lookup([request.query])
+        (answer,) = cache.lookup([request.query])
         cache.fold([request.added()])
-        judged = cache.judge(request.query, request.exact, lambda other, own=request.label: labels[other] == own)  # type: ignore[misc]
+        judged = cache.judge(
+            request.query, answer, request.exact, lambda other, own=request.label: labels[other] == own
+        )  # type: ignore[misc]
         if judged is not None:
             cache.fold([judged])
 
