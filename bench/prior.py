@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from bench.labelled import Labelled, Recall, Request, load
 from cache.bound import Model, Prior, Row
-from cache.embedder import SentenceEmbedder
+from cache.embedder import open_embedder
 from cache.evidence import FEATURES
 from cache.rule import VerifiedRule
 from cache.semantic import SemanticCache
@@ -150,7 +150,7 @@ def main(argv: list[str]) -> int:
     if len(options.folders) < 2:
         parser.error("at least two sets are needed: each is held out once")
     sets = [load(folder) for folder in options.folders]
-    embedder = Recall(SentenceEmbedder(), sets)
+    embedder = Recall(open_embedder(), sets)
     found: list[list[Rows]] = []
     for one in sets:
         found.append(rows_of(one, embedder))

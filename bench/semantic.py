@@ -24,7 +24,7 @@ from bench.labelled import Labelled, Recall, Request, load
 from bench.vcache import VCache
 from cache import Hit, MissReason, Query
 from cache.bound import Row
-from cache.embedder import SentenceEmbedder
+from cache.embedder import open_embedder
 from cache.evidence import Neighbour
 from cache.prior import PRIOR
 from cache.rule import VerifiedRule
@@ -187,7 +187,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", type=Path, default=None, help="write the rows here")
     options = parser.parse_args(argv)
     sets = [load(folder) for folder in options.folders]
-    encoder = SentenceEmbedder()
+    encoder = open_embedder()
     print(
         f"{'set':18} {'policy':12} {'bound':>6} {'noise':>6} {'seed':>5} {'requests':>8} {'hit %':>6} {'wrong %':>8} "
         f"{'of hits':>7} {'recall':>7} {'ms':>6}"

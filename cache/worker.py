@@ -30,7 +30,6 @@ import msgspec
 from cache.messages import (
     FRAME_BYTES_MAX,
     LENGTH_BYTES,
-    Answer,
     Ask,
     AskEmbed,
     AskLookup,
@@ -46,10 +45,10 @@ from cache.messages import (
     Status,
     TooLong,
     WorkerState,
-    frame,
     read_ask,
 )
 from cache.redis_url import connect
+from cache.waiting import Connection, Job, fitting
 
 if TYPE_CHECKING:
     from cache.follower import Follower
@@ -57,13 +56,15 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("cache.worker")  # not __name__: this file runs as __main__
 
-_LOOKUPS_MAX = 64  # in one batch
-_EMBED_TEXTS = 8  # embedded at a time for others than lookups, which so never wait long
+_LOOKUPS, _LOOKUP_CHARS = (
+    64,
+    4_000,
+)  # in one batch: a larger one is hardly faster a text, and all of it waits for its end
+_EMBED_TEXTS, _EMBED_CHARS = 8, 1_000  # embedded at a time for others than lookups, which so never wait long
 _FOLLOW_S = 0.25
 _RETRY_S = 15.0
 _PARENT_S = 0.5
 _REDIS_TIMEOUT_S = 1.0
-_UNSENT_BYTES_MAX = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,32 +78,6 @@ class Options:
     parent_pid: int = field(default_factory=os.getppid)  # as early as can be: a parent may die while this starts
 
 
-@dataclass(slots=True, eq=False)
-class _Connection:
-    writer: asyncio.StreamWriter
-    waiting: set[int] = field(default_factory=set)  # ids whose answer is still wanted
-
-    def answer(self, id: int, reply: Reply) -> None:
-        self.waiting.discard(id)
-        self.writer.write(frame(Answer(id, reply)))
-        if self.writer.transport.get_write_buffer_size() > _UNSENT_BYTES_MAX:
-            self.writer.transport.abort()  # it asks and does not read
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    connection: _Connection
-    ask: AskLookup | AskNear | AskEmbed
-    deadline: float  # on the monotonic clock
-
-    def is_wanted(self) -> bool:
-        return self.ask.id in self.connection.waiting and time.monotonic() < self.deadline
-
-    def answer(self, reply: Reply) -> None:
-        if self.ask.id in self.connection.waiting:
-            self.connection.answer(self.ask.id, reply)
-
-
 class Worker:
     """One worker; `run` is its whole life."""
 
@@ -111,8 +86,8 @@ class Worker:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cache")
         self._cache: SemanticCache | None = None
         self._follower: Follower | None = None
-        self._lookups: deque[_Job] = deque()
-        self._embeds: deque[_Job] = deque()
+        self._lookups: deque[Job] = deque()
+        self._embeds: deque[Job] = deque()
         self._has_lookups = asyncio.Event()
         self._has_embeds = asyncio.Event()
         self._failure = ""
@@ -205,7 +180,8 @@ class Worker:
         loop = asyncio.get_running_loop()
         while True:
             await self._has_lookups.wait()
-            jobs = [self._lookups.popleft() for _ in range(min(_LOOKUPS_MAX, len(self._lookups)))]
+            count = fitting((job.chars for job in self._lookups), _LOOKUPS, _LOOKUP_CHARS)
+            jobs = [self._lookups.popleft() for _ in range(count)]
             if not self._lookups:
                 self._has_lookups.clear()
             assert self._cache is not None
@@ -238,17 +214,19 @@ class Worker:
                 _log.exception("embedding failed")
                 self._fail([job], error)
 
-    async def _embed(self, job: _Job) -> None:
+    async def _embed(self, job: Job) -> None:
         """A few texts at a time, so that lookups come in between, and none once nobody waits."""
         assert isinstance(job.ask, AskEmbed)
         assert self._cache is not None
         cache, loop = self._cache, asyncio.get_running_loop()
         vectors: list[bytes] = []
         counts: list[int] = []
-        for start in range(0, len(job.ask.texts), _EMBED_TEXTS):
+        texts = job.ask.texts
+        while len(vectors) < len(texts):
             if not job.is_wanted():
                 return
-            some = job.ask.texts[start : start + _EMBED_TEXTS]
+            start = len(vectors)
+            some = texts[start : start + fitting(map(len, texts[start:]), _EMBED_TEXTS, _EMBED_CHARS)]
             encoded = await loop.run_in_executor(self._thread, cache.embed, some)
             for place, tokens in enumerate(encoded.tokens.tolist()):
                 if tokens > cache.embedder.tokens_max:
@@ -258,7 +236,7 @@ class Worker:
                 vectors.append(encoded.vectors[place].astype("<f4").tobytes())
         job.answer(Embedded(tuple(vectors), tuple(counts), cache.embedder.dims))
 
-    def _fail(self, jobs: list[_Job], error: Exception) -> None:
+    def _fail(self, jobs: list[Job], error: Exception) -> None:
         for job in jobs:
             is_lookup = isinstance(job.ask, AskLookup)
             job.answer(Miss(MissReason.UNAVAILABLE) if is_lookup else Failed(f"{type(error).__name__}: {error}"))
@@ -266,7 +244,7 @@ class Worker:
     # --- connections
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = _Connection(writer)
+        connection = Connection(writer)
         try:
             while True:
                 length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
@@ -282,7 +260,7 @@ class Worker:
             connection.waiting.clear()
             writer.close()
 
-    def _take(self, connection: _Connection, ask: Ask) -> None:
+    def _take(self, connection: Connection, ask: Ask) -> None:
         if isinstance(ask, AskStatus):
             connection.answer(ask.id, self._status())
         elif isinstance(ask, Cancel):
@@ -291,12 +269,12 @@ class Worker:
             connection.answer(ask.id, self._not_ready(ask))
         else:
             connection.waiting.add(ask.id)
-            job = _Job(connection, ask, time.monotonic() + ask.timeout_s)
+            deadline = time.monotonic() + ask.timeout_s
             if isinstance(ask, AskEmbed):
-                self._embeds.append(job)
+                self._embeds.append(Job(connection, ask, deadline))
                 self._has_embeds.set()
             else:
-                self._lookups.append(job)
+                self._lookups.append(Job(connection, ask, deadline, len(ask.query.text)))
                 self._has_lookups.set()
 
     def _not_ready(self, ask: AskLookup | AskNear | AskEmbed) -> Reply:
@@ -336,12 +314,12 @@ def _describe(is_following: bool, is_up: bool) -> str:
 
 
 def _load(options: Options) -> tuple[SemanticCache, bytes]:
-    """Heavy: imports torch and FAISS and loads the model. Runs in the worker's thread."""
-    from cache.embedder import SentenceEmbedder
+    """Heavy: imports OpenVINO (or torch) and FAISS and loads the model. Runs in the worker's thread."""
+    from cache.embedder import open_embedder
     from cache.index import VectorIndex, on_gpu
     from cache.semantic import SemanticCache
 
-    embedder = SentenceEmbedder(options.embedder, options.device, options.threads)
+    embedder = open_embedder(options.embedder, options.device, options.threads)
     embedder.encode(["warm up"])  # the first pass allocates
     index = VectorIndex(embedder.info.dims, on_gpu() if options.device != "cpu" else None)
     return SemanticCache(embedder, keys_max=options.keys_max, index=index), embedder.info.key
@@ -378,7 +356,7 @@ def main(argv: list[str] | None = None) -> int:
         ("TOKENIZERS_PARALLELISM", "false"),
         ("TQDM_DISABLE", "1"),
     ):
-        os.environ.setdefault(name, value)  # read when torch and FAISS are imported
+        os.environ.setdefault(name, value)  # read when the libraries are imported
     logging.basicConfig(
         level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )

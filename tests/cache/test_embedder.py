@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from cache.embedder import Memo, SentenceEmbedder
+from cache.bert import BertEmbedder, read_plan
+from cache.embedder import Embedder, Memo, SentenceEmbedder, _packaged, open_embedder
 from cache.semantic import Added, SemanticCache
 from tests.cache.fakes import FakeEmbedder
 
 
 @pytest.fixture(scope="module")
-def embedder() -> SentenceEmbedder:
-    return SentenceEmbedder(device="cpu")
+def embedder() -> Embedder:
+    return open_embedder(device="cpu")
 
 
-def test_the_default_loads_offline_and_gives_unit_vectors(embedder: SentenceEmbedder) -> None:
+@pytest.fixture(scope="module")
+def reference() -> SentenceEmbedder:
+    """The same model through the library."""
+    return SentenceEmbedder(_packaged(), "reference", "cpu")
+
+
+TEXTS = [
+    *("word " * count for count in (1, 2, 20, 127, 128, 254, 255, 400)),
+    "", " ", "What is the capital of France?", "Größe, naïve, 東京, 🙂 and \u0000", "def f(x): return x ** 2", "hello\n\n\tthere",
+]  # fmt: skip
+
+
+def test_the_default_loads_offline_and_gives_unit_vectors(embedder: Embedder) -> None:
     """all-MiniLM-L6-v2: 384 dimensions, a window of 256 tokens, paraphrases near, strangers far."""
     assert (embedder.info.name, embedder.info.dims, embedder.info.tokens_max) == ("all-MiniLM-L6-v2", 384, 256)
     vectors = embedder.encode(["The capital of France?", "What is France's capital?", "Bake a cake"]).vectors
@@ -28,7 +43,7 @@ def test_the_default_loads_offline_and_gives_unit_vectors(embedder: SentenceEmbe
     assert vectors[0] @ vectors[1] > 0.9 > 0.3 > vectors[0] @ vectors[2]
 
 
-def test_a_text_over_the_window_gets_no_vector(embedder: SentenceEmbedder) -> None:
+def test_a_text_over_the_window_gets_no_vector(embedder: Embedder) -> None:
     """It is counted whole, not truncated; its neighbours in the batch are not disturbed."""
     texts = ["hello", "word " * 254, "word " * 255, "hello"]
     encoded = embedder.encode(texts)
@@ -37,29 +52,109 @@ def test_a_text_over_the_window_gets_no_vector(embedder: SentenceEmbedder) -> No
     assert np.array_equal(encoded.vectors[0], encoded.vectors[3])
 
 
-def test_no_texts_give_no_vectors(embedder: SentenceEmbedder) -> None:
+def test_no_texts_give_no_vectors(embedder: Embedder) -> None:
     """An empty batch has a shape too."""
     assert Memo(embedder).encode([]).vectors.shape == (0, 384)
 
 
-def test_any_model_by_path_and_a_key_that_knows_its_weights(embedder: SentenceEmbedder, tmp_path: Path) -> None:
+def test_any_model_by_path_and_a_key_that_knows_its_weights(embedder: Embedder, tmp_path: Path) -> None:
     """A static model saved to a folder loads by its path; changed weights change the key, a copy does not."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+    from tokenizers import Tokenizer
 
-    tokenizer = embedder._model.tokenizer.backend_tokenizer
+    tokenizer = Tokenizer.from_file(str(_packaged() / "tokenizer.json"))
     weights = np.random.default_rng(0).normal(size=(tokenizer.get_vocab_size(), 16)).astype(np.float32)
     keys = []
     for number, change in enumerate((0.0, 0.0, 1.0)):
         folder = tmp_path / str(number)
         SentenceTransformer(modules=[StaticEmbedding(tokenizer, embedding_weights=weights + change)]).save(str(folder))
-        loaded = SentenceEmbedder(str(folder), device="cpu")
+        loaded = open_embedder(str(folder), device="cpu")
+        assert isinstance(loaded, SentenceEmbedder)
         assert (loaded.info.name, loaded.info.dims) == (str(number), 16)
         assert loaded.encode(["hello there"]).vectors.shape == (1, 16)
         keys.append(loaded.info.key)
     assert keys[0] == keys[1] != keys[2]
     assert embedder.info.key not in keys
-    assert SentenceEmbedder(device="cpu").info.key == embedder.info.key
+    assert open_embedder(device="cpu").info.key == embedder.info.key
+
+
+def test_the_fast_way_gives_the_library_s_vectors(embedder: Embedder, reference: SentenceEmbedder) -> None:
+    """On one thread without torch or with it: equal to 1e-5, the same counts, the same window, the same key."""
+    assert isinstance(embedder, BertEmbedder)
+    one, other = embedder.encode(TEXTS), reference.encode(TEXTS)
+    assert one.tokens.tolist() == other.tokens.tolist()
+    assert np.abs(one.vectors - other.vectors).max() < 1e-5
+    assert (embedder.info.key, embedder.info.tokens_max) == (reference.info.key, reference.info.tokens_max)
+
+
+def test_what_else_is_in_a_batch_does_not_matter(embedder: Embedder) -> None:
+    """Texts that share a pass do not see each other, whatever their lengths and order."""
+    for texts in (TEXTS, TEXTS[::-1], TEXTS * 3):
+        together = embedder.encode(texts)
+        for place, text in enumerate(texts):
+            alone = embedder.encode([text])
+            assert together.tokens[place] == alone.tokens[0]
+            assert together.vectors[place] == pytest.approx(alone.vectors[0], abs=2e-6)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_other_berts_run_the_fast_way_too(tmp_path: Path, pooling: str) -> None:
+    """Another shape, another pooling, no normalisation: read from the folder's settings, equal to the library's."""
+    save_bert(tmp_path, pooling)
+    fast = open_embedder(str(tmp_path), device="cpu")
+    assert isinstance(fast, BertEmbedder)
+    slow = SentenceEmbedder(tmp_path, "slow", "cpu")
+    assert (fast.info.dims, fast.info.tokens_max) == (slow.info.dims, slow.info.tokens_max) == (24, 12)
+    texts = [text for text in TEXTS if len(text) < 60]
+    assert np.abs(fast.encode(texts).vectors - slow.encode(texts).vectors).max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("config.json", {"model_type": "mpnet"}),
+        ("config.json", {"hidden_act": "relu"}),
+        ("config.json", {"position_embedding_type": "relative_key"}),
+        ("sentence_bert_config.json", {"do_lower_case": True}),
+        ("config_sentence_transformers.json", {"default_prompt_name": "query"}),
+    ],
+)
+def test_a_model_that_is_not_plain_goes_through_the_library(tmp_path: Path, file: str, change: dict[str, Any]) -> None:
+    """What the fast way does not know it does not guess."""
+    save_bert(tmp_path, "mean")
+    assert read_plan(tmp_path) is not None
+    settings = json.loads((tmp_path / file).read_text()) if (tmp_path / file).exists() else {}
+    (tmp_path / file).write_text(json.dumps({**settings, **change}))
+    assert read_plan(tmp_path) is None
+
+
+def save_bert(folder: Path, pooling: str) -> None:
+    """A small random BERT with the default's tokenizer."""
+    import torch
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+    from transformers import AutoTokenizer, BertConfig, BertModel
+
+    torch.manual_seed(0)
+    settings = BertConfig(
+        hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=40, max_position_embeddings=16
+    )
+    BertModel(settings).save_pretrained(folder / "bert")
+    AutoTokenizer.from_pretrained(str(_packaged())).save_pretrained(str(folder / "bert"))
+    bert = Transformer(str(folder / "bert"), max_seq_length=12)
+    SentenceTransformer(modules=[bert, Pooling(24, pooling_mode=pooling)]).save(str(folder))
+
+
+def test_loading_calls_nobody() -> None:
+    """No socket is asked for an address while the default loads and encodes: nothing is told to anybody."""
+    code = (
+        "import sys; sys.addaudithook(lambda name, _: name.startswith('socket.') and print(name));"
+        "from cache.embedder import open_embedder; open_embedder(device='cpu').encode(['hello']);"
+        "import time; time.sleep(0.2)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == ""
 
 
 def test_the_memo_embeds_a_text_once_and_forgets_the_oldest() -> None:
@@ -85,7 +180,7 @@ def test_importing_the_cache_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_the_capital_of_france(embedder: SentenceEmbedder) -> None:
+def test_the_capital_of_france(embedder: Embedder) -> None:
     """The real encoder, index and rule together: paraphrases hit, a negation and another country do not."""
     import time
 

@@ -1,0 +1,194 @@
+"""BERT sentence encoders on a CPU, without torch: the graph is built from the weights and run by OpenVINO. The only file that
+imports openvino.
+
+What it can run is a sentence-transformers folder of the plain kind: BertModel, mean or CLS pooling, unit length (all-MiniLM, BGE, GTE
+and their likes); `read_plan` says whether a folder is one. Vectors equal torch's to within 1e-6: the same float32 arithmetic (Devlin et
+al. 2019, arXiv:1810.04805), never bfloat16, though a CPU offers it. Texts are packed end to end into one row of tokens, an attention mask
+keeps them apart, so a batch of mixed lengths computes no padding. Knows no cache. Invariant: no text is truncated.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.embedder import EmbedderInfo, Encoded, folder_key
+
+_PACK_TOKENS = 128  # texts go into one pass up to this; more only makes the mask, which grows with its square, dearer
+_MEAN, _CLS = ("mean", "pooling_mode_mean_tokens"), ("cls", "pooling_mode_cls_token")
+_MODULES = ("Transformer", "Pooling", "Normalize")
+
+
+@dataclass(frozen=True, slots=True)
+class BertPlan:
+    """What a folder's settings say. `is_mean`: pooled over all tokens, else by the first; `tokens_max` counts special tokens."""
+
+    folder: Path
+    layers: int
+    heads: int
+    dims: int
+    epsilon: float
+    tokens_max: int
+    is_mean: bool
+
+
+def read_plan(folder: Path) -> BertPlan | None:
+    """How to run the model in `folder`; None where it is not of the plain kind, or not stored as safetensors in float32."""
+    settings = _read(folder / "config.json")
+    modules = _read(folder / "modules.json")
+    pooling = _read(folder / "1_Pooling" / "config.json")
+    sentence = _read(folder / "sentence_bert_config.json")
+    tokenizer = _read(folder / "tokenizer_config.json")
+    prompts = _read(folder / "config_sentence_transformers.json")
+    if not all((folder / name).is_file() for name in ("model.safetensors", "tokenizer.json")):
+        return None
+    named = pooling.get("pooling_mode")  # a word in newer folders, a flag for each mode in older ones
+    modes = [named] if named else [name for name, on in pooling.items() if name.startswith("pooling_mode_") and on]
+    is_plain = (
+        settings.get("model_type") == "bert"
+        and settings.get("hidden_act") == "gelu"
+        and settings.get("position_embedding_type", "absolute") == "absolute"
+        and not sentence.get("do_lower_case")
+        and not prompts.get("default_prompt_name")
+        and isinstance(modules, list)
+        and tuple(str(one.get("type")).rsplit(".", 1)[-1] for one in modules) in (_MODULES, _MODULES[:2])
+        and len(modes) == 1
+        and modes[0] in (*_MEAN, *_CLS)
+    )
+    if not is_plain or not _has_weights(folder / "model.safetensors"):
+        return None
+    window = int(settings["max_position_embeddings"])
+    return BertPlan(
+        folder,
+        layers=int(settings["num_hidden_layers"]),
+        heads=int(settings["num_attention_heads"]),
+        dims=int(settings["hidden_size"]),
+        epsilon=float(settings["layer_norm_eps"]),
+        tokens_max=min(window, int(sentence.get("max_seq_length") or tokenizer.get("model_max_length") or window)),
+        is_mean=modes[0] in _MEAN,
+    )
+
+
+class BertEmbedder:
+    """The model of a plan, loaded: a fraction of a second. `name` is for people."""
+
+    def __init__(self, plan: BertPlan, name: str, threads: int = 1) -> None:
+        """Raises ImportError without OpenVINO, KeyError where the weights are not the settings'."""
+        from safetensors.numpy import load_file
+        from tokenizers import Tokenizer
+
+        self.info = EmbedderInfo(name, plan.dims, plan.tokens_max, folder_key(plan.folder))
+        self._is_mean = plan.is_mean
+        self._tokenizer = Tokenizer.from_file(str(plan.folder / "tokenizer.json"))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._request = _compile(plan, load_file(plan.folder / "model.safetensors"), threads)
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        """Vectors and token counts (special tokens included), in order."""
+        rows = [one.ids for one in self._tokenizer.encode_batch(list(texts))]
+        counts = np.array([len(row) for row in rows], dtype=np.int32)
+        vectors = np.zeros((len(rows), self.info.dims), dtype=np.float32)
+        for pack in _packs(counts, self.info.tokens_max):
+            vectors[pack] = self._run([rows[place] for place in pack], counts[pack])
+        return Encoded(vectors, counts)
+
+    def _run(self, rows: Sequence[list[int]], counts: NDArray[np.int32]) -> NDArray[np.float32]:
+        ids = np.fromiter((token for row in rows for token in row), dtype=np.int32, count=int(counts.sum()))
+        positions = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
+        owners = np.repeat(np.arange(len(rows)), counts)
+        mask = np.where(owners[:, None] == owners, np.float32(0), np.float32(-np.inf))
+        pooled = owners == np.arange(len(rows))[:, None]
+        if not self._is_mean:
+            pooled &= positions == 0
+        self._request.infer([ids, positions, mask, pooled.astype(np.float32)], share_inputs=True)
+        vectors: NDArray[np.float32] = self._request.get_output_tensor(0).data
+        unit: NDArray[np.float32] = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+        return unit
+
+
+def _packs(counts: NDArray[np.int32], tokens_max: int) -> list[list[int]]:
+    """Places of texts that share a pass: the longest first, so that the last pass is filled with short ones."""
+    packs: list[list[int]] = []
+    room = 0
+    for place in np.argsort(-counts, kind="stable").tolist():
+        count = int(counts[place])
+        if count > tokens_max:
+            continue
+        if count > room:
+            packs.append([])
+            room = _PACK_TOKENS
+        packs[-1].append(place)
+        room -= count
+    return packs
+
+
+def _compile(plan: BertPlan, weights: dict[str, NDArray[np.float32]], threads: int) -> Any:
+    """A request of the compiled graph: token ids, positions, attention mask (0 or -inf), pooling weights -> pooled vectors."""
+    # openvino imports its telemetry where it finds it, and that calls out to the internet; without, it does without
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+    import openvino
+    from openvino import opset13 as op
+
+    def whole(*values: int) -> Any:
+        return op.constant(np.array(values, dtype=np.int64))
+
+    def normed(x: Any, name: str) -> Any:
+        x = op.mvn(x, whole(1), True, plan.epsilon, "INSIDE_SQRT")
+        return op.add(op.multiply(x, op.constant(weights[name + ".weight"])), op.constant(weights[name + ".bias"]))
+
+    def linear(x: Any, name: str) -> Any:
+        return op.add(
+            op.matmul(x, op.constant(weights[name + ".weight"]), False, True), op.constant(weights[name + ".bias"])
+        )
+
+    def heads(x: Any) -> Any:
+        x = op.reshape(x, whole(1, -1, plan.heads, plan.dims // plan.heads), False)
+        return op.transpose(x, whole(0, 2, 1, 3))
+
+    def embedded(name: str, places: Any) -> Any:
+        table = op.constant(weights[f"embeddings.{name}_embeddings.weight"])
+        return op.gather(table, places, op.constant(np.int64(0)))
+
+    ids, positions = (op.parameter([-1], np.int32) for _ in range(2))
+    mask, pooling = (op.parameter([-1, -1], np.float32) for _ in range(2))
+    first_type = op.constant(weights["embeddings.token_type_embeddings.weight"][0])
+    x = op.add(op.add(embedded("word", ids), embedded("position", positions)), first_type)
+    x = normed(x, "embeddings.LayerNorm")
+    spread = op.unsqueeze(mask, whole(0, 1))
+    for layer in range(plan.layers):
+        name = f"encoder.layer.{layer}."
+        query, key, value = (heads(linear(x, f"{name}attention.self.{one}")) for one in ("query", "key", "value"))
+        seen = op.transpose(op.scaled_dot_product_attention(query, key, value, spread), whole(0, 2, 1, 3))
+        seen = linear(op.reshape(seen, whole(-1, plan.dims), False), name + "attention.output.dense")
+        x = normed(op.add(x, seen), name + "attention.output.LayerNorm")
+        wide = op.gelu(linear(x, name + "intermediate.dense"), "erf")
+        x = normed(op.add(x, linear(wide, name + "output.dense")), name + "output.LayerNorm")
+    model = openvino.Model([op.matmul(pooling, x, False, False)], [ids, positions, mask, pooling])
+    how = {
+        "INFERENCE_PRECISION_HINT": "f32",
+        "INFERENCE_NUM_THREADS": threads,
+        "NUM_STREAMS": 1,
+        "PERFORMANCE_HINT": "LATENCY",
+        "ENABLE_CPU_PINNING": False,
+    }
+    return openvino.Core().compile_model(model, "CPU", how).create_infer_request()
+
+
+def _has_weights(path: Path) -> bool:
+    """Whether the file holds a bare BertModel in float32, by its header (https://huggingface.co/docs/safetensors)."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    types = {one["dtype"] for name, one in header.items() if name.endswith((".weight", ".bias"))}
+    return "embeddings.word_embeddings.weight" in header and types == {"F32"}
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text()) if path.is_file() else {}
