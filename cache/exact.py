@@ -25,7 +25,6 @@ from cache.purges import Purges, Subscribe
 from cache.store import EntryStore, PartitionSize, Stored, pack
 
 _LINKS_MAX = 32  # earlier links asked for in one lookup: the latest of the dialogue, and its first
-_TOUCH_EVERY_S = 1.0
 _TOUCHES_MAX = 4_096
 _SAMPLE_MAX = 20
 
@@ -128,7 +127,6 @@ class ExactCache:
         self._purges = Purges(self._store.log, self._l1, clock, monotonic)
         self._touches: dict[Partition, dict[bytes, float]] = {}
         self._touches_count = 0
-        self._touched_at = 0.0
 
     @property
     def l1_bytes(self) -> int:
@@ -145,25 +143,21 @@ class ExactCache:
         self._touch(entry)
         return entry
 
-    async def lookup(self, fp: Fingerprint, max_age_s: float | None = None) -> Lookup:
-        """The entry for this very request and the warm hint, in one round trip."""
+    async def lookup(self, fp: Fingerprint, max_age_s: float | None = None, *, wants_warm: bool = True) -> Lookup:
+        """The entry for this very request and, where `wants_warm`, the warm hint, in one round trip."""
         entry = self.peek(fp, max_age_s)
         if entry is not None:
             return Lookup(entry, None)
-        links = _earlier_links(fp.chain)
+        links = _earlier_links(fp.chain) if wants_warm else []
         heard = self._l1.purges
         labels: list[bytes | None] = []
         try:
-            if links or self._is_flush_due():
-                data, labels, _ = await asyncio.gather(
-                    self._store.fetch(fp.partition, fp.exact),
-                    self._store.fetch_warm(fp.partition, [fp.chain[depth - 1] for depth in links]),
-                    self._flush_touches(),
-                )
+            fetching = self._store.fetch(fp.partition, fp.exact)
+            if links:
+                asking = self._store.fetch_warm(fp.partition, [fp.chain[depth - 1] for depth in links])
+                data, labels = await asyncio.gather(fetching, asking)
             else:
-                data = await self._store.fetch(
-                    fp.partition, fp.exact
-                )  # most requests: no task is needed for one command
+                data = await fetching
         except REDIS_FAILURES:
             return Lookup(None, LookupMiss.UNAVAILABLE)
         warm, depth = next(((label, at) for at, label in zip(links, labels, strict=True) if label), (None, 0))
@@ -319,16 +313,14 @@ class ExactCache:
             self._touches_count += entry.exact not in uses
             uses[entry.exact] = self._clock()
 
-    def _is_flush_due(self) -> bool:
-        return bool(self._touches) and self._monotonic() - self._touched_at >= _TOUCH_EVERY_S
-
-    async def _flush_touches(self) -> None:
-        """Send the uses noted since the last second, beside whatever else goes to Redis now."""
-        if not self._is_flush_due():
-            return
+    async def flush_touches(self) -> None:
+        """Tell Redis what was used since the last call; call it about once a second. Raises CacheUnavailable."""
         touches, self._touches, self._touches_count = self._touches, {}, 0
-        self._touched_at = self._monotonic()
-        await asyncio.gather(*(self._store.touch(partition, uses.items()) for partition, uses in touches.items()))
+        touching = [self._store.touch(partition, uses.items()) for partition, uses in touches.items()]
+        try:
+            await asyncio.gather(*touching)
+        except REDIS_FAILURES as error:
+            raise unavailable(error) from error
 
 
 def _earlier_links(chain: Sequence[bytes]) -> list[int]:

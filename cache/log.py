@@ -12,6 +12,7 @@ read everything is told so.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,8 +41,8 @@ class Redis(Protocol):
     """What is needed of redis.asyncio.Redis (decode_responses=False) or of anything that batches for it. Replies are as redis-py
     parses them: HSCAN a cursor and a dict, XRANGE pairs of id and dict."""
 
-    async def execute_command(self, *args: Any) -> Any: ...
-    async def eval(self, script: str, numkeys: int, *keys_and_args: Any) -> Any: ...
+    def execute_command(self, *args: Any) -> Awaitable[Any]: ...
+    def eval(self, script: str, numkeys: int, *keys_and_args: Any) -> Awaitable[Any]: ...
 
 
 class Came(msgspec.Struct, frozen=True, array_like=True, tag="+"):

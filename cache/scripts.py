@@ -23,21 +23,27 @@ local function forget(id)
 end
 """
 
-# ARGV: exact, entry, about, size, now_ms, expires_ms, size_max, warm_ttl_ms, warm. KEYS from 8: warm links.
-# Answers {was there before, evicted...}. The vector of a replaced entry stays: the same exact key means the same text. Its group
-# goes: that was its answer's.
+# ARGV: exact, entry, about, size, now_ms, expires_ms, size_max, 1 where the partition is listed, warm_ttl_ms, warm.
+# KEYS from 8: warm links. Answers {-1}, and does nothing, where the partition is new and not said to be listed; else {was there
+# before, evicted...}. The vector of a replaced entry stays: the same exact key means the same text. Its group
+# goes: that was its answer's. The keys' own expiry is
+# a little behind the last entry's, so that it is moved seldom; keys that begin anew have none until then.
 PUT = (
     _FORGET
     + """
 local id, size, now, expires_ms, size_max = ARGV[1], tonumber(ARGV[4]), ARGV[5], ARGV[6], tonumber(ARGV[7])
+if ARGV[8] == '0' and redis.call('EXISTS', about) == 0 then return {-1} end
 for _, gone in ipairs(redis.call('ZRANGEBYSCORE', expires, '-inf', now, 'LIMIT', 0, 64)) do
   forget(gone)
   redis.call('HDEL', vectors, gone)
 end
-local reply = {redis.call('HEXISTS', about, id)}
-forget(id)
-local total = tonumber(redis.call('GET', bytes) or '0')
-while total + size > size_max do
+local reply = {0}
+if redis.call('HEXISTS', about, id) == 1 then
+  reply[1] = 1
+  forget(id)
+end
+local total = redis.call('INCRBY', bytes, size)
+while total > size_max do
   local oldest = redis.call('ZRANGE', used, 0, 0)[1]
   if not oldest then break end
   total = total - forget(oldest)
@@ -48,10 +54,12 @@ redis.call('HSET', entries, id, ARGV[2])
 redis.call('HSET', about, id, ARGV[3])
 redis.call('ZADD', used, now, id)
 redis.call('ZADD', expires, expires_ms, id)
-redis.call('INCRBY', bytes, size)
-local last = redis.call('ZREVRANGE', expires, 0, 0, 'WITHSCORES')[2]
-for i = 1, 7 do redis.call('PEXPIREAT', KEYS[i], string.format('%.0f', last)) end
-for i = 8, #KEYS do redis.call('SET', KEYS[i], ARGV[9], 'PX', ARGV[8]) end
+local ttl = tonumber(expires_ms) - tonumber(now)
+if redis.call('PTTL', about) < ttl then
+  local last = string.format('%.0f', tonumber(expires_ms) + math.floor(ttl / 16))
+  for i = 1, 7 do redis.call('PEXPIREAT', KEYS[i], last) end
+end
+for i = 8, #KEYS do redis.call('SET', KEYS[i], ARGV[10], 'PX', ARGV[9]) end
 return reply
 """
 )

@@ -8,18 +8,19 @@
     sameway:{P}:vectors   hash    exact -> embedder's key, vector         written by cache workers, gone with the entry
     sameway:{P}:groups    hash    which answers are equal                 written by `cache.verdicts`, gone with the entry
     sameway:{P}:warm:L    string  who saw the prefix with digest L last
-    sameway:cache:partitions      zset    partition by last store, s
+    sameway:cache:partitions      zset    partition by when it last began to hold entries, s
 
 Knows no policy and no L1. Invariants: one script moves an entry and its accounting together, so a partition's bytes are exact and
 never above its budget; every key of a script is in KEYS and under one hash tag (Redis Cluster); a partition without live entries
-expires whole. Hash fields hold entries (not a key for each) so that eviction needs no undeclared keys.
+expires whole, a sixteenth of its last entry's lifetime later. Hash fields hold entries (not a key for each) so that eviction needs no undeclared keys.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -89,24 +90,18 @@ class EntryStore:
 
     # --- one entry
 
-    async def fetch(self, partition: Partition, exact: bytes) -> bytes | None:
+    def fetch(self, partition: Partition, exact: bytes) -> Awaitable[bytes | None]:
         """The encoded entry, perhaps an expired one."""
-        data: bytes | None = await self._redis.execute_command("HGET", _keys(partition)[0], exact)
-        return data
+        return self._redis.execute_command("HGET", _keys(partition)[0], exact)
 
     async def fetch_many(self, partition: Partition, exacts: Sequence[bytes]) -> list[bytes | None]:
         """The encoded entries, None for those that are gone."""
         data: list[bytes | None] = await self._redis.execute_command("HMGET", _keys(partition)[0], *exacts)
         return data
 
-    async def fetch_warm(self, partition: Partition, links: Sequence[bytes]) -> list[bytes | None]:
+    def fetch_warm(self, partition: Partition, links: Sequence[bytes]) -> Awaitable[list[bytes | None]]:
         """Who saw each prefix last."""
-        if not links:
-            return []
-        labels: list[bytes | None] = await self._redis.execute_command(
-            "MGET", *(_warm_key(partition, link) for link in links)
-        )
-        return labels
+        return self._redis.execute_command("MGET", *(_warm_key(partition, link) for link in links))
 
     async def put(
         self,
@@ -132,10 +127,13 @@ class EntryStore:
             _ms(entry.expires_at),
             size_bytes_max,
         )
-        # the partition is known before it has an entry: a purge of everything reads the known ones
-        known = self._redis.execute_command("ZADD", _PARTITIONS, int(now), entry.partition)
-        done = self._redis.eval(PUT, len(keys), *keys, *argv, _ms(warm_ttl_s), warm or "")
-        _, (was_there, *evicted) = await asyncio.gather(known, done)
+        hint = (_ms(warm_ttl_s), warm or "")
+        reply = await self._redis.eval(PUT, len(keys), *keys, *argv, 0, *hint)
+        if reply[0] == -1:
+            # the partition is listed before it has an entry: a purge of everything reads the list
+            listing = self._redis.execute_command("ZADD", _PARTITIONS, int(now), entry.partition)
+            _, reply = await asyncio.gather(listing, self._redis.eval(PUT, len(keys), *keys, *argv, 1, *hint))
+        was_there, *evicted = reply
         # and the log tells of an entry that is there: who reads the record fetches what is known about it
         if entry.text is not None:
             await self.log.append(Came(entry.partition, entry.exact))
@@ -170,7 +168,7 @@ class EntryStore:
     # --- all entries
 
     async def partitions(self) -> list[Partition]:
-        """Every partition that ever stored, the latest first."""
+        """Every partition that holds entries or did lately, the latest to begin first."""
         members: list[bytes] = await self._redis.execute_command("ZREVRANGE", _PARTITIONS, 0, -1)
         return [Partition(member) for member in members if len(member) == DIGEST_BYTES]
 
@@ -250,6 +248,7 @@ def pack(entry: Entry) -> Packed:
     return Packed(entry, data, b"%010d" % size + about, size)
 
 
+@lru_cache(maxsize=4096)
 def _keys(partition: Partition) -> tuple[str, ...]:
     tag = "sameway:{" + partition.hex() + "}:"
     return (

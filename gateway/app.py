@@ -22,7 +22,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
-from cache import CacheLimits, ExactCache, SemanticClient
+from cache import CacheLimits, CacheUnavailable, ExactCache, SemanticClient
 from gateway.accounts import Accounts, Ledger, LedgerWriter
 from gateway.admin.routes import admin_router
 from gateway.admin.services import AdminServices
@@ -48,7 +48,7 @@ from gateway.telemetry import logs
 from gateway.telemetry.definitions import LOG_DROPPED
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
 from gateway.turn import Turn
-from policies import Budgets, LocalRateLimits, RateLimits
+from policies import BorrowedRateLimits, Budgets, LocalRateLimits, RateLimits
 
 VERSION = "0.1.0"
 ACCOUNTS_CHANNEL = "sameway:accounts"
@@ -183,7 +183,7 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
         metrics.observe(record)
         stats.add(record)
 
-    limits = Limits(RateLimits(link), LocalRateLimits())
+    limits = Limits(BorrowedRateLimits(RateLimits(link)), LocalRateLimits())
     pipeline = Pipeline(settings, accounts, limits, exact, semantic, money, fleet, emit)
     stack.push_async_callback(pipeline.drain)
     writer = LedgerWriter(link, ledger, budgets)
@@ -263,6 +263,7 @@ def _start_loops(parts: Parts, stack: AsyncExitStack) -> None:
         "ledger": parts.writer.run,
         "money": parts.money.keep,
         "stats": lambda: _every(1.0, parts.stats.flush),
+        "touches": lambda: _every(1.0, parts.exact.flush_touches),
         "watch": lambda: parts.watch.run(parts.metrics),
     }
     for name, loop in loops.items():
@@ -275,7 +276,7 @@ async def _for_ever(name: str, loop: Callable[[], Coroutine[Any, Any, None]]) ->
     while True:
         try:
             await loop()
-        except (RedisError, SQLAlchemyError, OSError) as error:
+        except (RedisError, CacheUnavailable, SQLAlchemyError, OSError) as error:
             _log.warning("loop_interrupted", loop=name, reason=f"{type(error).__name__}: {error}")
         except Exception:
             _log.exception("loop_failed", loop=name)

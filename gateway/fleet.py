@@ -130,6 +130,11 @@ class Alias:
         return {**body, name: self._output_max(deployment, ask)}
 
     @property
+    def has_choice(self) -> bool:
+        """Whether it matters which deployment has a prefix warm."""
+        return len(self.deployments) > 1
+
+    @property
     def is_starting(self) -> bool:
         """Nobody can answer yet, and somebody is about to."""
         loads = [d.backend.load(0) for d in self.deployments.values()]

@@ -4,40 +4,86 @@ Knows no prompts. Invariant: limits never fail open. While Redis is away each wo
 at most its limit per worker.
 """
 
-from collections.abc import Awaitable
+from collections.abc import Coroutine
+from typing import Any
 
+import msgspec
 from redis.exceptions import RedisError
 
 from gateway.accounts import Identity
 from gateway.errors import RateLimited
 from gateway.turn import Turn
-from policies import LimitState, LocalRateLimits, RateLimit, RateLimits, Verdict
+from policies import BorrowedRateLimits, Limited, LocalRateLimits, RateLimit, Verdict
 
 _OUTPUT_TOKENS_EXPECTED = 256
+_IDENTITIES_MAX = 10_000
+
+
+class _Known(msgspec.Struct, frozen=True):
+    """An identity's limits, made ready once."""
+
+    identity: Identity
+    scope: str
+    limited: Limited
 
 
 class Limits:
-    """Requests and tokens per minute, of keys and teams."""
+    """Requests and tokens per minute, of keys and teams. What is taken comes as the response's headers."""
 
-    def __init__(self, shared: RateLimits, local: LocalRateLimits) -> None:
+    def __init__(self, shared: BorrowedRateLimits, local: LocalRateLimits) -> None:
         self._shared = shared
         self._local = local
+        self._known: dict[int, _Known] = {}
 
-    def take(self, identity: Identity) -> Awaitable[dict[str, str]] | None:
-        """2. One request; None where nobody is limited, else the response's headers to await. Raises RateLimited when awaited."""
-        limits = _limits_of(identity, 0)
-        return self._take(identity, limits) if limits else None
+    async def take(self, identity: Identity) -> dict[str, str]:
+        """2. One request. Raises RateLimited."""
+        return await self._take(identity, 1, 0)
 
-    def take_tokens(self, turn: Turn, identity: Identity) -> Awaitable[dict[str, str]] | None:
-        """The tokens that a generation is expected to need; hits need none. As `take`."""
-        limits = [limit for limit in _limits_of(identity, _expected_tokens(turn)) if limit.unit == "tokens"]
-        return self._take(identity, limits) if limits else None
+    async def take_tokens(self, turn: Turn, identity: Identity) -> dict[str, str]:
+        """The tokens that a generation is expected to need; hits need none. Raises RateLimited."""
+        return await self._take(identity, None, _expected_tokens(turn))
 
-    async def _take(self, identity: Identity, limits: list[RateLimit]) -> dict[str, str]:
+    async def take_requests(self, identity: Identity) -> dict[str, str]:
+        """One request that is not a chat: its tokens are not limited. Raises RateLimited."""
+        return await self._take(identity, 1, None)
+
+    def correct(self, turn: Turn, identity: Identity, tokens: int) -> Coroutine[Any, Any, None] | None:
+        """What `take_tokens` took was expected; now it is known what it was. What to await, where Redis must know."""
+        expected = _expected_tokens(turn)
+        known = self._of(identity)
+        correcting = self._shared.correct(known.limited, expected, tokens)
+        return None if correcting is None else self._correct(correcting, identity, expected, tokens)
+
+    async def _correct(
+        self, correcting: Coroutine[Any, Any, None], identity: Identity, expected: int, tokens: int
+    ) -> None:
         try:
-            verdict = await self._shared.take(_scope(identity), limits)
+            await correcting
         except RedisError:
-            verdict = self._local.take(_scope(identity), limits)
+            self._local.correct(_scope(identity), _limits_of(identity, None, expected), "tokens", tokens)
+
+    def _of(self, identity: Identity) -> _Known:
+        """Limits change with the snapshot of accounts, whose identities are new objects then."""
+        known = self._known.get(identity.key.id)
+        if known is None or known.identity is not identity:
+            if len(self._known) > _IDENTITIES_MAX:
+                self._known.clear()
+            limits = [(limit.subject, limit.unit, limit.per_min) for limit in _limits_of(identity, 0, 0)]
+            scope = _scope(identity)
+            known = self._known[identity.key.id] = _Known(identity, scope, self._shared.limited(scope, limits))
+        return known
+
+    async def _take(self, identity: Identity, requests: int | None, tokens: int | None) -> dict[str, str]:
+        """Of what this worker holds, without waiting; from Redis where that does not suffice."""
+        known = self._of(identity)
+        if not known.limited:
+            return {}
+        verdict = self._shared.take_now(known.limited, requests, tokens)
+        if verdict is None:
+            try:
+                verdict = await self._shared.take(known.limited, requests, tokens)
+            except RedisError:
+                verdict = self._local.take(known.scope, _limits_of(identity, requests, tokens))
         headers = _headers(verdict)
         if verdict.is_allowed:
             return headers
@@ -56,48 +102,45 @@ class Limits:
             headers,
         )
 
-    async def take_requests(self, identity: Identity) -> dict[str, str]:
-        """One request that is not a chat: its tokens are not limited. The response's headers. Raises RateLimited."""
-        limits = [limit for limit in _limits_of(identity, 0) if limit.unit == "requests"]
-        return await self._take(identity, limits) if limits else {}
-
-    async def correct(self, turn: Turn, identity: Identity, tokens: int) -> None:
-        """What `take_tokens` took was expected; now it is known what it was."""
-        limits = [limit for limit in _limits_of(identity, _expected_tokens(turn)) if limit.unit == "tokens"]
-        try:
-            await self._shared.correct(_scope(identity), limits, "tokens", tokens)
-        except RedisError:
-            self._local.correct(_scope(identity), limits, "tokens", tokens)
-
 
 def _expected_tokens(turn: Turn) -> int:
     return turn.ask.prompt_tokens + (turn.ask.output_tokens_max or _OUTPUT_TOKENS_EXPECTED) * turn.ask.choices
 
 
-def _limits_of(identity: Identity, tokens: int) -> list[RateLimit]:
+def _limits_of(identity: Identity, requests: int | None, tokens: int | None) -> list[RateLimit]:
+    """Every limit of the key and its team in the units that have a cost."""
     key, team = identity.key, identity.team
     limits = (
-        (f"key:{key.id}", "requests", key.requests_per_min, 1),
+        (f"key:{key.id}", "requests", key.requests_per_min, requests),
         (f"key:{key.id}", "tokens", key.tokens_per_min, tokens),
-        (f"team:{team.id}", "requests", team.requests_per_min, 1),
+        (f"team:{team.id}", "requests", team.requests_per_min, requests),
         (f"team:{team.id}", "tokens", team.tokens_per_min, tokens),
     )
-    return [RateLimit(subject, unit, per_min, cost) for subject, unit, per_min, cost in limits if per_min is not None]
+    return [
+        RateLimit(subject, unit, per_min, cost)
+        for subject, unit, per_min, cost in limits
+        if per_min is not None and cost is not None
+    ]
 
 
 def _scope(identity: Identity) -> str:
     return f"team:{identity.team.id}"
 
 
+_HEADERS = {
+    unit: tuple(f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset"))
+    for unit in ("requests", "tokens")
+}
+
+
 def _headers(verdict: Verdict) -> dict[str, str]:
     """`x-ratelimit-*` for the tightest limit of each unit, as the OpenAI API writes them."""
     headers = {}
-    for unit in ("requests", "tokens"):
-        state: LimitState | None = verdict.tightest(unit)
+    for unit, (limit, remaining, reset) in _HEADERS.items():
+        state = verdict.tightest(unit)
         if state is not None:
-            headers[f"x-ratelimit-limit-{unit}"] = str(state.limit)
-            headers[f"x-ratelimit-remaining-{unit}"] = str(state.remaining)
-            headers[f"x-ratelimit-reset-{unit}"] = _span(state.reset_s)
+            headers[limit], headers[remaining] = str(state.limit), str(state.remaining)
+            headers[reset] = _span(state.reset_s)
     return headers
 
 

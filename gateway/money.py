@@ -54,18 +54,13 @@ class Money:
         """
         budgets = identity.budgets if amount_microusd else ()
         amount_microusd = min(amount_microusd, MICROUSD_MAX)
-        lease_s = self._settings.hold_lease_s
-        reserving = asyncio.ensure_future(
-            self._budgets.reserve(hold_id, identity.team.id, budgets, amount_microusd, lease_s)
-        )
+        intended = self._budgets.intended(hold_id, identity.team.id, budgets, amount_microusd)
         try:
-            outcome = await asyncio.shield(reserving)
+            outcome = await self._budgets.hold(intended, budgets, self._settings.hold_lease_s)
         except (
             asyncio.CancelledError
-        ):  # Redis may have held it by now: nobody else would let go of it before its lease ends
-            await asyncio.wait([reserving])
-            if reserving.exception() is None and isinstance(held := reserving.result(), Hold):
-                await self.release(held)
+        ):  # Redis may hold it by now, and nobody else would let go of it before its lease ends
+            await self.release(intended)  # the link sends it after what was asked before
             raise
         except (RedisError, NotReady) as error:
             if self._settings.on_redis_failure == "refuse" and any(b.is_hard for b in budgets):

@@ -33,8 +33,9 @@ from cache import (
 from gateway.accounts import Accounts, Identity, LedgerRow
 from gateway.attempt import attempt
 from gateway.backends.base import BackendError, Chunk
+from gateway.begun import Begun
 from gateway.errors import ApiError, BadRequest, Forbidden, NotCached, Unauthenticated, from_backend, no_route
-from gateway.fleet import Fleet, pause_before_retry
+from gateway.fleet import Alias, Fleet, pause_before_retry
 from gateway.flight import Flight, Flights, Reader
 from gateway.job import Answer, Facts, Job, count_saved
 from gateway.limits import Limits
@@ -107,7 +108,7 @@ class Pipeline:
             found = fingerprint(turn.body, scope, turn.controls.namespace)
         except ValueError as error:
             raise BadRequest(f"The body can't be encoded: {error}", code="invalid_json") from None
-        entry, warm = await self._look_up(turn, identity, found)
+        entry, warm = await self._look_up(turn, identity, alias, found)
         if entry is not None:
             turn.record.cache, turn.record.deployment = "exact", str(entry.labels.get("deployment", ""))
             return Answer(HitKind.EXACT, turn.elapsed_ms(), entry=entry)
@@ -154,20 +155,19 @@ class Pipeline:
         record.key_id, record.key = identity.key.id, identity.key.name
         return identity
 
-    async def _look_up(self, turn: Turn, identity: Identity, found: Fingerprint) -> tuple[Entry | None, dict[str, int]]:
+    async def _look_up(
+        self, turn: Turn, identity: Identity, alias: Alias, found: Fingerprint
+    ) -> tuple[Entry | None, dict[str, int]]:
         """2 and 4, in one round trip: limits, the exact entry, and which deployment saw this prefix last."""
         controls = turn.controls
         may_look = self.settings.cache.is_exact and not controls.no_cache
         entry = self.exact.peek(found, controls.max_age_s) if may_look else None
-        taking = self.limits.take(identity)
+        taking = Begun(self.limits.take(identity))
         if entry is not None or not self.settings.cache.is_exact:
-            turn.headers = await taking if taking is not None else {}
+            turn.headers = await taking
             return entry, {}
-        looking = self.exact.lookup(found, controls.max_age_s)
-        if taking is not None:
-            turn.headers, looked = await asyncio.gather(taking, looking)
-        else:
-            looked = await looking
+        looked = await self.exact.lookup(found, controls.max_age_s, wants_warm=alias.has_choice)
+        turn.headers = await taking
         if looked.miss is LookupMiss.UNAVAILABLE:
             turn.record.survived += ("redis",)
         warm = {looked.warm: turn.ask.prompt_tokens * looked.warm_depth // len(found.chain)} if looked.warm else {}
@@ -185,12 +185,7 @@ class Pipeline:
             if not await self._find_by_meaning(job):
                 if job.turn.controls.only_if_cached:
                     raise NotCached
-                taking = self.limits.take_tokens(job.turn, job.identity)
-                if taking is not None:
-                    job.turn.headers |= await taking
-                    job.has_taken_tokens = True
-                amount = job.alias.worst_case_microusd(job.turn.ask)
-                job.hold = await self.money.reserve(job.identity, record.request_id, amount)
+                await self._reserve(job)
                 await self._stream(job)
         except asyncio.CancelledError:
             error = ApiError("Everyone who waited for this answer has left", code="client_gone")
@@ -259,6 +254,17 @@ class Pipeline:
             return "not_eligible"
         return "no-cache" if job.turn.controls.no_cache else ""
 
+    async def _reserve(self, job: Job) -> None:
+        """7. The tokens and the money that this generation may need, in one round trip; what is refused leaves nothing taken."""
+        turn, identity = job.turn, job.identity
+        taking = Begun(self.limits.take_tokens(turn, identity))
+        try:
+            amount = job.alias.worst_case_microusd(turn.ask)
+            job.hold = await self.money.reserve(identity, turn.record.request_id, amount)
+        finally:
+            turn.headers |= await taking
+            job.has_taken_tokens = True
+
     async def _stream(self, job: Job) -> None:
         """8 and 9. Try deployments in the order of the route until one has begun; failover is free until then."""
         turn = job.turn
@@ -314,15 +320,14 @@ class Pipeline:
         stored = asyncio.get_running_loop().create_future()
         self._stores[job.fingerprint.compat] = stored
         spent = usage.prompt_tokens + usage.completion_tokens
+        correcting = self.limits.correct(turn, job.identity, spent) if job.has_taken_tokens else None
+        works = (self._account(job, row), self._store(entry, job), correcting)
         try:
-            works = (
-                self._account(job, row),
-                self._store(entry, job),
-                self.limits.correct(turn, job.identity, spent) if job.has_taken_tokens else None,
-            )
-            await asyncio.gather(*(work for work in works if work is not None))
-        except Exception:
-            _log.exception("record_failed", request_id=record.request_id)
+            for work in [Begun(work) for work in works if work is not None]:
+                try:
+                    await work
+                except Exception:
+                    _log.exception("record_failed", request_id=record.request_id)
         finally:
             stored.set_result(None)
             if self._stores.get(job.fingerprint.compat) is stored:
@@ -343,9 +348,10 @@ class Pipeline:
         record = job.turn.record
         try:
             if entry is not None:
-                result = await self.exact.store(entry, warm=record.deployment, chain=job.fingerprint.chain)
+                warm = record.deployment if job.alias.has_choice else None
+                result = await self.exact.store(entry, warm=warm, chain=job.fingerprint.chain)
                 record.store = result.refusal.value if result.refusal else "stored"
-            elif job.generated.has_begun and self.settings.cache.is_exact:
+            elif job.generated.has_begun and job.alias.has_choice and self.settings.cache.is_exact:
                 await self.exact.link(job.fingerprint, record.deployment)
         except CacheUnavailable:
             record.store = "unavailable"

@@ -9,7 +9,7 @@ milliseconds, not its deadline.
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from redis.exceptions import NoScriptError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from cache.redis_url import connect
-from gateway.redis_wire import Command, Pending, Wire, fail, open_wire
+from gateway.redis_wire import Command, Pending, Wire, answer, fail, open_wire
 
 _PROBE_AFTER_S = (0.05, 0.2, 0.5, 1.0)  # growing pauses between probes of a Redis that is away
 
@@ -32,7 +32,8 @@ class RedisLink:
     def __init__(self, url: str, timeout_s: float) -> None:
         self.url = url
         self.client = connect(url, timeout_s)
-        self.round_trips = 0
+        self.round_trips = 0  # and what they carried, for who counts what a request costs
+        self.commands = 0
         self._timeout_s = timeout_s
         self._is_direct = "+" not in url.partition("://")[0]
         # what redis-py makes of replies: the wire's are the same as a client's
@@ -50,33 +51,41 @@ class RedisLink:
         """False from a failure until a later call succeeded."""
         return self._failures == 0
 
-    async def execute_command(self, *args: Any) -> Any:
-        """The reply to one command, as redis-py gives it. Raises RedisError."""
-        reply = await self._enqueue(args)
-        understand = self._callbacks.get(args[0])
-        return reply if understand is None else understand(reply)
+    def execute_command(self, *args: Any) -> Awaitable[Any]:
+        """The reply to one command, as redis-py gives it; on its way as soon as this is called. Raises RedisError when awaited."""
+        return self._enqueue(Pending(args, self._loop_future(), self._callbacks.get(args[0])))
 
-    async def eval(self, script: str, numkeys: int, *keys_and_args: Any) -> Any:
-        """The reply of a Lua script, sent by its SHA-1 and whole only where Redis does not know it yet. Raises RedisError."""
+    def eval(self, script: str, numkeys: int, *keys_and_args: Any) -> Awaitable[Any]:
+        """The reply of a Lua script, sent by its SHA-1 and whole only where Redis does not know it yet. As `execute_command`."""
         sha = self._shas.get(script)
         if sha is None:
             sha = self._shas[script] = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
-        try:
-            return await self._enqueue(("EVALSHA", sha, numkeys, *keys_and_args))
-        except NoScriptError:
-            return await self._enqueue(("EVAL", script, numkeys, *keys_and_args))
+        return self._enqueue(Pending(("EVALSHA", sha, numkeys, *keys_and_args), self._loop_future(), script=script))
 
-    def _enqueue(self, command: Command) -> asyncio.Future[Any]:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
+    def _loop_future(self) -> "asyncio.Future[Any]":
+        return asyncio.get_running_loop().create_future()
+
+    def _enqueue(self, pending: Pending) -> "asyncio.Future[Any]":
+        """A future and no task: most of what a command costs is not the command."""
+        future = pending.future
+        self.commands += 1
         if self._failures and time.monotonic() < self._probe_at:
-            future.set_exception(RedisConnectionError("Redis is away; not asked again yet"))
+            fail(pending, RedisConnectionError("Redis is away; not asked again yet"))
             return future
-        self._waiting.append(Pending(command, future))
+        self._waiting.append(pending)
         if not self._is_scheduled:
             self._is_scheduled = True
-            loop.call_soon(self._flush)
+            future.get_loop().call_soon(self._flush)
         return future
+
+    def _refused(self, pending: Pending, error: RedisError) -> None:
+        """Redis' answer is an error. A script that it does not know is sent whole; everything else is the caller's."""
+        if isinstance(error, NoScriptError) and pending.script is not None:
+            pending.command = ("EVAL", pending.script, *pending.command[2:])
+            pending.script = None
+            self._enqueue(pending)
+        else:
+            fail(pending, error)
 
     def _flush(self) -> None:
         """The end of a tick: what was gathered leaves, or somebody begins to connect. A caller that was cancelled in line still
@@ -97,7 +106,7 @@ class RedisLink:
 
     async def _connect(self) -> None:
         try:
-            self._wire = await open_wire(self.url, self._timeout_s, self._lost)
+            self._wire = await open_wire(self.url, self._timeout_s, self._lost, self._refused)
         except Exception as error:
             self._failed([], error if isinstance(error, RedisError) else RedisConnectionError(str(error)))
         finally:
@@ -139,9 +148,9 @@ class RedisLink:
             self._failures = 0
             for pending, reply in zip(batch, replies, strict=True):
                 if isinstance(reply, RedisError):
-                    fail(pending, reply)
-                elif not pending.future.done():
-                    pending.future.set_result(reply)
+                    self._refused(pending, reply)
+                else:
+                    answer(pending, reply)
         self._pump = None
 
     async def _pipeline(self, commands: list[Command]) -> list[Any]:

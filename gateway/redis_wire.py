@@ -36,24 +36,40 @@ _ERRORS: Mapping[str, type[RedisError]] = {
 
 
 class Pending:
-    """One command on its way. `is_repeated`: it was sent before, on a connection that was lost."""
+    """One command on its way. `understand` makes of its reply what redis-py makes of it; `script` is the text behind an
+    EVALSHA's digest; `is_repeated`: it was sent before, on a connection that was lost."""
 
-    __slots__ = ("command", "future", "is_repeated")
+    __slots__ = ("command", "future", "is_repeated", "script", "sent_at", "understand")
 
-    def __init__(self, command: Command, future: "asyncio.Future[Any]") -> None:
+    def __init__(
+        self,
+        command: Command,
+        future: "asyncio.Future[Any]",
+        understand: Callable[[Any], Any] | None = None,
+        script: str | None = None,
+    ) -> None:
         self.command = command
         self.future = future
+        self.understand = understand
+        self.script = script
         self.is_repeated = False
+        self.sent_at = 0.0  # on the loop's clock
 
 
 class Wire(asyncio.Protocol):
-    """A connection. `on_lost(error, unanswered)` is called once, when it ends by itself."""
+    """A connection. `on_lost(error, unanswered)` is called once, when it ends by itself; `on_refused` with each error reply."""
 
-    def __init__(self, timeout_s: float, on_lost: Callable[[RedisError, list[Pending]], None]) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        on_lost: Callable[[RedisError, list[Pending]], None],
+        on_refused: Callable[[Pending, RedisError], None],
+    ) -> None:
         self._timeout_s = timeout_s
+        self._on_refused = on_refused
         self._on_lost: Callable[[RedisError, list[Pending]], None] | None = on_lost
         self._reader = hiredis.Reader(replyError=_error)
-        self._unanswered: deque[tuple[Pending, float]] = deque()  # and the time it was sent
+        self._unanswered: deque[Pending] = deque()
         self._transport: asyncio.WriteTransport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
@@ -63,7 +79,7 @@ class Wire(asyncio.Protocol):
 
     @property
     def unanswered(self) -> "list[asyncio.Future[Any]]":
-        return [pending.future for pending, _ in self._unanswered]
+        return [pending.future for pending in self._unanswered]
 
     def send(self, batch: list[Pending]) -> None:
         """Write all commands at once; their futures get the replies. A command that can't be encoded fails alone."""
@@ -76,7 +92,8 @@ class Wire(asyncio.Protocol):
             except (TypeError, ValueError) as error:
                 fail(pending, ResponseError(f"not a command: {error}"))
             else:
-                self._unanswered.append((pending, now))
+                pending.sent_at = now
+                self._unanswered.append(pending)
         self._transport.write(b"".join(parts))
         if self._timer is None and self._unanswered:
             self._timer = self._loop.call_later(self._timeout_s, self._check)
@@ -91,18 +108,18 @@ class Wire(asyncio.Protocol):
                 return
             if reply is False:
                 return
-            pending, _ = self._unanswered.popleft()
+            pending = self._unanswered.popleft()
             if isinstance(reply, RedisError):
-                fail(pending, reply)
-            elif not pending.future.done():
-                pending.future.set_result(reply)
+                self._on_refused(pending, reply)
+            else:
+                answer(pending, reply)
 
     def _check(self) -> None:
         """The oldest command has waited too long, or the timer is set for the one that is the oldest now."""
         self._timer = None
         if not self._unanswered:
             return
-        late_s = self._loop.time() - self._unanswered[0][1] - self._timeout_s
+        late_s = self._loop.time() - self._unanswered[0].sent_at - self._timeout_s
         if late_s >= 0:
             self._end(RedisTimeoutError(f"no reply within {self._timeout_s:g} s"))
         else:
@@ -113,7 +130,7 @@ class Wire(asyncio.Protocol):
 
     def _end(self, error: RedisError) -> None:
         on_lost, self._on_lost = self._on_lost, None
-        unanswered = [pending for pending, _ in self._unanswered]
+        unanswered = list(self._unanswered)
         self.close()
         if on_lost is not None:
             on_lost(error, unanswered)
@@ -129,7 +146,12 @@ class Wire(asyncio.Protocol):
             self._transport.abort()
 
 
-async def open_wire(url: str, timeout_s: float, on_lost: Callable[[RedisError, list[Pending]], None]) -> Wire:
+async def open_wire(
+    url: str,
+    timeout_s: float,
+    on_lost: Callable[[RedisError, list[Pending]], None],
+    on_refused: Callable[[Pending, RedisError], None],
+) -> Wire:
     """A connection to `redis://[user[:password]@]host[:port][/db]`, `rediss://` or `unix://[user[:password]@]path[?db=N]`,
     authenticated. Raises RedisError."""
     parts = urlsplit(url)
@@ -138,11 +160,13 @@ async def open_wire(url: str, timeout_s: float, on_lost: Callable[[RedisError, l
         async with asyncio.timeout(timeout_s):
             if parts.scheme == "unix":
                 path = unquote(url.partition("://")[2].partition("?")[0].rpartition("@")[2])
-                _, wire = await loop.create_unix_connection(lambda: Wire(timeout_s, on_lost), path)
+                _, wire = await loop.create_unix_connection(lambda: Wire(timeout_s, on_lost, on_refused), path)
             else:
                 host, port = parts.hostname or "localhost", parts.port or 6379
                 tls = True if parts.scheme == "rediss" else None
-                _, wire = await loop.create_connection(lambda: Wire(timeout_s, on_lost), host, port, ssl=tls)
+                _, wire = await loop.create_connection(
+                    lambda: Wire(timeout_s, on_lost, on_refused), host, port, ssl=tls
+                )
     except TimeoutError:
         raise RedisTimeoutError(f"no connection within {timeout_s:g} s") from None
     except OSError as error:
@@ -165,6 +189,17 @@ def _greeting(parts: SplitResult) -> list[Command]:
     if db and db != "0":
         commands.append(("SELECT", db))
     return commands
+
+
+def answer(pending: Pending, reply: Any) -> None:
+    """Give who waits the reply, as redis-py would."""
+    if not pending.future.done():
+        try:
+            pending.future.set_result(reply if pending.understand is None else pending.understand(reply))
+        except (
+            Exception
+        ) as error:  # a reply of another shape than the command's: its caller's to hear of, not the wire's
+            pending.future.set_exception(error)
 
 
 def fail(pending: Pending, error: RedisError) -> None:

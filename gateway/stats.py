@@ -13,7 +13,7 @@ Invariant: every record is in exactly one kind (`KINDS`) of each resolution; the
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Protocol
 
 import msgspec
@@ -60,8 +60,8 @@ _decoder = msgspec.msgpack.Decoder(Record)
 
 
 class Redis(Protocol):
-    async def execute_command(self, *args: Any) -> Any: ...
-    async def eval(self, script: str, numkeys: int, *keys_and_args: Any) -> Any: ...
+    def execute_command(self, *args: Any) -> Awaitable[Any]: ...
+    def eval(self, script: str, numkeys: int, *keys_and_args: Any) -> Awaitable[Any]: ...
 
 
 class _Resolution(msgspec.Struct, frozen=True):
@@ -292,11 +292,11 @@ class Stats:
                 return Page(tuple(found), None)
 
 
-async def _abreast(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+async def _abreast(calls: Iterable[Awaitable[Any]]) -> list[Any]:
     """All calls' results, a few dozen on their way at once: a pool of connections has an end."""
     gate = asyncio.Semaphore(32)
 
-    async def one(call: Coroutine[Any, Any, Any]) -> Any:
+    async def one(call: Awaitable[Any]) -> Any:
         async with gate:
             return await call
 

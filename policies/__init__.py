@@ -4,6 +4,7 @@ Knows no HTTP, no torch, no prompts' text. What is pure (`route`, `Price.cost`, 
 keeps state in Redis takes an injected client; time and randomness are injected everywhere.
 """
 
+from policies.borrowed_limits import BorrowedRateLimits, Limited
 from policies.budgets import (
     Budgets,
     BudgetState,
@@ -37,6 +38,7 @@ from policies.windows import Budget, Window, WindowKind, window_at, windows_at
 __all__ = [
     "FREE",
     "MICROUSD_MAX",
+    "BorrowedRateLimits",
     "Breaker",
     "BreakerLimits",
     "Budget",
@@ -51,6 +53,7 @@ __all__ = [
     "Hold",
     "HoldClosed",
     "LimitState",
+    "Limited",
     "LocalRateLimits",
     "LockLost",
     "MicroUSD",

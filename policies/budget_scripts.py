@@ -18,11 +18,12 @@ if not now then local t = redis.call('TIME'); now = t[1] * 1000 + math.floor(t[2
 _SWEEP = """
 local function sweep(spend, holds)
   local stale = redis.call('ZRANGEBYSCORE', holds, '-inf', now, 'LIMIT', 0, 1000)
-  if #stale == 0 then return end
+  if #stale == 0 then return 0 end
   local freed = 0
   for _, member in ipairs(stale) do freed = freed + tonumber(string.match(member, '|(%d+)$')) end
   redis.call('ZREM', holds, unpack(stale))
   if freed > 0 then redis.call('HINCRBY', spend, 'held', string.format('%.0f', -freed)) end
+  return freed
 end
 local function read(spend)
   local pair = redis.call('HMGET', spend, 'spent', 'held')
@@ -36,34 +37,43 @@ end
 # KEYS ready, done, then spend and holds of each window.
 # ARGV now, member, amount, lease_ms, windows, keep_until of each window, then window, limit, is_hard of each budget.
 # Replies {code, spent and held of each window as they were without this hold}: 1 taken, 0 refused, -1 not ready, -2 closed.
+# Expired holds are looked for only where a budget would be passed with them: until then they change nothing. A key's
+# expiry is set when the key begins: without holds `holds` does not exist.
 RESERVE = (
     _NOW
     + _SWEEP
     + """
-if redis.call('EXISTS', KEYS[1]) == 0 then return {-1} end
-if redis.call('EXISTS', KEYS[2]) == 1 then return {-2} end
+local states = redis.call('MGET', KEYS[1], KEYS[2])
+if not states[1] then return {-1} end
+if states[2] then return {-2} end
 local member, amount, windows = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[5])
-local reply, mine = {1}, {}
+local lease_end = string.format('%.0f', now + tonumber(ARGV[4]))
+local reply, is_new = {1}, {}
 for w = 1, windows do
   local spend, holds = KEYS[1 + 2 * w], KEYS[2 + 2 * w]
-  sweep(spend, holds)
-  mine[w] = redis.call('ZSCORE', holds, member) and amount or 0
+  is_new[w] = redis.call('ZADD', holds, lease_end, member) == 1
   local spent, held = read(spend)
-  reply[2 * w], reply[2 * w + 1] = spent, held - mine[w]
+  if not is_new[w] then held = held - amount end
+  reply[2 * w], reply[2 * w + 1] = spent, held
 end
 for b = 6 + windows, #ARGV, 3 do
-  local w = tonumber(ARGV[b])
-  if ARGV[b + 2] == '1' and mine[w] == 0 and reply[2 * w] + reply[2 * w + 1] + amount > tonumber(ARGV[b + 1]) then
-    reply[1] = 0
-    return reply
+  local w, limit = tonumber(ARGV[b]), tonumber(ARGV[b + 1])
+  if is_new[w] and reply[2 * w] + reply[2 * w + 1] + amount > limit then
+    reply[2 * w + 1] = reply[2 * w + 1] - sweep(KEYS[1 + 2 * w], KEYS[2 + 2 * w])
+    if ARGV[b + 2] == '1' and reply[2 * w] + reply[2 * w + 1] + amount > limit then reply[1] = 0 end
   end
 end
 for w = 1, windows do
   local spend, holds = KEYS[1 + 2 * w], KEYS[2 + 2 * w]
-  redis.call('ZADD', holds, string.format('%.0f', now + tonumber(ARGV[4])), member)
-  if mine[w] == 0 then redis.call('HINCRBY', spend, 'held', ARGV[3]) end
-  keep(spend, ARGV[5 + w])
-  keep(holds, ARGV[5 + w])
+  if reply[1] == 0 then
+    if is_new[w] then redis.call('ZREM', holds, member) end
+  elseif is_new[w] then
+    redis.call('HINCRBY', spend, 'held', ARGV[3])
+    if reply[2 * w + 1] == 0 then
+      keep(spend, ARGV[5 + w])
+      keep(holds, ARGV[5 + w])
+    end
+  end
 end
 return reply
 """
@@ -79,17 +89,17 @@ end
 
 # KEYS done, ledger, spend of each window of the moment, then spend and holds of each window held.
 # ARGV done_ms, member, amount, spend, windows, keep_until of each window, then the fields of the ledger's entry.
-# Replies 1, or 0 where this hold was settled or released before.
+# Replies 1, or 0 where this hold was settled or released before. A window's first spend sets its count's expiry.
 SETTLE = (
     _LET_GO
     + """
 if not redis.call('SET', KEYS[1], 'settled', 'NX', 'PX', ARGV[1]) then return 0 end
-local windows = tonumber(ARGV[5])
+local windows, spend = tonumber(ARGV[5]), tonumber(ARGV[4])
 for k = 3 + windows, #KEYS, 2 do let_go(KEYS[k], KEYS[k + 1], ARGV[2], ARGV[3]) end
 if ARGV[4] ~= '0' then
   for w = 1, windows do
-    redis.call('HINCRBY', KEYS[2 + w], 'spent', ARGV[4])
-    if ARGV[5 + w] ~= '0' then redis.call('PEXPIREAT', KEYS[2 + w], ARGV[5 + w]) end
+    local spent = redis.call('HINCRBY', KEYS[2 + w], 'spent', ARGV[4])
+    if spent == spend and ARGV[5 + w] ~= '0' then redis.call('PEXPIREAT', KEYS[2 + w], ARGV[5 + w]) end
   end
 end
 redis.call('XADD', KEYS[2], '*', unpack(ARGV, 6 + windows))

@@ -26,6 +26,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from policies import budget_scripts as scripts
 from policies.prices import MICROUSD_MAX, MicroUSD
 from policies.redis import Redis
@@ -72,8 +74,7 @@ class BudgetState:
         return None if self.window.end_ms is None else max(0.0, self.window.end_ms / 1000 - now_s)
 
 
-@dataclass(frozen=True, slots=True)
-class Hold:
+class Hold(msgspec.Struct, frozen=True):
     """Money set apart for one generation. `amount_microusd` 0 and no `held` windows where no budget asked for it.
 
     `warnings` are the soft budgets that this hold goes beyond.
@@ -139,11 +140,23 @@ class Budgets:
         A team without budgets gets an empty hold without a round trip. Raises NotReady, HoldClosed, and ValueError
         for an amount outside [0, MICROUSD_MAX] or a hold id with a `|`.
         """
+        return await self.hold(self.intended(hold_id, team_id, budgets, amount_microusd), budgets, lease_s)
+
+    def intended(self, hold_id: str, team_id: int, budgets: Sequence[Budget], amount_microusd: MicroUSD) -> Hold:
+        """The hold that `hold` would take now. Who asked for it and did not hear the answer can release it."""
         if not budgets:
             return self.unreserved(hold_id, team_id)
-        at_ms = self._now_ms()
-        kinds = tuple(sorted({b.window for b in budgets}, key=_KINDS.index))
-        windows = [window_at(kind, at_ms) for kind in kinds]
+        kinds = (
+            tuple(sorted({b.window for b in budgets}, key=_KINDS.index)) if len(budgets) > 1 else (budgets[0].window,)
+        )
+        return Hold(hold_id, team_id, self._now_ms(), amount_microusd, kinds)
+
+    async def hold(self, hold: Hold, budgets: Sequence[Budget], lease_s: float) -> Hold | Refused:
+        """Take an intended hold against `budgets`, those it was made for. As `reserve`."""
+        if not hold.held:
+            return hold
+        amount_microusd, kinds = hold.amount_microusd, hold.held
+        windows = _held_windows(hold)
         limits: list[Any] = []
         for budget in budgets:
             limits += [kinds.index(budget.window) + 1, budget.limit_microusd, int(budget.is_hard)]
@@ -151,10 +164,10 @@ class Budgets:
             scripts.RESERVE,
             2 + 2 * len(windows),
             READY_KEY,
-            _done_key(hold_id),
-            *_pairs(team_id, windows),
+            _done_key(hold.id),
+            *_pairs(hold.team_id, windows),
             self._lease_now(),
-            _member(hold_id, amount_microusd),
+            _member(hold.id, amount_microusd),
             amount_microusd,
             int(lease_s * 1000),
             len(windows),
@@ -164,19 +177,19 @@ class Budgets:
         if reply[0] == -1:
             raise NotReady("the ledger is being counted")
         if reply[0] == -2:
-            raise HoldClosed(hold_id)
-        states = [
-            BudgetState(b, windows[i], int(reply[1 + 2 * i]), int(reply[2 + 2 * i]))
-            for b in budgets
-            for i in (kinds.index(b.window),)
-        ]
-        passed = [s for s in states if s.spent_microusd + s.held_microusd + amount_microusd > s.budget.limit_microusd]
+            raise HoldClosed(hold.id)
+        passed = []
+        for budget in budgets:
+            i = kinds.index(budget.window)
+            spent, held = int(reply[1 + 2 * i]), int(reply[2 + 2 * i])
+            if spent + held + amount_microusd > budget.limit_microusd:
+                passed.append(BudgetState(budget, windows[i], spent, held))
         if reply[0] == 0:
             # the one that resets last decides when it can pass
             worst = max((s for s in passed if s.budget.is_hard), key=lambda s: s.window.end_ms or float("inf"))
-            return Refused(worst, amount_microusd, worst.resets_in_s(at_ms / 1000))
+            return Refused(worst, amount_microusd, worst.resets_in_s(hold.at_ms / 1000))
         warnings = tuple(s for s in passed if not s.budget.is_hard)
-        return Hold(hold_id, team_id, at_ms, amount_microusd, kinds, warnings)
+        return msgspec.structs.replace(hold, warnings=warnings) if warnings else hold
 
     def unreserved(self, hold_id: str, team_id: int) -> Hold:
         """An empty hold taken now: for a team without budgets, and where the gateway was told to serve without."""

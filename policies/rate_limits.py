@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from policies.redis import Redis
 
@@ -26,32 +27,36 @@ local now = tonumber(ARGV[1])
 if not now then local t = redis.call('TIME'); now = t[1] * 1000000 + t[2] end
 """
 
-# KEYS one arrival time per limit. ARGV now, then per limit: cost and rate per minute.
-# Replies {1 or 0, then per limit how many µs its arrival time leads the present, after the charge if there was one}.
+# KEYS one arrival time per limit. ARGV now, then per limit: cost, rate per minute, and how much more to take where there is room.
+# Replies {1 or 0, then per limit how many µs its arrival time leads the present, after the charge if there was one, and
+# whether the more was taken}.
 _TAKE = (
     _NOW
     + """
 local reply, lead, step = {1}, {}, {}
 for i = 1, #KEYS do
-  local cost, rate = tonumber(ARGV[2 * i]), tonumber(ARGV[2 * i + 1])
+  local cost, rate = tonumber(ARGV[3 * i - 1]), tonumber(ARGV[3 * i])
   lead[i] = math.max(tonumber(redis.call('GET', KEYS[i]) or 0) - now, 0)
   step[i] = cost * 60000000 / rate
   if lead[i] + step[i] > 60000000 then reply[1] = 0 end
 end
 for i = 1, #KEYS do
+  local more = tonumber(ARGV[3 * i + 1]) * 60000000 / tonumber(ARGV[3 * i])
   if reply[1] == 1 then
     lead[i] = lead[i] + step[i]
-    if step[i] > 0 then
+    if lead[i] + more > 60000000 then more = 0 end
+    lead[i] = lead[i] + more
+    if step[i] + more > 0 then
       redis.call('SET', KEYS[i], string.format('%.3f', now + lead[i]), 'PX', math.ceil(lead[i] / 1000) + 1)
     end
   end
-  reply[i + 1] = math.floor(lead[i] + 0.5)
+  reply[2 * i], reply[2 * i + 1] = math.floor(lead[i] + 0.5), more > 0 and reply[1] or 0
 end
 return reply
 """
 )
 
-# KEYS and ARGV as in _TAKE; costs may be negative, and nothing is refused.
+# KEYS one arrival time per limit. ARGV now, then per limit: cost and rate per minute. Costs may be negative, and nothing is refused.
 _CORRECT = (
     _NOW
     + """
@@ -69,33 +74,33 @@ return 1
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RateLimit:
-    """`per_min` of `unit` ("requests", "tokens") for `subject` ("key:5", "team:2"); this request costs `cost`."""
+class RateLimit(msgspec.Struct, frozen=True):
+    """`per_min` of `unit` ("requests", "tokens") for `subject` ("key:5", "team:2"); this request costs `cost`, and `borrow`
+    more are taken for later ones where there is room for all of them."""
 
     subject: str
     unit: str
     per_min: int
     cost: int
+    borrow: int = 0
 
     def __post_init__(self) -> None:
-        if self.per_min < 1 or self.cost < 0:
+        if self.per_min < 1 or self.cost < 0 or self.borrow < 0:
             raise ValueError(f"a rate limit is at least 1 per minute and a cost at least 0: {self}")
 
 
-@dataclass(frozen=True, slots=True)
-class LimitState:
-    """A limit after the decision: how much could be taken now, and in how many seconds all of it."""
+class LimitState(msgspec.Struct, frozen=True):
+    """A limit after the decision: how much could be taken now, and in how many seconds all of it. `borrowed` were taken besides."""
 
     subject: str
     unit: str
     limit: int
     remaining: int
     reset_s: float
+    borrowed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True):
     """Whether the request may pass. `retry_after_s` is 0 where it may, None where it never will: it costs more than
     a whole minute's worth. `refused_by` is the limit that takes longest."""
 
@@ -106,7 +111,13 @@ class Verdict:
 
     def tightest(self, unit: str) -> LimitState | None:
         """Of several limits in one unit the one with least room, to be shown in `x-ratelimit-*`."""
-        return min((s for s in self.states if s.unit == unit), key=lambda s: (s.remaining, s.limit), default=None)
+        tightest = None
+        for state in self.states:
+            if state.unit == unit and (
+                tightest is None or (state.remaining, state.limit) < (tightest.remaining, tightest.limit)
+            ):
+                tightest = state
+        return tightest
 
 
 class RateLimits:
@@ -125,23 +136,34 @@ class RateLimits:
         if not limits:
             return Verdict(True, 0.0, ())
         reply = await self._redis.eval(_TAKE, len(limits), *_keys(scope, limits), self._now(), *_charges(limits))
-        return verdict_of(limits, [int(lead) for lead in reply[1:]], is_allowed=reply[0] == 1)
+        granted = [limit.borrow * more for limit, more in zip(limits, reply[2::2], strict=True)]
+        return verdict_of(limits, [int(lead) for lead in reply[1::2]], is_allowed=reply[0] == 1, granted=granted)
 
     async def correct(self, scope: str, limits: Sequence[RateLimit], unit: str, actual: int) -> None:
         """The request that `take` charged turned out to cost `actual` of `unit`: charge or give back the difference."""
-        changed = [limit for limit in limits if limit.unit == unit and limit.cost != actual]
-        if not changed:
-            return
-        charges = [value for limit in changed for value in (actual - limit.cost, limit.per_min)]
-        await self._redis.eval(_CORRECT, len(changed), *_keys(scope, changed), self._now(), *charges)
+        changed = [(limit, actual - limit.cost) for limit in limits if limit.unit == unit and limit.cost != actual]
+        if changed:
+            await self.charge(scope, changed)
+
+    async def charge(self, scope: str, amounts: Sequence[tuple[RateLimit, int]]) -> None:
+        """Charge what is known by now, or give it back where it is negative, room or not."""
+        limits = [limit for limit, _ in amounts]
+        charges = [value for limit, amount in amounts for value in (amount, limit.per_min)]
+        await self._redis.eval(_CORRECT, len(limits), *_keys(scope, limits), self._now(), *charges)
 
     def _now(self) -> int | str:
         return "" if self._clock_us is None else self._clock_us()
 
 
-def verdict_of(limits: Sequence[RateLimit], leads_us: Sequence[int], *, is_allowed: bool) -> Verdict:
-    """The verdict that follows from how far each limit's arrival time leads the present, after the charge if there was one."""
-    states = tuple(_state(limit, lead_us) for limit, lead_us in zip(limits, leads_us, strict=True))
+def verdict_of(
+    limits: Sequence[RateLimit], leads_us: Sequence[int], *, is_allowed: bool, granted: Sequence[int] = ()
+) -> Verdict:
+    """The verdict that follows from how far each limit's arrival time leads the present, after the charge if there was one.
+    `granted` is what was taken of each besides."""
+    states = tuple(
+        _state(limit, lead_us, more)
+        for limit, lead_us, more in zip(limits, leads_us, granted or [0] * len(limits), strict=True)
+    )
     if is_allowed:
         return Verdict(True, 0.0, states)
     waits_s = [_wait_s(limit, lead_us) for limit, lead_us in zip(limits, leads_us, strict=True)]
@@ -155,12 +177,12 @@ def _keys(scope: str, limits: Sequence[RateLimit]) -> list[str]:
 
 
 def _charges(limits: Sequence[RateLimit]) -> list[int]:
-    return [value for limit in limits for value in (limit.cost, limit.per_min)]
+    return [value for limit in limits for value in (limit.cost, limit.per_min, limit.borrow)]
 
 
-def _state(limit: RateLimit, lead_us: int) -> LimitState:
+def _state(limit: RateLimit, lead_us: int, borrowed: int) -> LimitState:
     room = max(0, (MINUTE_US - lead_us) * limit.per_min // MINUTE_US)
-    return LimitState(limit.subject, limit.unit, limit.per_min, room, lead_us / 1e6)
+    return LimitState(limit.subject, limit.unit, limit.per_min, room, lead_us / 1e6, borrowed)
 
 
 def _wait_s(limit: RateLimit, lead_us: int) -> float:

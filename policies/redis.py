@@ -6,12 +6,13 @@ that shares pipelines and bounds every call by a time-out. What a failed call ra
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import Any, Protocol
 
 
 class Redis(Protocol):
     """Raw replies: bytes, integers, lists, None. Servers from 6.2 on; every key a script touches is in its KEYS."""
 
-    async def execute_command(self, *args: Any) -> Any: ...
+    def execute_command(self, *args: Any) -> Awaitable[Any]: ...
 
-    async def eval(self, script: str, numkeys: int, *keys_and_args: Any) -> Any: ...
+    def eval(self, script: str, numkeys: int, *keys_and_args: Any) -> Awaitable[Any]: ...

@@ -57,7 +57,7 @@ async def test_a_bad_command_fails_alone(link: RedisLink) -> None:
 
 async def test_a_caller_who_leaves_still_gets_it_sent(link: RedisLink) -> None:
     """A command whose caller was cancelled in line is sent: it may be a settlement."""
-    task = asyncio.create_task(link.execute_command("SET", "left", "yes"))
+    task = asyncio.ensure_future(link.execute_command("SET", "left", "yes"))
     await asyncio.sleep(0)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

@@ -198,7 +198,7 @@ async def test_the_size_budget_is_never_exceeded(redis_server: RedisServer, step
         if fp.exact in sizes and (not is_lookup or found.entry is not None):
             recent.append(fp.exact)
         # the model: drop from the front until the rest fits
-        await exact._flush_touches()
+        await exact.flush_touches()
         while sum(sizes[one] for one in recent) > budget:
             recent.pop(0)
         stats = await exact.stats()
