@@ -1,6 +1,6 @@
 """Rate limits of which this process holds a small share: most requests are charged in memory, and Redis hears of many at once.
 
-Knows no HTTP, keys or teams. Invariants: what is used was charged in Redis before; at most one five-hundredth of a limit (`_SHARES`)
+Knows no HTTP, keys or teams. Invariants: what is used was charged in Redis before; one five-hundredth of a limit (`_SHARES`), and at most twice that,
 lies unused in each process, so no minute exceeds a limit by more than that per process and none falls short of it by more. A limit
 too small to be shared out is asked of Redis each time, exactly. What is shown as remaining is at most a second old.
 """
@@ -104,7 +104,10 @@ class BorrowedRateLimits:
                     state = verdict.states[i]
                     share.left += state.borrowed
                     share.lead_us, share.heard_at_s = int(state.reset_s * 1e6), self._clock()
-        return verdict
+        if not verdict.is_allowed:
+            return verdict
+        now_s = self._clock()
+        return Verdict(True, 0.0, tuple([share.state(now_s) for share, _, _ in asked]))
 
     def correct(self, limited: Limited, expected: int, actual: int) -> Coroutine[Any, Any, None] | None:
         """A request that was charged `expected` tokens has used `actual`: what to await where Redis must hear of it; None where
