@@ -12,7 +12,8 @@
 
 Knows no policy and no L1. Invariants: one script moves an entry and its accounting together, so a partition's bytes are exact and
 never above its budget; every key of a script is in KEYS and under one hash tag (Redis Cluster); a partition without live entries
-expires whole, a sixteenth of its last entry's lifetime later. Hash fields hold entries (not a key for each) so that eviction needs no undeclared keys.
+expires whole, a sixteenth of its last entry's lifetime later. Hash fields hold entries (not a key for each) so that eviction needs
+no undeclared keys.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Rate limits of which this process holds a small share: most requests are charged in memory, and Redis hears of many at once.
 
-Knows no HTTP, keys or teams. Invariants: what is used was charged in Redis before; one five-hundredth of a limit (`_SHARES`), and at most twice that,
-lies unused in each process, so no minute exceeds a limit by more than that per process and none falls short of it by more. A limit
-too small to be shared out is asked of Redis each time, exactly. What is shown as remaining is at most a second old.
+Knows no HTTP, keys or teams. Invariants: what is used was charged in Redis before; one five-hundredth of a limit (`_SHARES`), and
+at most twice that, lies unused in each process, so no minute exceeds a limit by more than that per process and none falls short of
+it by more. A limit too small to be shared out is asked of Redis each time, exactly. What is shown as remaining is at most a second
+old.
 """
 
 from __future__ import annotations
