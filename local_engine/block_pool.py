@@ -61,6 +61,11 @@ class BlockPool:
         return len(self._free) + len(self._cached)
 
     @property
+    def free(self) -> int:
+        """Blocks that can be had without forgetting anything."""
+        return len(self._free)
+
+    @property
     def cached(self) -> int:
         """Blocks that nobody holds and that can still be reused."""
         return len(self._cached)

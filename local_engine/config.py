@@ -33,6 +33,8 @@ class EngineConfig:
     sequences_max: int | None = None
     queue_max: int = 256
     answer_tokens_default: int = 512
+    wait_max_s: float | None = None
+    draft_tokens_max: int = 8
     has_prefix_cache: bool = True
 
     def __post_init__(self) -> None:
@@ -50,6 +52,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be 1 or more, not {value}")
+        if self.wait_max_s is not None and self.wait_max_s <= 0:
+            raise ValueError(f"wait_max_s must be above 0, not {self.wait_max_s}")
+        if self.draft_tokens_max < 0:
+            raise ValueError(f"draft_tokens_max must be 0 (off) or more, not {self.draft_tokens_max}")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, not {self.dtype!r}")
 

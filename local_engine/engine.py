@@ -19,12 +19,12 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from local_engine.block_pool import BlockPool
 from local_engine.config import EngineConfig
 from local_engine.loader import open_checkpoint
 from local_engine.messages import (
-    DeadlineExceeded,
     EngineError,
     EngineFailed,
     EngineLoad,
@@ -36,14 +36,18 @@ from local_engine.messages import (
     Overloaded,
     PromptTooLong,
     SamplingParams,
-    TokenLogprob,
     Usage,
 )
+from local_engine.pace import Pace
 from local_engine.runner import ModelRunner, default_sequences, default_step_tokens
-from local_engine.sampler import Candidate, Sampled, sample
+from local_engine.sampler import Place, Sampled, candidates, sample
 from local_engine.scheduler import Chunk, Scheduler
 from local_engine.sequence import Sequence, Status
+from local_engine.speculative import Lookup, Speculation
 from local_engine.tokenizer import Piece, TextStream
+
+if TYPE_CHECKING:
+    import torch
 
 _log = logging.getLogger(__name__)
 
@@ -60,31 +64,13 @@ class StepOutput:
 
 @dataclass(slots=True)
 class Totals:
-    """Counted since the start, warm-up left out."""
+    """Counted since the start."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     answer_tokens: int = 0
-
-
-@dataclass(slots=True)
-class Pace:
-    """Measured speed, as moving averages: what predictions of TTFT stand on."""
-
-    prefill_tokens_per_s: float = 0.0
-    decode_ms_per_token: float = 0.0
-
-    def observe(self, chunks: Many[Chunk], duration_s: float) -> None:
-        """Learn from one step that took `duration_s`."""
-        tokens = sum(chunk.count for chunk in chunks)
-        if tokens == len(chunks):
-            self.decode_ms_per_token = _blend(self.decode_ms_per_token, 1000.0 * duration_s)
-        elif tokens >= 32:
-            self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, tokens / duration_s)
-
-
-def _blend(average: float, value: float) -> float:
-    return value if average == 0.0 else 0.9 * average + 0.1 * value
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Engine:
@@ -109,14 +95,15 @@ class Engine:
         self._runner = ModelRunner(config, checkpoint, progress)
         self._pool = BlockPool(self._runner.kv.blocks, config.block_tokens, has_prefix_cache=config.has_prefix_cache)
         device = self._runner.device
+        self._pace = Pace()
         self._scheduler = Scheduler(
             self._pool,
             step_tokens_max=config.step_tokens_max or default_step_tokens(device),
             sequences_max=config.sequences_max or default_sequences(device),
+            draft_cost=lambda rows, more: self._pace.cost(rows, more),
         )
         self._sequences: dict[int, Sequence] = {}
         self._submitted = 0
-        self._pace = Pace()
         self._totals = Totals()
         model = checkpoint.config
         self.info = ModelInfo(
@@ -162,8 +149,10 @@ class Engine:
         salt: bytes = b"",
         priority: int = 0,
         deadline: float | None = None,
+        reference: Many[int] = (),
     ) -> int:
         """Queue a prompt; returns the id that `step` and `abort` speak of. `deadline` is a time of the engine's clock.
+        `reference`: tokens the answer may share passages with.
 
         Raises InvalidRequest, PromptTooLong, Overloaded.
         """
@@ -182,10 +171,13 @@ class Engine:
             salt=salt,
             priority=priority,
             arrival=self._submitted,
-            random=random.Random(self._entropy.getrandbits(64) if params.seed is None else params.seed),
+            seed=self._entropy.getrandbits(63) if params.seed is None else params.seed,
             text=TextStream(self.tokenizer, params.stop),
             deadline=deadline,
+            submitted_s=self._clock(),
         )
+        if self.config.draft_tokens_max and not sequence.has_penalties:
+            sequence.speculation = Speculation(Lookup(list(reference)), self.config.draft_tokens_max)
         self._sequences[sequence.id] = sequence
         self._scheduler.add(sequence)
         return sequence.id
@@ -204,13 +196,13 @@ class Engine:
             return outputs
         start = time.perf_counter()
         try:
-            logits, ending = self._runner.run(chunks)
-            sampled = sample(logits, [chunk.sequence for chunk in ending])
+            logits = self._runner.run(chunks)
+            sampled = self._sample(chunks, logits)
         except Exception as error:
             _log.exception("a step failed; its sequences end, the engine goes on")
             return outputs + self._fail_step([chunk.sequence for chunk in chunks], f"the step failed: {error}")
         self._pace.observe(chunks, time.perf_counter() - start)
-        return outputs + self._postprocess(chunks, ending, sampled)
+        return outputs + self._postprocess(chunks, sampled)
 
     def load(self) -> EngineLoad:
         """Queue, memory and speed as of the last step."""
@@ -232,6 +224,8 @@ class Engine:
             cached_tokens_total=self._totals.cached_tokens,
             answer_tokens_total=self._totals.answer_tokens,
             preemptions_total=self._scheduler.preemptions,
+            drafted_tokens_total=self._totals.drafted_tokens,
+            accepted_tokens_total=self._totals.accepted_tokens,
         )
 
     def cached_prefix_tokens(self, tokens: Many[int], salt: bytes = b"") -> int:
@@ -276,56 +270,97 @@ class Engine:
             raise Overloaded(f"{len(self._scheduler.waiting)} requests wait already")
 
     def _drop_expired(self) -> list[StepOutput]:
-        now = self._clock()
-        expired = [s for s in self._sequences.values() if s.deadline is not None and s.deadline <= now]
-        return [self._fail(sequence, DeadlineExceeded("the deadline passed")) for sequence in expired]
+        late = self._scheduler.overdue(self._clock(), self.config.wait_max_s)
+        return [self._fail(sequence, error) for sequence, error in late]
 
-    def _postprocess(self, chunks: Many[Chunk], ending: Many[Chunk], sampled: Many[Sampled]) -> list[StepOutput]:
+    def _sample(self, chunks: Many[Chunk], logits: torch.Tensor) -> list[list[Sampled]]:
+        """Per chunk what was drawn at its places: after its last token and after each of its draft."""
+        places: list[Place] = []
+        rows: list[int] = []
+        at = 0
         for chunk in chunks:
-            chunk.sequence.computed += chunk.count
-        broken = [c.sequence for c, token in zip(ending, sampled, strict=True) if token.token_id is None]
-        outputs = []
-        for chunk, token in zip(ending, sampled, strict=True):
-            if token.token_id is not None:
-                outputs.append(self._advance(chunk.sequence, token.token_id, token))
+            stop = at + chunk.logit_rows
+            if chunk.sequence.wants_prompt_logprobs:
+                self._note_prompt(chunk, logits[at:stop])
+            if chunk.is_last:
+                own = range(len(chunk.draft) + 1)
+                places += [Place(chunk.sequence, ahead) for ahead in own]
+                rows += range(stop - len(own), stop)
+            at = stop
+        drawn = iter(sample(logits if len(rows) == len(logits) else logits[rows], places) if places else ())
+        return [[next(drawn) for _ in range(len(chunk.draft) + 1 if chunk.is_last else 0)] for chunk in chunks]
+
+    def _note_prompt(self, chunk: Chunk, logits: torch.Tensor) -> None:
+        """Keep the log probabilities of the prompt's tokens that this chunk predicts."""
+        sequence = chunk.sequence
+        first = len(sequence.prompt_logprobs)  # the row at position p predicts token p + 1; known are those up to first
+        stop = min(chunk.end, sequence.prompt_tokens - 1)
+        if stop > first >= chunk.start:
+            ids = sequence.tokens[first + 1 : stop + 1]
+            wanted = sequence.params.prompt_logprobs or 0
+            found = candidates(logits[first - chunk.start : stop - chunk.start], ids, [wanted] * len(ids))
+            sequence.prompt_logprobs += [
+                spelled for one in found if (spelled := self.tokenizer.spelled(one)) is not None
+            ]
+
+    def _postprocess(self, chunks: Many[Chunk], sampled: Many[list[Sampled]]) -> list[StepOutput]:
+        for chunk in chunks:
+            chunk.sequence.computed += chunk.count - len(chunk.draft)
+        ending = [(chunk, drawn) for chunk, drawn in zip(chunks, sampled, strict=True) if drawn]
+        broken = [chunk.sequence for chunk, drawn in ending if any(token.token_id is None for token in drawn)]
+        outputs = [self._advance(chunk, drawn) for chunk, drawn in ending if chunk.sequence not in broken]
         if broken:
             outputs += self._fail_step(broken, "the model's output is not finite")
         return outputs
 
-    def _advance(self, sequence: Sequence, token_id: int, sampled: Sampled) -> StepOutput:
-        """Add the sampled token, decide whether the answer ends with it, and say what became final."""
+    def _advance(self, chunk: Chunk, drawn: Many[Sampled]) -> StepOutput:
+        """Add what was drawn as far as the draft foresaw it, decide whether the answer ends, and say what is final."""
+        sequence = chunk.sequence
         if sequence.answer_tokens == 0:
             self._totals.prompt_tokens += sequence.prompt_tokens
             self._totals.cached_tokens += sequence.cached_tokens or 0
-        self._totals.answer_tokens += 1
-        sequence.tokens.append(token_id)
-        if sequence.has_penalties:
-            sequence.counts[token_id] += 1
-        can_stop = sequence.answer_tokens >= sequence.params.min_tokens
-        reason: FinishReason | None = None
-        if token_id in sequence.stop_token_ids:
-            piece, reason = sequence.text.finish(), "stop"
-        else:
-            piece = sequence.text.push(token_id, self._spelled(sampled), can_stop=can_stop)
-            if piece.is_stopped:
-                reason = "stop"
-            elif sequence.answer_tokens >= sequence.answer_tokens_max:
-                piece, reason = _join(piece, sequence.text.finish()), "length"
-        output = Output(text=piece.text, token_ids=piece.token_ids, logprobs=piece.logprobs, finish_reason=reason)
+        prompt_logprobs = tuple(sequence.prompt_logprobs) if sequence.answer_tokens == 0 else ()
+        accepted = 0
+        piece, reason = self._add(sequence, drawn[0])
+        while reason is None and accepted < len(chunk.draft) and sequence.tokens[-1] == chunk.draft[accepted]:
+            accepted += 1
+            more, reason = self._add(sequence, drawn[accepted])
+            piece = piece.joined(more)
+        sequence.computed += accepted
+        if chunk.draft and sequence.speculation is not None:
+            sequence.speculation.observe(len(chunk.draft), accepted)
+            self._totals.drafted_tokens += len(chunk.draft)
+            self._totals.accepted_tokens += accepted
+        output = Output(
+            text=piece.text,
+            token_ids=piece.token_ids,
+            logprobs=piece.logprobs,
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=reason,
+        )
         if reason is None:
             return StepOutput(sequence.id, output)
         del self._sequences[sequence.id]
         self._scheduler.finish(sequence)
         return StepOutput(sequence.id, output, usage=_usage(sequence))
 
-    def _spelled(self, sampled: Sampled) -> TokenLogprob | None:
-        if sampled.chosen is None:
-            return None
-        return self._logprob(sampled.chosen, tuple(self._logprob(candidate) for candidate in sampled.top))
-
-    def _logprob(self, candidate: Candidate, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
-        raw = self.tokenizer.spell(candidate.token_id)
-        return TokenLogprob(candidate.token_id, raw.decode(errors="replace"), raw, candidate.logprob, top)
+    def _add(self, sequence: Sequence, sampled: Sampled) -> tuple[Piece, FinishReason | None]:
+        """Add one token; returns the text it made final, and why the answer ends with it if it does."""
+        token_id = sampled.token_id
+        assert token_id is not None
+        self._totals.answer_tokens += 1
+        sequence.tokens.append(token_id)
+        if sequence.has_penalties:
+            sequence.counts[token_id] += 1
+        if token_id in sequence.stop_token_ids:
+            return sequence.text.finish(), "stop"
+        can_stop = sequence.answer_tokens >= sequence.params.min_tokens
+        piece = sequence.text.push(token_id, self.tokenizer.spelled(sampled), can_stop=can_stop)
+        if piece.is_stopped:
+            return piece, "stop"
+        if sequence.answer_tokens >= sequence.answer_tokens_max:
+            return piece.joined(sequence.text.finish()), "length"
+        return piece, None
 
     def _fail(self, sequence: Sequence, error: EngineError) -> StepOutput:
         self.abort(sequence.id)
@@ -347,15 +382,11 @@ class Engine:
             return
         params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
         for _ in range(2):
-            self._pace = Pace()
+            self._pace.forget()
             self.submit([0] * length, params, salt=b"warm-up")
             while self.has_work:
                 self.step()
             self._pool.forget_all()
-
-
-def _join(first: Piece, second: Piece) -> Piece:
-    return Piece(first.text + second.text, first.token_ids + second.token_ids, first.logprobs + second.logprobs)
 
 
 def _usage(sequence: Sequence) -> Usage:

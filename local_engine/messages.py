@@ -82,7 +82,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `temperature` 0 is greedy. `top_k` 0 and `min_p` 0 are off. `repetition_penalty` (1 is off, prompt included, CTRL,
     arXiv:1909.05858), `presence_penalty` and `frequency_penalty` (output only, as OpenAI defines them).
     `logprobs` None is off; k asks for the chosen token's log probability and the k likeliest (0..20), taken from the
-    model's own distribution, before penalties, temperature and filters.
+    model's own distribution, before penalties, temperature and filters. `prompt_logprobs` asks the same of the prompt's
+    tokens; such a prompt is computed whole, cached or not.
+    `seed`: equal seeds draw equally whatever runs beside them; what remains is that a batch of another shape may round
+    the logits differently in their last bits (`ModelInfo.is_batch_invariant` says where it does not).
     `max_tokens` None means as many as the engine's default and the context allow.
     """
 
@@ -101,6 +104,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def validate(self) -> None:
         """Raises InvalidRequest naming the first field out of range."""
@@ -115,6 +119,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "1 or more"),
             ("min_tokens", self.min_tokens >= 0, "0 or more"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= TOP_LOGPROBS_MAX, "from 0 to 20"),
+            (
+                "prompt_logprobs",
+                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= TOP_LOGPROBS_MAX,
+                "from 0 to 20",
+            ),
+            ("seed", self.seed is None or -(1 << 63) <= self.seed < 1 << 64, "a 64-bit integer"),
             ("stop", len(self.stop) <= 64 and all(self.stop), "at most 64 strings, none of them empty"),
         ):
             if not is_good:
@@ -122,11 +132,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One request for `n` answers. Exactly one of `messages`, `prompt` and `prompt_token_ids` is given.
+    """One request for `n` answers: of `best_of` candidates (at least n) those whose tokens are the likeliest on average;
+    where best_of is above n nothing is sent until all are done. Exactly one of `messages`, `prompt` and
+    `prompt_token_ids` is given.
 
     `messages` and `tools` go through the model's chat template (OpenAI's shapes; a content may be a list of text
     parts). `salt` isolates reuse of KV blocks: only requests of one salt ever share any. `priority`: smaller is
-    sooner. `deadline_s`: seconds from submission after which the work is dropped.
+    sooner. `deadline_s`: seconds from submission after which the work is dropped. `reference`: a text that the answer may
+    share passages with; it speeds up what it foresees and changes no answer.
     """
 
     messages: list[dict[str, Any]] | None = None
@@ -135,9 +148,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     prompt_token_ids: list[int] | None = None
     sampling: SamplingParams = SamplingParams()
     n: int = 1
+    best_of: int | None = None
     salt: bytes = b""
     priority: int = 0
     deadline_s: float | None = None
+    reference: str | None = None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -151,12 +166,14 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A piece of one choice: text that is final, the tokens behind it; `finish_reason` on the choice's last piece."""
+    """A piece of one choice: text that is final, the tokens behind it; `finish_reason` on the choice's last piece.
+    `prompt_logprobs`, where asked for, on the first: of the prompt's tokens but the first, which nothing predicts."""
 
     index: int = 0
     text: str = ""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
 
 
@@ -169,7 +186,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What was loaded. `context_tokens` is prompt and answer together; sizes in bytes."""
+    """What was loaded. `context_tokens` is prompt and answer together; sizes in bytes. `is_batch_invariant`: logits do
+    not depend on what else is in the batch, not even in their last bits."""
 
     name: str
     architecture: str
@@ -182,13 +200,14 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_size_bytes: int
     has_chat_template: bool
     has_tools: bool = False
+    is_batch_invariant: bool = False
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's state as last pushed by its worker: what a router asks before it sends anything.
 
     What ends in `_total` counts since the engine's start: prompt tokens that were computed or reused (`cached_`), answer
-    tokens, and preemptions.
+    tokens, preemptions, and drafted tokens with those of them that the model accepted.
     """
 
     is_ready: bool = False
@@ -209,6 +228,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens_total: int = 0
     answer_tokens_total: int = 0
     preemptions_total: int = 0
+    drafted_tokens_total: int = 0
+    accepted_tokens_total: int = 0
 
     @property
     def kv_usage(self) -> float:

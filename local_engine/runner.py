@@ -6,6 +6,7 @@ text. Invariant: it reads a sequence (tokens, blocks) and never changes it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 
@@ -45,12 +46,15 @@ class ModelRunner:
         self._group = model.heads // model.kv_heads
 
     @torch.inference_mode()
-    def run(self, chunks: Many[Chunk]) -> tuple[torch.Tensor, list[Chunk]]:
-        """Compute the chunks; returns logits [n, vocabulary] and, in the same order, the n chunks that end their
-        sequence's known tokens, which is where a next token is to be sampled."""
-        ordered = sorted(chunks, key=lambda chunk: (chunk.count > 1, -len(chunk.sequence.blocks)))
-        step = self._prepare(ordered)
-        return self.decoder(step, self.kv), [chunk for chunk in ordered if chunk.is_last]
+    def run(self, chunks: Many[Chunk]) -> torch.Tensor:
+        """Compute the chunks; returns the logits [sum of their logit_rows, vocabulary], in the order of the chunks."""
+        order = sorted(range(len(chunks)), key=lambda i: (chunks[i].count > 1, -len(chunks[i].sequence.blocks)))
+        ordered = [chunks[i] for i in order]
+        starts = dict(zip(order, itertools.accumulate((c.count for c in ordered), initial=0), strict=False))
+        rows = [
+            starts[i] + chunk.count - back for i, chunk in enumerate(chunks) for back in range(chunk.logit_rows, 0, -1)
+        ]
+        return self.decoder(self._prepare(ordered, rows), self.kv)
 
     def _make_kv(self, config: EngineConfig) -> PagedKV:
         model = self.decoder.config
@@ -80,24 +84,21 @@ class ModelRunner:
         logits = (config.sequences_max or default_sequences(self.device)) * model.vocabulary_size * 12
         return rows * wide * 4 + logits + (1 << 29)
 
-    def _prepare(self, chunks: Many[Chunk]) -> StepInput:
+    def _prepare(self, chunks: Many[Chunk], logit_rows: list[int]) -> StepInput:
         size = self.kv.block_tokens
         rows = sum(chunk.count for chunk in chunks)
         token_ids, positions, slots = (np.empty(rows, np.int64) for _ in range(3))
-        logit_rows = []
         prefills = []
         at = 0
         for chunk in chunks:
             stop = at + chunk.count
             blocks = np.array(chunk.sequence.blocks, np.int64)
             where = np.arange(chunk.start, chunk.end)
-            token_ids[at:stop] = chunk.sequence.tokens[chunk.start : chunk.end]
+            token_ids[at:stop] = chunk.tokens
             positions[at:stop] = where
             slots[at:stop] = blocks[where // size] * size + where % size
             if chunk.count > 1:
                 prefills.append(self._span(chunk, at, blocks))
-            if chunk.is_last:
-                logit_rows.append(stop - 1)
             at = stop
         return StepInput(
             token_ids=self._to_device(token_ids),

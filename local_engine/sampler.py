@@ -1,8 +1,11 @@
 """From logits to tokens: penalties, temperature, top-k, top-p, min-p, seeds and log probabilities.
 
 Knows sequences' parameters and counts, no text. All rows of a step are sampled together. Random rows invert the
-cumulative distribution at one uniform number, drawn from the sequence's own generator: so a seeded sequence draws the
-same numbers whatever runs beside it (its logits can still differ in the last bits with the batch's shape).
+cumulative distribution at one uniform number, a function of the sequence's seed and the token's position: so a seeded
+sequence draws the same whatever runs beside it (its logits can still differ in the last bits with the batch's shape).
+A draft is verified by drawing at each of its places as if it were not there: as long as what is drawn is what was
+drafted, the next row's logits are the right ones. That keeps the distribution, and accepts a drafted token as often as
+the model would say it, which for a draft without a distribution of its own is the best there is (arXiv:2211.17192).
 Order of the filters: temperature, top-k, top-p, min-p, as in Hugging Face's generate.
 """
 
@@ -13,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from local_engine.messages import SamplingParams
 from local_engine.sequence import Sequence
 
 _CANDIDATES = (256, 4096)
@@ -36,39 +40,61 @@ class Sampled:
     top: tuple[Candidate, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A row of logits to draw from: the sequence's next token, or the one `ahead` places after it, were its draft right."""
+
+    sequence: Sequence
+    ahead: int = 0
+
+    @property
+    def position(self) -> int:
+        """Of the token, counted in the answer."""
+        return self.sequence.answer_tokens + self.ahead
+
+    @property
+    def changes_logits(self) -> bool:
+        params = self.sequence.params
+        return self.sequence.has_penalties or bool(params.logit_bias) or self.position < params.min_tokens
+
+
 @torch.inference_mode()
-def sample(logits: torch.Tensor, sequences: Many[Sequence]) -> list[Sampled]:
-    """The next token of each sequence from logits [len(sequences), vocabulary]."""
+def sample(logits: torch.Tensor, places: Many[Place]) -> list[Sampled]:
+    """The token at each place from logits [len(places), vocabulary]."""
     best, best_ids = logits.max(-1)
     is_finite: list[bool] = best.isfinite().tolist()
     ids: list[int] = best_ids.tolist()
-    wants_logprobs = [row for row, s in enumerate(sequences) if s.params.logprobs is not None]
+    params = [place.sequence.params for place in places]
+    wants_logprobs = [row for row, p in enumerate(params) if p.logprobs is not None]
     plain = logits
-    changed = [row for row, s in enumerate(sequences) if _changes_logits(s)]
-    drawn = [row for row, s in enumerate(sequences) if s.params.temperature > 0 and is_finite[row]]
+    changed = [row for row, place in enumerate(places) if place.changes_logits]
+    drawn = [row for row, p in enumerate(params) if p.temperature > 0 and is_finite[row]]
     if changed or drawn:
         logits = logits.float() if logits.dtype is not torch.float32 else logits.clone()
         for row in changed:
-            _change(logits[row], sequences[row])
+            _change(logits[row], places[row])
         for row in changed:
             ids[row] = int(logits[row].argmax())
         if drawn:
-            rows = logits if len(drawn) == len(sequences) else logits[drawn]
-            for row, id in zip(drawn, _draw(rows, [sequences[row] for row in drawn]), strict=True):
+            rows = logits if len(drawn) == len(places) else logits[drawn]
+            for row, id in zip(drawn, _draw(rows, [places[row] for row in drawn]), strict=True):
                 ids[row] = id
     sampled = [Sampled(id if good else None) for id, good in zip(ids, is_finite, strict=True)]
     if wants_logprobs:
-        _add_logprobs(sampled, plain, sequences, wants_logprobs)
+        found = candidates(
+            plain[wants_logprobs],
+            [ids[row] for row in wants_logprobs],
+            [params[row].logprobs or 0 for row in wants_logprobs],
+        )
+        for row, own in zip(wants_logprobs, found, strict=True):
+            if sampled[row].token_id is not None:
+                sampled[row] = own
     return sampled
 
 
-def _changes_logits(sequence: Sequence) -> bool:
-    params = sequence.params
-    return sequence.has_penalties or bool(params.logit_bias) or sequence.answer_tokens < params.min_tokens
-
-
-def _change(row: torch.Tensor, sequence: Sequence) -> None:
+def _change(row: torch.Tensor, place: Place) -> None:
     """Penalties, bias and the ban on stopping too early, in place on one row of logits."""
+    sequence = place.sequence
     params = sequence.params
     if params.repetition_penalty != 1.0:
         seen = torch.tensor(list(set(sequence.tokens)), device=row.device)
@@ -82,18 +108,20 @@ def _change(row: torch.Tensor, sequence: Sequence) -> None:
     if params.logit_bias:
         biased = torch.tensor(list(params.logit_bias), device=row.device)
         row[biased] += torch.tensor(list(params.logit_bias.values()), device=row.device, dtype=row.dtype)
-    if sequence.answer_tokens < params.min_tokens and sequence.stop_token_ids:
+    if place.position < params.min_tokens and sequence.stop_token_ids:
         row[list(sequence.stop_token_ids)] = -torch.inf
 
 
-def _draw(logits: torch.Tensor, sequences: Many[Sequence]) -> list[int]:
+def _draw(logits: torch.Tensor, places: Many[Place]) -> list[int]:
     """One random token per row."""
-    params = [sequence.params for sequence in sequences]
+    params = [place.sequence.params for place in places]
     temperatures = torch.tensor([p.temperature for p in params], device=logits.device)
     logits = logits / temperatures.unsqueeze(1)
-    uniform = torch.tensor([s.random.random() for s in sequences], device=logits.device, dtype=torch.float64)
+    uniform = torch.tensor(
+        [place.sequence.uniform(place.position) for place in places], device=logits.device, dtype=torch.float64
+    )
     is_filtered = [p.top_p < 1.0 or p.top_k > 0 or p.min_p > 0.0 for p in params]
-    ids = [0] * len(sequences)
+    ids = [0] * len(places)
     whole = [row for row, filtered in enumerate(is_filtered) if not filtered]
     if whole:
         picked = _invert(logits[whole].softmax(-1), uniform[whole])
@@ -103,18 +131,23 @@ def _draw(logits: torch.Tensor, sequences: Many[Sequence]) -> list[int]:
     for width in (*_CANDIDATES, logits.shape[-1]):
         if not rest:
             break
-        rest = _draw_filtered(logits, uniform, sequences, rest, min(width, logits.shape[-1]), ids)
+        rest = _draw_filtered(logits, uniform, params, rest, min(width, logits.shape[-1]), ids)
     return ids
 
 
 def _draw_filtered(
-    logits: torch.Tensor, uniform: torch.Tensor, sequences: Many[Sequence], rows: list[int], width: int, ids: list[int]
+    logits: torch.Tensor,
+    uniform: torch.Tensor,
+    all_params: Many[SamplingParams],
+    rows: list[int],
+    width: int,
+    ids: list[int],
 ) -> list[int]:
     """Draw for `rows` from their `width` likeliest tokens into `ids`; returns the rows whose filters let in more."""
     own = logits[rows]
     values, candidates = own.topk(width, -1)
     probabilities = (values - own.logsumexp(-1, keepdim=True)).exp()
-    params = [sequences[row].params for row in rows]
+    params = [all_params[row] for row in rows]
     vocabulary = own.shape[-1]
     top_k = torch.tensor([[p.top_k or vocabulary] for p in params], device=own.device)
     top_p = torch.tensor([[p.top_p] for p in params], device=own.device)
@@ -145,19 +178,20 @@ def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return found.clamp_(max=weights.shape[-1] - 1)
 
 
-def _add_logprobs(sampled: list[Sampled], logits: torch.Tensor, sequences: Many[Sequence], rows: list[int]) -> None:
-    """Fill in log probabilities, from the logits as the model gave them."""
-    logprobs = logits[rows].float().log_softmax(-1)
-    width = max(sequences[row].params.logprobs or 0 for row in rows)
-    top_values, top_ids = logprobs.topk(max(1, width), -1)
-    for index, row in enumerate(rows):
-        id = sampled[row].token_id
-        if id is None:
-            continue
-        wanted = sequences[row].params.logprobs or 0
-        values, ids = top_values[index, :wanted].tolist(), top_ids[index, :wanted].tolist()
-        sampled[row] = Sampled(
+@torch.inference_mode()
+def candidates(logits: torch.Tensor, ids: Many[int], counts: Many[int]) -> list[Sampled]:
+    """Log probabilities of these tokens, and of each row's likeliest, from the logits [len(ids), vocabulary] as the
+    model gave them."""
+    logprobs = logits.float().log_softmax(-1)
+    chosen = logprobs[torch.arange(len(ids)), torch.tensor(ids, device=logits.device)].tolist()
+    top_values, top_ids = logprobs.topk(max(1, *counts), -1)
+    return [
+        Sampled(
             id,
-            Candidate(id, float(logprobs[index, id])),
-            tuple(Candidate(*pair) for pair in zip(ids, values, strict=True)),
+            Candidate(id, value),
+            tuple(Candidate(*pair) for pair in zip(top[:count], values[:count], strict=True)),
         )
+        for id, value, top, values, count in zip(
+            ids, chosen, top_ids.tolist(), top_values.tolist(), counts, strict=True
+        )
+    ]

@@ -6,12 +6,13 @@ sequence has at least one token that is not computed yet.
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
+from hashlib import blake2b
 
-from local_engine.messages import SamplingParams
+from local_engine.messages import SamplingParams, TokenLogprob
+from local_engine.speculative import Speculation
 from local_engine.tokenizer import TextStream
 
 
@@ -28,7 +29,9 @@ class Sequence:
     `tokens` is prompt and answer. `keys` are the chain keys of its full blocks, as far as they were needed.
     The first `registered` of its blocks can be found by others. `computed` counts tokens whose KV is in `blocks`.
     `cached_tokens` is how much of the prompt was reused at first admission. `counts` counts answer tokens and is kept
-    only where a penalty needs it. `random` draws this sequence's samples.
+    only where a penalty needs it. `turn` is its place in the fair order of its priority, see the scheduler.
+    `speculation` is None where drafts are not allowed. `prompt_logprobs` are those of the prompt's tokens from the second
+    on, as far as they are known; kept where they were asked for.
     """
 
     id: int
@@ -40,9 +43,12 @@ class Sequence:
     salt: bytes
     priority: int
     arrival: int
-    random: random.Random
+    seed: int
     text: TextStream
     deadline: float | None = None
+    turn: float = -1.0
+    submitted_s: float = 0.0
+    speculation: Speculation | None = None
     status: Status = Status.WAITING
     blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
@@ -50,6 +56,7 @@ class Sequence:
     computed: int = 0
     cached_tokens: int | None = None
     counts: Counter[int] = field(default_factory=Counter)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
     def answer_tokens(self) -> int:
@@ -62,9 +69,20 @@ class Sequence:
         return len(self.tokens) - self.computed
 
     @property
-    def order(self) -> tuple[int, int]:
+    def order(self) -> tuple[int, float, int]:
         """Admission order: smaller goes first."""
-        return (self.priority, self.arrival)
+        return (self.priority, self.turn, self.arrival)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log probabilities of the prompt are still to be computed."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_tokens - 1
+
+    def uniform(self, position: int) -> float:
+        """The random number in 0..1 that draws the answer's token at `position`: a function of seed and position alone,
+        so that batches, preemptions and drafts that failed change nothing about it."""
+        key = self.seed.to_bytes(32, "little", signed=True) + position.to_bytes(8, "little")
+        return int.from_bytes(blake2b(key, digest_size=8).digest(), "little") / 2**64
 
     @property
     def has_penalties(self) -> bool:

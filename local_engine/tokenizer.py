@@ -1,7 +1,7 @@
 """Text to token ids and back: the only place of the engine that sees text.
 
-Built on `tokenizers` (from a tokenizer.json, or from a GGUF file's vocabulary and merges) and, for chat, on the model's
-own Jinja template in a sandbox. Invariants: what `TextStream` emits, joined, is what decoding all tokens at once gives,
+Built on `tokenizers` (from a tokenizer.json, or from a GGUF file's vocabulary and merges); `chat` lays out
+conversations. Invariants: what `TextStream` emits, joined, is what decoding all tokens at once gives,
 cut before the first stop string; it never emits part of a character, nor any text of a stop string.
 """
 
@@ -12,16 +12,16 @@ import json
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from local_engine.chat import Chat
 from local_engine.config import ModelError
 from local_engine.messages import InvalidRequest, TokenLogprob
 
 if TYPE_CHECKING:
-    import jinja2
     from tokenizers import Tokenizer as Backend
+
+    from local_engine.sampler import Candidate, Sampled
 
 _SPACE = "▁"
 
@@ -57,10 +57,14 @@ class Tokenizer:
         added = state.get("added_tokens", [])
         self._special = frozenset(token["id"] for token in added if token["special"])
         self._added: dict[int, str] = {token["id"]: token["content"] for token in added}
+        self._chat: Chat | None = None
+        if vocabulary.chat_template is not None:
+            control = tuple(token["content"] for token in added if token["special"])
+            self._chat = Chat(vocabulary.chat_template, vocabulary.bos_token, vocabulary.eos_token, control)
 
     @property
     def has_chat_template(self) -> bool:
-        return self._vocabulary.chat_template is not None
+        return self._chat is not None
 
     @property
     def has_tools(self) -> bool:
@@ -88,35 +92,42 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
     ) -> list[int]:
-        """Token ids of a conversation, up to where the assistant begins. Raises InvalidRequest."""
-        return self.encode(self.render(messages, tools), is_rendered=True)
-
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
-        """The conversation as the model's chat template writes it. Raises InvalidRequest."""
-        if self._vocabulary.chat_template is None:
+        """Token ids of a conversation, up to where the assistant begins; what its texts spell never becomes a control
+        token. Raises InvalidRequest."""
+        if self._chat is None:
             raise InvalidRequest(
                 "the model has no chat template; send `prompt` instead of `messages`", param="messages"
             )
-        if not messages:
-            raise InvalidRequest("messages must not be empty", param="messages")
-        import jinja2
+        first, *rest = self._chat.render(messages, tools)
+        ids = self.encode(first, is_rendered=True)
+        for part in rest:
+            ids += self._encode_middle(part)
+        return ids
 
-        try:
-            return self._template.render(
-                messages=[_plain(message) for message in messages],
-                tools=list(tools) if tools else None,
-                add_generation_prompt=True,
-                bos_token=self._vocabulary.bos_token,
-                eos_token=self._vocabulary.eos_token,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-            raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from None
+    def _encode_middle(self, text: str) -> list[int]:
+        """Token ids of text that stands inside another: without the space SentencePiece puts before a beginning."""
+        if not self.strips_first_space:
+            return self.encode(text, is_rendered=True)
+        before = self.encode("\n", is_rendered=True)
+        ids = self.encode("\n" + text, is_rendered=True)
+        return ids[len(before) :] if ids[: len(before)] == before else self.encode(text, is_rendered=True)
 
     def spell(self, id: int) -> bytes:
         """The bytes a token stands for, special tokens included; an id without a token has none."""
         if id not in self._spelling:
             self._spelling[id] = self._spell(id)
         return self._spelling[id]
+
+    def spelled(self, sampled: Sampled) -> TokenLogprob | None:
+        """Log probabilities with their tokens' text; None where none were asked for."""
+
+        def told(candidate: Candidate, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+            raw = self.spell(candidate.token_id)
+            return TokenLogprob(candidate.token_id, raw.decode(errors="replace"), raw, candidate.logprob, top)
+
+        if sampled.chosen is None:
+            return None
+        return told(sampled.chosen, tuple(told(candidate) for candidate in sampled.top))
 
     def is_special(self, id: int) -> bool:
         """Whether the token is a control token, which has no place in an answer's text."""
@@ -142,27 +153,6 @@ class Tokenizer:
             return bytes([int(token[3:5], 16)])
         return token.replace(_SPACE, " ").encode()
 
-    @cached_property
-    def _template(self) -> jinja2.Template:
-        """The template in the dialect that `transformers` defines: sandboxed, trimmed blocks, a few functions more."""
-        import jinja2
-        import jinja2.ext
-        import jinja2.sandbox
-
-        def refuse(message: str) -> NoReturn:
-            raise jinja2.TemplateError(message)
-
-        def to_json(value: Any, indent: int | None = None, **_: Any) -> str:
-            return json.dumps(value, ensure_ascii=False, indent=indent)
-
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = to_json
-        environment.globals["raise_exception"] = refuse
-        environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-        return environment.from_string(self._vocabulary.chat_template or "")
-
 
 def _kinds(node: Any) -> set[str]:
     """The `type`s of a tokenizer component and of those inside it."""
@@ -170,40 +160,6 @@ def _kinds(node: Any) -> set[str]:
         return set()
     parts = node.get("decoders") or node.get("pretokenizers") or []
     return {str(node.get("type"))}.union(*(_kinds(part) for part in parts))
-
-
-def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: content is a string, a tool call's arguments are an object."""
-    plain = dict(message)
-    content = plain.get("content")
-    if isinstance(content, list):
-        texts = []
-        for part in content:
-            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise InvalidRequest("the local engine reads text parts only", param="messages")
-            texts.append(part["text"])
-        plain["content"] = "\n".join(texts)
-    elif content is None:
-        plain["content"] = ""
-    elif not isinstance(content, str):
-        raise InvalidRequest("a message's content must be a string or a list of parts", param="messages")
-    if not isinstance(plain.get("role"), str):
-        raise InvalidRequest("every message needs a role", param="messages")
-    calls = plain.get("tool_calls")
-    if isinstance(calls, list):
-        plain["tool_calls"] = [_plain_call(call) for call in calls]
-    return plain
-
-
-def _plain_call(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
-        raise InvalidRequest("a tool call's arguments are not JSON", param="messages") from None
-    return {**call, "function": {**function, "arguments": arguments}}
 
 
 _BYTE_OF_CHARACTER: dict[str, int] = {}
@@ -227,6 +183,10 @@ class Piece:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     is_stopped: bool = False
+
+    def joined(self, more: Piece) -> Piece:
+        """Both, one after the other."""
+        return Piece(self.text + more.text, self.token_ids + more.token_ids, self.logprobs + more.logprobs)
 
 
 @dataclass(slots=True)

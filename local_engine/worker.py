@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import queue
 import signal
@@ -41,6 +42,7 @@ from local_engine.messages import (
     GenerateRequest,
     InvalidRequest,
     ModelInfo,
+    Output,
     Outputs,
     State,
     Submit,
@@ -73,10 +75,14 @@ class Key:
 
 @dataclass(slots=True)
 class Work:
-    """A request in the engine: its sequences, one per choice, and the usage of those that ended."""
+    """A request in the engine: its sequences, one per choice, and the usage of those that ended. `held` is what was said
+    so far where the choices are yet to be made: the `n` best of all."""
 
     key: Key
     sequences: list[int]
+    n: int
+    wants_logprobs: bool
+    held: dict[int, list[Output]] | None = None
     ended: dict[int, Usage] = field(default_factory=dict)
 
 
@@ -151,17 +157,31 @@ class EngineThread(threading.Thread):
     def _submit(self, engine: Engine, key: Key, request: GenerateRequest) -> None:
         if not 1 <= request.n <= CHOICES_MAX:
             raise InvalidRequest(f"n must be from 1 to {CHOICES_MAX}, not {request.n}", param="n")
+        candidates = request.best_of or request.n
+        if not request.n <= candidates <= CHOICES_MAX:
+            raise InvalidRequest(f"best_of must be from n to {CHOICES_MAX}, not {candidates}", param="best_of")
         if key in self._works:
             raise InvalidRequest(f"request id {key.id} is in use")
         tokens = engine.prompt_tokens(request)
         deadline = None if request.deadline_s is None else self._clock() + request.deadline_s
-        work = Work(key, [])
         params = request.sampling
+        held: dict[int, list[Output]] | None = {} if candidates > request.n else None
+        work = Work(key, [], request.n, params.logprobs is not None, held)
+        if work.held is not None and params.logprobs is None:
+            params = msgspec.structs.replace(params, logprobs=0)  # what the choice is made by
+        reference = engine.tokenizer.encode(request.reference, is_rendered=True) if request.reference else ()
         try:
-            for index in range(request.n):
+            for index in range(candidates):
                 if params.seed is not None and index > 0:
                     params = msgspec.structs.replace(params, seed=params.seed + 1)
-                id = engine.submit(tokens, params, salt=request.salt, priority=request.priority, deadline=deadline)
+                id = engine.submit(
+                    tokens,
+                    params,
+                    salt=request.salt,
+                    priority=request.priority,
+                    deadline=deadline,
+                    reference=reference,
+                )
                 work.sequences.append(id)
         except EngineError:
             for id in work.sequences:
@@ -211,6 +231,11 @@ class EngineThread(threading.Thread):
                 del self._works[work.key]
                 for id in work.sequences:
                     del self._by_sequence[id]
+        if work.held is not None:
+            work.held.setdefault(step.id, []).append(output)
+            if usage is not None:
+                messages.append((work.key, Outputs(work.key.id, _best(work), usage)))
+            return
         index = work.sequences.index(step.id)
         messages.append((work.key, Outputs(work.key.id, (msgspec.structs.replace(output, index=index),), usage)))
 
@@ -221,6 +246,22 @@ def _total(work: Work) -> Usage:
         prompt_tokens=first.prompt_tokens,
         completion_tokens=sum(usage.completion_tokens for usage in work.ended.values()),
         cached_tokens=first.cached_tokens,
+    )
+
+
+def _best(work: Work) -> tuple[Output, ...]:
+    """Everything the `n` likeliest candidates said, best first: by the mean log probability of their tokens."""
+    held = work.held or {}
+
+    def likelihood(id: int) -> float:
+        said = [token.logprob for output in held.get(id, ()) for token in output.logprobs]
+        return sum(said) / len(said) if said else -math.inf
+
+    best = sorted(work.sequences, key=likelihood, reverse=True)[: work.n]
+    return tuple(
+        msgspec.structs.replace(output, index=index, logprobs=output.logprobs if work.wants_logprobs else ())
+        for index, id in enumerate(best)
+        for output in held.get(id, ())
     )
 
 

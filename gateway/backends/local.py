@@ -33,6 +33,7 @@ from local_engine import AsyncEngine, GenerateRequest, Generation, ModelInfo, Ou
 
 _LOGPROB_MIN = -9999.0  # what OpenAI sends for "never"; JSON has no infinity
 _SEED_MASK = (1 << 63) - 1
+_PRIORITY_FLEX = 1  # OpenAI's tier for work that can wait: after everybody else's
 _TOP_P_MIN = 1e-6  # OpenAI allows 0 and means the likeliest token
 
 _encode = msgspec.json.encode
@@ -283,6 +284,7 @@ def engine_request(request: BackendRequest) -> GenerateRequest:
         sampling=_sampling(asked),
         n=asked.n or 1,
         salt=request.salt,
+        priority=_PRIORITY_FLEX if body.get("service_tier") == "flex" else 0,
     )
 
 

@@ -168,6 +168,11 @@ def request_of(**body: Any) -> GenerateRequest:
     return engine_request(ask(**body))
 
 
+def test_work_that_can_wait_goes_last() -> None:
+    """OpenAI's flex tier stands behind everybody else's requests in the engine's queue."""
+    assert [request_of(service_tier=tier).priority for tier in (None, "auto", "flex")] == [0, 0, 1]
+
+
 def test_parameters_arrive_under_the_engines_names() -> None:
     """Each field of a request is mapped, absent ones are the engine's defaults, and the partition is the salt."""
     request = request_of(

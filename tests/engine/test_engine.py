@@ -11,7 +11,7 @@ import torch
 from local_engine.config import EngineConfig
 from local_engine.engine import Engine
 from local_engine.messages import DeadlineExceeded, EngineFailed, Overloaded, PromptTooLong, SamplingParams
-from tests.engine.checkpoints import naive_greedy, random_prompt
+from tests.engine.checkpoints import naive_greedy, random_prompt, reference
 from tests.engine.conftest import SMALL, greedy, run
 
 Make = Callable[..., Engine]
@@ -101,6 +101,51 @@ def test_a_deadline_drops_waiting_and_running_work(checkpoint: Callable[[str], A
     assert engine.load().kv_blocks_used == 0
 
 
+def test_waiting_has_an_end(checkpoint: Callable[[str], Any]) -> None:
+    """Who never got a place within wait_max_s is told so; who runs, runs on."""
+    clock = Clock()
+    config = EngineConfig(model=str(checkpoint("llama")), **{**SMALL, "sequences_max": 1, "wait_max_s": 5.0})
+    engine = Engine(config, clock=clock)
+    runs, waits = (engine.submit(random_prompt(i, 9), greedy(50)) for i in range(2))
+    engine.step()
+    clock.now += 6
+    errors = {step.id: step.error for step in engine.step() if step.error is not None}
+    assert errors.keys() == {waits}
+    assert isinstance(errors[waits], Overloaded)
+    assert runs in run(engine)
+
+
+def test_salts_take_turns(make_engine: Make) -> None:
+    """One salt's long queue does not stand before another's first request, and a greedy one gains nothing by it."""
+    engine = make_engine(sequences_max=1)
+    many = [engine.submit(random_prompt(i, 8), greedy(3), salt=b"many") for i in range(6)]
+    few = [engine.submit(random_prompt(i, 8), greedy(3), salt=b"few") for i in range(2)]
+    ended = []
+    while engine.has_work:
+        ended += [step.id for step in engine.step() if step.usage is not None]
+    assert [ended.index(id) for id in few] == [1, 3]
+    assert [id for id in ended if id in many] == many
+
+
+def test_prompt_logprobs_are_the_model_s(make_engine: Make, checkpoint: Callable[[str], Any]) -> None:
+    """Each prompt token but the first has its log probability, in whatever chunks it was read, cached or not."""
+    prompt = random_prompt(4, 40)
+    with torch.inference_mode():
+        rows = reference(checkpoint("llama"))(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    engine = make_engine(step_tokens_max=7)
+    for _ in range(2):
+        engine.submit(prompt, greedy(3, prompt_logprobs=2))
+        engine.submit(random_prompt(9, 11), greedy(8))
+        said = []
+        while engine.has_work:
+            said += [token for step in engine.step() for token in step.output.prompt_logprobs]
+            engine.check_integrity()
+        assert [token.token_id for token in said] == prompt[1:]
+        for token, row in zip(said, rows, strict=False):
+            assert token.logprob == pytest.approx(float(row[token.token_id]), abs=1e-4)
+            assert token.top[0].token_id == int(row.argmax())
+
+
 def test_a_full_queue_refuses_and_recovers(make_engine: Make) -> None:
     """queue_max waiting requests are the most; when they moved on, there is room again."""
     engine = make_engine(queue_max=2)
@@ -141,12 +186,12 @@ def test_output_that_is_not_finite_spoils_nothing_else(make_engine: Make, checkp
     healthy = engine._runner.run
 
     def poisoned(chunks: Any) -> Any:
-        logits, ending = healthy(chunks)
+        logits = healthy(chunks)
         with torch.inference_mode():
             for pool in engine._runner.kv._pools:
                 pool.fill_(torch.nan)
             logits[0] = torch.nan
-        return logits, ending
+        return logits
 
     prompts = [random_prompt(seed, 12) for seed in range(3)]
     engine._runner.run = poisoned  # type: ignore[method-assign]

@@ -57,6 +57,7 @@ arrivals = st.builds(
     step_tokens_max=st.sampled_from([1, 2, 5, 13, 64]),
     sequences_max=st.integers(1, 8),
     has_prefix_cache=st.booleans(),
+    draft_tokens_max=st.sampled_from([0, 1, 3, 8]),
 )
 def test_any_mix_gives_the_naive_answers(
     make_engine: Callable[..., Engine],
@@ -68,6 +69,7 @@ def test_any_mix_gives_the_naive_answers(
     step_tokens_max: int,
     sequences_max: int,
     has_prefix_cache: bool,
+    draft_tokens_max: int,
 ) -> None:
     """Greedy answers equal the naive forward pass and every step leaves the engine's books in order."""
     engine = make_engine(
@@ -77,6 +79,7 @@ def test_any_mix_gives_the_naive_answers(
         step_tokens_max=step_tokens_max,
         sequences_max=sequences_max,
         has_prefix_cache=has_prefix_cache,
+        draft_tokens_max=draft_tokens_max,
     )
     coming = sorted(requests, key=lambda request: request.at)
     live: dict[int, tuple[Arrival, int]] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,8 @@ import torch
 
 from local_engine.engine import Engine
 from local_engine.messages import InvalidRequest, SamplingParams
-from local_engine.sampler import sample
+from local_engine.sampler import Place, Sampled
+from local_engine.sampler import sample as sample_places
 from local_engine.sequence import Sequence
 from local_engine.tokenizer import TextStream
 from tests.engine.checkpoints import random_prompt
@@ -35,10 +35,15 @@ def sequence(
         salt=b"",
         priority=0,
         arrival=1,
-        random=random.Random(seed),
+        seed=seed,
         text=TextStream(TOKENIZER),
         counts=Counter(answer),
     )
+
+
+def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
+    """The next token of each."""
+    return sample_places(logits, [Place(one) for one in sequences])
 
 
 def draws(logits: torch.Tensor, count: int, **params: Any) -> Counter[int | None]:

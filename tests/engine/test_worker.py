@@ -118,6 +118,22 @@ async def test_choices_share_their_prompt(worker: AsyncEngine) -> None:
     assert first.logprob <= first.top[0].logprob < 0
 
 
+async def test_the_best_of_several_is_the_likeliest(worker: AsyncEngine) -> None:
+    """best_of gives those of the candidates whose tokens have the highest mean log probability, best first, and charges
+    for all of them."""
+    sampling = SamplingParams(temperature=1.5, seed=3, max_tokens=8, ignore_eos=True, logprobs=0)
+    outputs = await collect(worker, GenerateRequest(prompt="the quick brown", sampling=sampling, n=4))
+    means = {index: sum(t.logprob for o in outputs if o.index == index for t in o.logprobs) / 8 for index in range(4)}
+    order = sorted(means, key=lambda index: -means[index])
+    plain = msgspec.structs.replace(sampling, logprobs=None)
+    generation = worker.generate(GenerateRequest(prompt="the quick brown", sampling=plain, n=2, best_of=4))
+    chosen = [output async for output in generation]
+    assert [tokens_of(chosen, i) for i in range(2)] == [tokens_of(outputs, index) for index in order[:2]]
+    assert not any(output.logprobs for output in chosen)
+    assert generation.usage is not None
+    assert generation.usage.completion_tokens == 32
+
+
 async def test_chat_and_count_agree(worker: AsyncEngine) -> None:
     """Messages go through the chat template; counting gives what generating uses."""
     what = GenerateRequest(messages=[{"role": "user", "content": "hello 東京"}], sampling=greedy(2))
@@ -207,6 +223,7 @@ async def test_bad_requests_are_answered_each_by_its_error(worker: AsyncEngine) 
         (GenerateRequest(prompt="a", messages=[]), InvalidRequest),
         (GenerateRequest(messages=[]), InvalidRequest),
         (GenerateRequest(prompt="a", n=0), InvalidRequest),
+        (GenerateRequest(prompt="a", n=3, best_of=2), InvalidRequest),
         (GenerateRequest(prompt="a", sampling=SamplingParams(top_p=7.0)), InvalidRequest),
         (GenerateRequest(prompt_token_ids=[-1]), InvalidRequest),
         (GenerateRequest(prompt_token_ids=[10**9]), InvalidRequest),
