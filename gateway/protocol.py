@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol, with the limits that a server on a network needs.
+"""uvicorn's HTTP protocol, with the limits that a server on a network needs and a shorter way to `/v1`.
 
 Knows bytes, not requests. Invariants: a request's head is bounded in size and in time; an offer to upgrade is declined by
 ignoring it, as RFC 9110 section 7.8 allows, so that a client that offers HTTP/2 (Java's does) is answered all the same.
@@ -10,9 +10,12 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from gateway.exchange import Exchange
+
 HEAD_BYTES_MAX = 64 << 10
 HEAD_WITHIN_S = 20.0
 
+_PLAIN_PATH = re.compile(rb"[A-Za-z0-9/._~-]+")  # nothing to decode, no query
 _UPGRADE = re.compile(rb"(\r\n)upgrade:", re.IGNORECASE)
 _TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n"
@@ -50,21 +53,28 @@ class Gathering:
 
 
 class CarefulProtocol(HttpToolsProtocol):
-    """One connection."""
+    """One connection. Requests to `/v1` are answered through `Exchange`, everything else as uvicorn does."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._is_in_head = True
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
+        self._idle_since = 0.0
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._direct: asyncio.Transport | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self._direct = transport
         self.transport = Gathering(transport, self.loop)  # type: ignore[assignment]  # it is one, by delegation
         self._head_timer = self.loop.call_later(HEAD_WITHIN_S, self._head_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
@@ -74,12 +84,55 @@ class CarefulProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._is_in_head = False
         self._head_bytes = 0
-        self._stop_timer()
-        super().on_headers_complete()
+        if self._head_timer is not None:
+            self._stop_timer()
+        url = self.url
+        is_free = self.cycle is None or self.cycle.response_complete
+        if not (is_free and url.startswith(b"/v1/") and _PLAIN_PATH.fullmatch(url)):
+            super().on_headers_complete()
+            return
+        parser, scope = self.parser, self.scope
+        method = parser.get_method()
+        if method not in (b"POST", b"GET") or parser.get_http_version() != "1.1":
+            super().on_headers_complete()
+            return
+        scope["method"] = method.decode()
+        scope["path"] = url.decode()
+        scope["raw_path"] = url
+        scope["query_string"] = b""
+        assert self._direct is not None
+        self.cycle = Exchange(self, self._direct, parser.should_keep_alive())
+        self._start_asgi_task(self.cycle, self.app)
 
     def on_message_complete(self) -> None:
         self._is_in_head = True  # the next one's, on a connection that is kept
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """As uvicorn's, with one timer for a connection's whole life instead of one for each request."""
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+            return
+        self._idle_since = self.loop.time()
+        if self._idle_timer is None:
+            self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._idle_for_long)
+
+    def _unset_keepalive_if_required(self) -> None:
+        """The timer stays; what is idle is asked when it fires."""
+
+    def _idle_for_long(self) -> None:
+        """Close what nobody used since the timer was set; else look again when that could be so."""
+        is_idle = self.cycle is None or self.cycle.response_complete
+        left_s = self.timeout_keep_alive - (self.loop.time() - self._idle_since) if is_idle else self.timeout_keep_alive
+        if left_s > 0.0:
+            self._idle_timer = self.loop.call_later(left_s, self._idle_for_long)
+        else:
+            self._idle_timer = None
+            self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         if self._is_in_head:
@@ -92,9 +145,9 @@ class CarefulProtocol(HttpToolsProtocol):
                 return
             if b"pgrade:" in head:
                 data = _UPGRADE.sub(rb"\1x-upgrade-ignored:", head) + end + rest
-            if self._head_timer is None:
-                self._head_timer = self.loop.call_later(HEAD_WITHIN_S, self._head_is_late)
         super().data_received(data)
+        if self._is_in_head and self._head_bytes and self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_WITHIN_S, self._head_is_late)
 
     def _head_is_late(self) -> None:
         self._head_timer = None

@@ -25,6 +25,7 @@ from gateway.api.sse import DONE, frame
 from gateway.api.wire import fold, unfold
 from gateway.backends.base import Chunk
 from gateway.errors import ApiError, DeadlineExceeded
+from gateway.exchange import WHEN_GONE
 from gateway.flight import Reader
 from gateway.job import Answer
 from gateway.pipeline import Pipeline
@@ -44,7 +45,7 @@ class Chat:
         record = new_record("chat")
         turn: Turn | None = None
         answer: Answer | None = None
-        watch = _Watch(receive)
+        watch = _Watch(scope, receive)
         try:
             identity = self._pipeline.authenticate(bearer_of(headers), record)
             turn = read_turn(await read_body(receive, headers, self._body_bytes_max), headers, record)
@@ -112,16 +113,20 @@ def _frames(chunks: Iterable[Chunk], wants_usage: bool) -> bytes:
 class _Watch:
     """Takes a reader out of its flight when the client leaves or its deadline passes."""
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, scope: Scope, receive: Receive) -> None:
         self.turn: Turn | None = None
+        self._when_gone = scope.get("extensions", {}).get(WHEN_GONE)
         self._receive = receive
         self._reader: Reader | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None  # under a server that can only be asked
         self._timer: asyncio.TimerHandle | None = None
 
     def attend(self, reader: Reader) -> None:
         self._reader = reader
-        self._task = asyncio.create_task(self._until_gone(reader))
+        if self._when_gone is not None:
+            self._when_gone(self._gone)
+        else:
+            self._task = asyncio.create_task(self._until_gone())
         remaining_ms = self.turn.remaining_ms() if self.turn is not None else None
         if remaining_ms is not None:
             late = DeadlineExceeded("The client's own deadline passed before the answer was there")
@@ -132,15 +137,21 @@ class _Watch:
         if self._timer is not None:
             self._timer.cancel()
 
-    async def _until_gone(self, reader: Reader) -> None:
+    async def _until_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             continue
-        reader.leave(ClientGone())
+        self._gone()
+
+    def _gone(self) -> None:
+        if self._reader is not None:
+            self._reader.leave(ClientGone())
 
     def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         if self._task is not None:
             self._task.cancel()
+        elif self._when_gone is not None:
+            self._when_gone(None)
         if self._reader is not None:
             self._reader.close()

@@ -1,0 +1,190 @@
+"""The server's protocol: what a client may do on one connection, and that it is answered as HTTP/1.1 has it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+import uvicorn
+
+from gateway import protocol
+from gateway.exchange import WHEN_GONE
+from gateway.protocol import CarefulProtocol
+
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+
+
+class App:
+    """Echoes what it is sent, whole or streamed, in ways that the path asks for."""
+
+    def __init__(self) -> None:
+        self.gone = asyncio.Event()
+        self.bodies: list[bytes] = []
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return
+        if scope["path"] == "/v1/wait":
+            scope["extensions"][WHEN_GONE](self.gone.set)
+            await self.gone.wait()
+            return
+        parts, message = [], await receive()
+        while message["type"] == "http.request":
+            parts.append(message["body"])
+            if not message["more_body"]:
+                break
+            message = await receive()
+        body = b"".join(parts)
+        self.bodies.append(body)
+        if scope["path"] == "/v1/split":
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"x-a", b"1\r\nx-b: 2")]})
+            await send({"type": "http.response.body", "body": b""})
+        elif scope["path"] == "/v1/stream":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            for byte in body:
+                await send({"type": "http.response.body", "body": bytes([byte]), "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        else:
+            headers = [(b"content-length", b"%d" % len(body))]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+
+
+class Client:
+    """A connection, byte for byte."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    def send(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    async def response(self) -> tuple[bytes, bytes]:
+        """The head and the body of the next response."""
+        head = await self.reader.readuntil(b"\r\n\r\n")
+        if b"transfer-encoding: chunked" not in head:
+            length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0] or 0)
+            return head, await self.reader.readexactly(length)
+        body = b""
+        while size := int(await self.reader.readline(), 16):
+            body += await self.reader.readexactly(size)
+            await self.reader.readexactly(2)
+        await self.reader.readexactly(2)
+        return head, body
+
+
+@pytest.fixture
+async def app() -> App:
+    return App()
+
+
+@pytest.fixture
+async def client(app: App) -> AsyncIterator[Client]:
+    config = uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        http=CarefulProtocol,
+        port=0,
+        lifespan="off",
+        log_config=None,
+        server_header=False,
+        timeout_keep_alive=1,
+    )
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve())
+    async with asyncio.timeout(10):
+        while not server.started:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    client = Client(*await asyncio.open_connection("127.0.0.1", port))
+    async with asyncio.timeout(20):
+        yield client
+    client.writer.close()
+    server.should_exit = True
+    await serving
+
+
+def post(path: str, body: bytes, *headers: bytes) -> bytes:
+    lines = [b"POST %b HTTP/1.1" % path.encode(), b"Host: x", b"Content-Length: %d" % len(body), *headers]
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+async def test_requests_follow_each_other_on_one_connection(client: Client) -> None:
+    """Whole and streamed, short and long, under /v1 and elsewhere."""
+    for path in ("/v1/echo", "/v1/stream", "/other", "/v1/echo?query=1", "/v1/a%20b"):
+        for body in (b"hello", b"", b"x" * 300):
+            client.send(post(path, body))
+            head, answer = await client.response()
+            assert head.startswith(b"HTTP/1.1 200 OK\r\ndate: ")
+            assert answer == body
+
+
+async def test_pipelined_requests_are_answered_in_order(client: Client) -> None:
+    """What is sent before the answer to the one before has come waits its turn."""
+    client.send(b"".join(post("/v1/echo", b"%d" % number) for number in range(5)) + post("/other", b"last"))
+    assert [(await client.response())[1] for _ in range(6)] == [b"0", b"1", b"2", b"3", b"4", b"last"]
+
+
+async def test_a_body_may_come_in_pieces_and_in_chunks(client: Client, app: App) -> None:
+    """A body of a megabyte, one in chunks, and one whose sender waits to be asked for it."""
+    large = bytes(range(256)) * 4096
+    client.send(post("/v1/echo", large))
+    assert (await client.response())[1] == large
+    client.send(b"POST /v1/echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n")
+    await asyncio.sleep(0.05)
+    client.send(b"6\r\n world\r\n0\r\n\r\n")
+    assert (await client.response())[1] == b"hello world"
+    client.send(b"POST /v1/echo HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n")
+    assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+    client.send(b"ok")
+    assert (await client.response())[1] == b"ok"
+    assert app.bodies == [large, b"hello world", b"ok"]
+
+
+async def test_a_client_that_leaves_is_told_of(client: Client, app: App) -> None:
+    """The callback comes when the connection ends, without anybody waiting for it in `receive`."""
+    client.send(post("/v1/wait", b"{}"))
+    await asyncio.sleep(0.05)
+    assert not app.gone.is_set()
+    client.writer.close()
+    await app.gone.wait()
+
+
+async def test_a_response_cannot_be_split(client: Client) -> None:
+    """A header that holds a line break never leaves: the connection ends instead."""
+    client.send(post("/v1/split", b"{}"))
+    assert await client.reader.read() == b""
+
+
+async def test_a_client_may_ask_for_the_end(client: Client) -> None:
+    """`Connection: close` is obeyed and said."""
+    client.send(post("/v1/echo", b"bye", b"Connection: close"))
+    head, body = await client.response()
+    assert (b"connection: close" in head, body) == (True, b"bye")
+    assert await client.reader.read() == b""
+
+
+async def test_an_idle_connection_is_closed_and_a_used_one_is_not(client: Client) -> None:
+    """Idle time counts from the last answer."""
+    for _ in range(4):
+        client.send(post("/v1/echo", b"x"))
+        await client.response()
+        await asyncio.sleep(0.4)
+    assert await client.reader.read() == b""
+
+
+async def test_a_head_is_bounded_in_time_and_size(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second head that never ends is cut off; one that is too long is refused."""
+    monkeypatch.setattr(protocol, "HEAD_WITHIN_S", 0.2)
+    client.send(post("/v1/echo", b"x"))
+    await client.response()
+    client.send(b"POST /v1/echo HTTP/1.1\r\nX-Slow: ")
+    assert await client.reader.read() == b""
+
+
+async def test_a_head_that_is_too_long_is_refused(client: Client) -> None:
+    """A head beyond the bound is answered by 431 and the connection's end."""
+    client.send(post("/v1/echo", b"", b"X-Long: " + b"x" * protocol.HEAD_BYTES_MAX))
+    assert (await client.reader.read()).startswith(b"HTTP/1.1 431 ")
