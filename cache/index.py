@@ -1,13 +1,23 @@
 """The nearest vectors within a namespace. The only file that imports faiss.
 
-Knows no texts and no Redis. A namespace's vectors lie together in memory of their own, so a search reads nothing of others and is
-exact: FAISS' brute-force kernel over one block. On a GPU a large block is searched in a copy there, kept up to date by the next
-search. Invariants: a search answers with keys of its namespace only; add and remove are O(dims); a removed key is never
-answered again.
+Knows no texts and no Redis. Each namespace has FAISS inverted lists of its own: one list, searched whole, while it is small; past
+`flat_max` keys about 4 sqrt(n) lists of which the 16 nearest are searched. The lists of a namespace that has outgrown them (or shrunk
+under them) are made by a thread beside the work: it trains on a sample, copies list by list, and replays what came and went
+meanwhile; searches go on in the old ones until the new ones are complete. Vectors are kept as float16 (768 bytes for 384 dimensions);
+those that have been through float16 before, as the store's have, are kept exactly. On a GPU a large namespace is searched, exactly,
+in a copy there. Sources: Johnson et al., "Billion-scale similarity search with GPUs", arXiv:1702.08734, and FAISS' guidelines on the
+number of lists.
+
+Invariants: a search answers with keys of its namespace only; a removed key is never answered again; below `flat_max` keys a search is
+exact; add and remove take microseconds whatever the size.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,18 +26,43 @@ import faiss
 import numpy as np
 from numpy.typing import NDArray
 
-MIRROR_ROWS_MIN = 4_096  # a smaller block is searched faster where it is
+from cache.cuda import TorchFlat, has_cuda
+
+_log = logging.getLogger(__name__)
+
+FLAT_MAX = 20_000  # keys searched one by one: about half a millisecond
+MIRROR_MIN = 4_096  # a smaller namespace is searched faster where it is than on a GPU
+_PROBES = 16
+_GROWTH = 4  # lists made for n keys serve from n / 4 to 4 n
+_SAMPLE_PER_LIST = 48
+_REPLAYED_MAX = 64  # changes replayed while searches wait
+_DEAD_MAX = 1_024  # removed rows that a copy on a GPU drags along; its top-k ends at 2,048
+_COPY_ROWS = 65_536
 
 MakeFlat = Callable[[int], Any]
-"""From dimensions to an empty FAISS index that searches exactly by inner product."""
+"""From dimensions to an empty index that searches exactly by inner product: FAISS' flat ones, or TorchFlat."""
+Run = Callable[[Callable[[], None]], None]
+"""Does some work beside the caller's."""
 
 
 def on_gpu() -> MakeFlat | None:
-    """How to make an index on the GPU; None where this FAISS, or this machine, has none."""
-    if not hasattr(faiss, "StandardGpuResources") or faiss.get_num_gpus() == 0:
-        return None
-    resources = faiss.StandardGpuResources()
-    return lambda dims: faiss.GpuIndexFlatIP(resources, dims)
+    """How to make an index on the GPU: with FAISS where this FAISS can, else with torch; None where this machine has none."""
+    if hasattr(faiss, "StandardGpuResources") and faiss.get_num_gpus() > 0:
+        resources = faiss.StandardGpuResources()
+        return lambda dims: faiss.GpuIndexFlatIP(resources, dims)
+    return TorchFlat if has_cuda() else None
+
+
+def in_thread(work: Callable[[], None]) -> None:
+    """Beside everything else, and after it where cores are scarce. Does not outlive the process."""
+    threading.Thread(target=_modestly, args=(work,), name="index", daemon=True).start()
+
+
+def _modestly(work: Callable[[], None]) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # Linux gives each thread a priority
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+    faiss.omp_set_num_threads(1)
+    work()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,119 +74,265 @@ class Found:
 
 
 class VectorIndex:
-    """Unit vectors by namespace and key. A key is a number of the caller's, unique over all namespaces. Blocks of at least
-    `mirror_rows_min` vectors are searched in what `mirror` makes, if anything."""
+    """Unit vectors by namespace and key, a number of the caller's that no two vectors share. Used by one thread; `run` is
+    where lists are made. `mirror` makes the copies on a GPU, of namespaces with at least `mirror_min` keys."""
 
-    def __init__(self, dims: int, mirror: MakeFlat | None = None, mirror_rows_min: int = MIRROR_ROWS_MIN) -> None:
+    def __init__(
+        self,
+        dims: int,
+        mirror: MakeFlat | None = None,
+        mirror_min: int = MIRROR_MIN,
+        flat_max: int = FLAT_MAX,
+        run: Run = in_thread,
+    ) -> None:
         self.dims = dims
         self._mirror = mirror
-        self._mirror_rows_min = mirror_rows_min
+        self._mirror_min = mirror_min
+        self._flat_max = flat_max
+        self._run = run
+        self._whole = faiss.IndexFlatIP(dims)  # the one centroid of every small namespace
+        self._whole.add(np.zeros((1, dims), dtype=np.float32))
         self._blocks: dict[bytes, _Block] = {}
         self._count = 0
-        self.size_bytes = 0
+        self._lock = (
+            threading.Lock()
+        )  # around every use of lists that others can see; the thread that makes new ones takes turns
+        self._making = threading.Lock()  # one at a time
 
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def size_bytes(self) -> int:
+        """About what the vectors and their lists take."""
+        return sum(block.size_bytes for block in self._blocks.values())
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no lists are being made."""
+        return all(block.changes is None for block in self._blocks.values())
+
+    def lists(self, namespace: bytes) -> int:
+        """How many lists a namespace has: 1 where every search reads all of it."""
+        block = self._blocks.get(namespace)
+        return int(block.lists.nlist) if block is not None else 0
+
     def add(self, namespace: bytes, key: int, vector: NDArray[np.float32]) -> None:
-        """Raises ValueError for a key that is there already, or a vector of another shape."""
+        """A key must not be there already. Raises ValueError for a vector of another shape."""
         if vector.shape != (self.dims,):
             raise ValueError(f"expected {self.dims} dimensions, got {vector.shape}")
         block = self._blocks.get(namespace)
         if block is None:
-            block = self._blocks[namespace] = _Block(self.dims)
-            self.size_bytes += block.size_bytes
-        before = block.size_bytes
-        block.add(key, vector)
-        self.size_bytes += block.size_bytes - before
+            block = self._blocks[namespace] = _Block(_empty(self._whole))
+        with self._lock:
+            block.add(key, vector)
         self._count += 1
+        self._remake_if_due(block)
 
     def remove(self, namespace: bytes, key: int) -> bool:
         """Whether it was there."""
         block = self._blocks.get(namespace)
         if block is None:
             return False
-        before = block.size_bytes
-        if not block.remove(key):
-            return False
-        self.size_bytes += block.size_bytes - before
-        self._count -= 1
-        if not block.place_of:
-            self.size_bytes -= block.size_bytes
-            del self._blocks[namespace]
-        return True
+        with self._lock:
+            was_there = block.remove(key)
+        if was_there:
+            self._count -= 1
+            if block.lists.ntotal == 0:
+                del self._blocks[namespace]
+            else:
+                self._remake_if_due(block)
+        return was_there
 
     def search(self, namespace: bytes, queries: NDArray[np.float32], count: int) -> list[Found]:
-        """For each of the (n, dims) queries its up to `count` nearest in the namespace."""
+        """For each of the (n, dims) queries its up to `count` nearest in the namespace, as far as the probed lists have them."""
         block = self._blocks.get(namespace)
         if block is None:
-            nothing = Found(np.zeros(0, np.int64), np.zeros(0, np.float32))
-            return [nothing] * len(queries)
-        size = len(block.place_of)
-        count = min(count, size)
-        if self._mirror is not None and size >= self._mirror_rows_min:
-            similarities, places = block.mirrored(self._mirror).search(queries, count)
-        else:
-            similarities, places = faiss.knn(queries, block.rows[:size], count, metric=faiss.METRIC_INNER_PRODUCT)
-        return [Found(block.keys[row], line) for row, line in zip(places, similarities, strict=True)]
+            return [_found([], [])] * len(queries)
+        if self._mirror is not None and block.lists.ntotal >= self._mirror_min:
+            if block.copy is None:
+                block.copy = _Copy(self._mirror(self.dims), block.lists)
+            return block.copy.search(queries, count)
+        with self._lock:
+            similarities, keys = block.lists.search(queries, min(count, block.lists.ntotal))
+        return [_found(row[row >= 0], line[row >= 0]) for row, line in zip(keys, similarities, strict=True)]
+
+    # --- making lists
+
+    def _remake_if_due(self, block: _Block) -> None:
+        if self._mirror is None and block.changes is None and block.is_outgrown(self._flat_max):
+            block.changes = []
+            self._run(lambda: self._remake(block))
+
+    def _remake(self, block: _Block) -> None:
+        try:
+            with self._making:
+                made = self._copied(block)
+                while True:
+                    with self._lock:
+                        if len(block.changes or ()) <= _REPLAYED_MAX:
+                            _replay(made, block.changes or [])
+                            block.lists, block.changes = made, None
+                            block.made_for = made.ntotal if made.nlist > 1 else 0
+                            return
+                        changes, block.changes = block.changes or [], []
+                    _replay(made, changes)
+        except Exception:  # out of memory, most likely: the old lists serve on, and the next growth tries again
+            _log.exception("the lists of %d vectors could not be made", block.lists.ntotal)
+            with self._lock:
+                block.made_for, block.changes = block.lists.ntotal, None
+
+    def _copied(self, block: _Block) -> Any:
+        """New lists with what is in the block's, but for the keys that came or went since the work began."""
+        count = int(block.lists.ntotal)
+        lists = int(4 * count**0.5) if count >= self._flat_max // 2 else 1
+        made = _empty(self._trained(block, lists) if lists > 1 else self._whole)
+        for place in range(block.lists.nlist):
+            with self._lock:
+                keys, vectors = _read(block.lists, place)
+                changed = [key for key, _ in block.changes or []]
+            kept = ~np.isin(keys, changed)
+            if kept.any():
+                made.add_with_ids(_as_float32(vectors[kept]), keys[kept])
+        return made
+
+    def _trained(self, block: _Block, lists: int) -> Any:
+        """The centroids of so many lists: spherical k-means on a sample of all the old ones."""
+        share = min(1.0, _SAMPLE_PER_LIST * lists / max(1, block.lists.ntotal))
+        random = np.random.default_rng(lists)
+        sample = []
+        for place in range(block.lists.nlist):
+            with self._lock:
+                _, vectors = _read(block.lists, place)
+            sample.append(_as_float32(vectors[random.random(len(vectors)) < share]))
+        centroids = faiss.IndexFlatIP(self.dims)
+        trained = _empty(centroids, lists)
+        trained.cp.min_points_per_centroid = 1  # or it warns
+        trained.train(np.concatenate(sample))
+        return centroids
 
 
 class _Block:
-    """The vectors of one namespace, without gaps: the last row moves to where one was removed."""
+    """A namespace. `changes` are the keys that came (with a vector) and went since new lists are being made, None while none are."""
 
-    __slots__ = ("_copied", "_copy", "keys", "place_of", "rows")
+    __slots__ = ("changes", "copy", "lists", "made_for")
 
-    def __init__(self, dims: int) -> None:
-        self.rows = np.empty((1, dims), dtype=np.float32)
-        self.keys = np.empty(1, dtype=np.int64)
-        self.place_of: dict[int, int] = {}
-        self._copy: Any = None
-        self._copied = 0  # rows of the copy that are as they are here
+    def __init__(self, lists: Any) -> None:
+        self.lists = lists
+        self.made_for = 0  # keys that there were when the lists were made
+        self.changes: list[tuple[int, NDArray[np.float32] | None]] | None = None
+        self.copy: _Copy | None = None
 
     @property
     def size_bytes(self) -> int:
-        return self.rows.nbytes + self.keys.nbytes
+        vectors = self.lists.ntotal * (self.lists.code_size + 8 + 48)  # code, key, its place in the direct map
+        return int(vectors + self.lists.nlist * 4 * self.lists.d + 3_000)
+
+    def is_outgrown(self, flat_max: int) -> bool:
+        count = self.lists.ntotal
+        if self.lists.nlist == 1:
+            return bool(count >= max(flat_max, _GROWTH * self.made_for))
+        return bool(count >= _GROWTH * self.made_for or count * _GROWTH <= self.made_for)
 
     def add(self, key: int, vector: NDArray[np.float32]) -> None:
-        if key in self.place_of:
-            raise ValueError(f"key {key} is there already")
-        place = len(self.place_of)
-        if place == len(self.keys):
-            self._resize(2 * place)
-        self.rows[place] = vector
-        self.keys[place] = key
-        self.place_of[key] = place
+        self.lists.add_with_ids(vector[None], np.array([key], dtype=np.int64))
+        if self.changes is not None:
+            self.changes.append((key, vector))
+        if self.copy is not None:
+            self.copy.add([key], vector[None])
 
     def remove(self, key: int) -> bool:
-        place = self.place_of.pop(key, None)
-        if place is None:
+        if not self.lists.remove_ids(np.array([key], dtype=np.int64)):
             return False
-        last = len(self.place_of)
-        self._copied = min(self._copied, place)
-        if place != last:
-            self.rows[place] = self.rows[last]
-            self.keys[place] = self.keys[last]
-            self.place_of[int(self.keys[place])] = place
-        if last and last * 4 < len(self.keys):
-            self._resize(2 * last)
+        if self.changes is not None:
+            self.changes.append((key, None))
+        if self.copy is not None:
+            self.copy.remove(key)
         return True
 
-    def mirrored(self, make: MakeFlat) -> Any:
-        """The copy, brought up to date. FAISS' flat indexes on a GPU can append and be emptied, not overwrite."""
-        size = len(self.place_of)
-        if self._copy is None:
-            self._copy = make(self.rows.shape[1])
-        if self._copied < self._copy.ntotal:
-            self._copy.reset()
-            self._copied = 0
-        if self._copied < size:
-            self._copy.add(self.rows[self._copied : size])
-            self._copied = size
-        return self._copy
 
-    def _resize(self, capacity: int) -> None:
-        size = min(len(self.keys), capacity)
-        rows = np.empty((capacity, self.rows.shape[1]), dtype=np.float32)
-        keys = np.empty(capacity, dtype=np.int64)
-        rows[:size], keys[:size] = self.rows[:size], self.keys[:size]
-        self.rows, self.keys = rows, keys
+class _Copy:
+    """A namespace's vectors in `flat`, on a GPU. What such an index can't do is overwrite: removed rows stay, unanswered, until there
+    are many."""
+
+    def __init__(self, flat: Any, lists: Any) -> None:
+        self._flat = flat
+        self._lists = lists
+        self._fill()
+
+    def _fill(self) -> None:
+        """Anew, from the lists."""
+        self._flat.reset()
+        self._keys: list[int] = []
+        self._place_of: dict[int, int] = {}
+        self._dead = 0
+        self._waiting: list[NDArray[np.float32]] = []
+        for place in range(self._lists.nlist):
+            keys, vectors = _read(self._lists, place)
+            for start in range(0, len(keys), _COPY_ROWS):
+                self.add(keys[start : start + _COPY_ROWS].tolist(), _as_float32(vectors[start : start + _COPY_ROWS]))
+
+    def add(self, keys: list[int], vectors: NDArray[np.float32]) -> None:
+        self._place_of.update(zip(keys, range(len(self._keys), len(self._keys) + len(keys)), strict=True))
+        self._keys += keys
+        self._waiting.append(vectors)
+
+    def remove(self, key: int) -> None:
+        self._keys[self._place_of.pop(key)] = -1
+        self._dead += 1
+
+    def search(self, queries: NDArray[np.float32], count: int) -> list[Found]:
+        if self._dead > _DEAD_MAX:
+            self._fill()
+        if self._waiting:
+            self._flat.add(np.concatenate(self._waiting))
+            self._waiting = []
+        similarities, places = self._flat.search(queries, min(count + self._dead, len(self._keys)))
+        keys = np.array(self._keys, dtype=np.int64)[places]
+        return [
+            _found(row[row >= 0][:count], line[row >= 0][:count]) for row, line in zip(keys, similarities, strict=True)
+        ]
+
+
+def _empty(centroids: Any, lists: int | None = None) -> Any:
+    """FAISS lists without vectors. A direct map by hash makes removal real and immediate."""
+    made = faiss.IndexIVFScalarQuantizer(
+        centroids,
+        centroids.d,
+        lists or centroids.ntotal,
+        faiss.ScalarQuantizer.QT_fp16,
+        faiss.METRIC_INNER_PRODUCT,
+        False,  # the vectors themselves, not what they differ from the centroid by
+    )
+    made.nprobe = _PROBES
+    made.is_trained = lists is None
+    made.set_direct_map_type(faiss.DirectMap.Hashtable)  # type: ignore[attr-defined]
+    return made
+
+
+def _read(lists: Any, place: int) -> tuple[NDArray[np.int64], NDArray[np.float16]]:
+    """A copy of one list: keys and vectors."""
+    count = lists.invlists.list_size(place)
+    if count == 0:
+        return np.zeros(0, np.int64), np.zeros((0, lists.d), np.float16)
+    keys = faiss.rev_swig_ptr(lists.invlists.get_ids(place), count).copy()
+    codes = faiss.rev_swig_ptr(lists.invlists.get_codes(place), count * lists.code_size).copy()
+    return keys, codes.view(np.float16).reshape(count, lists.d)
+
+
+def _replay(lists: Any, changes: list[tuple[int, NDArray[np.float32] | None]]) -> None:
+    """The last word on each key counts."""
+    last = dict(changes)
+    came = [(key, vector) for key, vector in last.items() if vector is not None]
+    if last:
+        lists.remove_ids(np.array(list(last), dtype=np.int64))
+    if came:
+        lists.add_with_ids(np.stack([vector for _, vector in came]), np.array([key for key, _ in came], dtype=np.int64))
+
+
+def _as_float32(vectors: NDArray[np.float16]) -> NDArray[np.float32]:
+    return vectors.astype(np.float32)
+
+
+def _found(keys: Any, similarities: Any) -> Found:
+    return Found(np.asarray(keys, dtype=np.int64), np.asarray(similarities, dtype=np.float32))

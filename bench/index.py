@@ -1,0 +1,173 @@
+"""`./run bench index`: what the vector index of one cache worker takes, and how fast and how complete its answers are.
+
+    ./run bench index [--entries 20000,100000,1000000] [--vectors FILE.npy] [--json FILE]
+
+Folds entries with ready vectors into the product's own cache object, in one namespace and in namespaces of ten; then adds, removes and
+searches. Vectors are made (texts in groups, 384 dimensions of which 48 matter) or come from a file: float32, one unit vector a row.
+Recall is of the 16 nearest, and of those of them above a cosine of 0.8, beside reading every vector.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from cache import Partition, Query
+from cache.embedder import EmbedderInfo, Encoded
+from cache.index import VectorIndex
+from cache.semantic import Added, SemanticCache
+
+_DIMS, _INNER_DIMS, _GROUP = 384, 48, 8
+_NEAREST, _NEAR = 16, 0.8
+_ASKED, _CHANGED = 500, 2_000
+_SMALL = 10  # keys in each of many namespaces
+_PARTITION = Partition(b"bench-partition-")
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One size and layout. `fold_s` is until every entry is in, `settled_s` until the lists are made too; `fold_us_p99` says whether one
+    entry waited for that. `rss_mb` is what the whole cache object takes, `index_mb` the vectors of it. Times are of one thread."""
+
+    entries: int
+    namespaces: int
+    lists: int
+    fold_s: float
+    settled_s: float
+    fold_us_p99: float
+    rss_mb: int
+    index_mb: int
+    add_us: float
+    remove_us: float
+    search_us_p50: float
+    search_us_p99: float
+    lookup_us_p50: float
+    recall: float
+    recall_near: float
+
+
+class Ready:
+    """An encoder whose vectors are there already."""
+
+    def __init__(self, dims: int) -> None:
+        self.info = EmbedderInfo("ready", dims, 1_000, b"readyrea")
+        self.next: NDArray[np.float32] = np.zeros(dims, dtype=np.float32)
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        return Encoded(np.repeat(self.next[None], len(texts), axis=0), np.ones(len(texts), dtype=np.int32))
+
+
+def made_vectors(count: int) -> NDArray[np.float32]:
+    """Unit vectors (count, dims) in groups of paraphrases, through float16 as the store keeps them."""
+    chance = np.random.default_rng(0)
+    spread = (chance.normal(size=(_INNER_DIMS, _DIMS)) / _INNER_DIMS**0.5).astype(np.float32)
+    made = np.empty((count, _DIMS), dtype=np.float32)
+    for start in range(0, count, 65_536):
+        size = min(65_536, count - start)
+        groups = chance.normal(size=(-(-size // _GROUP), _INNER_DIMS)).astype(np.float32)
+        inner = np.repeat(groups, _GROUP, axis=0)[:size] + 0.4 * chance.normal(size=(size, _INNER_DIMS))
+        made[start : start + size] = _unit(inner.astype(np.float32) @ spread)
+    chance.shuffle(made)  # so that what is asked has its group in the index
+    return made
+
+
+def measure(vectors: NDArray[np.float32], keys_each: int | None) -> Row:
+    """One row, in namespaces of `keys_each`, or in one."""
+    count = len(vectors) - _ASKED
+    before_mb = _rss_mb()
+    encoder, index = Ready(vectors.shape[1]), VectorIndex(vectors.shape[1])
+    cache = SemanticCache(encoder, index=index, keys_max=len(vectors) + _CHANGED)
+    compats = [(place // (keys_each or count)).to_bytes(16, "big") for place in range(count)]
+    now = time.time()
+    folds, started = [], time.perf_counter()
+    for place, compat in enumerate(compats):
+        exact = place.to_bytes(16, "big")
+        record = Added(_PARTITION, exact, compat, f"what is the answer to question {place}?", now, now + 86_400)
+        folds.append(_timed(lambda: cache.fold([record], {(_PARTITION, exact): vectors[place]})))  # noqa: B023
+    fold_s = time.perf_counter() - started
+    while not index.is_settled:
+        time.sleep(0.05)
+    settled_s = time.perf_counter() - started
+    rss_mb = _rss_mb() - before_mb
+    asked = vectors[count:]
+    names = [_PARTITION + compats[place * (count // _ASKED)] for place in range(_ASKED)]
+    searches = [_timed(lambda: index.search(name, one[None], _NEAREST)) for name, one in zip(names, asked, strict=True)]  # noqa: B023
+    recall, recall_near = _recalls(index, vectors[:count], asked, names[0]) if keys_each is None else (1.0, 1.0)
+    lookups = []
+    for place, (name, encoder.next) in enumerate(zip(names, asked, strict=True)):
+        query = Query(_PARTITION, name[len(_PARTITION) :], f"how may question {place} be answered?")
+        lookups.append(_timed(lambda: cache.lookup([query])))  # noqa: B023
+    adds = [_timed(lambda: index.add(names[0], 10**9 + n, asked[n % _ASKED])) for n in range(_CHANGED)]  # noqa: B023
+    removes = [_timed(lambda: index.remove(names[0], 10**9 + n)) for n in range(_CHANGED)]  # noqa: B023
+    return Row(
+        count, cache.namespaces, index.lists(names[0]), round(fold_s, 1), round(settled_s, 1), _us(folds, 99),
+        rss_mb, index.size_bytes >> 20, _us(adds), _us(removes), _us(searches), _us(searches, 99), _us(lookups),
+        recall, recall_near,
+    )  # fmt: skip
+
+
+def _recalls(
+    index: VectorIndex, vectors: NDArray[np.float32], asked: NDArray[np.float32], name: bytes
+) -> tuple[float, float]:
+    true = found = true_near = found_near = 0
+    for start in range(0, len(asked), 50):
+        some = asked[start : start + 50]
+        similarities = some @ vectors.T
+        nearest = np.argpartition(-similarities, _NEAREST, axis=1)[:, :_NEAREST]
+        for row, best, one in zip(similarities, nearest, index.search(name, some, _NEAREST), strict=True):
+            got = set(one.keys.tolist())
+            near = {int(key) for key in best if row[key] > _NEAR}
+            true, found = true + _NEAREST, found + len(got & set(best.tolist()))
+            true_near, found_near = true_near + len(near), found_near + len(got & near)
+    return round(found / true, 4), round(found_near / max(1, true_near), 4)
+
+
+def _timed(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def _us(times: Sequence[float], percent: int = 50) -> float:
+    return round(1e6 * statistics.quantiles(times, n=100)[percent - 1], 1)
+
+
+def _unit(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+    unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    return unit.astype(np.float16).astype(np.float32)
+
+
+def _rss_mb() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4 >> 10
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="./run bench index", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--entries", default="20000,100000,1000000", help="sizes, comma-separated")
+    parser.add_argument("--vectors", type=Path, default=None, metavar="FILE.npy", help="use these instead of made ones")
+    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="also write the rows")
+    arguments = parser.parse_args(argv)
+    source = _unit(np.load(arguments.vectors)) if arguments.vectors is not None else None
+    rows = []
+    print("  ".join(f"{name:>13}" for name in Row.__struct_fields__))
+    for size in (int(part) for part in arguments.entries.split(",")):
+        vectors = source[: size + _ASKED] if source is not None else made_vectors(size + _ASKED)
+        if len(vectors) < 2 * _ASKED:
+            print(f"bench: at least {2 * _ASKED} vectors are needed", file=sys.stderr)
+            return 2
+        for keys_each in (None, _SMALL):
+            rows.append(measure(vectors, keys_each))
+            print("  ".join(f"{value:>13}" for value in msgspec.structs.astuple(rows[-1])), flush=True)
+    if arguments.json is not None:
+        arguments.json.write_text("".join(json.dumps(msgspec.to_builtins(row)) + "\n" for row in rows))
+    return 0
