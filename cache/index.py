@@ -1,7 +1,7 @@
 """The nearest vectors within a namespace. The only file that imports faiss.
 
 Knows no texts and no Redis. Each namespace has FAISS inverted lists of its own: one list, searched whole, while it is small; past
-`flat_max` keys about 4 sqrt(n) lists of which the 16 nearest are searched. The lists of a namespace that has outgrown them (or shrunk
+`flat_max` keys about 4 sqrt(n) lists of which the 32 nearest are searched. The lists of a namespace that has outgrown them (or shrunk
 under them) are made by a thread beside the work: it trains on a sample, copies list by list, and replays what came and went
 meanwhile; searches go on in the old ones until the new ones are complete. Vectors are kept as float16 (768 bytes for 384 dimensions);
 those that have been through float16 before, as the store's have, are kept exactly. On a GPU a large namespace is searched, exactly,
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 FLAT_MAX = 20_000  # keys searched one by one: about half a millisecond
 MIRROR_MIN = 4_096  # a smaller namespace is searched faster where it is than on a GPU
-_PROBES = 16
+_PROBES = 32
 _GROWTH = 4  # lists made for n keys serve from n / 4 to 4 n
 _SAMPLE_PER_LIST = 48
 _REPLAYED_MAX = 64  # changes replayed while searches wait

@@ -124,17 +124,18 @@ def test_lists_are_made_beside_the_work() -> None:
 
 def test_lists_miss_little() -> None:
     """Of the neighbours above a cosine of 0.8, in texts that come in groups, at least 99% are found."""
-    dims, groups, each = 64, 1_000, 12
+    dims, inner, groups, each = 64, 12, 1_000, 12
     chance = np.random.default_rng(0)
-    centres = chance.normal(size=(groups, dims))
-    vectors = np.repeat(centres, each, axis=0) + 0.45 * chance.normal(size=(groups * each, dims))
+    centres = np.repeat(chance.normal(size=(groups, inner)), each, axis=0)  # texts fill few of the dimensions
+    vectors = (centres + 0.4 * chance.normal(size=centres.shape)) @ chance.normal(size=(inner, dims))
     vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float16).astype(np.float32)
     index = VectorIndex(dims, flat_max=2_000)
     for key, vector in enumerate(vectors):
         index.add(b"A", key, vector)
     wait_until_settled(index)
     assert index.lists(b"A") > 100
-    questions = vectors[:: each * 4] + 0.2 / 8 * chance.normal(size=(groups // 4, dims)).astype(np.float32)
+    questions = vectors[:: each * 4] + 0.2 / 8 * chance.normal(size=(groups // 4, dims))
+    questions = questions.astype(np.float32)
     questions /= np.linalg.norm(questions, axis=1, keepdims=True)
     near = found = 0
     for similarities, one in zip(questions @ vectors.T, index.search(b"A", questions, 16), strict=True):
