@@ -210,7 +210,7 @@ def _entry(entry_id: bytes, fields: list[Any] | None) -> _Entry:
         row = decode_row(named[b"row"])
     except (KeyError, msgspec.MsgspecError) as error:
         return _Entry(entry_id, None, f"not a row: {type(error).__name__} {error}")
-    booked = tuple(named.get(name) for name in (b"team", b"at_ms", b"cost"))
-    if booked != tuple(str(value).encode() for value in (row.team_id, row.at_ms, row.cost_microusd)):
+    booked = (named.get(b"team"), named.get(b"at_ms"), named.get(b"cost"))
+    if booked != (b"%d" % row.team_id, b"%d" % row.at_ms, b"%d" % row.cost_microusd):
         return _Entry(entry_id, None, "its row says other than what was booked")
     return _Entry(entry_id, row)
