@@ -4,12 +4,12 @@ Here values for `policies.routing` are gathered before, and what happened is lea
 function elsewhere. Knows no teams, budgets or caches.
 """
 
-import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import structlog
 
 import policies
@@ -57,23 +57,21 @@ class Deployment:
     def candidate(self, prompt_tokens: int) -> Candidate:
         """This deployment as routing sees it, now."""
         load = self.backend.load(prompt_tokens)
-        is_allowed = self.breaker.allows()
-        is_measured = self.estimate.weight > 0  # a prior is no reason to reject anybody
-        ttft_ms, tpot_ms = (
-            (self.estimate.ttft_ms(prompt_tokens), self.estimate.tpot_ms) if is_measured else (None, None)
-        )
+        is_open = not (load.is_ready and self.breaker.allows())
+        figures = self.estimate.figures()
+        is_measured = figures.weight > 0  # a prior is no reason to reject anybody
         return Candidate(
             name=self.name,
             price=self.price,
             capabilities=self.capabilities,
             context_tokens_max=load.context_tokens_max or self.context_tokens_max,
             output_tokens_max=load.output_tokens_max or self.output_tokens_max,
-            ttft_ms=load.ttft_ms if load.ttft_ms is not None else ttft_ms,
-            tpot_ms=load.tpot_ms if load.tpot_ms is not None else tpot_ms,
-            is_open=not (load.is_ready and is_allowed),
-            health_reason=load.reason if not load.is_ready else self.breaker.reason,
+            ttft_ms=load.ttft_ms if load.ttft_ms is not None or not is_measured else figures.ttft_ms(prompt_tokens),
+            tpot_ms=load.tpot_ms if load.tpot_ms is not None or not is_measured else figures.tpot_ms,
+            is_open=is_open,
+            health_reason=(load.reason if not load.is_ready else self.breaker.reason) if is_open else "",
             priority=self.settings.priority,
-            prefill_ms_per_token=self.estimate.prefill_ms_per_token,
+            prefill_ms_per_token=figures.prefill_ms_per_token,
         )
 
     def ttft_timeout_s(self, prompt_tokens: int) -> float:
@@ -177,7 +175,7 @@ class Alias:
 
 
 def _well(candidate: Candidate) -> Candidate:
-    return dataclasses.replace(candidate, is_open=False)
+    return msgspec.structs.replace(candidate, is_open=False)
 
 
 def pause_before_retry(failure: BackendError, attempts: int) -> float | None:

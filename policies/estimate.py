@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 
 @dataclass(frozen=True, slots=True)
 class EstimatePrior:
@@ -32,6 +34,20 @@ class EstimatePrior:
     weight: float = 1.0
 
 
+class Figures(msgspec.Struct, frozen=True):
+    """An estimate at one moment. `weight` is how many recent calls it rests on."""
+
+    weight: float
+    base_ms: float
+    prefill_ms_per_token: float
+    tpot_ms: float
+
+    def ttft_ms(self, prompt_tokens: int) -> float:
+        """Predicted TTFT for a prompt of which nothing is warm."""
+        return max(self.base_ms + self.prefill_ms_per_token * prompt_tokens, 1.0)
+
+
+_FIGURES_KEPT_S = 1.0
 _NOISE_SPAN_TOKENS = 1000.0
 _KEEP_PER_OBSERVATION = 0.95
 _HALF_LIFE_S = 600.0
@@ -58,28 +74,39 @@ class Estimate:
         self._log_squares = 0.0
         self._tpot_weight = 0.0
         self._tpot_sum = 0.0
+        self._figures: Figures | None = None
+        self._figured_at_s = 0.0
 
     @property
     def weight(self) -> float:
         """How many recent calls the figures rest on; 0 before the first, shrinking with time."""
-        return self._calls * self._kept()
+        return self.figures().weight
 
     @property
     def tpot_ms(self) -> float:
         """Milliseconds per output token after the first."""
-        kept = self._kept()
-        belief = self._belief(kept)
-        return (self._tpot_sum * kept + belief * self._prior.tpot_ms) / (self._tpot_weight * kept + belief)
+        return self.figures().tpot_ms
 
     @property
     def prefill_ms_per_token(self) -> float:
         """What one more prompt token adds to TTFT, and a warm one saves."""
-        return self._line()[1]
+        return self.figures().prefill_ms_per_token
 
     def ttft_ms(self, prompt_tokens: int) -> float:
         """Predicted TTFT for a prompt of which nothing is warm."""
-        base_ms, slope = self._line()
-        return max(base_ms + slope * prompt_tokens, 1.0)
+        return self.figures().ttft_ms(prompt_tokens)
+
+    def figures(self) -> Figures:
+        """All of them at once. Between two calls they only fade, over minutes, so they are worked out at most once a second."""
+        now_s = self._clock()
+        if self._figures is None or not 0.0 <= now_s - self._figured_at_s < _FIGURES_KEPT_S:
+            kept = self._kept()
+            belief = self._belief(kept)
+            base_ms, slope = self._line(kept, belief)
+            tpot_ms = (self._tpot_sum * kept + belief * self._prior.tpot_ms) / (self._tpot_weight * kept + belief)
+            self._figures = Figures(self._calls * kept, base_ms, slope, tpot_ms)
+            self._figured_at_s = now_s
+        return self._figures
 
     def ttft_timeout_ms(self, prompt_tokens: int, floor_ms: float, ceiling_ms: float) -> float:
         """How long to wait for the first token before the next candidate is tried: a wait that about one call in
@@ -101,6 +128,7 @@ class Estimate:
         if not (math.isfinite(ttft_ms) and ttft_ms >= 0 and prompt_tokens >= 0):
             return
         predicted_ms = self.ttft_ms(prompt_tokens)
+        self._figures = None
         self._age()
         # one freak call moves the line by as much as ten times the prediction, a deployment that stays slow all the way
         bounded_ms = min(max(ttft_ms, 1.0), predicted_ms * _OUTLIER_RATIO)
@@ -124,10 +152,9 @@ class Estimate:
         """No first token within `waited_ms`: TTFT was at least that, so the prediction may rise but never fall."""
         self.observe(max(waited_ms, self.ttft_ms(prompt_tokens)), None, prompt_tokens)
 
-    def _line(self) -> tuple[float, float]:
+    def _line(self, kept: float, belief: float) -> tuple[float, float]:
         """Base in ms and slope in ms per token of the fitted line, neither below 0."""
-        kept, prior = self._kept(), self._prior
-        belief = self._belief(kept)
+        prior = self._prior
         weight = self._weight * kept + belief
         x_mean = self._x * kept / weight
         y_mean = (self._y * kept + belief * prior.ttft_ms) / weight

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 MicroUSD = int
 """A millionth of a US dollar, always a whole number."""
 
@@ -17,8 +19,7 @@ MICROUSD_MAX = 2**53 - 1
 _PER_MTOK = 1_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(msgspec.Struct, frozen=True):
     """Tokens of one generation. `cached` of the `prompt` tokens were read from a prefix cache; it is part of `prompt`."""
 
     prompt: int

@@ -29,9 +29,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
+
+import msgspec
 
 from policies.prices import MicroUSD, Price, Tokens
 
@@ -42,8 +43,7 @@ _TTFT_PRIOR_MS = 1000.0
 _TPOT_PRIOR_MS = 25.0
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(msgspec.Struct, frozen=True):
     """What one request asks of a deployment.
 
     `output_tokens_max` bounds the answer; `is_output_asked` says that the caller set it, so that a deployment which
@@ -60,7 +60,7 @@ class Demand:
     output_tokens_max: int
     output_tokens_expected: int
     needs: frozenset[str] = frozenset()
-    warm: Mapping[str, int] = field(default_factory=dict)
+    warm: Mapping[str, int] = {}
     deadline_ms: float | None = None
     ttft_deadline_ms: float | None = None
     excluded: frozenset[str] = frozenset()
@@ -69,8 +69,7 @@ class Demand:
     prompt_tokens_min: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True):
     """One deployment as routing sees it.
 
     `ttft_ms` is predicted for this prompt as if nothing of it were warm, the queue included; `prefill_ms_per_token`
@@ -96,8 +95,7 @@ class PolicyKind(StrEnum):
     BALANCED = "balanced"
 
 
-@dataclass(frozen=True, slots=True)
-class RoutingPolicy:
+class RoutingPolicy(msgspec.Struct, frozen=True):
     """How to order, and what not to exceed: predicted TTFT, and expected cost of one request."""
 
     kind: PolicyKind = PolicyKind.BALANCED
@@ -117,8 +115,7 @@ class Cause(StrEnum):
     TRIED = "tried"
 
 
-@dataclass(frozen=True, slots=True)
-class Ranked:
+class Ranked(msgspec.Struct, frozen=True):
     """A candidate that may serve. `cost_microusd` is expected; `cost_max_microusd` the worst case, to be reserved.
 
     `output_tokens_max` is the bound to send, for which the worst case holds. A smaller `score` is better.
@@ -134,15 +131,13 @@ class Ranked:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Rejected:
+class Rejected(msgspec.Struct, frozen=True):
     name: str
     cause: Cause
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(msgspec.Struct, frozen=True):
     """The ranking, best first, and what was rejected, by name."""
 
     ranked: tuple[Ranked, ...]
@@ -168,8 +163,7 @@ class Route:
 _CAUSES = tuple(Cause)
 
 
-@dataclass(frozen=True, slots=True)
-class _Forecast:
+class _Forecast(msgspec.Struct, frozen=True):
     """What the cost model says of one candidate. Times are None where they rest on no estimate at all."""
 
     warm_tokens: int
@@ -208,7 +202,9 @@ def route(demand: Demand, candidates: Sequence[Candidate], policy: RoutingPolicy
 
 def _median(values: Iterable[float | None], prior: float) -> float:
     known = [v for v in values if v is not None]
-    return median(known) if known else prior
+    if len(known) < 2:
+        return known[0] if known else prior
+    return median(known)
 
 
 def _forecast(demand: Demand, candidate: Candidate, ttft_prior_ms: float, tpot_prior_ms: float) -> _Forecast:
@@ -242,8 +238,8 @@ def _unable(demand: Demand, candidate: Candidate) -> Rejected | None:
     name = candidate.name
     if name in demand.excluded:
         return Rejected(name, Cause.TRIED, "was already tried")
-    missing = sorted(demand.needs - candidate.capabilities)
-    if missing:
+    if not demand.needs <= candidate.capabilities:
+        missing = sorted(demand.needs - candidate.capabilities)
         return Rejected(name, Cause.CAPABILITY, f"does not offer {', '.join(missing)}")
     output = demand.output_tokens_max if demand.is_output_asked else min(1, demand.output_tokens_max)
     context = candidate.context_tokens_max

@@ -92,7 +92,9 @@ class Ledger:
                 new = await _insert_sqlite(connection, by_id)
             else:  # a writer that is paused in here must not keep the next one waiting
                 await connection.execute(sa.text("SET LOCAL idle_in_transaction_session_timeout = '30s'"))
-                insert = self._database.insert(table).on_conflict_do_nothing(index_elements=["id"]).returning(table.c.id)
+                insert = (
+                    self._database.insert(table).on_conflict_do_nothing(index_elements=["id"]).returning(table.c.id)
+                )
                 values = [msgspec.structs.asdict(row) for row in by_id.values()]
                 new = [by_id[row_id] for row_id in (await connection.execute(insert, values)).scalars()]
             await self._add_to_days(connection, new)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from policies import Candidate, Cause, Demand, PolicyKind, Price, RoutingPolicy, route
 
@@ -109,7 +108,7 @@ def test_losing_a_loser_changes_nothing_for_the_measured(demand: Demand, fleet, 
 @given(demands, fleets, policies)
 def test_a_warm_prefix_never_makes_a_deployment_slower(demand: Demand, fleet, policy: RoutingPolicy) -> None:
     """Warm tokens lower the expected TTFT of their deployment, or leave it."""
-    cold = {r.name: r for r in route(dataclasses.replace(demand, warm={}), fleet, policy).ranked}
+    cold = {r.name: r for r in route(replace(demand, warm={}), fleet, policy).ranked}
     for ranked in route(demand, fleet, policy).ranked:
         if ranked.name in cold:
             assert ranked.ttft_ms <= cold[ranked.name].ttft_ms
@@ -125,7 +124,7 @@ def test_the_worst_case_covers_the_expected(demand: Demand, fleet, policy: Routi
 
 def test_cheapest_goes_by_cost_then_time() -> None:
     """Free before cheap before dear; of two free ones the faster."""
-    slower = dataclasses.replace(LOCAL, name="slower", ttft_ms=900)
+    slower = replace(LOCAL, name="slower", ttft_ms=900)
     policy = RoutingPolicy(PolicyKind.CHEAPEST)
     assert names(SMALL, [FAST, slower, CHEAP, LOCAL], policy) == ["local", "slower", "cheap", "fast"]
 
@@ -140,7 +139,7 @@ def test_balanced_gives_up_money_for_much_time_and_time_for_much_money() -> None
     """Free and a little slower beats paid; free and very slow does not; a hundred times the price for a bit of speed does not."""
     policy = RoutingPolicy(PolicyKind.BALANCED)
     assert names(SMALL, [CHEAP, LOCAL], policy)[0] == "local"
-    crawling = dataclasses.replace(LOCAL, tpot_ms=300)
+    crawling = replace(LOCAL, tpot_ms=300)
     assert names(SMALL, [CHEAP, crawling], policy)[0] == "cheap"
     luxury = Candidate("luxury", Price(15_000_000, 75_000_000), ttft_ms=500, tpot_ms=9)
     assert names(SMALL, [CHEAP, luxury], policy)[0] == "cheap"
@@ -156,8 +155,8 @@ def test_balanced_does_not_care_for_what_nobody_notices() -> None:
 def test_a_warm_prefix_tips_the_scales_in_time_and_in_money() -> None:
     """Of two alike the warm one wins by TTFT (prefill saved) and by cost (the cached price)."""
     cold = Candidate("cold", Price(1_000_000, 0, 100_000), ttft_ms=1000, tpot_ms=1, prefill_ms_per_token=0.8)
-    warm = dataclasses.replace(cold, name="warm")
-    demand = dataclasses.replace(SMALL, warm={"warm": 900})
+    warm = replace(cold, name="warm")
+    demand = replace(SMALL, warm={"warm": 900})
     for kind in PolicyKind:
         ranked = route(demand, [cold, warm], RoutingPolicy(kind)).ranked
         assert ranked[0].name == "warm"
@@ -168,7 +167,7 @@ def test_a_warm_prefix_tips_the_scales_in_time_and_in_money() -> None:
 
 def test_ties_go_to_priority_then_name() -> None:
     """Equal in everything: the larger priority first, then the alphabet."""
-    twins = [dataclasses.replace(LOCAL, name=n, priority=p) for n, p in (("b", 0), ("a", 0), ("z", 1))]
+    twins = [replace(LOCAL, name=n, priority=p) for n, p in (("b", 0), ("a", 0), ("z", 1))]
     assert names(SMALL, twins, RoutingPolicy(PolicyKind.CHEAPEST)) == ["z", "a", "b"]
 
 
@@ -183,19 +182,19 @@ def test_the_unmeasured_is_tried_and_not_condemned() -> None:
 @pytest.mark.parametrize(
     ("candidate", "demand", "policy", "cause", "words"),
     [
-        (LOCAL, dataclasses.replace(SMALL, excluded=frozenset({"local"})), RoutingPolicy(), Cause.TRIED, "already"),
-        (LOCAL, dataclasses.replace(SMALL, needs=frozenset({"vision"})), RoutingPolicy(), Cause.CAPABILITY, "vision"),
-        (dataclasses.replace(LOCAL, context_tokens_max=1400), SMALL, RoutingPolicy(), Cause.CONTEXT, "1400"),
-        (dataclasses.replace(LOCAL, output_tokens_max=499), SMALL, RoutingPolicy(), Cause.OUTPUT, "499"),
+        (LOCAL, replace(SMALL, excluded=frozenset({"local"})), RoutingPolicy(), Cause.TRIED, "already"),
+        (LOCAL, replace(SMALL, needs=frozenset({"vision"})), RoutingPolicy(), Cause.CAPABILITY, "vision"),
+        (replace(LOCAL, context_tokens_max=1400), SMALL, RoutingPolicy(), Cause.CONTEXT, "1400"),
+        (replace(LOCAL, output_tokens_max=499), SMALL, RoutingPolicy(), Cause.OUTPUT, "499"),
         (
-            dataclasses.replace(LOCAL, is_open=True, health_reason="it failed 5 times in a row"),
+            replace(LOCAL, is_open=True, health_reason="it failed 5 times in a row"),
             SMALL,
             RoutingPolicy(),
             Cause.HEALTH,
             "5 times",
         ),
-        (LOCAL, dataclasses.replace(SMALL, deadline_ms=4000), RoutingPolicy(), Cause.DEADLINE, "4500 ms in all"),
-        (LOCAL, dataclasses.replace(SMALL, ttft_deadline_ms=400), RoutingPolicy(), Cause.DEADLINE, "first token"),
+        (LOCAL, replace(SMALL, deadline_ms=4000), RoutingPolicy(), Cause.DEADLINE, "4500 ms in all"),
+        (LOCAL, replace(SMALL, ttft_deadline_ms=400), RoutingPolicy(), Cause.DEADLINE, "first token"),
         (LOCAL, SMALL, RoutingPolicy(ttft_ms_max=400), Cause.LIMIT, "limit of 400 ms"),
         (CHEAP, SMALL, RoutingPolicy(cost_microusd_max=100), Cause.LIMIT, "limit of 100 µUSD"),
     ],
@@ -211,8 +210,8 @@ def test_each_rejection_has_its_cause_and_words(candidate, demand, policy, cause
 
 def test_an_output_bound_nobody_asked_for_shrinks_instead() -> None:
     """A default bound fits itself to the deployment; the worst case to be reserved is for the bound to be sent."""
-    small = dataclasses.replace(CHEAP, context_tokens_max=1200, output_tokens_max=150)
-    demand = dataclasses.replace(SMALL, is_output_asked=False)
+    small = replace(CHEAP, context_tokens_max=1200, output_tokens_max=150)
+    demand = replace(SMALL, is_output_asked=False)
     ranked = route(demand, [small], RoutingPolicy()).ranked[0]
     assert ranked.output_tokens_max == 150
     assert ranked.cost_max_microusd == small.price.cost_max(1000, 150)
@@ -221,7 +220,7 @@ def test_an_output_bound_nobody_asked_for_shrinks_instead() -> None:
 def test_choices_cost_each_and_take_the_time_of_one() -> None:
     """Four answers side by side: one prompt, four outputs, one wait."""
     [one] = route(SMALL, [CHEAP], RoutingPolicy()).ranked
-    [four] = route(dataclasses.replace(SMALL, choices=4), [CHEAP], RoutingPolicy()).ranked
+    [four] = route(replace(SMALL, choices=4), [CHEAP], RoutingPolicy()).ranked
     assert (one.cost_microusd, four.cost_microusd) == (150 + 120, 150 + 480)
     assert four.cost_max_microusd == CHEAP.price.cost_max(1000, 2000)
     assert four.total_ms == one.total_ms
@@ -229,7 +228,7 @@ def test_choices_cost_each_and_take_the_time_of_one() -> None:
 
 def test_the_furthest_candidate_explains_an_empty_ranking() -> None:
     """One is too small, one over the limit: the limit is what stands between the caller and an answer."""
-    small = dataclasses.replace(LOCAL, name="small", context_tokens_max=10)
+    small = replace(LOCAL, name="small", context_tokens_max=10)
     found = route(SMALL, [small, CHEAP], RoutingPolicy(cost_microusd_max=1))
     assert found.cause is Cause.LIMIT
     assert "cheap is too dear" in found.refusal
