@@ -6,12 +6,12 @@ in an `Outcome`. Invariant: only complete, successful generations of the asked m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class Controls:
+
+class Controls(msgspec.Struct, frozen=True):
     """One request's wishes. Ages and TTLs are seconds; `error_max` may only tighten the configured bound."""
 
     no_cache: bool = False
@@ -23,8 +23,7 @@ class Controls:
     error_max: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     """How a generation ended. `finish_reasons` has one word for each choice; `size_bytes` is what an entry would take."""
 
     is_complete: bool
@@ -72,4 +71,7 @@ def store_refusal(outcome: Outcome, controls: Controls, entry_bytes_max: int) ->
         (controls.ttl_s is not None and controls.ttl_s <= 0, Refusal.TTL),
         (outcome.size_bytes > entry_bytes_max, Refusal.TOO_LARGE),
     )
-    return next((refusal for applies, refusal in checks if applies), None)
+    for applies, refusal in checks:
+        if applies:
+            return refusal
+    return None

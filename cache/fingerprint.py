@@ -7,10 +7,9 @@ different requests never encode to the same bytes); the partition is part of eve
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
+from hashlib import blake2b
 from typing import Any, NewType
 
 import msgspec
@@ -66,8 +65,7 @@ TURN_FIELDS = frozenset(_TURN_MEANINGS.split())
 """Known fields of one message. All have meaning; null is the same as absent (SDKs echo an answer with its nulls)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
+class Fingerprint(msgspec.Struct, frozen=True):
     """What a request is, in digests of 16 bytes.
 
     `chain` has one digest for each turn; the last is `exact`, and the chain of a dialogue is a prefix of the chain of its
@@ -95,7 +93,7 @@ def partition(secret: bytes, scope: str) -> Partition:
     """
     if not secret:
         raise ValueError("a partition needs a secret")
-    key = secret if len(secret) <= hashlib.blake2b.MAX_KEY_SIZE else hashlib.blake2b(secret).digest()
+    key = secret if len(secret) <= blake2b.MAX_KEY_SIZE else blake2b(secret).digest()
     return Partition(_digest(b"sw.partition", scope.encode(), key=key))
 
 
@@ -121,8 +119,9 @@ def fingerprint(body: Mapping[str, Any], partition: Partition, namespace: str = 
             before, link = link, _digest(b"sw.turn", link, _JSON.encode(_canonical_turn(turn)))
             chain.append(link)
         text, rest = _split_text(turns[-1]) if turns else (None, None)
-        compat_of_text = (b"sw.compat", before, _JSON.encode(_canonical_turn(rest))) if text is not None else None
-        compat = _digest(*(compat_of_text or (b"sw.compat.whole", link)))
+        is_whole = text is None
+        blanked = b"" if is_whole else _JSON.encode(_canonical_turn(rest))
+        compat = _digest(b"sw.compat.whole", link) if is_whole else _digest(b"sw.compat", before, blanked)
     except (TypeError, UnicodeEncodeError, RecursionError) as error:
         raise ValueError(f"not a JSON request: {error}") from error
     return Fingerprint(partition, link, compat, tuple(chain) or (link,), text, namespace)
@@ -167,10 +166,7 @@ def _is_eligible(text: Any) -> bool:
 
 def _digest(purpose: bytes, *parts: bytes, key: bytes = b"") -> bytes:
     """BLAKE2b (RFC 7693), personalised by purpose. All parts but the last have a fixed length, so none runs into the next."""
-    state = hashlib.blake2b(digest_size=DIGEST_BYTES, key=key, person=purpose)
-    for part in parts:
-        state.update(part)
-    return state.digest()
+    return blake2b(b"".join(parts), digest_size=DIGEST_BYTES, key=key, person=purpose).digest()
 
 
 _JSON = msgspec.json.Encoder(order="sorted")  # raises TypeError for a key that is no string
@@ -179,6 +175,8 @@ _JSON = msgspec.json.Encoder(order="sorted")  # raises TypeError for a key that 
 def _canonical_turn(turn: Any) -> Any:
     if not isinstance(turn, dict):
         return _canonical(turn)
+    if all(type(value) is str for value in turn.values()):
+        return turn
     return _canonical({name: value for name, value in turn.items() if value is not None or name not in TURN_FIELDS})
 
 

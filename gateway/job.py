@@ -3,7 +3,6 @@
 Knows no services: nothing here awaits. `pipeline` fills a job stage by stage; what follows from it is computed here.
 """
 
-import dataclasses
 import time
 from dataclasses import dataclass, field
 
@@ -106,13 +105,14 @@ class Job:
         """What the cache keeps of it; without its text where nobody may find it by meaning, so that nobody embeds it."""
         turn = self.turn
         return entry_of(
-            self.fingerprint if is_by_meaning else dataclasses.replace(self.fingerprint, text=None),
+            self.fingerprint,
             self.flight.chunks,
             self.generated,
             self.usage,
             turn.record,
             ttl_s=ttl_s,
             namespace=turn.controls.namespace,
+            is_by_meaning=is_by_meaning,
         )
 
 

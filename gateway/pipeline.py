@@ -25,6 +25,7 @@ from cache import (
     LookupMiss,
     Miss,
     MissReason,
+    Partition,
     Query,
     SemanticClient,
     fingerprint,
@@ -82,6 +83,7 @@ class Pipeline:
         self.flights = Flights()
         self._emit = emit
         self._secret = (settings.secret or "").encode()
+        self._partitions: dict[int, Partition] = {}  # by team
         self._stores: dict[bytes, asyncio.Future[None]] = {}  # by compat: the latest answer on its way to Redis
         self._jobs: set[asyncio.Future[None]] = set()  # under way, until they are recorded
 
@@ -103,9 +105,8 @@ class Pipeline:
         alias = self.fleet.alias(turn.alias)
         turn.record.alias = alias.name
         may_use(identity, turn.alias)
-        scope = partition(self._secret, f"team:{identity.team.id}")
         try:
-            found = fingerprint(turn.body, scope, turn.controls.namespace)
+            found = fingerprint(turn.body, self._partition(identity.team.id), turn.controls.namespace)
         except ValueError as error:
             raise BadRequest(f"The body can't be encoded: {error}", code="invalid_json") from None
         entry, warm = await self._look_up(turn, identity, alias, found)
@@ -141,6 +142,13 @@ class Pipeline:
             turn.record.deployment = reader.facts.deployment
             return Answer(HitKind.COALESCED, turn.elapsed_ms(), reader=reader)
         return Answer(reader.facts.kind, turn.elapsed_ms(), reader=reader)
+
+    def _partition(self, team_id: int) -> Partition:
+        """Whose answers a team may see: its own, and nobody else's."""
+        found = self._partitions.get(team_id)
+        if found is None:
+            found = self._partitions[team_id] = partition(self._secret, f"team:{team_id}")
+        return found
 
     def authenticate(self, bearer: str | None, record: Record) -> Identity:
         """1. Who asks, from memory, before a byte of the body is read. Raises Unauthenticated."""

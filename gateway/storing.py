@@ -83,13 +83,14 @@ def entry_of(
     *,
     ttl_s: int,
     namespace: str,
+    is_by_meaning: bool,
 ) -> Entry:
     """The entry that records this generation."""
     return Entry(
         partition=found.partition,
         exact=found.exact,
         compat=found.compat,
-        text=found.text,
+        text=found.text if is_by_meaning else None,
         chunks=tuple(Recorded(c.data, c.is_whole) for c in chunks),
         created_at=time.time(),
         ttl_s=ttl_s,

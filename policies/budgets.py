@@ -24,6 +24,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -31,7 +32,7 @@ import msgspec
 from policies import budget_scripts as scripts
 from policies.prices import MICROUSD_MAX, MicroUSD
 from policies.redis import Redis
-from policies.windows import Budget, Window, WindowKind, window_at, windows_at
+from policies.windows import HOUR_MS, Budget, Window, WindowKind, window_at, windows_at
 
 _PREFIX = "sameway:{money}:"
 READY_KEY = _PREFIX + "ready"
@@ -39,7 +40,7 @@ LEDGER_STREAM = _PREFIX + "ledger"
 LEDGER_SET_ASIDE = _PREFIX + "ledger:set-aside"
 LEDGER_LOCK = _PREFIX + "ledger:lock"
 
-SETTLED_KEPT_S = 3600
+SETTLED_KEPT_S = 900
 """How long a settled or released hold is remembered, to make a repeated call a no-op."""
 
 WINDOW_KEPT_S = 2 * 86_400
@@ -203,14 +204,8 @@ class Budgets:
         """
         if not 0 <= spend_microusd <= MICROUSD_MAX:
             raise ValueError(f"spend_microusd must be in [0, {MICROUSD_MAX}], not {spend_microusd}")
-        windows = windows_at(hold.at_ms)
-        held = [window for window in windows if window.kind in hold.held]
-        keys = [
-            _done_key(hold.id),
-            LEDGER_STREAM,
-            *(_spend_key(hold.team_id, window) for window in windows),
-            *_pairs(hold.team_id, held),
-        ]
+        windows, spends, keeps = _windows_of(hold.team_id, hold.at_ms // HOUR_MS)
+        keys = [_done_key(hold.id), LEDGER_STREAM, *spends, *_pairs(hold.team_id, _held_windows(hold))]
         entry = ["team", hold.team_id, "at_ms", hold.at_ms, "cost", spend_microusd, "row", row]
         reply = await self._redis.eval(
             scripts.SETTLE,
@@ -221,7 +216,7 @@ class Budgets:
             hold.amount_microusd,
             spend_microusd,
             len(windows),
-            *map(_keep_until, windows),
+            *keeps,
             *entry,
         )
         return bool(reply == 1)
@@ -315,6 +310,13 @@ class Budgets:
 
 
 _KINDS = tuple(WindowKind)
+
+
+@lru_cache(maxsize=4096)
+def _windows_of(team_id: int, hour: int) -> tuple[tuple[Window, ...], tuple[str, ...], tuple[int, ...]]:
+    """The windows that hold an hour (since 1970), their spend keys for a team, and until when to keep those."""
+    windows = windows_at(hour * HOUR_MS)
+    return windows, tuple(_spend_key(team_id, w) for w in windows), tuple(_keep_until(w) for w in windows)
 
 
 def _spend_key(team_id: int, window: Window) -> str:

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from policies.prices import MicroUSD
 
-_HOUR_MS = 3_600_000
+HOUR_MS = 3_600_000
 
 
 class WindowKind(StrEnum):
@@ -58,7 +58,7 @@ def window_at(kind: WindowKind, at_ms: int) -> Window:
 
 def windows_at(at_ms: int) -> tuple[Window, ...]:
     """The windows of all kinds that hold the moment `at_ms`, in the order of `WindowKind`."""
-    return _windows_of_hour(at_ms // _HOUR_MS)
+    return _windows_of_hour(at_ms // HOUR_MS)
 
 
 @lru_cache(maxsize=64)
