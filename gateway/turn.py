@@ -86,8 +86,7 @@ class _CacheFields(msgspec.Struct, forbid_unknown_fields=True, rename={"no_cache
     error_max: Annotated[float, Meta(ge=0, le=1)] | None = None
 
 
-@dataclass(slots=True, frozen=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True):
     """What a request needs from whoever answers it. Token counts: `prompt_tokens` is expected, `..._min` and `..._max` are bounds."""
 
     prompt_tokens: int
@@ -201,7 +200,7 @@ _DEFAULT_CONTROLS = Controls()
 
 
 def _ask(raw: bytes, body: dict[str, Any], request: _ChatRequest) -> Ask:
-    needs = set()
+    needs: set[str] = set()
     if request.tools:
         needs.add("tools")
     if request.response_format is not None and request.response_format.type != "text":
@@ -210,28 +209,28 @@ def _ask(raw: bytes, body: dict[str, Any], request: _ChatRequest) -> Ask:
         needs.add("logprobs")
     if request.n is not None and request.n > 1:
         needs.add("n")
-    media = [
-        _PART_NEEDS[kind]
-        for message in request.messages
-        if isinstance(message.content, list)
-        for part in message.content
-        if isinstance(kind := part.get("type"), str) and kind in _PART_NEEDS
-    ]
+    media = [kind for message in request.messages if type(message.content) is list for kind in _media(message.content)]
     needs.update(media)
     # the body's bytes are at least the bytes of every text in it: escapes only make them longer. But an escape may also stand
     # for more bytes of UTF-8 than its own (never: \uXXXX is 6 bytes for at most 3), so this bounds the tokens from above
     bound = len(raw) + _TEMPLATE_TOKENS + _MESSAGE_TOKENS * len(request.messages) + _MEDIA_TOKENS_MAX * len(media)
-    limits = [limit for limit in (request.max_completion_tokens, request.max_tokens) if limit is not None]
     return Ask(
         prompt_tokens=int(len(raw) / _BYTES_PER_TOKEN) + _MESSAGE_TOKENS,
         prompt_tokens_min=0 if media else int(len(raw) / _BYTES_PER_TOKEN_MAX),
         prompt_tokens_max=bound,
-        output_tokens_max=max(limits, default=None),  # a server may know only one of the two names
+        output_tokens_max=max(request.max_completion_tokens or 0, request.max_tokens or 0)
+        or None,  # a server may know only one
         choices=request.n or 1,
-        needs=frozenset(needs),
+        needs=frozenset(needs) if needs else _NO_NEEDS,
     )
 
 
+def _media(parts: list[dict[str, Any]]) -> list[str]:
+    """What it takes to read each part that is no text."""
+    return [_PART_NEEDS[kind] for part in parts if isinstance(kind := part.get("type"), str) and kind in _PART_NEEDS]
+
+
+_NO_NEEDS: frozenset[str] = frozenset()
 _PART_NEEDS = {"image_url": "vision", "input_audio": "audio", "file": "files"}
 
 

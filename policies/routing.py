@@ -181,10 +181,10 @@ def route(demand: Demand, candidates: Sequence[Candidate], policy: RoutingPolicy
 
     Raises ValueError for two candidates of one name.
     """
-    if len({c.name for c in candidates}) != len(candidates):
+    if len(candidates) > 1 and len({c.name for c in candidates}) != len(candidates):
         raise ValueError("candidates must have different names")
-    ttft_prior_ms = _median((c.ttft_ms for c in candidates), _TTFT_PRIOR_MS)
-    tpot_prior_ms = _median((c.tpot_ms for c in candidates), _TPOT_PRIOR_MS)
+    ttft_prior_ms = _median([c.ttft_ms for c in candidates], _TTFT_PRIOR_MS)
+    tpot_prior_ms = _median([c.tpot_ms for c in candidates], _TPOT_PRIOR_MS)
     ranked: list[tuple[tuple[float, float, float, int, str], Ranked]] = []
     rejected: list[Rejected] = []
     for candidate in candidates:
@@ -197,7 +197,7 @@ def route(demand: Demand, candidates: Sequence[Candidate], policy: RoutingPolicy
         order = (score, forecast.total_ms, float(forecast.cost_microusd), -candidate.priority, candidate.name)
         ranked.append((order, _ranked(candidate, forecast, score, demand)))
     ranked.sort(key=lambda pair: pair[0])
-    return Route(tuple(r for _, r in ranked), tuple(sorted(rejected, key=lambda r: r.name)))
+    return Route(tuple([r for _, r in ranked]), tuple(sorted(rejected, key=lambda r: r.name)))
 
 
 def _median(values: Iterable[float | None], prior: float) -> float:

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, cast
 
 import msgspec
 import structlog
-from structlog.typing import EventDict, FilteringBoundLogger, WrappedLogger
+from structlog.typing import EventDict, FilteringBoundLogger
 
 from gateway.record import Record
 from gateway.settings import Settings
@@ -94,13 +94,8 @@ class Log:
 
     def __init__(self, writer: LogWriter, *, is_json: bool, has_colours: bool, has_prompts: bool) -> None:
         self.writer = writer
-        render = _render_json if is_json else _request_renderer(has_colours)
-        self._requests: FilteringBoundLogger = structlog.wrap_logger(
-            cast(WrappedLogger, writer),
-            processors=[_flatten_with_prompts if has_prompts else _flatten, render],
-            wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-            cache_logger_on_first_use=True,
-        ).bind()
+        self._flatten = _flatten_with_prompts if has_prompts else _flatten
+        self._render = _render_json if is_json else _request_renderer(has_colours)
         self.processors: list[Any] = [
             _stamp,
             structlog.processors.format_exc_info,
@@ -109,8 +104,10 @@ class Log:
 
     def emit(self, record: Record, *, prompt: str = "", answer: str = "") -> None:
         """The canonical line of a finished request; `prompt` and `answer` are written only where prompts may be."""
-        log = self._requests.error if record.status >= 500 else self._requests.info
-        log("request", record=record, prompt=prompt, answer=answer)
+        level = "error" if record.status >= 500 else "info"
+        # the one line that every request writes: structlog's chain would cost as much again as the line
+        fields = self._flatten(None, level, {"record": record, "prompt": prompt, "answer": answer})
+        self.writer.msg(self._render(None, level, fields))
 
 
 _current: Log | None = None
