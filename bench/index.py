@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -114,6 +116,11 @@ def measure(vectors: NDArray[np.float32], keys_each: int | None) -> Row:
     )  # fmt: skip
 
 
+def _row(size: int, keys_each: int | None, source: Path | None) -> Row | None:
+    vectors = _unit(np.load(source, mmap_mode="r")[: size + _ASKED]) if source else made_vectors(size + _ASKED)
+    return measure(vectors, keys_each) if len(vectors) >= 2 * _ASKED else None
+
+
 def _recalls(
     index: VectorIndex, vectors: NDArray[np.float32], asked: NDArray[np.float32], name: bytes
 ) -> tuple[float, float]:
@@ -157,17 +164,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--vectors", type=Path, default=None, metavar="FILE.npy", help="use these instead of made ones")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="also write the rows")
     arguments = parser.parse_args(argv)
-    source = _unit(np.load(arguments.vectors)) if arguments.vectors is not None else None
     rows = []
     print("  ".join(f"{name:>13}" for name in Row.__struct_fields__))
     for size in (int(part) for part in arguments.entries.split(",")):
-        vectors = source[: size + _ASKED] if source is not None else made_vectors(size + _ASKED)
-        if len(vectors) < 2 * _ASKED:
-            print(f"bench: at least {2 * _ASKED} vectors are needed", file=sys.stderr)
-            return 2
         for keys_each in (None, _SMALL):
-            rows.append(measure(vectors, keys_each))
-            print("  ".join(f"{value:>13}" for value in msgspec.structs.astuple(rows[-1])), flush=True)
+            with ProcessPoolExecutor(
+                1, multiprocessing.get_context("spawn")
+            ) as fresh:  # its memory is this row's alone
+                row = fresh.submit(_row, size, keys_each, arguments.vectors).result()
+            if row is None:
+                print(f"bench: at least {2 * _ASKED} vectors are needed", file=sys.stderr)
+                return 2
+            rows.append(row)
+            print("  ".join(f"{value:>13}" for value in msgspec.structs.astuple(row)), flush=True)
     if arguments.json is not None:
         arguments.json.write_text("".join(json.dumps(msgspec.to_builtins(row)) + "\n" for row in rows))
     return 0

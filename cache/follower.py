@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -25,6 +26,8 @@ from cache.lore import Judged, Suspended
 from cache.semantic import Added, EntryKey, Record, SemanticCache
 from cache.store import EntryStore
 from cache.verdicts import VerdictStore
+
+_FOLDED = 64  # records at a time: a lookup that comes during a rebuild waits for no more
 
 T = TypeVar("T")
 
@@ -76,8 +79,9 @@ class Follower:
                 self._fail(error)
 
     async def catch_up(self) -> None:
-        """What a lookup does first: fold one read of the log, unless Redis is away or a rebuild is running."""
-        if not self.is_up or self._lock.locked() or self._position is None:
+        """What a lookup does first: fold one read of the log, unless Redis is away or a rebuild is running. One that began before
+        does not do: it may have read before what this lookup should see."""
+        if not self.is_up or self._position is None:
             return
         async with self._lock:
             try:
@@ -91,7 +95,7 @@ class Follower:
 
     async def _read(self, is_once: bool = False) -> None:
         while self._position is not None:
-            read = await self._store.log.read(self._position)
+            read = await self._store.log.read(self._position, is_glance=is_once)
             if read.is_lost:
                 self._position = None  # rebuilt by the next `follow`
                 return
@@ -169,7 +173,8 @@ class Follower:
 
     async def _fold(self, records: Sequence[Record]) -> None:
         vectors = await self._known_vectors([one for one in records if isinstance(one, Added)])
-        await self._run(lambda: self._cache.fold(records, vectors))
+        for start in range(0, len(records), _FOLDED):
+            await self._run(partial(self._cache.fold, records[start : start + _FOLDED], vectors))
 
     async def _known_vectors(self, added: Sequence[Added]) -> dict[EntryKey, NDArray[np.float32]]:
         """Vectors that this or another host made before."""
