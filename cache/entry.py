@@ -12,6 +12,8 @@ import msgspec
 
 from cache.fingerprint import Partition
 
+_ABOUT_BYTES = 500  # an entry without its chunks, about
+
 
 class CacheError(Exception):
     """The cache could not do what was asked. Lookups never raise it: for them a failure is a miss."""
@@ -41,7 +43,8 @@ class Recorded(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, tag="e1"):
-    """One complete answer. `created_at` is unix seconds; `text` is None where the prompt is not eligible for meaning."""
+    """One complete answer. `created_at` is unix seconds; `text` is None where the prompt is not eligible for meaning; `saves` is what
+    a hit saves, in units of the caller's own (one is added, so that an answer that saved nothing is worth keeping too)."""
 
     partition: Partition
     exact: bytes
@@ -52,6 +55,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, tag="e1"):
     ttl_s: float
     labels: dict[str, str | int] = {}
     namespace: str = ""
+    saves: int = 0
 
     @property
     def id(self) -> str:
@@ -61,6 +65,11 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, tag="e1"):
     def expires_at(self) -> float:
         """Unix seconds. A hit does not move it."""
         return self.created_at + self.ttl_s
+
+    @property
+    def worth(self) -> float:
+        """What a hit saves for each byte that is kept."""
+        return (1 + self.saves) / (_ABOUT_BYTES + sum(len(chunk.data) for chunk in self.chunks))
 
     def age_s(self, now: float) -> float:
         return max(0.0, now - self.created_at)
@@ -96,14 +105,14 @@ _DECODER = msgspec.msgpack.Decoder(Entry)
 class Purge(msgspec.Struct, frozen=True, array_like=True):
     """Which entries to remove: those that match every given condition. One without any condition matches everything.
 
-    `text` matches whatever its case and spacing; `label` is a key and its value; `older_than_s` counts from creation.
+    `text` matches whatever its case and spacing; `labels` are keys and their values; `older_than_s` counts from creation.
     """
 
     partition: Partition | None = None
     id: str | None = None
     text: str | None = None
     namespace: str | None = None
-    label: tuple[str, str | int] | None = None
+    labels: tuple[tuple[str, str | int], ...] = ()
     older_than_s: float | None = None
 
     def matches(self, partition: Partition, exact: bytes, about: About, now: float) -> bool:
@@ -112,7 +121,7 @@ class Purge(msgspec.Struct, frozen=True, array_like=True):
             and (self.id is None or self.id == exact.hex())
             and (self.text is None or (about.text is not None and _loose(self.text) == _loose(about.text)))
             and (self.namespace is None or self.namespace == about.namespace)
-            and (self.label is None or about.labels.get(self.label[0]) == self.label[1])
+            and all(about.labels.get(name) == value for name, value in self.labels)
             and (self.older_than_s is None or now - about.created_at > self.older_than_s)
         )
 

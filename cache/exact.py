@@ -125,7 +125,7 @@ class ExactCache:
         self._monotonic = monotonic
         self._l1 = L1(limits.l1_entries_max, limits.l1_bytes_max)
         self._purges = Purges(self._store.log, self._l1, clock, monotonic)
-        self._touches: dict[Partition, dict[bytes, float]] = {}
+        self._touches: dict[Partition, dict[bytes, tuple[Entry, int]]] = {}  # and how often
         self._touches_count = 0
 
     @property
@@ -305,18 +305,23 @@ class ExactCache:
         """Whether this process may hold entries: a purge would reach it."""
         return self._purges.is_on
 
-    # --- last use
+    # --- uses
 
     def _touch(self, entry: Entry) -> None:
-        if self._touches_count < _TOUCHES_MAX:
-            uses = self._touches.setdefault(entry.partition, {})
+        uses = self._touches.setdefault(entry.partition, {})
+        if self._touches_count < _TOUCHES_MAX or entry.exact in uses:
             self._touches_count += entry.exact not in uses
-            uses[entry.exact] = self._clock()
+            _, count = uses.get(entry.exact, (entry, 0))
+            uses[entry.exact] = (entry, count + 1)
 
     async def flush_touches(self) -> None:
         """Tell Redis what was used since the last call; call it about once a second. Raises CacheUnavailable."""
         touches, self._touches, self._touches_count = self._touches, {}, 0
-        touching = [self._store.touch(partition, uses.items()) for partition, uses in touches.items()]
+        now = self._clock()
+        touching = [
+            self._store.touch(partition, now, [(entry.exact, count * entry.worth) for entry, count in uses.values()])
+            for partition, uses in touches.items()
+        ]
         try:
             await asyncio.gather(*touching)
         except REDIS_FAILURES as error:

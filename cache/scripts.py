@@ -23,13 +23,39 @@ local function forget(id)
 end
 """
 
-# ARGV: exact, entry, about, size, now_ms, expires_ms, size_max, 1 where the partition is listed, warm_ttl_ms, warm.
+# When an entry counts as used, on the scale of `used`: milliseconds. Each use adds what a hit saves for a byte, and that halves with
+# every half-life. What an entry has, as S = now + half_life log2(sum), orders entries alike at every later moment, for all of them fade
+# alike: nothing is ever scored anew, and what has least is found in O(log n). (LRFU, Lee et al., IEEE Transactions on Computers
+# 50(12), 2001, weighed by saving over size as in GreedyDual-Size, Cao and Irani, USITS 1997.)
+_USED_AT = """
+local function used_at(score, now, half_life, worth)
+  worth = tonumber(worth)
+  if score then worth = worth + 2 ^ ((tonumber(score) - now) / half_life) end
+  return string.format('%.0f', now + half_life * math.log(worth) / math.log(2))
+end
+"""
+
+# KEYS: used. ARGV: now_ms, half_life_ms, then pairs of exact and the worth of its uses. What is gone stays gone.
+TOUCH = (
+    _USED_AT
+    + """
+local now, half_life = tonumber(ARGV[1]), tonumber(ARGV[2])
+for i = 3, #ARGV, 2 do
+  local score = redis.call('ZSCORE', KEYS[1], ARGV[i])
+  if score then redis.call('ZADD', KEYS[1], used_at(score, now, half_life, ARGV[i + 1]), ARGV[i]) end
+end
+return 1
+"""
+)
+
+# ARGV: exact, entry, about, size, now_ms, expires_ms, size_max, 1 where the partition is listed, warm_ttl_ms, warm, worth, half_life_ms.
 # KEYS from 8: warm links. Answers {-1}, and does nothing, where the partition is new and not said to be listed; else {was there
 # before, evicted...}. The vector of a replaced entry stays: the same exact key means the same text. Its group
 # goes: that was its answer's. The keys' own expiry is
 # a little behind the last entry's, so that it is moved seldom; keys that begin anew have none until then.
 PUT = (
     _FORGET
+    + _USED_AT
     + """
 local id, size, now, expires_ms, size_max = ARGV[1], tonumber(ARGV[4]), ARGV[5], ARGV[6], tonumber(ARGV[7])
 if ARGV[8] == '0' and redis.call('EXISTS', about) == 0 then return {-1} end
@@ -38,21 +64,22 @@ for _, gone in ipairs(redis.call('ZRANGEBYSCORE', expires, '-inf', now, 'LIMIT',
   redis.call('HDEL', vectors, gone)
 end
 local reply = {0}
+local score = redis.call('ZSCORE', used, id)
 if redis.call('HEXISTS', about, id) == 1 then
   reply[1] = 1
   forget(id)
 end
 local total = redis.call('INCRBY', bytes, size)
 while total > size_max do
-  local oldest = redis.call('ZRANGE', used, 0, 0)[1]
-  if not oldest then break end
-  total = total - forget(oldest)
-  redis.call('HDEL', vectors, oldest)
-  reply[#reply + 1] = oldest
+  local least = redis.call('ZRANGE', used, 0, 0)[1]
+  if not least then break end
+  total = total - forget(least)
+  redis.call('HDEL', vectors, least)
+  reply[#reply + 1] = least
 end
 redis.call('HSET', entries, id, ARGV[2])
 redis.call('HSET', about, id, ARGV[3])
-redis.call('ZADD', used, now, id)
+redis.call('ZADD', used, used_at(score, tonumber(now), tonumber(ARGV[12]), ARGV[11]), id)
 redis.call('ZADD', expires, expires_ms, id)
 local ttl = tonumber(expires_ms) - tonumber(now)
 if redis.call('PTTL', about) < ttl then

@@ -2,7 +2,7 @@
 
     sameway:{P}:entries   hash    exact -> Entry                          P: the partition in hex, the hash tag of all its keys
     sameway:{P}:about     hash    exact -> size (10 digits), About
-    sameway:{P}:used      zset    exact by last use, ms                   who is evicted next
+    sameway:{P}:used      zset    exact by uses, their worth and age, ms  who is evicted next
     sameway:{P}:expires   zset    exact by expiry, ms
     sameway:{P}:bytes     string  sum of the sizes
     sameway:{P}:vectors   hash    exact -> embedder's key, vector         written by cache workers, gone with the entry
@@ -29,10 +29,11 @@ import msgspec
 from cache.entry import About, Entry
 from cache.fingerprint import DIGEST_BYTES, Partition
 from cache.log import Came, Dropped, EntryLog, Redis
-from cache.scripts import DROP, FORGET_PARTITION, PUT, PUT_VECTORS
+from cache.scripts import DROP, FORGET_PARTITION, PUT, PUT_VECTORS, TOUCH
 
 _PARTITIONS = "sameway:cache:partitions"
 
+_HALF_LIFE_S = 6 * 3_600  # after which a use counts half when it comes to eviction
 _SCAN_COUNT = 500
 _DROP_COUNT = 200
 _AT_ONCE = 16  # commands in flight together, where each may take a connection
@@ -114,7 +115,7 @@ class EntryStore:
         links: Iterable[bytes],
         warm_ttl_s: float,
     ) -> Put:
-        """Store an entry, evicting the least recently used ones of its partition until it fits."""
+        """Store an entry, evicting those of its partition that have been worth least lately until it fits."""
         entry = packed.entry
         keys = [*_keys(entry.partition)]
         if warm is not None:
@@ -128,7 +129,7 @@ class EntryStore:
             _ms(entry.expires_at),
             size_bytes_max,
         )
-        hint = (_ms(warm_ttl_s), warm or "")
+        hint = (_ms(warm_ttl_s), warm or "", entry.worth, _ms(_HALF_LIFE_S))
         reply = await self._redis.eval(PUT, len(keys), *keys, *argv, 0, *hint)
         if reply[0] == -1:
             # the partition is listed before it has an entry: a purge of everything reads the list
@@ -148,12 +149,11 @@ class EntryStore:
         commands = (self._redis.execute_command("SET", key_of(partition, one), warm, "PX", ttl_ms) for one in links)
         await asyncio.gather(*commands)
 
-    async def touch(self, partition: Partition, uses: Iterable[tuple[bytes, float]]) -> None:
-        """Record when entries were used last; those that are gone stay gone."""
-        arguments: list[Any] = []
-        for exact, at in uses:
-            arguments += (_ms(at), exact)
-        await self._redis.execute_command("ZADD", _keys(partition)[2], "XX", *arguments)
+    async def touch(self, partition: Partition, now: float, uses: Iterable[tuple[bytes, float]]) -> None:
+        """Record uses: what the uses of each entry were worth. Those that are gone stay gone."""
+        for some in _portions(list(uses), _DROP_COUNT):
+            arguments = [argument for use in some for argument in use]
+            await self._redis.eval(TOUCH, 1, _keys(partition)[2], _ms(now), _ms(_HALF_LIFE_S), *arguments)
 
     async def drop(self, partition: Partition, exacts: Sequence[bytes]) -> tuple[int, int]:
         """Remove entries and say so in the log. The answer is how many there were, and their bytes."""

@@ -104,6 +104,7 @@ def entry_of(
             "duration_ms": int(made.elapsed_ms()),
             "has_usage_chunk": int(bool(chunks) and chunks[-1].is_usage_only),
         },
+        saves=record.cost_microusd + int(made.elapsed_ms()),  # a second of waiting counts like a tenth of a cent
     )
 
 

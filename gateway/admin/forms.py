@@ -181,6 +181,9 @@ def _add_budget_forms(router: APIRouter, services: AdminServices, render_team: R
         return back_to(f"/admin/teams/{team_id}", "budget-deleted")
 
 
+_SELECTORS = ("id", "text", "team_id", "namespace", "model", "deployment")
+
+
 def add_cache_forms(router: APIRouter, services: AdminServices, render_cache: Render) -> None:
     @router.post("/cache/purge")
     async def purge(request: Request) -> Response:
@@ -188,9 +191,7 @@ def add_cache_forms(router: APIRouter, services: AdminServices, render_cache: Re
         fields = await read_form(request)
         try:
             hours = _number(fields.get("older_than_h"), "Older than")
-            values: dict[str, Any] = {
-                name: fields[name] for name in ("id", "text", "team_id", "model") if fields.get(name)
-            }
+            values: dict[str, Any] = {name: fields[name] for name in _SELECTORS if fields.get(name)}
             values |= {"older_than_s": hours * 3_600} if hours is not None else {}
             if not values and "all" not in fields:
                 raise FormProblem("Fill in at least one field, or tick “Everything, of every team”.")

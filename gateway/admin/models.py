@@ -394,7 +394,9 @@ class PurgeIn(_In):
         None, min_length=1, description="the prompt's last user text, whatever its case and spacing"
     )
     team_id: _Id | None = None
-    model: str | None = Field(None, min_length=1)
+    namespace: str | None = Field(None, min_length=1, description="the body's `cache.namespace`")
+    model: str | None = Field(None, min_length=1, description="the name that was asked for")
+    deployment: str | None = Field(None, min_length=1, description="who generated the answer")
     older_than_s: float | None = Field(None, ge=0, le=1e11)
     all: bool = Field(False, description="everything, of every team")
 

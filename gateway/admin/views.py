@@ -334,9 +334,11 @@ async def cache(services: AdminServices) -> CacheOut:
 
 async def purge(services: AdminServices, what: PurgeIn) -> PurgeOut:
     """Removes entries, or counts them. Raises BadRequest where no condition was given, CacheUnavailable, accounts.NotFound."""
-    conditions = (what.id, what.text, what.team_id, what.model, what.older_than_s)
-    if what.all == any(one is not None for one in conditions):
-        words = "Give at least one of id, text, team_id, model and older_than_s, or `all`, not both"
+    conditions = what.model_dump(exclude={"dry_run", "all"}, exclude_none=True)
+    if what.all == bool(conditions):
+        words = (
+            "Give at least one of id, text, team_id, namespace, model, deployment and older_than_s, or `all`, not both"
+        )
         raise BadRequest(words, param="all", code="invalid_value")
     if what.team_id is not None:
         await team(services, what.team_id)
@@ -344,7 +346,8 @@ async def purge(services: AdminServices, what: PurgeIn) -> PurgeOut:
         partition=services.partition_of(what.team_id) if what.team_id is not None else None,
         id=what.id,
         text=what.text,
-        label=("model", what.model) if what.model is not None else None,
+        namespace=what.namespace,
+        labels=tuple((name, conditions[name]) for name in ("model", "deployment") if name in conditions),
         older_than_s=what.older_than_s,
     )
     result = await services.exact.purge(selector, is_dry_run=what.dry_run)

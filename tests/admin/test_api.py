@@ -446,11 +446,17 @@ async def test_a_purge_counts_first_and_removes_then(world: World, client: httpx
     two = (await client.post("/admin/api/teams", json={"name": "two"})).json()["id"]
     first = await world.cache_answer(one, "What is the capital of France?")
     await world.cache_answer(one, "How tall is the Eiffel tower?", model="large", created_at_s=NOW_S - 7_200)
-    await world.cache_answer(two, "What is the capital of France?")
+    await world.cache_answer(two, "What is the capital of France?", deployment="there", namespace="handbook")
     selectors: list[tuple[dict[str, Any], int]] = [
         ({"text": "what is the capital of france?"}, 2),
         ({"text": "what is the capital of france?", "team_id": two}, 1),
         ({"model": "large"}, 1),
+        ({"model": "small"}, 2),
+        ({"namespace": "handbook"}, 1),
+        ({"namespace": "handbook", "team_id": one}, 0),
+        ({"deployment": "here"}, 2),
+        ({"deployment": "there", "model": "small"}, 1),
+        ({"deployment": "there", "model": "large"}, 0),
         ({"older_than_s": 3_600}, 1),
         ({"team_id": one}, 2),
         ({"id": first.id}, 1),

@@ -99,14 +99,22 @@ class World:
     now_s: float = NOW_S
 
     async def cache_answer(
-        self, team_id: int, prompt: str, model: str = "small", created_at_s: float = NOW_S - 60
+        self,
+        team_id: int,
+        prompt: str,
+        model: str = "small",
+        created_at_s: float = NOW_S - 60,
+        deployment: str = "here",
+        namespace: str = "",
     ) -> Entry:
         """A stored answer to a prompt of one message."""
         body = {"model": model, "messages": [{"role": "user", "content": prompt}]}
-        asked = fingerprint(body, self.services.partition_of(team_id))
+        asked = fingerprint(body, self.services.partition_of(team_id), namespace)
         chunk = Recorded(b'{"object":"chat.completion"}', is_whole=True)
-        labels: dict[str, str | int] = {"model": model, "cost_microusd": 120}
-        entry = Entry(asked.partition, asked.exact, asked.compat, prompt, (chunk,), created_at_s, 86_400.0, labels)
+        labels: dict[str, str | int] = {"model": model, "deployment": deployment, "cost_microusd": 120}
+        entry = Entry(
+            asked.partition, asked.exact, asked.compat, prompt, (chunk,), created_at_s, 86_400.0, labels, namespace
+        )
         await self.exact.store(entry)
         self.known_texts[prompt] = asked.exact
         return entry

@@ -168,6 +168,26 @@ def test_purge_is_obeyed_at_once(gateway: Gateway) -> None:
     assert reply.status_code == 200
 
 
+def test_purges_reach_what_they_name_and_nothing_else(gateway: Gateway) -> None:
+    """By namespace, by model and by age: counted first, then gone, beside an answer that stays."""
+    asked, stays = "How many moons does Jupiter have in total?", "Which metal is liquid at room temperature?"
+    own = {"cache": {"namespace": f"purge {next(_fresh)}"}}
+    gateway.chat(stays)
+    for selector in (
+        {"namespace": own["cache"]["namespace"]},
+        {"text": asked, "older_than_s": 0},
+        {"text": asked, "model": "mock"},
+    ):
+        assert kind(gateway.chat(asked, **own)) == "miss"
+        assert kind(gateway.chat(asked, **own)) == "exact"
+        dry = gateway.admin("POST", "/cache/purge", json=selector)
+        assert (dry["dry_run"], dry["count"], [one["text"] for one in dry["samples"]]) == (True, 1, [asked]), selector
+        assert gateway.admin("POST", "/cache/purge", json={**selector, "dry_run": False})["count"] == 1
+    assert gateway.admin("POST", "/cache/purge", json={"namespace": "nobody's"})["count"] == 0
+    assert gateway.admin("POST", "/cache/purge", json={"text": stays, "deployment": "nobody"})["count"] == 0
+    assert kind(gateway.chat(stays)) == "exact"
+
+
 def test_long_prompts_are_not_matched_by_meaning(gateway: Gateway) -> None:
     """Two instructions after one long document differ in what the encoder can't see: neither is matched by meaning."""
     document = "The quick brown fox jumps over the lazy dog. " * 80
