@@ -35,7 +35,7 @@ class HitKind(StrEnum):
     COALESCED = "coalesced"
 
 
-class Recorded(msgspec.Struct, frozen=True, array_like=True):
+class Recorded(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One chunk of a generation as it came. `is_whole`: the data is a whole reply, not one delta of a stream."""
 
     data: bytes

@@ -39,18 +39,15 @@ async def attempt(job: Job, deployment: Deployment) -> BackendError | None:
     )
     held: list[Chunk] = []  # chunks without content don't commit us: the next deployment may still be tried
     try:
-        async for chunk in stream:
-            made.add(chunk)
+        async for chunks in stream:
+            made.add(chunks)
+            held += chunks
             if made.has_begun:
                 if not facts.deployment:
                     facts.deployment = turn.record.deployment = deployment.name
                     turn.record.ttft_ms = turn.elapsed_ms()
-                for earlier in held:
-                    job.flight.append(earlier)
+                job.flight.extend(held)
                 held.clear()
-                job.flight.append(chunk)
-            else:
-                held.append(chunk)
     except BackendError as error:
         deployment.failed(error)
         job.attempts.append(Attempt(deployment.name, error.detail[:300], made.elapsed_ms()))

@@ -6,7 +6,7 @@ error, and a reader that has seen all chunks of a failed flight gets the error, 
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from gateway.backends.base import Chunk
@@ -40,8 +40,9 @@ class Flight:
         self._readers += 1
         return Reader(self)
 
-    def append(self, chunk: Chunk) -> None:
-        self.chunks.append(chunk)
+    def extend(self, chunks: Sequence[Chunk]) -> None:
+        """Everything that has come at once, with one wake-up for each reader."""
+        self.chunks.extend(chunks)
         if self._sleepers:
             self._wake()
 

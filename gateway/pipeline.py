@@ -248,8 +248,7 @@ class Pipeline:
         facts.kind, facts.similarity, facts.entry = HitKind.SEMANTIC, result.similarity, entry
         facts.deployment = str(entry.labels.get("deployment", ""))
         record.cache, record.deployment = "semantic", facts.deployment
-        for chunk in chunks_of(entry):
-            job.flight.append(chunk)
+        job.flight.extend(chunks_of(entry))
         return True
 
     def _not_by_meaning(self, job: Job) -> str:

@@ -12,7 +12,7 @@ from gateway.record import Record
 
 
 class Generated:
-    """What one attempt at a generation has produced so far; filled chunk by chunk."""
+    """What one attempt at a generation has produced so far; filled as its chunks come."""
 
     __slots__ = (
         "content_chunks",
@@ -37,18 +37,19 @@ class Generated:
         self.usage: Usage | None = None
         self.ttft_ms: float | None = None
 
-    def add(self, chunk: Chunk) -> None:
-        self.size_bytes += len(chunk.data)
-        if chunk.has_content:
-            self.content_chunks += 1
-        if chunk.finish_reasons:
-            self.finish_reasons.extend(chunk.finish_reasons)
-        if chunk.usage is not None:
-            self.usage = chunk.usage
-        if not self.has_begun and (chunk.has_content or chunk.finish_reasons or chunk.is_whole):
-            self.has_begun = True
-            self.is_whole = chunk.is_whole
-            self.ttft_ms = self.elapsed_ms()
+    def add(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            self.size_bytes += len(chunk.data)
+            if chunk.has_content:
+                self.content_chunks += 1
+            if chunk.finish_reasons:
+                self.finish_reasons.extend(chunk.finish_reasons)
+            if chunk.usage is not None:
+                self.usage = chunk.usage
+            if not self.has_begun and (chunk.has_content or chunk.finish_reasons or chunk.is_whole):
+                self.has_begun = True
+                self.is_whole = chunk.is_whole
+                self.ttft_ms = self.elapsed_ms()
 
     @property
     def has_content(self) -> bool:
@@ -91,7 +92,7 @@ def entry_of(
         exact=found.exact,
         compat=found.compat,
         text=found.text if is_by_meaning else None,
-        chunks=tuple(Recorded(c.data, c.is_whole) for c in chunks),
+        chunks=tuple([Recorded(c.data, c.is_whole) for c in chunks]),
         created_at=time.time(),
         ttl_s=ttl_s,
         namespace=namespace,

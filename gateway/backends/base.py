@@ -1,4 +1,4 @@
-"""The one seam between the gateway and whatever generates: `Backend.stream(request)`, an async iterator of chunks.
+"""The one seam between the gateway and whatever generates: `Backend.stream(request)`, an async iterator of chunks as they come.
 
 A backend knows one deployment and nothing of teams, money or caches. Errors of every backend are translated into the tree
 below in its own file (what statuses mean, which two of them share, in refusals.py), and nowhere else:
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import msgspec
 
 
-class Usage(msgspec.Struct, frozen=True):
+class Usage(msgspec.Struct, frozen=True, gc=False):
     """Tokens of one generation, as its backend counted them."""
 
     prompt_tokens: int
@@ -27,7 +27,7 @@ class Usage(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
 
 
-class Chunk(msgspec.Struct, frozen=True):
+class Chunk(msgspec.Struct, frozen=True, gc=False):
     """One piece of an answer: `data` is the JSON of a `chat.completion.chunk`, or of a whole `chat.completion`.
 
     The other fields are what a light parse found, so that nobody parses `data` again on the way to the client.
@@ -67,10 +67,13 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class ChunkStream(Protocol):
-    """An answer on its way. `aclose` may be called at any time, also before the first `anext`, and frees everything upstream."""
+    """An answer on its way: each read gives all chunks that have come since the last one, at least one.
 
-    def __aiter__(self) -> AsyncIterator[Chunk]: ...
-    async def __anext__(self) -> Chunk: ...
+    `aclose` may be called at any time, also before the first `anext`, and frees everything upstream.
+    """
+
+    def __aiter__(self) -> AsyncIterator[list[Chunk]]: ...
+    async def __anext__(self) -> list[Chunk]: ...
     async def aclose(self) -> None: ...
 
 

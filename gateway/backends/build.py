@@ -116,7 +116,8 @@ def _price(settings: PriceSettings) -> Price:
 def _check_url(alias: str, name: str, url: str) -> None:
     try:
         parts = urlsplit(url)
-        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        has_host = bool((parts.hostname or "").encode("idna"))  # raises for what can't be a name
+        is_good = parts.scheme in ("http", "https") and has_host and (parts.port or 1) > 0
     except ValueError:
         is_good = False
     if not is_good:

@@ -8,7 +8,6 @@ object". Invariant: every choice begins with its role, ends with its finish, and
 import asyncio
 import hashlib
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,7 +126,7 @@ class LocalStream:
         self._backend = backend
         self._request = request
         self._generation: Generation | None = None
-        self._ready: deque[Chunk] = deque()
+        self._ready: list[Chunk] = []
         self._writer: _Writer | None = None
         self._has_output = False
         self._is_over = False
@@ -136,7 +135,7 @@ class LocalStream:
     def __aiter__(self) -> "LocalStream":
         return self
 
-    async def __anext__(self) -> Chunk:
+    async def __anext__(self) -> list[Chunk]:
         if not self._ready:
             if self._is_over:
                 if self._is_finished:
@@ -147,7 +146,8 @@ class LocalStream:
             except BaseException:
                 await self.aclose()
                 raise
-        return self._ready.popleft()
+        ready, self._ready = self._ready, []
+        return ready
 
     async def aclose(self) -> None:
         """Abort in the engine what has not finished; its blocks are free by the engine's next step."""

@@ -220,7 +220,7 @@ class ManagedStream:
     def __aiter__(self) -> "ManagedStream":
         return self
 
-    async def __anext__(self) -> Chunk:
+    async def __anext__(self) -> list[Chunk]:
         if self._is_finished:
             raise StopAsyncIteration
         if self._is_over:
@@ -237,7 +237,7 @@ class ManagedStream:
             await self.aclose()
             raise StopAsyncIteration
         self._has_output = True
-        return chunk
+        return [chunk]
 
     async def aclose(self) -> None:
         """Close the provider's connection, or give up waiting for it."""

@@ -7,47 +7,23 @@ carries the deployment's key.
 """
 
 import asyncio
-import contextvars
 import time
 import urllib.request
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import SplitResult, quote, urlsplit
 
-import aiohttp
 import msgspec
-from aiohttp.client_reqrep import ClientRequest
-from aiohttp.connector import Connection
-from aiohttp.tracing import Trace
-from yarl import URL
 
-from gateway.backends.base import BackendError, BackendRequest, BackendUnavailable, Load
+from gateway.backends.base import BackendError, BackendRequest, Load
+from gateway.backends.http1 import Exchange
+from gateway.backends.http1_pool import Origin, Pool, basic, proxy_authorization
 from gateway.backends.openai_stream import OpenAIStream
 from gateway.backends.refusals import Refused, in_band, refusal, retry_after_s, scrubbed
 
-_DRAIN_TIMEOUT_S = 1.0
-_KEEP_ALIVE_S = 60.0
-_READ_BYTES = 256 << 10
 _OWN_FIELDS = ("cache",)  # Sameway's extensions of a request
-
-_is_reused: contextvars.ContextVar[bool] = contextvars.ContextVar("is_reused", default=False)
-
-
-class _Connector(aiohttp.TCPConnector):
-    """Tells, in the context of the request, whether its connection has served one before."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    async def connect(self, req: ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout) -> Connection:
-        connection = await super().connect(req, traces, timeout)
-        protocol = connection.protocol
-        is_reused = protocol in self._known
-        if not is_reused:
-            self._known.add(protocol)
-        _is_reused.set(is_reused)
-        return connection
+_FRAMING = frozenset({"connection", "content-length", "transfer-encoding", "upgrade", "expect", "te", "trailer"})
+_IN_PATHS = "/%:@!$&'()*+,;=~-._"  # what a path may hold as it is
 
 
 class OpenAIBackend:
@@ -70,44 +46,66 @@ class OpenAIBackend:
         self.name = name
         self.capabilities = capabilities
         self.running = 0
-        self._url = URL(base_url.rstrip("/") + "/chat/completions")
         self._model = model
         self.api_key = api_key
-        self._headers = {
-            "Content-Type": "application/json",
-            "Accept": "application/json, text/event-stream",
-            "Accept-Encoding": "identity",  # nothing to gain on small chunks; one that compresses anyway is understood
-            "User-Agent": "sameway",
-            **({"Authorization": f"Bearer {api_key}"} if api_key else {}),
-            **(headers or {}),
-        }
         self._connect_timeout_s = connect_timeout_s
         self.concurrency_max = concurrency_max
-        self._unready = unready
         self._wall_clock = wall_clock
-        self._session: aiohttp.ClientSession | None = None
-        self._drains: set[asyncio.Task[None]] = set()
+        url = urlsplit(base_url)
+        host = url.hostname or ""
+        self._origin = Origin(
+            host if host.isascii() else host.encode("idna").decode(),
+            url.port or (443 if url.scheme == "https" else 80),
+            url.scheme == "https",
+            _proxy_of(url.scheme, host),
+        )
+        self._head, problem = self._written_head(url, headers or {})
+        self._unready = unready or problem
+        self.pool: Pool | None = None
+
+    def _written_head(self, url: SplitResult, headers: Mapping[str, str]) -> tuple[bytes, str]:
+        """What every request begins with, and what is wrong with it."""
+        target = quote(url.path.rstrip("/") + "/chat/completions", safe=_IN_PATHS) + (
+            f"?{url.query}" if url.query else ""
+        )
+        if self._origin.is_forwarded:
+            target = f"http://{self._origin.authority}{target}"
+        fields = {
+            "host": ("Host", self._origin.authority),
+            "content-type": ("Content-Type", "application/json"),
+            "accept": ("Accept", "application/json, text/event-stream"),
+            # nothing to gain on small chunks; one that compresses anyway is understood
+            "accept-encoding": ("Accept-Encoding", "identity"),
+            "user-agent": ("User-Agent", "sameway"),
+        }
+        if url.username is not None:
+            fields["authorization"] = ("Authorization", basic(url).decode())
+        if self.api_key:
+            fields["authorization"] = ("Authorization", f"Bearer {self.api_key}")
+        fields |= {name.lower(): (name, value) for name, value in headers.items()}
+        for name, (_, value) in fields.items():
+            if name in _FRAMING:
+                return b"", f"the header {name!r} is not to be set: it belongs to the connection"
+            if not (name.isascii() and name.isprintable() and not set(name) & set(" :")) or set(value) & set("\r\n\0"):
+                what = "the API key" if name == "authorization" and not headers.get(name) else f"the header {name!r}"
+                return b"", f"{what} holds characters that no header can carry"
+        lines = [f"POST {target} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.values()), ""]
+        head = "\r\n".join(lines).encode()
+        if self._origin.is_forwarded and self._origin.proxy is not None:
+            head += proxy_authorization(self._origin.proxy)
+        return head, ""
 
     async def start(self) -> None:
         """Make the pool; nothing is connected yet."""
         # This class bounds concurrency itself (`concurrency_max`): a full pool refuses at once instead of queueing.
-        connector = _Connector(limit=0, ttl_dns_cache=30, keepalive_timeout=_KEEP_ALIVE_S)
-        self._session = aiohttp.ClientSession(
-            connector=connector,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            headers=self._headers,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_s),
-            read_bufsize=_READ_BYTES,
-            proxy=_proxy_of(self._url),
-        )
+        # In a thread, because reading the machine's certificates takes tens of milliseconds.
+        self.pool = await asyncio.to_thread(Pool, self._origin, self._connect_timeout_s, self.concurrency_max)
 
     async def aclose(self) -> None:
         """Close every connection; running streams break."""
-        for task in self._drains:
-            task.cancel()
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        if self.pool is not None:
+            self.pool.aclose()
+            self.pool = None
 
     def stream(self, request: BackendRequest) -> OpenAIStream:
         return OpenAIStream(self, request)
@@ -125,30 +123,16 @@ class OpenAIBackend:
             body["stream_options"] = {**(request.body.get("stream_options") or {}), "include_usage": True}
         return msgspec.json.encode(body)
 
-    async def post(self, request: BackendRequest) -> aiohttp.ClientResponse:
-        """Send it; the answer is a response whose body has not been read. Raises BackendUnavailable."""
-        if self._session is None:
-            raise BackendUnavailable("The deployment is not started")
-        data, headers = self.payload(request), {"X-Request-Id": request.request_id}
-        is_retried = False
-        while True:
-            _is_reused.set(False)
-            try:
-                return await self._session.post(self._url, data=data, headers=headers, allow_redirects=False)
-            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-                raise BackendUnavailable("The deployment cannot be reached", detail=self.told(error)) from None
-            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-                # An idle connection that the server closed just as we wrote into it: RFC 9112, section 9.3.1.
-                if _is_reused.get() and not is_retried:
-                    is_retried = True
-                    continue
-                raise BackendUnavailable("The deployment closed the connection", detail=self.told(error)) from None
-            except aiohttp.ClientError as error:
-                raise BackendUnavailable("The deployment does not speak HTTP", detail=self.told(error)) from None
+    def exchange(self, request: BackendRequest) -> Exchange:
+        """The request as it is sent, not sent yet."""
+        body = self.payload(request)
+        more = f"X-Request-Id: {request.request_id}\r\nContent-Length: {len(body)}\r\n\r\n"
+        return Exchange(self._head + more.encode(), body)
 
-    def refused(self, response: aiohttp.ClientResponse, body: bytes) -> BackendError:
-        after_s = retry_after_s(response.headers, self._wall_clock())
-        return refusal(Refused(response.status, body, after_s, self.api_key))
+    def refused(self, exchange: Exchange, body: bytes) -> BackendError:
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in exchange.headers.items()}
+        after_s = retry_after_s(headers, self._wall_clock())
+        return refusal(Refused(exchange.status, body, after_s, self.api_key))
 
     def in_band(self, error: Any) -> BackendError:
         return in_band(error, self.api_key)
@@ -157,25 +141,10 @@ class OpenAIBackend:
         """An exception in words for the log."""
         return scrubbed(f"{type(error).__name__}: {error}", self.api_key)
 
-    def drain(self, response: aiohttp.ClientResponse) -> None:
-        """Read the last bytes of a finished answer, so that its connection can serve another."""
-        task = asyncio.get_running_loop().create_task(_drain(response))
-        self._drains.add(task)
-        task.add_done_callback(self._drains.discard)
 
-
-async def _drain(response: aiohttp.ClientResponse) -> None:
-    try:
-        async with asyncio.timeout(_DRAIN_TIMEOUT_S):
-            while await response.content.readany():
-                continue
-    except (aiohttp.ClientError, OSError):  # the answer was complete; only its connection is lost
-        response.close()
-
-
-def _proxy_of(url: URL) -> str | None:
-    """The proxy that the environment names for `url` (HTTPS_PROXY, NO_PROXY, ...); never one for this machine itself."""
-    host = url.host or ""
+def _proxy_of(scheme: str, host: str) -> SplitResult | None:
+    """The proxy that the environment names for a server (HTTPS_PROXY, NO_PROXY, ...); never one for this machine itself."""
     if host == "localhost" or host.startswith("127.") or host == "::1" or urllib.request.proxy_bypass(host):
         return None
-    return urllib.request.getproxies().get(url.scheme)
+    proxy = urllib.request.getproxies().get(scheme)
+    return urlsplit(proxy if "://" in proxy else f"http://{proxy}") if proxy else None

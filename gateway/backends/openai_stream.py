@@ -13,10 +13,8 @@ complete, and ends after `_TAIL_TIMEOUT_S`.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from typing import TYPE_CHECKING
 
-import aiohttp
 import msgspec
 
 from gateway.api.sse import PayloadTooLarge, Splitter
@@ -30,6 +28,7 @@ from gateway.backends.base import (
     BackendUnavailable,
     Chunk,
 )
+from gateway.backends.http1 import Disconnected, Exchange, TransportError, Unreachable
 from gateway.backends.refusals import scrubbed
 
 if TYPE_CHECKING:
@@ -47,16 +46,16 @@ class OpenAIStream:
         "_backend",
         "_ending",
         "_error",
+        "_exchange",
+        "_has_begun",
         "_is_counted",
         "_is_over",
         "_is_reading",
         "_is_silent",
         "_is_tail",
-        "_opening",
         "_read_at",
         "_ready",
         "_request",
-        "_response",
         "_splitter",
         "_timer",
     )
@@ -64,13 +63,13 @@ class OpenAIStream:
     def __init__(self, backend: OpenAIBackend, request: BackendRequest) -> None:
         self._backend = backend
         self._request = request
-        self._ready: deque[Chunk] = deque()
+        self._ready: list[Chunk] = []
         self._ending = Ending(request.body.get("n") or 1)
         self._splitter = Splitter()
-        self._response: aiohttp.ClientResponse | None = None
-        self._opening: asyncio.Timeout | None = None
+        self._exchange: Exchange | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._error: BackendError | None = None  # to raise once what came before it has been read
+        self._has_begun = False  # the first chunk is there
         self._is_over = False  # nothing more will be read
         self._is_counted = False
         self._is_reading = False
@@ -81,10 +80,10 @@ class OpenAIStream:
     def __aiter__(self) -> OpenAIStream:
         return self
 
-    async def __anext__(self) -> Chunk:
+    async def __anext__(self) -> list[Chunk]:
         if not self._ready and not self._is_over:
             try:
-                if self._response is None:
+                if self._exchange is None:
                     await self._begin()
                 else:
                     await self._fill()
@@ -93,7 +92,8 @@ class OpenAIStream:
                 self._leave()
                 raise
         if self._ready:
-            return self._ready.popleft()
+            ready, self._ready = self._ready, []
+            return ready
         if self._error is not None:
             pending, self._error = self._error, None
             raise pending
@@ -105,8 +105,6 @@ class OpenAIStream:
         if not self._is_over:
             self._error = BackendBroken("The answer was given up")
             self._leave()
-            if self._opening is not None:
-                self._opening.reschedule(0.0)
 
     async def _begin(self) -> None:
         """Connect, send, and wait for the first chunk."""
@@ -116,48 +114,61 @@ class OpenAIStream:
             raise BackendUnavailable(f"The deployment is not ready: {load.reason}")
         if backend.running >= backend.concurrency_max:
             raise BackendOverloaded("The deployment has as many requests as it may", retry_after_s=1.0)
+        if backend.pool is None:
+            raise BackendUnavailable("The deployment is not started")
         backend.running += 1
         self._is_counted = True
-        budget_s = request.ttft_timeout_s + (0.0 if request.is_stream else request.idle_timeout_s)
+        exchange = self._exchange = backend.exchange(request)
+        self._read_at, self._is_reading = asyncio.get_running_loop().time(), True
+        self._arm(request.ttft_timeout_s + (0.0 if request.is_stream else request.idle_timeout_s))
         try:
-            async with asyncio.timeout(budget_s) as self._opening:
-                response = await backend.post(request)
-                if self._is_over:
-                    response.close()
-                    return
-                self._response = response
-                if response.status != 200:
-                    raise backend.refused(response, await self._body(_ERROR_BYTES_MAX, is_cut=True))
-                kind = response.headers.get("Content-Type", "").lower()
-                is_json_or_page = kind.startswith(("application/json", "text/html"))
-                if kind.startswith("text/event-stream") or (request.is_stream and not is_json_or_page):
-                    await self._fill()
-                else:
-                    self._take_whole(await self._body(_WHOLE_BYTES_MAX))
-        except TimeoutError:
-            if self._is_over and self._error is not None:
-                raise self._error from None
-            raise BackendTimeout(f"The deployment sent nothing within {budget_s:g} s") from None
-        finally:
-            self._opening = None
+            await backend.pool.send(exchange)
+        except TransportError as error:
+            raise self._unsent(error) from None
+        if exchange.status != 200:
+            raise backend.refused(exchange, await self._body(_ERROR_BYTES_MAX, is_cut=True))
+        kind = exchange.headers.get(b"content-type", b"").lower()
+        is_json_or_page = kind.startswith((b"application/json", b"text/html"))
+        if kind.startswith(b"text/event-stream") or (request.is_stream and not is_json_or_page):
+            await self._fill()
+        else:
+            self._take_whole(await self._body(_WHOLE_BYTES_MAX))
+        self._has_begun, self._is_reading = True, False
         if not self._is_over:
             self._arm(request.idle_timeout_s)
 
+    def _unsent(self, error: TransportError) -> BackendError:
+        """Why there is no answer, not even its head."""
+        if self._is_over and self._error is not None:
+            return self._error  # given up by `aclose`
+        if self._is_silent:
+            return self._silence()
+        detail = self._backend.told(error)
+        match error:
+            case Unreachable():
+                return BackendUnavailable("The deployment cannot be reached", detail=detail)
+            case Disconnected():
+                return BackendUnavailable("The deployment closed the connection", detail=detail)
+        return BackendUnavailable("The deployment does not speak HTTP", detail=detail)
+
     async def _body(self, size_bytes_max: int, is_cut: bool = False) -> bytes:
         """The whole body; of one that is too long its beginning, where `is_cut` allows it."""
-        assert self._response is not None
-        content = self._response.content
+        assert self._exchange is not None
         parts: list[bytes] = []
         size_bytes = 0
         try:
-            while part := await content.readany():
+            while part := await self._exchange.read():
                 parts.append(part)
                 size_bytes += len(part)
                 if size_bytes > size_bytes_max:
                     if is_cut:
                         break
                     raise BackendBroken("The deployment's answer is too long", detail=f"over {size_bytes_max} bytes")
-        except (aiohttp.ClientError, OSError) as error:
+        except TransportError as error:
+            if self._is_over and self._error is not None:
+                raise self._error from None
+            if not is_cut and self._is_silent:
+                raise self._silence() from None
             if not is_cut:
                 raise BackendBroken("The deployment's answer broke off", detail=self._backend.told(error)) from None
         return b"".join(parts)
@@ -177,30 +188,30 @@ class OpenAIStream:
         self._finish()
 
     async def _fill(self) -> None:
-        """Read until there is a chunk, an error or the end."""
-        response = self._response
-        assert response is not None
-        loop = asyncio.get_running_loop()
+        """Read until there is a chunk, an error or the end: of what came together, all."""
+        exchange = self._exchange
+        assert exchange is not None
         while not self._ready and not self._is_over:
             if self._ending.is_complete and not self._is_tail:
                 self._is_tail = True
                 self._arm(min(_TAIL_TIMEOUT_S, self._request.idle_timeout_s))
-            self._read_at = loop.time()
-            self._is_reading = True
+            if self._has_begun:
+                self._read_at, self._is_reading = asyncio.get_running_loop().time(), True
             try:
-                data = await response.content.readany()
+                data = await exchange.read()
                 if data:
                     for payload in self._splitter.feed(data):
                         if not self._take(payload):
                             break
                 else:
                     self._at_end()
-            except (aiohttp.ClientError, OSError) as error:
+            except TransportError as error:
                 self._at_cut(error)
             except PayloadTooLarge as error:
                 self._fail(BackendBroken("The deployment's answer is too long", detail=str(error)))
             finally:
-                self._is_reading = False
+                if self._has_begun:
+                    self._is_reading = False
 
     def _take(self, payload: bytes) -> bool:
         """One event of the stream; True where more is wanted."""
@@ -238,24 +249,23 @@ class OpenAIStream:
         else:
             self._fail(_unfinished(self._ending))
 
-    def _at_cut(self, error: Exception) -> None:
+    def _at_cut(self, error: TransportError) -> None:
         """The connection failed, or was closed by `_watch` or `aclose`."""
         if self._is_over:
             return
         if self._ending.is_complete:
             self._finish()
         elif self._is_silent:
-            silence_s = self._request.idle_timeout_s
-            self._fail(BackendTimeout(f"The deployment fell silent for {silence_s:g} s inside its answer"))
+            self._fail(self._silence())
         else:
             self._fail(BackendBroken("The deployment's answer broke off", detail=self._backend.told(error)))
 
     def _finish(self) -> None:
+        """Done: what is left of the body is framing, and the connection may serve another."""
         self._is_over = True
         self._let_go()
-        response = self._response
-        if response is not None and not response.closed:
-            self._backend.drain(response)
+        if self._exchange is not None:
+            self._exchange.release()
 
     def _fail(self, error: BackendError) -> None:
         self._error = error
@@ -265,8 +275,8 @@ class OpenAIStream:
         """End without having finished: close the connection."""
         self._is_over = True
         self._let_go()
-        if self._response is not None:
-            self._response.close()
+        if self._exchange is not None:
+            self._exchange.close()
 
     def _let_go(self) -> None:
         if self._timer is not None:
@@ -287,10 +297,18 @@ class OpenAIStream:
         silent_s = loop.time() - self._read_at if self._is_reading else 0.0
         if silent_s < timeout_s:  # a reader that does not read is not the server's silence
             self._timer = loop.call_later(timeout_s - silent_s, self._watch, timeout_s)
-        elif self._response is not None:
+        elif self._exchange is not None:
             self._timer = None
             self._is_silent = True
-            self._response.close()
+            self._exchange.close()
+
+    def _silence(self) -> BackendTimeout:
+        request = self._request
+        if self._has_begun:
+            silence_s = request.idle_timeout_s
+            return BackendTimeout(f"The deployment fell silent for {silence_s:g} s inside its answer")
+        silence_s = request.ttft_timeout_s + (0.0 if request.is_stream else request.idle_timeout_s)
+        return BackendTimeout(f"The deployment sent nothing within {silence_s:g} s")
 
 
 def _unfinished(ending: Ending) -> BackendBroken:

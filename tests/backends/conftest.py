@@ -54,15 +54,15 @@ def ask(*, is_stream: bool = True, ttft_s: float = 5.0, idle_s: float = 5.0, **b
 async def collect(stream: ChunkStream) -> list[Chunk]:
     """All chunks; the stream is closed whatever happens."""
     try:
-        return [chunk async for chunk in stream]
+        return [chunk async for chunks in stream for chunk in chunks]
     finally:
         await stream.aclose()
 
 
 async def collect_into(seen: list[Chunk], stream: ChunkStream) -> None:
     """The same, keeping what came before an error; the stream is not closed."""
-    async for chunk in stream:
-        seen.append(chunk)
+    async for chunks in stream:
+        seen += chunks
 
 
 async def until(upstream: Upstream, is_true: Callable[[Seen], bool]) -> Seen:

@@ -214,7 +214,7 @@ async def test_closing_before_and_after(upstream: Upstream, managed: ManagedBack
         await anext(stream)
     assert upstream.seen().requests == []
     stream = managed.stream(ask())
-    assert [chunk async for chunk in stream][-1].usage == Usage(6, 6, 3)
+    assert [chunk async for chunks in stream for chunk in chunks][-1].usage == Usage(6, 6, 3)
     await stream.aclose()
     with pytest.raises(StopAsyncIteration):
         await anext(stream)

@@ -105,14 +105,17 @@ async def test_the_request_is_sent_on_as_it_came(upstream: Upstream) -> None:
 
 async def test_connections_are_used_again(upstream: Upstream, backend: OpenAIBackend) -> None:
     """Finished answers give their connection back, streamed, whole or refused, also when the last bytes come late."""
+    told = 0
     for plan in ("", "linger_ms=20", "status=429", "has_done=0"):
         upstream.plan(plan)
         for is_stream in (True, False):
             try:
                 await collect(backend.stream(ask(is_stream=is_stream)))
+                told += 1
             except BackendOverloaded:
                 assert plan == "status=429"
-            await asyncio.gather(*backend._drains)
+            await until(upstream, lambda seen: seen.finished == told)  # noqa: B023 - called at once
+            await asyncio.sleep(0.01)  # the end is in our socket: let the loop see it
     assert upstream.seen().connections_total == 1
 
 
@@ -357,9 +360,9 @@ async def test_slow_is_not_silent(upstream: Upstream, backend: OpenAIBackend) ->
     assert chunks[-1].usage is not None
     upstream.plan("chunks=6;pace_ms=5")
     stream = backend.stream(ask(idle_s=0.1))
-    seen = [await anext(stream)]
+    seen = await anext(stream)
     await asyncio.sleep(0.4)
-    seen += [chunk async for chunk in stream]
+    await collect_into(seen, stream)
     assert seen[-1].usage is not None
 
 
@@ -448,7 +451,8 @@ async def test_closing_before_the_first_chunk_asks_nobody(upstream: Upstream, ba
         await anext(stream)
     assert upstream.seen().requests == []
     stream = backend.stream(ask())
-    chunks = [chunk async for chunk in stream]
+    chunks: list[Chunk] = []
+    await collect_into(chunks, stream)
     await stream.aclose()
     await stream.aclose()
     with pytest.raises(StopAsyncIteration):
