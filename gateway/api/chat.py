@@ -6,7 +6,7 @@ with an error event and without `[DONE]`; a client that leaves gives its place i
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from gateway.api.headers import EVENT_STREAM, JSON, answer_headers, cost_header
 from gateway.api.request import (
@@ -21,7 +21,7 @@ from gateway.api.request import (
     send_failure,
     send_whole,
 )
-from gateway.api.sse import DONE, frame
+from gateway.api.sse import DONE, frame, frames
 from gateway.api.wire import fold, unfold
 from gateway.backends.base import Chunk
 from gateway.errors import ApiError, DeadlineExceeded
@@ -100,14 +100,10 @@ async def _stream(turn: Turn, answer: Answer, watch: "_Watch", send: Send) -> No
         await send({"type": "http.response.body", "body": frame(error.body())})
 
 
-def _frames(chunks: Iterable[Chunk], wants_usage: bool) -> bytes:
-    frames = []
-    for chunk in chunks:
-        if chunk.is_whole:
-            frames.append(_frames(unfold(chunk.data), wants_usage))
-        elif wants_usage or not chunk.is_usage_only:
-            frames.append(frame(chunk.data))
-    return b"".join(frames)
+def _frames(chunks: Sequence[Chunk], wants_usage: bool) -> bytes:
+    if any(chunk.is_whole for chunk in chunks):
+        chunks = [piece for chunk in chunks for piece in (unfold(chunk.data) if chunk.is_whole else (chunk,))]
+    return frames([chunk.data for chunk in chunks if wants_usage or not chunk.is_usage_only])
 
 
 class _Watch:

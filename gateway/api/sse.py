@@ -4,6 +4,8 @@ Format: WHATWG HTML, section 9.2.6 "Interpreting an event stream". Knows no JSON
 event names, ids, retry hints and comments are dropped. Invariant: however the bytes are cut, the payloads are the same.
 """
 
+from collections.abc import Sequence
+
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment: it holds proxies open and is no event to any client
 PAYLOAD_BYTES_MAX = 64 << 20
@@ -20,6 +22,16 @@ def frame(data: bytes) -> bytes:
     if b"\n" in data:
         data = data.replace(b"\n", b"\ndata: ")
     return b"data: " + data + b"\n\n"
+
+
+def frames(payloads: Sequence[bytes]) -> bytes:
+    """One event for each payload, in one piece."""
+    if not payloads:
+        return b""
+    joined = b"data: " + b"\n\ndata: ".join(payloads) + b"\n\n"
+    if joined.count(b"\n") == 2 * len(payloads):  # nearly always: no payload has lines of its own
+        return joined
+    return b"".join([frame(payload) for payload in payloads])
 
 
 class Splitter:
@@ -54,16 +66,19 @@ class Splitter:
             data = b"".join((*self._parts, data))
             self._parts.clear()
             self._buffered_bytes = 0
-        events = data.split(b"\n\n")
-        rest = events.pop()
-        if rest:
-            self._keep(rest)
-        payloads = []
-        for event in events:
-            payload = self._payload(event)
-            if payload is not None:
-                payloads.append(payload)
-        return payloads
+        end = data.rfind(b"\n\n") + 2
+        if end < 2:
+            self._keep(data)
+            return []
+        if end < len(data):
+            self._keep(data[end:])
+            data = data[:end]
+        if data.startswith(b"data: "):
+            payloads = data[6:-2].split(b"\n\ndata: ")
+            if data.count(b"\n") == 2 * len(payloads):  # nearly always: events of one line, and nothing between them
+                self._is_at_start = False
+                return payloads
+        return [payload for event in data[:-2].split(b"\n\n") if (payload := self._payload(event)) is not None]
 
     def end(self) -> bytes | None:
         """The payload of an event whose blank line never came. The standard drops it; servers that just close mean it."""

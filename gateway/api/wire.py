@@ -27,9 +27,9 @@ class _Delta(msgspec.Struct, gc=False):
     audio: Any = None
 
     def has_content(self) -> bool:
+        """Anything but `content` that a person or a program would see."""
         return bool(
-            self.content
-            or self.tool_calls
+            self.tool_calls
             or self.reasoning_content
             or self.reasoning
             or self.refusal
@@ -89,8 +89,8 @@ def to_chunk(data: bytes, answer: Answer, is_whole: bool = False) -> Chunk:
     has_content = False
     reasons: tuple[str, ...] = ()
     for choice in choices:
-        delta = choice.delta or choice.message
-        if delta is not None and delta.has_content():
+        part = choice.delta or choice.message
+        if part is not None and (part.content or part.has_content()):  # most have text: no call for them
             has_content = True
         if choice.finish_reason:
             reasons = (*reasons, choice.finish_reason)
@@ -119,7 +119,8 @@ class Ending:
 
     def add(self, answer: Answer) -> None:
         for choice in answer.choices or ():
-            self._seen.add(choice.index)
+            if choice.index not in self._seen:
+                self._seen.add(choice.index)
             if choice.finish_reason:
                 self._finished.add(choice.index)
                 if choice.finish_reason in _FAILED_REASONS:
