@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 
 import uvicorn
+from fastapi import FastAPI
 
 from gateway.api.front import Front
 from gateway.app import create_app
@@ -22,7 +23,13 @@ _BACKLOG = 2048
 def serve_fd(fd: int, index: int) -> int:
     """Serve on the listening socket `fd` until SIGTERM; returns the exit status."""
     settings = Settings.model_validate_json(Path(os.environ.pop(WORKER_SETTINGS)).read_text())
-    app = create_app(settings)
+    server = server_of(create_app(settings), settings)
+    server.run(sockets=[socket.socket(fileno=fd)])
+    return 0 if server.started else 1
+
+
+def server_of(app: FastAPI, settings: Settings) -> uvicorn.Server:
+    """The server around `app`, with everything that its connections are bounded by."""
     config = uvicorn.Config(
         Front(app, lambda: app.state.routes),  # once more, outside of FastAPI's own layers
         loop="uvloop",
@@ -38,6 +45,4 @@ def serve_fd(fd: int, index: int) -> int:
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(settings.shutdown_grace_s),
     )
-    server = uvicorn.Server(config)
-    server.run(sockets=[socket.socket(fileno=fd)])
-    return 0 if server.started else 1
+    return uvicorn.Server(config)

@@ -1,0 +1,234 @@
+"""What a request costs, in things that can be counted: round trips, commands, tasks, SQL statements, connections.
+
+A worker inside the test's own process, its background loops off, so that every count is a request's own. The numbers are asserted
+exactly: who makes a request dearer, or cheaper, changes them here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+from sqlalchemy import event
+
+from cache import ExactCache
+from gateway import app as app_module
+from gateway.app import Parts, create_app
+from gateway.settings import Settings
+from gateway.worker import server_of
+from policies import WindowKind
+from tests.gateway import API_KEY, deployment
+from tests.services import RedisServer
+from tests.upstream import Upstream
+
+TASKS_OF_A_GENERATION = {"RequestResponseCycle.run_asgi": 1, "Pipeline.generate": 1}
+TASKS_OF_A_HIT = {"RequestResponseCycle.run_asgi": 1}
+
+
+@dataclass
+class Cost:
+    """What was counted between two moments. `commands` by their first word, scripts as EVALSHA."""
+
+    round_trips: int = 0
+    commands: dict[str, int] = field(default_factory=dict)
+    tasks: dict[str, int] = field(default_factory=dict)
+    statements: int = 0
+    connections: int = 0
+
+
+class Worker:
+    """A gateway worker and one client's connection to it."""
+
+    def __init__(self, parts: Parts, upstream: Upstream, port: int) -> None:
+        self.parts = parts
+        self._upstream = upstream
+        self._port = port
+        self._commands: Counter[str] = Counter()
+        self._tasks: Counter[str] = Counter()
+        self._statements = 0
+        self._asked = 0
+        self._count()
+
+    def _count(self) -> None:
+        link = self.parts.link
+        enqueue = link._enqueue
+
+        def counting(pending: Any) -> Any:
+            self._commands[str(pending.command[0])] += 1
+            return enqueue(pending)
+
+        link._enqueue = counting  # type: ignore[method-assign]
+
+        def make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+            self._tasks[coroutine.__qualname__] += 1
+            return asyncio.Task(coroutine, loop=loop, **options)
+
+        asyncio.get_running_loop().set_task_factory(make_task)  # type: ignore[arg-type]
+        engine = self.parts.accounts.database._engine.sync_engine
+
+        @event.listens_for(engine, "before_cursor_execute")
+        def count_statement(*_: Any) -> None:
+            self._statements += 1
+
+    async def connect(self) -> None:
+        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port)
+
+    async def ask(self, text: str | None = None, **fields: Any) -> dict[str, str]:
+        """One answered request; the response's headers. Returns when it is recorded."""
+        self._asked += 1
+        body = {"model": "mock", "messages": [{"role": "user", "content": text or f"question {self._asked}"}], **fields}
+        data = json.dumps(body).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {API_KEY}\r\nContent-Length: {len(data)}\r\n\r\n"
+        self._writer.write(head.encode() + data)
+        lines = (await self._reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        headers = dict(line.split(": ", 1) for line in lines[1:] if line)
+        assert lines[0].endswith(" 200 OK"), lines
+        if "content-length" in headers:
+            await self._reader.readexactly(int(headers["content-length"]))
+        else:
+            assert (await self._reader.readuntil(b"0\r\n\r\n")).count(b"data: [DONE]") == 1
+        await self.parts.pipeline.drain()
+        return headers
+
+    async def cost(self, text: str | None = None, **fields: Any) -> Cost:
+        """What one request costs."""
+        connections, round_trips = self._upstream.seen().connections_total, self.parts.link.round_trips
+        self._commands.clear()
+        self._tasks.clear()
+        self._statements = 0
+        await self.ask(text, **fields)
+        return Cost(
+            self.parts.link.round_trips - round_trips,
+            dict(self._commands),
+            dict(self._tasks),
+            self._statements,
+            self._upstream.seen().connections_total - connections,
+        )
+
+    async def limit(self, per_min: int) -> None:
+        """Give the team rate limits, and the clock of what is borrowed a rest."""
+        await self.parts.accounts.update_team(1, requests_per_min=per_min, tokens_per_min=1_000 * per_min)
+        self.parts.pipeline.limits._shared._clock = lambda: 1_000.0
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+@pytest.fixture
+async def worker(
+    redis_server: RedisServer, redis: Redis, upstream: Upstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Worker]:
+    """A worker with a hard budget and without limits, asked twice by each way."""
+    monkeypatch.setattr(app_module, "_start_loops", lambda parts, stack: None)
+    monkeypatch.setattr(ExactCache, "is_l1_on", True)  # the loop that would say so is off
+    settings = Settings(
+        data_dir=tmp_path,
+        redis_url=redis_server.url,
+        api_key=API_KEY,
+        secret="s" * 32,
+        log_format="json",
+        engines={},
+        cache={"is_semantic": False},  # type: ignore[arg-type]
+        models={"mock": {"deployments": [deployment(upstream.url, "plain", "mock?chunks=64")]}},  # type: ignore[dict-item]
+    )
+    app = create_app(settings)
+    server = server_of(app, settings)
+    server.config.port = 0
+    serving = asyncio.create_task(server.serve())
+    async with asyncio.timeout(20):
+        while not server.started:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    parts: Parts = app.state.parts
+    await parts.semantic.aclose()
+    await parts.accounts.create_budget(1, WindowKind.DAY, 10**12)
+    assert await parts.writer.step()
+    made = Worker(parts, upstream, server.servers[0].sockets[0].getsockname()[1])
+    await made.connect()
+    for stream in (False, True, False):
+        await made.ask(stream=stream)
+    async with asyncio.timeout(60):
+        yield made
+    made.close()
+    server.should_exit = True
+    await serving
+    gc.unfreeze()
+
+
+GENERATION = Cost(3, {"HGET": 1, "EVALSHA": 3}, TASKS_OF_A_GENERATION)
+
+
+async def test_a_miss(worker: Worker) -> None:
+    """The lookup; the hold; the settlement with its ledger row and the store together. Nothing is asked of SQL, and the
+    connection to the deployment is kept."""
+    assert await worker.cost() == GENERATION
+
+
+async def test_a_streamed_miss(worker: Worker) -> None:
+    """A stream of 64 chunks costs what a whole costs."""
+    assert await worker.cost(stream=True) == GENERATION
+
+
+async def test_a_long_dialogue(worker: Worker) -> None:
+    """Earlier turns cost no command where there is one deployment, and so no warm one to choose."""
+    turns = [{"role": role, "content": f"{role} {i}"} for i in range(20) for role in ("user", "assistant")]
+    assert await worker.cost(messages=[*turns, {"role": "user", "content": "and?"}]) == GENERATION
+
+
+async def test_a_hit_from_redis(worker: Worker) -> None:
+    """One command, whole or streamed; no generation, no money."""
+    await worker.ask("again")
+    for stream in (False, True):
+        worker.parts.exact._l1.clear()
+        assert await worker.cost("again", stream=stream) == Cost(1, {"HGET": 1}, TASKS_OF_A_HIT)
+
+
+async def test_a_hit_from_memory(worker: Worker) -> None:
+    """Nothing leaves the process."""
+    await worker.ask("again")
+    for stream in (False, True):
+        assert await worker.cost("again", stream=stream) == Cost(0, {}, TASKS_OF_A_HIT)
+
+
+async def test_large_limits_cost_nothing(worker: Worker) -> None:
+    """Rate limits are charged in memory once a share of them is borrowed."""
+    await worker.limit(1_000_000)
+    await worker.ask("again")
+    assert await worker.cost() == GENERATION
+    assert await worker.cost("again") == Cost(0, {}, TASKS_OF_A_HIT)
+
+
+async def test_small_limits_cost_commands_and_no_round_trips(worker: Worker) -> None:
+    """A limit that is asked of Redis each time travels with the lookup, its tokens with the hold, their correction with the
+    settlement."""
+    await worker.limit(400)
+    await worker.ask("again")
+    costs = await worker.cost()
+    assert costs.round_trips == 3
+    worker.parts.exact._l1.clear()
+    assert await worker.cost("again") == Cost(1, {"HGET": 1, "EVALSHA": 1}, TASKS_OF_A_HIT)
+
+
+async def test_a_request_leaves_nothing_to_the_collector(worker: Worker) -> None:
+    """What a request made is freed by its last reference: no cycle waits for a collection."""
+    await worker.ask("again")
+    for stream in (False, True):
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(20):
+                await worker.ask("again", stream=stream)
+            hits = gc.collect()
+            for _ in range(20):
+                await worker.ask(stream=stream)
+            misses = gc.collect()
+        finally:
+            gc.enable()
+        assert (hits // 20, misses // 20) == (0, 0)
