@@ -5,8 +5,10 @@ Knows no requests. Nothing heavy is imported before the command is known: `serve
 
 import argparse
 import asyncio
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from gateway.settings import Settings, SettingsError, deployment_name, load_settings
@@ -116,9 +118,23 @@ def _demo(_: argparse.Namespace) -> int:
 
 
 def _worker(arguments: argparse.Namespace) -> int:
+    with _absent("rich", "better_exceptions"):  # structlog's console would take 7 MB for what no worker prints
+        import structlog  # noqa: F401
     from gateway.worker import serve_fd
 
     return serve_fd(arguments.fd, arguments.index)
+
+
+@contextlib.contextmanager
+def _absent(*names: str) -> Iterator[None]:
+    """Import what is imported in here as if these libraries were not installed; afterwards they are again."""
+    blocked = [name for name in names if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(blocked))  # type: ignore[arg-type]  # None: "halted", as the import system has it
+    try:
+        yield
+    finally:
+        for name in blocked:
+            del sys.modules[name]
 
 
 def _indent(text: str) -> str:
