@@ -50,9 +50,9 @@ return 1
 
 # ARGV: exact, entry, about, size, now_ms, expires_ms, size_max, 1 where the partition is listed, warm_ttl_ms, warm, worth, half_life_ms.
 # KEYS from 8: warm links. Answers {-1}, and does nothing, where the partition is new and not said to be listed; else {was there
-# before, evicted...}. The vector of a replaced entry stays: the same exact key means the same text. Its group
-# goes: that was its answer's. The keys' own expiry is
-# a little behind the last entry's, so that it is moved seldom; keys that begin anew have none until then.
+# before, evicted...}. The vector of a replaced entry stays: the same exact key means the same text. Its group goes: that was
+# its answer's. The keys' own expiry is a little behind the last entry's, so that it is moved seldom; keys that begin anew have
+# none until then.
 PUT = (
     _FORGET
     + _USED_AT
@@ -65,7 +65,7 @@ for _, gone in ipairs(redis.call('ZRANGEBYSCORE', expires, '-inf', now, 'LIMIT',
 end
 local reply = {0}
 local score = redis.call('ZSCORE', used, id)
-if redis.call('HEXISTS', about, id) == 1 then
+if score then
   reply[1] = 1
   forget(id)
 end
