@@ -1,7 +1,7 @@
 """The nearest vectors within a namespace. The only file that imports faiss.
 
 Knows no texts and no Redis. Each namespace has FAISS inverted lists of its own: one list, searched whole, while it is small; past
-`flat_max` keys about 4 sqrt(n) lists of which the 32 nearest are searched. The lists of a namespace that has outgrown them (or shrunk
+`flat_max` keys about 4 sqrt(2 n) lists of which the 32 nearest are searched. The lists of a namespace that has outgrown them (or shrunk
 under them) are made by a thread beside the work: it trains on a sample, copies list by list, and replays what came and went
 meanwhile; searches go on in the old ones until the new ones are complete. Vectors are kept as float16 (768 bytes for 384 dimensions);
 those that have been through float16 before, as the store's have, are kept exactly. On a GPU a large namespace is searched, exactly,
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 FLAT_MAX = 20_000  # keys searched one by one: about half a millisecond
 MIRROR_MIN = 4_096  # a smaller namespace is searched faster where it is than on a GPU
-_PROBES = 32
+_PROBES = 32  # lists searched, and more where there are more than 32 times as many
 _GROWTH = 4  # lists made for n keys serve from n / 4 to 4 n
 _SAMPLE_PER_LIST = 48
 _REPLAYED_MAX = 64  # changes replayed while searches wait
@@ -185,7 +185,7 @@ class VectorIndex:
     def _copied(self, block: _Block) -> Any:
         """New lists with what is in the block's, but for the keys that came or went since the work began."""
         count = int(block.lists.ntotal)
-        lists = int(4 * count**0.5) if count >= self._flat_max // 2 else 1
+        lists = int(4 * (2 * count) ** 0.5) if count >= self._flat_max // 2 else 1
         made = _empty(self._trained(block, lists) if lists > 1 else self._whole)
         for place in range(block.lists.nlist):
             with self._lock:
@@ -263,7 +263,8 @@ class _Copy:
     def _fill(self) -> None:
         """Anew, from the lists."""
         self._flat.reset()
-        self._keys: list[int] = []
+        self._keys = np.empty(1_024, dtype=np.int64)  # by place; -1 where the row is dead
+        self._count = 0
         self._place_of: dict[int, int] = {}
         self._dead = 0
         self._waiting: list[NDArray[np.float32]] = []
@@ -273,8 +274,12 @@ class _Copy:
                 self.add(keys[start : start + _COPY_ROWS].tolist(), _as_float32(vectors[start : start + _COPY_ROWS]))
 
     def add(self, keys: list[int], vectors: NDArray[np.float32]) -> None:
-        self._place_of.update(zip(keys, range(len(self._keys), len(self._keys) + len(keys)), strict=True))
-        self._keys += keys
+        end = self._count + len(keys)
+        if end > len(self._keys):
+            self._keys = np.concatenate([self._keys, np.empty(max(end, len(self._keys)), dtype=np.int64)])
+        self._keys[self._count : end] = keys
+        self._place_of.update(zip(keys, range(self._count, end), strict=True))
+        self._count = end
         self._waiting.append(vectors)
 
     def remove(self, key: int) -> None:
@@ -287,8 +292,8 @@ class _Copy:
         if self._waiting:
             self._flat.add(np.concatenate(self._waiting))
             self._waiting = []
-        similarities, places = self._flat.search(queries, min(count + self._dead, len(self._keys)))
-        keys = np.array(self._keys, dtype=np.int64)[places]
+        similarities, places = self._flat.search(queries, min(count + self._dead, self._count))
+        keys = self._keys[places]
         return [
             _found(row[row >= 0][:count], line[row >= 0][:count]) for row, line in zip(keys, similarities, strict=True)
         ]
@@ -304,7 +309,7 @@ def _empty(centroids: Any, lists: int | None = None) -> Any:
         faiss.METRIC_INNER_PRODUCT,
         False,  # the vectors themselves, not what they differ from the centroid by
     )
-    made.nprobe = _PROBES
+    made.nprobe = max(_PROBES, made.nlist // 32)
     made.is_trained = lists is None
     made.set_direct_map_type(faiss.DirectMap.Hashtable)  # type: ignore[attr-defined]
     return made

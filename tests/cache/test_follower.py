@@ -14,17 +14,20 @@ from redis.backoff import NoBackoff
 import cache.log
 from cache import CacheLimits, ExactCache, Hit, MissReason, Purge
 from cache.follower import Follower
+from cache.index import FLAT_MAX, VectorIndex
 from cache.semantic import SemanticCache
 from tests.cache.fakes import ACME, OTHER, FakeEmbedder, ask, entry_for, query
 from tests.services import run_redis
 
 
 class Host:
-    """A semantic cache that follows Redis, as a cache worker does."""
+    """A semantic cache that follows Redis, as a cache worker does. `flat_max`: keys of a namespace that are searched one by one."""
 
-    def __init__(self, redis: Redis, thread: ThreadPoolExecutor, key: bytes = b"fakefake") -> None:
+    def __init__(
+        self, redis: Redis, thread: ThreadPoolExecutor, key: bytes = b"fakefake", flat_max: int = FLAT_MAX
+    ) -> None:
         self.embedder = FakeEmbedder()
-        self.cache = SemanticCache(self.embedder)
+        self.cache = SemanticCache(self.embedder, index=VectorIndex(16, flat_max=flat_max))
         self.follower = Follower(redis, self.cache, thread, key)
 
     async def sees(self, *texts: str) -> list[bool]:
@@ -75,7 +78,7 @@ async def test_catching_up_is_enough_between_lookups(
 async def test_two_hosts_and_a_rebuilt_one_agree(redis: Redis, exact: ExactCache, thread: ThreadPoolExecutor) -> None:
     """Whatever is stored, replaced, evicted and purged, in every partition: the same answers to everything."""
     small = ExactCache(redis, CacheLimits(size_bytes_max=12_000))
-    early, late = Host(redis, thread), Host(redis, thread)
+    early, late = Host(redis, thread), Host(redis, thread, flat_max=4)  # one with lists made beside the work
     await early.follower.follow()
     for number in range(12):
         for tenant in (ACME, OTHER):
@@ -83,7 +86,7 @@ async def test_two_hosts_and_a_rebuilt_one_agree(redis: Redis, exact: ExactCache
         if number % 4 == 1:
             await late.follower.follow()
             await small.purge(Purge(text=f"text {number - 1}"))
-    rebuilt = Host(redis, thread)
+    rebuilt = Host(redis, thread, flat_max=3)
     questions = [query(f"TEXT {number}", tenant) for number in range(9) for tenant in (ACME, OTHER)]
     answers = []
     for host in (early, late, rebuilt):
