@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.labelled import Labelled, Recall, Request, load
-from cache.bound import Model, Prior, Row
+from cache.bound import Learner, Model, Prior, Row
 from cache.embedder import open_embedder
 from cache.evidence import FEATURES
 from cache.rule import VerifiedRule
@@ -55,6 +55,8 @@ class Watching(VerifiedRule):
         self.rows: list[Row] = []
 
     def learn(self, row: Row, scene: Scene) -> None:
+        scene.learner = scene.learner or Learner(_BLANK)
+        scene.learner.told.learn(row.evidence, row.is_right)
         self.rows.append(row)
 
 
@@ -108,7 +110,7 @@ def rows_of(one: Labelled, embedder: Recall, seed: int = 1) -> list[Rows]:
         else:
             watch(requests, embedder, rule)
         if rule.rows:
-            evidence = np.stack([row.evidence for row in rule.rows])
+            evidence = np.stack([row.evidence[:_COUNT] for row in rule.rows])
             found.append(Rows(evidence, np.array([row.is_right for row in rule.rows], dtype=np.float64)))
     return found
 

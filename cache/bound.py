@@ -15,19 +15,25 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from cache.evidence import ToldWords
+
 Vector = NDArray[np.float64]
 
 ROWS_MAX = 8_000
 _REQUESTS = 4_000  # rows that the threshold is fitted to: the latest
 _ROWS_MIN = 40
 _RIDGE, _RIDGE_INTERCEPT = 15.0, 0.3
-_WEIGHT_MAX = 5.0
+_WEIGHT_MAX = 20.0
 _STEPS = 12
 THRESHOLD_MIN = 0.7
-_KAPPA_MIN, _KAPPA_MAX, _KAPPA_DEVIATIONS = 0.6, 6.0, 2.0
+_WORST_MAX = 15.0  # of the bound: what is served at the threshold is wrong at most so many times as often
+_KAPPA_MIN, _KAPPA_MAX, _KAPPA_DEVIATIONS = 0.5, 6.0, 1.0
 _NEARLY_SURE = 0.7  # comparisons from this p on tell how well p is calibrated where it matters
-_BUDGET = 0.9  # of the bound; the rest is for what chance adds to an expectation
-_AUDITED, _AUDITED_MIN, _AUDITED_MAX = 40, 0.02, 0.2
+_BUDGET = 0.95  # of the bound; the rest is for what chance adds to an expectation
+_BUDGET_MAX = 1.5
+_CATCH_UP, _CATCH_UP_MIN = 0.25, 1_000  # in so many requests, as a share of those till now, is spent what was left
+_AUDITED, _AUDITED_MIN, _AUDITED_MAX = 20, 0.02, 0.1  # the chance of an audit where 1 - p is _RISK_USUAL
+_RISK_USUAL, _RISK_MIN, _AUDITED_MOST = 0.02, 0.002, 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +101,7 @@ class Model:
         self._covariance = np.linalg.inv(hessian)
 
     def _standard(self, evidence: Vector) -> Vector:
-        scaled = np.clip((evidence - self._prior.mean) / self._prior.scale, -5.0, 5.0)
+        scaled = np.clip((evidence[:, : len(self._prior.mean)] - self._prior.mean) / self._prior.scale, -5.0, 5.0)
         return np.hstack([scaled, np.ones((len(scaled), 1))])
 
 
@@ -104,10 +110,14 @@ class Learner:
 
     def __init__(self, prior: Prior) -> None:
         self.model = Model(prior)
+        self.told = ToldWords()
         self._rows: list[Row] = []
         self._seen = 0
         self._fitted_at = 0
         self._expected = self._wrong = 0.0  # of the comparisons that p was nearly sure of
+        self._requests = self._risked = (
+            0.0  # all that the rows stand for, and the errors to expect of what was served of them
+        )
         self._p = np.zeros(0)  # of the latest rows, descending
         self._spent = np.zeros(0)  # the errors to expect down to each p, as a share of all requests
 
@@ -124,6 +134,10 @@ class Learner:
         """Take in a verdict. Refits at the first forty, then for every tenth more, at most 400."""
         self._rows.append(row)
         self._seen += 1
+        self.told.learn(row.evidence, row.is_right)
+        self._requests += 1 / row.chance
+        if row.chance < 1:
+            self._risked += (1 - row.p) / row.chance
         if row.p >= _NEARLY_SURE:
             self._expected += 1 - row.p
             self._wrong += not row.is_right
@@ -135,12 +149,18 @@ class Learner:
 
     def threshold(self, error_max: float) -> float:
         """The least p to serve at, once fitted."""
-        within = np.nonzero(self._spent <= _BUDGET * error_max)[0]
-        return max(THRESHOLD_MIN, float(self._p[within[-1]])) if len(within) else 1.0
+        within = np.nonzero(self._spent <= self._budget(error_max))[0]
+        return max(THRESHOLD_MIN, 1 - _WORST_MAX * error_max, float(self._p[within[-1]])) if len(within) else 1.0
+
+    def _budget(self, error_max: float) -> float:
+        """The share of the coming requests that may go wrong: the bound, and what was left of it (or spent too much) till now."""
+        wrong = self._risked * (self._wrong + 1) / (self._expected + 1)
+        left = (_BUDGET * error_max * self._requests - wrong) / max(_CATCH_UP_MIN, _CATCH_UP * self._requests)
+        return max(error_max / 4, min(_BUDGET_MAX * error_max, _BUDGET * error_max + left))
 
     @property
     def kappa(self) -> float:
-        """How many times as many errors there are as p says: an upper quantile, two standard deviations of the Gamma posterior."""
+        """How many times as many errors there are as p says: one standard deviation up in the Gamma posterior."""
         wrong = self._wrong + 1
         kappa = (wrong + _KAPPA_DEVIATIONS * math.sqrt(wrong)) / (self._expected + 1)
         return min(_KAPPA_MAX, max(_KAPPA_MIN, kappa))
@@ -157,9 +177,11 @@ class Learner:
         self._spent = np.cumsum((weights * (1 - p))[order]) * self.kappa / weights.sum()
 
 
-def audit_chance(accepted: int) -> float:
-    """With which probability a would-be hit is generated and judged instead, after so many."""
-    return max(_AUDITED_MIN, min(_AUDITED_MAX, _AUDITED / max(1, accepted)))
+def audit_chance(accepted: int, p: float) -> float:
+    """With which probability a would-be hit is generated and judged instead, after so many: in proportion to the deviation of
+    what its verdict will say (Neyman's allocation, 1934)."""
+    usual = max(_AUDITED_MIN, min(_AUDITED_MAX, _AUDITED / max(1, accepted)))
+    return min(_AUDITED_MOST, usual * math.sqrt(max(_RISK_MIN, 1 - p) / _RISK_USUAL))
 
 
 def _sigmoid(x: Vector) -> Vector:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ NEIGHBOURS = 16
 _WIDTH = 0.05  # of the kernel, in cosine
 _FAR = 0.2  # the cosine that a missing neighbour is given
 _MARGIN_MAX = 0.3
+_ONE_SIDED_MAX = 8
+_DOUBT = 4.0  # verdicts that a word needs to count half
 _UNSEEN = (
     30  # texts of other words that a namespace is thought to have had before its first: smooths document frequencies
 )
@@ -32,7 +35,8 @@ FEATURES = (
     "log verdicts", "mean of ten", "last", "similarity x share", "similarity x words shared", "content words shared",
     "words shared", "pairs shared", "trigrams shared", "numbers differ", "negated", "asked otherwise", "names differ",
     "owners, forms or scopes differ", "times differ", "inverted", "log length ratio", "weight asked only", "weight known only",
-    "heaviest one-sided", "weight shared", "one-sided words", "same content", "one adds", "guarded",
+    "heaviest one-sided", "weight shared", "one-sided words", "same content", "one adds", "guarded", "best of the group",
+    "best of others", "unheard", "unheard share", "heaviest unheard", "told", "worst told",
 )  # fmt: skip
 
 
@@ -84,6 +88,31 @@ class WordCounts:
         return max(0.0, idf) * (0.3 if word in LIGHT_WORDS else 1.0)
 
 
+class ToldWords:
+    """What verdicts have told of words that only one of two prompts has: `please` harms nothing, the name of a city does. Words
+    are numbers here, so that a record of a verdict can carry them without a text."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, tuple[float, float]] = {}
+        self._all = (1.0, 1.0)
+
+    def learn(self, evidence: NDArray[np.float64], is_right: bool) -> None:
+        """`evidence` is as `evidence()` makes it: the words are at its end."""
+        right, wrong = float(is_right), float(not is_right)
+        self._all = (self._all[0] + right, self._all[1] + wrong)
+        for word in evidence[len(FEATURES) :].astype(np.int64).tolist():
+            if word:
+                before = self._counts.get(word, (0.0, 0.0))
+                self._counts[word] = (before[0] + right, before[1] + wrong)
+
+    def log_odds(self, word: int) -> float:
+        """How much likelier than usual an answer is right where one prompt has this word and the other lacks it."""
+        right, wrong = self._counts.get(word, (0.0, 0.0))
+        share = self._all[0] / (self._all[0] + self._all[1])
+        odds = (right + _DOUBT * share) / (wrong + _DOUBT * (1 - share))
+        return math.log(odds * (1 - share) / share)
+
+
 def candidates(neighbours: Sequence[Neighbour]) -> list[Candidate]:
     """The groups of the (sorted) neighbours by their share of the vote."""
     some = neighbours[:NEIGHBOURS]
@@ -106,9 +135,15 @@ def candidates(neighbours: Sequence[Neighbour]) -> list[Candidate]:
 
 
 def evidence(
-    asked: str, neighbours: Sequence[Neighbour], candidate: Candidate, words: WordCounts, is_guarded: bool
+    asked: str,
+    neighbours: Sequence[Neighbour],
+    candidate: Candidate,
+    words: WordCounts,
+    told: ToldWords | None,
+    is_guarded: bool,
 ) -> NDArray[np.float64]:
-    """The numbers of FEATURES, in their order, for serving `candidate` to who asked. `is_guarded`: the fixed rule would."""
+    """The numbers of FEATURES, in their order, for serving `candidate` to who asked, and then the heaviest words that only one
+    of the two prompts has, as numbers, 0 where there are no more. `is_guarded`: the fixed rule would."""
     witness = neighbours[candidate.place]
     s = witness.similarity
     cosines = [one.similarity for one in neighbours[:NEIGHBOURS]]
@@ -116,6 +151,7 @@ def evidence(
     verdicts = witness.right + witness.wrong
     one, other = read(asked), read(witness.text)
     shared_words = _jaccard(one.content_set, other.content_set)
+    ids = _one_sided(one, other, words)
     return np.array(
         (
             s, s * s, max(0.0, s - 0.9), max(-_MARGIN_MAX, min(_MARGIN_MAX, s - candidate.rival)), candidate.share,
@@ -123,8 +159,50 @@ def evidence(
             math.log((witness.right + 1.0) / (witness.wrong + 1.0)), math.log1p(verdicts), sum(cosines[:10]) / 10,
             cosines[-1], s * candidate.share, s * shared_words, shared_words,
             *_word_evidence(one, other, asked, witness.text), *_weights(one, other, words), float(is_guarded),
+            *_group_evidence(one, neighbours, candidate, words), *_told_evidence(ids, told), *ids,
         )
     )  # fmt: skip
+
+
+def _group_evidence(
+    one: Reading, neighbours: Sequence[Neighbour], candidate: Candidate, words: WordCounts
+) -> tuple[float, ...]:
+    """What all the near keys of the group say together: a word of the prompt that none of them has is unheard."""
+    best = {True: 0.0, False: 0.0}
+    heard: set[str] = set()
+    for near in neighbours[:NEIGHBOURS]:
+        is_own = (near.group or near.exact) == candidate.group
+        content = read(near.text).content_set
+        best[is_own] = max(best[is_own], _jaccard(one.content_set, content))
+        if is_own:
+            heard |= content
+    weights = {word: words.weight(word) for word in one.content_set}
+    unheard = [weight for word, weight in weights.items() if word not in heard]
+    total = sum(weights.values())
+    return (
+        best[True],
+        best[False],
+        min(3.0, sum(unheard)),
+        sum(unheard) / total if total else 0.0,
+        max(unheard, default=0.0),
+    )
+
+
+def _one_sided(one: Reading, other: Reading, words: WordCounts) -> list[int]:
+    some = sorted((-words.weight(word), word) for word in one.content_set ^ other.content_set)[:_ONE_SIDED_MAX]
+    ids = [_number(word) for _, word in some]
+    return ids + [0] * (_ONE_SIDED_MAX - len(ids))
+
+
+@functools.lru_cache(maxsize=16_384)
+def _number(word: str) -> int:
+    """24 bits, so that float32 holds it exactly; never 0."""
+    return (zlib.crc32(word.encode("utf-8", "surrogatepass")) & 0xFFFFFF) or 1
+
+
+def _told_evidence(ids: Sequence[int], told: ToldWords | None) -> tuple[float, float]:
+    odds = [told.log_odds(one) for one in ids if one] if told is not None else []
+    return max(-6.0, min(6.0, sum(odds))), min(odds, default=0.0)
 
 
 def _word_evidence(one: Reading, other: Reading, asked: str, known: str) -> tuple[float, ...]:

@@ -18,6 +18,7 @@ from cache.words import (
     CONTRACTIONS,
     FORMS,
     FUNCTION_WORDS,
+    GREETINGS,
     HUNDRED,
     LARGE,
     NEGATIONS,
@@ -53,10 +54,10 @@ class Reading:
     owners: frozenset[str]
     times: frozenset[str]  # words whose meaning moves with the clock
     question: str  # who, when, where, why, amount, whether, or "" for the rest
-
-    @property
-    def content_set(self) -> frozenset[str]:
-        return frozenset(self.content)
+    content_set: frozenset[str]
+    reversals: tuple[
+        tuple[str, str], ...
+    ]  # content words that begin like a reversal, and what follows: ("unlock", "lock")
 
 
 class _Figure(NamedTuple):
@@ -90,7 +91,8 @@ def read(text: str) -> Reading:
     end = 0
     for match in _TOKEN.finditer(text):
         token, kind = match.group(), match.lastgroup
-        is_start, end = end == 0 or not _SENTENCE_END.isdisjoint(text[end : match.start()]), match.end()
+        is_start = end == 0 or not _SENTENCE_END.isdisjoint(text[end : match.start()]) or GREETINGS.issuperset(words)
+        end = match.end()
         if kind == "quote":
             quotes.add(" ".join(token[1:-1].casefold().split()))
             words += (stem(word) for word in re.findall(r"\w+", token.casefold()))
@@ -125,6 +127,8 @@ def read(text: str) -> Reading:
         owners=present & OWNERS,
         times=present & TIMES,
         question=_question(words),
+        content_set=frozenset(content),
+        reversals=_reversals(frozenset(content)),
     )
 
 
@@ -165,11 +169,18 @@ def is_negated(one: Reading, other: Reading) -> bool:
         if (pair, 1 - side) in other.poles - one.poles:
             return True
     mine, theirs = one.content_set - other.content_set, other.content_set - one.content_set
-    return any(_is_prefixed(a, b) or _is_prefixed(b, a) for a in mine for b in theirs)
+    return any(word in mine and root in theirs for word, root in one.reversals) or any(
+        word in theirs and root in mine for word, root in other.reversals
+    )
 
 
-def _is_prefixed(word: str, root: str) -> bool:
-    return len(root) > 2 and word.endswith(root) and word[: -len(root)] in REVERSING
+def _reversals(content: frozenset[str]) -> tuple[tuple[str, str], ...]:
+    return tuple(
+        (word, word[len(prefix) :])
+        for word in sorted(content)
+        for prefix in REVERSING
+        if word.startswith(prefix) and len(word) > len(prefix) + 2
+    )
 
 
 def _plain(token: str) -> str:

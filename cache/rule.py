@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 
 from cache.bound import Learner, Prior, Row, audit_chance
 from cache.evidence import Candidate, Neighbour, candidates, evidence
-from cache.lexical import read
+from cache.lexical import is_negated, read
 from cache.messages import MissReason, Query
 from cache.verifier import Assessment, FixedVerifier, Scene, Verdict, difference, is_long, is_stale
 
 ERROR_MAX = 0.01
 _COMPARED = 3  # groups that a fresh answer is compared with
-_VETOES = frozenset((MissReason.NUMBERS, MissReason.POLARITY))
 
 
 class VerifiedRule:
@@ -35,12 +34,13 @@ class VerifiedRule:
     def decide(self, query: Query, neighbours: Sequence[Neighbour], scene: Scene) -> Verdict:
         error_max = self._error_max if query.error_max is None else min(query.error_max, self._error_max)
         fixed = self._fixed.decide(_bounded(query, ERROR_MAX), neighbours)
-        ranked = _ranked(neighbours, fixed.served)
+        ranked = _ranked(query.text, neighbours, fixed.served)
         first = ranked[0]
         learner = scene.learner or self._cold
-        seen = evidence(query.text, neighbours, first, scene.words, fixed.served is not None)
+        seen = evidence(query.text, neighbours, first, scene.words, learner.told, fixed.served is not None)
         p = learner.model.p(seen)
-        veto, guard = _veto(query.text, neighbours[first.place])
+        witness = neighbours[first.place]
+        veto, guard = _veto(query.text, witness), difference(read(query.text), read(witness.text))
         if veto is not None:
             is_sure = False
         elif learner.is_fitted:
@@ -54,7 +54,7 @@ class VerifiedRule:
                     or self._fixed.decide(_bounded(query, error_max), neighbours).served == fixed.served
                 )
             )
-        chance = audit_chance(scene.accepted) if is_sure and self._random is not None else 1.0
+        chance = audit_chance(scene.accepted, p) if is_sure and self._random is not None else 1.0
         names = tuple(neighbours[one.place].exact for one in ranked[:_COMPARED])
         assessment = Assessment(names, seen, p, chance, veto is not None)
         if is_sure:
@@ -79,25 +79,30 @@ def _bounded(query: Query, error_max: float) -> Query:
     return Query(query.partition, query.compat, query.text, error_max)
 
 
-def _ranked(neighbours: Sequence[Neighbour], guarded: int | None) -> list[Candidate]:
-    """The groups by their votes; that of the neighbour which the fixed rule would serve comes first, with it as the witness."""
-    ranked = candidates(neighbours)
-    if guarded is None:
-        return ranked
-    group = neighbours[guarded].group or neighbours[guarded].exact
-    own = next(one for one in ranked if one.group == group)
-    first = Candidate(own.group, guarded, own.share, own.count, own.rival)
-    return [first, *(one for one in ranked if one.group != group)]
+def _ranked(asked: str, neighbours: Sequence[Neighbour], guarded: int | None) -> list[Candidate]:
+    """The groups by their votes. The witness of each is its nearest key that no veto stops; groups without one come last, that of
+    the neighbour which the fixed rule would serve comes first, with it as the witness."""
+    found = []
+    for one in candidates(neighbours):
+        keys = (place for place, near in enumerate(neighbours) if (near.group or near.exact) == one.group)
+        free = next((place for place in keys if _veto(asked, neighbours[place]) is None), None)
+        is_first = guarded is not None and (neighbours[guarded].group or neighbours[guarded].exact) == one.group
+        place = guarded if guarded is not None and is_first else one.place if free is None else free
+        made = Candidate(one.group, place, one.share, one.count, one.rival)
+        found.append((0 if is_first else 1 if free is not None else 2, made))
+    found.sort(key=lambda pair: pair[0])
+    return [one for _, one in found]
 
 
-def _veto(asked: str, neighbour: Neighbour) -> tuple[MissReason | None, MissReason | None]:
-    """What nothing crosses, and any other guard that the texts meet."""
+def _veto(asked: str, neighbour: Neighbour) -> MissReason | None:
+    """What nothing crosses."""
     one, other = read(asked), read(neighbour.text)
-    guard = difference(one, other)
-    if guard in _VETOES:
-        return guard, guard
+    if one.numbers != other.numbers:
+        return MissReason.NUMBERS
+    if is_negated(one, other):
+        return MissReason.POLARITY
     if is_stale(one, neighbour):
-        return MissReason.TIME, MissReason.TIME
+        return MissReason.TIME
     if is_long(one, other) and one.words != other.words:
-        return MissReason.WORDS, MissReason.WORDS
-    return None, guard
+        return MissReason.WORDS
+    return None

@@ -51,7 +51,8 @@ CONTRACTIONS = {
 NEGATIONS = _stems(
     "not no never without neither nor none nobody nothing nowhere except unless hardly barely avoid lack"
 )
-REVERSING = frozenset(("un", "dis", "in", "im", "ir", "il", "non", "de", "mis", "anti"))
+REVERSING = ("un", "dis", "in", "im", "ir", "il", "non", "de", "mis", "anti")
+GREETINGS = _stems("hello hi hey dear greetings ok okay please thanks sorry so well also")
 _PAIRS = """
 on off|enable disable|activate deactivate|increase decrease|raise lower|add remove|add subtract|buy sell|start stop|start end
 begin end|open close|up down|before after|more less|more fewer|most least|maximum minimum|max min|best worst|better worse
