@@ -33,7 +33,7 @@ _BUDGET = 0.95  # of the bound; the rest is for what chance adds to an expectati
 _BUDGET_MAX = 1.5
 _CATCH_UP, _CATCH_UP_MIN = 0.25, 1_000  # in so many requests, as a share of those till now, is spent what was left
 _AUDITED, _AUDITED_MIN, _AUDITED_MAX = 20, 0.02, 0.1  # the chance of an audit where 1 - p is _RISK_USUAL
-_RISK_USUAL, _RISK_MIN, _AUDITED_MOST = 0.02, 0.002, 0.3
+_RISK_USUAL, _RISK_MIN, _AUDITED_MOST = 0.02, 0.002, 0.2
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bench.vcache import VCache
 from cache import Hit, Miss, MissReason
 from cache.bound import Learner, Prior, Row, audit_chance
-from cache.evidence import FEATURES, Neighbour, WordCounts, candidates, evidence
+from cache.evidence import FEATURES, Neighbour, ToldWords, WordCounts, candidates, evidence
 from cache.log import Dropped
 from cache.lore import Judged
 from cache.prior import PRIOR
@@ -43,15 +43,39 @@ def test_neighbours_of_one_answer_vote_together() -> None:
     st.text(), st.lists(st.tuples(st.text(), st.floats(-1, 1), st.sampled_from([b"1", b"2"])), min_size=1, max_size=20)
 )
 def test_evidence_is_total_and_finite(asked: str, known: list[tuple[str, float, bytes]]) -> None:
-    """Whatever the texts: as many finite numbers as there are features."""
+    """Whatever the texts: finite numbers, the features first, then words that float32 holds exactly."""
     some = sorted((near(s, text, group) for text, s, group in known), key=lambda one: -one.similarity)
     words = WordCounts()
     for one in some:
         words.add(one.text)
     for candidate in candidates(some):
-        made = evidence(asked, some, candidate, words, False)
-        assert made.shape == (len(FEATURES),)
+        made = evidence(asked, some, candidate, words, ToldWords(), False)
+        assert made.shape == (len(FEATURES) + 8,)
         assert np.isfinite(made).all()
+        assert (made[len(FEATURES) :].astype(np.float32) == made[len(FEATURES) :]).all()
+
+
+def test_verdicts_tell_which_words_may_be_left_out() -> None:
+    """`please` was always harmless, `paris` never: they speak for and against, in other prompts too; a new word says nothing."""
+    told = ToldWords()
+
+    def seen(asked: str, known: str) -> Any:
+        some = [near(0.9, known, b"g")]
+        return evidence(asked, some, candidates(some)[0], WordCounts(), told, False)
+
+    for place in range(20):
+        told.learn(seen(f"task{place} kindly", f"task{place}"), True)
+        told.learn(seen(f"task{place} paris", f"task{place}"), False)
+    of = {word: seen(f"hotel {word}", "hotel")[FEATURES.index("worst told")] for word in ("kindly", "paris", "unheard")}
+    assert of["paris"] < -1 < of["unheard"] == 0.0 < 0.5 < of["kindly"]
+
+
+def test_the_witness_of_a_group_is_a_key_that_no_veto_stops() -> None:
+    """The nearest key of the group has another number; the next of the same answer has the same."""
+    some = [near(0.95, "wake me at 8", b"g"), near(0.90, "get me up at 7", b"g")]
+    scene = sure_scene("wake me at 7", some[1])
+    verdict = VerifiedRule(PRIOR).decide(query("wake me at 7"), some, scene)
+    assert verdict.served == 1
 
 
 @given(st.lists(st.text(), max_size=10))
@@ -109,9 +133,12 @@ def test_surprises_among_the_sure_raise_the_expected_errors() -> None:
     assert learners[0].kappa < 1 < learners[1].kappa
 
 
-def test_audits_become_rare() -> None:
-    """A fifth at first, two of a hundred in the end."""
-    assert [audit_chance(count) for count in (0, 100, 400, 10**6)] == [0.2, 0.2, 0.1, 0.02]
+def test_audits_become_rare_and_go_where_the_risk_is() -> None:
+    """A tenth at first, two of a hundred in the end, of what is wrong in 2%; more of what is less sure, less of what is surer."""
+    assert [audit_chance(count, 0.98) for count in (0, 200, 400, 10**6)] == pytest.approx([0.1, 0.1, 0.05, 0.02])
+    assert (
+        audit_chance(10**6, 0.999) < audit_chance(10**6, 0.98) < audit_chance(10**6, 0.9) < audit_chance(0, 0.1) == 0.2
+    )
 
 
 def decide(text: str, known: Sequence[Neighbour], scene: Scene, error_max: float | None = None) -> MissReason | None:
@@ -132,7 +159,7 @@ def sure_scene(asked: str, known: Neighbour) -> Scene:
     """A namespace where every verdict on such a pair said right."""
     scene = Scene(learner=Learner(PRIOR))
     assert scene.learner is not None
-    seen = evidence(asked, [known], candidates([known])[0], WordCounts(), False)
+    seen = evidence(asked, [known], candidates([known])[0], WordCounts(), None, False)
     for _ in range(400):
         scene.learner.learn(Row(seen, True, 1.0, 0.9))
     return scene
@@ -266,5 +293,5 @@ def test_vcache_explores_until_an_entry_has_shown_its_threshold() -> None:
         outcomes.append(found.is_served)
         if not found.is_served:
             cache.learn(vector, found, "yes", False)
-    assert not any(outcomes[:6])
+    assert not outcomes[0]
     assert sum(outcomes[200:]) > sum(outcomes[:200]) > 0
