@@ -143,6 +143,10 @@ class ExactCache:
         self._touch(entry)
         return entry
 
+    def derived(self, entry: Entry, form: str, make: Callable[[Entry], bytes]) -> bytes:
+        """What `make` makes of an entry that was looked up: made once for all its hits, where this process holds the entry."""
+        return self._l1.derived(entry, form, make)
+
     async def lookup(self, fp: Fingerprint, max_age_s: float | None = None, *, wants_warm: bool = True) -> Lookup:
         """The entry for this very request and, where `wants_warm`, the warm hint, in one round trip."""
         entry = self.peek(fp, max_age_s)

@@ -6,6 +6,8 @@ Knows no Redis and no clock. Whether it may be asked at all is `ExactCache`'s to
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from cache.entry import Entry, Purge
 from cache.fingerprint import Partition
@@ -14,13 +16,22 @@ _ENTRY_BYTES = 1_000  # of the Python objects around one entry, and around one c
 _CHUNK_BYTES = 150
 
 
+@dataclass(slots=True)
+class _Held:
+    """An entry, what it takes, and what was made of it."""
+
+    entry: Entry
+    size_bytes: int
+    forms: dict[str, bytes] = field(default_factory=dict)
+
+
 class L1:
     """`purges` counts purges, so that who asked Redis before one does not put the answer here after it."""
 
     def __init__(self, entries_max: int, bytes_max: int) -> None:
         self._entries_max = entries_max
         self._bytes_max = bytes_max
-        self._entries: OrderedDict[tuple[Partition, bytes], tuple[Entry, int]] = OrderedDict()
+        self._entries: OrderedDict[tuple[Partition, bytes], _Held] = OrderedDict()
         self.size_bytes = 0
         self.purges = 0
 
@@ -32,15 +43,31 @@ class L1:
         if found is None:
             return None
         self._entries.move_to_end((partition, exact))
-        return found[0]
+        return found.entry
 
     def put(self, entry: Entry) -> None:
         self._remove((entry.partition, entry.exact))
         size = _ENTRY_BYTES + sum(len(chunk.data) + _CHUNK_BYTES for chunk in entry.chunks) + len(entry.text or "")
         if size > self._bytes_max:
             return
-        self._entries[entry.partition, entry.exact] = (entry, size)
+        self._entries[entry.partition, entry.exact] = _Held(entry, size)
         self.size_bytes += size
+        self._evict()
+
+    def derived(self, entry: Entry, form: str, make: Callable[[Entry], bytes]) -> bytes:
+        """`make(entry)`, kept and counted beside the entry for as long as this very entry is held, under the name `form`."""
+        held = self._entries.get((entry.partition, entry.exact))
+        if held is None or held.entry is not entry:
+            return make(entry)
+        data = held.forms.get(form)
+        if data is None:
+            data = held.forms[form] = make(entry)
+            held.size_bytes += len(data)
+            self.size_bytes += len(data)
+            self._evict()
+        return data
+
+    def _evict(self) -> None:
         while self.size_bytes > self._bytes_max or len(self._entries) > self._entries_max:
             self._remove(next(iter(self._entries)))
 
@@ -48,8 +75,8 @@ class L1:
         self.purges += 1
         gone = [
             key
-            for key, (entry, _) in self._entries.items()
-            if purge.matches(entry.partition, entry.exact, entry.about(), now)
+            for key, held in self._entries.items()
+            if purge.matches(held.entry.partition, held.entry.exact, held.entry.about(), now)
         ]
         for key in gone:
             self._remove(key)
@@ -62,4 +89,4 @@ class L1:
     def _remove(self, key: tuple[Partition, bytes]) -> None:
         found = self._entries.pop(key, None)
         if found is not None:
-            self.size_bytes -= found[1]
+            self.size_bytes -= found.size_bytes

@@ -8,6 +8,7 @@ with an error event and without `[DONE]`; a client that leaves gives its place i
 import asyncio
 from collections.abc import Sequence
 
+from cache import Entry
 from gateway.api.headers import EVENT_STREAM, JSON, answer_headers, cost_header
 from gateway.api.request import (
     ClientGone,
@@ -52,57 +53,71 @@ class Chat:
             watch.turn = turn
             answer = await self._pipeline.answer(turn, identity, watch.attend)
             if turn.is_stream:
-                await _stream(turn, answer, watch, send)
+                await self._stream(turn, answer, watch, send)
             else:
-                await _whole(turn, answer, send)
+                await self._whole(turn, answer, send)
         except Exception as error:
             await send_failure(send, error, record)
         finally:
             watch.stop()
             self._pipeline.finish(record, turn, answer)
 
+    async def _whole(self, turn: Turn, answer: Answer, send: Send) -> None:
+        """A fold of all chunks. An error anywhere is an error response: nothing has left yet."""
+        entry, chunks = answer.entry, list[Chunk]()
+        if answer.reader is not None:
+            while batch := await answer.reader.next():
+                chunks += batch
+            entry = answer.reader.facts.entry  # found by meaning
+        body = self._whole_of(entry) if entry is not None else fold(chunks)
+        await send_whole(send, 200, [JSON, *answer_headers(turn, answer), *cost_header(answer)], body)
 
-async def _whole(turn: Turn, answer: Answer, send: Send) -> None:
-    """A fold of all chunks. An error anywhere is an error response: nothing has left yet."""
-    if answer.entry is not None:
-        chunks = chunks_of(answer.entry)
-    else:
-        assert answer.reader is not None
-        chunks = []
-        while batch := await answer.reader.next():
-            chunks += batch
-    body = fold(chunks)
-    await send_whole(send, 200, [JSON, *answer_headers(turn, answer), *cost_header(answer)], body)
+    def _whole_of(self, entry: Entry) -> bytes:
+        """A recorded answer in one piece; one that was a stream is folded once for all its hits."""
+        first = entry.chunks[0]
+        return first.data if first.is_whole else self._pipeline.exact.derived(entry, "whole", _folded)
+
+    async def _stream(self, turn: Turn, answer: Answer, watch: "_Watch", send: Send) -> None:
+        """Chunks as they come; all that are ready leave in one send."""
+        headers = [EVENT_STREAM, (b"cache-control", b"no-cache"), *answer_headers(turn, answer)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if answer.entry is not None:
+            form, make = ("events and usage", _framed_with_usage) if turn.wants_usage else ("events", _framed)
+            body = self._pipeline.exact.derived(answer.entry, form, make)
+            await send({"type": "http.response.body", "body": body})
+            return
+        reader = answer.reader
+        assert reader is not None
+        watch.first_chunk_left()
+        try:
+            while batch := await reader.next():
+                body = _frames(batch, turn.wants_usage)
+                if reader.is_at_end:
+                    body += DONE
+                await send({"type": "http.response.body", "body": body, "more_body": not reader.is_at_end})
+                if reader.is_at_end:
+                    return
+            await send({"type": "http.response.body", "body": DONE})
+        except ApiError as error:
+            turn.record.status, turn.record.error = error.http_status, error.error_code or error.type
+            await send({"type": "http.response.body", "body": frame(error.body())})
 
 
-async def _stream(turn: Turn, answer: Answer, watch: "_Watch", send: Send) -> None:
-    """Chunks as they come; all that are ready leave in one send."""
-    headers = [EVENT_STREAM, (b"cache-control", b"no-cache"), *answer_headers(turn, answer)]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    if answer.entry is not None:
-        body = _frames(chunks_of(answer.entry), turn.wants_usage) + DONE
-        await send({"type": "http.response.body", "body": body})
-        return
-    reader = answer.reader
-    assert reader is not None
-    watch.first_chunk_left()
-    try:
-        while batch := await reader.next():
-            body = _frames(batch, turn.wants_usage)
-            if reader.is_at_end:
-                body += DONE
-            await send({"type": "http.response.body", "body": body, "more_body": not reader.is_at_end})
-            if reader.is_at_end:
-                return
-        await send({"type": "http.response.body", "body": DONE})
-    except ApiError as error:
-        turn.record.status, turn.record.error = error.http_status, error.error_code or error.type
-        await send({"type": "http.response.body", "body": frame(error.body())})
+def _folded(entry: Entry) -> bytes:
+    return fold(chunks_of(entry))
+
+
+def _framed(entry: Entry) -> bytes:
+    return _frames(chunks_of(entry), wants_usage=False) + DONE
+
+
+def _framed_with_usage(entry: Entry) -> bytes:
+    return _frames(chunks_of(entry), wants_usage=True) + DONE
 
 
 def _frames(chunks: Sequence[Chunk], wants_usage: bool) -> bytes:
-    if any(chunk.is_whole for chunk in chunks):
-        chunks = [piece for chunk in chunks for piece in (unfold(chunk.data) if chunk.is_whole else (chunk,))]
+    if chunks and chunks[0].is_whole:  # then it is the only one
+        chunks = unfold(chunks[0].data)
     return frames([chunk.data for chunk in chunks if wants_usage or not chunk.is_usage_only])
 
 

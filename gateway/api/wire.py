@@ -126,6 +126,15 @@ class Ending:
                 if choice.finish_reason in _FAILED_REASONS:
                     self.failed_reason = choice.finish_reason
 
+    def is_going_on(self, answer: Answer) -> bool:
+        """More text of one choice that has begun, and nothing else: nearly every chunk there is."""
+        choices = answer.choices
+        if choices is None or len(choices) != 1 or answer.usage is not None or answer.error is not None:
+            return False
+        choice = choices[0]
+        delta = choice.delta
+        return delta is not None and bool(delta.content) and not choice.finish_reason and choice.index in self._seen
+
     @property
     def is_complete(self) -> bool:
         """As many choices as were asked for have finished, and none that began has not."""

@@ -229,6 +229,9 @@ class OpenAIStream:
             excerpt = scrubbed(payload[:200].decode("utf-8", "replace"), self._backend.api_key)
             self._fail(BackendBroken("The deployment's stream is not JSON", detail=f"{error}: {excerpt}"))
             return False
+        if self._ending.is_going_on(answer):
+            self._ready.append(Chunk(payload, has_content=True))
+            return True
         if answer.error or answer.object == "error":
             self._fail(self._backend.in_band(answer.error or msgspec.json.decode(payload)))
             return False

@@ -19,6 +19,7 @@ from redis.backoff import NoBackoff
 from cache import (
     CacheLimits,
     CacheUnavailable,
+    Entry,
     ExactCache,
     LookupMiss,
     Purge,
@@ -432,6 +433,39 @@ async def test_a_semantic_hit_is_checked_and_a_dangling_one_reported(
     assert (await exact.get(ask("Why?"), gone.exact)).miss is LookupMiss.ABSENT
     records = (await store.log.read(start)).records
     assert [record.exacts for record in records] == [(gone.exact,)]
+
+
+async def test_a_form_of_an_answer_is_made_once(redis: Redis, redis_server: RedisServer, clock: Clock) -> None:
+    """For all hits of the very answer that is held, and counted with it; again for another answer, and where none is held."""
+    made: list[str] = []
+
+    def make(entry: Entry) -> bytes:
+        made.append(entry.chunks[0].data.decode())
+        return b"x" * 1_000
+
+    cache = ExactCache(redis, CacheLimits(l1_bytes_max=10_000), clock)
+    fp = ask("Why?")
+    first, second = entry_for(fp, clock.now, "1"), entry_for(fp, clock.now, "2")
+    cache.derived(first, "whole", make)
+    async with following(cache, redis_server.url):
+        cache.keep(first)
+        before = cache.l1_bytes
+        assert [cache.derived(first, "whole", make) for _ in range(3)] == [b"x" * 1_000] * 3
+        assert cache.derived(first, "events", make) == b"x" * 1_000
+        assert made == ["1", "1", "1"]
+        assert cache.l1_bytes == before + 2_000
+        cache.keep(second)
+        assert cache.l1_bytes == before
+        cache.derived(second, "whole", make)
+        cache.derived(first, "whole", make)
+        assert made[3:] == ["2", "1"]
+        for number in range(30):
+            other = entry_for(ask(str(number)), clock.now)
+            cache.keep(other)
+            cache.derived(other, "whole", make)
+            assert cache.l1_bytes <= 10_000
+        await cache.purge(Purge())
+        assert cache.l1_bytes == 0
 
 
 async def test_the_l1_is_bounded(redis: Redis, redis_server: RedisServer, clock: Clock) -> None:

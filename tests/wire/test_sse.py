@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.api import sse
-from gateway.api.sse import PayloadTooLarge, Splitter, frame
+from gateway.api.sse import PayloadTooLarge, Splitter, frame, frames
 
 
 def by_the_standard(stream: bytes) -> list[bytes]:
@@ -77,8 +77,9 @@ def test_byte_by_byte(stream: bytes) -> None:
 
 @given(st.lists(st.binary(min_size=1, max_size=40).filter(lambda b: b"\r" not in b), max_size=8), st.integers(1, 50))
 def test_frames_read_back(payloads: list[bytes], step: int) -> None:
-    """What `frame` wrote, the splitter reads, line feeds included."""
+    """What `frame` wrote, one by one or all at once, the splitter reads, line feeds included."""
     stream = b"".join(frame(payload) for payload in payloads)
+    assert frames(payloads) == stream
     assert split(stream, list(range(0, len(stream), step))) == payloads
 
 
