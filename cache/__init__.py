@@ -16,7 +16,9 @@ from cache.entry import (
     Recorded,
 )
 from cache.exact import CacheLimits, CacheStats, ExactCache, Lookup, LookupMiss, PurgeResult, Sample, StoreResult
+from cache.findings import AnswerRef, Finding, Reply, Scope, Source, Suspension
 from cache.fingerprint import FIELDS, FieldKind, Fingerprint, Partition, fingerprint, partition
+from cache.judge import EqualityJudge, Judge, Opinion, Panel, Ruling, Told
 from cache.messages import (
     Embedded,
     Hit,
@@ -26,11 +28,14 @@ from cache.messages import (
     Neighbourhood,
     Query,
     Status,
+    Trial,
     WorkerState,
 )
+from cache.verdicts import VerdictStore
 
 __all__ = [
     "FIELDS",
+    "AnswerRef",
     "CacheError",
     "CacheLimits",
     "CacheStats",
@@ -39,29 +44,42 @@ __all__ = [
     "Controls",
     "Embedded",
     "Entry",
+    "EqualityJudge",
     "ExactCache",
     "FieldKind",
+    "Finding",
     "Fingerprint",
     "Hit",
     "HitKind",
+    "Judge",
     "Lookup",
     "LookupMiss",
     "Miss",
     "MissReason",
     "Near",
     "Neighbourhood",
+    "Opinion",
     "Outcome",
+    "Panel",
     "Partition",
     "Purge",
     "PurgeResult",
     "Query",
     "Recorded",
     "Refusal",
+    "Reply",
+    "Ruling",
     "Sample",
+    "Scope",
     "SemanticClient",
+    "Source",
     "Status",
     "StoreResult",
+    "Suspension",
     "TextTooLong",
+    "Told",
+    "Trial",
+    "VerdictStore",
     "WorkerState",
     "fingerprint",
     "partition",

@@ -16,10 +16,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from cache.entry import CacheError, CacheWorkerUnavailable
+from cache.judge import Opinion, Ruling
 from cache.messages import (
     FRAME_BYTES_MAX,
     LENGTH_BYTES,
+    Agreed,
     Ask,
+    AskAgree,
     AskEmbed,
     AskLookup,
     AskNear,
@@ -43,6 +46,7 @@ from cache.messages import (
 _RECONNECT_S = (0.05, 0.1, 0.25, 0.5, 1.0)
 _EMBED_TIMEOUT_S = 60.0
 _NEAR_TIMEOUT_S = 5.0
+_AGREE_TIMEOUT_S = 10.0
 
 T = TypeVar("T")
 
@@ -107,8 +111,10 @@ class SemanticClient:
         return reply if isinstance(reply, Hit | Miss) else Miss(MissReason.UNAVAILABLE)
 
     async def near(self, query: Query, count: int = 8) -> Neighbourhood:
-        """The decision for a prompt and its neighbours in the same partition and compat. Raises CacheWorkerUnavailable."""
-        ask = AskNear(next(self._ids), query, count, _NEAR_TIMEOUT_S)
+        """The decision for a prompt and its neighbours in the same partition and compat: to be seen, not counted. Raises
+        CacheWorkerUnavailable."""
+        shown = msgspec.structs.replace(query, is_try=True)
+        ask = AskNear(next(self._ids), shown, count, _NEAR_TIMEOUT_S)
         return _expect(Neighbourhood, await self._ask_or_raise(ask, _NEAR_TIMEOUT_S))
 
     async def embed(self, texts: Sequence[str], timeout_s: float = _EMBED_TIMEOUT_S) -> Embedded:
@@ -117,6 +123,16 @@ class SemanticClient:
         if isinstance(reply, TooLong):
             raise TextTooLong(reply.index, reply.tokens, reply.tokens_max)
         return _expect(Embedded, reply)
+
+    async def agree(self, fresh: str, cached: str) -> Opinion:
+        """Whether two short answers state the same; UNKNOWN without a worker. Never raises."""
+        try:
+            reply = await self._ask(AskAgree(next(self._ids), fresh, cached, _AGREE_TIMEOUT_S), _AGREE_TIMEOUT_S)
+        except (CacheWorkerUnavailable, TimeoutError) as error:
+            return Opinion(Ruling.UNKNOWN, "", str(error) or "the cache worker did not answer in time")
+        return (
+            reply.opinion if isinstance(reply, Agreed) else Opinion(Ruling.UNKNOWN, "", "the cache worker can't tell")
+        )
 
     async def status(self) -> Status:
         """What the worker is doing; AWAY where there is none. Never raises."""
@@ -132,7 +148,7 @@ class SemanticClient:
         except TimeoutError:
             raise CacheWorkerUnavailable(f"the cache worker did not answer within {timeout_s:g} s") from None
 
-    async def _ask(self, ask: AskLookup | AskNear | AskEmbed | AskStatus, timeout_s: float) -> Reply:
+    async def _ask(self, ask: AskLookup | AskNear | AskEmbed | AskAgree | AskStatus, timeout_s: float) -> Reply:
         """Raises CacheWorkerUnavailable at once where there is no connection, TimeoutError where no answer came."""
         if self._writer is None:
             raise CacheWorkerUnavailable("the cache worker is away")

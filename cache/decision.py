@@ -37,8 +37,8 @@ def decide(query: Query, known: Sequence[Known], count: int, verifier: Verifier,
         loose = _untightened(query, seen, verifier, scene)
         if loose is not None:
             reasons[loose] = MissReason.TIGHTENED
-    for place in range(len(seen)):
-        if known[place].is_suspended:
+    for place, reason in enumerate(reasons):
+        if reason in (None, MissReason.TIGHTENED) and known[place].is_suspended:
             reasons[place] = MissReason.SUSPENDED
     served = verdict.served if verdict.served is not None and not known[verdict.served].is_suspended else None
     trial = _trial(verdict.assessment, known, lore.rule)
@@ -50,8 +50,8 @@ def decide(query: Query, known: Sequence[Known], count: int, verifier: Verifier,
     if served is not None:
         decision = Hit(seen[served].exact, seen[served].similarity, seen[served].text, trial)
     else:
-        telling = next((r for r in reasons if r in (MissReason.TIGHTENED, MissReason.SUSPENDED)), reasons[0])
-        decision = Miss(telling or MissReason.FAR, nears[0], trial)
+        told = [reason for reason in reasons if reason in (MissReason.TIGHTENED, MissReason.SUSPENDED)]
+        decision = Miss(told[0] if told else reasons[0] or MissReason.FAR, nears[0], trial)
     if not count:
         return Neighbourhood(decision, ())
     return Neighbourhood(decision, tuple(nears[:count]), *_bar(query, scene))

@@ -17,7 +17,7 @@ from enum import StrEnum
 import msgspec
 
 from cache.eligibility import Refusal
-from cache.entry import Entry, Purge
+from cache.entry import About, Entry, Purge
 from cache.fingerprint import Fingerprint, Partition
 from cache.l1 import L1
 from cache.log import REDIS_FAILURES, Dropped, Redis, unavailable
@@ -184,6 +184,24 @@ class ExactCache:
         except REDIS_FAILURES:
             return Lookup(None, LookupMiss.UNAVAILABLE)
         return Lookup(entry, miss)
+
+    async def about(self, partition: Partition, exact: bytes) -> About | None:
+        """What is kept about one entry. Raises redis.exceptions.RedisError."""
+        found = await self._store.find(partition, exact)
+        return found.about if found is not None else None
+
+    async def several(self, partition: Partition, compat: bytes, exacts: Sequence[bytes]) -> list[Entry | None]:
+        """Entries to compare with, past the L1; None for what is gone, expired or of another partition or compat. Raises
+        redis.exceptions.RedisError."""
+        entries: list[Entry | None] = []
+        for data in await self._store.fetch_many(partition, exacts) if exacts else ():
+            try:
+                entry = Entry.decode(data) if data is not None else None
+            except msgspec.DecodeError:
+                entry = None
+            is_fit = entry is not None and (entry.partition, entry.compat) == (partition, compat)
+            entries.append(entry if is_fit and entry is not None and entry.expires_at > self._clock() else None)
+        return entries
 
     def _read(
         self, data: bytes | None, fp: Fingerprint, max_age_s: float | None, heard: int

@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.entry import About
+from cache.findings import Judged, Suspended
 from cache.fingerprint import Partition
 from cache.log import REDIS_FAILURES, Came, Dropped, LogPosition, LogRecord, Redis, Spoke
-from cache.lore import Judged, Suspended
 from cache.semantic import Added, EntryKey, Record, SemanticCache
 from cache.store import EntryStore
 from cache.verdicts import VerdictStore

@@ -7,60 +7,18 @@ within a partition alone, not on which entries are there or when they came: a re
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from cache.bound import Row
+from cache.findings import Cleared, Judged, Suspended
 from cache.fingerprint import Partition
 from cache.verifier import Scene, Verifier
 
 _GROUPS_MAX = 20_000  # of a namespace, whose tallies are kept; the oldest go first
 _TAUGHT_MAX = 5_000  # namespaces with a model of their own: about 10 kB each, before their verdicts
 _UNTOLD_COUNTS = 10  # as many audits as one that no judge could settle: what can't be judged is audited less
-
-
-def answer_name(exact: bytes, created_at: float) -> bytes:
-    """The name of one answer: 16 bytes of its entry's id, and when it was made as a big-endian double."""
-    return exact + struct.pack(">d", created_at)
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """What comparing the fresh answer of entry `exact` (empty: it has none) with cached ones told, or what somebody said of a served
-    one. `other` names the group of the first comparison and `is_right` says whether the answers were the same, None where nobody
-    could tell; it counts `weight` in the group's tally. `joined` names the group whose answer the fresh one equals, if any. `evidence`
-    (float32), `p`, `chance` and `rule` are the trial's, evidence empty where the model has nothing to learn from it."""
-
-    partition: Partition
-    compat: bytes
-    exact: bytes
-    created_at: float
-    other: bytes
-    joined: bytes | None
-    is_right: bool | None
-    evidence: bytes
-    p: float
-    chance: float
-    rule: bytes
-    weight: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Suspended:
-    """An answer (`name` is `a` and its name) or a whole group of equal ones (`g` and its name) is out of service."""
-
-    partition: Partition
-    name: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Cleared:
-    """Somebody has looked at it: it may be served again."""
-
-    partition: Partition
-    name: bytes
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from enum import StrEnum
 import msgspec
 
 from cache.fingerprint import Partition
+from cache.judge import Opinion
 
 FRAME_BYTES_MAX = 32 << 20
 LENGTH_BYTES = 4
@@ -176,6 +177,19 @@ class AskEmbed(msgspec.Struct, frozen=True, array_like=True, tag="embed"):
     timeout_s: float
 
 
+class AskAgree(msgspec.Struct, frozen=True, array_like=True, tag="agree"):
+    """Whether two short answers state the same."""
+
+    id: int
+    fresh: str
+    cached: str
+    timeout_s: float
+
+
+class Agreed(msgspec.Struct, frozen=True, array_like=True, tag="agreed"):
+    opinion: Opinion
+
+
 class AskStatus(msgspec.Struct, frozen=True, array_like=True, tag="status"):
     id: int
 
@@ -186,8 +200,8 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
     id: int
 
 
-Ask = AskLookup | AskNear | AskEmbed | AskStatus | Cancel
-Reply = Hit | Miss | Neighbourhood | Embedded | TooLong | Status | Failed
+Ask = AskLookup | AskNear | AskEmbed | AskAgree | AskStatus | Cancel
+Reply = Hit | Miss | Neighbourhood | Embedded | Agreed | TooLong | Status | Failed
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):

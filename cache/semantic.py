@@ -24,10 +24,11 @@ from numpy.typing import NDArray
 from cache.decision import Known, decide
 from cache.embedder import Embedder, EmbedderInfo, Encoded, Memo
 from cache.evidence import FEATURES, NEIGHBOURS, Neighbour
+from cache.findings import Cleared, Judged, Suspended, answer_name
 from cache.fingerprint import Partition
 from cache.index import Found, VectorIndex
 from cache.log import Dropped
-from cache.lore import Cleared, Judged, Lore, Suspended, answer_name
+from cache.lore import Lore
 from cache.messages import Hit, Miss, MissReason, Neighbourhood, Query
 from cache.prior import PRIOR
 from cache.rule import VerifiedRule

@@ -14,90 +14,19 @@ script takes a verdict with all that follows from it, once for an id; a group ho
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 import msgspec
 
+from cache.findings import AnswerRef, Cleared, Finding, Judged, Reply, Scope, Source, Suspended, Suspension
 from cache.fingerprint import DIGEST_BYTES, Partition
 from cache.log import EntryLog, Redis, Spoke
-from cache.lore import Cleared, Judged, Suspended
 
 VERDICTS_MAX = 10_000  # about, of a partition; a rebuild learns from these
 KEPT_S = 30 * 86_400.0  # after the last verdict of a partition
 _ONCE_S = 7 * 86_400.0
 _READ_COUNT = 1_000
 _SUSPENDED_MAX = 10_000
-
-
-class Source(StrEnum):
-    """Where a verdict comes from."""
-
-    MISS = "miss"  # a request that was generated anyway, and the answers near it
-    AUDIT = "audit"  # a would-be hit that was generated instead
-    SHADOW = "shadow"  # a served hit, generated afresh in the background
-    FEEDBACK = "feedback"  # somebody said so
-    AGAIN = "again"  # a served hit whose client asked again at once, past the cache
-
-
-class Scope(StrEnum):
-    """What a wrong verdict takes out of service."""
-
-    NOTHING = ""
-    ANSWER = "a"
-    GROUP = "g"
-
-
-class Finding(msgspec.Struct, frozen=True, array_like=True, tag="f1"):
-    """One verdict as it is kept. Fields as in `Judged`; `judge` and `why` say who found so, `at` is unix seconds."""
-
-    source: Source
-    compat: bytes
-    exact: bytes
-    created_at: float
-    is_right: bool | None
-    evidence: bytes
-    p: float
-    chance: float
-    rule: bytes
-    at: float
-    judge: str = ""
-    why: str = ""
-    weight: float = 1.0
-
-
-class Suspension(msgspec.Struct, frozen=True, array_like=True, tag="s1"):
-    """Why an answer is out of service. `exact` is the entry that was served; `request_id` who was served it."""
-
-    exact: bytes
-    source: Source
-    at: float
-    judge: str = ""
-    why: str = ""
-    request_id: str = ""
-    alias: str = ""
-
-
-class Reply(msgspec.Struct, frozen=True, array_like=True, tag="r1"):
-    """What one response served: the answer of entry `exact`, made at `created_at`, on this trial's evidence."""
-
-    exact: bytes
-    created_at: float
-    compat: bytes
-    alias: str
-    at: float
-    evidence: bytes
-    p: float
-    rule: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerRef:
-    """One answer: its entry and when it was made."""
-
-    exact: bytes
-    created_at: float
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -178,6 +107,14 @@ class VerdictStore:
         is_new = bool(await self._redis.eval(_TAKE, len(keys), *keys, *argv))
         await self._log.append(Spoke(partition))
         return is_new
+
+    async def take_once(self, partition: Partition, id: str) -> bool:
+        """A verdict that only its id is kept of. False where it was taken before."""
+        key = _tag(partition) + "told:" + id
+        return bool(await self._redis.execute_command("SET", key, 1, "NX", "PX", _ms(_ONCE_S)))
+
+    async def was_taken(self, partition: Partition, id: str) -> bool:
+        return bool(await self._redis.execute_command("EXISTS", _tag(partition) + "told:" + id))
 
     async def clear(self, partition: Partition, name: bytes) -> bool:
         """Put an answer back into service. False where it was not out of it."""

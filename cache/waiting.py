@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from cache.messages import Answer, AskEmbed, AskLookup, AskNear, Reply, frame
+from cache.messages import Answer, AskAgree, AskEmbed, AskLookup, AskNear, Reply, frame
 
 _UNSENT_BYTES_MAX = 64 << 20
 
@@ -35,7 +35,7 @@ class Job:
     """One ask that takes time. `chars` is the length of a lookup's text."""
 
     connection: Connection
-    ask: AskLookup | AskNear | AskEmbed
+    ask: AskLookup | AskNear | AskEmbed | AskAgree
     deadline: float  # on the monotonic clock
     chars: int = 0
 

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import random
 import signal
 import sys
 import time
@@ -30,7 +31,9 @@ import msgspec
 from cache.messages import (
     FRAME_BYTES_MAX,
     LENGTH_BYTES,
+    Agreed,
     Ask,
+    AskAgree,
     AskEmbed,
     AskLookup,
     AskNear,
@@ -75,6 +78,8 @@ class Options:
     device: str = "auto"
     threads: int = 1
     keys_max: int = 1_000_000
+    error_max: float = 0.01
+    is_audited: bool = False
     parent_pid: int = field(default_factory=os.getppid)  # as early as can be: a parent may die while this starts
 
 
@@ -209,7 +214,7 @@ class Worker:
             if not self._embeds:
                 self._has_embeds.clear()
             try:
-                await self._embed(job)
+                await (self._agree(job) if isinstance(job.ask, AskAgree) else self._embed(job))
             except Exception as error:
                 _log.exception("embedding failed")
                 self._fail([job], error)
@@ -235,6 +240,15 @@ class Worker:
                 counts.append(tokens)
                 vectors.append(encoded.vectors[place].astype("<f4").tobytes())
         job.answer(Embedded(tuple(vectors), tuple(counts), cache.embedder.dims))
+
+    async def _agree(self, job: Job) -> None:
+        from cache.agreement import agree
+
+        assert isinstance(job.ask, AskAgree)
+        assert self._cache is not None
+        if job.is_wanted():
+            told = (job.ask.fresh, job.ask.cached, self._cache.embed)
+            job.answer(Agreed(await asyncio.get_running_loop().run_in_executor(self._thread, agree, *told)))
 
     def _fail(self, jobs: list[Job], error: Exception) -> None:
         for job in jobs:
@@ -270,14 +284,14 @@ class Worker:
         else:
             connection.waiting.add(ask.id)
             deadline = time.monotonic() + ask.timeout_s
-            if isinstance(ask, AskEmbed):
+            if isinstance(ask, AskEmbed | AskAgree):
                 self._embeds.append(Job(connection, ask, deadline))
                 self._has_embeds.set()
             else:
                 self._lookups.append(Job(connection, ask, deadline, len(ask.query.text)))
                 self._has_lookups.set()
 
-    def _not_ready(self, ask: AskLookup | AskNear | AskEmbed) -> Reply:
+    def _not_ready(self, ask: AskLookup | AskNear | AskEmbed | AskAgree) -> Reply:
         miss = Miss(MissReason.LOADING)
         if isinstance(ask, AskLookup):
             return miss
@@ -317,12 +331,15 @@ def _load(options: Options) -> tuple[SemanticCache, bytes]:
     """Heavy: imports OpenVINO (or torch) and FAISS and loads the model. Runs in the worker's thread."""
     from cache.embedder import open_embedder
     from cache.index import VectorIndex, on_gpu
+    from cache.prior import PRIOR
+    from cache.rule import VerifiedRule
     from cache.semantic import SemanticCache
 
     embedder = open_embedder(options.embedder, options.device, options.threads)
     embedder.encode(["warm up"])  # the first pass allocates
     index = VectorIndex(embedder.info.dims, on_gpu() if options.device != "cpu" else None)
-    return SemanticCache(embedder, keys_max=options.keys_max, index=index), embedder.info.key
+    rule = VerifiedRule(PRIOR, options.error_max, random.random if options.is_audited else None)
+    return SemanticCache(embedder, rule, keys_max=options.keys_max, index=index), embedder.info.key
 
 
 def _find(cache: SemanticCache, asks: list[Any]) -> list[Neighbourhood]:
@@ -341,11 +358,17 @@ def _parse(argv: list[str] | None) -> Options:
     parser.add_argument("--embedder", default="default", help="a sentence-transformers model by name or path")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=1, help="for the encoder on a CPU")
+    parser.add_argument("--error-max", type=float, default=0.01, help="share of requests that may be answered wrongly")
+    parser.add_argument(
+        "--audit", action="store_true", help="have some would-be hits generated, for somebody who judges"
+    )
     parser.add_argument("--keys-max", type=int, default=1_000_000, help="prompts in the index; the oldest go first")
     found = parser.parse_args(argv)
     if not found.redis:
         parser.error("--redis or SAMEWAY_REDIS_URL is needed")
-    return Options(found.socket, found.redis, found.embedder, found.device, found.threads, found.keys_max)
+    return Options(
+        found.socket, found.redis, found.embedder, found.device, found.threads, found.keys_max, found.error_max, found.audit
+    )  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:

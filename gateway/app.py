@@ -28,6 +28,7 @@ from gateway.admin.routes import admin_router
 from gateway.admin.services import AdminServices
 from gateway.api.chat import Chat
 from gateway.api.embeddings import Embeddings
+from gateway.api.feedback import Feedback
 from gateway.api.front import Endpoint, Front, document
 from gateway.api.models import Models
 from gateway.api.schema import PATHS
@@ -37,6 +38,7 @@ from gateway.errors import error_object
 from gateway.first_start import prepare
 from gateway.fleet import Fleet, build_fleet
 from gateway.health import Watch
+from gateway.learning import Learning, open_learning
 from gateway.limits import Limits
 from gateway.money import Money
 from gateway.pipeline import Pipeline
@@ -47,6 +49,7 @@ from gateway.stats import Stats
 from gateway.telemetry import logs
 from gateway.telemetry.definitions import LOG_DROPPED
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
+from gateway.truth import Truth
 from gateway.turn import Turn
 from policies import BorrowedRateLimits, Budgets, LocalRateLimits, RateLimits
 
@@ -54,6 +57,7 @@ VERSION = "0.1.0"
 ACCOUNTS_CHANNEL = "sameway:accounts"
 # A request leaves no cycles behind, so there is little to find: look for them seldom. Measured in docs/benchmarks.md.
 _GC_THRESHOLDS = (20_000, 20, 50)
+_TRUTH_EVERY_S = 5.0
 _log = structlog.get_logger(__name__)
 
 
@@ -74,6 +78,7 @@ class Parts:
     stats: Stats
     metrics: Metrics
     pipeline: Pipeline
+    learning: Learning
     watch: Watch
 
 
@@ -187,7 +192,10 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
         stats.add(record)
 
     limits = Limits(BorrowedRateLimits(RateLimits(link)), LocalRateLimits())
-    pipeline = Pipeline(settings, accounts, limits, exact, semantic, money, fleet, emit)
+    truth = Truth(settings)
+    pipeline = Pipeline(settings, accounts, limits, exact, semantic, money, fleet, emit, truth)
+    learning = await open_learning(settings, accounts, exact, semantic, link, stats, metrics, pipeline, truth)
+    stack.push_async_callback(learning.judging.aclose)
     stack.push_async_callback(pipeline.drain)
     writer = LedgerWriter(link, ledger, budgets)
     return Parts(
@@ -204,6 +212,7 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
         stats=stats,
         metrics=metrics,
         pipeline=pipeline,
+        learning=learning,
         watch=Watch(settings, link, accounts, writer, semantic, fleet, money, pipeline),
     )
 
@@ -222,6 +231,7 @@ def _routes(settings: Settings, parts: Parts) -> Mapping[str, Mapping[str, Endpo
     return {
         "/v1/chat/completions": {"POST": Chat(parts.pipeline, settings.body_bytes_max)},
         "/v1/embeddings": {"POST": Embeddings(settings, parts.pipeline, parts.semantic)},
+        "/v1/feedback": {"POST": Feedback(settings, parts.pipeline, parts.learning.reports)},
         "/v1/models": {"GET": models},
         "/v1/models/*": {"GET": models},
     }
@@ -236,6 +246,9 @@ def _admin_services(parts: Parts) -> AdminServices:
         stats=parts.stats,
         exact=parts.exact,
         semantic=parts.semantic,
+        verdicts=parts.learning.verdicts,
+        reports=parts.learning.reports,
+        truth=parts.learning.truth,
         deployments=parts.watch.deployments,
         parts=parts.watch.parts,
         clock=time.time,
@@ -268,6 +281,8 @@ def _start_loops(parts: Parts, stack: AsyncExitStack) -> None:
         "stats": lambda: _every(1.0, parts.stats.flush),
         "touches": lambda: _every(1.0, parts.exact.flush_touches),
         "watch": lambda: parts.watch.run(parts.metrics),
+        "judging": parts.learning.judging.run,
+        "truth": lambda: _every(_TRUTH_EVERY_S, parts.learning.look),
     }
     for name, loop in loops.items():
         task = asyncio.create_task(_for_ever(name, loop), name=name)

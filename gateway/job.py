@@ -5,8 +5,9 @@ Knows no services: nothing here awaits. `pipeline` fills a job stage by stage; w
 
 import time
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from cache import Entry, Fingerprint, HitKind
+from cache import Entry, Fingerprint, HitKind, Trial
 from gateway.accounts import Identity, LedgerRow
 from gateway.backends.base import Usage
 from gateway.fleet import Alias, Deployment
@@ -59,6 +60,7 @@ class Job:
     generated: Generated = field(default_factory=Generated)
     attempts: list[Attempt] = field(default_factory=list)
     has_taken_tokens: bool = False  # from a rate limit: to be corrected when it is known how many they were
+    trial: Trial | None = None  # what the semantic decision was made of, for the verdict that may follow
     is_abandoned: bool = False  # everybody left while a deployment was at work
 
     def remaining_ms(self) -> float | None:
@@ -114,6 +116,12 @@ class Job:
             namespace=turn.controls.namespace,
             is_by_meaning=is_by_meaning,
         )
+
+
+class Learner(Protocol):
+    """Is told of every generation that a lookup by meaning came before, or that went past the cache; never awaits or raises."""
+
+    def recorded(self, job: Job, stored: Entry | None) -> None: ...
 
 
 def count_saved(record: Record, entry: Entry | None, facts: Facts | None) -> None:

@@ -38,12 +38,13 @@ from gateway.begun import Begun
 from gateway.errors import ApiError, BadRequest, Forbidden, NotCached, Unauthenticated, from_backend, no_route
 from gateway.fleet import Alias, Fleet, pause_before_retry
 from gateway.flight import Flight, Flights, Reader
-from gateway.job import Answer, Facts, Job, count_saved
+from gateway.job import Answer, Facts, Job, Learner, count_saved
 from gateway.limits import Limits
 from gateway.money import Money
 from gateway.record import Record, Rejection
 from gateway.settings import Settings
 from gateway.storing import chunks_of, refusal_of
+from gateway.truth import Truth
 from gateway.turn import Turn, elapsed_ms_since
 
 _STORES_AWAITED_S = 0.25
@@ -72,6 +73,7 @@ class Pipeline:
         money: Money,
         fleet: Fleet,
         emit: Emit,
+        truth: Truth,
     ) -> None:
         self.settings = settings
         self.accounts = accounts
@@ -80,6 +82,8 @@ class Pipeline:
         self.semantic = semantic
         self.money = money
         self.fleet = fleet
+        self.truth = truth
+        self.judging: Learner | None = None  # told of what may be learned from
         self.flights = Flights()
         self._emit = emit
         self._secret = (settings.secret or "").encode()
@@ -112,6 +116,7 @@ class Pipeline:
         entry, warm = await self._look_up(turn, identity, alias, found)
         if entry is not None:
             turn.record.cache, turn.record.deployment = "exact", str(entry.labels.get("deployment", ""))
+            turn.record.entry = entry.id
             return Answer(HitKind.EXACT, turn.elapsed_ms(), entry=entry)
 
         is_shared = not (turn.controls.no_cache or turn.controls.no_store or turn.controls.only_if_cached)
@@ -140,6 +145,7 @@ class Pipeline:
             raise
         if not turn.is_leading:
             turn.record.deployment = reader.facts.deployment
+            turn.record.entry = reader.facts.entry.id if reader.facts.entry is not None else found.exact.hex()
             return Answer(HitKind.COALESCED, turn.elapsed_ms(), reader=reader)
         return Answer(reader.facts.kind, turn.elapsed_ms(), reader=reader)
 
@@ -226,10 +232,12 @@ class Pipeline:
         storing = self._stores.get(job.fingerprint.compat)
         if storing is not None:  # what this worker is storing right now may be what is asked for
             await asyncio.wait((storing,), timeout=_STORES_AWAITED_S)
-        error_max = min(
-            (e for e in (controls.error_max, job.identity.team.semantic_error_max) if e is not None), default=None
+        found = job.fingerprint
+        bound = self.truth.bound(job.identity.team, job.alias.name, controls.error_max)
+        result = await self.semantic.lookup(
+            Query(found.partition, found.compat, text, bound.error_max, bound.untightened)
         )
-        result = await self.semantic.lookup(Query(job.fingerprint.partition, job.fingerprint.compat, text, error_max))
+        job.trial = result.trial
         if isinstance(result, Miss):
             record.miss_reason = result.reason.value
             if result.reason in (MissReason.TIMEOUT, MissReason.UNAVAILABLE):
@@ -239,15 +247,16 @@ class Pipeline:
                 record.nearest = result.nearest.text if self.settings.log_prompts else ""
             return False
         record.similarity = result.similarity
-        found = await self.exact.get(job.fingerprint, result.exact, controls.max_age_s)
-        if found.entry is None:
-            record.miss_reason = found.miss.value if found.miss else "gone"
+        pointed = await self.exact.get(found, result.exact, controls.max_age_s)
+        if pointed.entry is None:
+            record.miss_reason = pointed.miss.value if pointed.miss else "gone"
+            job.trial = None  # a would-be hit with nothing to serve: no sample of misses or audits
             return False
-        entry = found.entry
+        entry = pointed.entry
         facts = job.facts
         facts.kind, facts.similarity, facts.entry = HitKind.SEMANTIC, result.similarity, entry
         facts.deployment = str(entry.labels.get("deployment", ""))
-        record.cache, record.deployment = "semantic", facts.deployment
+        record.cache, record.deployment, record.entry = "semantic", facts.deployment, entry.id
         job.flight.extend(chunks_of(entry))
         return True
 
@@ -322,6 +331,7 @@ class Pipeline:
                 is_by_meaning = self._not_by_meaning(job) in ("", "no-cache")
                 entry = job.entry(min(turn.controls.ttl_s or cache.ttl_s, cache.ttl_s_max), is_by_meaning=is_by_meaning)
                 self.exact.keep(entry)
+                record.entry = entry.id
         record.duration_ms = turn.elapsed_ms()
         flight.finish(error)
         stored = asyncio.get_running_loop().create_future()
@@ -343,6 +353,8 @@ class Pipeline:
             if facts.entry is not None:
                 record.ttft_ms = record.duration_ms
                 count_saved(record, facts.entry, facts)
+            if self.judging is not None and (job.trial is not None or turn.controls.no_cache):
+                self.judging.recorded(job, entry if record.store == "stored" else None)
             self._emit(record, turn, flight.chunks)
 
     def _account(self, job: Job, row: LedgerRow | None) -> Coroutine[Any, Any, None] | None:

@@ -38,6 +38,7 @@ class Record(msgspec.Struct, omit_defaults=True):
     miss_reason: str = ""  # why the semantic cache did not answer
     nearest: str = ""  # the nearest entry's text; kept only where prompts may be logged
     store: str = ""  # `stored`, or why not
+    entry: str = ""  # id of the cached answer that was served, or stored
     deployment: str = ""
     policy: str = ""
     why: str = ""  # the winner's explanation, in words

@@ -108,6 +108,9 @@ class ModelSettings(_Section):
         None, ge=0, description="never use a deployment expected to cost more for a request"
     )
     is_semantic: bool = Field(True, description="whether answers of this alias may be found by meaning")
+    semantic_error_max: float | None = Field(
+        None, ge=0, le=1, description="tighter than `cache.error_max`, for this alias"
+    )
     output_tokens_default: int | None = Field(
         None,
         gt=0,
@@ -138,6 +141,12 @@ class CacheSettings(_Section):
     l1_bytes_max: int = Field(
         32 << 20, ge=0, description="bytes of answers each gateway worker keeps in its own memory"
     )
+    error_max: float = Field(0.01, ge=0, le=1, description="share of requests that may be answered wrongly by meaning")
+    is_audited: bool = Field(True, description="generate some would-be hits to check them: a tenth, at last 2%")
+    judge_model: str | None = Field(None, description="an alias that is asked whether long answers say the same")
+    judge_budget_usd: float = Field(1.0, ge=0, description="USD a day for `judge_model` and shadow checks; 0: none")
+    shadow_share: float = Field(0.0, ge=0, le=1, description="share of hits by meaning also generated, as a check")
+    feedback_ttl_s: int = Field(3_600, gt=0, description="how long a hit by meaning can be reported at /v1/feedback")
     semantic_timeout_ms: int = Field(1_000, gt=0, description="a semantic lookup that takes longer is a miss")
     embedder: str = Field(
         "default",
@@ -226,6 +235,10 @@ class Settings(_Section):
                         f"models.{alias}.deployments.{index}.name: {name!r} is used twice; give each deployment its own `name`"
                     )
                 seen.add(name)
+        if self.cache.judge_model is not None and self.cache.judge_model not in self.models:
+            raise ValueError(
+                f"cache.judge_model: found {self.cache.judge_model!r}, expected one of {sorted(self.models)}"
+            )
         return self
 
     @property

@@ -21,6 +21,7 @@ import msgspec
 from gateway.record import Record
 from gateway.summary import (
     NEAR_SIMILARITY_MIN,
+    SAMPLE_SCALE,
     DeploymentTally,
     Folded,
     Point,
@@ -29,10 +30,12 @@ from gateway.summary import (
     Window,
     fold,
     fold_deployment,
+    fold_sample,
     kind_of,
     read_fields,
     step,
 )
+from gateway.truth import Sample
 
 _PREFIX = "sameway:stats:"
 _ROUTES_KEY = "sameway:routes"
@@ -91,6 +94,9 @@ _SHAPES = {
     Window.WEEK: _Shape(_HOUR, 168, 6),
     Window.MONTH: _Shape(_DAY, 30, 1),
 }
+
+
+_TRUTH_BUCKETS = 24  # hours that the measured error looks back
 
 
 class Page(msgspec.Struct, frozen=True):
@@ -171,6 +177,20 @@ class Stats:
         tally.completion_tokens += record.completion_tokens
         tally.cost_microusd += record.cost_microusd
 
+    def add_check(self, team_id: int, model: str, is_wrong: bool, weight: float) -> None:
+        """Counts a would-be hit that was compared, which stands for `weight` served ones."""
+        weights = (("w", weight), ("q", weight * weight), ("x", weight * is_wrong))
+        scaled = [(metric, round(amount * SAMPLE_SCALE)) for metric, amount in weights]
+        self._add_truth(team_id, model, [("n", 1), ("b", int(is_wrong)), *scaled])
+
+    def add_report(self, team_id: int, model: str, is_wrong: bool) -> None:
+        """Counts what somebody said of an answer by meaning."""
+        self._add_truth(team_id, model, [("fw" if is_wrong else "fr", 1)])
+
+    def _add_truth(self, team_id: int, model: str, amounts: list[tuple[str, int]]) -> None:
+        fields = [(f"{metric}|{team_id}|truth|{model}", amount) for metric, amount in amounts if amount]
+        self._count(int(self._clock()) // 60, fields)
+
     async def flush(self) -> None:
         """Hands the sums to Redis. Raises what the client raises; what was not taken is kept for the next call.
 
@@ -242,6 +262,7 @@ class Stats:
         by_team: dict[int, Tally] = {}
         by_model: dict[str, Tally] = {}
         by_deployment: dict[str, DeploymentTally] = {}
+        samples: dict[tuple[int, str], Sample] = {}
         series: list[Point] = []
         for first in range(0, shape.buckets, shape.per_point):
             point = Folded()
@@ -250,6 +271,9 @@ class Stats:
                     if field.kind == "deployment":
                         fold_deployment(by_deployment.setdefault(field.model, DeploymentTally()), field, amount)
                     elif team_id in (None, field.team_id) and model in (None, field.model):
+                        fold_sample(samples, field, amount)
+                        if field.kind == "truth":
+                            continue
                         for folded in (total, point):
                             folded.fold(field, amount)
                         fold(by_team.setdefault(field.team_id, Tally()), field, amount)
@@ -266,7 +290,18 @@ class Stats:
             series=tuple(series),
             ttft=total.percentiles("t"),
             duration=total.percentiles("d"),
+            samples=samples,
         )
+
+    async def samples(self) -> dict[tuple[int, str], Sample]:
+        """What tells the error of answers by meaning, by team and model, of the last day. Raises what the client raises."""
+        now = int(self._clock()) // _HOUR.length_s * _HOUR.length_s
+        starts = [now - back * _HOUR.length_s for back in range(_TRUTH_BUCKETS)]
+        samples: dict[tuple[int, str], Sample] = {}
+        for at in starts:  # one after the other: each may hold a thousand fields, and others want the loop in between
+            for field, amount in read_fields(await self._redis.eval(_READ, 1, _HOUR.key(at))):
+                fold_sample(samples, field, amount)
+        return samples
 
     async def routes(self, matches: Callable[[Record], bool], *, before: str = "", limit: int = 50) -> Page:
         """The latest requests that match, the newest first; `before` is the last page's cursor."""

@@ -3,8 +3,12 @@
 Invariant: what is replayed is what was recorded, chunk for chunk; only a complete answer becomes an entry.
 """
 
+import json
 import time
 from collections.abc import Sequence
+from typing import Any
+
+import msgspec
 
 from cache import Controls, Entry, Fingerprint, Outcome, Recorded, store_refusal
 from gateway.backends.base import Chunk, Usage
@@ -115,3 +119,28 @@ def chunks_of(entry: Entry) -> list[Chunk]:
     if entry.labels.get("has_usage_chunk") and chunks:
         chunks[-1] = Chunk(data=chunks[-1].data, is_usage_only=True)
     return chunks
+
+
+def answer_text(whole: bytes) -> str | None:
+    """What a judge compares of a `chat.completion`: its text, or its tool calls as JSON without their ids. None where there are
+    several choices, a refusal or anything else than text: that is not compared."""
+    try:
+        choices = msgspec.json.decode(whole)["choices"]
+        (message,) = (choice["message"] for choice in choices)
+    except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+        return None
+    content, calls = message.get("content") or "", message.get("tool_calls") or []
+    if not isinstance(content, str) or message.get("refusal") or message.get("audio"):
+        return None
+    if not calls:
+        return content or None
+    told = [{"name": call["function"]["name"], "arguments": _arguments(call["function"])} for call in calls]
+    return json.dumps([content, *told] if content else told)
+
+
+def _arguments(function: dict[str, Any]) -> Any:
+    """A call's arguments as values; as text where they are no JSON."""
+    try:
+        return json.loads(function["arguments"])
+    except ValueError:
+        return function["arguments"]

@@ -12,6 +12,8 @@ from enum import StrEnum
 
 import msgspec
 
+from gateway.truth import Sample
+
 HITS = ("exact", "semantic", "coalesced")
 # What became of a request, so that errors never count as misses.
 KINDS = (*HITS, "miss", "bypass", "refused", "failed")
@@ -100,6 +102,7 @@ class Summary(msgspec.Struct, frozen=True):
     series: tuple[Point, ...]
     ttft: dict[str, Percentiles]  # by kind of answer, and `all`
     duration: dict[str, Percentiles]
+    samples: dict[tuple[int, str], Sample]  # by team and model, for the error of answers by meaning
 
 
 _STEPS_PER_DOUBLING = 4
@@ -154,6 +157,35 @@ def fold(tally: Tally, field: Field, amount: int) -> None:
         is_saved = field.kind in HITS and field.metric in ("p", "c")
         name = "saved_tokens" if is_saved else _SUMS[field.metric]
         setattr(tally, name, getattr(tally, name) + amount)
+
+
+SAMPLE_SCALE = 10_000  # weights in a bucket are integers
+
+
+def fold_sample(samples: dict[tuple[int, str], Sample], field: Field, amount: int) -> None:
+    """Requests, hits by meaning, checks and reports of a team and alias (kind `truth`: n, b, w, q, x, fw, fr)."""
+    is_answer = field.metric == "r" and field.kind in (*HITS, "miss")
+    if not is_answer and field.kind != "truth":
+        return
+    sample = samples.setdefault((field.team_id, field.model), Sample())
+    match field.metric:
+        case "r":
+            sample.requests += amount
+            sample.hits += amount if field.kind == "semantic" else 0
+        case "n":
+            sample.checks += amount
+        case "w":
+            sample.weight += amount / SAMPLE_SCALE
+        case "q":
+            sample.weight2 += amount / SAMPLE_SCALE
+        case "x":
+            sample.wrong_weight += amount / SAMPLE_SCALE
+        case "b":
+            sample.wrong += amount
+        case "fw":
+            sample.reported_wrong += amount
+        case "fr":
+            sample.reported_right += amount
 
 
 def fold_deployment(tally: DeploymentTally, field: Field, amount: int) -> None:

@@ -6,7 +6,8 @@ What an answer says is a function of the request alone. How it is told is a plan
 `Plan`: from the header `x-plan`, else from the model's name (`mock?status=503;retry_after=2`), else from the control
 endpoint, else plain. Knows nothing of Sameway: its chunks and its wholes are made by two pieces of code of its own.
 
-Control: `GET /control/seen` (a `Seen`), `POST /control/plan` {"plan", "times"}, `POST /control/reset`.
+Control: `GET /control/seen` (a `Seen`), `POST /control/plan` {"plan", "times"}, `POST /control/labels` {text: answer} (last messages
+that are answered so, whatever came before), `POST /control/reset`.
 """
 
 from __future__ import annotations
@@ -98,6 +99,9 @@ class Seen:
     connections_total: int = 0
 
 
+_LABELS: dict[str, str] = {}
+
+
 # -- what is said ----------------------------------------------------------------------------------------------------
 
 
@@ -123,7 +127,7 @@ def answer(request: dict[str, Any], plan: Plan, choice: int) -> Answer:
         for number, tool in enumerate(tools):
             function = {"name": tool["function"]["name"], "arguments": json.dumps({"text": text, "choice": choice})}
             calls.append({"id": f"call_{digest}_{choice}_{number}", "type": "function", "function": function})
-    words = f"Echo {digest} {choice}: {text}".split(" ")
+    words = _LABELS.get(text, f"Echo {digest} {choice}: {text}").split(" ")
     pieces = [word + " " for word in words[:-1]] + words[-1:]
     if plan.chunks:
         pieces = [f"word{number} " for number in range(plan.chunks)]
@@ -299,7 +303,10 @@ class Server:
         if path == "/control/plan":
             asked = json.loads(body)
             self.plan, self.times = Plan.parse(asked["plan"]), asked.get("times")
+        elif path == "/control/labels":
+            _LABELS.update(json.loads(body))
         elif path == "/control/reset":
+            _LABELS.clear()
             open_now = self.seen.connections_open
             self.seen = Seen(connections_open=open_now)
             self.raw.clear()
@@ -546,6 +553,10 @@ class Upstream:
     def plan(self, text: str, times: int | None = None) -> None:
         """Tell the next answers like this: `times` of them, or all."""
         self._control("plan", {"plan": text, "times": times})
+
+    def labels(self, answers: dict[str, str]) -> None:
+        """Answer these last messages so."""
+        self._control("labels", answers)
 
     def reset(self) -> None:
         self._control("reset", {})

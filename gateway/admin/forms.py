@@ -17,7 +17,7 @@ from fastapi.responses import RedirectResponse
 from pydantic import BaseModel, ValidationError
 
 from gateway import accounts
-from gateway.admin import views
+from gateway.admin import cache_views, views
 from gateway.admin.guard import COOKIE, SESSION_S, Guard
 from gateway.admin.html import LOGIN, Pages, back_to, is_own_path
 from gateway.admin.models import BudgetIn, BudgetPatch, KeyIn, PurgeIn, TeamIn, TryIn
@@ -199,7 +199,7 @@ def add_cache_forms(router: APIRouter, services: AdminServices, render_cache: Re
                 raise FormProblem("Tick “Everything, of every team”, or fill in what must match: not both.")
             values |= {"all": True} if "all" in fields else {}
             body = convert(PurgeIn, {**values, "dry_run": fields.get("confirmed") != "yes"})
-            result = await views.purge(services, body)
+            result = await cache_views.purge(services, body)
         except (*_REFUSALS, BadRequest, accounts.NotFound) as error:
             words = words_of(error)
             return await render_cache(request, _status(error), form="purge", problem=words, values=fields)
@@ -209,7 +209,7 @@ def add_cache_forms(router: APIRouter, services: AdminServices, render_cache: Re
     async def try_prompt(request: Request) -> Response:
         fields = await read_form(request)
         try:
-            tried = await views.try_prompt(services, convert(TryIn, fields))
+            tried = await cache_views.try_prompt(services, convert(TryIn, fields))
         except (*_REFUSALS, accounts.NotFound) as error:
             return await render_cache(request, _status(error), form="try", problem=words_of(error), values=fields)
         return await render_cache(request, form="try", tried=tried, values=fields)

@@ -5,7 +5,7 @@ Money is an integer of µUSD, times are unix seconds, durations are ms; the unit
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -231,6 +231,26 @@ class StatsOut(_Out):
     series: list[PointOut]
     ttft: dict[str, PercentilesOut] = Field(description="by what answered; `hit` and `all` are sums")
     duration: dict[str, PercentilesOut]
+    semantic: list[SemanticOut] = []
+
+
+class SemanticOut(_Out):
+    """How often answers by meaning were wrong, as a share of a team's requests for a model: from checks drawn by chance (audits,
+    shadow checks) and from reports, with its 95% interval, beside the bound."""
+
+    team_id: int
+    team: str
+    model: str
+    requests: int
+    hits: int
+    checks: int
+    reported_wrong: int
+    reported_right: int
+    estimate: float | None = Field(description="None: nothing was checked or reported")
+    low: float
+    high: float
+    error_max: float = Field(description="the bound as configured, for requests that ask for none of their own")
+    strictness: float = Field(description="what it is multiplied with now; below 1 it has tightened itself")
 
 
 class RejectionOut(_Out):
@@ -268,6 +288,7 @@ class RouteOut(_Out):
     miss_reason: str
     nearest: str
     store: str
+    entry: str = Field(description="id of the cached answer that was served or stored")
     deployment: str
     policy: str
     why: str
@@ -428,6 +449,10 @@ class NeighbourOut(_Out):
     similarity: float
     id: str
     reason: str = Field(description="why it may not be served; empty where it may")
+    group: int = Field(description="prompts with an equal answer share a number")
+    keys: int = Field(description="how many prompts its group has")
+    right: float = Field(description="verdicts on serving this answer")
+    wrong: float
 
 
 class TryOut(_Out):
@@ -437,3 +462,48 @@ class TryOut(_Out):
     reason: str
     similarity: float | None
     neighbours: list[NeighbourOut]
+    p: float | None = Field(description="a lower bound on the likeliest answer being right, by what was learned")
+    p_min: float | None = Field(description="what would be served; None while too few verdicts have come")
+    verdicts: int = Field(description="that this team's requests like this one have had")
+    error_max: float
+
+
+class WrongOut(_Out):
+    """An answer that is out of service by meaning. `text` is the prompt it was made for, None where that is gone."""
+
+    team_id: int | None
+    team: str | None
+    name: str = Field(description="what to clear it by")
+    is_group: bool = Field(description="with all answers that were found equal to it")
+    entry: str
+    text: str | None
+    source: str
+    judge: str
+    why: str
+    model: str
+    request_id: str
+    at_s: float
+
+
+class WrongsOut(_Out):
+    wrong: list[WrongOut]
+
+
+class ClearIn(_In):
+    team_id: _Id
+    name: str = Field(pattern=r"^[0-9a-f]{50}$")
+
+
+class ClearOut(_Out):
+    was_out: bool
+
+
+class FeedbackIn(_In):
+    id: str = Field(min_length=1, max_length=200, description="a response's x-request-id")
+    verdict: Literal["right", "wrong"]
+
+
+class FeedbackOut(_Out):
+    id: str
+    verdict: str
+    effect: str

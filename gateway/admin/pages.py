@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from gateway.accounts import Group, LedgerFilter
-from gateway.admin import views
+from gateway.admin import cache_views, views
 from gateway.admin.drawings import answers_bar, kinds_bar, kinds_chart, money_chart, ttft_chart
 from gateway.admin.forms import add_cache_forms, add_session_forms, add_team_forms
 from gateway.admin.guard import Guard
@@ -212,7 +212,7 @@ def _live_first(team: TeamOut) -> Sequence[Any]:
 
 def _add_cache(router: APIRouter, services: AdminServices, pages: Pages) -> None:
     async def render_cache(request: Request, status: int = 200, **form: Any) -> Response:
-        found = await views.cache(services)
+        found = await cache_views.cache(services)
         near = await views.near_misses(services, RouteFilter(), limit=10)
         stats = await views.stats_or_none(services, Window.DAY)
         teams = await services.accounts.list_teams()

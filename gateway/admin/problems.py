@@ -11,6 +11,7 @@ from gateway.admin.format import usd, window
 from gateway.admin.models import BudgetOut, ProblemOut
 from gateway.admin.services import DeploymentView, Health, Part
 from gateway.summary import Summary
+from gateway.truth import Live
 
 _FAILED_SHARE_MAX = 0.05
 _REQUESTS_MIN = 20
@@ -23,6 +24,7 @@ def problems(
     budgets: Sequence[BudgetOut],
     team_names: Mapping[int, str],
     last_hour: Summary | None,
+    truths: Sequence[Live] = (),
 ) -> list[ProblemOut]:
     """Everything that deserves a look; empty when all is well."""
     found = [
@@ -30,6 +32,7 @@ def problems(
         *_of_deployments(deployments, {part.name for part in parts if part.health is Health.STARTING}),
         *_of_budgets(budgets, team_names),
         *_of_traffic(parts, last_hour),
+        *_of_truth(truths),
     ]
     return sorted(found, key=lambda problem: not problem.is_urgent)
 
@@ -85,6 +88,20 @@ def _of_budgets(budgets: Sequence[BudgetOut], team_names: Mapping[int, str]) -> 
         is_urgent = budget.share >= 1 and budget.is_hard
         found.append(ProblemOut(is_urgent=is_urgent, message=message, href=f"/admin/teams/{budget.team_id}"))
     return found
+
+
+def _of_truth(truths: Sequence[Live]) -> list[ProblemOut]:
+    """Answers by meaning that were wrong too often: the bound has tightened itself, and somebody should know why."""
+    return [
+        ProblemOut(
+            is_urgent=True,
+            message=f"{one.measured.estimate or 0:.1%} of {one.team}'s requests for {one.alias} were answered wrongly by meaning "
+            f"(at least {one.measured.low:.1%}; the bound is {one.error_max:.2%}): the bound has tightened itself",
+            href="/admin/cache#truth",
+        )
+        for one in truths
+        if one.strictness < 1.0
+    ]
 
 
 def _of_traffic(parts: Sequence[Part], last_hour: Summary | None) -> list[ProblemOut]:

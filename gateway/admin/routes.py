@@ -17,7 +17,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import Field
 
 from gateway.accounts import LedgerFilter
-from gateway.admin import views
+from gateway.admin import cache_views, views
 from gateway.admin.guard import ApiRoute, Guard
 from gateway.admin.models import (
     BudgetIn,
@@ -25,8 +25,12 @@ from gateway.admin.models import (
     BudgetPatch,
     BudgetsOut,
     CacheOut,
+    ClearIn,
+    ClearOut,
     DeploymentsOut,
     ErrorBody,
+    FeedbackIn,
+    FeedbackOut,
     KeyIn,
     KeyOut,
     KeyPatch,
@@ -46,6 +50,7 @@ from gateway.admin.models import (
     TeamsOut,
     TryIn,
     TryOut,
+    WrongsOut,
 )
 from gateway.admin.pages import pages_router
 from gateway.admin.services import AdminServices
@@ -262,14 +267,29 @@ def _add_cache(api: APIRouter, services: AdminServices) -> None:
     @api.get("/cache")
     async def cache() -> CacheOut:
         """How much is cached, by team, and the semantic index."""
-        return await views.cache(services)
+        return await cache_views.cache(services)
 
     @api.post("/cache/purge")
     async def purge(body: PurgeIn) -> PurgeOut:
         """Removes entries by id, text, team, model and age; with `dry_run` (the default) only counts them."""
-        return await views.purge(services, body)
+        return await cache_views.purge(services, body)
 
     @api.post("/cache/try")
     async def try_prompt(body: TryIn) -> TryOut:
-        """What the cache would do with a prompt, and its nearest neighbours. Nothing is served, stored or counted."""
-        return await views.try_prompt(services, body)
+        """What the cache would do with a prompt, and its nearest neighbours. Nothing is served, stored, counted or learned."""
+        return await cache_views.try_prompt(services, body)
+
+    @api.get("/cache/wrong")
+    async def wrong() -> WrongsOut:
+        """Answers that were found wrong and are out of service by meaning, the latest first."""
+        return await cache_views.wrong(services)
+
+    @api.post("/cache/clear")
+    async def clear(body: ClearIn) -> ClearOut:
+        """Puts an answer, or a group of equal ones, back into service."""
+        return await cache_views.clear(services, body)
+
+    @api.post("/feedback")
+    async def feedback(body: FeedbackIn) -> FeedbackOut:
+        """Says of any team's response what `POST /v1/feedback` says of one's own."""
+        return await cache_views.feedback(services, body)

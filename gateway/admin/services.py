@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 from cache import Partition, partition
 
 if TYPE_CHECKING:
-    from cache import ExactCache, SemanticClient
+    from cache import ExactCache, SemanticClient, VerdictStore
     from gateway.accounts import Accounts, Ledger
+    from gateway.reports import Reports
     from gateway.settings import Settings
     from gateway.stats import Stats
+    from gateway.truth import Truth
     from policies import Budgets
 
 
@@ -71,6 +73,9 @@ class AdminServices:
     stats: Stats
     exact: ExactCache
     semantic: SemanticClient
+    verdicts: VerdictStore
+    reports: Reports
+    truth: Truth
     deployments: Callable[[], Sequence[DeploymentView]]
     parts: Callable[[], Sequence[Part]]  # deployments may be among them
     clock: Callable[[], float]  # unix seconds

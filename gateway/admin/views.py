@@ -1,6 +1,6 @@
 """What the admin sees, put together from the parts: one function for each thing that a page and the API both show.
 
-Knows no HTTP and no HTML. Invariant: nothing here changes anything but `purge` and the two that make and change budgets; what a part can't
+Knows no HTTP and no HTML. Invariant: nothing here changes anything but the two that make and change budgets; what a part can't
 tell while Redis is away is None where the rest is still worth seeing, and raises where it is the whole answer.
 """
 
@@ -12,51 +12,42 @@ from typing import Any, Literal
 
 from redis.exceptions import RedisError
 
-from cache import CacheWorkerUnavailable, Hit, MissReason, Purge, Query, WorkerState, fingerprint
 from gateway import accounts
-from gateway.accounts import LedgerFilter
+from gateway.accounts import LedgerFilter, Team
 from gateway.admin import format as fmt
 from gateway.admin.models import (
     AttemptOut,
     BudgetIn,
     BudgetOut,
     BudgetPatch,
-    CacheOut,
     DeploymentOut,
     DeploymentTallyOut,
     KeyOut,
     LedgerOut,
     LedgerRowOut,
     ModelTally,
-    NeighbourOut,
     OverviewOut,
-    PartitionOut,
     PartOut,
     PercentilesOut,
     PointOut,
-    PurgeIn,
-    PurgeOut,
     RejectionOut,
     RouteOut,
     RoutesOut,
-    SampleOut,
+    SemanticOut,
     StatsOut,
     StatusOut,
     TallyOut,
     TeamOut,
     TeamTally,
-    TryIn,
-    TryOut,
 )
 from gateway.admin.problems import problems
-from gateway.admin.services import AdminServices, Health
-from gateway.errors import BadRequest
+from gateway.admin.services import AdminServices
 from gateway.record import Record
 from gateway.summary import KINDS, Summary, Tally, Window, kind_of
+from gateway.truth import error_max_of, measure
 from policies import Budget, BudgetState, WindowKind
 
 _LEDGER_PAGE = 500
-_NEIGHBOURS = 8
 
 
 # -- teams
@@ -143,8 +134,39 @@ async def stats(
 ) -> StatsOut:
     """Counts over a window. Raises RedisError."""
     summary = await services.stats.query(window, team_id=team_id, model=model)
-    names = {team.id: team.name for team in await services.accounts.list_teams()}
-    return stats_out(summary, names)
+    teams = await services.accounts.list_teams()
+    out = stats_out(summary, {team.id: team.name for team in teams})
+    return out.model_copy(update={"semantic": _semantic(services, summary, teams)})
+
+
+def _semantic(services: AdminServices, summary: Summary, teams: Sequence[Team]) -> list[SemanticOut]:
+    """The measured error of answers by meaning beside its bound, the busiest first."""
+    known = {team.id: team for team in teams}
+    now = {(live.team_id, live.alias): live.strictness for live in services.truth.live}
+    found = []
+    for (team_id, alias), sample in summary.samples.items():
+        team = known.get(team_id)
+        if team is None or not (sample.hits or sample.checks or sample.reported_wrong):
+            continue
+        measured = measure(sample)
+        found.append(
+            SemanticOut(
+                team_id=team_id,
+                team=team.name,
+                model=alias,
+                requests=sample.requests,
+                hits=sample.hits,
+                checks=measured.checks,
+                reported_wrong=sample.reported_wrong,
+                reported_right=sample.reported_right,
+                estimate=measured.estimate,
+                low=measured.low,
+                high=measured.high,
+                error_max=error_max_of(services.settings, team, alias),
+                strictness=now.get((team_id, alias), 1.0),
+            )
+        )
+    return sorted(found, key=lambda one: -one.hits)
 
 
 async def stats_or_none(services: AdminServices, window: Window, team_id: int | None = None) -> StatsOut | None:
@@ -268,7 +290,7 @@ async def status(services: AdminServices) -> StatusOut:
         version=services.version,
         uptime_s=max(0.0, services.clock() - services.started_at_s),
         parts=[PartOut.model_validate(part) for part in parts],
-        problems=problems(parts, services.deployments(), live, names, summary),
+        problems=problems(parts, services.deployments(), live, names, summary, services.truth.live),
     )
 
 
@@ -295,104 +317,3 @@ async def deployments(services: AdminServices) -> list[DeploymentOut]:
             out = out.model_copy(update={"last_24h": tally.model_copy(update={"deployment": view.name})})
         found.append(out)
     return found
-
-
-# -- the cache
-
-
-async def cache(services: AdminServices) -> CacheOut:
-    """Sizes, by team. Raises CacheUnavailable."""
-    sizes, worker = await services.exact.stats(), await services.semantic.status()
-    found = await services.accounts.list_teams()
-    owners = {services.partition_of(team.id): team for team in found}
-    partitions = [
-        PartitionOut(
-            team_id=owner.id if owner else None,
-            team=owner.name if owner else None,
-            entries=one.entries,
-            size_bytes=one.size_bytes,
-            size_bytes_max=services.exact.limits.size_bytes_max,
-        )
-        for one in sizes.partitions
-        for owner in (owners.get(one.partition),)
-    ]
-    healths = {
-        WorkerState.READY: Health.OK,
-        WorkerState.LOADING: Health.STARTING,
-        WorkerState.REBUILDING: Health.STARTING,
-    }
-    detail = f"{worker.entries:,} prompts, {worker.embedder}" if worker.is_ready else worker.detail or worker.state
-    return CacheOut(
-        entries=sizes.entries,
-        size_bytes=sizes.size_bytes,
-        partitions=sorted(partitions, key=lambda one: -one.size_bytes),
-        l1_entries=sizes.l1_entries,
-        l1_bytes=sizes.l1_bytes,
-        semantic=PartOut(name="semantic index", health=healths.get(worker.state, Health.DOWN), detail=detail),
-    )
-
-
-async def purge(services: AdminServices, what: PurgeIn) -> PurgeOut:
-    """Removes entries, or counts them. Raises BadRequest where no condition was given, CacheUnavailable, accounts.NotFound."""
-    conditions = what.model_dump(exclude={"dry_run", "all"}, exclude_none=True)
-    if what.all == bool(conditions):
-        words = (
-            "Give at least one of id, text, team_id, namespace, model, deployment and older_than_s, or `all`, not both"
-        )
-        raise BadRequest(words, param="all", code="invalid_value")
-    if what.team_id is not None:
-        await team(services, what.team_id)
-    selector = Purge(
-        partition=services.partition_of(what.team_id) if what.team_id is not None else None,
-        id=what.id,
-        text=what.text,
-        namespace=what.namespace,
-        labels=tuple((name, conditions[name]) for name in ("model", "deployment") if name in conditions),
-        older_than_s=what.older_than_s,
-    )
-    result = await services.exact.purge(selector, is_dry_run=what.dry_run)
-    owners = {services.partition_of(team.id): team for team in await services.accounts.list_teams()}
-    samples = [
-        SampleOut(
-            id=sample.id,
-            team_id=owner.id if owner else None,
-            team=owner.name if owner else None,
-            text=sample.text,
-            created_at_s=sample.created_at,
-            size_bytes=sample.size_bytes,
-        )
-        for sample in result.samples
-        for owner in (owners.get(sample.partition),)
-    ]
-    return PurgeOut(dry_run=what.dry_run, count=result.count, size_bytes=result.size_bytes, samples=samples)
-
-
-async def try_prompt(services: AdminServices, what: TryIn) -> TryOut:
-    """What the cache would do with a prompt that is a whole request of one user message. Serves, stores and counts nothing.
-
-    Raises accounts.NotFound for the team.
-    """
-    await team(services, what.team_id)
-    body = {"model": what.model, "messages": [{"role": "user", "content": what.prompt}]}
-    asked = fingerprint(body, services.partition_of(what.team_id))
-    entry = (await services.exact.lookup(asked)).entry
-    neighbours: tuple[NeighbourOut, ...] = ()
-    decision, reason, similarity = "miss", "not_eligible", None
-    if asked.text is not None:
-        try:
-            found = await services.semantic.near(Query(asked.partition, asked.compat, asked.text), _NEIGHBOURS)
-        except CacheWorkerUnavailable as error:
-            reason = f"{MissReason.UNAVAILABLE}: {error}"
-        else:
-            neighbours = tuple(
-                NeighbourOut(text=one.text, similarity=one.similarity, id=one.exact.hex(), reason=one.reason or "")
-                for one in found.neighbours
-            )
-            similarity = neighbours[0].similarity if neighbours else None
-            if isinstance(found.decision, Hit):
-                decision, reason = "semantic", "the nearest cached prompt means the same"
-            else:
-                reason = found.decision.reason.value
-    if entry is not None:
-        decision, reason, similarity = "exact", "this very request was answered before", 1.0
-    return TryOut(decision=decision, reason=reason, similarity=similarity, neighbours=list(neighbours))

@@ -41,9 +41,20 @@ _EMBEDDINGS_BODY: dict[str, Any] = {
     },
 }
 
+_FEEDBACK_BODY: dict[str, Any] = {
+    "type": "object",
+    "required": ["id", "verdict"],
+    "additionalProperties": False,
+    "properties": {
+        "id": {"type": "string", "description": "the response's x-request-id"},
+        "verdict": {"enum": ["right", "wrong"]},
+    },
+}
+
 PATHS: dict[str, Any] = {
     "/v1/chat/completions": {"post": operation("Create a chat completion", _CHAT_BODY, streams=True)},
     "/v1/embeddings": {"post": operation("Create embeddings", _EMBEDDINGS_BODY)},
+    "/v1/feedback": {"post": operation("Report a response right or wrong", _FEEDBACK_BODY)},
     "/v1/models": {"get": operation("List the models this key may use", None)},
     "/v1/models/{model}": {
         "get": {

@@ -85,6 +85,36 @@ STORES = _counter(
 SEMANTIC_MISSES = _counter(
     "sameway_semantic_misses_total", "Semantic lookups that found nothing to serve, by reason.", "reason"
 )
+VERDICTS = _counter(
+    "sameway_semantic_verdicts_total",
+    "Answers compared or reported: by source (miss, audit, shadow, feedback, again), ruling (same, different, unknown) and judge.",
+    "source",
+    "ruling",
+    "judge",
+)
+SEMANTIC_ERROR = _gauge(
+    "sameway_semantic_error_ratio",
+    Merge.MAX,
+    "Requests answered wrongly by meaning, of all: estimated from checks and reports of the last day.",
+    "team",
+    "model",
+)
+SEMANTIC_ERROR_LOW = _gauge(
+    "sameway_semantic_error_low_ratio", Merge.MAX, "The low end of its 95% interval.", "team", "model"
+)
+SEMANTIC_ERROR_HIGH = _gauge(
+    "sameway_semantic_error_high_ratio", Merge.MAX, "The high end of its 95% interval.", "team", "model"
+)
+SEMANTIC_BOUND = _gauge(
+    "sameway_semantic_error_bound_ratio", Merge.MIN, "What it should stay under, as configured.", "team", "model"
+)
+SEMANTIC_STRICTNESS = _gauge(
+    "sameway_semantic_strictness_ratio",
+    Merge.MIN,
+    "What the bound is multiplied with now: below 1 it has tightened itself.",
+    "team",
+    "model",
+)
 ATTEMPTS = _counter(
     "sameway_attempts_total", "Generations tried, per deployment: ok or error.", "deployment", "outcome"
 )
@@ -166,9 +196,10 @@ WORKERS = _gauge("sameway_workers", Merge.SUM, "Gateway workers alive on this ho
 BUILD = _gauge("sameway_build_info", Merge.MAX, "Always 1; the version is a label.", "version")
 
 DEFINITIONS: tuple[Definition, ...] = (
-    *(REQUESTS, ERRORS, DISCONNECTS, COST, SAVED_COST, SAVED_TIME, TOKENS, STORES, SEMANTIC_MISSES),
+    *(REQUESTS, ERRORS, DISCONNECTS, COST, SAVED_COST, SAVED_TIME, TOKENS, STORES, SEMANTIC_MISSES, VERDICTS),
     *(ATTEMPTS, FAILOVERS, FAILURES, LOG_DROPPED, SERIES_DROPPED, DURATION, TTFT, TPOT, TOKEN_USAGE, ATTEMPT_DURATION),
     *(IN_FLIGHT, LOOP_LAG, WORKER_MEMORY, REDIS_UP, DATABASE_UP, LEDGER_BACKLOG, CACHE_WORKER_UP, INDEX_ENTRIES),
+    *(SEMANTIC_ERROR, SEMANTIC_ERROR_LOW, SEMANTIC_ERROR_HIGH, SEMANTIC_BOUND, SEMANTIC_STRICTNESS),
     *(L1_BYTES, DEPLOYMENT_AVAILABLE, DEPLOYMENT_RUNNING, DEPLOYMENT_WAITING, WORKERS, BUILD),
 )
 BY_NAME = {definition.name: definition for definition in DEFINITIONS}

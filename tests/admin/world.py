@@ -32,6 +32,7 @@ from cache import (
     Recorded,
     SemanticClient,
     Status,
+    VerdictStore,
     WorkerState,
     fingerprint,
 )
@@ -39,8 +40,10 @@ from cache.messages import LENGTH_BYTES, Answer, AskNear, frame, read_ask
 from gateway.accounts import Accounts, Ledger, LedgerRow
 from gateway.admin.routes import admin_router
 from gateway.admin.services import AdminServices, DeploymentView, Health, Part
+from gateway.reports import Reports
 from gateway.settings import Settings
 from gateway.stats import Stats
+from gateway.truth import Truth
 from policies import Budgets
 from policies.budgets import LEDGER_LOCK
 
@@ -173,6 +176,7 @@ async def open_world(redis: Redis, folder: Path) -> AsyncIterator[World]:
     budgets = Budgets(redis, lambda: world.now_s)
     exact = ExactCache(redis, CacheLimits(size_bytes_max=64 << 20), lambda: world.now_s)
     stats, ledger = Stats(redis, lambda: world.now_s), Ledger(accounts.database)
+    verdicts, truth = VerdictStore(redis), Truth(settings)
     await redis.set(LEDGER_LOCK, "tests")
     await budgets.mark_ready("tests")
     services = AdminServices(
@@ -183,6 +187,9 @@ async def open_world(redis: Redis, folder: Path) -> AsyncIterator[World]:
         stats=stats,
         exact=exact,
         semantic=semantic,
+        verdicts=verdicts,
+        reports=Reports(verdicts, exact, stats, stats.add_report, lambda *_: None),
+        truth=truth,
         deployments=lambda: world.deployments,
         parts=lambda: world.parts,
         clock=lambda: world.now_s,

@@ -15,8 +15,8 @@ from bench.vcache import VCache
 from cache import Hit, Miss, MissReason
 from cache.bound import Learner, Prior, Row, audit_chance
 from cache.evidence import FEATURES, Neighbour, ToldWords, WordCounts, candidates, evidence
+from cache.findings import Judged
 from cache.log import Dropped
-from cache.lore import Judged
 from cache.prior import PRIOR
 from cache.rule import VerifiedRule
 from cache.semantic import Added, SemanticCache

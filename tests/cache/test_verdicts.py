@@ -13,11 +13,12 @@ from redis.asyncio import Redis
 
 from cache import ExactCache, Hit, Miss, MissReason, Neighbourhood, Partition, Purge
 from cache.evidence import FEATURES
+from cache.findings import AnswerRef, Finding, Reply, Scope, Source, Suspension
 from cache.follower import Follower
 from cache.prior import PRIOR
 from cache.rule import VerifiedRule
 from cache.semantic import SemanticCache
-from cache.verdicts import AnswerRef, Finding, Reply, Scope, Source, Suspension, VerdictStore
+from cache.verdicts import VerdictStore
 from tests.cache.fakes import ACME, OTHER, FakeEmbedder, ask, entry_for, query
 
 TEXTS = [f"open the {thing} please" for thing in ["box", "crate", "door", "chest", "lid"]]

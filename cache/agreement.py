@@ -1,0 +1,46 @@
+"""Do two short answers state the same fact? By what their words commit to, and by their vectors.
+
+Knows texts and an encoder. Of itself it can tell little: an answer that explains is never guessed at. Invariant: numbers, polarity
+and names that differ are never the same, however similar the texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from cache.embedder import Encoded
+from cache.judge import Opinion, Ruling
+from cache.lexical import read
+from cache.messages import MissReason
+from cache.verifier import difference
+
+SHORT_WORDS = 25  # of an answer that states a fact; a longer one explains
+_SAME_COSINE = 0.93
+_SURE_COSINE = 0.97  # where each has a content word that the other lacks
+_OTHER_COSINE = 0.6
+_OTHER_COSINE_TERSE = 0.8  # answers of a word or two: their other words are all they say
+_TERSE_WORDS = 3
+
+_NAME = "agreement"
+
+
+def agree(fresh: str, cached: str, encode: Callable[[Sequence[str]], Encoded]) -> Opinion:
+    """Whether a cached answer says what a fresh one does. Encodes both where their words leave it open."""
+    one, other = read(fresh), read(cached)
+    if not one.words or not other.words or max(len(one.words), len(other.words)) > SHORT_WORDS:
+        return Opinion(Ruling.UNKNOWN, _NAME, "too long to compare by meaning")
+    guard = difference(one, other)
+    if guard in (MissReason.NUMBERS, MissReason.POLARITY):
+        return Opinion(Ruling.DIFFERENT, _NAME, f"{guard} differ")
+    if guard is MissReason.NAMES and one.names and other.names and not one.names & other.names:
+        return Opinion(Ruling.DIFFERENT, _NAME, "names differ")
+    mine, its = encode([fresh, cached]).vectors
+    cosine = float(mine @ its)
+    is_swapped = bool(one.content_set - other.content_set and other.content_set - one.content_set)
+    ruling = Ruling.UNKNOWN
+    if guard is None and cosine >= (_SURE_COSINE if is_swapped else _SAME_COSINE):
+        ruling = Ruling.SAME
+    is_terse = max(len(one.content), len(other.content)) <= _TERSE_WORDS
+    if is_swapped and cosine < (_OTHER_COSINE_TERSE if is_terse else _OTHER_COSINE):
+        ruling = Ruling.DIFFERENT
+    return Opinion(ruling, _NAME, f"similarity {cosine:.2f}")

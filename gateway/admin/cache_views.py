@@ -1,0 +1,207 @@
+"""The cache as the admin sees it: sizes, what a prompt would be answered with, what was found wrong; and what an admin does about it.
+
+Knows no HTTP and no HTML. Invariant: trying a prompt leaves no trace.
+"""
+
+from __future__ import annotations
+
+from cache import (
+    CacheWorkerUnavailable,
+    Hit,
+    MissReason,
+    Neighbourhood,
+    Partition,
+    Purge,
+    Query,
+    Scope,
+    Suspension,
+    WorkerState,
+    fingerprint,
+)
+from gateway.accounts import Team
+from gateway.admin import views
+from gateway.admin.models import (
+    CacheOut,
+    ClearIn,
+    ClearOut,
+    FeedbackIn,
+    FeedbackOut,
+    NeighbourOut,
+    PartitionOut,
+    PartOut,
+    PurgeIn,
+    PurgeOut,
+    SampleOut,
+    TryIn,
+    TryOut,
+    WrongOut,
+    WrongsOut,
+)
+from gateway.admin.services import AdminServices, Health
+from gateway.errors import BadRequest, NotFound
+
+_NEIGHBOURS = 8
+_WRONG_MAX = 200
+
+
+async def cache(services: AdminServices) -> CacheOut:
+    """Sizes, by team. Raises CacheUnavailable."""
+    sizes, worker = await services.exact.stats(), await services.semantic.status()
+    found = await services.accounts.list_teams()
+    owners = {services.partition_of(team.id): team for team in found}
+    partitions = [
+        PartitionOut(
+            team_id=owner.id if owner else None,
+            team=owner.name if owner else None,
+            entries=one.entries,
+            size_bytes=one.size_bytes,
+            size_bytes_max=services.exact.limits.size_bytes_max,
+        )
+        for one in sizes.partitions
+        for owner in (owners.get(one.partition),)
+    ]
+    healths = {
+        WorkerState.READY: Health.OK,
+        WorkerState.LOADING: Health.STARTING,
+        WorkerState.REBUILDING: Health.STARTING,
+    }
+    detail = f"{worker.entries:,} prompts, {worker.embedder}" if worker.is_ready else worker.detail or worker.state
+    return CacheOut(
+        entries=sizes.entries,
+        size_bytes=sizes.size_bytes,
+        partitions=sorted(partitions, key=lambda one: -one.size_bytes),
+        l1_entries=sizes.l1_entries,
+        l1_bytes=sizes.l1_bytes,
+        semantic=PartOut(name="semantic index", health=healths.get(worker.state, Health.DOWN), detail=detail),
+    )
+
+
+async def purge(services: AdminServices, what: PurgeIn) -> PurgeOut:
+    """Removes entries, or counts them. Raises BadRequest where no condition was given, CacheUnavailable, accounts.NotFound."""
+    conditions = what.model_dump(exclude={"dry_run", "all"}, exclude_none=True)
+    if what.all == bool(conditions):
+        words = (
+            "Give at least one of id, text, team_id, namespace, model, deployment and older_than_s, or `all`, not both"
+        )
+        raise BadRequest(words, param="all", code="invalid_value")
+    if what.team_id is not None:
+        await views.team(services, what.team_id)
+    selector = Purge(
+        partition=services.partition_of(what.team_id) if what.team_id is not None else None,
+        id=what.id,
+        text=what.text,
+        namespace=what.namespace,
+        labels=tuple((name, conditions[name]) for name in ("model", "deployment") if name in conditions),
+        older_than_s=what.older_than_s,
+    )
+    result = await services.exact.purge(selector, is_dry_run=what.dry_run)
+    owners = {services.partition_of(team.id): team for team in await services.accounts.list_teams()}
+    samples = [
+        SampleOut(
+            id=sample.id,
+            team_id=owner.id if owner else None,
+            team=owner.name if owner else None,
+            text=sample.text,
+            created_at_s=sample.created_at,
+            size_bytes=sample.size_bytes,
+        )
+        for sample in result.samples
+        for owner in (owners.get(sample.partition),)
+    ]
+    return PurgeOut(dry_run=what.dry_run, count=result.count, size_bytes=result.size_bytes, samples=samples)
+
+
+async def try_prompt(services: AdminServices, what: TryIn) -> TryOut:
+    """What the cache would do with a prompt that is a whole request of one user message. Serves, stores, counts and learns nothing.
+
+    Raises accounts.NotFound for the team.
+    """
+    await views.team(services, what.team_id)
+    team = next(one for one in await services.accounts.list_teams() if one.id == what.team_id)
+    body = {"model": what.model, "messages": [{"role": "user", "content": what.prompt}]}
+    asked = fingerprint(body, services.partition_of(what.team_id))
+    entry = (await services.exact.lookup(asked)).entry
+    bound = services.truth.bound(team, what.model, None)
+    out = TryOut(
+        decision="miss", reason="not_eligible", similarity=None, neighbours=[], p=None, p_min=None, verdicts=0,
+        error_max=bound.error_max,
+    )  # fmt: skip
+    if asked.text is not None:
+        query = Query(asked.partition, asked.compat, asked.text, bound.error_max, bound.untightened)
+        try:
+            found = await services.semantic.near(query, _NEIGHBOURS)
+        except CacheWorkerUnavailable as error:
+            out.reason = f"{MissReason.UNAVAILABLE}: {error}"
+        else:
+            _show(out, found)
+    if entry is not None:
+        out.decision, out.reason, out.similarity = "exact", "this very request was answered before", 1.0
+    return out
+
+
+def _show(out: TryOut, found: Neighbourhood) -> None:
+    numbers: dict[bytes, int] = {}
+    for one in found.neighbours:
+        number = numbers.setdefault(one.group or one.exact, len(numbers) + 1)
+        out.neighbours.append(
+            NeighbourOut(
+                text=one.text, similarity=one.similarity, id=one.exact.hex(), reason=one.reason or "", group=number,
+                keys=one.keys, right=one.right, wrong=one.wrong,
+            )
+        )  # fmt: skip
+    out.similarity = found.neighbours[0].similarity if found.neighbours else None
+    trial = found.decision.trial
+    out.p, out.p_min, out.verdicts = trial.p if trial is not None else None, found.p_min, found.verdicts
+    if isinstance(found.decision, Hit):
+        out.decision, out.reason = "semantic", "a cached prompt means the same"
+    else:
+        out.reason = found.decision.reason.value
+
+
+# -- what was found wrong
+
+
+async def wrong(services: AdminServices) -> WrongsOut:
+    """Answers that are out of service by meaning, the latest first. Raises RedisError."""
+    found = []
+    for team in await services.accounts.list_teams():
+        partition = services.partition_of(team.id)
+        for name, why in (await services.verdicts.suspended(partition)).items():
+            found.append((team, partition, name, why))
+    found.sort(key=lambda one: -one[3].at)
+    return WrongsOut(wrong=[await _wrong(services, *one) for one in found[:_WRONG_MAX]])
+
+
+async def _wrong(services: AdminServices, team: Team, partition: Partition, name: bytes, why: Suspension) -> WrongOut:
+    about = await services.exact.about(partition, why.exact)
+    return WrongOut(
+        team_id=team.id,
+        team=team.name,
+        name=name.hex(),
+        is_group=name[:1] == Scope.GROUP.value.encode(),
+        entry=why.exact.hex(),
+        text=about.text if about is not None else None,
+        source=why.source,
+        judge=why.judge,
+        why=why.why,
+        model=why.alias,
+        request_id=why.request_id,
+        at_s=why.at,
+    )
+
+
+async def clear(services: AdminServices, what: ClearIn) -> ClearOut:
+    """Puts an answer back into service. Raises RedisError."""
+    partition = services.partition_of(what.team_id)
+    return ClearOut(was_out=await services.verdicts.clear(partition, bytes.fromhex(what.name)))
+
+
+async def feedback(services: AdminServices, what: FeedbackIn) -> FeedbackOut:
+    """Says of a response of any team what `POST /v1/feedback` says of one's own. Raises NotFound, AlreadyWrong, RedisError,
+    CacheUnavailable."""
+    record = await services.reports.find(what.id)
+    if record is None or not record.team_id:
+        raise NotFound("There is no such response among the latest", param="id", code="response_not_found")
+    partition = services.partition_of(record.team_id)
+    outcome = await services.reports.report(partition, record.team_id, what.id, what.verdict == "right", "admin")
+    return FeedbackOut(id=outcome.id, verdict=outcome.verdict, effect=outcome.effect)

@@ -1,0 +1,357 @@
+"""What a running cache learns from: fresh answers compared with the cached ones near them, served hits checked, words of clients.
+
+After a miss or an audit is recorded its answer is compared with those of up to three entries; a share of served hits is generated
+afresh and compared; a client that asks the same again at once, past the cache, is heard. All of it happens behind the clients'
+backs, in order and bounded: what finds no room is not judged. Knows no rule and no routes. Invariants: no request waits for
+anything here; what no judge can tell teaches nothing; a verdict has an id and counts once.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import msgspec
+import structlog
+from redis.exceptions import RedisError
+
+from cache import (
+    AnswerRef,
+    CacheUnavailable,
+    Entry,
+    ExactCache,
+    Finding,
+    Judge,
+    MissReason,
+    Opinion,
+    Partition,
+    Reply,
+    Ruling,
+    Scope,
+    Source,
+    Suspension,
+    Told,
+    Trial,
+    VerdictStore,
+)
+from gateway.api.wire import fold
+from gateway.job import Job
+from gateway.record import Record
+from gateway.storing import answer_text, chunks_of
+from gateway.summary import NEAR_SIMILARITY_MIN
+from gateway.turn import Turn
+
+_QUEUE_MAX = 256
+_AT_ONCE = 4
+_ANSWER_BYTES_MAX = 64 << 10  # a longer one no judge reads
+_AGAIN_S = 60.0
+_AGAIN_KEYS_MAX = 10_000
+_AGAIN_SHARED = 0.8  # of the words of both prompts
+_AGAIN_WEIGHT = 0.25  # of a verdict: what nobody could compare, and somebody did not take
+_log = structlog.get_logger(__name__)
+
+Regenerate = Callable[[Turn], Awaitable[bytes | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A verdict on a would-be hit that was drawn by chance: it stands for `weight` served ones."""
+
+    record: Record
+    is_wrong: bool
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request whose answer is fresh, or was served: what a judge and a verdict need of it."""
+
+    record: Record
+    turn: Turn
+    text: str
+    partition: Partition
+    compat: bytes
+    answer: bytes  # folded; empty where it is still to be generated
+    entry: Entry | None  # what was stored, or what was served
+    trial: Trial | None
+    source: Source
+    chance: float
+    served: AnswerRef | None = None  # AGAIN: the answer that was not taken
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """What a key was served last by meaning."""
+
+    at: float
+    words: frozenset[str]
+    answer: AnswerRef
+    trial: Trial | None
+
+
+class Judging:
+    """One worker's. `judge` costs nothing; `dear` is asked what it can't tell, of answers to prompts that are near. `regenerate` answers
+    a turn afresh at the gateway's own expense, None where it may not or can't; `share` is that of served hits to check so. `random`
+    gives numbers in [0, 1); `note` is told of every check, `count` of every verdict."""
+
+    def __init__(
+        self,
+        exact: ExactCache,
+        verdicts: VerdictStore,
+        judge: Judge,
+        dear: Judge | None,
+        regenerate: Regenerate | None,
+        share: float,
+        reply_ttl_s: float,
+        random: Callable[[], float],
+        note: Callable[[Check], None],
+        count: Callable[[Source, Ruling, str], None],
+    ) -> None:
+        self._exact = exact
+        self._verdicts = verdicts
+        self._judge = judge
+        self._dear = dear
+        self._regenerate = regenerate
+        self._share = share if regenerate is not None else 0.0
+        self._reply_ttl_s = reply_ttl_s
+        self._random = random
+        self._note = note
+        self._count = count
+        self._queue: deque[_Asked] = deque()
+        self._wake = asyncio.Event()
+        self._running: set[asyncio.Task[None]] = set()
+        self._served: OrderedDict[int, deque[_Served]] = OrderedDict()
+
+    # -- what the pipeline tells: never awaits, never raises -----------------------------------------------------
+
+    def recorded(self, job: Job, stored: Entry | None) -> None:
+        """A request that led a flight is over. `stored` is what the cache keeps of a fresh answer."""
+        if job.trial is not None and job.facts.entry is not None:
+            self._hit(job, job.facts.entry, job.trial)
+        elif job.trial is not None and job.generated.is_complete:
+            is_audit = job.turn.record.miss_reason == MissReason.AUDIT
+            source = Source.AUDIT if is_audit else Source.MISS
+            self._put(self._asked(job, stored, job.trial, source, self._chance(job.trial) if is_audit else 1.0))
+        elif job.turn.controls.no_cache and job.generated.is_complete:
+            last = self._last_served(job)
+            if last is not None:
+                self._put(self._asked(job, stored, last.trial, Source.AGAIN, 1.0, last.answer))
+
+    def _hit(self, job: Job, entry: Entry, trial: Trial) -> None:
+        found, record = job.fingerprint, job.turn.record
+        answer = AnswerRef(entry.exact, entry.created_at)
+        served = self._served.setdefault(record.key_id, deque(maxlen=4))
+        served.append(_Served(time.monotonic(), _words(found.text or ""), answer, trial))
+        self._served.move_to_end(record.key_id)
+        if len(self._served) > _AGAIN_KEYS_MAX:
+            self._served.popitem(last=False)
+        reply = Reply(
+            entry.exact, entry.created_at, found.compat, record.alias, record.at_s, trial.evidence, trial.p, trial.rule
+        )
+        self._start(self._remember(found.partition, record.request_id, reply))
+        if self._share and self._random() < self._share:
+            self._put(self._asked(job, entry, trial, Source.SHADOW, self._chance(trial)))
+
+    def _chance(self, trial: Trial) -> float:
+        """With which probability a would-be hit like this one is compared: audited, or served and then checked."""
+        audited = _audited(trial)
+        return audited + (1.0 - audited) * self._share
+
+    def _last_served(self, job: Job) -> _Served | None:
+        """The hit of the last minute whose prompt this key now asks again, past the cache."""
+        words, now = _words(job.fingerprint.text or ""), time.monotonic()
+        for served in reversed(self._served.get(job.turn.record.key_id, ())):
+            both = len(words | served.words)
+            if now - served.at <= _AGAIN_S and both and len(words & served.words) / both >= _AGAIN_SHARED:
+                self._served[job.turn.record.key_id].remove(served)
+                return served
+        return None
+
+    def _asked(
+        self,
+        job: Job,
+        entry: Entry | None,
+        trial: Trial | None,
+        source: Source,
+        chance: float,
+        served: AnswerRef | None = None,
+    ) -> _Asked | None:
+        found, chunks = job.fingerprint, job.flight.chunks
+        if found.text is None or sum(len(chunk.data) for chunk in chunks) > 16 * _ANSWER_BYTES_MAX:
+            return None
+        answer = b"" if source is Source.SHADOW else fold(chunks)
+        return _Asked(
+            job.turn.record, job.turn, found.text, found.partition, found.compat, answer, entry, trial, source, chance, served
+        )  # fmt: skip
+
+    def _put(self, asked: _Asked | None) -> None:
+        if asked is None or len(self._queue) >= _QUEUE_MAX:
+            return
+        self._queue.append(asked)
+        self._wake.set()
+
+    def _start(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    # -- the work ---------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """For ever: judge what waits, a few at a time."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._queue:
+                if len(self._running) >= _AT_ONCE:
+                    await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
+                    continue
+                self._start(self._one(self._queue.popleft()))
+
+    async def aclose(self) -> None:
+        """What is under way is finished; what waits is let go of."""
+        self._queue.clear()
+        if self._running:
+            await asyncio.wait(self._running, timeout=2.0)
+
+    async def _one(self, asked: _Asked) -> None:
+        try:
+            match asked.source:
+                case Source.SHADOW:
+                    await self._check_served(asked)
+                case Source.AGAIN:
+                    await self._check_again(asked)
+                case _:
+                    await self._compare(asked)
+        except (RedisError, CacheUnavailable, OSError) as error:
+            _log.info("verdict_lost", source=asked.source, reason=f"{type(error).__name__}: {error}")
+        except Exception:
+            _log.exception("judging_failed", source=asked.source, request_id=asked.record.request_id)
+
+    async def _compare(self, asked: _Asked) -> None:
+        """A fresh answer with those near it: the first comparison is the verdict, an equal one makes a group."""
+        trial, fresh = asked.trial, self._told(asked.text, asked.answer)
+        assert trial is not None
+        entries = await self._exact.several(asked.partition, asked.compat, trial.ranked)
+        first = entries[0]
+        if first is None or fresh is None:
+            return
+        opinion = await self._opinion(fresh, first, asked.record.similarity)
+        is_right = _is_same(opinion)
+        equal = first if is_right else None
+        for other in entries[1:]:
+            if equal is None and is_right is not None and other is not None:
+                equal = other if _is_same(await self._opinion(fresh, other, asked.record.similarity)) else None
+        self._say(asked, opinion, _is_same(opinion))
+        if is_right is None and asked.source is Source.MISS:
+            return
+        finding = self._finding(asked, opinion, is_right)
+        ref = AnswerRef(equal.exact, equal.created_at) if equal is not None else None
+        other_ref = AnswerRef(first.exact, first.created_at)
+        await self._verdicts.take(asked.partition, f"{asked.record.request_id}:{asked.source}", finding, other_ref, ref)
+
+    async def _check_served(self, asked: _Asked) -> None:
+        """Generate what was served by meaning, and compare. A wrong one is served no more until somebody clears it."""
+        assert self._regenerate is not None
+        assert asked.entry is not None
+        answer = await self._regenerate(asked.turn)
+        fresh = self._told(asked.text, answer) if answer is not None else None
+        if fresh is None:
+            return
+        opinion = await self._opinion(fresh, asked.entry, 1.0)
+        is_right = _is_same(opinion)
+        self._say(asked, opinion, is_right)
+        finding = self._finding(asked, opinion, is_right, has_entry=False)
+        ref = AnswerRef(asked.entry.exact, asked.entry.created_at)
+        await self._take_served(asked, finding, ref, opinion, is_wrong=is_right is False)
+
+    async def _check_again(self, asked: _Asked) -> None:
+        """Somebody did not take what was served: a different fresh answer is a wrong verdict, one nobody can compare a weak one."""
+        fresh, served = self._told(asked.text, asked.answer), asked.served
+        assert served is not None
+        (entry,) = await self._exact.several(asked.partition, asked.compat, (served.exact,))
+        if fresh is None or entry is None or entry.created_at != served.created_at:
+            return
+        opinion = await self._opinion(fresh, entry, 1.0)
+        is_right = _is_same(opinion)
+        self._say(asked, opinion, is_right)
+        if is_right:
+            return
+        finding = self._finding(asked, opinion, False, has_entry=False)
+        if is_right is None:
+            finding = _weak(finding)
+        await self._take_served(asked, finding, served, opinion, is_wrong=is_right is False)
+
+    async def _take_served(
+        self, asked: _Asked, finding: Finding, ref: AnswerRef, opinion: Opinion, *, is_wrong: bool
+    ) -> None:
+        record = asked.record
+        out = Suspension(
+            ref.exact, asked.source, finding.at, opinion.judge, opinion.why, record.request_id, record.alias
+        )
+        scope = Scope.ANSWER if is_wrong else Scope.NOTHING
+        await self._verdicts.take(
+            asked.partition, f"{record.request_id}:{asked.source}", finding, ref, None, scope, out if is_wrong else None
+        )
+
+    def _finding(self, asked: _Asked, opinion: Opinion, is_right: bool | None, *, has_entry: bool = True) -> Finding:
+        trial, entry = asked.trial, asked.entry if has_entry else None
+        return Finding(
+            asked.source,
+            asked.compat,
+            entry.exact if entry is not None else b"",
+            entry.created_at if entry is not None else 0.0,
+            is_right,
+            trial.evidence if trial is not None else b"",
+            trial.p if trial is not None else 0.0,
+            asked.chance,
+            trial.rule if trial is not None else b"",
+            time.time(),
+            opinion.judge,
+            opinion.why,
+        )
+
+    def _say(self, asked: _Asked, opinion: Opinion, is_right: bool | None) -> None:
+        self._count(asked.source, opinion.ruling, opinion.judge)
+        if is_right is not None and asked.trial is not None and asked.source in (Source.AUDIT, Source.SHADOW):
+            # of the would-be hits like this one a share of 1 - audited was served, and a share of `chance` compared
+            self._note(Check(asked.record, not is_right, (1.0 - _audited(asked.trial)) / asked.chance))
+
+    async def _opinion(self, fresh: Told, entry: Entry, similarity: float | None) -> Opinion:
+        cached = self._told(entry.text or "", fold(chunks_of(entry)))
+        if cached is None:
+            return Opinion(Ruling.UNKNOWN, "", "not an answer that can be compared")
+        opinion = await self._judge.judge(fresh, cached)
+        is_worth = self._dear is not None and similarity is not None and similarity >= NEAR_SIMILARITY_MIN
+        if opinion.ruling is Ruling.UNKNOWN and is_worth and self._dear is not None:
+            opinion = await self._dear.judge(fresh, cached)
+        return opinion
+
+    def _told(self, prompt: str, whole: bytes) -> Told | None:
+        answer = answer_text(whole) if len(whole) <= _ANSWER_BYTES_MAX else None
+        return Told(prompt, answer) if answer is not None else None
+
+    async def _remember(self, partition: Partition, request_id: str, reply: Reply) -> None:
+        try:
+            await self._verdicts.remember_reply(partition, request_id, reply, self._reply_ttl_s)
+        except (RedisError, OSError) as error:
+            _log.info("reply_not_remembered", reason=f"{type(error).__name__}: {error}")
+
+
+def _is_same(opinion: Opinion) -> bool | None:
+    return None if opinion.ruling is Ruling.UNKNOWN else opinion.ruling is Ruling.SAME
+
+
+def _audited(trial: Trial) -> float:
+    """With which probability a would-be hit is generated instead; 1 says that it was not to be served or nothing is audited."""
+    return trial.chance if trial.chance < 1.0 else 0.0
+
+
+def _weak(finding: Finding) -> Finding:
+    """Counted in the group's tally as a part of a verdict; the model learns nothing from it."""
+    return msgspec.structs.replace(finding, evidence=b"", weight=_AGAIN_WEIGHT)
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.casefold().split())

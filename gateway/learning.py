@@ -1,0 +1,130 @@
+"""The parts that make the semantic cache learn, put together: who judges, who is heard, what is measured and what follows.
+
+Knows how they fit and nothing of what they do. Invariant: a worker without any of it would serve the same answers, and never better.
+"""
+
+import random
+from dataclasses import dataclass
+
+import structlog
+
+from cache import (
+    EqualityJudge,
+    ExactCache,
+    Judge,
+    Opinion,
+    Panel,
+    Ruling,
+    SemanticClient,
+    Source,
+    Told,
+    VerdictStore,
+)
+from gateway.accounts import Accounts
+from gateway.judging import Check, Judging
+from gateway.llm_judge import LlmJudge
+from gateway.own_requests import OwnRequests, own_identity
+from gateway.pipeline import Pipeline
+from gateway.redis_link import RedisLink
+from gateway.reports import Reports
+from gateway.settings import Settings
+from gateway.stats import Stats
+from gateway.telemetry import definitions as m
+from gateway.telemetry.metrics import Metrics
+from gateway.truth import Live, Truth
+from gateway.turn import Turn
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Learning:
+    """What a worker learns with."""
+
+    verdicts: VerdictStore
+    judging: Judging
+    reports: Reports
+    truth: Truth
+    _stats: Stats
+    _metrics: Metrics
+    _accounts: Accounts
+
+    async def look(self) -> None:
+        """Measure, and tighten or relax bounds. Raises redis.exceptions.RedisError, SQLAlchemyError."""
+        changed = self.truth.update(await self._stats.samples(), await self._accounts.list_teams())
+        for live in changed:
+            _tell(live)
+        for live in self.truth.live:
+            labels = (live.team, live.alias)
+            if live.measured.estimate is not None:
+                self._metrics.set(m.SEMANTIC_ERROR, live.measured.estimate, *labels)
+            self._metrics.set(m.SEMANTIC_ERROR_LOW, live.measured.low, *labels)
+            self._metrics.set(m.SEMANTIC_ERROR_HIGH, live.measured.high, *labels)
+            self._metrics.set(m.SEMANTIC_BOUND, live.error_max, *labels)
+            self._metrics.set(m.SEMANTIC_STRICTNESS, live.strictness, *labels)
+
+
+def _tell(live: Live) -> None:
+    facts = {"team": live.team, "model": live.alias, "error_max": live.error_max}
+    if live.strictness < 1.0:
+        measured = live.measured
+        _log.warning(
+            "semantic_bound_tightened", **facts, error=measured.estimate, error_low=measured.low, by=live.strictness
+        )
+    else:
+        _log.info("semantic_bound_relaxed", **facts)
+
+
+class Agreement:
+    """The cache worker's judge of short answers."""
+
+    def __init__(self, semantic: SemanticClient) -> None:
+        self._semantic = semantic
+
+    async def judge(self, fresh: Told, cached: Told) -> Opinion:
+        return await self._semantic.agree(fresh.answer, cached.answer)
+
+
+async def open_learning(
+    settings: Settings,
+    accounts: Accounts,
+    exact: ExactCache,
+    semantic: SemanticClient,
+    link: RedisLink,
+    stats: Stats,
+    metrics: Metrics,
+    pipeline: Pipeline,
+    truth: Truth,
+) -> Learning:
+    """Everything, told of by the pipeline from now on."""
+    cache, verdicts = settings.cache, VerdictStore(link)
+    identity = await own_identity(cache, accounts)
+    own = OwnRequests(pipeline, identity) if identity is not None else None
+    model = cache.judge_model
+    dear: Judge | None = LlmJudge(model, own.ask) if own is not None and model is not None else None
+
+    async def regenerate(turn: Turn) -> bytes | None:
+        return await own.ask(turn.body) if own is not None else None
+
+    def note(check: Check) -> None:
+        stats.add_check(check.record.team_id, check.record.alias, check.is_wrong, check.weight)
+
+    def count(source: Source, ruling: Ruling, judge: str) -> None:
+        metrics.add(m.VERDICTS, 1, source.value, ruling.value, judge)
+
+    judging = Judging(
+        exact,
+        verdicts,
+        Panel([EqualityJudge(), Agreement(semantic)]),
+        dear,
+        regenerate if own is not None else None,
+        cache.shadow_share,
+        float(cache.feedback_ttl_s),
+        random.random,
+        note,
+        count,
+    )
+    reports = Reports(verdicts, exact, stats, stats.add_report, count)
+    if cache.is_semantic:
+        pipeline.judging = judging
+    return Learning(verdicts, judging, reports, truth, stats, metrics, accounts)

@@ -1,0 +1,82 @@
+"""Requests that the gateway makes itself, through its own routes: a judge's questions, and answers generated afresh to check a hit.
+
+They belong to a team of their own, with a hard daily budget and no key: their cost is in the ledger and on the team's page like
+anybody's, and where the money is spent there are none. Knows no judge. Invariant: nothing of them is read from a cache or stored.
+"""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import structlog
+
+from gateway.accounts import Accounts, Conflict, Identity, Key
+from gateway.api.request import new_record
+from gateway.api.wire import fold
+from gateway.backends.base import Chunk
+from gateway.errors import ApiError
+from gateway.flight import Reader
+from gateway.job import Answer
+from gateway.pipeline import Pipeline
+from gateway.settings import CacheSettings
+from gateway.turn import read_turn
+from policies import WindowKind
+
+TEAM = "sameway judge"
+_TIMEOUT_S = 120.0
+_log = structlog.get_logger(__name__)
+
+
+async def own_identity(settings: CacheSettings, accounts: Accounts) -> Identity | None:
+    """The team that pays, made where there is none, with the budget that is configured; None where nothing may be spent or is asked."""
+    if not settings.judge_budget_usd or not (settings.judge_model or settings.shadow_share):
+        return None
+    limit = round(settings.judge_budget_usd * 1e6)
+    try:
+        team = await accounts.create_team(TEAM, is_semantic_enabled=False)
+    except Conflict:  # made at an earlier start, or by another worker just now
+        team = next(one for one in await accounts.list_teams() if one.name == TEAM)
+    budgets = await accounts.list_budgets(team.id)
+    daily = next((one for one in budgets if one.window is WindowKind.DAY and one.is_hard), None)
+    if daily is None:
+        await accounts.create_budget(team.id, WindowKind.DAY, limit, True)
+    elif daily.limit_microusd != limit:
+        await accounts.update_budget(daily.id, limit_microusd=limit)
+    key = Key(id=0, team_id=team.id, name="", prefix="", digest=b"", created_at_s=team.created_at_s)
+    return Identity(key, team, tuple(await accounts.list_budgets(team.id)))
+
+
+class OwnRequests:
+    """Asks the pipeline as `identity`."""
+
+    def __init__(self, pipeline: Pipeline, identity: Identity) -> None:
+        self._pipeline = pipeline
+        self._identity = identity
+
+    async def ask(self, body: dict[str, Any]) -> bytes | None:
+        """The whole `chat.completion` for a body, None where it was refused (no money, nobody who answers) or failed."""
+        record = new_record("judge")
+        identity = self._identity
+        record.team_id, record.team = identity.team.id, identity.team.name
+        own = {"no-cache": True, "no-store": True}
+        turn = read_turn(msgspec.json.encode({**body, "stream": False, "cache": own}), {}, record)
+        answer: Answer | None = None
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                answer = await self._pipeline.answer(turn, identity, _nobody)
+                assert answer.reader is not None
+                chunks: list[Chunk] = []
+                while batch := await answer.reader.next():
+                    chunks += batch
+                return fold(chunks)
+        except (ApiError, TimeoutError) as error:
+            _log.info("own_request_failed", reason=str(error) or type(error).__name__)
+            return None
+        finally:
+            if answer is not None and answer.reader is not None:
+                answer.reader.close()
+            self._pipeline.finish(record, turn, answer)
+
+
+def _nobody(_: Reader) -> None:
+    """No client who could leave."""

@@ -1,0 +1,138 @@
+"""What people say of answers they were given, and what follows.
+
+Knows no HTTP. A response by meaning that was wrong takes its answer, and all that were found equal to it, out of service until an
+admin clears it; any other that was wrong is removed from the cache, and the next who asks is answered anew. What was right speaks for
+the answer, and no more: who reports chooses what to report, so a report is no sample of anything. Invariants: a response is
+found only among those of the team that is asked for; the same verdict twice counts once.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from enum import StrEnum
+
+import msgspec
+
+from cache import (
+    AnswerRef,
+    ExactCache,
+    Finding,
+    Partition,
+    Purge,
+    Reply,
+    Ruling,
+    Scope,
+    Source,
+    Suspension,
+    VerdictStore,
+)
+from gateway.errors import ApiError, NotFound
+from gateway.record import Record
+from gateway.stats import Stats
+
+_FLUSHED_S = 1.2  # workers hand the latest requests over once a second
+
+
+class AlreadyWrong(ApiError):
+    """409: this response was reported wrong before; only an admin takes that back."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "already_reported_wrong"
+
+
+class Effect(StrEnum):
+    SUSPENDED = "suspended"  # the answer is out of service by meaning until an admin clears it
+    PURGED = "purged"  # the answer is removed from the cache
+    COUNTED = "counted"
+    NONE = "none"  # nothing of it is in the cache, or the same was said before
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What became of a report."""
+
+    id: str
+    verdict: str
+    effect: Effect
+
+
+class Reports:
+    """`note` is told the team, the alias and whether it was wrong, once for a hit by meaning; `count` every verdict."""
+
+    def __init__(
+        self,
+        verdicts: VerdictStore,
+        exact: ExactCache,
+        stats: Stats,
+        note: Callable[[int, str, bool], None],
+        count: Callable[[Source, Ruling, str], None],
+    ) -> None:
+        self._verdicts = verdicts
+        self._exact = exact
+        self._stats = stats
+        self._note = note
+        self._count = count
+
+    async def report(self, partition: Partition, team_id: int, id: str, is_right: bool, who: str) -> Outcome:
+        """Take what `who` says of response `id` of a team. Raises NotFound, AlreadyWrong, redis.exceptions.RedisError,
+        CacheUnavailable."""
+        verdict = "right" if is_right else "wrong"
+        reply = await self._verdicts.reply(partition, id)
+        if reply is not None:
+            effect = await self._on_hit(partition, team_id, id, reply, is_right, who)
+        else:
+            effect = await self._on_other(partition, team_id, id, is_right)
+        return Outcome(id, verdict, effect)
+
+    async def _on_hit(
+        self, partition: Partition, team_id: int, id: str, reply: Reply, is_right: bool, who: str
+    ) -> Effect:
+        if is_right and await self._verdicts.was_taken(partition, f"{id}:wrong"):
+            raise AlreadyWrong("This response was reported wrong before; an admin can clear that")
+        finding = Finding(
+            Source.FEEDBACK, reply.compat, b"", 0.0, is_right, b"" if is_right else reply.evidence, reply.p, 1.0, reply.rule,
+            time.time(), who, "reported",
+        )  # fmt: skip
+        out = Suspension(reply.exact, Source.FEEDBACK, finding.at, who, "reported wrong", id, reply.alias)
+        scope, told = (Scope.NOTHING, "right") if is_right else (Scope.GROUP, "wrong")
+        answer = AnswerRef(reply.exact, reply.created_at)
+        is_new = await self._verdicts.take(
+            partition, f"{id}:{told}", finding, answer, None, scope, None if is_right else out
+        )
+        if is_new:
+            self._note(team_id, reply.alias, not is_right)
+            self._count(Source.FEEDBACK, Ruling.SAME if is_right else Ruling.DIFFERENT, who)
+        if not is_right:
+            return Effect.SUSPENDED
+        return Effect.COUNTED if is_new else Effect.NONE
+
+    async def _on_other(self, partition: Partition, team_id: int, id: str, is_right: bool) -> Effect:
+        record = await self.find(id, team_id)
+        if record is None:
+            raise NotFound(
+                "There is no such response of this team, or it was too long ago; `id` is its x-request-id",
+                param="id",
+                code="response_not_found",
+            )
+        if not record.entry:
+            return Effect.NONE
+        if not await self._verdicts.take_once(partition, f"{id}:{'right' if is_right else 'wrong'}"):
+            return Effect.NONE if is_right else Effect.PURGED
+        self._count(Source.FEEDBACK, Ruling.SAME if is_right else Ruling.DIFFERENT, record.cache)
+        if is_right:
+            return Effect.COUNTED
+        await self._exact.purge(Purge(partition=partition, id=record.entry))
+        return Effect.PURGED
+
+    async def find(self, id: str, team_id: int | None = None) -> Record | None:
+        """The request among the latest; one that has just finished may be handed over by its worker a second later."""
+
+        def is_it(record: Record) -> bool:
+            return record.request_id == id and team_id in (None, record.team_id)
+
+        for pause_s in (0.0, _FLUSHED_S):
+            await asyncio.sleep(pause_s)
+            page = await self._stats.routes(is_it, limit=1)
+            if page.records:
+                return page.records[0]
+        return None

@@ -1,0 +1,186 @@
+"""How often are answers by meaning wrong in truth, and what bound follows? Measured, with its interval, for each team and alias.
+
+What is measured are checks drawn by chance: audits and shadow checks of would-be hits, each standing for as many served hits as its
+chance says (Horvitz and Thompson, 1952), and reports, which only ever add. Knows no rule and no Redis. Invariants: a bound only
+tightens: the least of the gateway's, the team's, the alias' and the request's; where the interval's low end passes it, it is
+tightened by as much as the estimate passes it, once two answers or more were wrong, until the estimate is back within.
+
+The interval is Clopper and Pearson's (1934; 95%), at the effective number of checks (sum of weights) squared over the sum of their
+squares (Kish, 1965), times the share of requests that were hits. It is exact for equal weights and wide for few checks.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from gateway.accounts import Team
+from gateway.settings import Settings
+
+CONFIDENCE = 0.95
+_STRICTNESS_MIN = 0.05
+_PATTERN = 2
+_TINY = 1e-300
+
+
+class Sample(msgspec.Struct):
+    """What was counted of one team and alias over some time. Weights are in served hits; `weight2` sums their squares."""
+
+    requests: int = 0  # answered, from the cache or not
+    hits: int = 0  # by meaning
+    checks: int = 0
+    wrong: int = 0  # of the checks
+    weight: float = 0.0
+    weight2: float = 0.0
+    wrong_weight: float = 0.0
+    reported_wrong: int = 0
+    reported_right: int = 0
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """Answers by meaning that were wrong, as a share of all requests: the estimate (None without any check or report), its
+    interval, and how many checks it rests on."""
+
+    estimate: float | None
+    low: float
+    high: float
+    checks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What a lookup by meaning must keep to. `untightened` is what it was before it tightened itself; None where it did not."""
+
+    error_max: float
+    untightened: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """The truth of one team and alias beside its bound. `strictness` is what the bound is multiplied with now."""
+
+    team_id: int
+    team: str
+    alias: str
+    sample: Sample
+    measured: Measured
+    error_max: float
+    strictness: float
+
+
+def measure(sample: Sample) -> Measured:
+    """The share of requests answered wrongly by meaning. A report is a wrong answer for certain, and those that nobody reported are
+    what the checks are for: of both estimates and of both low ends the larger counts."""
+    if not sample.requests:
+        return Measured(None, 0.0, 1.0, 0)
+    share = sample.hits / sample.requests
+    reported, reported_low = 0.0, 0.0
+    if sample.reported_wrong:
+        reported = min(1.0, sample.reported_wrong / sample.requests)
+        reported_low, _ = clopper_pearson(min(sample.reported_wrong, sample.requests), sample.requests)
+    if not sample.weight:
+        return Measured(reported or None, reported_low, max(share, reported), 0)
+    wrong = sample.wrong_weight / sample.weight
+    effective = sample.weight**2 / sample.weight2
+    low, high = clopper_pearson(wrong * effective, effective)
+    return Measured(
+        max(wrong * share, reported), max(low * share, reported_low), max(high * share, reported), sample.checks
+    )
+
+
+def clopper_pearson(count: float, total: float) -> tuple[float, float]:
+    """The interval for a share of which `count` of `total` were seen; both may be fractions (effective numbers)."""
+    tail = (1.0 - CONFIDENCE) / 2.0
+    low = 0.0 if count <= 0 else _quantile(tail, count, total - count + 1)
+    high = 1.0 if count >= total else _quantile(1.0 - tail, count + 1, total - count)
+    return low, high
+
+
+def _quantile(share: float, a: float, b: float) -> float:
+    """Of the beta distribution, by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _beta(middle, a, b) < share else (low, middle)
+    return (low + high) / 2
+
+
+def _beta(x: float, a: float, b: float) -> float:
+    """The regularised incomplete beta function, by its continued fraction (DLMF 8.17.22; evaluated as Lentz does)."""
+    if x <= 0.0 or x >= 1.0:
+        return float(x >= 1.0)
+    if x > (a + 1) / (a + b + 2):  # where the fraction converges slowly
+        return 1.0 - _beta(1.0 - x, b, a)
+    log_front = a * math.log(x) + b * math.log1p(-x) + math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
+    fraction, c, d = 1.0, 1.0, 0.0
+    for step in range(500):
+        m = step // 2
+        if step == 0:
+            term = 1.0
+        elif step % 2:
+            term = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        else:
+            term = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        d = 1.0 / (1.0 + term * d or _TINY)
+        c = 1.0 + term / c or _TINY
+        fraction *= c * d
+        if abs(1.0 - c * d) < 1e-12:
+            break
+    return math.exp(log_front) * (fraction - 1.0) / a
+
+
+def error_max_of(settings: Settings, team: Team, alias: str, asked: float | None = None) -> float:
+    """The least of all bounds that are given."""
+    model = settings.models.get(alias)
+    of_alias = model.semantic_error_max if model is not None else None
+    given = (settings.cache.error_max, team.semantic_error_max, of_alias, asked)
+    return min(bound for bound in given if bound is not None)
+
+
+class Truth:
+    """One worker's view of all teams' and aliases' live errors, and the bounds that follow."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._strictness: dict[tuple[int, str], float] = {}
+        self.live: tuple[Live, ...] = ()
+
+    def bound(self, team: Team, alias: str, asked: float | None) -> Bound:
+        """What a request of a team for an alias must keep to."""
+        error_max = error_max_of(self._settings, team, alias, asked)
+        strictness = self._strictness.get((team.id, alias))
+        return Bound(error_max) if strictness is None else Bound(error_max * strictness, error_max)
+
+    def update(self, samples: Mapping[tuple[int, str], Sample], teams: Iterable[Team]) -> list[Live]:
+        """Take in what was counted lately. What comes back are those whose bound has tightened or relaxed by it."""
+        names = {team.id: team for team in teams}
+        live, changed = [], []
+        for (team_id, alias), sample in samples.items():
+            team = names.get(team_id)
+            if team is None or not (sample.hits or sample.checks or sample.reported_wrong):
+                continue
+            measured, error_max = measure(sample), error_max_of(self._settings, team, alias)
+            before = self._strictness.get((team_id, alias))
+            after = _strictness(sample, measured, error_max, is_tight=before is not None)
+            one = Live(team_id, team.name, alias, sample, measured, error_max, after)
+            live.append(one)
+            if after < 1.0:
+                self._strictness[team_id, alias] = after
+            else:
+                self._strictness.pop((team_id, alias), None)
+            if (before is None) != (after == 1.0):
+                changed.append(one)
+        for gone in self._strictness.keys() - {(one.team_id, one.alias) for one in live}:
+            del self._strictness[gone]
+        self.live = tuple(live)
+        return changed
+
+
+def _strictness(sample: Sample, measured: Measured, error_max: float, *, is_tight: bool) -> float:
+    """What to multiply the bound with: 1 while the truth may be within it, and once tight until the estimate is. A single wrong
+    answer among the first few requests is no pattern yet."""
+    estimate = measured.estimate or 0.0
+    has_pattern = sample.wrong + sample.reported_wrong >= _PATTERN
+    is_past = estimate > error_max if is_tight else has_pattern and measured.low > error_max
+    return max(_STRICTNESS_MIN, error_max / estimate) if is_past and estimate else 1.0

@@ -1,0 +1,234 @@
+"""The semantic cache learns: from answers compared, from checks of what was served, and from what people say of it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import random
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.gateway import API_KEY, Gateway, deployment, run_gateway, wait_for
+from tests.upstream import Upstream
+
+ASKED, PARAPHRASE = "What is the capital of France?", "Tell me the capital of France."
+_OPENINGS = ("please", "hey,", "could you", "I want to", "can you", "now")
+_INTENTS = {
+    "1": (("play", "start", "put on"), ("some jazz music", "a jazz song", "the jazz radio")),
+    "2": (("check", "show", "read out"), ("the weather forecast", "the rain forecast", "the forecast of weather")),
+    "3": (("transfer", "send", "move"), ("money to savings", "cash to the savings account", "funds to my savings")),
+    "4": (("order", "get", "buy"), ("a cheese pizza", "some pizza", "pizza for dinner")),
+}
+
+
+def stream(count: int) -> list[tuple[str, str]]:
+    """Prompts of a few intents in many words, each with the number that answers it."""
+    all_ways = [
+        (f"{opening} {verb} {what}", label)
+        for label, (verbs, whats) in _INTENTS.items()
+        for opening, verb, what in itertools.product(_OPENINGS, verbs, whats)
+    ]
+    return random.Random(3).sample(all_ways, count)
+
+
+@pytest.fixture(scope="module")
+def learner(upstream_process: Upstream, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """A gateway that checks no hits by chance, so that a test knows what it gets."""
+    names = ("mock", "other", "third")  # each model's requests are learned from apart
+    config = {"models": {name: {"deployments": [deployment(upstream_process.url, name)]} for name in names}}
+    with run_gateway(tmp_path_factory.mktemp("learner"), config) as running:
+        running.wait_ready()
+        yield running
+
+
+@pytest.fixture(scope="module")
+def checker(upstream_process: Upstream, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """A gateway that generates every hit afresh in the background, and asks a model what the cheap judges can't tell."""
+    url = upstream_process.url
+    config = {
+        "cache": {"shadow_share": 1.0, "judge_model": "judge", "judge_budget_usd": 0.5},
+        "models": {
+            "mock": {"deployments": [deployment(url, "plain")]},
+            "judge": {"deployments": [deployment(url, "judge", "judge")]},
+        },
+    }
+    with run_gateway(tmp_path_factory.mktemp("checker"), config) as running:
+        running.wait_ready()
+        yield running
+
+
+def kind(reply: httpx.Response) -> str:
+    assert reply.status_code == 200, reply.text
+    return reply.headers["x-sameway-cache"]
+
+
+def report(gateway: Gateway, id: str, verdict: str, key: str = API_KEY, **more: Any) -> httpx.Response:
+    headers = {"authorization": f"Bearer {key}"}
+    body = {"id": id, "verdict": verdict, **more}
+    return httpx.post(f"{gateway.base_url}/feedback", json=body, headers=headers, timeout=30)
+
+
+def metric(gateway: Gateway, name: str, *labels: str) -> float:
+    """The sum of a metric's series that carry these labels."""
+    lines = httpx.get(f"{gateway.root}/metrics", timeout=10).text.splitlines()
+    found = [line for line in lines if line.startswith(name) and all(label in line for label in labels)]
+    return sum(float(line.rpartition(" ")[2]) for line in found)
+
+
+def verdicts(gateway: Gateway, *labels: str) -> float:
+    return metric(gateway, "sameway_semantic_verdicts_total", *labels)
+
+
+def test_paraphrases_become_hits(learner: Gateway, upstream: Upstream) -> None:
+    """Misses at first; judged equal they form groups, and the later ones are served, rightly."""
+    asked = stream(180)
+    upstream.labels({text: f"The answer is case {label}." for text, label in asked})
+    kinds, wrong = [], 0
+    for text, label in asked:
+        reply = learner.chat(text)
+        kinds.append(kind(reply))
+        answer = reply.json()["choices"][0]["message"]["content"]
+        wrong += kinds[-1] == "semantic" and answer != f"The answer is case {label}."
+    first, last = kinds[:60].count("semantic"), kinds[-60:].count("semantic")
+    assert wrong == 0
+    assert last > first
+    assert last >= 20, (first, last)
+    assert verdicts(learner, 'ruling="same"', 'source="miss"') > 20
+    other = learner.admin("POST", "/teams", json={"name": "somebody else"})
+    key = learner.admin("POST", f"/teams/{other['id']}/keys", json={"name": "k"})["plaintext"]
+    assert [kind(learner.chat(text, key=key)) for text, _ in asked[-3:]] == ["miss"] * 3
+
+
+def test_a_wrong_hit_is_not_served_again(learner: Gateway, upstream: Upstream) -> None:
+    """Reported by its team it is out of service at once, after the cache worker's death and after a restart; an admin clears it."""
+    assert kind(learner.chat(ASKED, "other")) == "miss"
+    served = learner.chat(PARAPHRASE, "other")
+    assert kind(served) == "semantic"
+    id = served.headers["x-request-id"]
+    said = report(learner, id, "wrong")
+    assert (said.status_code, said.json()["effect"]) == (200, "suspended")
+    reports = verdicts(learner, 'source="feedback"')
+    assert report(learner, id, "wrong").json()["effect"] == "suspended"
+    assert verdicts(learner, 'source="feedback"') == reports
+    assert report(learner, id, "right").json()["error"]["code"] == "already_reported_wrong"
+    again = "Tell me the capital of France"
+    no_store = {"no-store": True}
+    assert kind(learner.chat(again, "other", cache=no_store)) == "bypass"
+    for child in learner.children("cache.worker"):
+        child.send_signal(signal.SIGKILL)
+    assert kind(learner.chat(again, "other", cache=no_store)) == "bypass"
+    learner.stop()
+    learner.start()
+    learner.wait_ready()
+    assert kind(learner.chat(again, "other", cache=no_store)) == "bypass"
+    tried = learner.admin("POST", "/cache/try", json={"team_id": 1, "model": "other", "prompt": again})
+    assert tried["reason"] == "suspended"
+    (wrong,) = learner.admin("GET", "/cache/wrong")["wrong"]
+    assert (wrong["text"], wrong["source"]) == (ASKED, "feedback")
+    learner.admin("POST", "/cache/clear", json={"team_id": wrong["team_id"], "name": wrong["name"]})
+    assert learner.admin("GET", "/cache/wrong")["wrong"] == []
+    assert kind(learner.chat(again, "other", cache=no_store)) == "semantic"
+
+
+def test_what_can_be_reported_and_by_whom(learner: Gateway, upstream: Upstream) -> None:
+    """Only by a key of the team that was answered; an exact or fresh answer that was wrong leaves the cache; bad reports say why."""
+    asked = "How many moons does the planet Mars have?"
+    miss = learner.chat(asked)
+    id = miss.headers["x-request-id"]
+    team = learner.admin("POST", "/teams", json={"name": "reporters"})
+    stranger = learner.admin("POST", f"/teams/{team['id']}/keys", json={"name": "k"})["plaintext"]
+    assert report(learner, id, "wrong", stranger).status_code == 404
+    assert report(learner, "req_nobody", "right").json()["error"]["code"] == "response_not_found"
+    assert report(learner, id, "so-so").json()["error"]["param"] == "verdict"
+    assert report(learner, id, "right", more=1).json()["error"]["code"] == "unknown_parameter"
+    assert report(learner, id, "right", key="sk-nobody").status_code == 401
+    assert kind(learner.chat(asked)) == "exact"
+    assert report(learner, id, "right").json()["effect"] == "counted"
+    assert report(learner, id, "wrong").json()["effect"] == "purged"
+    assert kind(learner.chat(asked)) == "miss"
+    assert report(learner, id, "wrong").json()["effect"] == "purged"
+    assert kind(learner.chat(asked)) == "exact"  # said twice, done once
+
+
+def test_asking_again_past_the_cache_is_heard(learner: Gateway, upstream: Upstream) -> None:
+    """The fresh answer is compared with the one that was not taken; another one takes that out of service."""
+    asked, near = "Who wrote the play Romeo and Juliet?", "Tell me who wrote the play Romeo and Juliet."
+    upstream.labels({asked: "It was written by 2 people.", near: "It was written by 1 person."})
+    learner.chat(asked, "third")
+    assert kind(learner.chat(near, "third")) == "semantic"
+    learner.chat(near, "third", cache={"no-cache": True, "no-store": True})
+    wait_for(lambda: verdicts(learner, 'source="again"', 'ruling="different"') == 1, 10)
+    wait_for(lambda: learner.admin("GET", "/cache/wrong")["wrong"] != [], 10)
+    assert kind(learner.chat(near, "third", cache={"no-store": True})) == "bypass"
+
+
+def test_hits_are_checked_in_the_background(checker: Gateway, upstream: Upstream) -> None:
+    """A right one is counted; a wrong one is served no more, is on the list, and is in the measured error."""
+    upstream.labels({ASKED: "Paris", PARAPHRASE: "paris.", "Name the capital of France": "It is 42."})
+    checker.chat(ASKED)
+    assert kind(checker.chat(PARAPHRASE)) == "semantic"
+    wait_for(lambda: verdicts(checker, 'source="shadow"', 'ruling="same"') == 1, 10)
+    upstream.labels({PARAPHRASE: "It is 42."})
+    assert kind(checker.chat(PARAPHRASE)) == "semantic"
+    wait_for(lambda: verdicts(checker, 'source="shadow"', 'ruling="different"') == 1, 10)
+    wait_for(lambda: len(checker.admin("GET", "/cache/wrong")["wrong"]) == 1, 10)
+    assert kind(checker.chat(PARAPHRASE, cache={"no-store": True})) == "bypass"
+    wait_for(lambda: metric(checker, "sameway_semantic_error_ratio") > 0, 15)
+    wait_for(lambda: bool(checker.admin("GET", "/stats")["semantic"]), 5)
+    (live,) = checker.admin("GET", "/stats")["semantic"]
+    assert (live["checks"], live["error_max"]) == (2, 0.01)
+    assert live["low"] < live["estimate"] <= live["high"]
+
+
+def counts(gateway: Gateway, ruling: str, total: float) -> bool:
+    return verdicts(gateway, 'judge="judge"', f'ruling="{ruling}"') == total
+
+
+def test_a_model_is_asked_what_words_do_not_tell(checker: Gateway, upstream: Upstream) -> None:
+    """Long answers in other words: the judge's word counts, its cost is on its own team's budget, and only three words are one."""
+    asked = "Why is the sky blue at noon?"
+    words = {"SAME": "Tell me why the sky is blue at noon.", "Ignore that.": "Tell me, why is the sky so blue at noon?"}
+    long = "Because air scatters the short waves of sunlight more than the long ones, " * 3
+    upstream.labels({asked: long + "as Rayleigh found."})
+    checker.chat(asked)
+    for number, (word, near) in enumerate(words.items()):
+        ruling = "same" if word == "SAME" else "unknown"
+        before = verdicts(checker, 'judge="judge"', f'ruling="{ruling}"')
+        other = "Sunlight is scattered by air, and blue most of all, which is what we see. " * 3 + "A" * number
+        question = {"prompt": near, "answer_a": other, "answer_b": long + "as Rayleigh found."}
+        upstream.labels({near: other, json.dumps(question): word})
+        assert kind(checker.chat(near)) == "semantic"
+        is_counted = functools.partial(counts, checker, ruling, before + 1)
+        wait_for(is_counted, 15)
+    team = next(one for one in checker.admin("GET", "/teams")["teams"] if one["name"] == "sameway judge")
+    wait_for(lambda: checker.admin("GET", f"/ledger?team_id={team['id']}&model=judge")["rows"] != [], 10)
+    (budget,) = checker.admin("GET", f"/teams/{team['id']}/budgets")["budgets"]
+    assert (budget["limit_microusd"], budget["is_hard"]) == (500_000, True)
+    wait_for(lambda: checker.admin("GET", f"/teams/{team['id']}/budgets")["budgets"][0]["spent_microusd"] > 0, 10)
+
+
+def test_without_money_nobody_is_asked(upstream: Upstream, tmp_path: Any) -> None:
+    """A budget of 0: no judge model, no shadow checks, no team; the cheap judges go on."""
+    config = {
+        "cache": {"shadow_share": 1.0, "judge_model": "judge", "judge_budget_usd": 0},
+        "models": {
+            "mock": {"deployments": [deployment(upstream.url, "plain")]},
+            "judge": {"deployments": [deployment(upstream.url, "judge", "judge")]},
+        },
+    }
+    long = "The reasons are many and each deserves to be told in its own words here. " * 3
+    upstream.labels({ASKED: long + "One.", "Tell me the capital of Italy.": long + "Other."})
+    with run_gateway(tmp_path, config) as running:
+        running.wait_ready()
+        running.chat(ASKED)
+        assert kind(running.chat(PARAPHRASE)) == "semantic"
+        running.chat("Tell me the capital of Italy.")
+        wait_for(lambda: verdicts(running, 'ruling="unknown"') + verdicts(running, 'ruling="different"') >= 1, 10)
+        assert [team["name"] for team in running.admin("GET", "/teams")["teams"]] == ["default"]
+    assert {one["body"]["model"] for one in upstream.seen().requests} == {"mock"}
+    assert upstream.seen().generations == 2
