@@ -41,6 +41,7 @@ _COPY_ROWS = 65_536
 
 MakeFlat = Callable[[int], Any]
 """From dimensions to an empty index that searches exactly by inner product: FAISS' flat ones, or TorchFlat."""
+_Changes = dict[int, NDArray[np.float32] | None]
 Run = Callable[[Callable[[], None]], None]
 """Does some work beside the caller's."""
 
@@ -161,7 +162,7 @@ class VectorIndex:
 
     def _remake_if_due(self, block: _Block) -> None:
         if self._mirror is None and block.changes is None and block.is_outgrown(self._flat_max):
-            block.changes = []
+            block.changes = {}
             self._run(lambda: self._remake(block))
 
     def _remake(self, block: _Block) -> None:
@@ -171,11 +172,11 @@ class VectorIndex:
                 while True:
                     with self._lock:
                         if len(block.changes or ()) <= _REPLAYED_MAX:
-                            _replay(made, block.changes or [])
-                            block.lists, block.changes = made, None
+                            _replay(made, block.changes or {})
                             block.made_for = made.ntotal if made.nlist > 1 else 0
+                            block.lists, block.changes = made, None
                             return
-                        changes, block.changes = block.changes or [], []
+                        changes, block.changes = block.changes or {}, {}
                     _replay(made, changes)
         except Exception:  # out of memory, most likely: the old lists serve on, and the next growth tries again
             _log.exception("the lists of %d vectors could not be made", block.lists.ntotal)
@@ -190,8 +191,8 @@ class VectorIndex:
         for place in range(block.lists.nlist):
             with self._lock:
                 keys, vectors = _read(block.lists, place)
-                changed = [key for key, _ in block.changes or []]
-            kept = ~np.isin(keys, changed)
+                changes = block.changes or {}
+            kept = np.array([key not in changes for key in keys.tolist()], dtype=bool)
             if kept.any():
                 made.add_with_ids(_as_float32(vectors[kept]), keys[kept])
         return made
@@ -213,14 +214,15 @@ class VectorIndex:
 
 
 class _Block:
-    """A namespace. `changes` are the keys that came (with a vector) and went since new lists are being made, None while none are."""
+    """A namespace. `changes` are the keys that came (with a vector) or went since new lists are being made, by the last word on each;
+    None while none are."""
 
     __slots__ = ("changes", "copy", "lists", "made_for")
 
     def __init__(self, lists: Any) -> None:
         self.lists = lists
         self.made_for = 0  # keys that there were when the lists were made
-        self.changes: list[tuple[int, NDArray[np.float32] | None]] | None = None
+        self.changes: _Changes | None = None
         self.copy: _Copy | None = None
 
     @property
@@ -237,7 +239,7 @@ class _Block:
     def add(self, key: int, vector: NDArray[np.float32]) -> None:
         self.lists.add_with_ids(vector[None], np.array([key], dtype=np.int64))
         if self.changes is not None:
-            self.changes.append((key, vector))
+            self.changes[key] = vector
         if self.copy is not None:
             self.copy.add([key], vector[None])
 
@@ -245,7 +247,7 @@ class _Block:
         if not self.lists.remove_ids(np.array([key], dtype=np.int64)):
             return False
         if self.changes is not None:
-            self.changes.append((key, None))
+            self.changes[key] = None
         if self.copy is not None:
             self.copy.remove(key)
         return True
@@ -325,12 +327,10 @@ def _read(lists: Any, place: int) -> tuple[NDArray[np.int64], NDArray[np.float16
     return keys, codes.view(np.float16).reshape(count, lists.d)
 
 
-def _replay(lists: Any, changes: list[tuple[int, NDArray[np.float32] | None]]) -> None:
-    """The last word on each key counts."""
-    last = dict(changes)
-    came = [(key, vector) for key, vector in last.items() if vector is not None]
-    if last:
-        lists.remove_ids(np.array(list(last), dtype=np.int64))
+def _replay(lists: Any, changes: _Changes) -> None:
+    came = [(key, vector) for key, vector in changes.items() if vector is not None]
+    if changes:
+        lists.remove_ids(np.array(list(changes), dtype=np.int64))
     if came:
         lists.add_with_ids(np.stack([vector for _, vector in came]), np.array([key for key, _ in came], dtype=np.int64))
 
