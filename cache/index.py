@@ -14,9 +14,7 @@ exact; add and remove take microseconds whatever the size.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,15 +53,8 @@ def on_gpu() -> MakeFlat | None:
 
 
 def in_thread(work: Callable[[], None]) -> None:
-    """Beside everything else, and after it where cores are scarce. Does not outlive the process."""
-    threading.Thread(target=_modestly, args=(work,), name="index", daemon=True).start()
-
-
-def _modestly(work: Callable[[], None]) -> None:
-    with contextlib.suppress(OSError, AttributeError):  # Linux gives each thread a priority
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-    faiss.omp_set_num_threads(1)
-    work()
+    """Beside everything else; does not outlive the process. Its priority is everybody's: it holds what others wait for, now and then."""
+    threading.Thread(target=work, name="index", daemon=True).start()
 
 
 @dataclass(frozen=True, slots=True)
