@@ -23,6 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from cache import CacheLimits, CacheUnavailable, ExactCache, SemanticClient
+from cache.scripts import PUT
 from gateway.accounts import Accounts, Ledger, LedgerWriter
 from gateway.admin.routes import admin_router
 from gateway.admin.services import AdminServices
@@ -52,6 +53,7 @@ from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
 from gateway.truth import Truth
 from gateway.turn import Turn
 from policies import BorrowedRateLimits, Budgets, LocalRateLimits, RateLimits
+from policies.budget_scripts import SETTLE
 
 VERSION = "0.1.0"
 ACCOUNTS_CHANNEL = "sameway:accounts"
@@ -152,7 +154,7 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
     stack.callback(metrics.close)
     log = logs.configure(settings, on_drop=lambda lines: metrics.add(LOG_DROPPED, lines))
     stack.callback(logs.close)
-    link = RedisLink(settings.redis_target, settings.redis_timeout_ms / 1000.0)
+    link = RedisLink(settings.redis_target, settings.redis_timeout_ms / 1000.0, patient=(SETTLE, PUT))
     stack.push_async_callback(link.aclose)
 
     async def tell_others() -> None:

@@ -9,7 +9,7 @@ milliseconds, not its deadline.
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Collection
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -20,6 +20,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from cache.redis_url import connect
 from gateway.redis_wire import Command, Pending, Wire, answer, fail, open_wire
 
+_PATIENCE_S = 0.002
+_PATIENT_MAX = 64  # more than these make a batch large enough
 _PROBE_AFTER_S = (0.05, 0.2, 0.5, 1.0)  # growing pauses between probes of a Redis that is away
 
 
@@ -29,7 +31,8 @@ class RedisLink:
     Raises redis.exceptions.RedisError: ConnectionError and TimeoutError while Redis is away, ResponseError for a bad command.
     """
 
-    def __init__(self, url: str, timeout_s: float) -> None:
+    def __init__(self, url: str, timeout_s: float, patient: Collection[str] = ()) -> None:
+        """`patient` are scripts whose callers have nobody waiting: they leave a few milliseconds later, together."""
         self.url = url
         self.client = connect(url, timeout_s)
         self.round_trips = 0  # and what they carried, for who counts what a request costs
@@ -42,6 +45,8 @@ class RedisLink:
         self._waiting: list[Pending] = []
         self._is_scheduled = False
         self._pump: asyncio.Task[None] | None = None
+        self._patient_scripts = frozenset(patient)
+        self._patient: list[Pending] = []
         self._shas: dict[str, str] = {}
         self._failures = 0
         self._probe_at = 0.0
@@ -60,7 +65,8 @@ class RedisLink:
         sha = self._shas.get(script)
         if sha is None:
             sha = self._shas[script] = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
-        return self._enqueue(Pending(("EVALSHA", sha, numkeys, *keys_and_args), self._loop_future(), script=script))
+        pending = Pending(("EVALSHA", sha, numkeys, *keys_and_args), self._loop_future(), script=script)
+        return self._wait_a_little(pending) if script in self._patient_scripts else self._enqueue(pending)
 
     def _loop_future(self) -> "asyncio.Future[Any]":
         return asyncio.get_running_loop().create_future()
@@ -77,6 +83,19 @@ class RedisLink:
             self._is_scheduled = True
             future.get_loop().call_soon(self._flush)
         return future
+
+    def _wait_a_little(self, pending: Pending) -> "asyncio.Future[Any]":
+        self._patient.append(pending)
+        if len(self._patient) == 1:
+            pending.future.get_loop().call_later(_PATIENCE_S, self._end_patience)
+        elif len(self._patient) == _PATIENT_MAX:
+            self._end_patience()
+        return pending.future
+
+    def _end_patience(self) -> None:
+        patient, self._patient = self._patient, []
+        for pending in patient:
+            self._enqueue(pending)
 
     def _refused(self, pending: Pending, error: RedisError) -> None:
         """Redis' answer is an error. A script that it does not know is sent whole; everything else is the caller's."""
@@ -183,6 +202,7 @@ class RedisLink:
 
     async def aclose(self) -> None:
         """Let what waits be answered, then close."""
+        self._end_patience()
         waiting = [pending.future for pending in self._waiting] + (self._wire.unanswered if self._wire else [])
         if waiting:
             await asyncio.wait(waiting, timeout=2 * self._timeout_s)

@@ -42,6 +42,22 @@ async def test_scripts_are_sent_once(link: RedisLink) -> None:
     assert await asyncio.gather(*(link.eval(SCRIPT, 1, "counter", 1) for _ in range(3))) == [3, 4, 5]
 
 
+async def test_patient_scripts_leave_together(redis_server: RedisServer) -> None:
+    """What nobody waits for is gathered over a few ticks, answered all the same, and not lost by a close."""
+    link = RedisLink(redis_server.url, 0.5, patient=(SCRIPT,))
+    await link.execute_command("DEL", "counter")
+    before, calls = link.round_trips, []
+    for _ in range(5):
+        calls.append(link.eval(SCRIPT, 1, "counter", 1))
+        await asyncio.sleep(0)
+    assert await link.execute_command("GET", "counter") is None
+    assert sorted([await call for call in calls]) == [1, 2, 3, 4, 5]
+    assert link.round_trips - before <= 3  # one is to send the script whole
+    last = link.eval(SCRIPT, 1, "counter", 1)
+    await link.aclose()
+    assert await last == 6
+
+
 async def test_a_bad_command_fails_alone(link: RedisLink) -> None:
     """One wrong command among good ones raises for its caller only."""
     good, bad, also_good = await asyncio.gather(
