@@ -77,6 +77,12 @@ class Wire(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.WriteTransport, transport)
 
+    def serve(self, on_lost: Callable[[RedisError, list[Pending]], None]) -> None:
+        """The greeting is over: from here on `on_lost` hears of the end. Raises ConnectionError where it has come already."""
+        if self._on_lost is None:
+            raise RedisConnectionError("the connection was lost at once")
+        self._on_lost = on_lost
+
     @property
     def unanswered(self) -> "list[asyncio.Future[Any]]":
         return [pending.future for pending in self._unanswered]
@@ -156,17 +162,19 @@ async def open_wire(
     authenticated. Raises RedisError."""
     parts = urlsplit(url)
     loop = asyncio.get_running_loop()
+
+    def make() -> Wire:
+        return Wire(timeout_s, _fail_all, on_refused)  # a greeting that is lost is an error, and not asked again
+
     try:
         async with asyncio.timeout(timeout_s):
             if parts.scheme == "unix":
                 path = unquote(url.partition("://")[2].partition("?")[0].rpartition("@")[2])
-                _, wire = await loop.create_unix_connection(lambda: Wire(timeout_s, on_lost, on_refused), path)
+                _, wire = await loop.create_unix_connection(make, path)
             else:
                 host, port = parts.hostname or "localhost", parts.port or 6379
                 tls = True if parts.scheme == "rediss" else None
-                _, wire = await loop.create_connection(
-                    lambda: Wire(timeout_s, on_lost, on_refused), host, port, ssl=tls
-                )
+                _, wire = await loop.create_connection(make, host, port, ssl=tls)
     except TimeoutError:
         raise RedisTimeoutError(f"no connection within {timeout_s:g} s") from None
     except OSError as error:
@@ -178,7 +186,13 @@ async def open_wire(
     except RedisError:
         wire.close()
         raise
+    wire.serve(on_lost)
     return wire
+
+
+def _fail_all(error: RedisError, unanswered: list[Pending]) -> None:
+    for pending in unanswered:
+        fail(pending, error)
 
 
 def _greeting(parts: SplitResult) -> list[Command]:

@@ -103,6 +103,25 @@ async def test_a_hanging_redis_costs_little() -> None:
         await link.aclose()
 
 
+async def test_a_greeting_that_is_cut_off_is_no_hang(redis_server: RedisServer, tmp_path: Path) -> None:
+    """A server that accepts and then dies fails the calls that waited for it, and the next ones find it alive."""
+    path = tmp_path / "redis.sock"
+
+    async def die(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    dying = await asyncio.start_unix_server(die, path)
+    link = RedisLink(f"unix://{path}", 0.5)
+    async with asyncio.timeout(5):
+        with pytest.raises(RedisError):
+            await link.execute_command("PING")
+    dying.close()
+    path.unlink(missing_ok=True)
+    path.symlink_to(redis_server.url.partition("://")[2].partition("?")[0])
+    await until_up(link)
+    await link.aclose()
+
+
 async def test_a_restarted_server_is_not_noticed() -> None:
     """A pooled connection to a server that was restarted is replaced without an error."""
     with run_redis() as server:
