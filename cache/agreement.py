@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from cache.embedder import Encoded
 from cache.judge import Opinion, Ruling
-from cache.lexical import read
+from cache.lexical import Reading, read
 from cache.messages import MissReason
 from cache.verifier import difference
 
@@ -22,6 +22,8 @@ _OTHER_COSINE_TERSE = 0.8  # answers of a word or two: their other words are all
 _TERSE_WORDS = 3
 
 _NAME = "agreement"
+_STANCES = {"yes": "yes", "yeah": "yes", "yep": "yes", "correct": "yes", "true": "yes"}
+_STANCES |= {"no": "no", "nope": "no", "incorrect": "no", "wrong": "no", "false": "no"}
 
 
 def agree(fresh: str, cached: str, encode: Callable[[Sequence[str]], Encoded]) -> Opinion:
@@ -30,6 +32,8 @@ def agree(fresh: str, cached: str, encode: Callable[[Sequence[str]], Encoded]) -
     if not one.words or not other.words or max(len(one.words), len(other.words)) > SHORT_WORDS:
         return Opinion(Ruling.UNKNOWN, _NAME, "too long to compare by meaning")
     guard = difference(one, other)
+    if {_stance(one), _stance(other)} == {"yes", "no"}:
+        return Opinion(Ruling.DIFFERENT, _NAME, "one says yes, the other no")
     if guard in (MissReason.NUMBERS, MissReason.POLARITY):
         return Opinion(Ruling.DIFFERENT, _NAME, f"{guard} differ")
     if guard is MissReason.NAMES and one.names and other.names and not one.names & other.names:
@@ -38,9 +42,15 @@ def agree(fresh: str, cached: str, encode: Callable[[Sequence[str]], Encoded]) -
     cosine = float(mine @ its)
     is_swapped = bool(one.content_set - other.content_set and other.content_set - one.content_set)
     ruling = Ruling.UNKNOWN
-    if guard is None and cosine >= (_SURE_COSINE if is_swapped else _SAME_COSINE):
+    is_guarded = guard is not None or one.negations != other.negations  # two negations are not always none
+    if not is_guarded and cosine >= (_SURE_COSINE if is_swapped else _SAME_COSINE):
         ruling = Ruling.SAME
     is_terse = max(len(one.content), len(other.content)) <= _TERSE_WORDS
     if is_swapped and cosine < (_OTHER_COSINE_TERSE if is_terse else _OTHER_COSINE):
         ruling = Ruling.DIFFERENT
     return Opinion(ruling, _NAME, f"similarity {cosine:.2f}")
+
+
+def _stance(one: Reading) -> str:
+    """What an answer that begins with yes or no says; empty for any other."""
+    return _STANCES.get(one.words[0], "")

@@ -20,7 +20,7 @@ from gateway import accounts
 from gateway.admin import cache_views, views
 from gateway.admin.guard import COOKIE, SESSION_S, Guard
 from gateway.admin.html import LOGIN, Pages, back_to, is_own_path
-from gateway.admin.models import BudgetIn, BudgetPatch, KeyIn, PurgeIn, TeamIn, TryIn
+from gateway.admin.models import BudgetIn, BudgetPatch, ClearIn, FeedbackIn, KeyIn, PurgeIn, TeamIn, TryIn
 from gateway.admin.services import AdminServices
 from gateway.errors import BadRequest
 
@@ -205,6 +205,21 @@ def add_cache_forms(router: APIRouter, services: AdminServices, render_cache: Re
             return await render_cache(request, _status(error), form="purge", problem=words, values=fields)
         return await render_cache(request, form="purge", purge=result, values=fields)
 
+    @router.post("/cache/clear")
+    async def clear(request: Request) -> Response:
+        await cache_views.clear(services, _checked(ClearIn, await read_form(request)))
+        return back_to("/admin/cache", "cleared")
+
+    @router.post("/cache/report")
+    async def report(request: Request) -> Response:
+        """Right or wrong, said of a response; back to the page where it was said."""
+        fields = await read_form(request)
+        body = _checked(FeedbackIn, {name: fields.get(name, "") for name in ("id", "verdict")})
+        outcome = await cache_views.feedback(services, body)
+        done = "right" if body.verdict == "right" else f"wrong-{outcome.effect}"
+        back = fields.get("back", "")
+        return back_to(back if is_own_path(back) and "?" not in back else "/admin/cache", done)
+
     @router.post("/cache/try")
     async def try_prompt(request: Request) -> Response:
         fields = await read_form(request)
@@ -216,6 +231,14 @@ def add_cache_forms(router: APIRouter, services: AdminServices, render_cache: Re
 
 
 # -- fields
+
+
+def _checked(model: type[_Body], values: Mapping[str, Any]) -> _Body:
+    """What a button sends, which nobody fills in. Raises BadRequest."""
+    try:
+        return convert(model, values)
+    except ValidationError as error:
+        raise BadRequest(words_of(error), code="invalid_value") from None
 
 
 async def read_form(request: Request) -> dict[str, str]:

@@ -24,6 +24,7 @@ from gateway.summary import NEAR_SIMILARITY_MIN, Window
 
 _ROUTES_PER_PAGE = 50
 _LEDGER_PER_PAGE = 50
+_LATEST = 6
 
 
 def pages_router(services: AdminServices, guard: Guard) -> APIRouter:
@@ -216,12 +217,15 @@ def _add_cache(router: APIRouter, services: AdminServices, pages: Pages) -> None
         near = await views.near_misses(services, RouteFilter(), limit=10)
         stats = await views.stats_or_none(services, Window.DAY)
         teams = await services.accounts.list_teams()
+        latest = await views.routes(services, RouteFilter(cache="semantic"), limit=_LATEST)
         return pages.render(
             request,
             "cache.html",
             status,
             cache=found,
             near=near.routes,
+            latest=latest.routes,
+            wrong=(await cache_views.wrong(services)).wrong,
             stats=stats,
             charts=charts_of(stats) if stats is not None else {},
             teams=teams,

@@ -6,6 +6,7 @@ import math
 import random
 from dataclasses import replace
 
+from cache import AnswerRef, Finding, Scope, Source, Suspension
 from gateway.admin.services import Health, Part
 from gateway.record import Attempt, Record, Rejection
 from policies import WindowKind
@@ -23,13 +24,24 @@ async def seed(world: World) -> dict[str, int]:
         world.stats.add(_record(chance, number, ids))
         if number % 90 == 0:
             await world.stats.flush()
+    for number in range(60):
+        world.stats.add_check(ids["search"], "small", number % 30 == 0, 4.0)
+        world.stats.add_check(ids["support"], "small", number % 4 == 0, 2.0)
+    world.stats.add_report(ids["search"], "small", True)
+    world.stats.add_report(ids["search"], "small", False)
     await world.stats.flush()
+    world.services.truth.update(await world.stats.samples(), await world.accounts.list_teams())
     for team, prompts in {
         "search": ("What is the capital of France?", "How do I reset my password?", HOSTILE),
         "support": ("How do I reset my password?", "Where is my invoice?"),
     }.items():
         for prompt in prompts:
             await world.cache_answer(ids[team], prompt)
+    for prompt, source, scope in (
+        ("What is the capital of France?", Source.FEEDBACK, Scope.GROUP),
+        (HOSTILE, Source.SHADOW, Scope.ANSWER),
+    ):
+        await _suspend(world, ids["search"], prompt, source, scope)
     for number in range(130):
         await world.spend(ids["search" if number % 3 else "support"], 1_900 + 37 * number, number)
     await world.spend(ids["batch jobs"], 5_000_000, 900)
@@ -41,6 +53,15 @@ async def seed(world: World) -> dict[str, int]:
     ]
     world.deployments[:] = [LOCAL, REMOTE, replace(REMOTE, name="big@api", alias="big", model="gpt-big")]
     return ids
+
+
+async def _suspend(world: World, team_id: int, prompt: str, source: Source, scope: Scope) -> None:
+    """A cached answer that was found wrong."""
+    entry = await world.cache_answer(team_id, prompt)
+    found = Finding(source, entry.compat, b"", 0.0, False, b"", 0.9, 1.0, b"", NOW_S - 3_000)
+    out = Suspension(entry.exact, source, NOW_S - 3_000, "agreement", "numbers differ", "req_00042", "small")
+    answer = AnswerRef(entry.exact, entry.created_at)
+    await world.services.verdicts.take(entry.partition, prompt, found, answer, None, scope, out)
 
 
 async def _seed_teams(world: World) -> dict[str, int]:

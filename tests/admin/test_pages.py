@@ -48,7 +48,15 @@ async def test_strangers_see_the_door_and_nothing_else(world: World) -> None:
         for page in (*PAGES, f"/teams/{team_id}"):
             reply = await stranger.get(f"/admin{page}")
             assert (reply.status_code, reply.headers["location"].split("?")[0]) == (303, "/admin/login")
-        for form in ("/teams", f"/teams/{team_id}/delete", f"/teams/{team_id}/keys", "/cache/purge", "/cache/try"):
+        for form in (
+            "/teams",
+            f"/teams/{team_id}/delete",
+            f"/teams/{team_id}/keys",
+            "/cache/purge",
+            "/cache/try",
+            "/cache/clear",
+            "/cache/report",
+        ):
             reply = await stranger.post(f"/admin{form}", data={"name": "search", "all": "on"}, headers=OWN)
             assert (reply.status_code, reply.headers["location"]) == (303, "/admin/login")
         assert [team.name for team in await world.accounts.list_teams()] == ["search"]
@@ -343,3 +351,47 @@ async def test_without_redis_the_pages_say_so(tmp_path: Path) -> None:
                 assert reply.status_code == 503
                 assert "Redis does not answer" in reply.text
         await redis.aclose()
+
+
+async def test_the_cache_page_shows_what_is_wrong_and_mends_it(world: World, browser: httpx.AsyncClient) -> None:
+    """The measured error beside its bound, a banner where it has tightened itself, and what is out of service, with its buttons."""
+    ids = await seed(world)
+    page = (await browser.get("/admin/cache")).text
+    assert "tightened to" in page
+    assert "with all answers equal to it" in page
+    assert "checked in the background, numbers differ" in page
+    assert "the bound has tightened itself" in (await browser.get("/admin")).text
+    (tight,) = [one for one in world.services.truth.live if one.strictness < 1]
+    assert (tight.team, tight.alias) == ("support", "small")
+    names = re.findall(r'name="name" value="([0-9a-f]{50})"', page)
+    assert len(names) == 2
+    for name in names:
+        reply = await browser.post(
+            "/admin/cache/clear", data={"team_id": str(ids["search"]), "name": name}, headers=OWN
+        )
+        assert (reply.status_code, reply.headers["location"]) == (303, "/admin/cache?done=cleared")
+    assert 'name="name"' not in (await browser.get("/admin/cache")).text
+    assert (await browser.post("/admin/cache/clear", data={"name": "x"}, headers=OWN)).status_code == 400
+
+
+async def test_an_admin_says_right_and_wrong(world: World, browser: httpx.AsyncClient) -> None:
+    """Of any team's response, from the page where it is shown; a wrong exact answer leaves the cache."""
+    team_id = (await world.accounts.create_team("search")).id
+    entry = await world.cache_answer(team_id, "How tall is the Eiffel tower?")
+    world.stats.add(hit(at_s=NOW_S, team_id=team_id, entry=entry.id, request_id="req_1"))
+    await world.stats.flush()
+    page = (await browser.get("/admin/requests")).text
+    assert 'action="/admin/cache/report"' in page
+    for verdict, done in (("right", "right"), ("wrong", "wrong-purged")):
+        said = {"id": "req_1", "verdict": verdict, "back": "/admin/requests"}
+        reply = await browser.post("/admin/cache/report", data=said, headers=OWN)
+        assert (reply.status_code, reply.headers["location"]) == (303, f"/admin/requests?done={done}")
+    assert (await world.exact.stats()).entries == 0
+    for data, status in (({"id": "req_2", "verdict": "wrong"}, 404), ({"id": "req_1", "verdict": "x"}, 400)):
+        assert (await browser.post("/admin/cache/report", data=data, headers=OWN)).status_code == status
+    away = {"id": "req_1", "verdict": "wrong", "back": "//elsewhere.test"}
+    assert (
+        (await browser.post("/admin/cache/report", data=away, headers=OWN))
+        .headers["location"]
+        .startswith("/admin/cache")
+    )

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -295,3 +296,47 @@ def test_vcache_explores_until_an_entry_has_shown_its_threshold() -> None:
             cache.learn(vector, found, "yes", False)
     assert not outcomes[0]
     assert sum(outcomes[200:]) > sum(outcomes[:200]) > 0
+
+
+def audited_cache(draw: random.Random, clock: Clock) -> tuple[SemanticCache, str]:
+    """A cache with one entry, and a paraphrase of it that would be served."""
+    cache = SemanticCache(FakeEmbedder(is_constant=True), VerifiedRule(PRIOR, random=draw.random), clock)
+    fp = ask("open the box please")
+    cache.fold([Added(ACME, fp.exact, fp.compat, "open the box please", clock.now, clock.now + 1e6)])
+    return cache, "please open the box"
+
+
+def test_audits_come_at_the_rate_they_say() -> None:
+    """Counted over thousands of would-be hits, against the chance that each carries; a look leaves no trace and is never one."""
+    clock = Clock()
+    cache, asked = audited_cache(random.Random(1), clock)
+    expected = audits = 0.0
+    for _ in range(4_000):
+        (answer,) = cache.lookup([query(asked)])
+        assert answer.trial is not None
+        expected += answer.trial.chance
+        audits += isinstance(answer, Miss) and answer.reason is MissReason.AUDIT
+    assert audits == pytest.approx(expected, rel=0.25)
+    assert answer.trial is not None
+    before = answer.trial.chance
+    shown = msgspec.structs.replace(query(asked), is_try=True)
+    assert all(isinstance(one.decision, Hit) for one in cache.near([shown] * 500, 4))
+    (answer,) = cache.lookup([query(asked)])
+    assert answer.trial is not None
+    assert answer.trial.chance == pytest.approx(before, rel=0.01)
+
+
+def test_a_tightened_bound_says_what_it_refused() -> None:
+    """Served at the bound as it was and not as it is: the reason is the tightening."""
+    clock = Clock()
+    cache = SemanticCache(FakeEmbedder(is_constant=True), VerifiedRule(PRIOR), clock)
+    fp = ask("open the box please")
+    cache.fold([Added(ACME, fp.exact, fp.compat, "open the box please", clock.now, clock.now + 1e6)])
+    asked = query("please open the box", error_max=0.01)
+    tight = msgspec.structs.replace(asked, error_max=1e-5, untightened=0.01)
+    first, second, third = cache.lookup([asked, tight, msgspec.structs.replace(tight, untightened=None)])
+    assert isinstance(first, Hit)
+    assert isinstance(second, Miss)
+    assert isinstance(third, Miss)
+    assert second.reason is MissReason.TIGHTENED
+    assert third.reason is not MissReason.TIGHTENED

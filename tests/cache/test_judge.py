@@ -1,0 +1,110 @@
+"""Judges: what is the same answer, what is another, and what they leave open."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache import EqualityJudge, Opinion, Panel, Ruling, Told
+from cache.agreement import agree
+from cache.embedder import Encoded
+from cache.judge import normalised
+
+SAME, DIFFERENT, UNKNOWN = Ruling.SAME, Ruling.DIFFERENT, Ruling.UNKNOWN
+LONG = "It depends on many things, and each of them would have to be told in full before anybody could say more. " * 2
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "ruling"),
+    [
+        ("Paris", " paris. ", SAME),
+        ("It costs 1,000.50 USD", "it costs 1000.5 usd!", SAME),
+        ("**Bold** claim", "bold claim", SAME),
+        ("5", "5.0", SAME),
+        ("-5", "5", UNKNOWN),
+        ("$5", "5", UNKNOWN),
+        ("5%", "5", UNKNOWN),
+        ("a+b", "a-b", UNKNOWN),
+        ("don't go", "dont go", UNKNOWN),
+        ("1.2.3", "12.3", UNKNOWN),
+        ("Paris", "Rome", UNKNOWN),
+        ('{"a": 1, "b": [1.0, "x"]}', '{"b":[1,"x"],"a":1}', SAME),
+        ('```json\n{"a": 1}\n```', '{"a": 1}', SAME),
+        ('{"a": 1}', '{"a": 2}', DIFFERENT),
+        ('{"a": true}', '{"a": 1}', DIFFERENT),
+        ('["A"]', '["a"]', DIFFERENT),
+        ('{"a": 1}', "a is 1", UNKNOWN),
+        ("```\nIf x:\n```", "```\nif x:\n```", UNKNOWN),
+        ("```\nx = 1  \n```", "```\nx = 1\n```", SAME),
+        (LONG, LONG.upper(), SAME),
+        (LONG, LONG + "Or not.", UNKNOWN),
+        ("", "", UNKNOWN),
+    ],
+)
+async def test_equality(one: str, other: str, ruling: Ruling) -> None:
+    """Form is no difference; what carries meaning is; of other words it says nothing. Either way round."""
+    judge = EqualityJudge()
+    for a, b in ((one, other), (other, one)):
+        assert (await judge.judge(Told("?", a), Told("?", b))).ruling is ruling
+
+
+@given(st.text(max_size=60))
+def test_a_text_is_equal_to_itself_in_another_spacing(text: str) -> None:
+    """Normalising is total, and does not see white space around words."""
+    assert normalised(f"  {text}\n") == normalised(text)
+
+
+def vectors(cosine: float) -> Encoded:
+    return Encoded(np.array([[1.0, 0.0], [cosine, (1 - cosine**2) ** 0.5]], dtype=np.float32), np.array([1, 1]))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "cosine", "ruling"),
+    [
+        ("It is case 12.", "It is case 13.", 0.999, DIFFERENT),
+        ("Yes, it is open.", "No, it is not open.", 0.99, DIFFERENT),
+        ("It was Marie Curie.", "It was Albert Einstein.", 0.99, DIFFERENT),
+        ("Yes.", "No.", 0.99, DIFFERENT),
+        ("It is not far and not near.", "It is far and near.", 0.99, UNKNOWN),
+        ("The capital of France is Paris.", "France's capital is Paris.", 0.96, SAME),
+        ("a red dress", "a blue dress", 0.95, UNKNOWN),
+        ("a red dress", "a blue car", 0.5, DIFFERENT),
+        ("a cat", "a dog", 0.7, DIFFERENT),
+        ("a cat", "a dog", 0.9, UNKNOWN),
+        ("It takes a while to boil.", "It takes a while to boil, usually.", 0.98, SAME),
+        (LONG, LONG + "Indeed.", 0.999, UNKNOWN),
+        ("", "", 1.0, UNKNOWN),
+    ],
+)
+def test_agreement(one: str, other: str, cosine: float, ruling: Ruling) -> None:
+    """Numbers, polarity and names outweigh any similarity; long answers are never guessed at."""
+
+    def encode(_: Sequence[str]) -> Encoded:
+        return vectors(cosine)
+
+    assert agree(one, other, encode).ruling is ruling
+    assert agree(other, one, encode).ruling is ruling
+
+
+class Says:
+    """A judge of one opinion that counts how often it was asked."""
+
+    def __init__(self, ruling: Ruling) -> None:
+        self.ruling = ruling
+        self.asked = 0
+
+    async def judge(self, fresh: Told, cached: Told) -> Opinion:
+        self.asked += 1
+        return Opinion(self.ruling, "says", "so")
+
+
+async def test_a_panel_asks_until_somebody_can_tell() -> None:
+    """The cheap first; who comes after is not asked."""
+    judges = [Says(UNKNOWN), Says(DIFFERENT), Says(SAME)]
+    assert (await Panel(judges).judge(Told("", "a"), Told("", "b"))).ruling is DIFFERENT
+    assert [judge.asked for judge in judges] == [1, 1, 0]
+    assert (await Panel([]).judge(Told("", "a"), Told("", "a"))).ruling is UNKNOWN
