@@ -30,10 +30,10 @@ from gateway.admin.services import AdminServices
 from gateway.api.chat import Chat
 from gateway.api.embeddings import Embeddings
 from gateway.api.feedback import Feedback
+from gateway.api.fold import fold
 from gateway.api.front import Endpoint, Front, document
 from gateway.api.models import Models
 from gateway.api.schema import PATHS
-from gateway.api.wire import fold
 from gateway.backends.base import Chunk
 from gateway.errors import error_object
 from gateway.first_start import prepare

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Sequence
 
 from cache import Entry
+from gateway.api.fold import fold
 from gateway.api.headers import EVENT_STREAM, JSON, answer_headers, cost_header
 from gateway.api.request import (
     ClientGone,
@@ -23,7 +24,7 @@ from gateway.api.request import (
     send_whole,
 )
 from gateway.api.sse import DONE, frame, frames
-from gateway.api.wire import fold, unfold
+from gateway.api.wire import unfold
 from gateway.backends.base import Chunk
 from gateway.errors import ApiError, DeadlineExceeded
 from gateway.exchange import WHEN_GONE

@@ -13,7 +13,8 @@ import msgspec
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from gateway.api.wire import fold, read
+from gateway.api.fold import fold
+from gateway.api.wire import read
 from gateway.backends.base import (
     BackendBroken,
     BackendError,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gateway.api.wire import fold
+from gateway.api.fold import fold
 from gateway.backends.base import (
     BackendBroken,
     BackendError,

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from gateway.api.wire import fold, read, unfold
+from gateway.api.fold import fold
+from gateway.api.wire import read, unfold
 from gateway.backends.base import (
     BackendBroken,
     BackendError,

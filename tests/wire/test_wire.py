@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from gateway.api.wire import Ending, fold, parse, read, unfold
+from gateway.api.fold import fold
+from gateway.api.wire import Ending, parse, read, unfold
 from gateway.backends.base import Chunk, Usage
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=120)
@@ -145,6 +146,47 @@ def test_a_stream_cut_otherwise_folds_the_same(whole: dict[str, Any], data: st.D
         mixed.append(tail)
     folded = json.loads(fold([read(json.dumps(piece).encode()) for piece in mixed]))
     assert folded == whole
+
+
+deltas = st.one_of(
+    st.builds(lambda text: {"content": text}, st.sampled_from(["a", "b ", 'say "', "\\", "\n", "é😀", "", '","x":"'])),
+    st.builds(lambda text: {"content": text}, text),
+    st.sampled_from([{}, {"role": "assistant", "content": ""}, {"content": None}, {"reasoning_content": "hm"}]),
+    st.just({"content": "a", "tool_calls": [{"index": 0, "function": {"arguments": "{"}}]}),
+    st.just({"content": [{"type": "text", "text": "part"}]}),
+)
+streamed = st.lists(
+    st.fixed_dictionaries(
+        {"id": st.just("c"), "created": st.just(1)},
+        optional={
+            "usage": st.sampled_from([None, {"prompt_tokens": 1}, {"prompt_tokens": 2}]),
+            "obfuscation": st.text("xy", max_size=3),
+            "choices": st.lists(
+                st.fixed_dictionaries(
+                    {"index": st.sampled_from([0, 0, 0, 1]), "delta": deltas},
+                    optional={
+                        "finish_reason": st.sampled_from([None, "stop"]),
+                        "logprobs": st.none()
+                        | st.builds(lambda t: {"content": [token(t)]}, st.sampled_from(["a", "b"])),
+                    },
+                ),
+                max_size=2,
+            ),
+        },
+    ),
+    max_size=14,
+)
+
+
+@given(streamed, st.integers(1, 5))
+def test_how_chunks_are_spelled_changes_nothing(pieces: list[dict[str, Any]], times: int) -> None:
+    """Compact, spaced or escaped, chunks that repeat each other but for their text fold like chunks read one by one."""
+    pieces = [piece for piece in pieces for _ in range(times)]
+    spaced = [read(json.dumps(piece).encode()) for piece in pieces]
+    expected = fold(spaced)
+    for escaped in (True, False):
+        compact = [json.dumps(piece, separators=(",", ":"), ensure_ascii=escaped).encode() for piece in pieces]
+        assert fold([read(data) for data in compact]) == expected
 
 
 def test_text_is_cut_at_word_borders_and_the_sdk_reads_it() -> None:
