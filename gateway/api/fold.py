@@ -78,7 +78,7 @@ class _Run:
             return None
         choice = piece["choices"][0]
         text = choice.get("delta", {}).get("content")
-        if not isinstance(text, str) or len(choice["delta"]) != 1 or choice.get("logprobs") is not None:
+        if not isinstance(text, str) or choice.get("logprobs") is not None:
             return None
         before, found, after = data.partition(b'"content":"%b"' % text.encode())
         if not found:  # spelled with escapes, or with spaces

@@ -148,45 +148,61 @@ def test_a_stream_cut_otherwise_folds_the_same(whole: dict[str, Any], data: st.D
     assert folded == whole
 
 
-deltas = st.one_of(
-    st.builds(lambda text: {"content": text}, st.sampled_from(["a", "b ", 'say "', "\\", "\n", "é😀", "", '","x":"'])),
-    st.builds(lambda text: {"content": text}, text),
-    st.sampled_from([{}, {"role": "assistant", "content": ""}, {"content": None}, {"reasoning_content": "hm"}]),
-    st.just({"content": "a", "tool_calls": [{"index": 0, "function": {"arguments": "{"}}]}),
-    st.just({"content": [{"type": "text", "text": "part"}]}),
-)
-streamed = st.lists(
-    st.fixed_dictionaries(
-        {"id": st.just("c"), "created": st.just(1)},
-        optional={
-            "usage": st.sampled_from([None, {"prompt_tokens": 1}, {"prompt_tokens": 2}]),
-            "obfuscation": st.text("xy", max_size=3),
-            "choices": st.lists(
-                st.fixed_dictionaries(
-                    {"index": st.sampled_from([0, 0, 0, 1]), "delta": deltas},
-                    optional={
-                        "finish_reason": st.sampled_from([None, "stop"]),
-                        "logprobs": st.none()
-                        | st.builds(lambda t: {"content": [token(t)]}, st.sampled_from(["a", "b"])),
-                    },
-                ),
-                max_size=2,
-            ),
-        },
-    ),
-    max_size=14,
-)
+texts = st.sampled_from(["a", "b ", 'say "', "\\", "\n", "é😀", "", '","x":"'])
+others: list[dict[str, Any]] = [
+    {},
+    {"role": "assistant", "content": ""},
+    {"content": None},
+    {"reasoning_content": "hm"},
+    {"content": "a", "tool_calls": [{"index": 0, "function": {"arguments": "{"}}]},
+    {"content": [{"type": "text", "text": "part"}]},
+]
 
 
-@given(streamed, st.integers(1, 5))
-def test_how_chunks_are_spelled_changes_nothing(pieces: list[dict[str, Any]], times: int) -> None:
-    """Compact, spaced or escaped, chunks that repeat each other but for their text fold like chunks read one by one."""
-    pieces = [piece for piece in pieces for _ in range(times)]
-    spaced = [read(json.dumps(piece).encode()) for piece in pieces]
-    expected = fold(spaced)
-    for escaped in (True, False):
-        compact = [json.dumps(piece, separators=(",", ":"), ensure_ascii=escaped).encode() for piece in pieces]
-        assert fold([read(data) for data in compact]) == expected
+@st.composite
+def shapes(draw: st.DrawFn) -> dict[str, Any]:
+    """A chunk whose text is still to come."""
+    choice: dict[str, Any] = {"index": draw(st.sampled_from([0, 0, 0, 1])), "delta": {}}
+    if draw(st.booleans()):
+        choice["logprobs"] = draw(st.sampled_from([None, {"content": [token("a")]}]))
+    if draw(st.booleans()):
+        choice["finish_reason"] = draw(st.sampled_from([None, None, "stop"]))
+    shape: dict[str, Any] = {"id": "c", "created": 1, "choices": [choice] * draw(st.sampled_from([0, 1, 1, 1, 2]))}
+    if draw(st.booleans()):
+        shape["usage"] = draw(st.sampled_from([None, {"prompt_tokens": 1}, {"prompt_tokens": 2}]))
+    return shape
+
+
+@given(st.data())
+def test_how_chunks_are_spelled_changes_nothing(data: st.DataObject) -> None:
+    """Compact, spaced or escaped: chunks that repeat each other but for their text fold like chunks read one by one."""
+    pieces = []
+    for shape in data.draw(
+        st.lists(shapes(), min_size=1, max_size=3).flatmap(lambda few: st.lists(st.sampled_from(few)))
+    ):
+        for text in data.draw(st.lists(texts, min_size=1, max_size=5)):
+            delta = data.draw(st.sampled_from([{"content": text}] * 6 + others))
+            pieces.append({**shape, "choices": [{**choice, "delta": delta} for choice in shape["choices"]]})
+    check_spellings(pieces)
+
+
+def check_spellings(pieces: list[dict[str, Any]]) -> None:
+    expected = fold([read(json.dumps(piece).encode()) for piece in pieces])
+    for is_escaped in (True, False):
+        compact = [json.dumps(piece, separators=(",", ":"), ensure_ascii=is_escaped).encode() for piece in pieces]
+        assert fold([read(spelled) for spelled in compact]) == expected
+
+
+def test_what_repeats_with_a_text_counts_each_time() -> None:
+    """Log probabilities beside equal texts, a second field in the delta, a field that changes between equal chunks."""
+
+    def piece(delta: dict[str, Any], usage: int, **fields: Any) -> dict[str, Any]:
+        return {"id": "c", "choices": [{"index": 0, "delta": delta, **fields}], "usage": {"prompt_tokens": usage}}
+
+    check_spellings([piece({"content": "a"}, 1, logprobs={"content": [token("a")]})] * 3)
+    check_spellings([piece({"content": "a", "reasoning_content": "b"}, 1)] * 3)
+    check_spellings([piece({"content": "a"}, 1)] * 2 + [piece({}, 2)] + [piece({"content": "b"}, 1)] * 2)
+    check_spellings([piece({"content": "a"}, 1)] * 2 + [piece({"content": "b"}, 2)] + [piece({"content": "c"}, 1)])
 
 
 def test_text_is_cut_at_word_borders_and_the_sdk_reads_it() -> None:
