@@ -35,7 +35,7 @@ from cache import (
     Trial,
     VerdictStore,
 )
-from gateway.api.wire import fold
+from gateway.api.fold import fold
 from gateway.job import Job
 from gateway.record import Record
 from gateway.storing import answer_text, chunks_of

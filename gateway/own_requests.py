@@ -11,8 +11,8 @@ import msgspec
 import structlog
 
 from gateway.accounts import Accounts, Conflict, Identity, Key
+from gateway.api.fold import fold
 from gateway.api.request import new_record
-from gateway.api.wire import fold
 from gateway.backends.base import Chunk
 from gateway.errors import ApiError
 from gateway.flight import Reader
