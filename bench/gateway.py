@@ -2,6 +2,7 @@
 
     ./run bench gateway [--quick] [--peers litellm,tensorzero,portkey,nginx] [--scenario NAME,...] [--json FILE]
     ./run bench gateway --profile SCENARIO
+    ./run bench gateway --soak REQUESTS
 
 Starts a compiled instant upstream, then one system after the other, asks each with a compiled load tool, and reads what its
 processes used. docs/benchmarks.md tells the method. Everything stays on loopback and is stopped at the end.
@@ -32,6 +33,7 @@ from bench.peers.sameway import Sameway
 
 _OPEN_LOOP_SHARE = 0.5
 _OPEN_LOOP_CONNECTIONS = 256
+_SOAKED = ("miss", "hit-memory", "miss-stream", "hit-memory-stream")
 
 
 @dataclass(slots=True)
@@ -117,6 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     signal.signal(signal.SIGTERM, _interrupt)  # so that what was started is stopped
     try:
+        if arguments.soak:
+            return _soak(arguments.soak, arguments.duration or 10.0)
         return _profile(arguments) if arguments.profile else _compare(arguments)
     except BenchError as error:
         print(f"bench: {error}", file=sys.stderr)
@@ -149,6 +153,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--profile", choices=names, default=None, help="sample Sameway's worker in this scenario instead"
+    )
+    parser.add_argument(
+        "--soak",
+        type=int,
+        default=None,
+        metavar="REQUESTS",
+        help="so many requests, hits and misses: does memory grow?",
     )
     parser.add_argument("--without-sameway", action="store_true", help="measure only the upstream and the peers")
     return parser
@@ -222,6 +233,25 @@ def _profile(arguments: argparse.Namespace) -> int:
             measure("sameway", running, stub, scenario, count + 1, None, sampled, folder)
             print(render([row], []))
             print(profiler.report(row.cpu_ms_by_role.get("gateway", 0.0)))
+        finally:
+            running.stop()
+    return 0
+
+
+def _soak(requests: int, duration_s: float) -> int:
+    """Hits and misses in turn on one running gateway, whole and streamed; after each round the peak memory of each role."""
+    asked = [s for s in SCENARIOS if s.name in _SOAKED]
+    done = number = 0
+    with _workspace() as (folder, stub):
+        running = Sameway().start(asked[0].setup, stub, folder)
+        try:
+            while done < requests:
+                scenario = asked[number % len(asked)]
+                # another number of connections is another salt: what was a miss in an earlier round is a miss again
+                row = measure("sameway", running, stub, scenario, 32 + number, None, Plan(duration_s, 0.0, 1), folder)
+                done, number = done + row.requests, number + 1
+                memory = ", ".join(f"{role} {mb:.0f}" for role, mb in row.rss_mb_by_role.items())
+                print(f"{done:>9,} requests  {scenario.name:18} {row.errors} errors  RSS MB: {memory}", flush=True)
         finally:
             running.stop()
     return 0

@@ -139,7 +139,7 @@ class CacheSettings(_Section):
     size_bytes_max: int = Field(256 << 20, gt=0, description="cached bytes per team, least recently used out first")
     entry_bytes_max: int = Field(4 << 20, gt=0, description="a longer answer is not cached")
     l1_bytes_max: int = Field(
-        32 << 20, ge=0, description="bytes of answers each gateway worker keeps in its own memory"
+        16 << 20, ge=0, description="bytes of answers each gateway worker keeps in its own memory"
     )
     error_max: float = Field(0.01, ge=0, le=1, description="share of requests that may be answered wrongly by meaning")
     is_audited: bool = Field(True, description="generate some would-be hits to check them: a tenth, at last 2%")

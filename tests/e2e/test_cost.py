@@ -68,8 +68,7 @@ class Worker:
         link._enqueue = counting  # type: ignore[method-assign]
 
         def make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-            if not coroutine.__qualname__.startswith("ClientRequest."):  # aiohttp's own, now and then
-                self._tasks[coroutine.__qualname__] += 1
+            self._tasks[coroutine.__qualname__] += 1
             return asyncio.Task(coroutine, loop=loop, **options)
 
         asyncio.get_running_loop().set_task_factory(make_task)  # type: ignore[arg-type]
