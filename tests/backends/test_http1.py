@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import pairwise
@@ -266,6 +267,32 @@ async def test_an_early_refusal_is_heard() -> None:
         with pytest.raises(BackendError) as caught:
             await asked(backend, messages=[{"role": "user", "content": "x" * 100_000}])
         assert caught.value.status == 413
+
+
+async def test_no_chunk_waits_for_the_next() -> None:
+    """A server that goes on only when its last chunk was heard, whether an event came in one piece or in three, is heard."""
+    heard = asyncio.Event()
+    answer = json.loads(WHOLE)
+
+    async def careful(wire: Wire) -> None:
+        await wire.send(HEAD.replace(b"application/json", b"text/event-stream") + b"Transfer-Encoding: chunked\r\n\r\n")
+        for number in range(8):
+            finish = "stop" if number == 7 else None
+            choice = {"index": 0, "delta": {"content": str(number)}, "finish_reason": finish}
+            event = b"data: " + json.dumps({**answer, "choices": [choice]}).encode() + b"\n\n"
+            for piece in (event,) if number % 2 else (event[:9], event[9:30], event[30:]):
+                await wire.send(b"%x\r\n%b\r\n" % (len(piece), piece))
+                await asyncio.sleep(0)
+            await heard.wait()
+            heard.clear()
+        await wire.send(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+
+    async with serve(careful) as served, started(served.url) as backend:
+        told = []
+        async for chunks in backend.stream(ask()):
+            told += [json.loads(chunk.data)["choices"][0]["delta"]["content"] for chunk in chunks]
+            heard.set()
+        assert told == list("01234567")
 
 
 # -- connections -----------------------------------------------------------------------------------------------------

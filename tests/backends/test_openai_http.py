@@ -354,6 +354,28 @@ async def test_a_whole_may_take_longer_than_a_first_chunk(upstream: Upstream, ba
     assert whole.finish_reasons == ("stop",)
 
 
+async def test_what_came_together_is_handed_on_together(upstream: Upstream, backend: OpenAIBackend) -> None:
+    """64 chunks in one piece are one read, and a warm request costs no task and no connection."""
+    tasks = 0
+
+    def counting(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        nonlocal tasks
+        tasks += 1
+        return asyncio.Task(coroutine, loop=loop, **options)
+
+    upstream.plan("chunks=64")
+    await collect(backend.stream(ask()))
+    asyncio.get_running_loop().set_task_factory(counting)
+    reads = [chunks async for chunks in backend.stream(ask())]
+    [whole] = [chunks async for chunks in backend.stream(ask(is_stream=False))]
+    asyncio.get_running_loop().set_task_factory(None)
+    assert sum(len(chunks) for chunks in reads) > 64
+    assert len(reads) <= 2  # a kernel may cut them once
+    assert [chunk.is_whole for chunk in whole] == [True]
+    assert tasks == 0
+    assert upstream.seen().connections_total == 1
+
+
 async def test_slow_is_not_silent(upstream: Upstream, backend: OpenAIBackend) -> None:
     """A stream may take long as long as it says something; and a reader that dawdles is not the server's silence."""
     upstream.plan("pace_ms=60;chunks=6")
