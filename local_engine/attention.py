@@ -20,6 +20,9 @@ import torch
 import torch.nn.functional as functional
 
 from local_engine.config import ModelConfig
+from local_engine.linear import native_for
+from local_engine.models.rope import Rotary
+from local_engine.native import kind_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,19 @@ class PrefillSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class PagedRows:
+    """Rows `0 .. stop` of a step for the native kernel, which reads pages where they lie.
+
+    `blocks`: the sequences' blocks one after the other; a row's begin at `starts[row]`. `work`: tokens seen in all.
+    """
+
+    stop: int
+    blocks: torch.Tensor
+    starts: torch.Tensor
+    work: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepInput:
     """Everything the decoder needs for one step over `rows` tokens; `logit_rows` are those to predict from.
 
@@ -62,6 +78,7 @@ class StepInput:
     logit_rows: torch.Tensor
     decodes: tuple[DecodeGroup, ...]
     prefills: tuple[PrefillSpan, ...]
+    paged: PagedRows | None = None
 
 
 class PagedKV:
@@ -72,10 +89,14 @@ class PagedKV:
     ) -> None:
         self.blocks = blocks
         self.block_tokens = block_tokens
+        native = native_for(device, dtype)
+        self.native = native if model.head_dim <= 256 and model.head_dim % 2 == 0 else None
         self.windows = tuple(dict.fromkeys(model.windows))
         self._window_of = [self.windows.index(window) for window in model.windows]
         self._heads, self._kv_heads, self._head_dim = model.heads, model.kv_heads, model.head_dim
         self._scale, self._softcap = model.attention_scale, model.attention_softcap
+        self._layer_windows = model.windows
+        self._sizes = (model.heads, model.kv_heads, model.head_dim, block_tokens)
         shape = (2 * model.kv_heads, blocks, block_tokens, model.head_dim)
         self._pools = [_zeros(shape, dtype, device) for _ in range(model.layers)]
         self._workspace = torch.empty(0, dtype=dtype, device=device)
@@ -91,6 +112,38 @@ class PagedKV:
         for pool in self._pools:
             pool.zero_()
 
+    def rotate_write(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        qk_norm: torch.Tensor | None,
+        epsilon: float,
+        rotary: Rotary,
+        step: StepInput,
+    ) -> None:
+        """Native only. Normalise and rotate the q and k of qkv [rows, heads + 2 kv_heads, head_dim] in place, and store
+        k and v. `rotary` is of all positions, `qk_norm` float32."""
+        assert self.native is not None
+        norm_at = None if qk_norm is None else qk_norm.data_ptr()
+        heads, kv_heads, size, block_tokens = self._sizes
+        self.native.rotate_write(
+            kind_of(qkv.dtype),
+            qkv.data_ptr(),
+            norm_at,
+            epsilon,
+            rotary.cos.data_ptr(),
+            rotary.sin.data_ptr(),
+            step.positions.data_ptr(),
+            step.slots.data_ptr(),
+            self._pools[layer].data_ptr(),
+            qkv.shape[0],
+            heads,
+            kv_heads,
+            size,
+            block_tokens,
+            self.blocks,
+        )
+
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store a step's [rows, kv_heads, head_dim] keys and values."""
         pool = self._pools[layer].view(2 * self._kv_heads, -1, self._head_dim)
@@ -100,11 +153,39 @@ class PagedKV:
     def attend(self, layer: int, queries: torch.Tensor, step: StepInput) -> torch.Tensor:
         """[rows, heads, head_dim] queries to [rows, heads * head_dim] outputs."""
         output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+        if step.paged is not None:
+            self._attend_natively(layer, queries, output, step, step.paged)
         for group in step.decodes:
             self._decode(layer, queries, output, group)
         for span in step.prefills:
             self._prefill(layer, queries, output, span)
         return output.view(output.shape[0], -1)
+
+    def _attend_natively(
+        self, layer: int, queries: torch.Tensor, output: torch.Tensor, step: StepInput, rows: PagedRows
+    ) -> None:
+        assert self.native is not None
+        heads, kv_heads, size, block_tokens = self._sizes
+        assert queries.stride(0) == (heads + 2 * kv_heads) * size, "queries must lie in their qkv"
+        self.native.attend(
+            kind_of(queries.dtype),
+            queries.data_ptr(),
+            self._pools[layer].data_ptr(),
+            rows.blocks.data_ptr(),
+            rows.starts.data_ptr(),
+            step.positions.data_ptr(),
+            self._layer_windows[layer],
+            self._scale,
+            self._softcap or 0.0,
+            output.data_ptr(),
+            rows.stop,
+            rows.work,
+            heads,
+            kv_heads,
+            size,
+            block_tokens,
+            self.blocks,
+        )
 
     def _decode(self, layer: int, queries: torch.Tensor, output: torch.Tensor, group: DecodeGroup) -> None:
         count, heads, size = group.stop - group.start, self._kv_heads, self._head_dim

@@ -17,13 +17,18 @@ class EngineConfig:
     """Settings of one engine. None means: decided from the machine when the engine starts.
 
     `model`: a GGUF file, a checkpoint folder, a hub name, or None for the embedded default. `dtype`: auto, float32,
-    bfloat16 or float16. `kv_blocks` overrides `kv_size_mb`. `step_tokens_max` bounds the tokens of one step, decode
-    and prefill together; `sequences_max` those that run at once; `queue_max` those that wait.
+    bfloat16 or float16. `weights`: auto (as the checkpoint has them: quantised ones stay so where a kernel serves them),
+    int8 or int4 (quantised while they are read). `kv_blocks` overrides `kv_size_mb`. `step_tokens_max` bounds the tokens
+    of one step, decode and prefill together; `sequences_max` those that run at once; `queue_max` those that wait,
+    `wait_max_s` for how long. `draft_tokens_max` bounds what is guessed and verified per sequence and step (see
+    `speculative`); 0 is off. `is_batch_invariant`: logits do not depend, not even in their last bits, on what else is in
+    the batch and how a prompt was cut; costs speed in long prompts and needs the native kernels.
     """
 
     model: str | None = None
     device: str = "auto"
     dtype: str = "auto"
+    weights: str = "auto"
     threads: int | None = None
     kv_size_mb: int | None = None
     kv_blocks: int | None = None
@@ -36,6 +41,7 @@ class EngineConfig:
     wait_max_s: float | None = None
     draft_tokens_max: int = 8
     has_prefix_cache: bool = True
+    is_batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         for name in (
@@ -58,6 +64,8 @@ class EngineConfig:
             raise ValueError(f"draft_tokens_max must be 0 (off) or more, not {self.draft_tokens_max}")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, not {self.dtype!r}")
+        if self.weights not in ("auto", "int8", "int4"):
+            raise ValueError(f"weights must be auto, int8 or int4, not {self.weights!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 The format is ggml-org/ggml docs/gguf.md, version 2 and 3, little endian. The header is parsed here because the `gguf`
 package's reader makes numpy views of every string of the vocabulary (2 s for 49,152 tokens; this takes 0.1 s); block
-formats are dequantised by `gguf.quants`. Knows no torch. Invariant: a file that is cut short or is something else is
+formats that `quantised` cannot keep are dequantised by `gguf.quants`. Invariant: a file that is cut short or is something else is
 refused with a ModelError, never half read.
 """
 
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from local_engine.config import ModelError
+from local_engine.quantised import Quantised, from_gguf
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -55,8 +56,23 @@ class GgufFile:
 
     def read(self, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
         """The tensor as float32 in its own shape. Raises ModelError for a missing tensor or an unknown block format."""
-        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
         from gguf.quants import dequantize
+
+        raw, kind, shape = self._raw(name)
+        try:
+            values = dequantize(raw, kind)
+        except NotImplementedError:
+            raise ModelError(f"{self.path}: tensor {name!r} has the unsupported format {kind.name}") from None
+        return np.array(values, dtype=np.float32).reshape(shape)
+
+    def read_quantised(self, name: str) -> Quantised | None:
+        """The tensor as it is, where it is quantised in a way that can be kept. Raises ModelError as `read` does."""
+        raw, kind, shape = self._raw(name)
+        return from_gguf(raw, kind.name, shape)
+
+    def _raw(self, name: str) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], Any, tuple[int, ...]]:
+        """A tensor's bytes, row by row, its ggml type and its shape."""
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         entry = self.tensors.get(name)
         if entry is None:
@@ -72,12 +88,7 @@ class GgufFile:
         if start + size_bytes > len(self._map):
             raise ModelError(f"{self.path} is cut short: tensor {name!r} lies past its end")
         row_size_bytes = entry.shape[-1] // block_size * block_size_bytes
-        raw = np.frombuffer(self._map, np.uint8, size_bytes, start).reshape(-1, row_size_bytes)
-        try:
-            values = dequantize(raw, kind)
-        except NotImplementedError:
-            raise ModelError(f"{self.path}: tensor {name!r} has the unsupported format {kind.name}") from None
-        return np.array(values, dtype=np.float32).reshape(entry.shape)
+        return np.frombuffer(self._map, np.uint8, size_bytes, start).reshape(-1, row_size_bytes), kind, entry.shape
 
     def _parse(self) -> None:
         if self._map[:4] != b"GGUF":

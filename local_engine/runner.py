@@ -7,6 +7,7 @@ text. Invariant: it reads a sequence (tokens, blocks) and never changes it.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 
@@ -14,12 +15,14 @@ import numpy as np
 import torch
 
 from local_engine import machine
-from local_engine.attention import DecodeGroup, PagedKV, PrefillSpan, StepInput
+from local_engine.attention import DecodeGroup, PagedKV, PagedRows, PrefillSpan, StepInput
 from local_engine.config import EngineConfig, ModelError
+from local_engine.linear import native_for
 from local_engine.loader import Checkpoint
 from local_engine.models.decoder import Decoder
 from local_engine.scheduler import Chunk
 
+_PAGED_ROWS_MAX = 16  # a sequence's rows in a step up to which its pages are read row by row
 Progress = Callable[[float, str], None]
 
 
@@ -34,7 +37,7 @@ class ModelRunner:
         model = checkpoint.config
         context_tokens = min(model.context_tokens, config.context_tokens_max or model.context_tokens)
         with torch.inference_mode():
-            self.decoder = Decoder(model, dtype=self.dtype, device=self.device)
+            self.decoder = Decoder(model, dtype=self.dtype, device=self.device, bits=_bits(config, self))
             count = checkpoint.tensor_count()
             for index, piece in enumerate(checkpoint.weights()):
                 self.decoder.take(piece.name, piece.tensor)
@@ -44,11 +47,16 @@ class ModelRunner:
             self.kv = self._make_kv(config)
         self.context_tokens = min(context_tokens, self.kv.blocks * config.block_tokens)
         self._group = model.heads // model.kv_heads
+        self._paged_rows_max = 1 if self.kv.native is None else _PAGED_ROWS_MAX
+        if config.is_batch_invariant:
+            if self.kv.native is None or not self.decoder.is_batch_invariant:
+                raise ModelError("is_batch_invariant needs the native kernels and bfloat16 or quantised weights")
+            self._paged_rows_max = sys.maxsize
 
     @torch.inference_mode()
     def run(self, chunks: Many[Chunk]) -> torch.Tensor:
         """Compute the chunks; returns the logits [sum of their logit_rows, vocabulary], in the order of the chunks."""
-        order = sorted(range(len(chunks)), key=lambda i: (chunks[i].count > 1, -len(chunks[i].sequence.blocks)))
+        order = sorted(range(len(chunks)), key=lambda i: (self._is_long(chunks[i]), -len(chunks[i].sequence.blocks)))
         ordered = [chunks[i] for i in order]
         starts = dict(zip(order, itertools.accumulate((c.count for c in ordered), initial=0), strict=False))
         rows = [
@@ -97,16 +105,34 @@ class ModelRunner:
             token_ids[at:stop] = chunk.tokens
             positions[at:stop] = where
             slots[at:stop] = blocks[where // size] * size + where % size
-            if chunk.count > 1:
+            if self._is_long(chunk):
                 prefills.append(self._span(chunk, at, blocks))
             at = stop
+        short = [chunk for chunk in chunks if not self._is_long(chunk)]
         return StepInput(
             token_ids=self._to_device(token_ids),
             positions=self._to_device(positions),
             slots=self._to_device(slots),
             logit_rows=self._to_device(np.array(logit_rows, np.int64)),
-            decodes=self._groups([chunk for chunk in chunks if chunk.count == 1]),
+            decodes=self._groups(short) if self.kv.native is None else (),
             prefills=tuple(prefills),
+            paged=self._paged(short) if self.kv.native is not None and short else None,
+        )
+
+    def _is_long(self, chunk: Chunk) -> bool:
+        """Whether its attention is a product of matrices; short ones are looked up page by page, which the plain path
+        does for single rows only."""
+        return chunk.count > self._paged_rows_max
+
+    def _paged(self, chunks: Many[Chunk]) -> PagedRows:
+        starts = itertools.accumulate((len(chunk.sequence.blocks) for chunk in chunks), initial=0)
+        per_row = [start for chunk, start in zip(chunks, starts, strict=False) for _ in range(chunk.count)]
+        blocks = [block for chunk in chunks for block in chunk.sequence.blocks]
+        return PagedRows(
+            stop=len(per_row),
+            blocks=torch.tensor(blocks, dtype=torch.int64),
+            starts=torch.tensor(per_row, dtype=torch.int64),
+            work=sum(chunk.count * chunk.end for chunk in chunks),
         )
 
     def _span(self, chunk: Chunk, at: int, blocks: np.ndarray[tuple[int], np.dtype[np.int64]]) -> PrefillSpan:
@@ -163,6 +189,18 @@ class ModelRunner:
     def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> torch.Tensor:
         tensor = torch.from_numpy(array)
         return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
+
+
+def _bits(config: EngineConfig, runner: ModelRunner) -> int | None:
+    """What matrices are quantised to while they are read. Raises ModelError where no kernel serves that."""
+    if config.weights == "auto":
+        return None
+    if native_for(runner.device, runner.dtype) is None:
+        raise ModelError(
+            f"weights={config.weights} needs the native kernels (python -m local_engine.native) and float32 or bfloat16 "
+            f"on a CPU; this engine runs {str(runner.dtype).removeprefix('torch.')} on {runner.device}"
+        )
+    return {"int8": 8, "int4": 4}[config.weights]
 
 
 def default_step_tokens(device: torch.device) -> int:

@@ -16,9 +16,11 @@ import torch.nn.functional as functional
 
 from local_engine.attention import PagedKV, StepInput
 from local_engine.config import ModelConfig, ModelError, RopeConfig
-from local_engine.linear import Linear
+from local_engine.fused import add_norm, rms_norm, softcap
+from local_engine.linear import Linear, native_for
 from local_engine.models.mlp import Experts, Mlp
 from local_engine.models.rope import Rotary, rotary
+from local_engine.quantised import Quantised
 
 
 @dataclass(slots=True)
@@ -41,40 +43,69 @@ class Layer:
         yield from self.mlp.linears()
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where a checkpoint's tensor goes: the `index`-th rows of a Linear."""
+
+    linear: Linear
+    index: int
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.linear.rows[self.index], self.linear.columns))
+
+
+def _floats(tensor: torch.Tensor | Quantised) -> torch.Tensor:
+    return tensor.dequantised() if isinstance(tensor, Quantised) else tensor
+
+
 class Decoder:
     """Weights and the forward pass. Load every tensor with `take`, then `finish`, then call it step by step.
 
     `parameters` counts the weights taken so far; tied ones count once.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, bits: int | None = None
+    ) -> None:
+        """`bits`: 8 or 4 quantises matrices while they are read, where that is served; None takes them as they come."""
         self.config = config
         self.dtype = dtype
         self.device = device
+        self.native = native_for(device, dtype)
         self.parameters = 0
-        self._targets: dict[str, torch.Tensor] = {}
+        self._bits = bits
+        self._targets: dict[str, torch.Tensor | Part] = {}
         self._norms: list[torch.Tensor] = []
         self._rope_factors: torch.Tensor | None = None
         hidden = config.hidden_size
         self._embedding = self._empty(config.vocabulary_size, hidden)
         self._targets["model.embed_tokens.weight"] = self._embedding
         self._final_norm = self._norm("model.norm.weight", hidden)
-        self._head = Linear(
-            self._embedding
-            if config.has_tied_embeddings
-            else self._target("lm_head.weight", config.vocabulary_size, hidden)
-        )
+        self._head = self._linear((config.vocabulary_size,), hidden)
+        if not config.has_tied_embeddings:
+            self._targets["lm_head.weight"] = Part(self._head, 0)
         self._layers = [self._make_layer(index) for index in range(config.layers)]
         self._rotary: list[Rotary] = []
 
     @property
     def size_bytes(self) -> int:
-        return self.parameters * self._embedding.element_size()
+        return self._embedding.nbytes + sum(linear.size_bytes for linear in self._linears())
 
-    def take(self, name: str, tensor: torch.Tensor) -> None:
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether every product computes a row the same whatever the other rows are."""
+        return all(linear.is_native for linear in self._linears())
+
+    def _linears(self) -> Iterator[Linear]:
+        yield self._head
+        for layer in self._layers:
+            yield from layer.linears()
+
+    def take(self, name: str, tensor: torch.Tensor | Quantised) -> None:
         """Load one tensor under its Hugging Face name. Raises ModelError for a wrong shape or an unknown name."""
         if name == "rope_freqs":
-            self._rope_factors = tensor.float()
+            self._rope_factors = _floats(tensor)
             return
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.has_tied_embeddings):
             return
@@ -85,7 +116,12 @@ class Decoder:
         wanted = target.shape[1:] if is_shared else target.shape
         if wanted != tensor.shape:
             raise ModelError(f"tensor {name!r} has shape {tuple(tensor.shape)}, expected {tuple(wanted)}")
-        target.copy_(tensor)
+        if isinstance(target, Part):
+            target.linear.put(target.index, tensor)
+        else:
+            target.copy_(_floats(tensor))
+        if target is self._embedding and self.config.has_tied_embeddings:
+            self._head.put(0, tensor)
         self.parameters += tensor.numel()
 
     def finish(self, context_tokens: int) -> None:
@@ -97,7 +133,7 @@ class Decoder:
         for layer in self._layers:
             for linear in layer.linears():
                 linear.prepare()
-        self._head.prepare(keeps_weight=config.has_tied_embeddings)
+        self._head.prepare()
         for norm in self._norms:
             norm += config.norm_offset
         rope = self._table(config.rope, context_tokens, self._rope_factors)
@@ -110,18 +146,20 @@ class Decoder:
         x = functional.embedding(step.token_ids, self._embedding)
         if config.embedding_scale != 1.0:
             x = x * torch.tensor(config.embedding_scale, dtype=x.dtype)
+        more = torch.zeros_like(x)  # what the layer before adds to x
+        epsilon = config.rms_epsilon
         tables: dict[int, Rotary] = {}  # this step's rows of each rotary table
         for index, layer in enumerate(self._layers):
             table = self._rotary[index]
             if id(table) not in tables:
                 tables[id(table)] = Rotary(table.cos[step.positions], table.sin[step.positions])
-            y = rms_norm(x, layer.attention_norm, config.rms_epsilon)
+            y = add_norm(self.native, x, more, layer.attention_norm, epsilon)
             y = layer.output(self._attend(index, layer, y, tables[id(table)], step, kv))
-            x = x + (y if layer.output_norm is None else rms_norm(y, layer.output_norm, config.rms_epsilon))
-            y = layer.mlp(rms_norm(x, layer.mlp_norm, config.rms_epsilon))
-            x = x + (y if layer.down_norm is None else rms_norm(y, layer.down_norm, config.rms_epsilon))
-        logits = self._head(rms_norm(x[step.logit_rows], self._final_norm, config.rms_epsilon))
-        return softcap(logits, config.logit_softcap)
+            y = y if layer.output_norm is None else rms_norm(y, layer.output_norm, epsilon)
+            more = layer.mlp(add_norm(self.native, x, y, layer.mlp_norm, epsilon))
+            more = more if layer.down_norm is None else rms_norm(more, layer.down_norm, epsilon)
+        x = x[step.logit_rows] + more[step.logit_rows]
+        return softcap(self._head(add_norm(self.native, x, None, self._final_norm, epsilon)), config.logit_softcap)
 
     def _attend(
         self, index: int, layer: Layer, x: torch.Tensor, table: Rotary, step: StepInput, kv: PagedKV
@@ -130,6 +168,9 @@ class Decoder:
         config = self.config
         heads, kv_heads, size = config.heads, config.kv_heads, config.head_dim
         qkv = layer.qkv(x).view(-1, heads + 2 * kv_heads, size)
+        if kv.native is not None:
+            kv.rotate_write(index, qkv, layer.qk_norm, config.rms_epsilon, self._rotary[index], step)
+            return kv.attend(index, qkv[:, :heads], step)
         qk = qkv[:, : heads + kv_heads]
         if layer.qk_norm is not None:
             qk = rms_norm(qk, None, config.rms_epsilon, layer.qk_norm)
@@ -144,14 +185,15 @@ class Decoder:
     def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
-    def _target(self, name: str, *shape: int) -> torch.Tensor:
-        tensor = self._empty(*shape)
-        self._targets[name] = tensor
-        return tensor
+    def _linear(self, rows: tuple[int, ...], columns: int, *, has_bias: bool = False, bits: int | None = -1) -> Linear:
+        bits = self._bits if bits == -1 else bits
+        return Linear(rows, columns, dtype=self.dtype, device=self.device, has_bias=has_bias, bits=bits)
 
     def _norm(self, name: str, *shape: int) -> torch.Tensor:
-        """A norm's weight; in float32 where an offset is added, which rounding to half precision would blur."""
-        tensor = self._empty(*shape, dtype=torch.float32 if self.config.norm_offset else None)
+        """A norm's weight; in float32 for the native kernels, and where an offset is added, which rounding to half
+        precision would blur."""
+        is_wide = self.native is not None or self.config.norm_offset
+        tensor = self._empty(*shape, dtype=torch.float32 if is_wide else None)
         self._targets[name] = tensor
         self._norms.append(tensor)
         return tensor
@@ -160,13 +202,14 @@ class Decoder:
         self, prefix: str, names: tuple[str, ...], rows: tuple[int, ...], columns: int, *, has_bias: bool
     ) -> Linear:
         """One Linear whose consecutive rows are the checkpoint's tensors of these names."""
-        weight = self._empty(sum(rows), columns)
-        bias = self._empty(sum(rows)) if has_bias else None
-        for name, part in zip(names, torch.split(weight, list(rows)), strict=True):
-            self._targets[f"{prefix}.{name}.weight"] = part
-        for name, part in zip(names, torch.split(bias, list(rows)) if bias is not None else (), strict=False):
+        linear = self._linear(rows, columns, has_bias=has_bias)
+        for index, name in enumerate(names):
+            self._targets[f"{prefix}.{name}.weight"] = Part(linear, index)
+        for name, part in zip(
+            names, torch.split(linear.bias, list(rows)) if linear.bias is not None else (), strict=False
+        ):
             self._targets[f"{prefix}.{name}.bias"] = part
-        return Linear(weight, bias)
+        return linear
 
     def _make_layer(self, index: int) -> Layer:
         config, prefix = self.config, f"model.layers.{index}"
@@ -195,8 +238,10 @@ class Decoder:
         experts = config.experts
         if experts is None or not experts.is_sparse[index]:
             return self._dense(prefix, config.intermediate_size)
+        router = self._linear((experts.count,), config.hidden_size, bits=None)  # small, and everything hangs on it
+        self._targets[f"{prefix}.gate.weight"] = Part(router, 0)
         return Experts(
-            router=Linear(self._target(f"{prefix}.gate.weight", experts.count, config.hidden_size)),
+            router=router,
             experts=tuple(
                 self._dense(f"{prefix}.experts.{expert}", experts.intermediate_size) for expert in range(experts.count)
             ),
@@ -210,18 +255,5 @@ class Decoder:
             gate_up=self._fused(prefix, ("gate_proj", "up_proj"), (inner, inner), hidden, has_bias=has_bias),
             down=self._fused(prefix, ("down_proj",), (hidden,), inner, has_bias=has_bias),
             activation=self.config.activation,
+            native=self.native,
         )
-
-
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, per_head: torch.Tensor | None = None
-) -> torch.Tensor:
-    """RMSNorm (arXiv:1910.07467) over the last dimension; `per_head` multiplies instead of one row for all."""
-    is_wide = any(w is not None and w.dtype != x.dtype for w in (weight, per_head))
-    y = functional.rms_norm(x.float() if is_wide else x, x.shape[-1:], weight, epsilon)
-    return (y if per_head is None else y * per_head).to(x.dtype)
-
-
-def softcap(x: torch.Tensor, cap: float | None) -> torch.Tensor:
-    """cap * tanh(x / cap), in place; no cap leaves x as it is."""
-    return x if cap is None else x.div_(cap).tanh_().mul_(cap)

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as functional
 
+from local_engine.fused import gate
 from local_engine.linear import Linear
+from local_engine.native import Kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +22,10 @@ class Mlp:
     gate_up: Linear
     down: Linear
     activation: str
+    native: Kernels | None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
-        gated = functional.silu(gate) if self.activation == "silu" else functional.gelu(gate, approximate="tanh")
-        return self.down(gated.mul_(up))
+        return self.down(gate(self.native, self.gate_up(x), self.activation))
 
     def linears(self) -> Iterator[Linear]:
         yield self.gate_up

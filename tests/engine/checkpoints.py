@@ -46,6 +46,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 64,
         },
     },
+    "llama-wide": {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "head_dim": 32},
     "llama-bias": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
     "llama-linear": {
         "model_type": "llama",

@@ -46,8 +46,9 @@ GEMMA_PARTS = {
 }
 
 
-def write_gguf(folder: Path, path: Path, arch: str) -> Path:
-    """The checkpoint as llama.cpp's converter writes it (float32): renamed, and for llama with q and k permuted."""
+def write_gguf(folder: Path, path: Path, arch: str, *, quantised: str | None = None) -> Path:
+    """The checkpoint as llama.cpp's converter writes it: renamed, and for llama with q and k permuted; in float32, or
+    its matrices quantised."""
     config = json.loads((folder / "config.json").read_text())
     state = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = sorted(state["model"]["vocab"], key=state["model"]["vocab"].get)
@@ -73,7 +74,12 @@ def write_gguf(folder: Path, path: Path, arch: str) -> Path:
     _add_family_facts(writer, config, arch)
     weights = {name: tensor.numpy() for name, tensor in load_file(folder / "model.safetensors").items()}
     for name, values in _stack_experts(weights).items():
-        writer.add_tensor(*_gguf_tensor(name, values, config, arch))
+        to, values = _gguf_tensor(name, values, config, arch)
+        if quantised and values.ndim == 2:
+            kind = gguf.GGMLQuantizationType[quantised]
+            writer.add_tensor(to, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(to, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

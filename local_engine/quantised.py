@@ -1,0 +1,181 @@
+"""Quantised: a matrix as small codes with a scale and a minimum for each 32 inputs: value = scale * code + least.
+
+One form holds them all exactly: GGUF's Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0, and but for the rounding of a product to half
+precision Q4_K and Q5_K (formats: ggml-org/ggml, ggml-common.h). Any float matrix can be brought into it. Knows arrays, no
+models. Invariant: `dequantised` is the oracle of every product with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from local_engine.native import GROUP, PANEL
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Halves = np.ndarray[Any, np.dtype[np.float16]]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """`codes` uint8 [rows, columns], below 16 where `bits` is 4; `scales`, `leasts` float16 [rows, columns / 32]."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    leasts: torch.Tensor
+    bits: int
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    def numel(self) -> int:
+        return self.codes.numel()
+
+    def rows(self, order: torch.Tensor) -> Quantised:
+        """These rows, in this order."""
+        return Quantised(self.codes[order], self.scales[order], self.leasts[order], self.bits)
+
+    def dequantised(self) -> torch.Tensor:
+        """float32 [rows, columns]."""
+        groups = self.codes.view(*self.scales.shape, GROUP).float()
+        return (groups * self.scales.float().unsqueeze(-1) + self.leasts.float().unsqueeze(-1)).view(self.shape)
+
+
+def joined(parts: list[Quantised]) -> Quantised:
+    """One below the other; with the widest codes of them."""
+    return Quantised(
+        torch.cat([part.codes for part in parts]),
+        torch.cat([part.scales for part in parts]),
+        torch.cat([part.leasts for part in parts]),
+        max(part.bits for part in parts),
+    )
+
+
+def quantise(values: torch.Tensor, bits: int) -> Quantised:
+    """The nearest codes: 8 bits symmetric around 0, 4 bits between each group's least and greatest value."""
+    groups = values.float().reshape(values.shape[0], -1, GROUP)
+    if bits == 8:
+        scales = (groups.abs().amax(-1) / 127).half()
+        codes = _nearest(groups, scales, 0.0).clamp_(-127, 127).add_(128)
+        return Quantised(codes.to(torch.uint8).view(values.shape), scales, _times(scales, -128), 8)
+    least, greatest = groups.amin(-1), groups.amax(-1)
+    scales, leasts = ((greatest - least) / 15).half(), least.half()
+    codes = _nearest(groups, scales, leasts.float().unsqueeze(-1)).clamp_(0, 15)
+    return Quantised(codes.to(torch.uint8).view(values.shape), scales, leasts, 4)
+
+
+def _nearest(groups: torch.Tensor, scales: torch.Tensor, leasts: torch.Tensor | float) -> torch.Tensor:
+    steps = scales.float().unsqueeze(-1)
+    return ((groups - leasts) / torch.where(steps == 0, 1.0, steps)).round_()
+
+
+def _times(scales: torch.Tensor, factor: int) -> torch.Tensor:
+    return (scales.float() * factor).half()
+
+
+def packed(matrix: Quantised) -> torch.Tensor:
+    """The layout the native product reads, uint8 [panels, groups, bytes]: of 16 rows and 32 inputs first the codes, four
+    consecutive inputs of each row side by side (4-bit codes: inputs 0..15 in the low halves, 16..31 in the high ones),
+    then 16 scales, then 16 minima. Rows are filled up with zeros to whole panels."""
+    missing = -matrix.shape[0] % PANEL
+    codes, scales, leasts = (
+        torch.cat((t, t.new_zeros(missing, t.shape[1]))) if missing else t
+        for t in (matrix.codes, matrix.scales, matrix.leasts)
+    )
+    panels, groups = codes.shape[0] // PANEL, codes.shape[1] // GROUP
+    quads = codes.view(panels, PANEL, groups, 8, 4).permute(0, 2, 3, 1, 4)
+    if matrix.bits == 4:
+        quads = quads[:, :, :4] | (quads[:, :, 4:] << 4)
+
+    def lanes(t: torch.Tensor) -> torch.Tensor:
+        return t.view(panels, PANEL, groups).transpose(1, 2).contiguous().view(torch.uint8)
+
+    return torch.cat((quads.reshape(panels, groups, -1), lanes(scales), lanes(leasts)), -1)
+
+
+def packed_bfloat16(weight: torch.Tensor) -> torch.Tensor:
+    """The layout of bfloat16 [rows, columns] for the native product: [panels, columns / 2, 16 rows, 2]."""
+    missing = -weight.shape[0] % PANEL
+    whole = torch.cat((weight, weight.new_zeros(missing, weight.shape[1]))) if missing else weight
+    return whole.view(-1, PANEL, weight.shape[1] // 2, 2).transpose(1, 2).contiguous()
+
+
+# -- GGUF's blocks -----------------------------------------------------------------------------------------------------
+
+
+def from_gguf(raw: Bytes, kind: str, shape: tuple[int, ...]) -> Quantised | None:
+    """A tensor's raw bytes [rows, bytes of a row] of the ggml type `kind` as it is; None for types that don't fit."""
+    reader = {
+        "Q4_0": _q4,
+        "Q4_1": _q4,
+        "Q5_0": _q5,
+        "Q5_1": _q5,
+        "Q8_0": _q8,
+        "Q4_K": _qk,
+        "Q5_K": _qk,
+    }.get(kind)
+    if reader is None or len(shape) != 2:
+        return None
+    codes, scales, leasts = reader(raw, kind)
+    rows, columns = shape
+    return Quantised(
+        torch.from_numpy(np.ascontiguousarray(codes)).view(rows, columns),
+        torch.from_numpy(np.ascontiguousarray(scales)).view(rows, columns // GROUP),
+        torch.from_numpy(np.ascontiguousarray(leasts)).view(rows, columns // GROUP),
+        4 if kind.startswith("Q4") else 8,
+    )
+
+
+Blocks = tuple[Bytes, Halves, Halves]
+
+
+def _halves(blocks: Bytes, at: int) -> Halves:
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16)
+
+
+def _nibbles(packed: Bytes) -> Bytes:
+    """[blocks, n] to [blocks, 2n]: low halves first."""
+    return np.concatenate((packed & 0x0F, packed >> 4), axis=-1).astype(np.uint8, copy=False)
+
+
+def _q4(raw: Bytes, kind: str) -> Blocks:
+    has_least = kind == "Q4_1"
+    blocks = raw.reshape(-1, 20 if has_least else 18)
+    scales = _halves(blocks, 0)
+    leasts: Halves = _halves(blocks, 2) if has_least else (scales * np.float16(-8)).astype(np.float16)
+    return _nibbles(blocks[:, -16:]), scales, leasts
+
+
+def _q5(raw: Bytes, kind: str) -> Blocks:
+    has_least = kind == "Q5_1"
+    blocks = raw.reshape(-1, 24 if has_least else 22)
+    scales = _halves(blocks, 0)
+    leasts: Halves = _halves(blocks, 2) if has_least else (scales * np.float16(-16)).astype(np.float16)
+    fifth = np.unpackbits(blocks[:, -20:-16], axis=1, bitorder="little")
+    return (_nibbles(blocks[:, -16:]) | (fifth << 4)).astype(np.uint8, copy=False), scales, leasts
+
+
+def _q8(raw: Bytes, kind: str) -> Blocks:
+    blocks = raw.reshape(-1, 34)
+    scales = _halves(blocks, 0)
+    return (blocks[:, 2:] ^ 0x80).astype(np.uint8, copy=False), scales, (scales * np.float16(-128)).astype(np.float16)
+
+
+def _qk(raw: Bytes, kind: str) -> Blocks:
+    """256 values: a half-precision scale and minimum for all, 6-bit ones for each 32, and codes of 4 or 5 bits."""
+    blocks = raw.reshape(-1, 144 if kind == "Q4_K" else 176)
+    small = blocks[:, 4:16].reshape(-1, 3, 4)
+    low, middle, high = small[:, 0], small[:, 1], small[:, 2]
+    sixes = np.concatenate((low & 63, (high & 15) | ((low >> 6) << 4)), axis=1)
+    minima = np.concatenate((middle & 63, (high >> 4) | ((middle >> 6) << 4)), axis=1)
+    scales = (_halves(blocks, 0).astype(np.float32) * sixes).astype(np.float16)
+    leasts = (-_halves(blocks, 2).astype(np.float32) * minima).astype(np.float16)
+    codes = _nibbles(blocks[:, -128:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    if kind == "Q5_K":
+        bits = (blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
+        codes = (codes | (bits << 4)).astype(np.uint8, copy=False)
+    return codes, scales, leasts

@@ -1,0 +1,242 @@
+"""The native kernels: each equals its torch form, and no row knows of another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from local_engine import native
+from local_engine.config import EngineConfig, ModelError
+from local_engine.engine import Engine
+from local_engine.fused import add_norm, gate
+from local_engine.linear import Linear
+from local_engine.quantised import Quantised, from_gguf, quantise
+from tests.engine.checkpoints import random_prompt, reference
+from tests.engine.conftest import SMALL, greedy, run
+
+Make = Callable[..., Engine]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def kernels() -> native.Kernels:
+    """The compiled functions; compiled here where set-up has not done it."""
+    said = native.compile_kernels()
+    found = native.kernels()
+    if found is None and ("processor lacks" in said or "no C++ compiler" in said):
+        pytest.skip(said)
+    assert found is not None, said
+    return found
+
+
+def linear(weight: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None = None, **options: Any) -> Linear:
+    made = Linear((weight.shape[0],), weight.shape[1], dtype=dtype, device=CPU, has_bias=bias is not None, **options)
+    if made.bias is not None and bias is not None:
+        made.bias.copy_(bias)
+    made.put(0, weight)
+    made.prepare()
+    assert made.is_native
+    return made
+
+
+def rounded_inputs(x: torch.Tensor) -> torch.Tensor:
+    """Inputs as the integer product sees them: 8-bit codes with a scale for each 32."""
+    groups = x.float().view(x.shape[0], -1, native.GROUP)
+    scales = groups.abs().amax(-1, keepdim=True) / 127
+    codes = (groups * torch.where(scales == 0, 0.0, 1 / scales)).round()
+    return (codes * scales).view(x.shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 19),
+    columns=st.sampled_from([32, 96, 256]),
+    outputs=st.integers(1, 70),
+    bits=st.sampled_from([4, 8]),
+    seed=st.integers(0, 99),
+)
+def test_a_quantised_product_is_that_of_its_values(
+    kernels: native.Kernels, dtype: torch.dtype, rows: int, columns: int, outputs: int, bits: int, seed: int
+) -> None:
+    """Codes times codes is the product of the values they stand for, for any shape, bias included."""
+    draw = torch.Generator().manual_seed(seed)
+    weight, bias = torch.randn(outputs, columns, generator=draw), torch.randn(outputs, generator=draw)
+    x = torch.randn(rows, columns, generator=draw).to(dtype)
+    found = linear(weight, dtype, bias, bits=bits)(x)
+    expected = rounded_inputs(x) @ quantise(weight, bits).dequantised().T + bias.to(dtype).float()
+    tolerance = 1e-3 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance * columns**0.5)
+
+
+def test_a_bfloat16_product_is_torch_s(kernels: native.Kernels) -> None:
+    """Pairs of bfloat16 give the exact products, added in float."""
+    weight, x = torch.randn(45, 100).bfloat16(), torch.randn(11, 100).bfloat16()
+    found = Linear((45,), 100, dtype=torch.bfloat16, device=CPU)
+    found.put(0, weight)
+    found.prepare()
+    torch.testing.assert_close(found(x).float(), x.float() @ weight.float().T, rtol=0.01, atol=0.05)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_row_does_not_know_the_others(kernels: native.Kernels, bits: int) -> None:
+    """To the last bit, a row's product is the same alone and in any batch."""
+    product = linear(torch.randn(90, 128), torch.bfloat16, bits=bits)
+    x = torch.randn(23, 128).bfloat16()
+    whole = product(x)
+    for size in (1, 3, 8, 9):
+        parts = [product(x[start : start + size]) for start in range(0, 23, size)]
+        assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantising_loses_what_it_says(bits: int) -> None:
+    """Every value is within half a step of its group, and codes fit their bits."""
+    values = torch.randn(7, 96)
+    found = quantise(values, bits)
+    steps = found.scales.float().repeat_interleave(native.GROUP, 1)
+    assert bool(((found.dequantised() - values).abs() <= 0.51 * steps + 2e-3).all())
+    assert int(found.codes.max()) < 2**bits
+    assert torch.equal(quantise(torch.zeros(2, 64), bits).dequantised(), torch.zeros(2, 64))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K"])
+def test_gguf_blocks_keep_their_values(kind: str) -> None:
+    """Codes, scales and minima read from a file stand for what the gguf package dequantises."""
+    block, size_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    raw = np.random.default_rng(3).integers(0, 256, (6, 2 * size_bytes), dtype=np.uint8)
+    for start in (0, size_bytes):  # the half-precision scale, and the minimum where there is one, in a sane range
+        raw[:, start : start + 2] = np.frombuffer(np.float16(0.0125).tobytes(), np.uint8)
+        if kind.endswith(("_1", "_K")):
+            raw[:, start + 2 : start + 4] = np.frombuffer(np.float16(0.03).tobytes(), np.uint8)
+    found = from_gguf(raw, kind, (6, 2 * block))
+    assert found is not None
+    expected = gguf.quants.dequantize(raw, GGMLQuantizationType[kind])
+    np.testing.assert_allclose(found.dequantised().numpy(), expected, rtol=2e-3, atol=2e-3)
+    assert int(found.codes.max()) < 2**found.bits
+    assert from_gguf(raw, "Q6_K", (6, 2 * block)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [64, 100])
+def test_what_stands_between_equals_torch(kernels: native.Kernels, dtype: torch.dtype, width: int) -> None:
+    """Norms with what is added, and gates, for widths that fill vectors and that don't."""
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    x, more, weight = torch.randn(5, width).to(dtype), torch.randn(5, width).to(dtype), torch.randn(width)
+    plain, fast = x.clone(), x.clone()
+    expected, found = (add_norm(k, t, more, weight, 1e-5) for k, t in ((None, plain), (kernels, fast)))
+    torch.testing.assert_close(fast, plain, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    both = (8 * torch.randn(5, 2 * width)).to(dtype)
+    for activation in ("silu", "gelu_tanh"):
+        expected, found = gate(None, both.clone(), activation), gate(kernels, both, activation)
+        torch.testing.assert_close(found, expected, rtol=2 * tolerance, atol=2 * tolerance)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mistral-window"])
+def test_the_plain_path_gives_the_same_answers(
+    kernels: native.Kernels, make_engine: Make, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Without the kernels, as on machines that have none, an engine says the same."""
+    prompts = [random_prompt(seed, 4 + 9 * seed) for seed in range(4)]
+    answers = []
+    for _ in range(2):
+        engine = make_engine(family)
+        ids = [engine.submit(prompt, greedy(16)) for prompt in prompts]
+        found = run(engine)
+        answers.append([found[id] for id in ids])
+        monkeypatch.setattr("local_engine.linear.kernels", lambda: None)
+    assert engine._runner.kv.native is None
+    assert answers[0] == answers[1]
+
+
+def test_weights_can_be_quantised_at_load(
+    kernels: native.Kernels, make_engine: Make, checkpoint: Callable[[str], Path]
+) -> None:
+    """Any checkpoint can be run in 8 or 4 bits; it takes less memory, and the fewer bits, the more is lost. (A random
+    model magnifies what a trained one forgives: the bench states the loss of a real one.)"""
+    prompt = random_prompt(2, 40)
+    with torch.inference_mode():
+        rows = reference(checkpoint("llama-wide"))(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    size_bytes, errors = [make_engine("llama-wide").info.weights_size_bytes], [0.0]
+    for weights in ("int8", "int4"):
+        engine = make_engine("llama-wide", weights=weights)
+        engine.submit(prompt, greedy(1, prompt_logprobs=0))
+        (step,) = engine.step()
+        said = zip(step.output.prompt_logprobs, rows, strict=False)
+        errors.append(sum(abs(token.logprob - float(row[token.token_id])) for token, row in said) / (len(prompt) - 1))
+        size_bytes.append(engine.info.weights_size_bytes)
+    assert size_bytes[0] > 1.5 * size_bytes[1] > 1.5 * size_bytes[2]
+    assert errors[0] < errors[1] < 0.3
+    assert errors[1] < errors[2] < 3.0
+
+
+def test_quantising_where_nothing_serves_it_is_refused(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine without the kernels says so instead of running something else."""
+    monkeypatch.setattr("local_engine.linear.kernels", lambda: None)
+    for options in ({"weights": "int8"}, {"is_batch_invariant": True}):
+        with pytest.raises(ModelError, match="native kernels"):
+            make_engine("llama-wide", **options)
+
+
+def test_batch_invariance_is_to_the_last_bit(kernels: native.Kernels, make_engine: Make) -> None:
+    """Alone or beside others, whole or in chunks, drafted or not: the very same log probabilities and seeded answers."""
+    prompt = random_prompt(1, 37)
+    params = greedy(12, logprobs=3)
+    said = []
+    for others, step_tokens_max, draft_tokens_max in ((0, 256, 0), (5, 256, 8), (3, 11, 2)):
+        engine = make_engine(
+            "llama-wide",
+            weights="int8",
+            is_batch_invariant=True,
+            step_tokens_max=step_tokens_max,
+            draft_tokens_max=draft_tokens_max,
+        )
+        for seed in range(others):
+            engine.submit(random_prompt(seed + 2, 9 * seed + 1), greedy(12))
+        id = engine.submit(prompt, params)
+        own = []
+        while engine.has_work:
+            own += [token for step in engine.step() if step.id == id for token in step.output.logprobs]
+        said.append(own)
+    assert len(said[0]) == 12
+    assert said[0] == said[1] == said[2]
+
+
+def test_a_quantised_file_stays_quantised(
+    kernels: native.Kernels, checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Q8_0 file runs in its own codes; dequantised on the plain path it gives the same likeliest tokens."""
+    from tests.engine.test_loader import write_gguf
+
+    path = write_gguf(checkpoint("llama-wide"), tmp_path / "model.gguf", "llama", quantised="Q8_0")
+    config = EngineConfig(model=str(path), **SMALL)
+    prompt, found = random_prompt(3, 30), []
+    for _ in range(2):
+        engine = Engine(config)
+        engine.submit(prompt, greedy(1, logprobs=5))
+        (step,) = engine.step()
+        found.append((engine.info.weights_size_bytes, {t.token_id: t.logprob for t in step.output.logprobs[0].top}))
+        monkeypatch.setattr("local_engine.linear.kernels", lambda: None)
+    (small, quantised), (large, plain) = found
+    assert small < 0.6 * large
+    for id in quantised.keys() & plain.keys():
+        assert quantised[id] == pytest.approx(plain[id], abs=0.6)
+    assert len(quantised.keys() & plain.keys()) >= 3
+
+
+def test_a_row_of_quantised_can_be_picked() -> None:
+    """Rows in another order are the same rows."""
+    made = quantise(torch.randn(6, 64), 8)
+    order = torch.tensor([3, 0, 5])
+    assert isinstance(made.rows(order), Quantised)
+    assert torch.equal(made.rows(order).dequantised(), made.dequantised()[order])
