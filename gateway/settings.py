@@ -122,6 +122,9 @@ class EngineSettings(_Section):
     model: str = Field("default", description="`default`, a GGUF file, a checkpoint folder or a hub name")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="the weights' precision")
+    weights: Literal["auto", "int8", "int4"] = Field(
+        "auto", description="as the checkpoint has them; int8 and int4 quantise while loading (CPU)"
+    )
     threads: int | None = Field(None, gt=0, description="CPU threads; default: the machine's cores")
     context_tokens_max: int | None = Field(None, gt=0, description="default: the model's own")
     kv_size_mb: int | None = Field(None, gt=0, description="memory for the KV cache; default: by what is free")

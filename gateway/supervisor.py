@@ -83,6 +83,7 @@ def engine_argv(settings: Settings, name: str) -> list[str]:
         "--model": engine.model if engine.model != "default" else None,
         "--device": engine.device,
         "--dtype": engine.dtype,
+        "--weights": engine.weights,
         "--threads": engine.threads,
         "--context-tokens-max": engine.context_tokens_max,
         "--kv-size-mb": engine.kv_size_mb,
