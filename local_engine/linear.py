@@ -20,12 +20,17 @@ from local_engine.native import GROUP, Kernels, kernels, kind_of
 from local_engine.quantised import Quantised, joined, packed, packed_bfloat16, quantise
 
 _ROWS_HINT = 32  # oneDNN's packing optimises for this many rows; other counts are as exact and about as fast
+_DEQUANTISED_FROM = 16  # rows from which quantised matrices are multiplied panel by panel in bfloat16
+_BFLOAT16_TO_FLOAT32 = 2  # the product's kind beside those of `kind_of`
+_ROWS_ALL = (1 << 31) - 1
 
 
 class Linear:
     """y = x W^T + b. Its rows come in parts, the checkpoint's tensors. `put` each, `prepare` once, then call.
 
     `bits`: what float parts are quantised to where the native product can be used; None leaves them as they are.
+    `is_batch_invariant`: one order of sums for any number of rows. `is_head`: its result is float32 where the native
+    product gives it; logits lie so close together that half precision would make some equal.
     """
 
     def __init__(
@@ -37,10 +42,14 @@ class Linear:
         device: torch.device,
         has_bias: bool = False,
         bits: int | None = None,
+        is_batch_invariant: bool = False,
+        is_head: bool = False,
     ) -> None:
         self.rows, self.columns = rows, columns
         self.size_bytes = 0
         self.is_native = False
+        self._is_head = is_head
+        self._dequantised_from = _ROWS_ALL if is_batch_invariant else _DEQUANTISED_FROM
         self.bias = torch.empty(sum(rows), dtype=dtype, device=device) if has_bias else None
         self._dtype, self._device = dtype, device
         self._native = native_for(device, dtype)
@@ -76,15 +85,19 @@ class Linear:
 
     def _native_product(self, native: Kernels, weight: torch.Tensor, bits: int) -> Callable[..., torch.Tensor]:
         self.size_bytes, self.is_native = weight.nbytes, True
-        kind, columns, outputs = kind_of(self._dtype), self.columns, sum(self.rows)
+        many = self._dequantised_from
+        out_dtype = torch.float32 if self._is_head else self._dtype
+        kind = kind_of(self._dtype) if out_dtype == self._dtype else _BFLOAT16_TO_FLOAT32
+        columns, outputs = self.columns, sum(self.rows)
         self.bias = bias = None if self.bias is None else self.bias.float()
 
         def multiply(x: torch.Tensor) -> torch.Tensor:
             x = x.contiguous()
             bias_at = None if bias is None else bias.data_ptr()
-            out = torch.empty(x.shape[0], outputs, dtype=x.dtype)
+            out = torch.empty(x.shape[0], outputs, dtype=out_dtype)
+            rows = x.shape[0]
             native.product(
-                kind, bits, x.data_ptr(), weight.data_ptr(), bias_at, out.data_ptr(), x.shape[0], columns, outputs
+                kind, bits, x.data_ptr(), weight.data_ptr(), bias_at, out.data_ptr(), rows, columns, outputs, many
             )
             return out
 

@@ -37,7 +37,13 @@ class ModelRunner:
         model = checkpoint.config
         context_tokens = min(model.context_tokens, config.context_tokens_max or model.context_tokens)
         with torch.inference_mode():
-            self.decoder = Decoder(model, dtype=self.dtype, device=self.device, bits=_bits(config, self))
+            self.decoder = Decoder(
+                model,
+                dtype=self.dtype,
+                device=self.device,
+                bits=_bits(config, self),
+                wants_batch_invariance=config.is_batch_invariant,
+            )
             count = checkpoint.tensor_count()
             for index, piece in enumerate(checkpoint.weights()):
                 self.decoder.take(piece.name, piece.tensor)

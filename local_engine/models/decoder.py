@@ -66,7 +66,13 @@ class Decoder:
     """
 
     def __init__(
-        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, bits: int | None = None
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        bits: int | None = None,
+        wants_batch_invariance: bool = False,
     ) -> None:
         """`bits`: 8 or 4 quantises matrices while they are read, where that is served; None takes them as they come."""
         self.config = config
@@ -75,6 +81,7 @@ class Decoder:
         self.native = native_for(device, dtype)
         self.parameters = 0
         self._bits = bits
+        self._wants_batch_invariance = wants_batch_invariance
         self._targets: dict[str, torch.Tensor | Part] = {}
         self._norms: list[torch.Tensor] = []
         self._rope_factors: torch.Tensor | None = None
@@ -82,7 +89,7 @@ class Decoder:
         self._embedding = self._empty(config.vocabulary_size, hidden)
         self._targets["model.embed_tokens.weight"] = self._embedding
         self._final_norm = self._norm("model.norm.weight", hidden)
-        self._head = self._linear((config.vocabulary_size,), hidden)
+        self._head = self._linear((config.vocabulary_size,), hidden, is_head=True)
         if not config.has_tied_embeddings:
             self._targets["lm_head.weight"] = Part(self._head, 0)
         self._layers = [self._make_layer(index) for index in range(config.layers)]
@@ -185,9 +192,25 @@ class Decoder:
     def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
-    def _linear(self, rows: tuple[int, ...], columns: int, *, has_bias: bool = False, bits: int | None = -1) -> Linear:
-        bits = self._bits if bits == -1 else bits
-        return Linear(rows, columns, dtype=self.dtype, device=self.device, has_bias=has_bias, bits=bits)
+    def _linear(
+        self,
+        rows: tuple[int, ...],
+        columns: int,
+        *,
+        has_bias: bool = False,
+        is_exact: bool = False,
+        is_head: bool = False,
+    ) -> Linear:
+        return Linear(
+            rows,
+            columns,
+            dtype=self.dtype,
+            device=self.device,
+            has_bias=has_bias,
+            bits=None if is_exact else self._bits,
+            is_batch_invariant=self._wants_batch_invariance,
+            is_head=is_head,
+        )
 
     def _norm(self, name: str, *shape: int) -> torch.Tensor:
         """A norm's weight; in float32 for the native kernels, and where an offset is added, which rounding to half
@@ -238,7 +261,7 @@ class Decoder:
         experts = config.experts
         if experts is None or not experts.is_sparse[index]:
             return self._dense(prefix, config.intermediate_size)
-        router = self._linear((experts.count,), config.hidden_size, bits=None)  # small, and everything hangs on it
+        router = self._linear((experts.count,), config.hidden_size, is_exact=True)  # small, and everything hangs on it
         self._targets[f"{prefix}.gate.weight"] = Part(router, 0)
         return Experts(
             router=router,

@@ -29,7 +29,7 @@ _SOURCE = Path(__file__).parent / "kernels.cpp"
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = {
-    "sw_product": [_INT, _INT, *[_POINTER] * 4, *[_INT] * 3],
+    "sw_product": [_INT, _INT, *[_POINTER] * 4, *[_INT] * 4],
     "sw_add_norm": [_INT, *[_POINTER] * 4, _INT, _INT, _FLOAT],
     "sw_gate": [_INT, _POINTER, _POINTER, *[_INT] * 3],
     "sw_rotate_write": [_INT, _POINTER, _POINTER, _FLOAT, *[_POINTER] * 5, *[_INT] * 5, _LONG],

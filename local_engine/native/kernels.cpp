@@ -2,7 +2,7 @@
 //
 // Plain C functions over pointers; local_engine/native/__init__.py says what each expects. The oracle of every one is torch
 // code that the tests compare it with. Invariant: a row's result depends on nothing but that row: the order of its sums is
-// the same in every batch, with any number of threads.
+// the same in every batch, with any number of threads (products from `dequantised_from` rows on have an order of their own).
 
 #include <immintrin.h>
 
@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #if !defined(__AVX512F__) || !defined(__AVX512BW__) || !defined(__AVX512VNNI__)
@@ -64,9 +65,10 @@ inline __m512i broadcast(const void* p) {
 
 // -- products ---------------------------------------------------------------------------------------------------------
 
-// 32 inputs of a row, quantised: x = scale * code; `sum` is the scaled sum of the codes.
+// 32 inputs of a row in 15 bits: x = scale * (128 * high + low); `sum` is the scaled sum of the codes. Inputs of 8 bits, as
+// others take them, cost a small model answers; the second half costs decoding nothing, which waits for memory.
 struct Group {
-  int8_t codes[kGroup];
+  int8_t high[kGroup], low[kGroup];
   float scale, sum;
 };
 
@@ -87,12 +89,17 @@ void quantise_row(const T* x, int columns, int row, int rows, Group* groups) {
   for (int k = 0; k < columns; k += kGroup, to += tile.count) {
     const __m512 a = load(x + k), b = load(x + k + 16);
     const float top = std::max(_mm512_reduce_max_ps(_mm512_abs_ps(a)), _mm512_reduce_max_ps(_mm512_abs_ps(b)));
-    const __m512 inverse = _mm512_set1_ps(top > 0 ? 127.0f / top : 0.0f);
-    const __m512i qa = _mm512_cvtps_epi32(_mm512_mul_ps(a, inverse)), qb = _mm512_cvtps_epi32(_mm512_mul_ps(b, inverse));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to->codes), _mm512_cvtepi32_epi8(qa));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to->codes + 16), _mm512_cvtepi32_epi8(qb));
-    to->scale = std::isfinite(top) ? top / 127.0f : NAN;
-    to->sum = to->scale * static_cast<float>(_mm512_reduce_add_epi32(_mm512_add_epi32(qa, qb)));
+    constexpr float kTop = 127.0f * 128.0f;
+    const __m512 inverse = _mm512_set1_ps(top > 0 ? kTop / top : 0.0f);
+    const __m512i q[2] = {_mm512_cvtps_epi32(_mm512_mul_ps(a, inverse)), _mm512_cvtps_epi32(_mm512_mul_ps(b, inverse))};
+    for (int half = 0; half < 2; ++half) {
+      const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(q[half], _mm512_set1_epi32(64)), 7);
+      const __m512i low = _mm512_sub_epi32(q[half], _mm512_slli_epi32(high, 7));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to->high + 16 * half), _mm512_cvtepi32_epi8(high));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to->low + 16 * half), _mm512_cvtepi32_epi8(low));
+    }
+    to->scale = std::isfinite(top) ? top / kTop : NAN;
+    to->sum = to->scale * static_cast<float>(_mm512_reduce_add_epi32(_mm512_add_epi32(q[0], q[1])));
   }
 }
 
@@ -129,7 +136,10 @@ inline void multiply(const uint8_t* panel, const Group* x, int columns, __m512* 
     for (int r = 0; r < Rows; ++r) {
       __m512i dot = _mm512_setzero_si512();
 #pragma GCC unroll 8
-      for (int i = 0; i < 8; ++i) dot = _mm512_dpbusd_epi32(dot, quads[i], broadcast(x[r].codes + 4 * i));
+      for (int i = 0; i < 8; ++i) dot = _mm512_dpbusd_epi32(dot, quads[i], broadcast(x[r].high + 4 * i));
+      dot = _mm512_slli_epi32(dot, 7);
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) dot = _mm512_dpbusd_epi32(dot, quads[i], broadcast(x[r].low + 4 * i));
       totals[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(scale, _mm512_set1_ps(x[r].scale)), totals[r]);
       totals[r] = _mm512_fmadd_ps(least, _mm512_set1_ps(x[r].sum), totals[r]);
     }
@@ -147,6 +157,32 @@ inline __m512 pairs(__m512 total, __m512i weights, __m512i x) {
   total = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(weights, 16)), _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)), total);
   return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(weights, high)), _mm512_castsi512_ps(_mm512_and_si512(x, high)), total);
 #endif
+}
+
+// A panel's codes as bfloat16, in the layout of bfloat16 panels: many rows are multiplied faster that way.
+template <int Bits>
+inline void dequantise(const uint8_t* panel, int columns, bf16* to) {
+  const __m512i byte = _mm512_set1_epi32(0xFF), upper = _mm512_set1_epi32(0xFFFF0000);
+  for (int k = 0; k < columns; k += kGroup, panel += kGroupBytes<Bits>) {
+    __m512i quads[8];
+    unpack<Bits>(panel, quads);
+    const uint8_t* tail = panel + kPanel * kGroup * Bits / 8;
+    const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(tail)));
+    const __m512 least = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(tail + 2 * kPanel)));
+    for (int i = 0; i < 8; ++i, to += 4 * kPanel) {
+      __m512i rounded[4];
+      for (int j = 0; j < 4; ++j) {
+        const __m512i code = _mm512_and_si512(_mm512_srl_epi32(quads[i], _mm_cvtsi32_si128(8 * j)), byte);
+        const __m512i bits = _mm512_castps_si512(_mm512_fmadd_ps(_mm512_cvtepi32_ps(code), scale, least));
+        const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+        rounded[j] = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+      }
+      for (int j = 0; j < 4; j += 2) {
+        const __m512i pair = _mm512_or_si512(_mm512_srli_epi32(rounded[j], 16), _mm512_and_si512(rounded[j + 1], upper));
+        _mm512_storeu_si512(to + j * kPanel, pair);
+      }
+    }
+  }
 }
 
 template <int Rows>
@@ -188,8 +224,8 @@ inline void finish(T* out, const float* bias, int panel, int outputs, int row, i
     store_some(out + static_cast<size_t>(row + r) * outputs + first, _mm512_add_ps(totals[r], shift), width);
 }
 
-template <int Bits, typename T>
-void product(const T* x, const uint8_t* weight, const float* bias, T* out, int rows, int columns, int outputs) {
+template <int Bits, typename T, typename Out>
+void product(const T* x, const uint8_t* weight, const float* bias, Out* out, int rows, int columns, int outputs) {
   static thread_local std::vector<Group> kept;  // of the calling thread; the others read it by this pointer
   const int groups = columns / kGroup, panels = (outputs + kPanel - 1) / kPanel;
   kept.resize(static_cast<size_t>(rows) * groups);
@@ -211,7 +247,26 @@ void product(const T* x, const uint8_t* weight, const float* bias, T* out, int r
   }
 }
 
-void product_bf16(const bf16* x, const bf16* weight, const float* bias, bf16* out, int rows, int columns, int outputs) {
+template <int Bits, typename Out>
+void product_dequantised(const bf16* x, const uint8_t* weight, const float* bias, Out* out, int rows, int columns, int outputs) {
+  const int groups = columns / kGroup, panels = (outputs + kPanel - 1) / kPanel;
+#pragma omp parallel
+  {
+    std::vector<bf16> own(static_cast<size_t>(columns) * kPanel);
+#pragma omp for schedule(static)
+    for (int panel = 0; panel < panels; ++panel) {
+      dequantise<Bits>(weight + static_cast<size_t>(panel) * groups * kGroupBytes<Bits>, columns, own.data());
+      in_tiles(rows, [&](int row, auto count) {
+        __m512 totals[count];
+        multiply<count>(own.data(), x + static_cast<size_t>(row) * columns, columns, totals);
+        finish(out, bias, panel, outputs, row, count, totals);
+      });
+    }
+  }
+}
+
+template <typename Out>
+void product_bf16(const bf16* x, const bf16* weight, const float* bias, Out* out, int rows, int columns, int outputs) {
   const int panels = (outputs + kPanel - 1) / kPanel;
 #pragma omp parallel for schedule(static) if (static_cast<int64_t>(columns) * outputs > 1 << 16)
   for (int panel = 0; panel < panels; ++panel) {
@@ -222,6 +277,17 @@ void product_bf16(const bf16* x, const bf16* weight, const float* bias, bf16* ou
       finish(out, bias, panel, outputs, row, count, totals);
     });
   }
+}
+
+template <typename T, typename Out>
+void choose(int bits, const T* x, const void* weight, const float* bias, Out* out, int rows, int columns, int outputs, int dequantised_from) {
+  const auto* codes = static_cast<const uint8_t*>(weight);
+  if constexpr (std::is_same_v<T, bf16>) {
+    if (bits == 16) return product_bf16(x, static_cast<const bf16*>(weight), bias, out, rows, columns, outputs);
+    if (rows >= dequantised_from && bits == 8) return product_dequantised<8>(x, codes, bias, out, rows, columns, outputs);
+    if (rows >= dequantised_from) return product_dequantised<4>(x, codes, bias, out, rows, columns, outputs);
+  }
+  return bits == 8 ? product<8>(x, codes, bias, out, rows, columns, outputs) : product<4>(x, codes, bias, out, rows, columns, outputs);
 }
 
 // -- between products -------------------------------------------------------------------------------------------------
@@ -391,16 +457,14 @@ void attend(const T* qkv, const T* pool, const int64_t* tables, const int64_t* t
 
 extern "C" {
 
-void sw_product(int kind, int bits, const void* x, const void* weight, const float* bias, void* out, int rows, int columns, int outputs) {
-  const auto* w = static_cast<const uint8_t*>(weight);
-  if (bits == 16) {
-    product_bf16(static_cast<const bf16*>(x), static_cast<const bf16*>(weight), bias, static_cast<bf16*>(out), rows, columns, outputs);
-  } else if (bits == 8) {
-    BY_TYPE((product<8>(static_cast<const float*>(x), w, bias, static_cast<float*>(out), rows, columns, outputs)),
-            (product<8>(static_cast<const bf16*>(x), w, bias, static_cast<bf16*>(out), rows, columns, outputs)))
+// `kind` 2: bfloat16 in, float out.
+void sw_product(int kind, int bits, const void* x, const void* weight, const float* bias, void* out, int rows, int columns, int outputs,
+                int dequantised_from) {
+  if (kind == 2) {
+    choose(bits, static_cast<const bf16*>(x), weight, bias, static_cast<float*>(out), rows, columns, outputs, dequantised_from);
   } else {
-    BY_TYPE((product<4>(static_cast<const float*>(x), w, bias, static_cast<float*>(out), rows, columns, outputs)),
-            (product<4>(static_cast<const bf16*>(x), w, bias, static_cast<bf16*>(out), rows, columns, outputs)))
+    BY_TYPE(choose(bits, static_cast<const float*>(x), weight, bias, static_cast<float*>(out), rows, columns, outputs, dequantised_from),
+            choose(bits, static_cast<const bf16*>(x), weight, bias, static_cast<bf16*>(out), rows, columns, outputs, dequantised_from))
   }
 }
 

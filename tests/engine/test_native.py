@@ -49,9 +49,9 @@ def linear(weight: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None =
 
 
 def rounded_inputs(x: torch.Tensor) -> torch.Tensor:
-    """Inputs as the integer product sees them: 8-bit codes with a scale for each 32."""
+    """Inputs as the integer product sees them: 15-bit codes with a scale for each 32."""
     groups = x.float().view(x.shape[0], -1, native.GROUP)
-    scales = groups.abs().amax(-1, keepdim=True) / 127
+    scales = groups.abs().amax(-1, keepdim=True) / (127 * 128)
     codes = (groups * torch.where(scales == 0, 0.0, 1 / scales)).round()
     return (codes * scales).view(x.shape)
 
@@ -90,7 +90,7 @@ def test_a_bfloat16_product_is_torch_s(kernels: native.Kernels) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_row_does_not_know_the_others(kernels: native.Kernels, bits: int) -> None:
     """To the last bit, a row's product is the same alone and in any batch."""
-    product = linear(torch.randn(90, 128), torch.bfloat16, bits=bits)
+    product = linear(torch.randn(90, 128), torch.bfloat16, bits=bits, is_batch_invariant=True)
     x = torch.randn(23, 128).bfloat16()
     whole = product(x)
     for size in (1, 3, 8, 9):
@@ -230,8 +230,8 @@ def test_a_quantised_file_stays_quantised(
     (small, quantised), (large, plain) = found
     assert small < 0.6 * large
     for id in quantised.keys() & plain.keys():
-        assert quantised[id] == pytest.approx(plain[id], abs=0.6)
-    assert len(quantised.keys() & plain.keys()) >= 3
+        assert quantised[id] == pytest.approx(plain[id], abs=0.02)
+    assert len(quantised.keys() & plain.keys()) == 5
 
 
 def test_a_row_of_quantised_can_be_picked() -> None:
