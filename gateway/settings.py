@@ -139,7 +139,9 @@ class CacheSettings(_Section):
         86_400, gt=0, description="how long an answer is served; requests may ask for less or more, up to ttl_s_max"
     )
     ttl_s_max: int = Field(30 * 86_400, gt=0, description="the longest time to live a request may ask for")
-    size_bytes_max: int = Field(256 << 20, gt=0, description="cached bytes per team, out goes what has been worth least lately")
+    size_bytes_max: int = Field(
+        256 << 20, gt=0, description="cached bytes per team, out goes what has been worth least lately"
+    )
     entry_bytes_max: int = Field(4 << 20, gt=0, description="a longer answer is not cached")
     l1_bytes_max: int = Field(
         16 << 20, ge=0, description="bytes of answers each gateway worker keeps in its own memory"
