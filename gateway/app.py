@@ -283,9 +283,10 @@ def _start_loops(parts: Parts, stack: AsyncExitStack) -> None:
         "stats": lambda: _every(1.0, parts.stats.flush),
         "touches": lambda: _every(1.0, parts.exact.flush_touches),
         "watch": lambda: parts.watch.run(parts.metrics),
-        "judging": parts.learning.judging.run,
-        "truth": lambda: _every(_TRUTH_EVERY_S, parts.learning.look),
     }
+    if parts.settings.cache.is_semantic:
+        loops["judging"] = parts.learning.judging.run
+        loops["truth"] = lambda: _every(_TRUTH_EVERY_S, parts.learning.look)
     for name, loop in loops.items():
         task = asyncio.create_task(_for_ever(name, loop), name=name)
         stack.push_async_callback(_cancelled, task)

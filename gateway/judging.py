@@ -9,7 +9,7 @@ anything here; what no judge can tell teaches nothing; a verdict has an id and c
 import asyncio
 import time
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -36,6 +36,7 @@ from cache import (
     VerdictStore,
 )
 from gateway.api.fold import fold
+from gateway.backends.base import Chunk
 from gateway.job import Job
 from gateway.record import Record
 from gateway.storing import answer_text, chunks_of
@@ -72,7 +73,7 @@ class _Asked:
     text: str
     partition: Partition
     compat: bytes
-    answer: bytes  # folded; empty where it is still to be generated
+    chunks: Sequence[Chunk]  # of the answer; none where it is still to be generated
     entry: Entry | None  # what was stored, or what was served
     trial: Trial | None
     source: Source
@@ -122,6 +123,11 @@ class Judging:
         self._wake = asyncio.Event()
         self._running: set[asyncio.Task[None]] = set()
         self._served: OrderedDict[int, deque[_Served]] = OrderedDict()
+
+    @property
+    def waiting(self) -> int:
+        """Answers that are still to be judged, or are being."""
+        return len(self._queue) + len(self._running)
 
     # -- what the pipeline tells: never awaits, never raises -----------------------------------------------------
 
@@ -180,13 +186,16 @@ class Judging:
         found, chunks = job.fingerprint, job.flight.chunks
         if found.text is None or sum(len(chunk.data) for chunk in chunks) > 16 * _ANSWER_BYTES_MAX:
             return None
-        answer = b"" if source is Source.SHADOW else fold(chunks)
+        fresh = () if source is Source.SHADOW else chunks
         return _Asked(
-            job.turn.record, job.turn, found.text, found.partition, found.compat, answer, entry, trial, source, chance, served
+            job.turn.record, job.turn, found.text, found.partition, found.compat, fresh, entry, trial, source, chance, served
         )  # fmt: skip
 
     def _put(self, asked: _Asked | None) -> None:
-        if asked is None or len(self._queue) >= _QUEUE_MAX:
+        if asked is None:
+            return
+        if len(self._queue) >= _QUEUE_MAX:
+            self._count(asked.source, Ruling.UNKNOWN, "no room")
             return
         self._queue.append(asked)
         self._wake.set()
@@ -231,7 +240,7 @@ class Judging:
 
     async def _compare(self, asked: _Asked) -> None:
         """A fresh answer with those near it: the first comparison is the verdict, an equal one makes a group."""
-        trial, fresh = asked.trial, self._told(asked.text, asked.answer)
+        trial, fresh = asked.trial, self._told(asked.text, fold(asked.chunks))
         assert trial is not None
         entries = await self._exact.several(asked.partition, asked.compat, trial.ranked)
         first = entries[0]
@@ -268,7 +277,7 @@ class Judging:
 
     async def _check_again(self, asked: _Asked) -> None:
         """Somebody did not take what was served: a different fresh answer is a wrong verdict, one nobody can compare a weak one."""
-        fresh, served = self._told(asked.text, asked.answer), asked.served
+        fresh, served = self._told(asked.text, fold(asked.chunks)), asked.served
         assert served is not None
         (entry,) = await self._exact.several(asked.partition, asked.compat, (served.exact,))
         if fresh is None or entry is None or entry.created_at != served.created_at:

@@ -150,6 +150,7 @@ class Stats:
         self._routes: deque[Record] = deque(maxlen=_LATEST_PER_FLUSH)
         self._near: deque[Record] = deque(maxlen=_LATEST_PER_FLUSH)
         self._unsent: dict[str, _Bucket] = {}
+        self._hours: dict[int, dict[tuple[int, str], Sample]] = {}  # by start; of those that are over
 
     def add(self, record: Record) -> None:
         """Counts one finished request; memory only, about 2 us."""
@@ -297,11 +298,20 @@ class Stats:
         """What tells the error of answers by meaning, by team and model, of the last day. Raises what the client raises."""
         now = int(self._clock()) // _HOUR.length_s * _HOUR.length_s
         starts = [now - back * _HOUR.length_s for back in range(_TRUTH_BUCKETS)]
-        samples: dict[tuple[int, str], Sample] = {}
+        total: dict[tuple[int, str], Sample] = {}
         for at in starts:  # one after the other: each may hold a thousand fields, and others want the loop in between
-            for field, amount in read_fields(await self._redis.eval(_READ, 1, _HOUR.key(at))):
-                fold_sample(samples, field, amount)
-        return samples
+            found = self._hours.get(at)
+            if found is None:
+                found = {}
+                for field, amount in read_fields(await self._redis.eval(_READ, 1, _HOUR.key(at))):
+                    fold_sample(found, field, amount)
+                if at < now - _HOUR.length_s:  # nobody counts in it any more
+                    self._hours[at] = found
+            for key, sample in found.items():
+                total.setdefault(key, Sample()).add(sample)
+        for gone in self._hours.keys() - set(starts):
+            del self._hours[gone]
+        return total
 
     async def routes(self, matches: Callable[[Record], bool], *, before: str = "", limit: int = 50) -> Page:
         """The latest requests that match, the newest first; `before` is the last page's cursor."""

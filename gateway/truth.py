@@ -37,6 +37,11 @@ class Sample(msgspec.Struct):
     reported_wrong: int = 0
     reported_right: int = 0
 
+    def add(self, other: "Sample") -> None:
+        """The sum of both."""
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
 
 class Measured(msgspec.Struct, frozen=True):
     """Answers by meaning that were wrong, as a share of all requests: the estimate (None without any check or report), its

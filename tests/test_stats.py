@@ -174,3 +174,28 @@ async def test_latencies_of_hits_and_misses_are_told_apart(redis: Redis) -> None
     assert summary.ttft["all"].count == 2
     assert summary.series[-1].ttft_miss.p95_ms == pytest.approx(800, rel=0.1)
     assert summary.series[0].ttft_hit.p50_ms is None
+
+
+async def test_checks_and_reports_of_a_day_add_up(redis: Redis) -> None:
+    """By team and model, beside the requests they stand for; asked again, and when the hours have passed, they are the same."""
+    clock = Clock()
+    stats, other = Stats(redis, clock), Stats(redis, clock)
+    for worker in (stats, other):
+        worker.add(hit(cache="semantic"))
+        worker.add(miss())
+        worker.add_check(1, "small", False, 4.0)
+        worker.add_check(1, "small", True, 0.5)
+        worker.add_report(1, "small", True)
+        await worker.flush()
+    team, model = hit().team_id, hit().alias
+    for back_h in (0, 5, 5, 23):
+        clock.now_s = AT_S + 3_600 * back_h
+        samples = await stats.samples()
+        assert (samples[team, model].requests, samples[team, model].hits) == (4, 2)
+        found = samples[1, "small"]
+        assert (found.checks, found.wrong, found.reported_wrong, found.reported_right) == (4, 2, 2, 0)
+        assert (found.weight, found.weight2, found.wrong_weight) == (9.0, 32.5, 1.0)
+    assert (await stats.query(Window.DAY)).samples[1, "small"] == found
+    assert (await stats.query(Window.DAY)).total.requests == 4
+    clock.now_s = AT_S + 3_600 * 24
+    assert (1, "small") not in await stats.samples()

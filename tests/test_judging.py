@@ -1,0 +1,109 @@
+"""What a worker learns from, without a gateway around it: how much it holds, and what it draws by chance."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from typing import Any
+
+import msgspec
+import pytest
+from redis.asyncio import Redis
+
+from cache import ExactCache, Opinion, Recorded, Ruling, Source, Told, Trial, VerdictStore
+from gateway.backends.base import Chunk
+from gateway.flight import Flight
+from gateway.job import Facts, Job
+from gateway.judging import _QUEUE_MAX, Check, Judging
+from gateway.record import Record
+from gateway.turn import Turn, read_turn
+from tests.cache.fakes import ask, entry_for
+
+BODY = b'{"model": "m", "messages": [{"role": "user", "content": "open the box"}]}'
+WHOLE = b'{"choices":[{"index":0,"message":{"role":"assistant","content":"42"},"finish_reason":"stop"}]}'
+
+
+class Waits:
+    """A judge that answers when it may."""
+
+    def __init__(self) -> None:
+        self.may = asyncio.Event()
+
+    async def judge(self, fresh: Told, cached: Told) -> Opinion:
+        await self.may.wait()
+        return Opinion(Ruling.SAME, "waits", "so")
+
+
+class Heard:
+    """Everything that was noted and counted."""
+
+    def __init__(self) -> None:
+        self.checks: list[Check] = []
+        self.verdicts: Counter[tuple[Source, Ruling, str]] = Counter()
+
+    def count(self, source: Source, ruling: Ruling, judge: str) -> None:
+        self.verdicts[source, ruling, judge] += 1
+
+
+def job(chance: float, **facts: Any) -> Job:
+    """A request that is over: one that was generated, or with `entry` one that was a hit."""
+    found = ask("open the box")
+    record = Record(
+        request_id=f"req_{random.random()}", at_s=time.time(), team_id=1, key_id=1, alias="m", similarity=0.9
+    )
+    turn = read_turn(BODY, {}, record)
+    flight = Flight(Facts(**facts))
+    flight.extend([Chunk(WHOLE, is_whole=True)])
+    made: Any = Job(turn, None, None, flight, flight.facts, found, {})  # type: ignore[arg-type]
+    made.generated.is_complete = True
+    made.trial = Trial((ask("open the crate").exact,), b"", 0.9, chance, b"rule")
+    result: Job = made
+    return result
+
+
+def judging(redis: Redis, judge: Waits, heard: Heard, share: float, regenerated: list[Turn]) -> Judging:
+    async def regenerate(turn: Turn) -> bytes:
+        regenerated.append(turn)
+        return WHOLE
+
+    draw = random.Random(4)
+    return Judging(
+        ExactCache(redis), VerdictStore(redis), judge, None, regenerate, share, 60.0, draw.random, heard.checks.append,
+        heard.count,
+    )  # fmt: skip
+
+
+async def test_what_finds_no_room_is_not_judged(redis: Redis) -> None:
+    """A judge that hangs holds a bounded number of answers; the rest is counted and let go, and nothing waits for it."""
+    heard, judge = Heard(), Waits()
+    one = judging(redis, judge, heard, 0.0, [])
+    for _ in range(_QUEUE_MAX + 30):
+        one.recorded(job(1.0), None)
+    assert heard.verdicts[Source.MISS, Ruling.UNKNOWN, "no room"] == 30
+    await one.aclose()
+
+
+@pytest.mark.parametrize(("share", "audited"), [(0.25, 0.1), (1.0, 0.02)])
+async def test_hits_are_drawn_at_the_share_they_stand_for(redis: Redis, share: float, audited: float) -> None:
+    """As many are generated afresh as the setting says, and each stands for the served ones that were not."""
+    heard, judge, regenerated = Heard(), Waits(), list[Turn]()
+    judge.may.set()
+    one = judging(redis, judge, heard, share, regenerated)
+    running = asyncio.create_task(one.run())
+    found, count = ask("open the crate"), 400
+    entry = msgspec.structs.replace(entry_for(found, time.time()), chunks=(Recorded(WHOLE, is_whole=True),))
+    for number in range(count):
+        one.recorded(job(audited, entry=entry), None)
+        if number % 50 == 49:
+            async with asyncio.timeout(20):
+                while one.waiting:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+    running.cancel()
+    await one.aclose()
+    assert len(regenerated) == pytest.approx(share * count, rel=0.2)
+    assert len(heard.checks) == len(regenerated)
+    weight = (1 - audited) / (audited + (1 - audited) * share)
+    assert [check.weight for check in heard.checks] == pytest.approx([weight] * len(heard.checks))
+    assert not any(check.is_wrong for check in heard.checks)
