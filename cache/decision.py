@@ -16,6 +16,8 @@ from cache.lore import Lore
 from cache.messages import Hit, Miss, MissReason, Near, Neighbourhood, Query, Trial
 from cache.verifier import Assessment, Scene, Verifier
 
+_WOULD_BE_SERVED = (None, MissReason.TIGHTENED, MissReason.AUDIT)
+
 
 @dataclass(frozen=True, slots=True)
 class Known:
@@ -33,12 +35,12 @@ def decide(query: Query, known: Sequence[Known], count: int, verifier: Verifier,
     seen = [one.near for one in known[:NEIGHBOURS]]
     verdict = verifier.decide(query, seen, scene)
     reasons = list(verdict.reasons)
-    if verdict.served is None and query.untightened is not None:
+    if verdict.served is None and MissReason.AUDIT not in reasons and query.untightened is not None:
         loose = _untightened(query, seen, verifier, scene)
         if loose is not None:
             reasons[loose] = MissReason.TIGHTENED
     for place, reason in enumerate(reasons):
-        if reason in (None, MissReason.TIGHTENED) and known[place].is_suspended:
+        if reason in _WOULD_BE_SERVED and known[place].is_suspended:
             reasons[place] = MissReason.SUSPENDED
     served = verdict.served if verdict.served is not None and not known[verdict.served].is_suspended else None
     trial = _trial(verdict.assessment, known, lore.rule)

@@ -16,7 +16,7 @@ from bench.vcache import VCache
 from cache import Hit, Miss, MissReason
 from cache.bound import Learner, Prior, Row, audit_chance
 from cache.evidence import FEATURES, Neighbour, ToldWords, WordCounts, candidates, evidence
-from cache.findings import Judged
+from cache.findings import Judged, Suspended, answer_name
 from cache.log import Dropped
 from cache.prior import PRIOR
 from cache.rule import VerifiedRule
@@ -324,6 +324,25 @@ def test_audits_come_at_the_rate_they_say() -> None:
     (answer,) = cache.lookup([query(asked)])
     assert answer.trial is not None
     assert answer.trial.chance == pytest.approx(before, rel=0.01)
+
+
+def test_an_audit_stays_one_where_a_bound_has_tightened_and_not_where_its_answer_is_out() -> None:
+    """What it is called is by which chance its verdict counts."""
+    clock = Clock()
+    cache = SemanticCache(FakeEmbedder(is_constant=True), VerifiedRule(PRIOR, random=lambda: 0.0), clock)
+    fp = ask("open the box please")
+    cache.fold([Added(ACME, fp.exact, fp.compat, "open the box please", clock.now, clock.now + 1e6)])
+    asked = msgspec.structs.replace(query("please open the box", error_max=0.01), untightened=0.05)
+    (audit,) = cache.lookup([asked])
+    assert isinstance(audit, Miss)
+    assert audit.trial is not None
+    assert audit.reason is MissReason.AUDIT
+    assert audit.trial.chance < 1
+    cache.fold([Suspended(ACME, b"a" + answer_name(fp.exact, clock.now))])
+    (out,) = cache.lookup([asked])
+    assert isinstance(out, Miss)
+    assert out.trial is not None
+    assert (out.reason, out.trial.chance) == (MissReason.SUSPENDED, 1.0)
 
 
 def test_a_tightened_bound_says_what_it_refused() -> None:
