@@ -1,6 +1,7 @@
 """`./run bench engine`: the local engine beside transformers' `generate`, on the same weights in the same number type.
 
-    ./run bench engine [--model M] [--dtype auto] [--threads N] [--repeats 3] [--quick] [--json FILE]
+    ./run bench engine [--model M | --shape 0.6b] [--weights int8] [--threads N] [--repeats 3] [--quick] [--json FILE]
+    ./run bench engine --quality                     perplexity and agreement of every way to run the model
 
 Both run in this process, one after the other within each repeat, so that a busy machine slows both; figures are medians.
 Prompts are random tokens, new in every repeat: nothing is reused but what a scenario says is shared. Transformers gets all
@@ -16,10 +17,12 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from bench.engine_quality import compare
+from bench.engine_shapes import SHAPES, make_checkpoint
 from local_engine.config import EngineConfig, ModelError
 from local_engine.families import FAMILIES
 from local_engine.messages import SamplingParams
@@ -41,9 +44,11 @@ class Scenario:
 PREFILL, DECODE, TOTAL = "prefill tokens/s", "decode tokens/s", "output tokens/s"
 SCENARIOS = (
     Scenario("prefill 512", PREFILL, 1, 512, 1),
+    Scenario("prefill 4096", PREFILL, 1, 4096, 1),
     Scenario("decode, batch 1", DECODE, 1, 128, 48),
     Scenario("decode, batch 8", DECODE, 8, 128, 32),
     Scenario("decode, batch 32", DECODE, 32, 64, 28),
+    Scenario("decode, batch 64", DECODE, 64, 32, 16),
     Scenario("shared prefix, 16 x (384 + 24)", TOTAL, 16, 24, 24, shared=384),
 )
 
@@ -53,13 +58,14 @@ class Run:
     """One run of one scenario: seconds from submission until every sequence has its first token, and until all is done.
 
     `tail_tokens` came in the `tail_s` in which all sequences were decoding: after the last first token and before the
-    first end.
+    first end. `cpu_s`: this process' CPU time over the run, which a busy machine changes little.
     """
 
     first_s: float
     total_s: float
     tail_s: float
     tail_tokens: int
+    cpu_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,7 @@ class Row:
     decode_tokens_per_s: float | None
     tpot_ms: float | None
     output_tokens_per_s: float
+    cpu_s: float
     dtype: str
     threads: int
     repeats: int
@@ -115,7 +122,8 @@ class Sameway:
                 waiting -= {output.id for output in outputs}
                 first_s = now_s
             elif not has_ended:
-                tail_tokens, tail_s = tail_tokens + len(outputs), now_s - first_s
+                tail_tokens += sum(len(output.output.token_ids) for output in outputs)
+                tail_s = now_s - first_s
             has_ended = has_ended or any(output.usage is not None for output in outputs)
         return Run(first_s, time.perf_counter() - start, tail_s, tail_tokens)
 
@@ -130,12 +138,19 @@ class Transformers:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         from local_engine.loader import open_checkpoint
+        from local_engine.quantised import Quantised
 
         checkpoint = open_checkpoint(model)
-        config = AutoConfig.for_model(**_hf_config(checkpoint.config))
+        is_folder = model is not None and Path(model).is_dir()
+        config = (
+            AutoConfig.from_pretrained(model) if is_folder else AutoConfig.for_model(**_hf_config(checkpoint.config))
+        )
         self._device = torch.device(device)
         self._model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
-        weights = {piece.name: piece.tensor for piece in checkpoint.weights()}
+        weights = {
+            piece.name: piece.tensor.dequantised() if isinstance(piece.tensor, Quantised) else piece.tensor
+            for piece in checkpoint.weights()
+        }
         missing, unexpected = self._model.load_state_dict(weights, strict=False)
         if unexpected or [name for name in missing if name != "lm_head.weight"]:
             raise ModelError(f"transformers cannot take these weights: missing {missing}, unexpected {unexpected}")
@@ -208,6 +223,7 @@ def summarise(system: str, scenario: Scenario, runs: Sequence[Run], dtype: str, 
         decode_tokens_per_s=decode,
         tpot_ms=None if decode is None else 1000 * scenario.batch / decode,
         output_tokens_per_s=scenario.batch * scenario.answer / total_s,
+        cpu_s=statistics.median(run.cpu_s for run in runs),
         dtype=dtype,
         threads=threads,
         repeats=len(runs),
@@ -225,19 +241,25 @@ def measure(
             break
         for system in systems:
             prompts = make_prompts(scenario, vocabulary, seed=repeat)
+            start = time.process_time()
             run = system.run(prompts, scenario.answer if repeat else min(2, scenario.answer))
+            run = replace(run, cpu_s=time.process_time() - start)
             if repeat:
                 runs[system.name].append(run)
     return runs
 
 
 def render(scenarios: Sequence[Scenario], rows: Sequence[Row]) -> str:
-    """One line per scenario: each system's headline figure, and the ratio of the first to the second."""
+    """One line per scenario: each system's headline figure, and of the first to the second the ratio of the figures and
+    that of the CPU time, both above 1 where the first is ahead."""
     names = list(dict.fromkeys(row.system for row in rows))
-    lines = [f"{'':32}{'':18}" + "".join(f"{name:>14}" for name in names) + f"{'ratio':>9}"]
+    titles = "".join(f"{name:>14}" for name in names)
+    lines = [f"{'':32}{'':18}{titles}{'ratio':>9}{'CPU time':>10}"]
     for scenario in scenarios:
-        figures = [row.figure(scenario.figure) for row in rows if row.scenario == scenario.name]
-        ratio = f"{figures[0] / figures[1]:8.2f}x" if len(figures) > 1 and figures[1] else ""
+        own = [row for row in rows if row.scenario == scenario.name]
+        figures = [row.figure(scenario.figure) for row in own]
+        has_ratio = len(own) > 1 and figures[1] and own[0].cpu_s
+        ratio = f"{figures[0] / figures[1]:8.2f}x{own[1].cpu_s / own[0].cpu_s:9.2f}x" if has_ratio else ""
         values = "".join(f"{value:14,.1f}" for value in figures)
         lines.append(f"{scenario.name:32}{scenario.figure:18}{values}{ratio}")
     return "\n".join(lines)
@@ -248,20 +270,37 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--model", help="a GGUF file, a checkpoint folder or a hub name; default: the embedded model")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16; the same for both")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--weights", default="auto", help="auto, int8, int4: the engine's; transformers keeps its own")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="a random model of that shape, made in .bench/")
+    parser.add_argument("--quality", action="store_true", help="perplexity and agreement instead of speed")
+    parser.add_argument("--windows", type=int, default=8, help="--quality: how many windows of 256 tokens")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds-max", type=float, default=25.0, help="per scenario; one repeat there always is")
-    parser.add_argument("--quick", action="store_true", help="one repeat, and no batch of 32")
+    parser.add_argument("--quick", action="store_true", help="one repeat, no batch above 16, no prompt above 512")
     parser.add_argument("--alone", action="store_true", help="do not load transformers")
     parser.add_argument("--json", type=Path, help="write the rows to this file, one JSON object a line")
     options = parser.parse_args(argv)
     prepare_environment()
     import torch
 
+    if options.shape:
+        options.model = str(make_checkpoint(Path(".bench") / f"shape-{options.shape}", options.shape))
+    if options.quality:
+        print(compare(options.model, options.threads, options.windows, 256))
+        return 0
     config = EngineConfig(
-        model=options.model, dtype=options.dtype, device=options.device, threads=options.threads, has_prefix_cache=True
+        model=options.model,
+        dtype=options.dtype,
+        weights=options.weights,
+        device=options.device,
+        threads=options.threads,
+        draft_tokens_max=0,  # random tokens foretell nothing
+        sequences_max=64,
     )
-    scenarios = [scenario for scenario in SCENARIOS if not (options.quick and scenario.batch == 32)]
+    scenarios = [
+        scenario for scenario in SCENARIOS if not (options.quick and (scenario.batch >= 32 or scenario.own > 512))
+    ]
     try:
         ours = Sameway(config)
         info = ours.engine.info

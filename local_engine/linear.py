@@ -28,7 +28,7 @@ _ROWS_ALL = (1 << 31) - 1
 class Linear:
     """y = x W^T + b. Its rows come in parts, the checkpoint's tensors. `put` each, `prepare` once, then call.
 
-    `bits`: what float parts are quantised to where the native product can be used; None leaves them as they are.
+    `bits`: what wider parts are quantised to where the native product can be used; None leaves all as they are.
     `is_batch_invariant`: one order of sums for any number of rows. `is_head`: its result is float32 where the native
     product gives it; logits lie so close together that half precision would make some equal.
     """
@@ -59,9 +59,11 @@ class Linear:
 
     def put(self, index: int, value: torch.Tensor | Quantised) -> None:
         """Take a part's weight, [rows[index], columns]."""
-        if isinstance(value, torch.Tensor):
-            value = quantise(value, self._bits) if self._bits else value.to(self._dtype, copy=True)
-        self._parts[index] = value
+        if isinstance(value, Quantised):
+            is_kept = self._bits is None or value.bits <= self._bits
+            self._parts[index] = value if is_kept else quantise(value.dequantised(), self._bits or value.bits)
+        else:
+            self._parts[index] = quantise(value, self._bits) if self._bits else value.to(self._dtype, copy=True)
 
     def prepare(self) -> None:
         """After the last part: lay the weight out for the fastest product there is, and give the parts up."""

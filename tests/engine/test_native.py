@@ -234,6 +234,17 @@ def test_a_quantised_file_stays_quantised(
     assert len(quantised.keys() & plain.keys()) == 5
 
 
+def test_wider_codes_are_narrowed_and_narrow_ones_kept(kernels: native.Kernels) -> None:
+    """A file of 8 bits can be run in 4; one of 4 stays as it is when 8 are asked for."""
+    values, x = torch.randn(20, 64), torch.randn(3, 64)
+    for own, asked, then in ((8, 4, 4), (4, 8, 4), (8, 8, 8)):
+        product = Linear((20,), 64, dtype=torch.float32, device=CPU, bits=asked)
+        product.put(0, quantise(values, own))
+        product.prepare()
+        assert product.size_bytes == 2 * 2 * native.PANEL * (native.GROUP * then // 8 + 4)
+        assert product(x).shape == (3, 20)
+
+
 def test_a_row_of_quantised_can_be_picked() -> None:
     """Rows in another order are the same rows."""
     made = quantise(torch.randn(6, 64), 8)
