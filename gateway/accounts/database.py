@@ -19,7 +19,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy import event
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
@@ -104,7 +103,13 @@ class Database:
 
     def insert(self, table: sa.Table) -> Any:
         """An INSERT that knows `on_conflict_do_nothing` and `on_conflict_do_update`, alike in both dialects."""
-        return sqlite.insert(table) if self.is_sqlite else postgresql.insert(table)
+        if self.is_sqlite:
+            from sqlalchemy.dialects import sqlite
+
+            return sqlite.insert(table)
+        from sqlalchemy.dialects import postgresql  # a tenth of a worker's start: for those who use it
+
+        return postgresql.insert(table)
 
     async def _use_wal(self) -> None:
         """Readers beside a writer, for good: the mode stays in the file. Of several processes that create the file at
