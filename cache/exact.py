@@ -38,7 +38,7 @@ class CacheLimits:
     ttl_s_max: float = 30 * 86_400
     warm_ttl_s: float = 3_600
     l1_entries_max: int = 4_096
-    l1_bytes_max: int = 16 << 20
+    l1_bytes_max: int = 8 << 20
 
 
 class LookupMiss(StrEnum):

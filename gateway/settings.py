@@ -143,9 +143,7 @@ class CacheSettings(_Section):
         256 << 20, gt=0, description="cached bytes per team, out goes what has been worth least lately"
     )
     entry_bytes_max: int = Field(4 << 20, gt=0, description="a longer answer is not cached")
-    l1_bytes_max: int = Field(
-        16 << 20, ge=0, description="bytes of answers each gateway worker keeps in its own memory"
-    )
+    l1_bytes_max: int = Field(8 << 20, ge=0, description="bytes of answers each gateway worker keeps in its own memory")
     error_max: float = Field(0.01, ge=0, le=1, description="share of requests that may be answered wrongly by meaning")
     is_audited: bool = Field(True, description="generate some would-be hits to check them: a tenth, at last 2%")
     judge_model: str | None = Field(None, description="an alias that is asked whether long answers say the same")
