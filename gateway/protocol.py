@@ -111,7 +111,7 @@ class CarefulProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """As uvicorn's, with one timer for a connection's whole life instead of one for each request."""
         self.server_state.total_requests += 1
-        if self.transport.is_closing():
+        if self._direct is None or self._direct.is_closing():
             return
         self.flow.resume_reading()
         if self.pipeline:
