@@ -71,13 +71,18 @@ class BorrowedRateLimits:
     def take_now(self, limited: Limited, requests: int | None, tokens: int | None) -> Verdict | None:
         """The verdict if what this process holds suffices; None where Redis must be asked (`take`)."""
         now_s = self._clock()
-        charged = [(share, cost) for share in limited._shares if (cost := _cost(share, requests, tokens)) is not None]
-        for share, cost in charged:
-            if not share.quantum or share.left < cost or now_s - share.heard_at_s > _HEARD_WITHIN_S:
+        heard_since_s = now_s - _HEARD_WITHIN_S
+        for share in limited._shares:
+            cost = _cost(share, requests, tokens)
+            if cost is not None and (not share.quantum or share.left < cost or share.heard_at_s < heard_since_s):
                 return None
-        for share, cost in charged:
-            share.left -= cost
-        return Verdict(True, 0.0, tuple([share.state(now_s) for share, _ in charged]))
+        states = []
+        for share in limited._shares:
+            cost = _cost(share, requests, tokens)
+            if cost is not None:
+                share.left -= cost
+                states.append(share.state(now_s))
+        return Verdict(True, 0.0, tuple(states))
 
     async def take(self, limited: Limited, requests: int | None, tokens: int | None) -> Verdict:
         """As `RateLimits.take`, and a quantum of each limit that has room for it besides."""
