@@ -44,13 +44,12 @@ class Lookup:
 class Speculation:
     """One sequence's drafts: how long they are, how they fare, and when the next may be tried.
 
-    `accepted` is a moving average of the tokens a draft gained.
+    `rate` is a moving average of how often a drafted token is accepted where those before it were.
     """
 
     lookup: Lookup
     tokens_max: int
-    length: int = 4
-    accepted: float = 1.0
+    rate: float = 0.7
     _pause: int = 0
     _pause_next: int = _PAUSE_TOKENS_MIN
 
@@ -60,25 +59,30 @@ class Speculation:
         if self._pause > 0:
             self._pause -= 1
             return ()
-        count = min(self.length, self.tokens_max, room)
-        if count < 1:
+        counts = [count for count in (1, 2, 4, 8, 16, 32, self.tokens_max) if count <= min(self.tokens_max, room)]
+        if not counts:
             return ()
-        if 1.0 + self.accepted < cost(count):
+        gain, count = max((self.expected(count) / cost(count), count) for count in counts)
+        if gain <= 1.0:
             self._rest()
             return ()
         return self.lookup.propose(tokens, count)
 
+    def expected(self, count: int) -> float:
+        """Tokens that a step with a draft of that length is expected to give."""
+        return sum(self.rate**accepted for accepted in range(count + 1))
+
     def observe(self, drafted: int, accepted: int) -> None:
-        """Learn from a verified draft: longer after a full success, shorter after a failure, none after many."""
-        self.accepted += 0.3 * (accepted - self.accepted)
+        """Learn from a verified draft."""
+        for _ in range(accepted):
+            self.rate += 0.1 * (1.0 - self.rate)
         if accepted == drafted:
-            self.length = min(self.tokens_max, 2 * self.length)
             self._pause_next = _PAUSE_TOKENS_MIN
-        else:
-            self.length = max(1, accepted + 1)
-            if self.accepted < 0.25:
-                self._rest()
+            return
+        self.rate -= 0.2 * self.rate
+        if self.rate < 0.1:
+            self._rest()
 
     def _rest(self) -> None:
         self._pause, self._pause_next = self._pause_next, min(_PAUSE_TOKENS_MAX, 2 * self._pause_next)
-        self.accepted = max(self.accepted, 1.0)  # the next try is judged by what it brings
+        self.rate = max(self.rate, 0.6)  # the next try is judged by what it brings

@@ -26,26 +26,34 @@ def test_a_lookup_proposes_what_followed_last_time() -> None:
     assert Lookup([4, 5, 6, 7]).propose([4, 5], 8) == (6, 7, 4, 5, 6, 7, 4, 5)
 
 
-def test_drafts_grow_with_success_and_pause_after_failure() -> None:
-    """A draft that holds makes the next longer; drafts that fail again and again are left out for a while."""
+def test_drafts_shrink_with_failure_and_pause() -> None:
+    """A draft is as long as pays at the rate at which drafts hold; drafts that fail again and again are left out."""
     speculation = Speculation(Lookup(), tokens_max=8)
     text = [1, 2, 3, 4] * 8
-    assert len(speculation.draft(text, 100, lambda more: 1.0)) == 4
-    speculation.observe(4, 4)
-    assert len(speculation.draft(text, 100, lambda more: 1.0)) == 8
-    assert len(speculation.draft(text, 3, lambda more: 1.0)) == 3
-    for _ in range(8):
-        speculation.observe(8, 0)
-    assert speculation.draft(text, 100, lambda more: 1.0) == ()
+
+    def cost(more: int) -> float:
+        return 1.0 + 0.15 * more
+
+    lengths = [len(speculation.draft(text, 100, cost))]
+    speculation.observe(8, 8)
+    assert len(speculation.draft(text, 100, cost)) == 8
+    assert len(speculation.draft(text, 3, cost)) == 2
+    for _ in range(6):
+        speculation.observe(4, 0)
+        lengths.append(len(speculation.draft(text, 100, cost)))
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[-1] < lengths[0]
+    for _ in range(20):
+        speculation.observe(4, 0)
+    assert speculation.draft(text, 100, cost) == ()
 
 
 def test_drafts_that_cost_more_than_they_save_are_not_made() -> None:
     """Where a longer step takes longer than the tokens it gains are worth, decoding goes on plainly, and tries again."""
     speculation = Speculation(Lookup(), tokens_max=4)
     text = [1, 2, 3, 4] * 8
-    tried = [bool(speculation.draft(text, 100, lambda more: 9.0)) for _ in range(200)]
-    assert not any(tried)
-    assert any(speculation.draft(text, 100, lambda more: 1.5) for _ in range(2000))
+    assert not any(speculation.draft(text, 100, lambda more: 9.0) for _ in range(200))
+    assert any(speculation.draft(text, 100, lambda more: 1.1) for _ in range(2000))
 
 
 def test_the_price_of_a_draft_is_measured() -> None:
