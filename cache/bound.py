@@ -10,6 +10,7 @@ rows in any order give the same model, up to rounding; with no row it is the pri
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,12 +64,12 @@ class Row:
 
 
 class Model:
-    """The prior, and what was learned since."""
+    """The prior, and what was learned since. It does not change: a fit makes another one."""
 
-    def __init__(self, prior: Prior) -> None:
+    def __init__(self, prior: Prior, coefficients: Vector | None = None, covariance: Vector | None = None) -> None:
         self._prior = prior
-        self._coefficients = prior.coefficients
-        self._covariance = np.diag(prior.variance)
+        self._coefficients = prior.coefficients if coefficients is None else coefficients
+        self._covariance = np.diag(prior.variance) if covariance is None else covariance
 
     def p(self, evidence: Vector) -> float:
         """The lower bound, one standard deviation down."""
@@ -80,8 +81,8 @@ class Model:
         sd = np.sqrt(np.maximum(0.0, np.einsum("ij,jk,ik->i", x, self._covariance, x)))
         return _sigmoid(x @ self._coefficients - sd)
 
-    def fit(self, evidence: Vector, is_right: Vector, weights: Vector) -> None:
-        """Newton's method on the penalised likelihood, from where it was."""
+    def fitted(self, evidence: Vector, is_right: Vector, weights: Vector) -> Model:
+        """Newton's method on the penalised likelihood, from where this one is."""
         x = self._standard(evidence)
         prior = self._prior.coefficients
         ridge = np.full(len(prior), _RIDGE)
@@ -97,34 +98,43 @@ class Model:
             b -= step * min(1.0, 2.0 / size if size else 1.0)
             if size < 1e-4:
                 break
-        self._coefficients = b
-        self._covariance = np.linalg.inv(hessian)
+        return Model(self._prior, b, np.linalg.inv(hessian))
 
     def _standard(self, evidence: Vector) -> Vector:
         scaled = np.clip((evidence[:, : len(self._prior.mean)] - self._prior.mean) / self._prior.scale, -5.0, 5.0)
         return np.hstack([scaled, np.ones((len(scaled), 1))])
 
 
-class Learner:
-    """The model of one namespace and its thresholds, refitted as verdicts come."""
+Run = Callable[[Callable[[], object]], object]
+"""Does a piece of work, at once or on a thread of its own; pieces in the order in which they came."""
 
-    def __init__(self, prior: Prior) -> None:
+
+def at_once(work: Callable[[], object]) -> object:
+    return work()
+
+
+class Learner:
+    """The model of one namespace and its thresholds, refitted as verdicts come. `run` does the fits: what is decided meanwhile
+    is decided by the model before; a fit sees the rows that there were when it became due, so that the same rows give the same
+    models whenever they are fitted."""
+
+    def __init__(self, prior: Prior, run: Run = at_once) -> None:
         self.model = Model(prior)
+        self._run = run
         self.told = ToldWords()
         self._rows: list[Row] = []
         self._seen = 0
         self._fitted_at = 0
         self._expected = self._wrong = 0.0  # of the comparisons that p was nearly sure of
-        self._requests = self._risked = (
-            0.0  # all that the rows stand for, and the errors to expect of what was served of them
-        )
-        self._p = np.zeros(0)  # of the latest rows, descending
-        self._spent = np.zeros(0)  # the errors to expect down to each p, as a share of all requests
+        self._requests = 0.0  # that the rows stand for
+        self._risked = 0.0  # errors to expect of those that were served
+        # p of the latest rows, descending, and the errors to expect down to each, as a share of all requests
+        self._curve = (np.zeros(0), np.zeros(0))
 
     @property
     def is_fitted(self) -> bool:
         """Whether enough verdicts have come."""
-        return len(self._p) > 0
+        return len(self._curve[0]) > 0
 
     @property
     def verdicts(self) -> int:
@@ -145,12 +155,14 @@ class Learner:
             del self._rows[: ROWS_MAX // 8]
         if self._seen >= max(_ROWS_MIN, self._fitted_at + min(400, max(10, self._fitted_at // 10))):
             self._fitted_at = self._seen
-            self._refit()
+            rows, kappa = list(self._rows), self.kappa
+            self._run(lambda: self._refit(rows, kappa))
 
     def threshold(self, error_max: float) -> float:
         """The least p to serve at, once fitted."""
-        within = np.nonzero(self._spent <= self._budget(error_max))[0]
-        return max(THRESHOLD_MIN, 1 - _WORST_MAX * error_max, float(self._p[within[-1]])) if len(within) else 1.0
+        p, spent = self._curve
+        count = int(np.searchsorted(spent, self._budget(error_max), side="right"))
+        return max(THRESHOLD_MIN, 1 - _WORST_MAX * error_max, float(p[count - 1])) if count else 1.0
 
     def _budget(self, error_max: float) -> float:
         """The share of the coming requests that may go wrong: the bound, and what was left of it (or spent too much) till now."""
@@ -165,16 +177,16 @@ class Learner:
         kappa = (wrong + _KAPPA_DEVIATIONS * math.sqrt(wrong)) / (self._expected + 1)
         return min(_KAPPA_MAX, max(_KAPPA_MIN, kappa))
 
-    def _refit(self) -> None:
-        evidence = np.stack([row.evidence for row in self._rows])
-        is_right = np.array([row.is_right for row in self._rows], dtype=np.float64)
-        weights = 1 / np.array([row.chance for row in self._rows])
-        self.model.fit(evidence, is_right, np.minimum(_WEIGHT_MAX, weights))
+    def _refit(self, rows: Sequence[Row], kappa: float) -> None:
+        evidence = np.stack([row.evidence for row in rows])
+        is_right = np.array([row.is_right for row in rows], dtype=np.float64)
+        weights = 1 / np.array([row.chance for row in rows])
+        model = self.model.fitted(evidence, is_right, np.minimum(_WEIGHT_MAX, weights))
         # each row stands for 1 / chance requests: together they are an unbiased sample of all
-        p, weights = self.model.lower(evidence[-_REQUESTS:]), weights[-_REQUESTS:]
+        p, weights = model.lower(evidence[-_REQUESTS:]), weights[-_REQUESTS:]
         order = np.argsort(-p, kind="stable")
-        self._p = p[order]
-        self._spent = np.cumsum((weights * (1 - p))[order]) * self.kappa / weights.sum()
+        self.model = model
+        self._curve = p[order], np.cumsum((weights * (1 - p))[order]) * kappa / weights.sum()
 
 
 def audit_chance(accepted: int, p: float) -> float:

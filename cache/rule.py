@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from cache.bound import Learner, Prior, Row, audit_chance
+from cache.bound import Learner, Prior, Row, Run, at_once, audit_chance
 from cache.evidence import Candidate, Neighbour, candidates, evidence
 from cache.lexical import is_negated, read
 from cache.messages import MissReason, Query
@@ -22,12 +22,19 @@ _COMPARED = 3  # groups that a fresh answer is compared with
 
 class VerifiedRule:
     """`error_max` bounds wrong answers as a share of requests. `random` gives uniform numbers in [0, 1) and decides which would-be
-    hits are audited; without it none is, as it must be where nobody judges."""
+    hits are audited; without it none is, as it must be where nobody judges. `run` does the fits."""
 
-    def __init__(self, prior: Prior, error_max: float = ERROR_MAX, random: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self,
+        prior: Prior,
+        error_max: float = ERROR_MAX,
+        random: Callable[[], float] | None = None,
+        run: Run = at_once,
+    ) -> None:
         self.prior = prior
         self._error_max = error_max
         self._random = random
+        self._run = run
         self._fixed = FixedVerifier()
         self._cold = Learner(prior)
 
@@ -71,7 +78,7 @@ class VerifiedRule:
     def learn(self, row: Row, scene: Scene) -> None:
         """The first verdict of a namespace gives it a model of its own."""
         if scene.learner is None:
-            scene.learner = Learner(self.prior)
+            scene.learner = Learner(self.prior, self._run)
         scene.learner.learn(row)
 
 
