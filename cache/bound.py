@@ -55,12 +55,21 @@ class Prior:
 @dataclass(frozen=True, slots=True)
 class Row:
     """One comparison: the evidence, whether the answers were the same, the chance that it was made at all (1 on a miss, that
-    of the audit on a would-be hit), and the p at the time."""
+    of the audit on a would-be hit), and the p at the time. `evidence` ends with how many hits there were since the row before,
+    and the errors to expect of them by the p that each had."""
 
     evidence: Vector
     is_right: bool
     chance: float
     p: float
+
+    @property
+    def served(self) -> float:
+        return float(self.evidence[-2])
+
+    @property
+    def risked(self) -> float:
+        return float(self.evidence[-1])
 
 
 class Model:
@@ -145,9 +154,8 @@ class Learner:
         self._rows.append(row)
         self._seen += 1
         self.told.learn(row.evidence, row.is_right)
-        self._requests += 1 / row.chance
-        if row.chance < 1:
-            self._risked += (1 - row.p) / row.chance
+        self._requests += 1 + row.served
+        self._risked += row.risked
         if row.p >= _NEARLY_SURE:
             self._expected += 1 - row.p
             self._wrong += not row.is_right
@@ -182,11 +190,15 @@ class Learner:
         is_right = np.array([row.is_right for row in rows], dtype=np.float64)
         weights = 1 / np.array([row.chance for row in rows])
         model = self.model.fitted(evidence, is_right, np.minimum(_WEIGHT_MAX, weights))
-        # each row stands for 1 / chance requests: together they are an unbiased sample of all
+        # each audit stands for 1 / chance would-be hits; of these there were as many as were served and audited (Hajek's estimator)
         p, weights = model.lower(evidence[-_REQUESTS:]), weights[-_REQUESTS:]
+        served = sum(row.served for row in rows[-_REQUESTS:])
+        audits = weights > 1
+        if audits.any():
+            weights[audits] *= (served + audits.sum()) / weights[audits].sum()
         order = np.argsort(-p, kind="stable")
         self.model = model
-        self._curve = p[order], np.cumsum((weights * (1 - p))[order]) * kappa / weights.sum()
+        self._curve = p[order], np.cumsum((weights * (1 - p))[order]) * kappa / (len(p) + served)
 
 
 def audit_chance(accepted: int, p: float) -> float:

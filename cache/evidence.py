@@ -24,7 +24,7 @@ NEIGHBOURS = 16
 _WIDTH = 0.05  # of the kernel, in cosine
 _FAR = 0.2  # the cosine that a missing neighbour is given
 _MARGIN_MAX = 0.3
-_ONE_SIDED_MAX = 8
+ONE_SIDED_MAX = 8
 _DOUBT = 4.0  # verdicts that a word needs to count half
 _UNSEEN = (
     30  # texts of other words that a namespace is thought to have had before its first: smooths document frequencies
@@ -100,7 +100,7 @@ class ToldWords:
         """`evidence` is as `evidence()` makes it: the words are at its end."""
         right, wrong = float(is_right), float(not is_right)
         self._all = (self._all[0] + right, self._all[1] + wrong)
-        for word in evidence[len(FEATURES) :].astype(np.int64).tolist():
+        for word in evidence[len(FEATURES) : len(FEATURES) + ONE_SIDED_MAX].astype(np.int64).tolist():
             if word:
                 before = self._counts.get(word, (0.0, 0.0))
                 self._counts[word] = (before[0] + right, before[1] + wrong)
@@ -189,9 +189,9 @@ def _group_evidence(
 
 
 def _one_sided(one: Reading, other: Reading, words: WordCounts) -> list[int]:
-    some = sorted((-words.weight(word), word) for word in one.content_set ^ other.content_set)[:_ONE_SIDED_MAX]
+    some = sorted((-words.weight(word), word) for word in one.content_set ^ other.content_set)[:ONE_SIDED_MAX]
     ids = [_number(word) for _, word in some]
-    return ids + [0] * (_ONE_SIDED_MAX - len(ids))
+    return ids + [0] * (ONE_SIDED_MAX - len(ids))
 
 
 @functools.lru_cache(maxsize=16_384)

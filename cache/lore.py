@@ -93,6 +93,6 @@ class Lore:
     def _unlearn(self, namespace: bytes) -> None:
         del self._taught[namespace]
         scene = self._scenes[namespace]
-        scene.learner, scene.accepted = None, 0
+        scene.learner, scene.accepted, scene.served, scene.risked = None, 0, 0, 0.0
         if not scene.words.texts:
             del self._scenes[namespace]

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from cache.bound import Learner, Prior, Row, Run, at_once, audit_chance
+import numpy as np
+
+from cache.bound import Learner, Prior, Row, Run, Vector, at_once, audit_chance
 from cache.evidence import Candidate, Neighbour, candidates, evidence
 from cache.lexical import is_negated, read
 from cache.messages import MissReason, Query
@@ -63,12 +65,15 @@ class VerifiedRule:
             )
         chance = audit_chance(scene.accepted, p) if is_sure and self._random is not None else 1.0
         names = tuple(neighbours[one.place].exact for one in ranked[:_COMPARED])
-        assessment = Assessment(names, seen, p, chance, veto is not None)
         if is_sure:
             scene.accepted += 1
             if self._random is None or query.is_try or self._random() >= chance:
+                scene.served, scene.risked = scene.served + 1, scene.risked + 1 - p
                 reasons = tuple(None if place == first.place else reason for place, reason in enumerate(fixed.reasons))
-                return Verdict(first.place, reasons, assessment)
+                return Verdict(first.place, reasons, Assessment(names, _telling(seen, 0, 0.0), p, chance, False))
+        assessment = Assessment(names, _telling(seen, scene.served, scene.risked), p, chance, veto is not None)
+        if veto is None:
+            scene.served, scene.risked = 0, 0.0
         why = MissReason.AUDIT if is_sure else veto or MissReason.UNSURE
         reasons = tuple(
             reason or (why if place == first.place else MissReason.UNSURE) for place, reason in enumerate(fixed.reasons)
@@ -80,6 +85,11 @@ class VerifiedRule:
         if scene.learner is None:
             scene.learner = Learner(self.prior, self._run)
         scene.learner.learn(row)
+
+
+def _telling(seen: Vector, served: int, risked: float) -> Vector:
+    """The evidence as a row has it."""
+    return np.append(seen, (served, risked))
 
 
 def _bounded(query: Query, error_max: float) -> Query:

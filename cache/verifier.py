@@ -20,12 +20,14 @@ from cache.words import LIGHT_WORDS
 
 @dataclass(slots=True)
 class Scene:
-    """What a namespace knows beside its keys: its words, what verdicts have taught (None: none yet), and how many would-be hits
-    there were."""
+    """What a namespace knows beside its keys: its words, what verdicts have taught (None: none yet), how many would-be hits
+    there were, and how many hits since the last request that was generated, with the errors to expect of them."""
 
     words: WordCounts = field(default_factory=WordCounts)
     learner: Learner | None = None
     accepted: int = 0
+    served: int = 0
+    risked: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.vcache import VCache
-from cache import Hit, Miss, MissReason
+from cache import Hit, Miss, MissReason, Neighbourhood
 from cache.bound import Learner, Prior, Row, audit_chance
-from cache.evidence import FEATURES, Neighbour, ToldWords, WordCounts, candidates, evidence
+from cache.evidence import FEATURES, ONE_SIDED_MAX, Neighbour, ToldWords, WordCounts, candidates, evidence
 from cache.findings import Judged, Suspended, answer_name
 from cache.log import Dropped
 from cache.prior import PRIOR
@@ -51,7 +51,7 @@ def test_evidence_is_total_and_finite(asked: str, known: list[tuple[str, float, 
         words.add(one.text)
     for candidate in candidates(some):
         made = evidence(asked, some, candidate, words, ToldWords(), False)
-        assert made.shape == (len(FEATURES) + 8,)
+        assert made.shape == (len(FEATURES) + ONE_SIDED_MAX,)
         assert np.isfinite(made).all()
         assert (made[len(FEATURES) :].astype(np.float32) == made[len(FEATURES) :]).all()
 
@@ -94,12 +94,17 @@ def prior() -> Prior:
     return Prior(np.zeros(count), np.ones(count), np.zeros(count + 1), np.full(count + 1, 1e-3), ())
 
 
+def row_of(features: Any, served: int = 0, risked: float = 0.0) -> Any:
+    """As a row has it: features, words, and what was served since the row before."""
+    return np.concatenate([features[: len(FEATURES)], np.zeros(ONE_SIDED_MAX), (served, risked)])
+
+
 def rows(count: int, seed: int, wrong: float = 0.02) -> list[Row]:
     """Where the first number is positive the answer is right, but for a share of `wrong`."""
     rng = np.random.default_rng(seed)
     made = []
     for _ in range(count):
-        seen = rng.normal(size=len(FEATURES))
+        seen = row_of(rng.normal(size=len(FEATURES)))
         made.append(Row(seen, bool((seen[0] > 0) != (rng.random() < wrong)), 1.0, 0.5))
     return made
 
@@ -142,6 +147,16 @@ def test_audits_become_rare_and_go_where_the_risk_is() -> None:
     )
 
 
+def test_what_was_left_of_the_budget_is_spent_and_what_was_overspent_is_saved() -> None:
+    """Rows tell how much was served before them at which risk: none at all lowers the threshold, too much raises it."""
+    learners = [Learner(prior()) for _ in range(3)]
+    for learner, risk in zip(learners, (0.0, 0.01, 0.05), strict=True):
+        for row in rows(1_000, 1):
+            learner.learn(Row(row_of(row.evidence, 1, 2 * risk), row.is_right, 1.0, 0.5))
+    frugal, even, lavish = (learner.threshold(0.01) for learner in learners)
+    assert frugal < even < lavish
+
+
 def decide(text: str, known: Sequence[Neighbour], scene: Scene, error_max: float | None = None) -> MissReason | None:
     verdict = VerifiedRule(PRIOR).decide(query(text, error_max=error_max), known, scene)
     return None if verdict.served is not None else verdict.reasons[0]
@@ -162,7 +177,7 @@ def sure_scene(asked: str, known: Neighbour) -> Scene:
     assert scene.learner is not None
     seen = evidence(asked, [known], candidates([known])[0], WordCounts(), None, False)
     for _ in range(400):
-        scene.learner.learn(Row(seen, True, 1.0, 0.9))
+        scene.learner.learn(Row(row_of(seen), True, 1.0, 0.9))
     return scene
 
 
@@ -233,6 +248,13 @@ def run(count: int, cache: SemanticCache, clock: Clock) -> tuple[list[Added | Dr
     return records, hits
 
 
+def seen(near: Neighbourhood) -> tuple[object, ...]:
+    """All of a decision but what was served lately, which only the process knows that served it."""
+    answer = near.decision
+    what = answer.exact if isinstance(answer, Hit) else answer.reason
+    return what, near.neighbours, near.p_min, near.verdicts, answer.trial.p if answer.trial else None
+
+
 def test_verdicts_teach_a_namespace_and_a_rebuild_decides_the_same() -> None:
     """From misses alone it learns which neighbours answer each other; the records folded again give the same answers."""
     clock = Clock()
@@ -244,7 +266,7 @@ def test_verdicts_teach_a_namespace_and_a_rebuild_decides_the_same() -> None:
     while rebuilt.settle(100):
         pass
     questions = [query(text) for text, _ in requests(60, 8)]
-    assert rebuilt.near(questions, 16) == cache.near(questions, 16)
+    assert [seen(one) for one in rebuilt.near(questions, 16)] == [seen(one) for one in cache.near(questions, 16)]
 
 
 @settings(deadline=None, max_examples=30)
