@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +29,7 @@ _WEIGHT_MAX = 20.0
 _STEPS = 12
 THRESHOLD_MIN = 0.7
 _WORST_MAX = 15.0  # of the bound: what is served at the threshold is wrong at most so many times as often
-_KAPPA_MIN, _KAPPA_MAX, _KAPPA_DEVIATIONS = 0.5, 6.0, 1.0
+_KAPPA_MIN, _KAPPA_MAX, _KAPPA_DEVIATIONS = 0.5, 6.0, 0.5
 _NEARLY_SURE = 0.7  # comparisons from this p on tell how well p is calibrated where it matters
 _BUDGET = 0.95  # of the bound; the rest is for what chance adds to an expectation
 _BUDGET_MAX = 1.5
@@ -122,6 +123,13 @@ def at_once(work: Callable[[], object]) -> object:
     return work()
 
 
+def beside() -> Run:
+    """On one thread, so that a fit holds up no decision. A fit that fails is logged by concurrent.futures: that is what the
+    callback is for; the model stays as it was."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix="fits")
+    return lambda work: thread.submit(work).add_done_callback(Future.result)
+
+
 class Learner:
     """The model of one namespace and its thresholds, refitted as verdicts come. `run` does the fits: what is decided meanwhile
     is decided by the model before; a fit sees the rows that there were when it became due, so that the same rows give the same
@@ -180,7 +188,7 @@ class Learner:
 
     @property
     def kappa(self) -> float:
-        """How many times as many errors there are as p says: one standard deviation up in the Gamma posterior."""
+        """How many times as many errors there are as p says: half a standard deviation up in the Gamma posterior."""
         wrong = self._wrong + 1
         kappa = (wrong + _KAPPA_DEVIATIONS * math.sqrt(wrong)) / (self._expected + 1)
         return min(_KAPPA_MAX, max(_KAPPA_MIN, kappa))

@@ -329,6 +329,7 @@ def _describe(is_following: bool, is_up: bool) -> str:
 
 def _load(options: Options) -> tuple[SemanticCache, bytes]:
     """Heavy: imports OpenVINO (or torch) and FAISS and loads the model. Runs in the worker's thread."""
+    from cache.bound import beside
     from cache.embedder import open_embedder
     from cache.index import VectorIndex, on_gpu
     from cache.prior import PRIOR
@@ -338,7 +339,7 @@ def _load(options: Options) -> tuple[SemanticCache, bytes]:
     embedder = open_embedder(options.embedder, options.device, options.threads)
     embedder.encode(["warm up"])  # the first pass allocates
     index = VectorIndex(embedder.info.dims, on_gpu() if options.device != "cpu" else None)
-    rule = VerifiedRule(PRIOR, options.error_max, random.random if options.is_audited else None)
+    rule = VerifiedRule(PRIOR, options.error_max, random.random if options.is_audited else None, beside())
     return SemanticCache(embedder, rule, keys_max=options.keys_max, index=index), embedder.info.key
 
 

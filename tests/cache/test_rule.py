@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -145,6 +145,21 @@ def test_audits_become_rare_and_go_where_the_risk_is() -> None:
     assert (
         audit_chance(10**6, 0.999) < audit_chance(10**6, 0.98) < audit_chance(10**6, 0.9) < audit_chance(0, 0.1) == 0.2
     )
+
+
+def test_a_fit_may_run_later_and_comes_out_the_same() -> None:
+    """What is decided meanwhile is decided by the model before."""
+    waiting: list[Callable[[], object]] = []
+    late, prompt = Learner(prior(), waiting.append), Learner(prior())
+    made = rows(300, 1)
+    for row in made:
+        late.learn(row)
+        prompt.learn(row)
+    assert not late.is_fitted
+    for work in waiting:
+        work()
+    assert late.threshold(0.01) == prompt.threshold(0.01)
+    assert [late.model.p(row.evidence) for row in made] == [prompt.model.p(row.evidence) for row in made]
 
 
 def test_what_was_left_of_the_budget_is_spent_and_what_was_overspent_is_saved() -> None:
