@@ -64,8 +64,9 @@ class Suspension(msgspec.Struct, frozen=True, array_like=True, tag="s1"):
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, tag="r1"):
-    """What one response served: the answer of entry `exact`, made at `created_at`, on this trial's evidence."""
+    """What response `id` served: the answer of entry `exact`, made at `created_at`, on this trial's evidence."""
 
+    id: str
     exact: bytes
     created_at: float
     compat: bytes

@@ -4,7 +4,7 @@
     sameway:{P}:groups       hash     exact -> when its answer was made, the name of its group     gone with the entry
     sameway:{P}:suspended    hash     name -> Suspension                                           until somebody clears it
     sameway:{P}:told:I       string   a verdict with the id I has been taken
-    sameway:{P}:reply:R      string   Reply: what response R served, for who reports on it
+    sameway:{P}:reply:R      string   Reply: what response R served, for who reports on it; R is its id, or that of its answer
 
 Knows no answers and no texts: digests, numbers and times. The log (`cache.log`) says in which partition there is something new, and
 a follower reads the stream from where it was: what a process that died did not say is read with the next. Invariants: one
@@ -14,6 +14,7 @@ script takes a verdict with all that follows from it, once for an id; a group ho
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -157,9 +158,11 @@ class VerdictStore:
         values: list[bytes | None] = await self._redis.execute_command("HMGET", _tag(partition) + "groups", *exacts)
         return [(_undouble(value[:8]), value[8:]) if value is not None else None for value in values]
 
-    async def remember_reply(self, partition: Partition, id: str, reply: Reply, ttl_s: float) -> None:
-        key = _tag(partition) + "reply:" + id
-        await self._redis.execute_command("SET", key, _ENCODER.encode(reply), "PX", _ms(ttl_s))
+    async def remember_reply(self, partition: Partition, reply: Reply, names: Iterable[str], ttl_s: float) -> None:
+        """Under its id, and under other names that its reader may know it by; a name means the latest reply that had it."""
+        value = _ENCODER.encode(reply)
+        for name in (reply.id, *names):
+            await self._redis.execute_command("SET", _tag(partition) + "reply:" + name, value, "PX", _ms(ttl_s))
 
     async def reply(self, partition: Partition, id: str) -> Reply | None:
         """What a response served; None where nobody remembers."""

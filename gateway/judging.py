@@ -39,7 +39,7 @@ from gateway.api.fold import fold
 from gateway.backends.base import Chunk
 from gateway.job import Job
 from gateway.record import Record
-from gateway.storing import answer_text, chunks_of
+from gateway.storing import answer_id, answer_text, chunks_of
 from gateway.summary import NEAR_SIMILARITY_MIN
 from gateway.turn import Turn
 
@@ -153,9 +153,17 @@ class Judging:
         if len(self._served) > _AGAIN_KEYS_MAX:
             self._served.popitem(last=False)
         reply = Reply(
-            entry.exact, entry.created_at, found.compat, record.alias, record.at_s, trial.evidence, trial.p, trial.rule
+            record.request_id,
+            entry.exact,
+            entry.created_at,
+            found.compat,
+            record.alias,
+            record.at_s,
+            trial.evidence,
+            trial.p,
+            trial.rule,
         )
-        self._start(self._remember(found.partition, record.request_id, reply))
+        self._start(self._remember(found.partition, reply, answer_id(entry)))
         if self._share and self._random() < self._share:
             self._put(self._asked(job, entry, trial, Source.SHADOW, self._chance(trial)))
 
@@ -341,9 +349,9 @@ class Judging:
         answer = answer_text(whole) if len(whole) <= _ANSWER_BYTES_MAX else None
         return Told(prompt, answer) if answer is not None else None
 
-    async def _remember(self, partition: Partition, request_id: str, reply: Reply) -> None:
+    async def _remember(self, partition: Partition, reply: Reply, answer: str | None) -> None:
         try:
-            await self._verdicts.remember_reply(partition, request_id, reply, self._reply_ttl_s)
+            await self._verdicts.remember_reply(partition, reply, (answer,) if answer else (), self._reply_ttl_s)
         except (RedisError, OSError) as error:
             _log.info("reply_not_remembered", reason=f"{type(error).__name__}: {error}")
 

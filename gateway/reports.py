@@ -74,19 +74,19 @@ class Reports:
         self._count = count
 
     async def report(self, partition: Partition, team_id: int, id: str, is_right: bool, who: str) -> Outcome:
-        """Take what `who` says of response `id` of a team. Raises NotFound, AlreadyWrong, redis.exceptions.RedisError,
-        CacheUnavailable."""
+        """Take what `who` says of response `id` of a team: its x-request-id or, of a hit by meaning, the `id` in its body.
+        Raises NotFound, AlreadyWrong, redis.exceptions.RedisError, CacheUnavailable."""
         verdict = "right" if is_right else "wrong"
         reply = await self._verdicts.reply(partition, id)
         if reply is not None:
-            effect = await self._on_hit(partition, team_id, id, reply, is_right, who)
+            id = reply.id
+            effect = await self._on_hit(partition, team_id, reply, is_right, who)
         else:
             effect = await self._on_other(partition, team_id, id, is_right)
         return Outcome(id, verdict, effect)
 
-    async def _on_hit(
-        self, partition: Partition, team_id: int, id: str, reply: Reply, is_right: bool, who: str
-    ) -> Effect:
+    async def _on_hit(self, partition: Partition, team_id: int, reply: Reply, is_right: bool, who: str) -> Effect:
+        id = reply.id
         if is_right and await self._verdicts.was_taken(partition, f"{id}:wrong"):
             raise AlreadyWrong("This response was reported wrong before; an admin can clear that")
         finding = Finding(

@@ -138,6 +138,21 @@ def answer_text(whole: bytes) -> str | None:
     return json.dumps([content, *told] if content else told)
 
 
+class _Named(msgspec.Struct):
+    id: str
+
+
+_NAMED = msgspec.json.Decoder(_Named)
+
+
+def answer_id(entry: Entry) -> str | None:
+    """The `id` that the entry's answer carries in its body, whoever it is replayed to."""
+    try:
+        return _NAMED.decode(entry.chunks[0].data).id
+    except (IndexError, msgspec.DecodeError):
+        return None
+
+
 def _arguments(function: dict[str, Any]) -> Any:
     """A call's arguments as values; as text where they are no JSON."""
     try:

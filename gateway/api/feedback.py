@@ -1,6 +1,7 @@
 """`POST /v1/feedback` {"id", "verdict"}: was the answer of a response right?
 
-`id` is the response's `x-request-id`, `verdict` is `right` or `wrong`. Knows the wire; what a report does is `gateway.reports`'.
+`id` is the response's `x-request-id` (of a hit by meaning also the `id` in its body), `verdict` is `right` or `wrong`. Knows the
+wire; what a report does is `gateway.reports`'.
 """
 
 from typing import Annotated, Literal

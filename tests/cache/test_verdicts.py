@@ -206,9 +206,9 @@ async def test_verdicts_leave_no_text_and_groups_leave_with_their_entries(
 
 
 async def test_a_reply_is_remembered_for_a_while(redis: Redis, verdicts: VerdictStore) -> None:
-    """By its own partition alone."""
-    reply = Reply(b"e" * 16, 1.5, b"c" * 16, "m", 2.5, b"", 0.9, b"rule")
-    await verdicts.remember_reply(ACME, "req_1", reply, 60.0)
-    assert await verdicts.reply(ACME, "req_1") == reply
+    """By its id and its answer's, of its own partition alone."""
+    reply = Reply("req_1", b"e" * 16, 1.5, b"c" * 16, "m", 2.5, b"", 0.9, b"rule")
+    await verdicts.remember_reply(ACME, reply, ["chatcmpl-1"], 60.0)
+    assert await verdicts.reply(ACME, "req_1") == await verdicts.reply(ACME, "chatcmpl-1") == reply
     assert await verdicts.reply(OTHER, "req_1") is None
     assert 0 < await redis.pttl(f"sameway:{{{ACME.hex()}}}:reply:req_1") <= 60_000

@@ -110,8 +110,8 @@ def test_a_wrong_hit_is_not_served_again(learner: Gateway, upstream: Upstream) -
     served = learner.chat(PARAPHRASE, "other")
     assert kind(served) == "semantic"
     id = served.headers["x-request-id"]
-    said = report(learner, id, "wrong")
-    assert (said.status_code, said.json()["effect"]) == (200, "suspended")
+    said = report(learner, served.json()["id"], "wrong")
+    assert (said.status_code, said.json()) == (200, {"id": id, "verdict": "wrong", "effect": "suspended"})
     reports = verdicts(learner, 'source="feedback"')
     assert report(learner, id, "wrong").json()["effect"] == "suspended"
     assert verdicts(learner, 'source="feedback"') == reports
