@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,11 +28,12 @@ _PORTION = 512
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One labelled request. `exact` is unique over the set: here an equal text is another request, not an exact hit."""
+    """One labelled request and its dialogue. `exact` is unique over the set: to it an equal text is another request, no exact hit."""
 
     query: Query
     exact: bytes
     label: str
+    messages: Sequence[Mapping[str, str]]
 
     def added(self) -> Added:
         return Added(TENANT, self.exact, self.query.compat, self.query.text, 0.0, _FOREVER)
@@ -63,7 +64,9 @@ def load(folder: Path) -> Labelled:
             ]
             made = fingerprint({"model": "bench", "messages": messages}, TENANT)
             exact = hashlib.blake2b(str(number).encode(), digest_size=16).digest()
-            requests.append(Request(Query(TENANT, made.compat, made.text or row["text"]), exact, str(row["label"])))
+            requests.append(
+                Request(Query(TENANT, made.compat, made.text or row["text"]), exact, str(row["label"]), messages)
+            )
     return Labelled(folder.name, tuple(requests))
 
 

@@ -14,7 +14,7 @@ import argparse
 import sys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -97,7 +97,7 @@ def watch_small(requests: Sequence[Request], embedder: Recall, rule: Watching, s
 
 def _renamed(request: Request, compat: bytes) -> Request:
     """The same request in another namespace."""
-    return Request(msgspec.structs.replace(request.query, compat=compat), request.exact, request.label)
+    return replace(request, query=msgspec.structs.replace(request.query, compat=compat))
 
 
 def rows_of(one: Labelled, embedder: Recall, seed: int = 1) -> list[Rows]:

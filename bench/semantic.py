@@ -1,10 +1,12 @@
 """How often the semantic cache hits, and how often it is wrong, on labelled requests.
 
     ./run bench semantic FOLDER... [--error-max 0.01 ...] [--seeds N] [--judge-noise 0 ...] [--requests N] [--json FILE]
+    ./run bench semantic FOLDER... --http [--error-max 0.01 ...] [--seeds N] [--requests N] [--json FILE]
 
 Streams each set in a seeded order through the product's own cache object, empty at first: a miss stores the request, and the judge
 says by the labels which cached answers the fresh one equals, wrong with the probability of the noise. A hit is wrong where the
 labels differ. Beside it: fixed cosine thresholds, the fixed rule with its guards, and vCache's rule (bench/vcache.py).
+With `--http` the same streams go through a real gateway instead, with its own judges (bench/semantic_http.py).
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from pathlib import Path
 
 import msgspec
 
+from bench.lab.processes import BenchError
 from bench.labelled import Labelled, Recall, Request, load
+from bench.semantic_http import stream_over_http
 from bench.vcache import VCache
 from cache import Hit, MissReason, Query
 from cache.bound import Row
@@ -35,7 +39,7 @@ _COSINES = (0.8, 0.9, 0.95)
 
 
 class Result(msgspec.Struct, frozen=True):
-    """One stream. `possible`: requests whose label had come before."""
+    """One stream. `possible`: requests whose label had come before. Over HTTP decisions can't be timed: their time is None."""
 
     set: str
     policy: str
@@ -46,7 +50,7 @@ class Result(msgspec.Struct, frozen=True):
     hits: int
     wrong: int
     possible: int
-    decision_ms_p50: float
+    decision_ms_p50: float | None
 
 
 class Cosine:
@@ -152,6 +156,17 @@ def measure(one: Labelled, embedder: Recall, options: argparse.Namespace) -> lis
     return results
 
 
+def measure_over_http(one: Labelled, options: argparse.Namespace) -> list[Result]:
+    results = []
+    for seed in range(options.seeds):
+        requests = one.shuffled(seed, options.requests)
+        for error_max in options.error_max:
+            found = stream_over_http(requests, error_max=error_max)
+            results.append(Result(one.name, "http", error_max, seed, 0.0, len(requests), *found, None))
+            print(_line(results[-1]), flush=True)
+    return results
+
+
 class Unjudged:
     """A rule to which no verdict ever comes."""
 
@@ -171,7 +186,7 @@ def _line(one: Result) -> str:
         f"{one.set:18} {one.policy:12} {one.error_max:6.3f} {one.judge_noise:6.2f} {one.seed:5d} {one.requests:8d} "
         f"{100 * one.hits / one.requests:6.1f} {100 * one.wrong / one.requests:8.2f} "
         f"{100 * one.wrong / max(1, one.hits):7.2f} {100 * (one.hits - one.wrong) / max(1, one.possible):7.1f} "
-        f"{one.decision_ms_p50:6.2f}"
+        + ("" if one.decision_ms_p50 is None else f"{one.decision_ms_p50:6.2f}")
     )
 
 
@@ -184,17 +199,28 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--judge-noise", nargs="+", type=float, default=[0.0])
     parser.add_argument("--requests", type=int, default=None, help="the first of each shuffled stream; default: all")
     parser.add_argument("--policies", nargs="+", choices=names, default=names)
+    parser.add_argument("--http", action="store_true", help="through a real gateway, an empty one for each stream")
     parser.add_argument("--json", type=Path, default=None, help="write the rows here")
     options = parser.parse_args(argv)
+    if options.http and (options.policies != names or options.judge_noise != [0.0]):
+        parser.error("--http is one policy, the gateway's, and has judges of its own: no --policies, no --judge-noise")
     sets = [load(folder) for folder in options.folders]
-    encoder = open_embedder()
     print(
         f"{'set':18} {'policy':12} {'bound':>6} {'noise':>6} {'seed':>5} {'requests':>8} {'hit %':>6} {'wrong %':>8} "
         f"{'of hits':>7} {'recall':>7} {'ms':>6}"
     )
     results: list[Result] = []
-    for one in sets:
-        results += measure(one, Recall(encoder, [one]), options)
+    if options.http:
+        try:
+            for one in sets:
+                results += measure_over_http(one, options)
+        except BenchError as error:
+            print(f"bench: {error}", file=sys.stderr)
+            return 1
+    else:
+        encoder = open_embedder()
+        for one in sets:
+            results += measure(one, Recall(encoder, [one]), options)
     if options.json is not None:
         options.json.write_text(json.dumps([msgspec.to_builtins(one) for one in results], indent=1) + "\n")
     return 0

@@ -55,6 +55,12 @@ class Running:
     role_of: Callable[[str], str] = lambda command: "gateway"
 
 
+class Upstream(Protocol):
+    """What a system is put in front of, on loopback: an OpenAI-compatible server."""
+
+    port: int
+
+
 class System(Protocol):
     """One thing to measure."""
 

@@ -11,15 +11,16 @@ import re
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from bench.lab.native import BENCH, Stub
+from bench.lab.native import BENCH
 from bench.lab.processes import BenchError, Child, answers
-from bench.lab.systems import Running, Setup, Target, clean_environment
+from bench.lab.systems import Running, Setup, Target, Upstream, clean_environment
 
 _ADMIN_KEY = "sk-admin-bench"
 _START_TIMEOUT_S = 60.0
@@ -28,9 +29,12 @@ _BUDGET = {"window": "day", "limit_microusd": 10**14, "is_hard": True}
 
 
 class Sameway:
-    """The checkout that this bench lies in."""
+    """The checkout that this bench lies in. `cache`: settings of that section, beside the setup's."""
 
     name = "sameway"
+
+    def __init__(self, **cache: object) -> None:
+        self._cache = cache
 
     def install(self) -> None:
         """It runs in the bench's own environment."""
@@ -41,9 +45,9 @@ class Sameway:
     def configuration(self, setup: Setup) -> str:
         return "plain" if setup in (Setup.MISS, Setup.HIT_MEMORY) else setup.value
 
-    def start(self, setup: Setup, stub: Stub, folder: Path) -> Running:
+    def start(self, setup: Setup, stub: Upstream, folder: Path) -> Running:
         config = folder / "sameway.yaml"
-        config.write_text(yaml.safe_dump(_settings(setup, stub, folder)))
+        config.write_text(yaml.safe_dump(_settings(setup, stub, folder, self._cache)))
         command = [sys.executable, "-m", "gateway", "serve", "--config", str(config), "--port", "0"]
         environ = clean_environment(SAMEWAY_ADMIN_KEY=_ADMIN_KEY)
         child = Child(command, folder / "sameway.log", environ, BENCH.parent)
@@ -75,7 +79,7 @@ _TEAMS: tuple[tuple[str, dict[str, Any], list[dict[str, Any]]], ...] = (
 )
 
 
-def _settings(setup: Setup, stub: Stub, folder: Path) -> dict[str, Any]:
+def _settings(setup: Setup, stub: Upstream, folder: Path, cache: Mapping[str, object]) -> dict[str, Any]:
     price = {"input_usd_per_mtok": 1.0, "output_usd_per_mtok": 2.0}
 
     def model(path: str) -> dict[str, Any]:
@@ -95,6 +99,7 @@ def _settings(setup: Setup, stub: Stub, folder: Path) -> dict[str, Any]:
         "cache": {
             "is_semantic": setup is Setup.SEMANTIC,
             **({"l1_bytes_max": 0} if setup is Setup.HIT_REDIS else {}),
+            **cache,
         },
         "models": {"instant": model("/v1"), "paced": model("/pace/10/v1")},
     }
