@@ -185,8 +185,8 @@ def _line(one: Result) -> str:
     return (
         f"{one.set:18} {one.policy:12} {one.error_max:6.3f} {one.judge_noise:6.2f} {one.seed:5d} {one.requests:8d} "
         f"{100 * one.hits / one.requests:6.1f} {100 * one.wrong / one.requests:8.2f} "
-        f"{100 * one.wrong / max(1, one.hits):7.2f} {100 * (one.hits - one.wrong) / max(1, one.possible):7.1f} "
-        + ("" if one.decision_ms_p50 is None else f"{one.decision_ms_p50:6.2f}")
+        f"{100 * one.wrong / max(1, one.hits):7.2f} {100 * (one.hits - one.wrong) / max(1, one.possible):7.1f}"
+        + ("" if one.decision_ms_p50 is None else f" {one.decision_ms_p50:6.2f}")
     )
 
 
