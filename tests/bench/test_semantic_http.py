@@ -22,11 +22,10 @@ _SINGULAR: list[Row] = [
     {"text": "Who wrote it?", "label": "one author"},
     {"text": "Who wrote it?", "label": "another"},
 ]
-_COUNTRIES = ("France", "Japan", "Peru")
 _PARAPHRASES: list[Row] = [
-    {"text": text, "label": country}
-    for country in _COUNTRIES
-    for text in (f"What is the capital of {country}?", f"Tell me the capital of {country}.")
+    {"text": wording.format(country), "label": country}
+    for wording in ("What is the capital of {}?", "Tell me the capital of {}.")
+    for country in ("France", "Japan", "Peru")
 ]
 
 
@@ -48,7 +47,7 @@ def test_a_row_has_what_came_through_the_gateway(tmp_path: Path) -> None:
 
 
 def test_hits_by_meaning_are_counted(tmp_path: Path) -> None:
-    """Without audits, which are by chance, each second wording of a question is answered from the cache, and rightly."""
+    """Without audits, which are by chance, the second wording of each question is answered from the cache, and rightly."""
     requests = load(made(tmp_path / "paraphrases", _PARAPHRASES)).requests
     assert stream_over_http(requests, is_audited=False) == (3, 0, 3)
 
