@@ -72,6 +72,7 @@ class Exchange(RequestResponseCycle):
             if self.body or not (self.more_body or self._is_read):
                 body, self.body = self.body, b""
                 self._is_read = not self.more_body
+                self.flow.resume_reading()  # a large body paused it, and a client that leaves is heard of by reading
                 return {"type": "http.request", "body": body, "more_body": self.more_body}
             self.flow.resume_reading()
             self._waiter = asyncio.get_running_loop().create_future()
@@ -87,8 +88,8 @@ class Exchange(RequestResponseCycle):
             self.response_started = True
             self._start = message
             return
-        if self.response_complete:
-            raise RuntimeError("the response was complete already")
+        if self.response_complete or message["type"] != "http.response.body":
+            raise RuntimeError(f"{message['type']} after the response's {'end' if self.response_complete else 'start'}")
         body: bytes = message.get("body", b"")
         is_last = not message.get("more_body", False)
         if self._start is not None:

@@ -8,12 +8,13 @@ import asyncio
 import re
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.exchange import Exchange
 
 HEAD_BYTES_MAX = 64 << 10
 HEAD_WITHIN_S = 20.0
+_PIPELINED_MAX = 16  # requests that wait for the one before; beyond them the client is left waiting
 
 _PLAIN_PATH = re.compile(rb"[A-Za-z0-9/._~-]+")  # nothing to decode, no query
 _UPGRADE = re.compile(rb"(\r\n)upgrade:", re.IGNORECASE)
@@ -63,6 +64,7 @@ class CarefulProtocol(HttpToolsProtocol):
         self._idle_since = 0.0
         self._idle_timer: asyncio.TimerHandle | None = None
         self._direct: asyncio.Transport | None = None
+        self._running: RequestResponseCycle | None = None  # `cycle` is the latest, which may wait behind it
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -75,6 +77,10 @@ class CarefulProtocol(HttpToolsProtocol):
         if self._idle_timer is not None:
             self._idle_timer.cancel()
             self._idle_timer = None
+        running = self._running
+        if running is not None and running is not self.cycle and not running.response_complete:
+            running.disconnected = True
+            running.message_event.set()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
@@ -90,6 +96,8 @@ class CarefulProtocol(HttpToolsProtocol):
         is_free = self.cycle is None or self.cycle.response_complete
         if not (is_free and url.startswith(b"/v1/") and _PLAIN_PATH.fullmatch(url)):
             super().on_headers_complete()
+            if 0 < len(self.pipeline) < _PIPELINED_MAX:
+                self.flow.resume_reading()  # or nobody would hear of a client that leaves
             return
         parser, scope = self.parser, self.scope
         method = parser.get_method()
@@ -103,6 +111,10 @@ class CarefulProtocol(HttpToolsProtocol):
         assert self._direct is not None
         self.cycle = Exchange(self, self._direct, parser.should_keep_alive())
         self._start_asgi_task(self.cycle, self.app)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_message_complete(self) -> None:
         self._is_in_head = True  # the next one's, on a connection that is kept

@@ -110,6 +110,8 @@ class RedisLink:
         """The end of a tick: what was gathered leaves, or somebody begins to connect. A caller that was cancelled in line still
         gets its command sent: it may be a settlement."""
         self._is_scheduled = False
+        if not self._waiting:
+            return  # it has left, or failed, meanwhile
         if self._wire is not None:
             batch, self._waiting = self._waiting, []
             self.round_trips += 1

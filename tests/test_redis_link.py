@@ -241,3 +241,27 @@ async def test_nobody_there(scheme: str) -> None:
                 await link.execute_command("PING")
             await asyncio.sleep(0.1)
     await link.aclose()
+
+
+async def test_commands_that_come_while_a_connection_opens_leave_once(tmp_path: Path) -> None:
+    """Whichever tick they come in, the first after a failure included: no tick finds nothing to send and stumbles."""
+    stumbles: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: stumbles.append(context))
+    with run_redis() as server:
+        link = RedisLink(server.url, 0.5)
+        server.stop()
+        with pytest.raises(RedisError):
+            await link.execute_command("PING")
+        server.start()
+        await asyncio.sleep(0.1)
+        calls = []
+
+        async def ask() -> None:
+            while not (calls and calls[0].done()):
+                calls.append(asyncio.ensure_future(link.execute_command("INCR", "n")))
+                await asyncio.sleep(0)
+
+        await asyncio.gather(*(ask() for _ in range(3)))
+        assert sorted(await asyncio.gather(*calls)) == list(range(1, len(calls) + 1))
+        await link.aclose()
+    assert stumbles == []

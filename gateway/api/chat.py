@@ -17,6 +17,7 @@ from gateway.api.request import (
     Scope,
     Send,
     bearer_of,
+    failure,
     headers_of,
     new_record,
     read_body,
@@ -26,7 +27,7 @@ from gateway.api.request import (
 from gateway.api.sse import DONE, frame, frames
 from gateway.api.wire import unfold
 from gateway.backends.base import Chunk
-from gateway.errors import ApiError, DeadlineExceeded
+from gateway.errors import DeadlineExceeded
 from gateway.exchange import WHEN_GONE
 from gateway.flight import Reader
 from gateway.job import Answer
@@ -81,14 +82,16 @@ class Chat:
     async def _stream(self, turn: Turn, answer: Answer, watch: "_Watch", send: Send) -> None:
         """Chunks as they come; all that are ready leave in one send."""
         headers = [EVENT_STREAM, (b"cache-control", b"no-cache"), *answer_headers(turn, answer)]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        start = {"type": "http.response.start", "status": 200, "headers": headers}
         if answer.entry is not None:
             form, make = ("events and usage", _framed_with_usage) if turn.wants_usage else ("events", _framed)
             body = self._pipeline.exact.derived(answer.entry, form, make)
+            await send(start)
             await send({"type": "http.response.body", "body": body})
             return
         reader = answer.reader
         assert reader is not None
+        await send(start)
         watch.first_chunk_left()
         try:
             while batch := await reader.next():
@@ -99,9 +102,10 @@ class Chat:
                 if reader.is_at_end:
                     return
             await send({"type": "http.response.body", "body": DONE})
-        except ApiError as error:
-            turn.record.status, turn.record.error = error.http_status, error.error_code or error.type
-            await send({"type": "http.response.body", "body": frame(error.body())})
+        except ClientGone:
+            raise
+        except Exception as error:
+            await send({"type": "http.response.body", "body": frame(failure(error, turn.record).body())})
 
 
 def _folded(entry: Entry) -> bytes:

@@ -77,7 +77,7 @@ class _Run:
         if len(piece.get("choices") or ()) != 1:
             return None
         choice = piece["choices"][0]
-        text = choice.get("delta", {}).get("content")
+        text = (choice.get("delta") or {}).get("content")
         if not isinstance(text, str) or choice.get("logprobs") is not None:
             return None
         before, found, after = data.partition(b'"content":"%b"' % text.encode())

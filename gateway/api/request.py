@@ -91,12 +91,17 @@ async def send_error(send: Send, error: ApiError, request_id: str) -> None:
 
 
 async def send_failure(send: Send, error: Exception, record: Record) -> None:
-    """What a request that failed is told, and what its record says of it. A bug is logged, and is never a client's to read."""
+    """What a request that failed before its response began is told, and what its record says of it."""
     if isinstance(error, ClientGone):
         record.status, record.is_disconnected = 499, True
         return
+    await send_error(send, failure(error, record), record.request_id)
+
+
+def failure(error: Exception, record: Record) -> ApiError:
+    """The error that a client is told, also the record's. A bug is logged, and is never a client's to read."""
     if not isinstance(error, ApiError):
         _log.error("request_failed", request_id=record.request_id, exc_info=error)
         error = ApiError("The gateway failed while it handled this request", code="internal_error")
     record.status, record.error = error.http_status, error.error_code or error.type
-    await send_error(send, error, record.request_id)
+    return error

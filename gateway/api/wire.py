@@ -17,12 +17,16 @@ from gateway.backends.base import Chunk, Usage
 # -- reading, once and lightly ---------------------------------------------------------------------------------------
 
 
+class _ToolCall(msgspec.Struct, gc=False):
+    index: int | None = None
+
+
 class _Delta(msgspec.Struct, gc=False):
     content: Any = None
     refusal: Any = None
     reasoning_content: Any = None
     reasoning: Any = None
-    tool_calls: Any = None
+    tool_calls: list[_ToolCall] | None = None
     function_call: Any = None
     audio: Any = None
 
@@ -45,6 +49,9 @@ class _Choice(msgspec.Struct, gc=False):
     finish_reason: str | None = None
 
 
+_TOKENS_MAX = 1_000_000_000  # what a server claims beyond it is an error of its own, and none of what adds claims up
+
+
 class _PromptDetails(msgspec.Struct, gc=False):
     cached_tokens: int | None = None
 
@@ -58,8 +65,8 @@ class _Usage(msgspec.Struct, gc=False):
     def value(self) -> Usage:
         details = self.prompt_tokens_details
         cached = (details.cached_tokens if details else None) or self.prompt_cache_hit_tokens or 0
-        prompt = max(0, self.prompt_tokens or 0)
-        return Usage(prompt, max(0, self.completion_tokens or 0), min(max(0, cached), prompt))
+        prompt = _within(self.prompt_tokens or 0, _TOKENS_MAX)
+        return Usage(prompt, _within(self.completion_tokens or 0, _TOKENS_MAX), _within(cached, prompt))
 
 
 class Answer(msgspec.Struct, gc=False):
@@ -69,6 +76,10 @@ class Answer(msgspec.Struct, gc=False):
     usage: _Usage | None = None
     error: Any = None
     object: Any = None
+
+
+def _within(count: int, most: int) -> int:
+    return min(max(0, count), most)
 
 
 _decode_answer = msgspec.json.Decoder(Answer).decode

@@ -104,7 +104,10 @@ def retry_after_s(headers: Mapping[str, str], now_s: float) -> float | None:
             date = email.utils.parsedate_tz(value) if value and name == "retry-after" else None
             if date is None:
                 continue
-            seconds = email.utils.mktime_tz(date) - now_s
+            try:
+                seconds = email.utils.mktime_tz(date) - now_s
+            except (ValueError, OverflowError):  # a day that no calendar has
+                continue
         if seconds == seconds:  # not NaN
             return min(max(0.0, seconds), RETRY_AFTER_MAX_S)
     return None

@@ -137,6 +137,7 @@ ANY = [True, False]
         ("status=429;retry_after=2", BackendOverloaded, 429, 2.0),
         ("status=429;retry_after=2;retry_after_ms=1500", BackendOverloaded, 429, 1.5),
         ("status=429;retry_after=Wed, 21 Oct 2015 07:28:30 GMT", BackendOverloaded, 429, 30.0),
+        ("status=429;retry_after=Fri, 31 Dec 999999999 23:59:59 GMT", BackendOverloaded, 429, None),
         ("status=429;body=quota", BackendUnavailable, 429, None),
         ("status=402", BackendUnavailable, 402, None),
         ("status=401;body=auth", BackendUnavailable, 401, None),

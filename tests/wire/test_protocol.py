@@ -39,7 +39,14 @@ class App:
             message = await receive()
         body = b"".join(parts)
         self.bodies.append(body)
-        if scope["path"] == "/v1/split":
+        if scope["path"] == "/v1/read-and-wait":
+            scope["extensions"][WHEN_GONE](self.gone.set)
+            await self.gone.wait()
+        elif scope["path"] == "/v1/start-again":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.start", "status": 500, "headers": []})
+        elif scope["path"] == "/v1/split":
             await send({"type": "http.response.start", "status": 200, "headers": [(b"x-a", b"1\r\nx-b: 2")]})
             await send({"type": "http.response.body", "body": b""})
         elif scope["path"] == "/v1/stream":
@@ -101,6 +108,7 @@ async def client(app: App) -> AsyncIterator[Client]:
     client = Client(*await asyncio.open_connection("127.0.0.1", port))
     async with asyncio.timeout(20):
         yield client
+    app.gone.set()  # where nobody told it
     client.writer.close()
     server.should_exit = True
     await serving
@@ -150,6 +158,32 @@ async def test_a_client_that_leaves_is_told_of(client: Client, app: App) -> None
     assert not app.gone.is_set()
     client.writer.close()
     await app.gone.wait()
+
+
+@pytest.mark.parametrize("size_bytes", [1, 70_000, 150_000, 1_000_000])
+async def test_a_client_that_leaves_after_a_large_body_is_told_of(client: Client, app: App, size_bytes: int) -> None:
+    """However many bytes a request had, and however they came: nothing is left paused once they are read."""
+    client.send(post("/v1/read-and-wait", b"x" * size_bytes))
+    while not app.bodies:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    client.writer.close()
+    await app.gone.wait()
+
+
+async def test_a_client_that_leaves_with_requests_in_line_is_told_of(client: Client, app: App) -> None:
+    """It is the request under way that hears of it, not the last one that came."""
+    client.send(post("/v1/read-and-wait", b"1") + post("/v1/echo", b"2") + post("/v1/echo", b"3"))
+    while not app.bodies:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    client.writer.close()
+    await app.gone.wait()
+    assert app.bodies == [b"1"]
+
+
+async def test_a_response_that_begins_twice_is_no_finished_one(client: Client) -> None:
+    """The connection ends before the body's end: a client must not take what it has for the whole."""
+    client.send(post("/v1/start-again", b"half"))
+    assert (await client.reader.read()).endswith(b"\r\n4\r\nhalf\r\n")
 
 
 async def test_a_response_cannot_be_split(client: Client) -> None:

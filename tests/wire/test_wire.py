@@ -334,3 +334,30 @@ def test_an_ending_needs_every_choice() -> None:
     assert (ending.is_finished, ending.is_complete) == (False, False)
     ending.add(parse(piece(1, "length")))
     assert (ending.is_finished, ending.is_complete) == (True, True)
+
+
+@pytest.mark.parametrize(
+    "delta",
+    [{"tool_calls": "x"}, {"tool_calls": {"a": 1}}, {"tool_calls": [None]}, {"tool_calls": [{"index": "0"}]}],
+)
+def test_what_could_not_be_folded_is_not_taken(delta: dict[str, Any]) -> None:
+    """Tool calls that are no list of objects are no answer: nothing of them reaches a client or a cache."""
+    for key in ("delta", "message"):
+        with pytest.raises(msgspec.DecodeError):
+            read(msgspec.json.encode({"id": "c", "choices": [{"index": 0, key: delta}]}))
+
+
+def test_a_chunk_may_carry_a_message_beside_a_null_delta() -> None:
+    """Seen of servers that send their whole as a single event."""
+    piece = {"index": 0, "delta": None, "message": {"content": "hi"}, "finish_reason": "stop"}
+    (choice,) = msgspec.json.decode(fold([read(msgspec.json.encode({"id": "c", "choices": [piece]}))]))["choices"]
+    assert choice["message"]["content"] == "hi"
+
+
+@pytest.mark.parametrize("claimed", [2**31, 2**53, 2**63, 10**30])
+def test_absurd_usage_stays_a_number_that_everything_can_add(claimed: int) -> None:
+    """What a server claims goes into Redis' integers, SQL's and Lua's: it is bounded where it is read."""
+    usage = {"prompt_tokens": claimed, "completion_tokens": claimed, "prompt_cache_hit_tokens": claimed}
+    found = read(msgspec.json.encode({"choices": [], "usage": {}}).replace(b"{}", json.dumps(usage).encode())).usage
+    assert found is not None
+    assert max(found.prompt_tokens, found.completion_tokens, found.cached_tokens) <= 1_000_000_000
