@@ -39,7 +39,8 @@ from gateway.errors import error_object
 from gateway.first_start import prepare
 from gateway.fleet import Fleet, build_fleet
 from gateway.health import Watch
-from gateway.learning import Learning, open_learning
+from gateway.learning.parts import Learning, open_learning
+from gateway.learning.truth import Truth
 from gateway.limits import Limits
 from gateway.money import Money
 from gateway.pipeline import Pipeline
@@ -50,7 +51,6 @@ from gateway.stats import Stats
 from gateway.telemetry import logs
 from gateway.telemetry.definitions import LOG_DROPPED
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
-from gateway.truth import Truth
 from gateway.turn import Turn
 from policies import BorrowedRateLimits, Budgets, LocalRateLimits, RateLimits
 from policies.budget_scripts import SETTLE

@@ -39,12 +39,12 @@ from gateway.errors import ApiError, BadRequest, Forbidden, NotCached, Unauthent
 from gateway.fleet import Alias, Fleet, pause_before_retry
 from gateway.flight import Flight, Flights, Reader
 from gateway.job import Answer, Facts, Job, Learner, count_saved
+from gateway.learning.truth import Truth
 from gateway.limits import Limits
 from gateway.money import Money
 from gateway.record import Record, Rejection
 from gateway.settings import Settings
 from gateway.storing import chunks_of, refusal_of
-from gateway.truth import Truth
 from gateway.turn import Turn, elapsed_ms_since
 
 _STORES_AWAITED_S = 0.25

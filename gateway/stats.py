@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from gateway.learning.truth import Sample
 from gateway.record import Record
 from gateway.summary import (
     NEAR_SIMILARITY_MIN,
@@ -35,7 +36,6 @@ from gateway.summary import (
     read_fields,
     step,
 )
-from gateway.truth import Sample
 
 _PREFIX = "sameway:stats:"
 _ROUTES_KEY = "sameway:routes"

@@ -16,7 +16,7 @@ from cache import ExactCache, Opinion, Recorded, Ruling, Source, Told, Trial, Ve
 from gateway.backends.base import Chunk
 from gateway.flight import Flight
 from gateway.job import Facts, Job
-from gateway.judging import _QUEUE_MAX, Check, Judging
+from gateway.learning.judging import _QUEUE_MAX, Check, Judging
 from gateway.record import Record
 from gateway.turn import Turn, read_turn
 from tests.cache.fakes import ask, entry_for

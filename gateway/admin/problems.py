@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence, Set
 from gateway.admin.format import usd, window
 from gateway.admin.models import BudgetOut, ProblemOut
 from gateway.admin.services import DeploymentView, Health, Part
+from gateway.learning.truth import Live
 from gateway.summary import Summary
-from gateway.truth import Live
 
 _FAILED_SHARE_MAX = 0.05
 _REQUESTS_MIN = 20

@@ -15,10 +15,10 @@ from cache import Partition, partition
 if TYPE_CHECKING:
     from cache import ExactCache, SemanticClient, VerdictStore
     from gateway.accounts import Accounts, Ledger
-    from gateway.reports import Reports
+    from gateway.learning.reports import Reports
+    from gateway.learning.truth import Truth
     from gateway.settings import Settings
     from gateway.stats import Stats
-    from gateway.truth import Truth
     from policies import Budgets
 
 

@@ -42,9 +42,9 @@ from gateway.admin.models import (
 )
 from gateway.admin.problems import problems
 from gateway.admin.services import AdminServices
+from gateway.learning.truth import error_max_of, measure
 from gateway.record import Record
 from gateway.summary import KINDS, Summary, Tally, Window, kind_of
-from gateway.truth import error_max_of, measure
 from policies import Budget, BudgetState, WindowKind
 
 _LEDGER_PAGE = 500

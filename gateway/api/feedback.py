@@ -1,7 +1,7 @@
 """`POST /v1/feedback` {"id", "verdict"}: was the answer of a response right?
 
 `id` is the response's `x-request-id` (of a hit by meaning also the `id` in its body), `verdict` is `right` or `wrong`. Knows the
-wire; what a report does is `gateway.reports`'.
+wire; what a report does is `gateway.learning.reports`'.
 """
 
 from typing import Annotated, Literal
@@ -24,8 +24,8 @@ from gateway.api.request import (
     send_whole,
 )
 from gateway.errors import Unavailable
+from gateway.learning.reports import Reports
 from gateway.pipeline import Pipeline
-from gateway.reports import Reports
 from gateway.settings import Settings
 from gateway.turn import convert, decode_object
 

@@ -40,10 +40,10 @@ from cache.messages import LENGTH_BYTES, Answer, AskNear, frame, read_ask
 from gateway.accounts import Accounts, Ledger, LedgerRow
 from gateway.admin.routes import admin_router
 from gateway.admin.services import AdminServices, DeploymentView, Health, Part
-from gateway.reports import Reports
+from gateway.learning.reports import Reports
+from gateway.learning.truth import Truth
 from gateway.settings import Settings
 from gateway.stats import Stats
-from gateway.truth import Truth
 from policies import Budgets
 from policies.budgets import LEDGER_LOCK
 

@@ -21,17 +21,17 @@ from cache import (
     VerdictStore,
 )
 from gateway.accounts import Accounts
-from gateway.judging import Check, Judging
-from gateway.llm_judge import LlmJudge
-from gateway.own_requests import OwnRequests, own_identity
+from gateway.learning.judging import Check, Judging
+from gateway.learning.llm_judge import LlmJudge
+from gateway.learning.own_requests import OwnRequests, own_identity
+from gateway.learning.reports import Reports
+from gateway.learning.truth import Live, Truth
 from gateway.pipeline import Pipeline
 from gateway.redis_link import RedisLink
-from gateway.reports import Reports
 from gateway.settings import Settings
 from gateway.stats import Stats
 from gateway.telemetry import definitions as m
 from gateway.telemetry.metrics import Metrics
-from gateway.truth import Live, Truth
 from gateway.turn import Turn
 
 _log = structlog.get_logger(__name__)
