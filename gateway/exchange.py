@@ -24,7 +24,7 @@ _Header = tuple[bytes, bytes]
 
 
 class Exchange(RequestResponseCycle):
-    """As uvicorn's, for requests of HTTP/1.1 that have a body; `run_asgi` and the 500 for a bug are uvicorn's own."""
+    """As uvicorn's, for what is asked of `/v1`; `run_asgi` and the 500 for a bug are uvicorn's own."""
 
     def __init__(self, protocol: CarefulProtocol, transport: asyncio.Transport, keep_alive: bool) -> None:
         scope: Any = protocol.scope
@@ -120,6 +120,8 @@ class Exchange(RequestResponseCycle):
                 self.keep_alive = False
                 continue
             lines.append(b"%b: %b\r\n" % (name, value))
+        if self.scope["http_version"] == "1.0":
+            self._is_chunked = False  # which it does not know: such a body ends where the connection does
         if self._is_chunked:
             lines.append(b"transfer-encoding: chunked\r\n")
         if not self.keep_alive:

@@ -17,7 +17,8 @@ HEAD_WITHIN_S = 20.0
 _PIPELINED_MAX = 16  # requests that wait for the one before; beyond them the client is left waiting
 
 _PLAIN_PATH = re.compile(rb"[A-Za-z0-9/._~-]+")  # nothing to decode, no query
-_UPGRADE = re.compile(rb"(\r\n)upgrade:", re.IGNORECASE)
+_UPGRADE = re.compile(rb"(^|\n)upgrade:", re.IGNORECASE)
+_PART_OF_UPGRADE = re.compile(rb"(?:^|\n)(u(?:p(?:g(?:r(?:a(?:de?)?)?)?)?)?)\Z", re.IGNORECASE)
 _TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n"
     b'{"error":{"message":"The request\'s headers are too large","type":"invalid_request_error","param":null,'
@@ -60,6 +61,7 @@ class CarefulProtocol(HttpToolsProtocol):
         super().__init__(*arguments, **options)
         self._is_in_head = True
         self._head_bytes = 0
+        self._held = b""  # the end of what came of a head, where it may be the beginning of an offer to upgrade
         self._head_timer: asyncio.TimerHandle | None = None
         self._idle_since = 0.0
         self._idle_timer: asyncio.TimerHandle | None = None
@@ -101,15 +103,17 @@ class CarefulProtocol(HttpToolsProtocol):
             return
         parser, scope = self.parser, self.scope
         method = parser.get_method()
-        if method not in (b"POST", b"GET") or parser.get_http_version() != "1.1":
+        version = parser.get_http_version()
+        if method not in (b"POST", b"GET") or version not in ("1.1", "1.0"):
             super().on_headers_complete()
             return
         scope["method"] = method.decode()
+        scope["http_version"] = version
         scope["path"] = url.decode()
         scope["raw_path"] = url
         scope["query_string"] = b""
         assert self._direct is not None
-        self.cycle = Exchange(self, self._direct, parser.should_keep_alive())
+        self.cycle = Exchange(self, self._direct, version == "1.1" and parser.should_keep_alive())
         self._start_asgi_task(self.cycle, self.app)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -148,18 +152,27 @@ class CarefulProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._is_in_head:
+            if self._held:
+                data, self._held = self._held + data, b""
             head, end, rest = data.partition(b"\r\n\r\n")
             self._head_bytes += len(head)
-            if self._head_bytes > HEAD_BYTES_MAX:
-                self._stop_timer()
-                self.transport.write(_TOO_LARGE)
-                self.transport.close()
+            if end and self._head_bytes > HEAD_BYTES_MAX:
+                self._refuse_head()
                 return
-            if b"pgrade:" in head:
+            if b"upgrade:" in head.lower():
                 data = _UPGRADE.sub(rb"\1x-upgrade-ignored:", head) + end + rest
+            if not end and (part := _PART_OF_UPGRADE.search(data[-8:])):
+                data, self._held = data[: -len(part[1])], part[1]
         super().data_received(data)
-        if self._is_in_head and self._head_bytes and self._head_timer is None:
+        if self._is_in_head and self._head_bytes > HEAD_BYTES_MAX and not self.transport.is_closing():
+            self._refuse_head()
+        elif self._is_in_head and self._head_bytes and self._head_timer is None:
             self._head_timer = self.loop.call_later(HEAD_WITHIN_S, self._head_is_late)
+
+    def _refuse_head(self) -> None:
+        self._stop_timer()
+        self.transport.write(_TOO_LARGE)
+        self.transport.close()
 
     def _head_is_late(self) -> None:
         self._head_timer = None

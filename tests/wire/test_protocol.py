@@ -167,7 +167,7 @@ async def test_a_client_that_leaves_after_a_large_body_is_told_of(client: Client
     while not app.bodies:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     client.writer.close()
-    await app.gone.wait()
+    await asyncio.wait_for(app.gone.wait(), 10)
 
 
 async def test_a_client_that_leaves_with_requests_in_line_is_told_of(client: Client, app: App) -> None:
@@ -176,7 +176,7 @@ async def test_a_client_that_leaves_with_requests_in_line_is_told_of(client: Cli
     while not app.bodies:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     client.writer.close()
-    await app.gone.wait()
+    await asyncio.wait_for(app.gone.wait(), 10)
     assert app.bodies == [b"1"]
 
 
@@ -222,3 +222,44 @@ async def test_a_head_that_is_too_long_is_refused(client: Client) -> None:
     """A head beyond the bound is answered by 431 and the connection's end."""
     client.send(post("/v1/echo", b"", b"X-Long: " + b"x" * protocol.HEAD_BYTES_MAX))
     assert (await client.reader.read()).startswith(b"HTTP/1.1 431 ")
+
+
+@pytest.mark.parametrize("name", [b"Upgrade", b"upgrade", b"UPGRADE"])
+async def test_an_offer_to_upgrade_is_ignored_however_it_comes(client: Client, name: bytes) -> None:
+    """Whole, or cut anywhere: a client that would speak HTTP/2 is answered in HTTP/1.1, its body read."""
+    request = post("/v1/echo", b"body", b"Connection: Upgrade", name + b": h2c", b"X-Up: u")
+    start = request.index(name + b":")
+    for cut in range(start - 3, start + len(name) + 4):
+        client.send(request[:cut])
+        await asyncio.sleep(0.01)
+        client.send(request[cut:])
+        assert (await asyncio.wait_for(client.response(), 10))[1] == b"body"
+
+
+async def test_a_head_may_be_cut_anywhere_before_a_large_body(client: Client) -> None:
+    """Also inside the line breaks that end it: what follows them is no head, and is not counted as one."""
+    body = b"x" * (2 * protocol.HEAD_BYTES_MAX)
+    request = post("/v1/echo", body)
+    end = request.index(b"\r\n\r\n")
+    for cut in range(end, end + 5):
+        client.send(request[:cut])
+        await asyncio.sleep(0.01)
+        client.send(request[cut:])
+        assert (await asyncio.wait_for(client.response(), 10))[1] == body
+
+
+async def test_a_request_may_come_byte_by_byte(client: Client) -> None:
+    """Every byte a read of its own, with and without headers."""
+    for request in (post("/v1/echo", b"hi", b"Upgrade: h2c", b"X: upgrade: u"), b"POST /v1/echo HTTP/1.1\r\n\r\n"):
+        for byte in request:
+            client.send(bytes([byte]))
+            await asyncio.sleep(0)
+        head, _ = await asyncio.wait_for(client.response(), 10)
+        assert head.startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_client_of_http_1_0_is_sent_no_chunks(client: Client) -> None:
+    """It does not know them (RFC 9112, section 6.1): what is streamed to it ends with the connection."""
+    client.send(post("/v1/stream", b"hello").replace(b"HTTP/1.1", b"HTTP/1.0"))
+    head, _, body = (await client.reader.read()).partition(b"\r\n\r\n")
+    assert (b"connection: close" in head, body) == (True, b"hello")
