@@ -1,7 +1,7 @@
 """One SQL database: a SQLite file or a PostgreSQL, opened, migrated, and handed out as transactions.
 
 Knows no accounts. Invariants: when `open` returns the schema is at `schema.VERSION`, however many processes opened the
-database at once, and a start that finds it there imports no alembic; a transaction that was begun ends, committed or
+database at once, and only one that finds an earlier version there imports alembic; a transaction that was begun ends, committed or
 rolled back, also when its caller is cancelled (`uncancelled`): a connection torn down in the middle of a statement can
 keep SQLite's write lock until it is garbage.
 """
@@ -82,8 +82,9 @@ class Database:
         async with self.writing() as connection:  # SQLite: the one writer; PostgreSQL: the lock below
             if not self.is_sqlite:
                 await connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_ADVISORY_LOCK)))
-            if await _version(connection) != schema.VERSION:
-                await connection.run_sync(_upgrade)
+            found = await _version(connection)
+            if found != schema.VERSION:
+                await connection.run_sync(_create if found is None else _upgrade)
 
     @uncancelled
     async def close(self) -> None:
@@ -165,6 +166,17 @@ async def _version(connection: AsyncConnection) -> str | None:
         return None
     found = (await connection.execute(sa.text("SELECT version_num FROM alembic_version"))).scalar()
     return None if found is None else str(found)
+
+
+def _create(connection: sa.Connection) -> None:
+    """Make an empty database what the migrations would make of it: without alembic, which a server that began with it would carry."""
+    schema.metadata.create_all(connection, checkfirst=False)
+    connection.execute(schema.installation.insert().values(id=1, version=1, is_claimed=False))
+    version = sa.Table(
+        "alembic_version", sa.MetaData(), sa.Column("version_num", sa.String(32), primary_key=True, nullable=False)
+    )
+    version.create(connection)
+    connection.execute(version.insert().values(version_num=schema.VERSION))
 
 
 def _upgrade(connection: sa.Connection) -> None:

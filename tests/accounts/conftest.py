@@ -25,12 +25,16 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'sub' / 'sameway.db'}"
     url: str = request.getfixturevalue("accounts_postgres")
-    asyncio.run(_empty(url.replace("+asyncpg", "")))
+    asyncio.run(empty(url))
     return url
 
 
-async def _empty(url: str) -> None:
-    connection = await asyncpg.connect(url)
+async def empty(url: str) -> None:
+    """As if nobody had ever opened it."""
+    if url.startswith("sqlite"):
+        Path(url.removeprefix("sqlite:///")).unlink()
+        return
+    connection = await asyncpg.connect(url.replace("+asyncpg", ""))
     await connection.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public")
     await connection.close()
 
