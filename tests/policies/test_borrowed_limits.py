@@ -89,6 +89,8 @@ async def test_corrections_stay_here_until_they_are_large(redis: Redis) -> None:
     correcting = process.limits.correct(process.limited, 0, 5_000)
     assert correcting is not None
     await correcting
+    assert (await process.take(None, 0)).states[0].remaining == 44_960
+    assert process.redis.scripts == scripts + 1
     process.now_s += 1.1  # what was heard is old by now: Redis is asked
     assert (await process.take(None, 0)).states[0].remaining == pytest.approx(44_960 + 50_000 / 60 * 1.1, abs=2)
     assert process.redis.scripts == scripts + 2
