@@ -131,7 +131,7 @@ class BorrowedRateLimits:
         """Have Redis charge or give back these amounts: the shares are even then."""
         for share, amount in charges:
             share.left += amount
-            share.lead_us += amount * MINUTE_US // share.per_min  # what Redis is about to say: remaining is shown from it
+            share.lead_us += amount * MINUTE_US // share.per_min  # as Redis will say: what remains is shown from it
         await self._shared.charge(
             scope, [(RateLimit(share.subject, share.unit, share.per_min, 0), amount) for share, amount in charges]
         )
