@@ -191,6 +191,9 @@ class Settings(_Section):
         "default: made at the first start, kept in data_dir",
     )
     body_bytes_max: int = Field(16 << 20, gt=0, description="a larger request body is refused with 413")
+    client_stall_s: int = Field(
+        300, ge=1, description="a client that takes nothing of its answer for this long is disconnected (Linux)"
+    )
     log_format: Literal["auto", "json", "pretty"] = Field("auto", description="`auto`: pretty on a terminal, else JSON")
     log_prompts: bool = Field(False, description="write prompts and answers to the log")
     redis_timeout_ms: int = Field(500, gt=0, description="a Redis call that takes longer has failed")

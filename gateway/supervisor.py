@@ -265,6 +265,8 @@ class Supervisor:
             family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
             listener = socket.socket(family, socket.SOCK_STREAM)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # its connections inherit it; RFC 5482
+                listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, settings.client_stall_s * 1000)
             listener.bind((settings.host, settings.port))
         except OSError as error:
             raise SettingsError(

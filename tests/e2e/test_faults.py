@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,9 +28,10 @@ def two_workers(upstream_process: Upstream, tmp_path_factory: pytest.TempPathFac
     """A gateway of its own with two workers: these tests break it."""
     models = {
         "mock": {"deployments": [deployment(upstream_process.url, "plain")]},
+        "large": {"deployments": [deployment(upstream_process.url, "large", "mock?huge=30000000")]},
         "paced": {"deployments": [deployment(upstream_process.url, "paced", "mock?pace_ms=15;chunks=12")]},
     }
-    config = {"workers": 2, "models": models, "budgets": {"hold_lease_s": 5}}
+    config = {"workers": 2, "models": models, "budgets": {"hold_lease_s": 5}, "client_stall_s": 2}
     with run_gateway(tmp_path_factory.mktemp("faults"), config) as gateway:
         gateway.wait_ready()
         gateway.admin("POST", "/teams/1/budgets", json={"window": "day", "limit_microusd": 5_000_000, "is_hard": True})
@@ -149,6 +153,24 @@ def test_redis_paused(two_workers: Gateway) -> None:
         redis.resume()
     wait_for(lambda: gateway.chat("after the pause").status_code == 200, 10)
     assert_money_agrees(gateway)
+
+
+def test_a_client_that_takes_nothing_is_let_go(two_workers: Gateway) -> None:
+    """Who stops reading in the middle of an answer, and keeps the connection, is disconnected: the worker keeps nothing for it."""
+    body = {"model": "large", "messages": [{"role": "user", "content": "more than anybody reads"}], "stream": True}
+    payload = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\nauthorization: Bearer {API_KEY}\r\n"
+    root = httpx.URL(two_workers.root)
+    with socket.create_connection((root.host, root.port or 80), timeout=10) as client:
+        client.sendall(f"{head}content-length: {len(payload)}\r\n\r\n".encode() + payload)
+        assert client.recv(15).startswith(b"HTTP/1.1 200")
+        time.sleep(5)  # nobody reads: longer than `client_stall_s` and the kernel's pauses between its probes
+        taken = 0
+        with contextlib.suppress(ConnectionResetError):
+            while piece := client.recv(1 << 20):
+                taken += len(piece)
+        assert taken < 30_000_000
+    assert_money_agrees(two_workers)
 
 
 def test_nothing_is_left_running(upstream_process: Upstream, tmp_path: Path) -> None:
