@@ -13,23 +13,12 @@ from msgspec import Meta
 
 from cache import CacheWorkerUnavailable, SemanticClient, TextTooLong
 from gateway.accounts import Identity
-from gateway.api.headers import JSON, base_headers
-from gateway.api.request import (
-    Receive,
-    Scope,
-    Send,
-    bearer_of,
-    headers_of,
-    new_record,
-    read_body,
-    send_failure,
-    send_whole,
-)
+from gateway.api.endpoint import JsonEndpoint
 from gateway.errors import BadRequest, NotFound, Unavailable
 from gateway.pipeline import Pipeline, may_use
 from gateway.record import Record
 from gateway.settings import Settings
-from gateway.turn import convert, decode_object
+from gateway.turn import convert
 
 _INPUTS_MAX = 2048
 
@@ -42,33 +31,18 @@ class _EmbeddingsRequest(msgspec.Struct):
     user: str | None = None
 
 
-class Embeddings:
+class Embeddings(JsonEndpoint):
     """The endpoint."""
 
+    kind = "embeddings"
+
     def __init__(self, settings: Settings, pipeline: Pipeline, semantic: SemanticClient) -> None:
-        self._settings = settings
-        self._pipeline = pipeline
+        super().__init__(settings, pipeline)
         self._semantic = semantic
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = headers_of(scope)
-        record = new_record("embeddings")
-        record.cache = "bypass"
-        try:
-            identity = self._pipeline.authenticate(bearer_of(headers), record)
-            body = decode_object(await read_body(receive, headers, self._settings.body_bytes_max))
-            limited = await self._pipeline.limits.take_requests(identity)
-            reply = await self._answer(body, identity, record)
-            out = [JSON, *base_headers(record.request_id), *((k.encode(), v.encode()) for k, v in limited.items())]
-            await send_whole(send, 200, out, msgspec.json.encode(reply))
-        except Exception as error:
-            await send_failure(send, error, record)
-        finally:
-            self._pipeline.finish(record, None, None)
-
-    async def _answer(self, body: dict[str, Any], identity: Identity, record: Record) -> dict[str, Any]:
+    async def answer(self, body: dict[str, Any], identity: Identity, record: Record) -> dict[str, Any]:
         request: _EmbeddingsRequest = convert(body, _EmbeddingsRequest)
-        alias = self._settings.embedding_alias
+        alias = self.settings.embedding_alias
         if request.model != alias:
             raise NotFound(
                 f"The embedding model `{request.model}` does not exist; this gateway has `{alias}`",
