@@ -271,7 +271,7 @@ def _add_cache(api: APIRouter, services: AdminServices) -> None:
 
     @api.post("/cache/purge")
     async def purge(body: PurgeIn) -> PurgeOut:
-        """Removes entries by id, text, team, model and age; with `dry_run` (the default) only counts them."""
+        """Removes entries by id, text, team, model, namespace, deployment and age; with `dry_run` (the default) only counts them."""
         return await cache_views.purge(services, body)
 
     @api.post("/cache/try")
