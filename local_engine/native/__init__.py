@@ -25,7 +25,8 @@ PANEL = 16  # output rows that are computed together
 GROUP = 32  # inputs that share a scale and a minimum
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 _NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"}
-_SOURCE = Path(__file__).parent / "kernels.cpp"
+_SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
+_HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = {
@@ -80,7 +81,10 @@ def compile_kernels() -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}")
     done = subprocess.run(
-        [compiler, *_FLAGS, "-w", "-o", str(unfinished), str(_SOURCE)], capture_output=True, text=True, check=False
+        [compiler, *_FLAGS, "-w", "-o", str(unfinished), *map(str, _SOURCES)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode != 0:
         return f"no native kernels: {compiler} failed: {done.stderr.strip()[-400:]}"
@@ -90,7 +94,7 @@ def compile_kernels() -> str:
 
 def _library() -> Path:
     """Where the compiled file lies: with the environment it serves."""
-    digest = blake2b(_SOURCE.read_bytes(), digest_size=8)
+    digest = blake2b(b"".join(path.read_bytes() for path in (*_SOURCES, *_HEADERS)), digest_size=8)
     digest.update(" ".join((*_FLAGS, *sorted(_cpu_flags()))).encode())
     return Path(sys.prefix) / "lib" / "sameway" / f"kernels-{digest.hexdigest()}.so"
 
