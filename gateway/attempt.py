@@ -6,13 +6,16 @@ stream is closed on every exit; what has not begun can be tried elsewhere withou
 
 import asyncio
 
-from gateway.backends.base import BackendError, BackendRejected, BackendRequest, BackendTimeout, Chunk
+from gateway.backends.base import BackendBroken, BackendError, BackendRejected, BackendRequest, BackendTimeout, Chunk
 from gateway.errors import from_backend
 from gateway.fleet import Deployment
 from gateway.job import Job
 from gateway.record import Attempt
 from gateway.storing import Generated
 
+_ANSWER_BYTES_MAX = (
+    64 << 20
+)  # a flight keeps its answer for whoever joins: one that never ends must not take the worker's memory
 _WHOLE_TIMEOUT_S = 600.0  # a whole shows nothing until it is there: as long as the official SDKs wait by default
 
 
@@ -41,6 +44,8 @@ async def attempt(job: Job, deployment: Deployment) -> BackendError | None:
     try:
         async for chunks in stream:
             made.add(chunks)
+            if made.size_bytes > _ANSWER_BYTES_MAX:
+                raise BackendBroken("The deployment's answer is too long", detail=f"over {_ANSWER_BYTES_MAX} bytes")
             held += chunks
             if made.has_begun:
                 if not facts.deployment:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import httpx
@@ -185,6 +186,17 @@ def test_an_offer_to_upgrade_is_ignored(gateway: Gateway, offer: str) -> None:
     headers = {"authorization": f"Bearer {API_KEY}", "connection": "Upgrade, HTTP2-Settings", "upgrade": offer}
     body = {"model": "mock", "messages": [{"role": "user", "content": f"over {offer}"}]}
     assert httpx.post(f"{gateway.base_url}/chat/completions", json=body, headers=headers).status_code == 200
+
+
+def test_the_description_needs_no_internet(gateway: Gateway) -> None:
+    """The page that shows the API loads nothing from anywhere else, and everything that it loads is there."""
+    page = httpx.get(f"{gateway.root}/docs")
+    assert page.status_code == 200
+    loaded = re.findall(r"""(?:src|href|url)[=:] ?["']([^"']+)""", page.text)
+    assert "/openapi.json" in loaded
+    assert len(loaded) >= 4  # it, the script, the style and the icon
+    for path in loaded:
+        assert httpx.get(gateway.root + path).status_code == 200, path
 
 
 def test_heads_and_admin_bodies_are_bounded(gateway: Gateway) -> None:

@@ -173,6 +173,22 @@ def test_a_client_that_takes_nothing_is_let_go(two_workers: Gateway) -> None:
     assert_money_agrees(two_workers)
 
 
+def test_an_answer_without_end_is_cut_off(two_workers: Gateway) -> None:
+    """A stream is given up, and says so, where it has become longer than any answer: nobody's memory pays for a server gone mad."""
+    body = {"model": "large", "n": 3, "messages": [{"role": "user", "content": "on and on"}], "stream": True}
+    last, taken = b"", 0
+    with httpx.stream(
+        "POST", f"{two_workers.base_url}/chat/completions", json=body, headers=HEADERS, timeout=60
+    ) as reply:
+        assert reply.status_code == 200
+        for piece in reply.iter_bytes():
+            last, taken = (last + piece)[-1000:], taken + len(piece)
+    assert taken < 80_000_000
+    assert b"too long" in last
+    assert b"[DONE]" not in last
+    assert_money_agrees(two_workers)
+
+
 def test_nothing_is_left_running(upstream_process: Upstream, tmp_path: Path) -> None:
     """The supervisor killed without a chance to stop anything takes every child with it; a restart has all that was stored."""
     config = {"models": {"mock": {"deployments": [deployment(upstream_process.url, "plain")]}}}
