@@ -19,10 +19,10 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from local_engine.block_pool import BlockPool
 from local_engine.config import EngineConfig
+from local_engine.flight import Flight, draw
 from local_engine.loader import open_checkpoint
 from local_engine.messages import (
     EngineError,
@@ -40,14 +40,11 @@ from local_engine.messages import (
 )
 from local_engine.pace import Pace
 from local_engine.runner import ModelRunner, default_sequences, default_step_tokens
-from local_engine.sampler import Place, Sampled, candidates, sample
+from local_engine.sampler import Sampled
 from local_engine.scheduler import Chunk, Scheduler
 from local_engine.sequence import Sequence, Status
 from local_engine.speculative import Lookup, Speculation
 from local_engine.tokenizer import Piece, TextStream
-
-if TYPE_CHECKING:
-    import torch
 
 _log = logging.getLogger(__name__)
 
@@ -83,8 +80,10 @@ class Engine:
         progress: Callable[[float, str], None] = lambda fraction, stage: None,
         clock: Callable[[], float] = time.monotonic,
         entropy: random.Random | None = None,
+        is_overlapped: bool | None = None,
     ) -> None:
-        """Load the model; takes seconds. Raises ModelError. `progress` is told a fraction 0..1 and a stage's name."""
+        """Load the model; takes seconds. Raises ModelError. `progress` is told a fraction 0..1 and a stage's name.
+        `is_overlapped`: schedule a step while the one before is computed; by default where that is on a GPU."""
         self.config = config
         self._clock = clock
         self._entropy = entropy or random.SystemRandom()
@@ -94,12 +93,13 @@ class Engine:
         self._eos = frozenset(checkpoint.config.eos_token_ids)
         self._runner = ModelRunner(config, checkpoint, progress)
         self._pool = BlockPool(self._runner.kv.blocks, config.block_tokens, has_prefix_cache=config.has_prefix_cache)
-        device = self._runner.device
-        self._pace = Pace()
+        self._is_overlapped = self._runner.is_asynchronous if is_overlapped is None else is_overlapped
+        self._flights: list[Flight] = []  # launched and not yet landed, the oldest first
+        self._landed_s, self._pace = 0.0, Pace()
         self._scheduler = Scheduler(
             self._pool,
-            step_tokens_max=config.step_tokens_max or default_step_tokens(device),
-            sequences_max=config.sequences_max or default_sequences(device),
+            step_tokens_max=config.step_tokens_max or default_step_tokens(self._runner.device),
+            sequences_max=config.sequences_max or default_sequences(self._runner.device),
             draft_cost=lambda rows, more: self._pace.cost(rows, more),
         )
         self._sequences: dict[int, Sequence] = {}
@@ -113,7 +113,7 @@ class Engine:
             vocabulary_size=model.vocabulary_size,
             parameters=self._runner.decoder.parameters,
             dtype=str(self._runner.dtype).removeprefix("torch."),
-            device=str(device),
+            device=str(self._runner.device),
             weights_size_bytes=self._runner.decoder.size_bytes,
             kv_size_bytes=self._runner.kv.size_bytes,
             has_chat_template=self.tokenizer.has_chat_template,
@@ -190,20 +190,18 @@ class Engine:
             self._scheduler.finish(sequence)
 
     def step(self) -> list[StepOutput]:
-        """Advance: schedule, run, postprocess. A failure of the model fails the sequences of this step, nothing more."""
+        """Advance: schedule, launch, postprocess: this step, or the one before where the device works by itself meanwhile.
+        A failure of the model fails the sequences of its step, nothing more."""
         outputs = self._drop_expired()
+        if any(flight.decides_next for flight in self._flights):
+            outputs += self._land()
         chunks = self._scheduler.schedule()
-        if not chunks:
-            return outputs
-        start = time.perf_counter()
-        try:
-            logits = self._runner.run(chunks)
-            sampled = self._sample(chunks, logits)
-        except Exception as error:
-            _log.exception("a step failed; its sequences end, the engine goes on")
-            return outputs + self._fail_step([chunk.sequence for chunk in chunks], f"the step failed: {error}")
-        self._pace.observe(chunks, time.perf_counter() - start)
-        return outputs + self._postprocess(chunks, sampled)
+        error = self._launch(chunks) if chunks else None
+        while len(self._flights) > int(self._is_overlapped and bool(chunks) and error is None):
+            outputs += self._land()
+        if error is not None:
+            outputs += self._fail_step([chunk.sequence for chunk in chunks], error)
+        return outputs
 
     def load(self) -> EngineLoad:
         """Queue, memory and speed as of the last step."""
@@ -274,40 +272,41 @@ class Engine:
         late = self._scheduler.overdue(self._clock(), self.config.wait_max_s)
         return [self._fail(sequence, error) for sequence, error in late]
 
-    def _sample(self, chunks: Many[Chunk], logits: torch.Tensor) -> list[list[Sampled]]:
-        """Per chunk what was drawn at its places: after its last token and after each of its draft."""
-        places: list[Place] = []
-        rows: list[int] = []
-        at = 0
-        for chunk in chunks:
-            stop = at + chunk.logit_rows
-            if chunk.sequence.wants_prompt_logprobs:
-                self._note_prompt(chunk, logits[at:stop])
-            if chunk.is_last:
-                own = range(len(chunk.draft) + 1)
-                places += [Place(chunk.sequence, ahead) for ahead in own]
-                rows += range(stop - len(own), stop)
-            at = stop
-        drawn = iter(sample(logits if len(rows) == len(logits) else logits[rows], places) if places else ())
-        return [[next(drawn) for _ in range(len(chunk.draft) + 1 if chunk.is_last else 0)] for chunk in chunks]
+    def _launch(self, chunks: Many[Chunk]) -> str | None:
+        """Have the device compute the chunks and draw after them; says why where that failed."""
+        start = time.perf_counter()
+        try:
+            logits = self._runner.run(chunks, self._flights[-1] if self._flights else None)
+            flight = draw(chunks, logits, self.tokenizer, start)
+        except Exception as error:
+            _log.exception("a step failed; its sequences end, the engine goes on")
+            return f"the step failed: {error}"
+        self._flights.append(flight)
+        for chunk, count in zip(chunks, flight.counts, strict=True):
+            chunk.sequence.computed += chunk.count - len(chunk.draft)
+            chunk.sequence.in_flight += count > 0
+        return None
 
-    def _note_prompt(self, chunk: Chunk, logits: torch.Tensor) -> None:
-        """Keep the log probabilities of the prompt's tokens that this chunk predicts."""
-        sequence = chunk.sequence
-        first = len(sequence.prompt_logprobs)  # the row at position p predicts token p + 1; known are those up to first
-        stop = min(chunk.end, sequence.prompt_tokens - 1)
-        if stop > first >= chunk.start:
-            ids = sequence.tokens[first + 1 : stop + 1]
-            wanted = sequence.params.prompt_logprobs or 0
-            found = candidates(logits[first - chunk.start : stop - chunk.start], ids, [wanted] * len(ids))
-            sequence.prompt_logprobs += [
-                spelled for one in found if (spelled := self.tokenizer.spelled(one)) is not None
-            ]
+    def _land(self) -> list[StepOutput]:
+        """Wait for the oldest flight and take in what it drew."""
+        flight = self._flights.pop(0)
+        try:
+            sampled = flight.land()
+        except Exception as error:
+            _log.exception("a step failed on its way; its sequences end, the engine goes on")
+            return self._fail_step([chunk.sequence for chunk in flight.chunks], f"the step failed: {error}")
+        since_s, self._landed_s = max(flight.launched_s, self._landed_s), time.perf_counter()
+        self._pace.observe(flight.chunks, self._landed_s - since_s)
+        return self._postprocess(flight.chunks, sampled)
 
     def _postprocess(self, chunks: Many[Chunk], sampled: Many[list[Sampled]]) -> list[StepOutput]:
-        for chunk in chunks:
-            chunk.sequence.computed += chunk.count - len(chunk.draft)
-        ending = [(chunk, drawn) for chunk, drawn in zip(chunks, sampled, strict=True) if drawn]
+        ending = [
+            (chunk, drawn)
+            for chunk, drawn in zip(chunks, sampled, strict=True)
+            if drawn and chunk.sequence.status is not Status.FINISHED
+        ]
+        for chunk, _ in ending:
+            chunk.sequence.in_flight -= 1
         broken = [chunk.sequence for chunk, drawn in ending if any(token.token_id is None for token in drawn)]
         outputs = [self._advance(chunk, drawn) for chunk, drawn in ending if chunk.sequence not in broken]
         if broken:
@@ -369,7 +368,10 @@ class Engine:
 
     def _fail_step(self, sequences: Many[Sequence], why: str) -> list[StepOutput]:
         """After a step went wrong nobody knows which KV is good: end these, recompute all others, forget everything."""
-        failed = [self._fail(sequence, EngineFailed(why)) for sequence in sequences]
+        self._flights.clear()
+        failed = [self._fail(s, EngineFailed(why)) for s in sequences if s.status is not Status.FINISHED]
+        for sequence in self._sequences.values():
+            sequence.in_flight = 0
         for sequence in list(self._scheduler.running):
             self._scheduler.preempt(sequence)
         self._pool.forget_all()

@@ -17,6 +17,7 @@ import torch
 from local_engine import machine
 from local_engine.attention import DecodeGroup, PagedKV, PagedRows, PrefillSpan, StepInput
 from local_engine.config import EngineConfig, ModelError
+from local_engine.flight import Flight
 from local_engine.linear import native_for
 from local_engine.loader import Checkpoint
 from local_engine.models.decoder import Decoder
@@ -59,16 +60,38 @@ class ModelRunner:
                 raise ModelError("is_batch_invariant needs the native kernels and bfloat16 or quantised weights")
             self._paged_rows_max = sys.maxsize
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether `run` returns before its device has done the work."""
+        return self.device.type == "cuda"
+
     @torch.inference_mode()
-    def run(self, chunks: Many[Chunk]) -> torch.Tensor:
-        """Compute the chunks; returns the logits [sum of their logit_rows, vocabulary], in the order of the chunks."""
+    def run(self, chunks: Many[Chunk], before: Flight | None = None) -> torch.Tensor:
+        """Compute the chunks; returns the logits [sum of their logit_rows, vocabulary], in the order of the chunks.
+        Tokens that nobody knows yet are taken from what the flight `before` draws, on the device."""
         order = sorted(range(len(chunks)), key=lambda i: (self._is_long(chunks[i]), -len(chunks[i].sequence.blocks)))
         ordered = [chunks[i] for i in order]
         starts = dict(zip(order, itertools.accumulate((c.count for c in ordered), initial=0), strict=False))
         rows = [
             starts[i] + chunk.count - back for i, chunk in enumerate(chunks) for back in range(chunk.logit_rows, 0, -1)
         ]
-        return self.decoder(self._prepare(ordered, rows), self.kv)
+        step = self._prepare(ordered, rows)
+        if before is not None:
+            self._fill_in(step.token_ids, ordered, before)
+        return self.decoder(step, self.kv)
+
+    def _fill_in(self, token_ids: torch.Tensor, chunks: Many[Chunk], before: Flight) -> None:
+        """Put what `before` draws where the chunks' tokens are unknown: each is a decode of that one token."""
+        places = before.places()
+        starts = itertools.accumulate((chunk.count for chunk in chunks), initial=0)
+        found = [
+            (row, places[chunk.sequence.id])
+            for row, chunk in zip(starts, chunks, strict=False)
+            if chunk.sequence.in_flight
+        ]
+        if found:
+            rows, own = self._to_device(np.array(found, np.int64).T.copy())
+            token_ids[rows] = before.drawn.ids[own]
 
     def _make_kv(self, config: EngineConfig) -> PagedKV:
         model = self.decoder.config

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -40,6 +41,32 @@ class Sampled:
     top: tuple[Candidate, ...] = ()
 
 
+class Drawn(Protocol):
+    """What was drawn at each place, maybe still under way from the device."""
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """int64 [places], on the device: for the next step to read without waiting."""
+
+    def read(self) -> list[Sampled]:
+        """Wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Drawn and at hand."""
+
+    sampled: list[Sampled]
+    device: torch.device
+
+    @property
+    def ids(self) -> torch.Tensor:
+        return torch.tensor([one.token_id or 0 for one in self.sampled], device=self.device)
+
+    def read(self) -> list[Sampled]:
+        return self.sampled
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """A row of logits to draw from: the sequence's next token, or the one `ahead` places after it, were its draft right."""
@@ -50,7 +77,7 @@ class Place:
     @property
     def position(self) -> int:
         """Of the token, counted in the answer."""
-        return self.sequence.answer_tokens + self.ahead
+        return self.sequence.answer_tokens + self.sequence.in_flight + self.ahead
 
     @property
     def changes_logits(self) -> bool:

@@ -11,7 +11,8 @@ tokens. So a salt that sends much waits for itself, and one that comes back gets
 
 Invariants: a sequence is waiting or running, never both; the blocks of a chunk exist before the chunk is scheduled; a
 full block is registered when the chunk that fills it is scheduled, because within a step every layer writes all of its
-KV before it reads any (so sequences of one step share, too); what is drafted is never registered.
+KV before it reads any (so sequences of one step share, too); what is drafted is never registered, and a token that is
+under way not before it is known.
 """
 
 from __future__ import annotations
@@ -43,12 +44,13 @@ class Chunk:
     @property
     def is_last(self) -> bool:
         """Whether the next token can be sampled after this chunk."""
-        return self.end - len(self.draft) == len(self.sequence.tokens)
+        return self.end - len(self.draft) == len(self.sequence.tokens) + self.sequence.in_flight
 
     @property
     def tokens(self) -> list[int]:
-        """Its token ids."""
-        return [*self.sequence.tokens[self.start : self.end], *self.draft]
+        """Its token ids; 0 for the one that a step under way will give."""
+        known = self.sequence.tokens[self.start : self.end - len(self.draft)]
+        return [*known, *[0] * (self.count - len(self.draft) - len(known)), *self.draft]
 
 
 class Scheduler:
@@ -126,7 +128,7 @@ class Scheduler:
         chunks: list[Chunk] = []
         budget = self._step_tokens_max
         preemptions = self.preemptions
-        ready = sorted(self.running, key=lambda s: (s.pending > 1, s.order))
+        ready = sorted((s for s in self.running if s.has_room), key=lambda s: (s.pending > 1, s.order))
         while ready and budget > 0:
             sequence = ready.pop(0)
             count = min(sequence.pending, budget)
@@ -185,13 +187,15 @@ class Scheduler:
         if sequence.speculation is None or sequence.pending != 1:
             return ()
         size = self.pool.block_tokens
-        room = min(budget, sequence.answer_tokens_max - sequence.answer_tokens - 1)
+        unknown = sequence.in_flight
+        room = min(budget, sequence.answer_tokens_max - sequence.answer_tokens - unknown - 1)
         spare = max(0, self.pool.free - len(self.running))  # a guess must cost nobody a block
-        room = min(room, (len(sequence.blocks) + spare) * size - len(sequence.tokens))
+        room = min(room, (len(sequence.blocks) + spare) * size - len(sequence.tokens) - unknown)
         rows = len(self.running)
-        draft = sequence.speculation.draft(sequence.tokens, room, lambda more: self._draft_cost(rows, more))
+        draft = sequence.speculation.draft(sequence.tokens, room + unknown, lambda more: self._draft_cost(rows, more))
+        draft = draft[unknown:]  # the token under way was guessed as well
         if draft:
-            wanted = -(-(len(sequence.tokens) + len(draft)) // size) - len(sequence.blocks)
+            wanted = -(-(len(sequence.tokens) + unknown + len(draft)) // size) - len(sequence.blocks)
             sequence.blocks.extend(self.pool.allocate() for _ in range(wanted))
         return draft
 
@@ -209,7 +213,7 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, count: int, draft: tuple[int, ...] = ()) -> Chunk:
         pool, start = self.pool, sequence.computed
-        written, full = start // pool.block_tokens, (start + count) // pool.block_tokens
+        written, full = start // pool.block_tokens, min(start + count, len(sequence.tokens)) // pool.block_tokens
         if sequence.registered < full:
             pool.extend_keys(sequence.keys, sequence.tokens, sequence.salt, full)
         while sequence.registered < full and pool.register(
@@ -221,7 +225,7 @@ class Scheduler:
             is_written=sequence.registered < written,
         ):
             sequence.registered += 1
-        logit_rows = 1 + len(draft) if start + count == len(sequence.tokens) else 0
+        logit_rows = 1 + len(draft) if count == sequence.pending else 0
         if sequence.wants_prompt_logprobs:
             logit_rows = count
         return Chunk(sequence, start, count + len(draft), logit_rows, draft)

@@ -1,7 +1,7 @@
 """A Sequence: one answer being generated, from its submission to its last token.
 
-Knows no scheduler and no model. Invariant: `tokens[:computed]` is exactly what the KV of `blocks` holds; a running
-sequence has at least one token that is not computed yet.
+Knows no scheduler and no model. Invariant: `tokens[:computed]` is exactly what the KV of `blocks` holds once the steps
+that are under way have ended; a running sequence has at least one token that is not computed yet.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class Sequence:
 
     `tokens` is prompt and answer. `keys` are the chain keys of its full blocks, as far as they were needed.
     The first `registered` of its blocks can be found by others. `computed` counts tokens whose KV is in `blocks`.
+    `in_flight` (0 or 1) counts the token that a step under way will give: it comes after `tokens`, nobody here knows it yet,
+    and the next step may compute it all the same.
     `cached_tokens` is how much of the prompt was reused at first admission. `counts` counts answer tokens and is kept
     only where a penalty needs it. `turn` is its place in the fair order of its priority, see the scheduler.
     `speculation` is None where drafts are not allowed. `prompt_logprobs` are those of the prompt's tokens from the second
@@ -54,6 +56,7 @@ class Sequence:
     keys: list[bytes] = field(default_factory=list)
     registered: int = 0
     computed: int = 0
+    in_flight: int = 0
     cached_tokens: int | None = None
     counts: Counter[int] = field(default_factory=Counter)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -66,7 +69,12 @@ class Sequence:
     @property
     def pending(self) -> int:
         """How many tokens must be computed before the next one can be sampled."""
-        return len(self.tokens) - self.computed
+        return len(self.tokens) + self.in_flight - self.computed
+
+    @property
+    def has_room(self) -> bool:
+        """Whether its answer goes on even with the token under way, as far as its length tells."""
+        return self.answer_tokens + self.in_flight < self.answer_tokens_max
 
     @property
     def order(self) -> tuple[int, float, int]:

@@ -32,8 +32,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 def make_engine(checkpoint: Callable[[str], Path]) -> Callable[..., Engine]:
     """An engine on a random checkpoint; keywords override the small defaults."""
 
-    def make(family: str = "llama", **overrides: Any) -> Engine:
-        return Engine(EngineConfig(model=str(checkpoint(family)), **{**SMALL, **overrides}))
+    def make(family: str = "llama", *, is_overlapped: bool | None = None, **overrides: Any) -> Engine:
+        config = EngineConfig(model=str(checkpoint(family)), **{**SMALL, **overrides})
+        return Engine(config, is_overlapped=is_overlapped)
 
     return make
 

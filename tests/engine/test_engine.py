@@ -158,12 +158,15 @@ def test_a_full_queue_refuses_and_recovers(make_engine: Make) -> None:
     run(engine)
 
 
-def test_a_failing_step_fails_its_sequences_only(make_engine: Make, checkpoint: Callable[[str], Any]) -> None:
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_a_failing_step_fails_its_sequences_only(
+    make_engine: Make, checkpoint: Callable[[str], Any], is_overlapped: bool
+) -> None:
     """An exception in the model ends that step's sequences; waiting ones, and later ones, are answered correctly."""
-    engine = make_engine(sequences_max=1)
+    engine = make_engine(sequences_max=1, is_overlapped=is_overlapped)
     healthy = engine._runner.run
 
-    def broken(chunks: Any) -> Any:
+    def broken(*_: Any) -> Any:
         raise RuntimeError("out of memory")
 
     prompt = random_prompt(1, 20)
@@ -180,13 +183,17 @@ def test_a_failing_step_fails_its_sequences_only(make_engine: Make, checkpoint: 
     assert run(engine)[waiting] == list(naive_greedy(checkpoint("llama"), tuple(prompt), 5))
 
 
-def test_output_that_is_not_finite_spoils_nothing_else(make_engine: Make, checkpoint: Callable[[str], Any]) -> None:
-    """NaN from the model fails the sequence it is in; what it left in the KV pool reaches nobody."""
-    engine = make_engine()
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_output_that_is_not_finite_spoils_nothing_else(
+    make_engine: Make, checkpoint: Callable[[str], Any], is_overlapped: bool
+) -> None:
+    """NaN from the model fails the sequence it is in; what it left in the KV pool reaches nobody, not even the step that
+    was launched before anybody saw it."""
+    engine = make_engine(is_overlapped=is_overlapped)
     healthy = engine._runner.run
 
-    def poisoned(chunks: Any) -> Any:
-        logits = healthy(chunks)
+    def poisoned(*step: Any) -> Any:
+        logits = healthy(*step)
         with torch.inference_mode():
             for pool in engine._runner.kv._pools:
                 pool.fill_(torch.nan)
@@ -199,6 +206,9 @@ def test_output_that_is_not_finite_spoils_nothing_else(make_engine: Make, checkp
     steps = engine.step()
     engine.check_integrity()
     engine._runner.run = healthy  # type: ignore[method-assign]
+    if is_overlapped:
+        assert steps == []
+        steps = engine.step()
     failed = [step.id for step in steps if step.error is not None]
     found = {step.id: list(step.output.token_ids) for step in steps if step.error is None}
     for id, tokens in run(engine).items():
@@ -207,6 +217,34 @@ def test_output_that_is_not_finite_spoils_nothing_else(make_engine: Make, checkp
     for id, prompt in zip(ids, prompts, strict=True):
         if id not in failed:
             assert found[id] == list(naive_greedy(checkpoint("llama"), tuple(prompt), 6))
+
+
+def test_an_overlapped_engine_draws_the_same(make_engine: Make) -> None:
+    """Seeds, penalties, limits, stop strings and aborts mean the same where a step is scheduled before the last is seen."""
+    wishes = [
+        SamplingParams(temperature=1.0, seed=5, max_tokens=9, ignore_eos=True),
+        SamplingParams(temperature=0.8, top_k=20, seed=6, max_tokens=12, frequency_penalty=0.7, repetition_penalty=1.3),
+        SamplingParams(temperature=0.0, max_tokens=15, min_tokens=6, stop=["a"]),
+        SamplingParams(temperature=0.9, top_p=0.8, seed=7, max_tokens=1),
+    ]
+    answers = []
+    for is_overlapped in (False, True):
+        engine = make_engine(is_overlapped=is_overlapped)
+        leaving = engine.submit(random_prompt(9, 12), greedy(30))
+        ids = [engine.submit(random_prompt(seed, 12), wish) for seed, wish in enumerate(wishes)]
+        found: dict[int, list[int]] = {id: [] for id in ids}
+        for step in range(40):
+            for output in engine.step():
+                if output.id != leaving:
+                    found[output.id] += output.output.token_ids
+            if step == 3:
+                engine.abort(leaving)
+            engine.check_integrity()
+        assert not engine.has_work
+        assert engine.load().kv_blocks_used == 0
+        answers.append([found[id] for id in ids])
+    assert answers[0] == answers[1]
+    assert [len(answer) for answer in answers[0]][::3] == [9, 1]
 
 
 def test_the_load_tells_queue_memory_and_pace(make_engine: Make) -> None:

@@ -58,6 +58,7 @@ arrivals = st.builds(
     sequences_max=st.integers(1, 8),
     has_prefix_cache=st.booleans(),
     draft_tokens_max=st.sampled_from([0, 1, 3, 8]),
+    is_overlapped=st.booleans(),
 )
 def test_any_mix_gives_the_naive_answers(
     make_engine: Callable[..., Engine],
@@ -70,6 +71,7 @@ def test_any_mix_gives_the_naive_answers(
     sequences_max: int,
     has_prefix_cache: bool,
     draft_tokens_max: int,
+    is_overlapped: bool,
 ) -> None:
     """Greedy answers equal the naive forward pass and every step leaves the engine's books in order."""
     engine = make_engine(
@@ -80,6 +82,7 @@ def test_any_mix_gives_the_naive_answers(
         sequences_max=sequences_max,
         has_prefix_cache=has_prefix_cache,
         draft_tokens_max=draft_tokens_max,
+        is_overlapped=is_overlapped,
     )
     coming = sorted(requests, key=lambda request: request.at)
     live: dict[int, tuple[Arrival, int]] = {}
