@@ -79,6 +79,8 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _SENTENCE_END = frozenset(".!?:;\n")
+_NUMERALS = frozenset((*SMALL, *OTHER_NUMBERS))  # words that a number can begin with
+_ASKING = frozenset(("who", "whose", "whom", "how", "when", "where", "why"))
 
 
 @functools.lru_cache(maxsize=16_384)
@@ -104,10 +106,9 @@ def read(text: str) -> Reading:
             figures.append(_Figure(len(words), len(words) + 1, value, unit))
             words.append(value)
         else:
-            word = _plain(token)
-            parts = [stem(part) for part in _split(word)]
+            parts, is_identifier = _word(token)
             words += parts
-            if _is_identifier(token) or (token[0].isupper() and not is_start):
+            if is_identifier or (not is_start and token[0].isupper()):
                 names.update(parts)
     figures = [_with_unit(words, figure) for figure in sorted([*figures, *_spelled_out(words)])]
     taken = {place for figure in figures for place in range(figure.start, figure.end)}
@@ -119,8 +120,8 @@ def read(text: str) -> Reading:
         numbers=tuple((figure.value, figure.unit) for figure in figures),
         names=frozenset(name for name in names if name not in FUNCTION_WORDS),
         quotes=frozenset(quotes),
-        negations=sum(word in NEGATIONS for word in words),
-        poles=frozenset(pole for word in present for pole in POLES.get(word, ())),
+        negations=sum(word in NEGATIONS for word in words) if present & NEGATIONS else 0,
+        poles=frozenset(pole for word in present & POLES.keys() for pole in POLES[word]),
         roles=frozenset(_roles(words)),
         forms=present & FORMS,
         scopes=present & SCOPES,
@@ -177,10 +178,16 @@ def is_negated(one: Reading, other: Reading) -> bool:
 def _reversals(content: frozenset[str]) -> tuple[tuple[str, str], ...]:
     return tuple(
         (word, word[len(prefix) :])
-        for word in sorted(content)
+        for word in sorted(word for word in content if word.startswith(REVERSING))
         for prefix in REVERSING
         if word.startswith(prefix) and len(word) > len(prefix) + 2
     )
+
+
+@functools.lru_cache(maxsize=32_768)
+def _word(token: str) -> tuple[tuple[str, ...], bool]:
+    """The stems of a word's parts, and whether it is an identifier."""
+    return tuple(stem(part) for part in _split(_plain(token))), _is_identifier(token)
 
 
 def _plain(token: str) -> str:
@@ -238,6 +245,8 @@ def _spelled_out(words: list[str]) -> list[_Figure]:
     """Numbers in words: "two hundred and five" is 205, "twice" is 2x."""
     found = []
     start = 0
+    if _NUMERALS.isdisjoint(words):
+        return []
     while start < len(words):
         end, value = _spelled_out_at(words, start)
         if end > start and not _is_pronoun_one(words, start, end):
@@ -297,6 +306,8 @@ def _roles(words: list[str]) -> list[tuple[str, str]]:
 
 def _question(words: list[str]) -> str:
     for i, word in enumerate(words[:8]):
+        if word not in _ASKING:
+            continue
         if word in ("who", "whose", "whom"):
             return "who"
         if word == "how" and words[i + 1 : i + 2] == ["com"]:
