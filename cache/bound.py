@@ -26,6 +26,7 @@ _REQUESTS = 4_000  # rows that the threshold is fitted to: the latest
 _ROWS_MIN = 40
 _RIDGE, _RIDGE_INTERCEPT = 15.0, 0.3
 _WEIGHT_MAX = 20.0
+_FAR = 5.0  # standard deviations: a number farther out says no more
 _STEPS = 12
 THRESHOLD_MIN = 0.7
 _WORST_MAX = 15.0  # of the bound: what is served at the threshold is wrong at most so many times as often
@@ -83,7 +84,12 @@ class Model:
 
     def p(self, evidence: Vector) -> float:
         """The lower bound, one standard deviation down."""
-        return float(self.lower(evidence[None, :])[0])
+        mean = self._prior.mean
+        x = np.ones(len(mean) + 1)
+        scaled = (evidence[: len(mean)] - mean) / self._prior.scale
+        np.minimum(np.maximum(scaled, -_FAR, out=scaled), _FAR, out=x[:-1])
+        sd = math.sqrt(max(0.0, float(x @ self._covariance @ x)))
+        return 1 / (1 + math.exp(-max(-35.0, min(35.0, float(x @ self._coefficients) - sd))))
 
     def lower(self, evidence: Vector) -> Vector:
         """The same for rows."""
@@ -111,7 +117,7 @@ class Model:
         return Model(self._prior, b, np.linalg.inv(hessian))
 
     def _standard(self, evidence: Vector) -> Vector:
-        scaled = np.clip((evidence[:, : len(self._prior.mean)] - self._prior.mean) / self._prior.scale, -5.0, 5.0)
+        scaled = np.clip((evidence[:, : len(self._prior.mean)] - self._prior.mean) / self._prior.scale, -_FAR, _FAR)
         return np.hstack([scaled, np.ones((len(scaled), 1))])
 
 

@@ -7,7 +7,7 @@ behind it was not what the evidence spoke for; a bound that has tightened itself
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
 
@@ -19,20 +19,12 @@ from cache.verifier import Assessment, Scene, Verifier
 _WOULD_BE_SERVED = (None, MissReason.TIGHTENED, MissReason.AUDIT)
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """A neighbour, and whether its answer is out of service."""
-
-    near: Neighbour
-    is_suspended: bool
-
-
-def decide(query: Query, known: Sequence[Known], count: int, verifier: Verifier, lore: Lore) -> Neighbourhood:
+def decide(query: Query, known: Sequence[Neighbour], count: int, verifier: Verifier, lore: Lore) -> Neighbourhood:
     """The decision with the `count` nearest of `known`, which come nearest first, at least one."""
     scene = lore.scene(query.partition + query.compat)
     if query.is_try:
         scene = replace(scene)  # what it counts is counted in a copy
-    seen = [one.near for one in known[:NEIGHBOURS]]
+    seen = known[:NEIGHBOURS]
     verdict = verifier.decide(query, seen, scene)
     reasons = list(verdict.reasons)
     if verdict.served is None and MissReason.AUDIT not in reasons and query.untightened is not None:
@@ -45,7 +37,7 @@ def decide(query: Query, known: Sequence[Known], count: int, verifier: Verifier,
     served = verdict.served if verdict.served is not None and not known[verdict.served].is_suspended else None
     trial = _trial(verdict.assessment, known, lore.rule)
     nears = [
-        _near(one.near, reasons[place] if place < len(reasons) else MissReason.FAR)
+        _near(one, reasons[place] if place < len(reasons) else MissReason.FAR)
         for place, one in enumerate(known[: max(1, count)])
     ]
     decision: Hit | Miss
@@ -65,10 +57,10 @@ def _untightened(query: Query, seen: Sequence[Neighbour], verifier: Verifier, sc
     return verifier.decide(looser, seen, replace(scene)).served
 
 
-def _trial(made: Assessment | None, known: Sequence[Known], rule: bytes) -> Trial | None:
+def _trial(made: Assessment | None, known: Sequence[Neighbour], rule: bytes) -> Trial | None:
     if made is None:
         return None
-    is_out = any(one.is_suspended and one.near.exact == made.ranked[0] for one in known)  # generated for certain
+    is_out = any(one.is_suspended and one.exact == made.ranked[0] for one in known)  # generated for certain
     evidence = b"" if made.is_vetoed else made.evidence.astype("<f4").tobytes()
     return Trial(made.ranked, evidence, made.p, 1.0 if is_out else made.chance, rule)
 

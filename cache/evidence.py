@@ -13,12 +13,16 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from cache.lexical import Reading, is_inverted, is_negated, read
 from cache.words import LIGHT_WORDS
+
+T = TypeVar("T")
 
 NEIGHBOURS = 16
 _WIDTH = 0.05  # of the kernel, in cosine
@@ -40,10 +44,10 @@ FEATURES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Neighbour:
-    """A cached prompt of the same partition and compat: cosine similarity, text, id, seconds since it was answered, and the
-    group of its answer: its name, how many keys it has, and how many verdicts said that it was right or wrong to serve."""
+class Neighbour(msgspec.Struct, frozen=True, gc=False):
+    """A cached prompt of the same partition and compat: cosine similarity, text, id, seconds since it was answered, the group of
+    its answer (its name, how many keys it has, how many verdicts said that it was right or wrong to serve), and whether that
+    answer is out of service."""
 
     similarity: float
     text: str
@@ -53,10 +57,10 @@ class Neighbour:
     keys: int = 1
     right: float = 0.0
     wrong: float = 0.0
+    is_suspended: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True, gc=False):
     """A group among the neighbours. `place` is that of its nearest key, the witness; `share` of the vote; `count` of its keys
     among the neighbours; `rival` the cosine of the nearest key of any other group."""
 
@@ -209,7 +213,7 @@ def _word_evidence(one: Reading, other: Reading, asked: str, known: str) -> tupl
     lengths = (len(one.words) + 1) / (len(other.words) + 1)
     return (
         _jaccard(frozenset(one.words), frozenset(other.words)),
-        _jaccard(_pairs(one), _pairs(other)),
+        _jaccard(_pairs(asked), _pairs(known)),
         _jaccard(_trigrams(asked), _trigrams(known)),
         float(one.numbers != other.numbers),
         float(is_negated(one, other)),
@@ -243,8 +247,9 @@ def _weights(one: Reading, other: Reading, words: WordCounts) -> tuple[float, ..
     )
 
 
-def _jaccard(one: frozenset[str], other: frozenset[str]) -> float:
-    return len(one & other) / len(one | other) if one or other else 1.0
+def _jaccard(one: frozenset[T], other: frozenset[T]) -> float:
+    both = len(one & other)
+    return both / (len(one) + len(other) - both) if one or other else 1.0
 
 
 @functools.lru_cache(maxsize=16_384)
@@ -253,5 +258,7 @@ def _trigrams(text: str) -> frozenset[str]:
     return frozenset(padded[at : at + 3] for at in range(len(padded) - 2))
 
 
-def _pairs(reading: Reading) -> frozenset[str]:
-    return frozenset(f"{a} {b}" for a, b in zip(reading.words, reading.words[1:], strict=False))
+@functools.lru_cache(maxsize=16_384)
+def _pairs(text: str) -> frozenset[tuple[str, str]]:
+    words = read(text).words
+    return frozenset(zip(words, words[1:], strict=False))

@@ -7,6 +7,7 @@ within a partition alone, not on which entries are there or when they came: a re
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,14 +43,14 @@ class Lore:
     def scene(self, namespace: bytes) -> Scene:
         return self._scenes.setdefault(namespace, Scene())
 
-    def tally(self, namespace: bytes, group: bytes) -> tuple[float, float]:
-        """Right and wrong verdicts on serving the answer of a group."""
+    def tallies(self, namespace: bytes) -> Mapping[bytes, tuple[float, float]]:
+        """Right and wrong verdicts on serving the answer of each group that had any."""
         taught = self._taught.get(namespace)
-        return taught.tallies.get(group, (0.0, 0.0)) if taught is not None else (0.0, 0.0)
+        return taught.tallies if taught is not None else {}
 
-    def is_suspended(self, partition: Partition, answer: bytes, group: bytes) -> bool:
-        names = self._suspended.get(partition)
-        return names is not None and (b"a" + answer in names or b"g" + group in names)
+    def suspended(self, partition: Partition) -> Set[bytes]:
+        """The names of what is out of service."""
+        return self._suspended.get(partition, frozenset())
 
     def learn(self, record: Judged | Suspended | Cleared) -> None:
         """Take in one record."""

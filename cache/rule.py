@@ -49,14 +49,15 @@ class VerifiedRule:
         seen = evidence(query.text, neighbours, first, scene.words, learner.told, fixed.served is not None)
         p = learner.model.p(seen)
         witness = neighbours[first.place]
-        veto, guard = _veto(query.text, witness), difference(read(query.text), read(witness.text))
+        veto = _veto(query.text, witness)
         if veto is not None:
             is_sure = False
         elif learner.is_fitted:
             is_sure = p >= learner.threshold(error_max)
         else:
             least = self.prior.threshold(error_max)
-            is_sure = (guard is None and least is not None and p >= least) or (
+            is_guarded = difference(read(query.text), read(witness.text)) is not None
+            is_sure = (not is_guarded and least is not None and p >= least) or (
                 fixed.served is not None
                 and (
                     error_max >= ERROR_MAX

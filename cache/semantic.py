@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.decision import Known, decide
+from cache.decision import decide
 from cache.embedder import Embedder, EmbedderInfo, Encoded, Memo
 from cache.evidence import FEATURES, NEIGHBOURS, Neighbour
 from cache.findings import Cleared, Judged, Suspended, answer_name
@@ -173,20 +173,22 @@ class SemanticCache:
             return Neighbourhood(Miss(MissReason.EMPTY), ())
         return decide(query, neighbours, count, self._verifier, self._lore)
 
-    def _neighbours(self, query: Query, found: Found) -> list[Known]:
+    def _neighbours(self, query: Query, found: Found) -> list[Neighbour]:
         now = self._clock()
         name = query.partition + query.compat
-        groups = self._namespaces[name].groups
+        counts, tallies = self._namespaces[name].groups, self._lore.tallies(name)
+        out = self._lore.suspended(query.partition)
         neighbours = []
         for number, similarity in zip(found.keys.tolist(), found.similarities.tolist(), strict=True):
             key = self._keys[number]
+            group = key.group
+            is_out = bool(out) and (b"a" + key.answer in out or b"g" + group in out)
+            right, wrong = tallies.get(group, (0.0, 0.0))
             similarity, age_s = min(1.0, round(similarity, 6)), max(0.0, now - key.created_at)
-            is_out = self._lore.is_suspended(key.partition, key.answer, key.group)
-            counts = (groups[key.group], *self._lore.tally(name, key.group))
-            near = Neighbour(similarity, key.text, key.exact, age_s, key.group, *counts)
-            neighbours.append(Known(near, is_out))
+            near = Neighbour(similarity, key.text, key.exact, age_s, group, counts[group], right, wrong, is_out)
+            neighbours.append(near)
         # equal cosines (the encoder ignores case) in an order that does not depend on when keys came
-        neighbours.sort(key=lambda one: (-one.near.similarity, one.near.exact))
+        neighbours.sort(key=lambda one: (-one.similarity, one.exact))
         return neighbours
 
     # --- learning
