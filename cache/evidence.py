@@ -8,6 +8,7 @@ that is not there counts as a far one, so a namespace with one key reads like a 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import zlib
 from collections import Counter
@@ -261,4 +262,4 @@ def _trigrams(text: str) -> frozenset[str]:
 @functools.lru_cache(maxsize=16_384)
 def _pairs(text: str) -> frozenset[tuple[str, str]]:
     words = read(text).words
-    return frozenset(zip(words, words[1:], strict=False))
+    return frozenset(itertools.pairwise(words))

@@ -147,7 +147,7 @@ class SemanticCache:
     def near(self, queries: Sequence[Query], count: int = NEIGHBOURS) -> list[Neighbourhood]:
         """A verdict for each query with its `count` nearest neighbours, and why each of them may not be served."""
         self._expire()
-        asked = [place for place, query in enumerate(queries) if query.partition + query.compat in self._namespaces]
+        asked = [place for place, query in enumerate(queries) if self.has_neighbours(query)]
         encoded = self._encode_with_pending([queries[place] for place in asked])
         answers = [Neighbourhood(Miss(MissReason.EMPTY), ()) for _ in queries]
         by_namespace: dict[bytes, list[tuple[int, NDArray[np.float32]]]] = {}
@@ -162,6 +162,14 @@ class SemanticCache:
             for (place, _), one in zip(rows, found, strict=True):
                 answers[place] = self._decide(queries[place], one, count)
         return answers
+
+    def has_neighbours(self, query: Query) -> bool:
+        """Whether anything is cached that could answer it. Safe beside the thread that uses the cache."""
+        return query.partition + query.compat in self._namespaces
+
+    def prepare(self, queries: Sequence[Query]) -> None:
+        """Embed what a lookup of these queries will need, so that it need not."""
+        self._encode_with_pending([query for query in queries if self.has_neighbours(query)])
 
     def embed(self, texts: Sequence[str]) -> Encoded:
         """Vectors for a caller of its own; none of it enters the cache."""

@@ -11,7 +11,6 @@ gateway fetches the entry from Redis, so what was purged can't be served). Ends 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import logging
@@ -22,11 +21,10 @@ import sys
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import uvloop
 
 from cache.messages import (
     FRAME_BYTES_MAX,
@@ -51,6 +49,7 @@ from cache.messages import (
     read_ask,
 )
 from cache.redis_url import connect
+from cache.start import Options, read_options
 from cache.waiting import Connection, Job, fitting
 
 if TYPE_CHECKING:
@@ -68,19 +67,6 @@ _FOLLOW_S = 0.25
 _RETRY_S = 15.0
 _PARENT_S = 0.5
 _REDIS_TIMEOUT_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    socket_path: Path
-    redis_url: str
-    embedder: str = "default"
-    device: str = "auto"
-    threads: int = 1
-    keys_max: int = 1_000_000
-    error_max: float = 0.01
-    is_audited: bool = False
-    parent_pid: int = field(default_factory=os.getppid)  # as early as can be: a parent may die while this starts
 
 
 class Worker:
@@ -191,8 +177,9 @@ class Worker:
                 self._has_lookups.clear()
             assert self._cache is not None
             assert self._follower is not None
-            if any(job.is_wanted() for job in jobs):
-                await self._follower.catch_up()
+            jobs = [job for job in jobs if job.is_wanted()]
+            if jobs:
+                await self._prepare(self._cache, self._follower, jobs)
             jobs = [job for job in jobs if job.is_wanted()]
             if not jobs:
                 continue
@@ -206,6 +193,18 @@ class Worker:
                 continue
             for job, found in zip(jobs, near, strict=True):
                 job.answer(found if isinstance(job.ask, AskNear) else found.decision)
+
+    async def _prepare(self, cache: SemanticCache, follower: Follower, jobs: list[Job]) -> None:
+        """Embed the prompts while Redis is asked for what is new: neither needs the other. A failure to embed is met again by the
+        lookup that follows."""
+        loop = asyncio.get_running_loop()
+        queries = [job.ask.query for job in jobs if isinstance(job.ask, AskLookup | AskNear)]
+        known = [query for query in queries if cache.has_neighbours(query)]
+        embedding = loop.run_in_executor(self._thread, cache.prepare, known) if known else None
+        await follower.catch_up()
+        if embedding is not None:
+            with contextlib.suppress(Exception):
+                await embedding
 
     async def _answer_embeds(self) -> None:
         while True:
@@ -352,30 +351,10 @@ def _find(cache: SemanticCache, asks: list[Any]) -> list[Neighbourhood]:
     ]
 
 
-def _parse(argv: list[str] | None) -> Options:
-    parser = argparse.ArgumentParser(prog="python -m cache.worker", description="The semantic cache of this host.")
-    parser.add_argument("--socket", type=Path, required=True, help="unix socket to listen on")
-    parser.add_argument("--redis", default=os.environ.get("SAMEWAY_REDIS_URL"), help="default: $SAMEWAY_REDIS_URL")
-    parser.add_argument("--embedder", default="default", help="a sentence-transformers model by name or path")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--threads", type=int, default=1, help="for the encoder on a CPU")
-    parser.add_argument("--error-max", type=float, default=0.01, help="share of requests that may be answered wrongly")
-    parser.add_argument(
-        "--audit", action="store_true", help="have some would-be hits generated, for somebody who judges"
-    )
-    parser.add_argument("--keys-max", type=int, default=1_000_000, help="prompts in the index; the oldest go first")
-    found = parser.parse_args(argv)
-    if not found.redis:
-        parser.error("--redis or SAMEWAY_REDIS_URL is needed")
-    return Options(
-        found.socket, found.redis, found.embedder, found.device, found.threads, found.keys_max, found.error_max, found.audit
-    )  # fmt: skip
-
-
 def main(argv: list[str] | None = None) -> int:
-    options = _parse(argv)
+    options = read_options(argv)
     for name, value in (
-        ("OMP_NUM_THREADS", str(options.threads)),
+        ("OMP_NUM_THREADS", "1"),  # FAISS': a search is too short to share
         ("OMP_WAIT_POLICY", "PASSIVE"),
         ("TOKENIZERS_PARALLELISM", "false"),
         ("TQDM_DISABLE", "1"),
@@ -386,7 +365,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     _log.setLevel(logging.INFO)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(Worker(options).run())
+        uvloop.run(Worker(options).run())
     return 0
 
 

@@ -156,6 +156,7 @@ class CacheSettings(_Section):
         description="a sentence-transformers model by name or path; `default` is the packaged all-MiniLM-L6-v2",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the embedder and the index run")
+    threads: int | None = Field(None, gt=0, description="CPU threads of the embedder; default: two, or one on one core")
 
 
 class BudgetSettings(_Section):

@@ -195,6 +195,21 @@ def test_only_what_is_asked_beside_is_embedded(clock: Clock) -> None:
     assert [exact for _, exact, _ in cache.take_unsaved()] == [ask("first").exact, ask("second").exact]
 
 
+def test_what_was_prepared_is_not_embedded_again(clock: Clock) -> None:
+    """A prompt is embedded before what is new is known, once: the lookup that follows sees the new all the same."""
+    embedder = FakeEmbedder()
+    cache = SemanticCache(embedder, clock=clock)
+    cache.prepare([query("anything")])
+    assert embedder.encoded == []  # nothing is beside it
+    cache.fold([added("the first text", clock.now)])
+    cache.prepare([query("The second text")])
+    cache.fold([added("the second text", clock.now)])
+    hit = one(cache, query("The second text"))
+    assert isinstance(hit, Hit)
+    assert hit.exact == ask("the second text").exact
+    assert embedder.encoded == ["The second text", "the first text", "the second text"]
+
+
 def test_keys_that_wait_beside_others_are_embedded_in_the_background(clock: Clock) -> None:
     """In small portions, until none is left; a lookup meanwhile sees the newest."""
     embedder = FakeEmbedder()
