@@ -78,7 +78,6 @@ def model_config_from_hf(config: Mapping[str, Any], name: str, source: str) -> M
         raise ModelError(f"{source} names no architecture")
     family = family_of(str(architectures[0]))
     for key, wanted in (
-        ("quantization_config", None),
         ("partial_rotary_factor", 1.0),
         ("use_bidirectional_attention", False),
     ):

@@ -8,6 +8,8 @@ refused with a ModelError, never half read.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import mmap
 import struct
 from dataclasses import dataclass
@@ -34,7 +36,10 @@ class TensorEntry:
 
 
 class GgufFile:
-    """An open GGUF file: `metadata` and `tensors`; `read` dequantises. Close it when done."""
+    """An open GGUF file: `metadata` and `tensors`; `read` dequantises. Close it when done.
+
+    It is mapped, not read: pages that `forget` names leave this process's memory.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -45,14 +50,34 @@ class GgufFile:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise ModelError(f"cannot read {path}: {error}") from None
+        self.size_bytes = len(self._map)
         self._at = 0
         try:
             self._parse()
         except (struct.error, UnicodeDecodeError, KeyError, IndexError) as error:
             raise ModelError(f"{path} is not a whole GGUF file: {error}") from None
+        for entry in self.tensors.values():
+            self._place(entry)
 
     def close(self) -> None:
-        self._map.close()
+        with contextlib.suppress(BufferError):  # something read in place is still in use: the mapping ends with it
+            self._map.close()
+
+    def end_of(self, name: str) -> int:
+        """Bytes from the file's start to a tensor's end."""
+        start, size_bytes = self._place(self.tensors[name])
+        return start + size_bytes
+
+    def forget(self, name: str) -> None:
+        """Nothing that was read in place of this tensor is in use any more."""
+        start, size_bytes = self._place(self.tensors[name])
+        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < last and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+    def kinds(self) -> frozenset[str]:
+        """The names of the quantised formats in the file. Raises ModelError for one that is unknown."""
+        return frozenset(self._kind(entry).name for entry in self.tensors.values() if len(entry.shape) > 1)
 
     def read(self, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
         """The tensor as float32 in its own shape. Raises ModelError for a missing tensor or an unknown block format."""
@@ -72,23 +97,39 @@ class GgufFile:
 
     def _raw(self, name: str) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], Any, tuple[int, ...]]:
         """A tensor's bytes, row by row, its ggml type and its shape."""
-        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+        from gguf.constants import GGML_QUANT_SIZES
 
         entry = self.tensors.get(name)
         if entry is None:
             raise ModelError(f"{self.path} has no tensor {name!r}")
-        try:
-            kind = GGMLQuantizationType(entry.kind)
-            block_size, block_size_bytes = GGML_QUANT_SIZES[kind]
-        except (ValueError, KeyError):
-            raise ModelError(f"{self.path}: tensor {name!r} has the unknown format {entry.kind}") from None
-        elements = int(np.prod(entry.shape))
-        size_bytes = elements // block_size * block_size_bytes
-        start = self._data_start + entry.offset
-        if start + size_bytes > len(self._map):
-            raise ModelError(f"{self.path} is cut short: tensor {name!r} lies past its end")
+        kind = self._kind(entry)
+        block_size, block_size_bytes = GGML_QUANT_SIZES[kind]
+        start, size_bytes = self._place(entry)
         row_size_bytes = entry.shape[-1] // block_size * block_size_bytes
         return np.frombuffer(self._map, np.uint8, size_bytes, start).reshape(-1, row_size_bytes), kind, entry.shape
+
+    def _kind(self, entry: TensorEntry) -> Any:
+        from gguf.constants import GGMLQuantizationType
+
+        try:
+            return GGMLQuantizationType(entry.kind)
+        except ValueError:
+            raise ModelError(f"{self.path}: tensor {entry.name!r} has the unknown format {entry.kind}") from None
+
+    def _place(self, entry: TensorEntry) -> tuple[int, int]:
+        """Where a tensor starts in the file, and its size in bytes. Raises ModelError where it lies past the end."""
+        from gguf.constants import GGML_QUANT_SIZES
+
+        block_size, block_size_bytes = GGML_QUANT_SIZES[self._kind(entry)]
+        if not entry.shape or entry.shape[-1] % block_size:
+            raise ModelError(
+                f"{self.path}: tensor {entry.name!r} of shape {entry.shape} is not whole blocks of {block_size}"
+            )
+        size_bytes = math.prod(entry.shape) // block_size * block_size_bytes
+        start = self._data_start + entry.offset
+        if start + size_bytes > len(self._map):
+            raise ModelError(f"{self.path} is cut short: tensor {entry.name!r} lies past its end")
+        return start, size_bytes
 
     def _parse(self) -> None:
         if self._map[:4] != b"GGUF":

@@ -8,7 +8,7 @@ product is the fall-back and the oracle. Knows no model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,72 +46,153 @@ class Linear:
         is_head: bool = False,
     ) -> None:
         self.rows, self.columns = rows, columns
-        self.size_bytes = 0
-        self.is_native = False
+        self.bias = torch.empty(sum(rows), dtype=dtype, device=device) if has_bias else None
         self._is_head = is_head
         self._dequantised_from = _ROWS_ALL if is_batch_invariant else _DEQUANTISED_FROM
-        self.bias = torch.empty(sum(rows), dtype=dtype, device=device) if has_bias else None
         self._dtype, self._device = dtype, device
         self._native = native_for(device, dtype)
         self._bits = bits if self._native is not None and columns % GROUP == 0 else None
         self._parts: list[torch.Tensor | Quantised | None] = [None] * len(rows)
-        self._multiply: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self._products: list[_Native | _Torch] = []
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(product.size_bytes for product in self._products)
+
+    @property
+    def is_native(self) -> bool:
+        return all(isinstance(product, _Native) for product in self._products)
+
+    def forms(self) -> list[str]:
+        """What each product's weights are held as: "4 bits", "8 bits", or a number type."""
+        return [product.form for product in self._products]
 
     def put(self, index: int, value: torch.Tensor | Quantised) -> None:
-        """Take a part's weight, [rows[index], columns]."""
-        if isinstance(value, Quantised):
-            is_kept = self._bits is None or value.bits <= self._bits
-            self._parts[index] = value if is_kept else quantise(value.dequantised(), self._bits or value.bits)
-        else:
-            self._parts[index] = quantise(value, self._bits) if self._bits else value.to(self._dtype, copy=True)
+        """Take a part's weight, [rows[index], columns]. The last one lays all out for the fastest product there is and
+        gives the parts up, so that a model being read is in memory once."""
+        self._parts[index] = self._as_held(value)
+        if all(part is not None for part in self._parts):
+            for run in _runs([part for part in self._parts if part is not None]):
+                self._products.append(self._product(run))
+            self._parts = []
 
     def prepare(self) -> None:
-        """After the last part: lay the weight out for the fastest product there is, and give the parts up."""
-        parts = [part for part in self._parts if part is not None]
-        native = self._native
-        if native is not None and self.columns % GROUP == 0 and any(isinstance(part, Quantised) for part in parts):
-            whole = joined([part if isinstance(part, Quantised) else quantise(part, 8) for part in parts])
-            self._multiply = self._native_product(native, packed(whole), whole.bits)
-        else:
-            floats = [part.dequantised().to(self._dtype) if isinstance(part, Quantised) else part for part in parts]
-            weight = (torch.cat(floats) if len(floats) > 1 else floats[0]).to(self._device)
-            if native is not None and weight.dtype == torch.bfloat16 and has_pairs() and self.columns % 4 == 0:
-                self._multiply = self._native_product(native, packed_bfloat16(weight), 16)
-            else:
-                self._multiply = self._torch_product(weight)
-        self._parts = []
+        """After the last part and the bias."""
+        assert self._products, "a part is missing"
+        if self.bias is None:
+            return
+        outputs = [product.outputs for product in self._products]
+        for product, bias in zip(self._products, torch.split(self.bias, outputs), strict=True):
+            product.bias = bias.float() if isinstance(product, _Native) else bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        assert self._multiply is not None, "prepare() was not called"
-        return self._multiply(x)
+        if len(self._products) == 1:
+            return self._products[0](x)
+        return torch.cat([product(x) for product in self._products], -1)
 
-    def _native_product(self, native: Kernels, weight: torch.Tensor, bits: int) -> Callable[..., torch.Tensor]:
-        self.size_bytes, self.is_native = weight.nbytes, True
-        many = self._dequantised_from
+    def _as_held(self, value: torch.Tensor | Quantised) -> torch.Tensor | Quantised:
+        bits = self._bits
+        if isinstance(value, Quantised):
+            if self._native is None or self.columns % GROUP:
+                return value.dequantised().to(self._dtype)
+            return value if bits is None or value.bits <= bits else quantise(value.dequantised(), bits)
+        return quantise(value, bits) if bits else value.to(self._dtype, copy=True)
+
+    def _product(self, run: list[torch.Tensor | Quantised]) -> _Native | _Torch:
+        native = self._native
+        first = run[0]
+        if isinstance(first, Quantised):
+            assert native is not None
+            whole = joined([part for part in run if isinstance(part, Quantised)])
+            return self._native_product(native, packed(whole), whole.shape[0], whole.bits, whole.order)
+        weights = [part for part in run if isinstance(part, torch.Tensor)]
+        weight = (torch.cat(weights) if len(weights) > 1 else weights[0]).to(self._device)
+        if native is not None and weight.dtype == torch.bfloat16 and has_pairs() and self.columns % 4 == 0:
+            return self._native_product(native, packed_bfloat16(weight), weight.shape[0], 16, None)
+        return _Torch(weight, can_pack=self._device.type == "cpu" and can_pack(self._dtype))
+
+    def _native_product(
+        self, native: Kernels, weight: torch.Tensor, outputs: int, bits: int, order: torch.Tensor | None
+    ) -> _Native:
         out_dtype = torch.float32 if self._is_head else self._dtype
         kind = kind_of(self._dtype) if out_dtype == self._dtype else _BFLOAT16_TO_FLOAT32
-        columns, outputs = self.columns, sum(self.rows)
-        self.bias = bias = None if self.bias is None else self.bias.float()
+        return _Native(
+            native, weight, outputs, self.columns, bits, order, self._dequantised_from, kind=kind, out_dtype=out_dtype
+        )
 
-        def multiply(x: torch.Tensor) -> torch.Tensor:
-            x = x.contiguous()
-            bias_at = None if bias is None else bias.data_ptr()
-            out = torch.empty(x.shape[0], outputs, dtype=out_dtype)
-            rows = x.shape[0]
-            native.product(
-                kind, bits, x.data_ptr(), weight.data_ptr(), bias_at, out.data_ptr(), rows, columns, outputs, many
-            )
-            return out
 
-        return multiply
+def _runs(parts: list[torch.Tensor | Quantised]) -> list[list[torch.Tensor | Quantised]]:
+    """Neighbours that one product can serve together."""
+    runs: list[list[torch.Tensor | Quantised]] = []
+    for part in parts:
+        last = runs[-1][-1] if runs else None
+        if isinstance(last, Quantised) and isinstance(part, Quantised):
+            can_join = last.can_join(part)
+        else:
+            can_join = isinstance(last, torch.Tensor) and isinstance(part, torch.Tensor)
+        if can_join:
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return runs
 
-    def _torch_product(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-        self.size_bytes = weight.nbytes
-        bias = self.bias
-        if self._device.type != "cpu" or not can_pack(self._dtype):
-            return lambda x: functional.linear(x, weight, bias)
-        operators, repacked = _operators(), _operators()._reorder_linear_weight(weight, _ROWS_HINT)
-        return lambda x: operators._linear_pointwise(x, repacked, bias, "none", [], "")
+
+@dataclass(slots=True)
+class _Native:
+    """Rows in the layout of the native product. `order`: the inputs in the order of its columns."""
+
+    native: Kernels
+    weight: torch.Tensor
+    outputs: int
+    columns: int
+    bits: int
+    order: torch.Tensor | None
+    dequantised_from: int
+    kind: int | None
+    out_dtype: torch.dtype
+    bias: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous() if self.order is None else x.index_select(1, self.order)
+        rows = x.shape[0]
+        out = torch.empty(rows, self.outputs, dtype=self.out_dtype)
+        self.native.product(
+            self.kind,
+            self.bits,
+            x.data_ptr(),
+            self.weight.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
+            out.data_ptr(),
+            rows,
+            self.columns,
+            self.outputs,
+            self.dequantised_from,
+        )
+        return out
+
+    @property
+    def size_bytes(self) -> int:
+        return self.weight.nbytes
+
+    @property
+    def form(self) -> str:
+        return "bfloat16" if self.bits == 16 else f"{self.bits} bits"
+
+
+class _Torch:
+    """Rows for torch's product; packed for oneDNN where that serves."""
+
+    def __init__(self, weight: torch.Tensor, *, can_pack: bool) -> None:
+        self.outputs, self.size_bytes = weight.shape[0], weight.nbytes
+        self.form = str(weight.dtype).removeprefix("torch.")
+        self.bias: torch.Tensor | None = None
+        self._is_packed = can_pack
+        self._weight = _operators()._reorder_linear_weight(weight, _ROWS_HINT) if can_pack else weight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._is_packed:
+            return _operators()._linear_pointwise(x, self._weight, self.bias, "none", [], "")  # type: ignore[no-any-return]
+        return functional.linear(x, self._weight, self.bias)
 
 
 def native_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:

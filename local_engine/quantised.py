@@ -7,6 +7,7 @@ models. Invariant: `dequantised` is the oracle of every product with it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +22,14 @@ Halves = np.ndarray[Any, np.dtype[np.float16]]
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """`codes` uint8 [rows, columns], below 16 where `bits` is 4; `scales`, `leasts` float16 [rows, columns / 32]."""
+    """`codes` uint8 [rows, columns], below 16 where `bits` is 4; `scales`, `leasts` float16 [rows, columns / 32]. Where
+    groups are not of consecutive inputs, `order` int64 [columns] says which input each column of the codes is for."""
 
     codes: torch.Tensor
     scales: torch.Tensor
     leasts: torch.Tensor
     bits: int
+    order: torch.Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -35,23 +38,34 @@ class Quantised:
     def numel(self) -> int:
         return self.codes.numel()
 
-    def rows(self, order: torch.Tensor) -> Quantised:
+    def rows(self, order: torch.Tensor | slice) -> Quantised:
         """These rows, in this order."""
-        return Quantised(self.codes[order], self.scales[order], self.leasts[order], self.bits)
+        return Quantised(self.codes[order], self.scales[order], self.leasts[order], self.bits, self.order)
 
     def dequantised(self) -> torch.Tensor:
-        """float32 [rows, columns]."""
-        groups = self.codes.view(*self.scales.shape, GROUP).float()
-        return (groups * self.scales.float().unsqueeze(-1) + self.leasts.float().unsqueeze(-1)).view(self.shape)
+        """float32 [rows, columns], the columns in the inputs' order."""
+        values = self.codes.view(*self.scales.shape, GROUP).float()
+        values.mul_(self.scales.float().unsqueeze(-1)).add_(self.leasts.float().unsqueeze(-1))
+        values = values.view(self.shape)
+        return values if self.order is None else torch.empty_like(values).index_copy_(1, self.order, values)
+
+    def can_join(self, other: Quantised) -> bool:
+        """Whether one matrix can hold both: codes as wide, for inputs in the same order."""
+        if self.order is None or other.order is None:
+            return self.bits == other.bits and self.order is other.order
+        return self.bits == other.bits and torch.equal(self.order, other.order)
 
 
 def joined(parts: list[Quantised]) -> Quantised:
-    """One below the other; with the widest codes of them."""
+    """One below the other, where `can_join` says so."""
+    if len(parts) == 1:
+        return parts[0]
     return Quantised(
         torch.cat([part.codes for part in parts]),
         torch.cat([part.scales for part in parts]),
         torch.cat([part.leasts for part in parts]),
-        max(part.bits for part in parts),
+        parts[0].bits,
+        parts[0].order,
     )
 
 
@@ -108,7 +122,8 @@ def packed_bfloat16(weight: torch.Tensor) -> torch.Tensor:
 
 
 def from_gguf(raw: Bytes, kind: str, shape: tuple[int, ...]) -> Quantised | None:
-    """A tensor's raw bytes [rows, bytes of a row] of the ggml type `kind` as it is; None for types that don't fit."""
+    """A tensor's raw bytes [rows, bytes of a row] of the ggml type `kind` as it is; None for types that don't fit.
+    More dimensions than two are more rows."""
     reader = {
         "Q4_0": _q4,
         "Q4_1": _q4,
@@ -118,10 +133,10 @@ def from_gguf(raw: Bytes, kind: str, shape: tuple[int, ...]) -> Quantised | None
         "Q4_K": _qk,
         "Q5_K": _qk,
     }.get(kind)
-    if reader is None or len(shape) != 2:
+    if reader is None or len(shape) < 2:
         return None
     codes, scales, leasts = reader(raw, kind)
-    rows, columns = shape
+    rows, columns = math.prod(shape[:-1]), shape[-1]
     return Quantised(
         torch.from_numpy(np.ascontiguousarray(codes)).view(rows, columns),
         torch.from_numpy(np.ascontiguousarray(scales)).view(rows, columns // GROUP),

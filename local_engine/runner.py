@@ -7,6 +7,7 @@ text. Invariant: it reads a sequence (tokens, blocks) and never changes it.
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Many
@@ -16,14 +17,15 @@ import torch
 
 from local_engine import machine
 from local_engine.attention import DecodeGroup, PagedKV, PagedRows, PrefillSpan, StepInput
+from local_engine.checkpoint import Checkpoint
 from local_engine.config import EngineConfig, ModelError
 from local_engine.flight import Flight
 from local_engine.linear import native_for
-from local_engine.loader import Checkpoint
 from local_engine.models.decoder import Decoder
 from local_engine.scheduler import Chunk
 
 _PAGED_ROWS_MAX = 16  # a sequence's rows in a step up to which its pages are read row by row
+_log = logging.getLogger(__name__)
 Progress = Callable[[float, str], None]
 
 
@@ -45,11 +47,13 @@ class ModelRunner:
                 bits=_bits(config, self),
                 wants_batch_invariance=config.is_batch_invariant,
             )
-            count = checkpoint.tensor_count()
-            for index, piece in enumerate(checkpoint.weights()):
+            self.decoder.expect(checkpoint.names())
+            for piece in checkpoint.weights():
                 self.decoder.take(piece.name, piece.tensor)
-                progress(0.05 + 0.85 * (index + 1) / count, "reading weights")
+                progress(0.05 + 0.85 * piece.share, "reading weights")
             self.decoder.finish(context_tokens)
+            held = ", ".join(f"{count} in {form}" for form, count in sorted(self.decoder.forms().items()))
+            _log.info("%s: %s; matrices held: %s", model.name, checkpoint.form, held)
             machine.return_unused_memory()
             self.kv = self._make_kv(config)
         self.context_tokens = min(context_tokens, self.kv.blocks * config.block_tokens)

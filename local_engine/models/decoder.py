@@ -8,6 +8,7 @@ of the same config computes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -60,7 +61,7 @@ def _floats(tensor: torch.Tensor | Quantised) -> torch.Tensor:
 
 
 class Decoder:
-    """Weights and the forward pass. Load every tensor with `take`, then `finish`, then call it step by step.
+    """Weights and the forward pass. `expect` names, load every tensor with `take`, then `finish`, then call it step by step.
 
     `parameters` counts the weights taken so far; tied ones count once.
     """
@@ -109,16 +110,32 @@ class Decoder:
         for layer in self._layers:
             yield from layer.linears()
 
+    def expect(self, names: frozenset[str]) -> None:
+        """Before the first `take`: compare a checkpoint's tensors with what this model needs. Raises ModelError."""
+        missing = sorted(self._targets.keys() - names)
+        if missing:
+            raise ModelError(f"the checkpoint lacks {len(missing)} tensors, the first is {missing[0]!r}")
+        for name in sorted(names - self._targets.keys()):
+            if name != "rope_freqs" and not self._is_unused(name):
+                raise ModelError(f"unexpected tensor {name!r} in a {self.config.architecture} checkpoint")
+
+    def forms(self) -> Counter[str]:
+        """How many matrices are held as what: "4 bits", "8 bits", or a number type."""
+        return Counter(form for linear in self._linears() for form in linear.forms())
+
+    def _is_unused(self, name: str) -> bool:
+        """Old files' rotary tables, and the copy of tied embeddings that some files have."""
+        return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.has_tied_embeddings)
+
     def take(self, name: str, tensor: torch.Tensor | Quantised) -> None:
-        """Load one tensor under its Hugging Face name. Raises ModelError for a wrong shape or an unknown name."""
+        """Load one tensor under its Hugging Face name, one of those that were expected. Raises ModelError for a wrong
+        shape."""
         if name == "rope_freqs":
             self._rope_factors = _floats(tensor)
             return
-        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.has_tied_embeddings):
+        if self._is_unused(name):
             return
-        target = self._targets.pop(name, None)
-        if target is None:
-            raise ModelError(f"unexpected tensor {name!r} in a {self.config.architecture} checkpoint")
+        target = self._targets.pop(name)
         is_shared = name.endswith(("q_norm.weight", "k_norm.weight"))  # one row for all heads
         wanted = target.shape[1:] if is_shared else target.shape
         if wanted != tensor.shape:
@@ -132,10 +149,7 @@ class Decoder:
         self.parameters += tensor.numel()
 
     def finish(self, context_tokens: int) -> None:
-        """After the last `take`: prepare products and rotary tables. Raises ModelError when tensors are missing."""
-        if self._targets:
-            missing = sorted(self._targets)
-            raise ModelError(f"the checkpoint lacks {len(missing)} tensors, the first is {missing[0]!r}")
+        """After the last `take`: prepare products and rotary tables."""
         config = self.config
         for layer in self._layers:
             for linear in layer.linears():

@@ -83,6 +83,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
         "norm_topk_prob": True,
     },
+    "qwen3-wide": {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "head_dim": 32},
+    "qwen3-moe-wide": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 64,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
     "gemma2": {"model_type": "gemma2", "sliding_window": 10, "query_pre_attn_scalar": 16, **GEMMA_SHARP},
     "gemma3": {
         "model_type": "gemma3_text",

@@ -199,7 +199,6 @@ def edit_config(folder: Path, to: Path, **changes: Any) -> Path:
         ({"architectures": []}, ["names no architecture"]),
         ({"hidden_size": ...}, ["hidden_size"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
-        ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq"]),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, ["longrope", "yarn"]),
         ({"num_hidden_layers": 4}, ["lacks", "model.layers.3."]),
         ({"num_hidden_layers": 2}, ["unexpected tensor", "model.layers.2."]),

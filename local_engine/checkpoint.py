@@ -1,0 +1,37 @@
+"""What the engine reads a model from, whatever it lies on the disk as. Knows no format and no model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from local_engine.config import ModelConfig
+from local_engine.quantised import Quantised
+from local_engine.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPiece:
+    """One tensor of the checkpoint, under Hugging Face's name: float on the CPU, or quantised as the file has it. It may
+    lie in the file's mapping: it is valid until the next one is asked for. `share` of all bytes, 0..1, is read with it."""
+
+    name: str
+    tensor: torch.Tensor | Quantised
+    share: float
+
+
+class Checkpoint(Protocol):
+    """A model on disk. `form` says in a few words how its weights are stored."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer
+    form: str
+
+    def names(self) -> frozenset[str]:
+        """What `weights` will give; reads no weights."""
+
+    def weights(self) -> Iterator[WeightPiece]:
+        """Every tensor once. Raises ModelError where the files are broken."""

@@ -1,0 +1,151 @@
+"""A Hugging Face checkpoint folder: config.json, tokenizer.json and safetensors, one file or sharded with an index.
+
+Knows files and names, no model. Invariant: files are mapped, and what was read leaves memory soon: loading takes little
+more than the model itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from local_engine.checkpoint import WeightPiece
+from local_engine.config import ModelError
+from local_engine.families import model_config_from_hf
+from local_engine.prequantised import packing_from
+
+_MAPPED_SIZE_MAX_BYTES = 256 << 20
+
+
+class FolderCheckpoint:
+    """Reads the folder's descriptions at once, its weights when asked."""
+
+    def __init__(self, folder: Path, name: str | None = None) -> None:
+        from local_engine.tokenizer_loader import tokenizer_from_folder
+
+        path = folder / "config.json"
+        config = _read_json(path)
+        self.config = model_config_from_hf(config, name or folder.name, str(path))
+        self._packing = packing_from(config, str(path))
+        generation = folder / "generation_config.json"
+        if generation.is_file():
+            eos = _read_json(generation).get("eos_token_id")
+            more = tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
+            ids = tuple(dict.fromkeys(self.config.eos_token_ids + more))
+            self.config = dataclasses.replace(self.config, eos_token_ids=ids)
+        self.tokenizer = tokenizer_from_folder(folder)
+        self._tensors = SafetensorsFiles(_find_files(folder))
+        self.form = "safetensors" if self._packing is None else f"safetensors, {self._packing.name}"
+
+    def names(self) -> frozenset[str]:
+        return frozenset(piece for name in self._tensors.names if (piece := self._piece_name(name)) is not None)
+
+    def weights(self) -> Iterator[WeightPiece]:
+        tensors, packing = self._tensors, self._packing
+        try:
+            for name in tensors.names:
+                piece = self._piece_name(name)
+                if piece is None:
+                    continue
+                module = None if packing is None else packing.module_of(name, tensors)
+                value = tensors.read(name) if packing is None or module is None else packing.unpack(tensors, module)
+                yield WeightPiece(piece, value, tensors.share_read)
+                del value
+                tensors.forget()
+        finally:
+            tensors.close()
+
+    def _piece_name(self, name: str) -> str | None:
+        """What a tensor of the files is to the model; None for one that is read with another."""
+        if self._packing is None:
+            return name
+        module = self._packing.module_of(name, self._tensors)
+        return f"{module}.weight" if module is not None else None if self._packing.is_beside(name) else name
+
+
+class SafetensorsFiles:
+    """The tensors of one or several files, by name. `names` are in the order they lie in."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._paths: dict[str, Path] = {}
+        self._open: dict[Path, Any] = {}
+        self._read_bytes = self._mapped_bytes = 0
+        self._size_bytes = sum(path.stat().st_size for path in paths)
+        for path in paths:
+            for name in self._file(path).offset_keys():
+                self._paths[name] = path
+        self.names = tuple(self._paths)
+        self.close()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._paths
+
+    @property
+    def share_read(self) -> float:
+        return min(1.0, self._read_bytes / max(1, self._size_bytes))
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor in the file's mapping: valid until `forget`. Raises ModelError."""
+        from safetensors import SafetensorError
+
+        path = self._paths.get(name)
+        if path is None:
+            raise ModelError(f"the checkpoint lacks the tensor {name!r}")
+        try:
+            tensor: torch.Tensor = self._file(path).get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path}: tensor {name!r} cannot be read: {error}") from None
+        self._read_bytes += tensor.nbytes
+        self._mapped_bytes += tensor.nbytes
+        return tensor
+
+    def forget(self) -> None:
+        """Pages that were read count as this process's memory until their file is closed: do so now and then."""
+        if self._mapped_bytes > _MAPPED_SIZE_MAX_BYTES:
+            self.close()
+
+    def close(self) -> None:
+        self._open.clear()
+        self._mapped_bytes = 0
+
+    def _file(self, path: Path) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        if path not in self._open:
+            try:
+                self._open[path] = safe_open(str(path), framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{path} cannot be read: {error}") from None
+        return self._open[path]
+
+
+def _find_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ModelError(f"{index} has no weight_map")
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+    else:
+        files = [folder / "model.safetensors"]
+    for path in files:
+        if not path.is_file():
+            pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
+            hint = "; pickled weights are not read: they can run code. Convert them to safetensors" if pickled else ""
+            raise ModelError(f"{folder} lacks {path.name}{hint}")
+    return files
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return content
