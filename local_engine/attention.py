@@ -15,6 +15,7 @@ import contextlib
 import math
 import mmap
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as functional
@@ -23,6 +24,9 @@ from local_engine.config import ModelConfig
 from local_engine.linear import native_for
 from local_engine.models.rope import Rotary
 from local_engine.native import kind_of
+
+if TYPE_CHECKING:
+    from local_engine.gpu.attention import Tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +73,18 @@ class PagedRows:
 class StepInput:
     """Everything the decoder needs for one step over `rows` tokens; `logit_rows` are those to predict from.
 
-    `slots`: where each row's KV goes, counted in tokens from the pool's start.
+    `slots`: where each row's KV goes, counted in tokens from the pool's start. What attention needs besides is in
+    `decodes` and `prefills` for torch's means, in `paged` for the native kernel, in `tiles` for the GPU's.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
     logit_rows: torch.Tensor
-    decodes: tuple[DecodeGroup, ...]
-    prefills: tuple[PrefillSpan, ...]
+    decodes: tuple[DecodeGroup, ...] = ()
+    prefills: tuple[PrefillSpan, ...] = ()
     paged: PagedRows | None = None
+    tiles: Tiles | None = None
 
 
 class PagedKV:
@@ -105,6 +111,11 @@ class PagedKV:
     @property
     def size_bytes(self) -> int:
         return sum(pool.nbytes for pool in self._pools)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether `rotate_write` does what is between projections and attention in one pass."""
+        return self.native is not None
 
     @torch.inference_mode()
     def clear(self) -> None:

@@ -1,14 +1,32 @@
-"""What stands between matrices, each in one pass where the native kernels serve it and in torch's steps where not.
+"""What stands between matrices, each in one pass where native or Triton kernels serve it and in torch's steps where not.
 
 The torch form is the oracle. Knows rows, no weights' meaning. Each function says what it changes in place.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as functional
 
+from local_engine import gpu
+from local_engine.linear import native_for
 from local_engine.native import Kernels, kind_of
+
+if TYPE_CHECKING:
+    from local_engine.gpu.rows import TritonRows
+
+    RowKernels = Kernels | TritonRows
+
+
+def row_kernels(device: torch.device, dtype: torch.dtype) -> RowKernels | None:
+    """The kernels for this device and type; None where there is torch alone."""
+    if not gpu.is_served(device):
+        return native_for(device, dtype)
+    from local_engine.gpu.rows import TritonRows
+
+    return TritonRows()
 
 
 def rms_norm(
@@ -21,13 +39,15 @@ def rms_norm(
 
 
 def add_norm(
-    native: Kernels | None, x: torch.Tensor, more: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+    native: RowKernels | None, x: torch.Tensor, more: torch.Tensor | None, weight: torch.Tensor, epsilon: float
 ) -> torch.Tensor:
     """x += more, in place; returns its RMSNorm. [rows, width]; native: `weight` is float32."""
     if native is None:
         if more is not None:
             x += more
         return rms_norm(x, weight, epsilon)
+    if not isinstance(native, Kernels):
+        return native.add_norm(x, more, weight, epsilon)
     out = torch.empty_like(x)
     rows, width = x.shape
     more_at = None if more is None else more.data_ptr()
@@ -35,12 +55,14 @@ def add_norm(
     return out
 
 
-def gate(native: Kernels | None, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+def gate(native: RowKernels | None, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     """activation(gate) * up of [rows, gate and up side by side]; `activation` silu or gelu_tanh."""
     if native is None:
         gated, up = gate_up.chunk(2, -1)
         gated = functional.silu(gated) if activation == "silu" else functional.gelu(gated, approximate="tanh")
         return gated.mul_(up)
+    if not isinstance(native, Kernels):
+        return native.gate(gate_up, activation)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype)
     native.gate(kind_of(gate_up.dtype), gate_up.data_ptr(), out.data_ptr(), rows, width, activation == "gelu_tanh")

@@ -11,11 +11,12 @@ import logging
 import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from local_engine import machine
+from local_engine import gpu, machine
 from local_engine.attention import DecodeGroup, PagedKV, PagedRows, PrefillSpan, StepInput
 from local_engine.checkpoint import Checkpoint
 from local_engine.config import EngineConfig, ModelError
@@ -23,6 +24,10 @@ from local_engine.flight import Flight
 from local_engine.linear import native_for
 from local_engine.models.decoder import Decoder
 from local_engine.scheduler import Chunk
+
+if TYPE_CHECKING:
+    from local_engine.gpu.paged_kv import TritonKV
+    from local_engine.gpu.steps import GpuSteps
 
 _PAGED_ROWS_MAX = 16  # a sequence's rows in a step up to which its pages are read row by row
 _log = logging.getLogger(__name__)
@@ -57,6 +62,7 @@ class ModelRunner:
             machine.return_unused_memory()
             self.kv = self._make_kv(config)
         self.context_tokens = min(context_tokens, self.kv.blocks * config.block_tokens)
+        self._gpu = self._gpu_steps(config)
         self._group = model.heads // model.kv_heads
         self._paged_rows_max = 1 if self.kv.native is None else _PAGED_ROWS_MAX
         if config.is_batch_invariant:
@@ -73,6 +79,8 @@ class ModelRunner:
     def run(self, chunks: Many[Chunk], before: Flight | None = None) -> torch.Tensor:
         """Compute the chunks; returns the logits [sum of their logit_rows, vocabulary], in the order of the chunks.
         Tokens that nobody knows yet are taken from what the flight `before` draws, on the device."""
+        if self._gpu is not None:
+            return self._gpu.run(chunks, before)
         order = sorted(range(len(chunks)), key=lambda i: (self._is_long(chunks[i]), -len(chunks[i].sequence.blocks)))
         ordered = [chunks[i] for i in order]
         starts = dict(zip(order, itertools.accumulate((c.count for c in ordered), initial=0), strict=False))
@@ -97,7 +105,16 @@ class ModelRunner:
             rows, own = self._to_device(np.array(found, np.int64).T.copy())
             token_ids[rows] = before.drawn.ids[own]
 
-    def _make_kv(self, config: EngineConfig) -> PagedKV:
+    def _gpu_steps(self, config: EngineConfig) -> GpuSteps | None:
+        """What runs the steps where the GPU's kernels do."""
+        if isinstance(self.kv, PagedKV):
+            return None
+        from local_engine.gpu.steps import GpuSteps
+
+        rows_max = config.sequences_max or default_sequences(self.device)
+        return GpuSteps(self.decoder, self.kv, rows_max=rows_max, context_tokens=self.context_tokens)
+
+    def _make_kv(self, config: EngineConfig) -> PagedKV | TritonKV:
         model = self.decoder.config
         token_bytes = 2 * model.layers * model.kv_heads * model.head_dim * self._embedding_size_bytes
         block_bytes = token_bytes * config.block_tokens
@@ -111,7 +128,10 @@ class ModelRunner:
             raise ModelError(
                 f"no room for KV: {blocks} blocks of {block_bytes} bytes; raise the KV size or free memory"
             )
-        return PagedKV(model, blocks=blocks, block_tokens=config.block_tokens, dtype=self.dtype, device=self.device)
+        kind: type[PagedKV | TritonKV] = PagedKV
+        if gpu.is_served(self.device):
+            from local_engine.gpu.paged_kv import TritonKV as kind  # noqa: N813
+        return kind(model, blocks=blocks, block_tokens=config.block_tokens, dtype=self.dtype, device=self.device)
 
     @property
     def _embedding_size_bytes(self) -> int:

@@ -11,17 +11,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as functional
 
 from local_engine.attention import PagedKV, StepInput
 from local_engine.config import ModelConfig, ModelError, RopeConfig
-from local_engine.fused import add_norm, rms_norm, softcap
-from local_engine.linear import Linear, native_for
+from local_engine.fused import add_norm, rms_norm, row_kernels, softcap
+from local_engine.linear import Linear
 from local_engine.models.mlp import Experts, Mlp
 from local_engine.models.rope import Rotary, rotary
 from local_engine.quantised import Quantised
+
+if TYPE_CHECKING:
+    from local_engine.gpu.paged_kv import TritonKV
 
 
 @dataclass(slots=True)
@@ -79,7 +83,7 @@ class Decoder:
         self.config = config
         self.dtype = dtype
         self.device = device
-        self.native = native_for(device, dtype)
+        self.native = row_kernels(device, dtype)
         self.parameters = 0
         self._bits = bits
         self._wants_batch_invariance = wants_batch_invariance
@@ -99,6 +103,11 @@ class Decoder:
     @property
     def size_bytes(self) -> int:
         return self._embedding.nbytes + sum(linear.size_bytes for linear in self._linears())
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether a token's way through the model depends on what it is."""
+        return any(isinstance(layer.mlp, Experts) for layer in self._layers)
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -161,7 +170,7 @@ class Decoder:
         local = rope if config.window_rope is None else self._table(config.window_rope, context_tokens, None)
         self._rotary = [local if window else rope for window in config.windows]
 
-    def __call__(self, step: StepInput, kv: PagedKV) -> torch.Tensor:
+    def __call__(self, step: StepInput, kv: PagedKV | TritonKV) -> torch.Tensor:
         """Logits [len(logit_rows), vocabulary] of one step; the step's KV is in the pool afterwards."""
         config = self.config
         x = functional.embedding(step.token_ids, self._embedding)
@@ -169,13 +178,13 @@ class Decoder:
             x = x * torch.tensor(config.embedding_scale, dtype=x.dtype)
         more = torch.zeros_like(x)  # what the layer before adds to x
         epsilon = config.rms_epsilon
-        tables: dict[int, Rotary] = {}  # this step's rows of each rotary table
+        tables: dict[int, Rotary] = {}  # this step's rows of each rotary table, where they are looked up beforehand
         for index, layer in enumerate(self._layers):
             table = self._rotary[index]
-            if id(table) not in tables:
+            if id(table) not in tables and not kv.is_fused:
                 tables[id(table)] = Rotary(table.cos[step.positions], table.sin[step.positions])
             y = add_norm(self.native, x, more, layer.attention_norm, epsilon)
-            y = layer.output(self._attend(index, layer, y, tables[id(table)], step, kv))
+            y = layer.output(self._attend(index, layer, y, tables.get(id(table), table), step, kv))
             y = y if layer.output_norm is None else rms_norm(y, layer.output_norm, epsilon)
             more = layer.mlp(add_norm(self.native, x, y, layer.mlp_norm, epsilon))
             more = more if layer.down_norm is None else rms_norm(more, layer.down_norm, epsilon)
@@ -183,19 +192,20 @@ class Decoder:
         return softcap(self._head(add_norm(self.native, x, None, self._final_norm, epsilon)), config.logit_softcap)
 
     def _attend(
-        self, index: int, layer: Layer, x: torch.Tensor, table: Rotary, step: StepInput, kv: PagedKV
+        self, index: int, layer: Layer, x: torch.Tensor, table: Rotary, step: StepInput, kv: PagedKV | TritonKV
     ) -> torch.Tensor:
         """One layer's attention up to its output matrix: project, normalise, rotate, remember, look back."""
         config = self.config
         heads, kv_heads, size = config.heads, config.kv_heads, config.head_dim
         qkv = layer.qkv(x).view(-1, heads + 2 * kv_heads, size)
-        if kv.native is not None:
-            kv.rotate_write(index, qkv, layer.qk_norm, config.rms_epsilon, self._rotary[index], step)
+        if kv.is_fused:
+            kv.rotate_write(index, qkv, layer.qk_norm, config.rms_epsilon, table, step)
             return kv.attend(index, qkv[:, :heads], step)
         qk = qkv[:, : heads + kv_heads]
         if layer.qk_norm is not None:
             qk = rms_norm(qk, None, config.rms_epsilon, layer.qk_norm)
         qk = (qk * table.cos).addcmul_(qk.roll(size // 2, -1), table.sin)
+        assert isinstance(kv, PagedKV)
         kv.write(index, step.slots, qk[:, heads:], qkv[:, heads + kv_heads :])
         return kv.attend(index, qk[:, :heads], step)
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from local_engine.fused import gate
 from local_engine.linear import Linear
-from local_engine.native import Kernels
+
+if TYPE_CHECKING:
+    from local_engine.fused import RowKernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,7 @@ class Mlp:
     gate_up: Linear
     down: Linear
     activation: str
-    native: Kernels | None
+    native: RowKernels | None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(gate(self.native, self.gate_up(x), self.activation))

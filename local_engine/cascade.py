@@ -1,0 +1,65 @@
+"""Which sequences look at the same beginning, so that it can be attended to once for all of them (cascade attention).
+
+Knows lists of block ids, no tokens and no tensors: sequences share a prefix where their block tables begin alike, which
+prefix reuse has brought about. Invariant: the groups are disjoint, and every member's table begins with the group's blocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """`members`, indices of tables, all begin with the same `blocks` blocks."""
+
+    members: tuple[int, ...]
+    blocks: int
+
+
+def shared_prefixes(tables: Many[list[int]], saved_blocks_min: int) -> list[Prefix]:
+    """The groups that save the most reading, where each saves at least `saved_blocks_min` blocks: all of its prefix, for
+    every member but one. A longer prefix of fewer members wins over a shorter one of more where it saves more."""
+    order = sorted(range(len(tables)), key=lambda index: tables[index])
+    alike = [_common(tables[one], tables[next_]) for one, next_ in itertools.pairwise(order)]
+    found = _best(alike, 0, len(order))
+    return [
+        Prefix(tuple(order[first:stop]), blocks)
+        for first, stop, blocks in found
+        if blocks * (stop - first - 1) >= max(1, saved_blocks_min)
+    ]
+
+
+def _best(alike: list[int], first: int, stop: int) -> list[tuple[int, int, int]]:
+    """(first, stop, blocks) groups of the sorted tables first .. stop, of which neighbours share `alike` blocks."""
+    if stop - first < 2:
+        return []
+    least = min(alike[first : stop - 1])
+    cuts = [index + 1 for index in range(first, stop - 1) if alike[index] == least]
+    parts = [
+        group
+        for start, end in zip([first, *cuts], [*cuts, stop], strict=True)
+        if end - start < stop - first
+        for group in _best(alike, start, end)
+    ]
+    whole = (first, stop, least)
+    return parts if sum(map(_saved, parts)) > _saved(whole) else [whole]
+
+
+def _saved(group: tuple[int, int, int]) -> int:
+    first, stop, blocks = group
+    return blocks * (stop - first - 1)
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    """How many blocks two tables have in common from the start."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,43 @@
+"""The engine on a GPU: kernels in Triton for what torch does slowly there, and the means to keep the device busy.
+
+`is_served(device)` says whether they run: on CUDA where Triton can be imported, elsewhere torch's plain path does the same
+work and is their oracle. SAMEWAY_TRITON=0 leaves them alone; SAMEWAY_TRITON=1 takes them on a CPU as well, for the tests:
+with TRITON_INTERPRET=1 Triton runs the very same kernels there in numpy, slowly. Nothing here imports triton before it
+is asked for. Knows rows, pages and tiles; no queues, no text.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def is_served(device: torch.device) -> bool:
+    """Whether the kernels run on this device."""
+    wish = os.environ.get("SAMEWAY_TRITON", "")
+    return wish != "0" and (device.type == "cuda" or wish == "1") and _has_triton()
+
+
+def is_interpreted() -> bool:
+    """Whether Triton runs its kernels in Python; then tl.dot reads bfloat16 as integers and must be given float32."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run side by side; a few where there is no GPU: work is split there too."""
+    if device.type != "cuda":
+        return 2
+    import torch
+
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

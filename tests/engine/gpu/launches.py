@@ -1,0 +1,43 @@
+"""Every kernel launched once in the shapes that matter, on CPU tensors, as the engine would on a GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from local_engine.cascade import Prefix
+from local_engine.gpu import rows
+from local_engine.gpu.attention import Shape, attend
+from local_engine.gpu.plan import Span, plan
+
+
+def launch_all() -> None:
+    for head_dim, heads, kv_heads, window, softcap in ((128, 32, 8, 0, None), (80, 9, 3, 64, 50.0)):
+        (64, 9, 3, 0, None),
+        (128, 32, 8, 0, None),
+        (256, 8, 4, 64, 50.0),
+    ):
+        for dtype in (torch.bfloat16, torch.float32):
+            _attention(Shape(heads, kv_heads, head_dim, 16, 0.1, softcap, (window,)), dtype)
+        _rows(head_dim, heads, kv_heads)
+
+
+def _attention(shape: Shape, dtype: torch.dtype) -> None:
+    spans = [Span(0, 1, 40, [0, 1, 2]), Span(1, 9, 40, [0, 1, 3, 4]), Span(10, 200, 0, list(range(5, 18)))]
+    pool = torch.zeros(2 * shape.kv_heads, 20, 16, shape.head_dim, dtype=dtype)
+    queries = torch.zeros(210, shape.heads, shape.head_dim, dtype=dtype)
+    step = plan(shape, spans[:2], spans[2:], [Prefix((0, 1), 2)])
+    attend(shape, 0, queries, pool, torch.zeros(210, dtype=torch.int64), step.on(shape, torch.from_numpy(step.numbers)))
+
+
+def _rows(head_dim: int, heads: int, kv_heads: int) -> None:
+    x = torch.zeros(3, 4096, dtype=torch.bfloat16)
+    rows.add_norm(x, x.clone(), torch.ones(4096), 1e-6)
+    rows.add_norm(x, None, torch.ones(4096), 1e-6)
+    for activation in ("silu", "gelu_tanh"):
+        rows.gate(torch.zeros(3, 8192, dtype=torch.bfloat16), activation)
+    table = torch.zeros(64, 1, head_dim, dtype=torch.bfloat16)
+    numbers = torch.zeros(3, dtype=torch.int64)
+    qkv = torch.zeros(3, heads + 2 * kv_heads, head_dim, dtype=torch.bfloat16)
+    pool = torch.zeros(2 * kv_heads, 4, 16, head_dim, dtype=torch.bfloat16)
+    for norm in (None, torch.ones(heads + kv_heads, head_dim)):
+        rows.rotate_write(qkv, pool, norm, 1e-6, table, table, numbers, numbers)

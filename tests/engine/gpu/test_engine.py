@@ -1,0 +1,45 @@
+"""The engine on the GPU's kernels, static buffers and prefix tiles, by Triton's interpreter: answers stay the naive ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from local_engine.engine import Engine
+from tests.engine.checkpoints import naive_greedy, random_prompt
+from tests.engine.conftest import greedy, run
+
+Make = Callable[..., Engine]
+Folder = Callable[[str], Path]
+
+
+@pytest.fixture(autouse=True)
+def _on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAMEWAY_TRITON", "1")
+    monkeypatch.setattr("local_engine.gpu.steps._SAVED_TOKENS_MIN", 8)
+
+
+def test_a_mix_of_prompts_gives_the_naive_answers(make_engine: Make, checkpoint: Folder) -> None:
+    """Prompts in chunks, decodes in padded batches and prefixes that are shared: greedy answers equal the naive ones."""
+    engine = make_engine("gemma2", step_tokens_max=24, sequences_max=3, context_tokens_max=32, draft_tokens_max=0)
+    common = random_prompt(1, 17)
+    prompts = [common, common + random_prompt(2, 3), random_prompt(3, 5)]
+    ids = [engine.submit(prompt, greedy(4)) for prompt in prompts]
+    found = run(engine)
+    assert [found[id] for id in ids] == [list(naive_greedy(checkpoint("gemma2"), tuple(p), 4)) for p in prompts]
+    steps = engine._runner._gpu
+    assert steps is not None
+    assert {has_shared for _, has_shared in steps._graphs} == {False, True}
+    assert max(rows for rows, _ in steps._graphs) == 3
+
+
+def test_an_overlapped_engine_with_drafts_gives_the_naive_answers(make_engine: Make, checkpoint: Folder) -> None:
+    """The token under way is read on the device, in a replayed step and in one with drafts; norms of queries and keys."""
+    engine = make_engine("qwen3", sequences_max=2, context_tokens_max=24, is_overlapped=True)
+    prompts = [random_prompt(4, 3), [5, 6, 7, 5, 6, 7, 5, 6, 7, 5, 6]]
+    ids = [engine.submit(prompt, greedy(6)) for prompt in prompts]
+    found = run(engine)
+    assert engine.load().drafted_tokens_total > 0
+    assert [found[id] for id in ids] == [list(naive_greedy(checkpoint("qwen3"), tuple(p), 6)) for p in prompts]
