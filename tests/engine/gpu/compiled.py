@@ -49,22 +49,14 @@ def main() -> None:
 
     JITFunction.run = note
     launch_all()
+    target = GPUTarget("cuda", int(sys.argv[1]), 32)
     found = []
-    for capability in map(int, sys.argv[1:]):
-        target = GPUTarget("cuda", capability, 32)
-        for kernel, arguments, options in launches:
-            fixed = {p.name: arguments[p.name] for p in kernel.params if p.is_constexpr}
-            signature = {p.name: "constexpr" if p.is_constexpr else _type(arguments[p.name]) for p in kernel.params}
-            made = triton.compile(ASTSource(kernel, signature, fixed), target=target, options=options)
-            found.append(
-                {
-                    "kernel": kernel.__name__,
-                    "capability": capability,
-                    "shared": made.metadata.shared,
-                    "size": len(made.asm["cubin"]),
-                }
-                | {name: value for name, value in fixed.items() if name.startswith(("HEAD_DIM", "BLOCK", "IS"))}
-            )
+    for kernel, arguments, options in launches:
+        fixed = {p.name: arguments[p.name] for p in kernel.params if p.is_constexpr}
+        signature = {p.name: "constexpr" if p.is_constexpr else _type(arguments[p.name]) for p in kernel.params}
+        made = triton.compile(ASTSource(kernel, signature, fixed), target=target, options=options)
+        size_bytes = len(made.asm["cubin"])
+        found.append({"kernel": kernel.__name__, "shared_bytes": made.metadata.shared, "size_bytes": size_bytes})
     print(json.dumps(found))
 
 
