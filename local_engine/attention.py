@@ -1,7 +1,7 @@
 """Attention over paged KV, by torch's own kernels: the plain path on every device, and the oracle for faster ones.
 
 A layer's pool is [2 * kv_heads (K, then V), blocks, block_tokens, head_dim]: one copy gathers K and V of many sequences,
-each head's tokens in a row.
+each head's tokens in a row. (The native kernels have an order of their own within a block: native/pages.h.)
 Queries that share a KV head are laid out as rows of one query matrix (grouped-query attention, arXiv:2305.13245), so K
 and V are never repeated. Knows no weights and no scheduling.
 
@@ -23,7 +23,7 @@ import torch.nn.functional as functional
 from local_engine.config import ModelConfig
 from local_engine.linear import native_for
 from local_engine.models.rope import Rotary
-from local_engine.native import kind_of
+from local_engine.native import TILE, Kernels, kind_of
 
 if TYPE_CHECKING:
     from local_engine.gpu.attention import Tiles
@@ -61,6 +61,7 @@ class PagedRows:
     """Rows `0 .. stop` of a step for the native kernel, which reads pages where they lie.
 
     `blocks`: the sequences' blocks one after the other; a row's begin at `starts[row]`. `work`: tokens seen in all.
+    Rows of sequences that share a prefix should be neighbours: the kernel looks at what they share once for all of them.
     """
 
     stop: int
@@ -95,15 +96,14 @@ class PagedKV:
     ) -> None:
         self.blocks = blocks
         self.block_tokens = block_tokens
-        native = native_for(device, dtype)
-        self.native = native if model.head_dim <= 256 and model.head_dim % 2 == 0 else None
+        self.native = _native(model, dtype, device)
         self.windows = tuple(dict.fromkeys(model.windows))
         self._window_of = [self.windows.index(window) for window in model.windows]
         self._heads, self._kv_heads, self._head_dim = model.heads, model.kv_heads, model.head_dim
         self._scale, self._softcap = model.attention_scale, model.attention_softcap
         self._layer_windows = model.windows
         self._sizes = (model.heads, model.kv_heads, model.head_dim, block_tokens)
-        shape = (2 * model.kv_heads, blocks, block_tokens, model.head_dim)
+        shape = (2 * model.kv_heads, blocks, _stored_tokens(block_tokens, self.native), model.head_dim)
         self._pools = [_zeros(shape, dtype, device) for _ in range(model.layers)]
         self._workspace = torch.empty(0, dtype=dtype, device=device)
         self._has_slow_sdpa = device.type == "cpu" and dtype != torch.float32
@@ -254,6 +254,22 @@ class PagedKV:
         if self._workspace.numel() < elements:
             self._workspace = torch.empty(elements + elements // 4, dtype=pool.dtype, device=pool.device)
         return torch.index_select(pool, 1, blocks, out=self._workspace[:elements].view(shape))
+
+
+def block_size_bytes(model: ModelConfig, block_tokens: int, dtype: torch.dtype, device: torch.device) -> int:
+    """What a block takes in all layers together."""
+    tokens = _stored_tokens(block_tokens, _native(model, dtype, device))
+    return 2 * model.layers * model.kv_heads * model.head_dim * tokens * torch.empty(0, dtype=dtype).element_size()
+
+
+def _native(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Kernels | None:
+    """The native kernels, where they serve heads of this size."""
+    return native_for(device, dtype) if model.head_dim <= 256 and model.head_dim % 2 == 0 else None
+
+
+def _stored_tokens(block_tokens: int, native: Kernels | None) -> int:
+    """Tokens a block has room for: the native kernels keep whole tiles."""
+    return block_tokens if native is None else -(-block_tokens // TILE) * TILE
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 
 from local_engine import gpu, machine
-from local_engine.attention import DecodeGroup, PagedKV, PagedRows, PrefillSpan, StepInput
+from local_engine.attention import DecodeGroup, PagedKV, PagedRows, PrefillSpan, StepInput, block_size_bytes
 from local_engine.checkpoint import Checkpoint
 from local_engine.config import EngineConfig, ModelError
 from local_engine.flight import Flight
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from local_engine.gpu.paged_kv import TritonKV
     from local_engine.gpu.steps import GpuSteps
 
-_PAGED_ROWS_MAX = 16  # a sequence's rows in a step up to which its pages are read row by row
+_SPAN_TOKENS = 256  # what of a shared prefix the native kernel looks at in one piece
 _log = logging.getLogger(__name__)
 Progress = Callable[[float, str], None]
 
@@ -64,11 +63,8 @@ class ModelRunner:
         self.context_tokens = min(context_tokens, self.kv.blocks * config.block_tokens)
         self._gpu = self._gpu_steps(config)
         self._group = model.heads // model.kv_heads
-        self._paged_rows_max = 1 if self.kv.native is None else _PAGED_ROWS_MAX
-        if config.is_batch_invariant:
-            if self.kv.native is None or not self.decoder.is_batch_invariant:
-                raise ModelError("is_batch_invariant needs the native kernels and bfloat16 or quantised weights")
-            self._paged_rows_max = sys.maxsize
+        if config.is_batch_invariant and (self.kv.native is None or not self.decoder.is_batch_invariant):
+            raise ModelError("is_batch_invariant needs the native kernels and bfloat16 or quantised weights")
 
     @property
     def is_asynchronous(self) -> bool:
@@ -81,7 +77,7 @@ class ModelRunner:
         Tokens that nobody knows yet are taken from what the flight `before` draws, on the device."""
         if self._gpu is not None:
             return self._gpu.run(chunks, before)
-        order = sorted(range(len(chunks)), key=lambda i: (self._is_long(chunks[i]), -len(chunks[i].sequence.blocks)))
+        order = sorted(range(len(chunks)), key=lambda i: self._place(chunks[i]))
         ordered = [chunks[i] for i in order]
         starts = dict(zip(order, itertools.accumulate((c.count for c in ordered), initial=0), strict=False))
         rows = [
@@ -114,10 +110,17 @@ class ModelRunner:
         rows_max = config.sequences_max or default_sequences(self.device)
         return GpuSteps(self.decoder, self.kv, rows_max=rows_max, context_tokens=self.context_tokens)
 
+    def _place(self, chunk: Chunk) -> tuple[bool, list[int]]:
+        """What a step's chunks are sorted by. Natively sequences with a common prefix become neighbours; else single rows
+        come first, of the longest sequences before others."""
+        blocks = chunk.sequence.blocks
+        if self.kv.native is not None:
+            return False, blocks[:: max(1, _SPAN_TOKENS // self.kv.block_tokens)]
+        return chunk.count > 1, [-len(blocks)]
+
     def _make_kv(self, config: EngineConfig) -> PagedKV | TritonKV:
         model = self.decoder.config
-        token_bytes = 2 * model.layers * model.kv_heads * model.head_dim * self._embedding_size_bytes
-        block_bytes = token_bytes * config.block_tokens
+        block_bytes = block_size_bytes(model, config.block_tokens, self.dtype, self.device)
         if config.kv_blocks is not None:
             blocks = config.kv_blocks
         elif config.kv_size_mb is not None:
@@ -133,10 +136,6 @@ class ModelRunner:
             from local_engine.gpu.paged_kv import TritonKV as kind  # noqa: N813
         return kind(model, blocks=blocks, block_tokens=config.block_tokens, dtype=self.dtype, device=self.device)
 
-    @property
-    def _embedding_size_bytes(self) -> int:
-        return torch.empty(0, dtype=self.dtype).element_size()
-
     def _activation_bytes(self, config: EngineConfig) -> int:
         """What one step's intermediate tensors take at most: the widest of them, logits, and a layer's gathered KV."""
         model = self.decoder.config
@@ -149,6 +148,7 @@ class ModelRunner:
         size = self.kv.block_tokens
         rows = sum(chunk.count for chunk in chunks)
         token_ids, positions, slots = (np.empty(rows, np.int64) for _ in range(3))
+        is_native = self.kv.native is not None
         prefills = []
         at = 0
         for chunk in chunks:
@@ -158,24 +158,18 @@ class ModelRunner:
             token_ids[at:stop] = chunk.tokens
             positions[at:stop] = where
             slots[at:stop] = blocks[where // size] * size + where % size
-            if self._is_long(chunk):
+            if chunk.count > 1 and not is_native:
                 prefills.append(self._span(chunk, at, blocks))
             at = stop
-        short = [chunk for chunk in chunks if not self._is_long(chunk)]
         return StepInput(
             token_ids=self._to_device(token_ids),
             positions=self._to_device(positions),
             slots=self._to_device(slots),
             logit_rows=self._to_device(np.array(logit_rows, np.int64)),
-            decodes=self._groups(short) if self.kv.native is None else (),
+            decodes=() if is_native else self._groups([chunk for chunk in chunks if chunk.count == 1]),
             prefills=tuple(prefills),
-            paged=self._paged(short) if self.kv.native is not None and short else None,
+            paged=self._paged(chunks) if is_native else None,
         )
-
-    def _is_long(self, chunk: Chunk) -> bool:
-        """Whether its attention is a product of matrices; short ones are looked up page by page, which the plain path
-        does for single rows only."""
-        return chunk.count > self._paged_rows_max
 
     def _paged(self, chunks: Many[Chunk]) -> PagedRows:
         starts = itertools.accumulate((len(chunk.sequence.blocks) for chunk in chunks), initial=0)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 PANEL = 16  # output rows that are computed together
 GROUP = 32  # inputs that share a scale and a minimum
+TILE = 16  # tokens of a block that attention looks at together
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 _NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"}
 _SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))

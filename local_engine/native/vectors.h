@@ -27,12 +27,16 @@ inline __m512 load(const bf16* p) { return widen(_mm256_loadu_si256(reinterpret_
 inline __m512 load(const float* p) { return _mm512_loadu_ps(p); }
 
 inline __m256i narrow(__m512 v) {  // round to nearest, ties to even
+#ifdef __AVX512BF16__
+  return (__m256i)_mm512_cvtneps_pbh(v);
+#else
   const __m512i bits = _mm512_castps_si512(v);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
   const __m512i rounded = _mm512_srli_epi32(up, 16);
   const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
   return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7FC0)));
+#endif
 }
 inline void store(bf16* p, __m512 v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(v)); }
 inline void store(float* p, __m512 v) { _mm512_storeu_ps(p, v); }
