@@ -1,0 +1,246 @@
+"""The thread that owns the engine: loads it, turns commands into sequences and steps into messages.
+
+Knows the wire's messages and no sockets. Commands come through a queue, from any thread; outputs leave once per step.
+Invariants: whatever one request raises is its own answer and never ends the loop; a request whose every choice has ended,
+failed or been aborted leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from local_engine.config import EngineConfig
+from local_engine.messages import (
+    Abort,
+    CountTokens,
+    EngineError,
+    EngineFailed,
+    EngineLoad,
+    GenerateRequest,
+    InvalidRequest,
+    ModelInfo,
+    Output,
+    Outputs,
+    Submit,
+    ToClient,
+    TokenCount,
+    ToWorker,
+    Usage,
+    error_to_wire,
+)
+
+if TYPE_CHECKING:
+    from local_engine.engine import Engine, StepOutput
+
+CHOICES_MAX = 128
+
+_log = logging.getLogger("local_engine.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A request of one connection: clients choose their ids freely."""
+
+    client: int
+    id: int
+
+
+@dataclass(slots=True)
+class Work:
+    """A request in the engine: its sequences, one per choice, and the usage of those that ended. `held` is what was said
+    so far where the choices are yet to be made: the `n` best of all."""
+
+    key: Key
+    sequences: list[int]
+    n: int
+    wants_logprobs: bool
+    held: dict[int, list[Output]] | None = None
+    ended: dict[int, Usage] = field(default_factory=dict)
+
+
+Command = tuple[Key, ToWorker] | None
+
+
+class EngineThread(threading.Thread):
+    """Loads the engine, then turns commands into sequences and steps into messages. Everything here but `send`, `load`,
+    `info` and `stop` runs in the thread."""
+
+    def __init__(self, config: EngineConfig, deliver: Callable[[list[tuple[Key, ToClient]]], None]) -> None:
+        super().__init__(name="engine", daemon=True)
+        self.load = EngineLoad(stage="starting", queue_max=config.queue_max)
+        self.info: ModelInfo | None = None
+        self.error: BaseException | None = None
+        self._config = config
+        self._deliver = deliver
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._works: dict[Key, Work] = {}
+        self._by_sequence: dict[int, Work] = {}
+        self._clock: Callable[[], float] = time.monotonic
+
+    def send(self, command: Command) -> None:
+        """Hand over a command; None ends the thread."""
+        self._commands.put(command)
+
+    def run(self) -> None:
+        try:
+            from local_engine.engine import Engine
+
+            engine = Engine(self._config, progress=self._show_progress, clock=self._clock)
+        except BaseException as error:
+            self.error = error
+            return
+        self.info = engine.info
+        self.load = engine.load()
+        while True:
+            block = not engine.has_work
+            while True:
+                try:
+                    command = self._commands.get(block=block)
+                except queue.Empty:
+                    break
+                if command is None:
+                    return
+                self._obey(engine, *command)
+                block = not engine.has_work and self._commands.empty()
+                if block:
+                    self.load = engine.load()
+            self._step(engine)
+            self.load = engine.load()
+
+    def _show_progress(self, fraction: float, stage: str) -> None:
+        self.load = EngineLoad(progress=fraction, stage=stage, queue_max=self._config.queue_max)
+
+    def _obey(self, engine: Engine, key: Key, command: ToWorker) -> None:
+        """One bad request must never end the loop: whatever it raises is its own answer."""
+        try:
+            match command:
+                case Submit():
+                    self._submit(engine, key, command.request)
+                case Abort():
+                    self._abort(engine, key)
+                case CountTokens():
+                    self._deliver([(key, TokenCount(key.id, len(engine.prompt_tokens(command.request))))])
+        except EngineError as error:
+            self._deliver([(key, error_to_wire(key.id, error))])
+        except Exception as error:
+            _log.exception("a request failed")
+            self._deliver([(key, error_to_wire(key.id, EngineFailed(f"{type(error).__name__}: {error}")))])
+
+    def _submit(self, engine: Engine, key: Key, request: GenerateRequest) -> None:
+        if not 1 <= request.n <= CHOICES_MAX:
+            raise InvalidRequest(f"n must be from 1 to {CHOICES_MAX}, not {request.n}", param="n")
+        candidates = request.best_of or request.n
+        if not request.n <= candidates <= CHOICES_MAX:
+            raise InvalidRequest(f"best_of must be from n to {CHOICES_MAX}, not {candidates}", param="best_of")
+        if key in self._works:
+            raise InvalidRequest(f"request id {key.id} is in use")
+        tokens = engine.prompt_tokens(request)
+        deadline = None if request.deadline_s is None else self._clock() + request.deadline_s
+        params = request.sampling
+        held: dict[int, list[Output]] | None = {} if candidates > request.n else None
+        work = Work(key, [], request.n, params.logprobs is not None, held)
+        if work.held is not None and params.logprobs is None:
+            params = msgspec.structs.replace(params, logprobs=0)  # what the choice is made by
+        reference = engine.tokenizer.encode(request.reference, is_rendered=True) if request.reference else ()
+        try:
+            for index in range(candidates):
+                if params.seed is not None and index > 0:
+                    params = msgspec.structs.replace(params, seed=params.seed + 1)
+                id = engine.submit(
+                    tokens,
+                    params,
+                    salt=request.salt,
+                    priority=request.priority,
+                    deadline=deadline,
+                    reference=reference,
+                )
+                work.sequences.append(id)
+        except EngineError:
+            for id in work.sequences:
+                engine.abort(id)
+            raise
+        self._works[key] = work
+        self._by_sequence.update(dict.fromkeys(work.sequences, work))
+
+    def _abort(self, engine: Engine, key: Key) -> None:
+        work = self._works.pop(key, None)
+        for id in work.sequences if work is not None else ():
+            self._by_sequence.pop(id, None)
+            engine.abort(id)
+
+    def _step(self, engine: Engine) -> None:
+        try:
+            outputs = engine.step()
+        except Exception as error:  # a bug outside the model's own run: end all, so that nothing waits for ever
+            _log.exception("the engine's step raised")
+            failed = [(key, error_to_wire(key.id, EngineFailed(f"the engine failed: {error}"))) for key in self._works]
+            for key in list(self._works):
+                self._abort(engine, key)
+            self._deliver(list(failed))
+            return
+        messages: list[tuple[Key, ToClient]] = []
+        for output in outputs:
+            work = self._by_sequence.get(output.id)
+            if work is not None:
+                self._tell(engine, work, output, messages)
+        if messages:
+            self._deliver(messages)
+
+    def _tell(self, engine: Engine, work: Work, step: StepOutput, messages: list[tuple[Key, ToClient]]) -> None:
+        """Turn one sequence's step into its request's message, where there is something to tell."""
+        if step.error is not None:
+            self._abort(engine, work.key)
+            messages.append((work.key, error_to_wire(work.key.id, step.error)))
+            return
+        output = step.output
+        if not output.text and not output.token_ids and output.finish_reason is None:
+            return
+        usage: Usage | None = None
+        if step.usage is not None:
+            work.ended[step.id] = step.usage
+            if len(work.ended) == len(work.sequences):
+                usage = _total(work)
+                del self._works[work.key]
+                for id in work.sequences:
+                    del self._by_sequence[id]
+        if work.held is not None:
+            work.held.setdefault(step.id, []).append(output)
+            if usage is not None:
+                messages.append((work.key, Outputs(work.key.id, _best(work), usage)))
+            return
+        index = work.sequences.index(step.id)
+        messages.append((work.key, Outputs(work.key.id, (msgspec.structs.replace(output, index=index),), usage)))
+
+
+def _total(work: Work) -> Usage:
+    first = work.ended[work.sequences[0]]
+    return Usage(
+        prompt_tokens=first.prompt_tokens,
+        completion_tokens=sum(usage.completion_tokens for usage in work.ended.values()),
+        cached_tokens=first.cached_tokens,
+    )
+
+
+def _best(work: Work) -> tuple[Output, ...]:
+    """Everything the `n` likeliest candidates said, best first: by the mean log probability of their tokens."""
+    held = work.held or {}
+
+    def likelihood(id: int) -> float:
+        said = [token.logprob for output in held.get(id, ()) for token in output.logprobs]
+        return sum(said) / len(said) if said else -math.inf
+
+    best = sorted(work.sequences, key=likelihood, reverse=True)[: work.n]
+    return tuple(
+        msgspec.structs.replace(output, index=index, logprobs=output.logprobs if work.wants_logprobs else ())
+        for index, id in enumerate(best)
+        for output in held.get(id, ())
+    )
