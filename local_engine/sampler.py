@@ -1,11 +1,13 @@
 """From logits to tokens: penalties, temperature, top-k, top-p, min-p, seeds and log probabilities.
 
-Knows sequences' parameters and counts, no text. All rows of a step are sampled together. Random rows invert the
-cumulative distribution at one uniform number, a function of the sequence's seed and the token's position: so a seeded
-sequence draws the same whatever runs beside it (its logits can still differ in the last bits with the batch's shape).
-A draft is verified by drawing at each of its places as if it were not there: as long as what is drawn is what was
-drafted, the next row's logits are the right ones. That keeps the distribution, and accepts a drafted token as often as
-the model would say it, which for a draft without a distribution of its own is the best there is (arXiv:2211.17192).
+Knows sequences' parameters and counts, no text. All rows of a step are sampled together. A random row is a race: each
+token arrives after an exponentially distributed time divided by its probability, and the first one wins (the Gumbel-max
+trick; arXiv:1611.00712). The times' noise is a function of the sequence's seed, the position and the token (`noise`): so a
+seeded sequence draws the same whatever runs beside it (its logits can still differ in the last bits with the batch's shape).
+A draft is verified by drawing at each of its places as if it were not there: as long as what is drawn is what was drafted,
+the next row's logits are the right ones. A draft model draws with the same noise, so the two agree wherever their
+distributions do, with at least (1 - d) / (1 + d) at a total variation of d (arXiv:2408.07978; a random draft accepted or
+rejected by a coin, as in arXiv:2211.17192, reaches 1 - d, but then a seed's answer depends on what was drafted).
 Order of the filters: temperature, top-k, top-p, min-p, as in Hugging Face's generate.
 """
 
@@ -21,6 +23,9 @@ from local_engine.messages import SamplingParams
 from local_engine.sequence import Sequence
 
 _CANDIDATES = (256, 4096)
+# SplitMix64's constants as signed numbers, and what is left of the sign after a shift
+_GOLDEN, _MIX_1, _MIX_2 = (n - (1 << 64) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_MASK_33, _MASK_34, _MASK_37, _MASK_53 = ((1 << bits) - 1 for bits in (33, 34, 37, 53))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +93,26 @@ class Place:
 @torch.inference_mode()
 def sample(logits: torch.Tensor, places: Many[Place]) -> list[Sampled]:
     """The token at each place from logits [len(places), vocabulary]."""
+    ids = draw(logits, places)
+    sampled = [Sampled(id) for id in ids]
+    told = [row for row, place in enumerate(places) if place.sequence.params.logprobs is not None]
+    told = [row for row in told if ids[row] is not None]
+    if told:
+        wanted = [places[row].sequence.params.logprobs or 0 for row in told]
+        found = candidates(logits[told], [ids[row] or 0 for row in told], wanted)
+        for row, own in zip(told, found, strict=True):
+            sampled[row] = own
+    return sampled
+
+
+@torch.inference_mode()
+def draw(logits: torch.Tensor, places: Many[Place]) -> list[int | None]:
+    """As `sample`, the ids alone; None where the logits were not finite."""
     best, best_ids = logits.max(-1)
     is_finite: list[bool] = best.isfinite().tolist()
     ids: list[int] = best_ids.tolist()
-    params = [place.sequence.params for place in places]
-    wants_logprobs = [row for row, p in enumerate(params) if p.logprobs is not None]
-    plain = logits
     changed = [row for row, place in enumerate(places) if place.changes_logits]
-    drawn = [row for row, p in enumerate(params) if p.temperature > 0 and is_finite[row]]
+    drawn = [row for row, place in enumerate(places) if place.sequence.params.temperature > 0 and is_finite[row]]
     if changed or drawn:
         logits = logits.float() if logits.dtype is not torch.float32 else logits.clone()
         for row in changed:
@@ -104,19 +121,20 @@ def sample(logits: torch.Tensor, places: Many[Place]) -> list[Sampled]:
             ids[row] = int(logits[row].argmax())
         if drawn:
             rows = logits if len(drawn) == len(places) else logits[drawn]
-            for row, id in zip(drawn, _draw(rows, [places[row] for row in drawn]), strict=True):
+            for row, id in zip(drawn, _race(rows, [places[row] for row in drawn]), strict=True):
                 ids[row] = id
-    sampled = [Sampled(id if good else None) for id, good in zip(ids, is_finite, strict=True)]
-    if wants_logprobs:
-        found = candidates(
-            plain[wants_logprobs],
-            [ids[row] for row in wants_logprobs],
-            [params[row].logprobs or 0 for row in wants_logprobs],
-        )
-        for row, own in zip(wants_logprobs, found, strict=True):
-            if sampled[row].token_id is not None:
-                sampled[row] = own
-    return sampled
+    return [id if good else None for id, good in zip(ids, is_finite, strict=True)]
+
+
+def noise(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Exponentially distributed numbers with mean 1 for keys [rows, 1] and tokens [rows, any] (int64): SplitMix64 (Steele,
+    Lea and Flood, OOPSLA 2014) from the state `key` on, of which a token takes the number at its own place."""
+    z = keys + (tokens + 1) * _GOLDEN
+    z = (z ^ (z >> 30 & _MASK_34)) * _MIX_1
+    z = (z ^ (z >> 27 & _MASK_37)) * _MIX_2
+    z = z ^ (z >> 31 & _MASK_33)
+    uniform = ((z >> 11 & _MASK_53).double() + 0.5) * 2.0**-53
+    return -uniform.log()
 
 
 def _change(row: torch.Tensor, place: Place) -> None:
@@ -139,70 +157,79 @@ def _change(row: torch.Tensor, place: Place) -> None:
         row[list(sequence.stop_token_ids)] = -torch.inf
 
 
-def _draw(logits: torch.Tensor, places: Many[Place]) -> list[int]:
+def _race(logits: torch.Tensor, places: Many[Place]) -> list[int]:
     """One random token per row."""
-    params = [place.sequence.params for place in places]
-    temperatures = torch.tensor([p.temperature for p in params], device=logits.device)
-    logits = logits / temperatures.unsqueeze(1)
-    uniform = torch.tensor(
-        [place.sequence.uniform(place.position) for place in places], device=logits.device, dtype=torch.float64
-    )
-    is_filtered = [p.top_p < 1.0 or p.top_k > 0 or p.min_p > 0.0 for p in params]
+    device, params = logits.device, [place.sequence.params for place in places]
+    logits = logits / torch.tensor([[p.temperature] for p in params], device=device)
+    keys = torch.tensor([[place.sequence.noise_key(place.position)] for place in places], device=device)
+    total = logits.logsumexp(-1, keepdim=True)
     ids = [0] * len(places)
-    whole = [row for row, filtered in enumerate(is_filtered) if not filtered]
-    if whole:
-        picked = _invert(logits[whole].softmax(-1), uniform[whole])
-        for row, id in zip(whole, picked.tolist(), strict=True):
-            ids[row] = id
-    rest = [row for row, filtered in enumerate(is_filtered) if filtered]
+    rest = list(range(len(places)))
     for width in (*_CANDIDATES, logits.shape[-1]):
-        if not rest:
-            break
-        rest = _draw_filtered(logits, uniform, params, rest, min(width, logits.shape[-1]), ids)
+        if rest:
+            own = _Rows(logits[rest], keys[rest], total[rest], [params[row] for row in rest])
+            found = _first(own, min(width, logits.shape[-1]))
+            for row, id in zip(rest, found, strict=True):
+                ids[row] = id
+            rest = [row for row, id in zip(rest, found, strict=True) if id < 0]
     return ids
 
 
-def _draw_filtered(
-    logits: torch.Tensor,
-    uniform: torch.Tensor,
-    all_params: Many[SamplingParams],
-    rows: list[int],
-    width: int,
-    ids: list[int],
-) -> list[int]:
-    """Draw for `rows` from their `width` likeliest tokens into `ids`; returns the rows whose filters let in more."""
-    own = logits[rows]
-    values, candidates = own.topk(width, -1)
-    probabilities = (values - own.logsumexp(-1, keepdim=True)).exp()
-    params = [all_params[row] for row in rows]
-    vocabulary = own.shape[-1]
-    top_k = torch.tensor([[p.top_k or vocabulary] for p in params], device=own.device)
-    top_p = torch.tensor([[p.top_p] for p in params], device=own.device)
-    min_p = torch.tensor([[p.min_p] for p in params], device=own.device)
-    has_top_k = top_k < vocabulary
-    kept = torch.arange(width, device=own.device) < top_k
-    mass = torch.where(has_top_k, (probabilities * kept).sum(-1, keepdim=True), 1.0)
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows to draw from: logits [rows, vocabulary] at their temperature, keys and log sums of exponentials [rows, 1]."""
+
+    logits: torch.Tensor
+    keys: torch.Tensor
+    total: torch.Tensor
+    params: list[SamplingParams]
+
+
+def _first(rows: _Rows, width: int) -> list[int]:
+    """Who wins in each row, looked for among the `width` likeliest; -1 where the filters let in more than those."""
+    device, vocabulary = rows.logits.device, rows.logits.shape[-1]
+    values, tokens = rows.logits.topk(width, -1)
+    probabilities = (values - rows.total).exp()
+    top_k = torch.tensor([[p.top_k or vocabulary] for p in rows.params], device=device)
+    top_p = torch.tensor([[p.top_p] for p in rows.params], device=device)
+    min_p = torch.tensor([[p.min_p] for p in rows.params], device=device)
+    is_open = (top_k >= vocabulary) & (top_p >= 1.0) & (min_p <= 0.0)
+    kept = torch.arange(width, device=device) < top_k
+    mass = torch.where(top_k < vocabulary, (probabilities * kept).sum(-1, keepdim=True), 1.0)
     before = (probabilities.cumsum(-1) - probabilities) / mass
     kept &= (before < top_p) | (top_p >= 1.0)
     kept &= probabilities >= min_p * probabilities[:, :1]
-    is_enough = ~kept[:, -1] | (width == vocabulary) | (top_k.squeeze(1) <= width)
+    is_enough = is_open | ~kept[:, -1:] | (top_k <= width)
     kept[:, 0] = True
-    picked = candidates.gather(1, _invert(probabilities * kept, uniform[rows]).unsqueeze(1)).squeeze(1).tolist()
-    again = []
-    for row, id, enough in zip(rows, picked, is_enough.tolist(), strict=True):
-        if enough:
-            ids[row] = id
-        else:
-            again.append(row)
-    return again
+    rates = (probabilities * kept).double()
+    times, at = (noise(rows.keys, tokens) / rates).min(-1, keepdim=True)
+    winners = tokens.gather(1, at).squeeze(1)
+    if width < vocabulary:
+        _let_tail_win(rows, is_open, rates, times, tokens, winners)
+        winners = winners.masked_fill(~is_enough.squeeze(1), -1)
+    ids: list[int] = winners.tolist()
+    return ids
 
 
-def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Per row the first index whose cumulative weight exceeds uniform * total: never one of weight zero."""
-    cumulative = weights.double().cumsum(-1)
-    wanted = uniform.unsqueeze(1) * cumulative[:, -1:]
-    found = torch.searchsorted(cumulative, wanted, right=True).squeeze(1)
-    return found.clamp_(max=weights.shape[-1] - 1)
+def _let_tail_win(
+    rows: _Rows,
+    is_open: torch.Tensor,
+    rates: torch.Tensor,
+    times: torch.Tensor,
+    tokens: torch.Tensor,
+    winners: torch.Tensor,
+) -> None:
+    """Where nothing is filtered, all that is not among the likeliest `tokens` races as one, by its share; where it is first,
+    one of it is drawn in proportion, into `winners`. The first of many exponential times is one of the summed rate."""
+    tail = ((1.0 - rates.sum(-1, keepdim=True)) * is_open).clamp_min(0.0)
+    nobody = torch.full_like(rows.keys, -1)
+    for row in (noise(rows.keys, nobody) / tail < times).nonzero()[:, 0].tolist():
+        weights = rows.logits[row].double().softmax(-1)
+        weights[tokens[row]] = 0.0
+        cumulative = weights.cumsum(-1)
+        wanted = (-noise(rows.keys[row], nobody[row] - 1)).exp() * cumulative[-1]
+        if cumulative[-1] > 0.0:  # what was left may have been rounding
+            winners[row] = torch.searchsorted(cumulative, wanted, right=True).clamp_(max=weights.shape[0] - 1)[0]
 
 
 @torch.inference_mode()

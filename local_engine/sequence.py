@@ -86,11 +86,11 @@ class Sequence:
         """Whether log probabilities of the prompt are still to be computed."""
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_tokens - 1
 
-    def uniform(self, position: int) -> float:
-        """The random number in 0..1 that draws the answer's token at `position`: a function of seed and position alone,
-        so that batches, preemptions and drafts that failed change nothing about it."""
+    def noise_key(self, position: int) -> int:
+        """What the noise that draws the answer's token at `position` begins with, a signed 64-bit number: a function of seed
+        and position alone, so that batches, preemptions and drafts that failed change nothing about it."""
         key = self.seed.to_bytes(32, "little", signed=True) + position.to_bytes(8, "little")
-        return int.from_bytes(blake2b(key, digest_size=8).digest(), "little") / 2**64
+        return int.from_bytes(blake2b(key, digest_size=8).digest(), "little", signed=True)
 
     @property
     def has_penalties(self) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from local_engine.engine import Engine
 from local_engine.messages import InvalidRequest, SamplingParams
-from local_engine.sampler import Place, Sampled
+from local_engine.sampler import Place, Sampled, noise
 from local_engine.sampler import sample as sample_places
 from local_engine.sequence import Sequence
 from local_engine.tokenizer import TextStream
@@ -60,6 +60,37 @@ def test_the_distribution_is_the_model_s() -> None:
     found = draws(LOGITS, 4000, temperature=1.0)
     for token, probability in enumerate((0.4, 0.3, 0.15, 0.1, 0.05)):
         assert found[token] / 4000 == pytest.approx(probability, abs=0.03)
+
+
+def test_the_unlikely_come_as_often_as_they_should() -> None:
+    """Tokens far down a long tail are drawn by their probability as well, each of them and not a few for all."""
+    logits = torch.zeros(3000)
+    logits[7] = torch.tensor(3000.0).log()  # half of the mass; the other half is spread over all others
+    found = draws(logits, 4000, temperature=1.0)
+    assert found[7] / 4000 == pytest.approx(0.5, abs=0.03)
+    assert len(found) > 1300  # of 2000 draws from 2999, each as likely, 1460 are expected to differ
+    assert sum(found[token] for token in range(1500)) - found[7] == pytest.approx(1000, abs=120)
+
+
+def test_noise_is_splitmix64() -> None:
+    """The noise of token 0, 1, 2 after a key is the published generator's stream, as exponential times."""
+    wanted = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]  # of the state 0
+    found = noise(torch.tensor([[0]]), torch.arange(3))[0]
+    uniform = torch.tensor([((word >> 11) + 0.5) / 2**53 for word in wanted], dtype=torch.float64)
+    assert torch.allclose(found, -uniform.log())
+
+
+def test_two_models_draw_alike() -> None:
+    """With the same seeds two distributions draw the same token nearly as often as they can, which is what a draft needs."""
+    torch.manual_seed(3)
+    theirs = torch.randn(50)
+    ours = theirs + 0.4 * torch.randn(50)
+    rows = [sequence(seed=seed, temperature=1.0) for seed in range(3000)]
+    pairs = [[one.token_id for one in sample(logits.expand(3000, -1), rows)] for logits in (ours, theirs)]
+    alike = sum(a == b for a, b in zip(*pairs, strict=True)) / 3000
+    apart = 0.5 * float((ours.softmax(-1) - theirs.softmax(-1)).abs().sum())
+    assert alike > (1 - apart) / (1 + apart) - 0.03
+    assert alike < 1 - apart + 0.03
 
 
 def test_temperature_sharpens_and_flattens() -> None:
