@@ -16,9 +16,10 @@ class ModelError(Exception):
 class EngineConfig:
     """Settings of one engine. None means: decided from the machine when the engine starts.
 
-    `model`: a GGUF file, a checkpoint folder, a hub name, or None for the embedded default. `dtype`: auto, float32,
-    bfloat16 or float16. `weights`: auto (as the checkpoint has them: quantised ones stay so where a kernel serves them),
-    int8 or int4 (quantised while they are read). `kv_blocks` overrides `kv_size_mb`. `step_tokens_max` bounds the tokens
+    `model`: a GGUF file, a checkpoint folder, a hub name, or None for the embedded default. `draft_model`: a smaller one
+    with the same tokenizer, which guesses for it; None is none. `dtype`: auto, float32, bfloat16 or float16. `weights`: auto
+    (as the checkpoint has them: quantised ones stay so where a kernel serves them), int8 or int4 (quantised while they are
+    read). `kv_blocks` overrides `kv_size_mb`. `step_tokens_max` bounds the tokens
     of one step, decode and prefill together; `sequences_max` those that run at once; `queue_max` those that wait,
     `wait_max_s` for how long. `draft_tokens_max` bounds what is guessed and verified per sequence and step (see
     `speculative`); 0 is off. `is_batch_invariant`: logits do not depend, not even in their last bits, on what else is in
@@ -26,6 +27,7 @@ class EngineConfig:
     """
 
     model: str | None = None
+    draft_model: str | None = None
     device: str = "auto"
     dtype: str = "auto"
     weights: str = "auto"

@@ -16,12 +16,14 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from local_engine.block_pool import BlockPool
 from local_engine.config import EngineConfig
+from local_engine.draft_model import DraftModel, open_draft
 from local_engine.flight import Flight, draw
 from local_engine.loader import open_checkpoint
 from local_engine.messages import (
@@ -43,7 +45,7 @@ from local_engine.runner import ModelRunner, default_sequences, default_step_tok
 from local_engine.sampler import Sampled
 from local_engine.scheduler import Chunk, Scheduler
 from local_engine.sequence import Sequence, Status
-from local_engine.speculative import Lookup, Speculation
+from local_engine.speculative import RATE_AT_FIRST, Lookup, Source, Speculation
 from local_engine.tokenizer import Piece, TextStream
 
 _log = logging.getLogger(__name__)
@@ -66,8 +68,8 @@ class Totals:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     answer_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
+    drafted_tokens: Counter[str] = field(default_factory=Counter)
+    accepted_tokens: Counter[str] = field(default_factory=Counter)
 
 
 class Engine:
@@ -91,16 +93,25 @@ class Engine:
         checkpoint = open_checkpoint(config.model)
         self.tokenizer = checkpoint.tokenizer
         self._eos = frozenset(checkpoint.config.eos_token_ids)
-        self._runner = ModelRunner(config, checkpoint, progress)
+        draft = open_draft(config, checkpoint, progress)
+        self._runner = ModelRunner(config, checkpoint, progress, draft=draft)
         self._pool = BlockPool(self._runner.kv.blocks, config.block_tokens, has_prefix_cache=config.has_prefix_cache)
-        self._is_overlapped = self._runner.is_asynchronous if is_overlapped is None else is_overlapped
+        # who drafts with a model must know the last token, so there the next step waits for it
+        self._is_overlapped = draft is None and (
+            self._runner.is_asynchronous if is_overlapped is None else is_overlapped
+        )
         self._flights: list[Flight] = []  # launched and not yet landed, the oldest first
         self._landed_s, self._pace = 0.0, Pace()
+        self._draft_rate = RATE_AT_FIRST  # what a new sequence expects of the draft model
+        step_tokens_max = config.step_tokens_max or default_step_tokens(self._runner.device)
+        vocabulary, observe = checkpoint.config.vocabulary_size, self._pace.observe_draft
+        self._draft_model = DraftModel(draft, vocabulary, step_tokens_max, observe) if draft is not None else None
         self._scheduler = Scheduler(
             self._pool,
-            step_tokens_max=config.step_tokens_max or default_step_tokens(self._runner.device),
+            self._pace,
+            step_tokens_max=step_tokens_max,
             sequences_max=config.sequences_max or default_sequences(self._runner.device),
-            draft_cost=lambda rows, more: self._pace.cost(rows, more),
+            draft_context_tokens=self._draft_model.context_tokens if self._draft_model is not None else 0,
         )
         self._sequences: dict[int, Sequence] = {}
         self._submitted = 0
@@ -122,7 +133,6 @@ class Engine:
         )
         progress(0.95, "warming up")
         self._warm_up()
-        self._totals = Totals()
         progress(1.0, "ready")
 
     @property
@@ -178,7 +188,10 @@ class Engine:
             submitted_s=self._clock(),
         )
         if self.config.draft_tokens_max and not sequence.has_penalties:
-            sequence.speculation = Speculation(Lookup(list(reference)), self.config.draft_tokens_max)
+            # at its beginning the answer is looked for where the reference begins
+            text = [*tokens[-2:], *reference] if reference else []
+            sequence.speculation = Speculation(Lookup(text), self.config.draft_tokens_max)
+            sequence.speculation.fortunes[Source.MODEL].rate = self._draft_rate
         self._sequences[sequence.id] = sequence
         self._scheduler.add(sequence)
         return sequence.id
@@ -192,7 +205,8 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Advance: schedule, launch, postprocess: this step, or the one before where the device works by itself meanwhile.
         A failure of the model fails the sequences of its step, nothing more."""
-        outputs = self._drop_expired()
+        late = self._scheduler.overdue(self._clock(), self.config.wait_max_s)
+        outputs = [self._fail(sequence, error) for sequence, error in late]
         if any(flight.decides_next for flight in self._flights):
             outputs += self._land()
         chunks = self._scheduler.schedule()
@@ -223,8 +237,8 @@ class Engine:
             cached_tokens_total=self._totals.cached_tokens,
             answer_tokens_total=self._totals.answer_tokens,
             preemptions_total=self._scheduler.preemptions,
-            drafted_tokens_total=self._totals.drafted_tokens,
-            accepted_tokens_total=self._totals.accepted_tokens,
+            drafted_tokens_total=dict(self._totals.drafted_tokens),
+            accepted_tokens_total=dict(self._totals.accepted_tokens),
         )
 
     def cached_prefix_tokens(self, tokens: Many[int], salt: bytes = b"") -> int:
@@ -235,19 +249,7 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raises AssertionError where an invariant of the pool, the queue or the sequences is broken."""
-        scheduler, size = self._scheduler, self._pool.block_tokens
-        self._pool.check_integrity([sequence.blocks for sequence in scheduler.running])
-        live = scheduler.waiting + scheduler.running
-        assert len(live) == len(set(map(id, live))), "a sequence is queued twice"
-        assert {sequence.id for sequence in live} == self._sequences.keys(), "a sequence is lost"
-        for sequence in scheduler.waiting:
-            assert sequence.status is Status.WAITING, f"sequence {sequence.id} waits as {sequence.status}"
-            assert not sequence.blocks, f"sequence {sequence.id} waits and holds blocks"
-            assert sequence.computed == 0, f"sequence {sequence.id} waits with computed tokens"
-        for sequence in scheduler.running:
-            assert sequence.status is Status.RUNNING, f"sequence {sequence.id} runs as {sequence.status}"
-            assert len(sequence.blocks) * size >= sequence.computed, f"sequence {sequence.id} lacks blocks"
-            assert sequence.pending >= 1, f"sequence {sequence.id} has nothing to compute"
+        self._scheduler.check_integrity(self._sequences.keys())
 
     def _check(self, tokens: Many[int], params: SamplingParams) -> None:
         params.validate()
@@ -268,14 +270,13 @@ class Engine:
         if len(self._scheduler.waiting) >= self.config.queue_max:
             raise Overloaded(f"{len(self._scheduler.waiting)} requests wait already")
 
-    def _drop_expired(self) -> list[StepOutput]:
-        late = self._scheduler.overdue(self._clock(), self.config.wait_max_s)
-        return [self._fail(sequence, error) for sequence, error in late]
-
-    def _launch(self, chunks: Many[Chunk]) -> str | None:
+    def _launch(self, chunks: list[Chunk]) -> str | None:
         """Have the device compute the chunks and draw after them; says why where that failed."""
         start = time.perf_counter()
         try:
+            if self._draft_model is not None:
+                chunks = self._draft_model.fill(chunks)
+                start = time.perf_counter()
             logits = self._runner.run(chunks, self._flights[-1] if self._flights else None)
             flight = draw(chunks, logits, self.tokenizer, start)
         except Exception as error:
@@ -327,10 +328,9 @@ class Engine:
             more, reason = self._add(sequence, drawn[accepted])
             piece = piece.joined(more)
         sequence.computed += accepted
-        if chunk.draft and sequence.speculation is not None:
-            sequence.speculation.observe(len(chunk.draft), accepted)
-            self._totals.drafted_tokens += len(chunk.draft)
-            self._totals.accepted_tokens += accepted
+        sequence.foreseen = min(sequence.foreseen, sequence.computed)
+        if chunk.draft:
+            self._learn(sequence, chunk, accepted)
         output = Output(
             text=piece.text,
             token_ids=piece.token_ids,
@@ -342,29 +342,29 @@ class Engine:
             return StepOutput(sequence.id, output)
         del self._sequences[sequence.id]
         self._scheduler.finish(sequence)
-        return StepOutput(sequence.id, output, usage=_usage(sequence))
+        return StepOutput(sequence.id, output, usage=sequence.usage)
+
+    def _learn(self, sequence: Sequence, chunk: Chunk, accepted: int) -> None:
+        """Count a draft, and judge the next by it."""
+        for drafted, right in (
+            (sequence.drafted, sequence.accepted),
+            (self._totals.drafted_tokens, self._totals.accepted_tokens),
+        ):
+            drafted[chunk.source] += len(chunk.draft)
+            right[chunk.source] += accepted
+        if sequence.speculation is not None:
+            sequence.speculation.observe(chunk.source, len(chunk.draft), accepted)
+            if chunk.source is Source.MODEL:
+                self._draft_rate += 0.02 * (sequence.speculation.fortunes[Source.MODEL].rate - self._draft_rate)
 
     def _add(self, sequence: Sequence, sampled: Sampled) -> tuple[Piece, FinishReason | None]:
-        """Add one token; returns the text it made final, and why the answer ends with it if it does."""
-        token_id = sampled.token_id
-        assert token_id is not None
+        assert sampled.token_id is not None
         self._totals.answer_tokens += 1
-        sequence.tokens.append(token_id)
-        if sequence.has_penalties:
-            sequence.counts[token_id] += 1
-        if token_id in sequence.stop_token_ids:
-            return sequence.text.finish(), "stop"
-        can_stop = sequence.answer_tokens >= sequence.params.min_tokens
-        piece = sequence.text.push(token_id, self.tokenizer.spelled(sampled), can_stop=can_stop)
-        if piece.is_stopped:
-            return piece, "stop"
-        if sequence.answer_tokens >= sequence.answer_tokens_max:
-            return piece.joined(sequence.text.finish()), "length"
-        return piece, None
+        return sequence.add(sampled.token_id, self.tokenizer.spelled(sampled))
 
     def _fail(self, sequence: Sequence, error: EngineError) -> StepOutput:
         self.abort(sequence.id)
-        return StepOutput(sequence.id, Output(finish_reason="abort"), usage=_usage(sequence), error=error)
+        return StepOutput(sequence.id, Output(finish_reason="abort"), usage=sequence.usage, error=error)
 
     def _fail_step(self, sequences: Many[Sequence], why: str) -> list[StepOutput]:
         """After a step went wrong nobody knows which KV is good: end these, recompute all others, forget everything."""
@@ -376,25 +376,21 @@ class Engine:
             self._scheduler.preempt(sequence)
         self._pool.forget_all()
         self._runner.kv.clear()
+        if self._draft_model is not None:
+            self._draft_model.clear()
         return failed
 
     def _warm_up(self) -> None:
         """Run a prompt and a few decodes: the first pass of each kind is slow, and predictions need a measurement."""
-        length = min(64, self.info.context_tokens - 4)
-        if length < 1 or self._pool.total * self._pool.block_tokens < length + 4:
+        length = min(64, self.info.context_tokens - 8, self.info.vocabulary_size)
+        if length < 1 or self._pool.total * self._pool.block_tokens < length + 8:
             return
-        params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=3 if self._draft_model is None else 6, ignore_eos=True)
         for _ in range(2):
             self._pace.forget()
-            self.submit([0] * length, params, salt=b"warm-up")
+            self.submit(range(length), params, salt=b"warm-up")
             while self.has_work:
                 self.step()
             self._pool.forget_all()
-
-
-def _usage(sequence: Sequence) -> Usage:
-    return Usage(
-        prompt_tokens=sequence.prompt_tokens,
-        completion_tokens=sequence.answer_tokens,
-        cached_tokens=sequence.cached_tokens or 0,
-    )
+        self._totals = Totals()
+        self._draft_rate = RATE_AT_FIRST

@@ -178,11 +178,14 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of tokens over all choices. `cached_tokens`: prompt tokens whose KV was reused, counted once."""
+    """Counts of tokens over all choices. `cached_tokens`: prompt tokens whose KV was reused, counted once. `drafted_tokens`,
+    `accepted_tokens`: guesses, and those that were right, by their source (text, reference, model)."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    drafted_tokens: dict[str, int] = {}
+    accepted_tokens: dict[str, int] = {}
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,7 +210,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's state as last pushed by its worker: what a router asks before it sends anything.
 
     What ends in `_total` counts since the engine's start: prompt tokens that were computed or reused (`cached_`), answer
-    tokens, preemptions, and drafted tokens with those of them that the model accepted.
+    tokens, preemptions, and drafted tokens with those of them that the model accepted, by their source (text, reference,
+    model; see `speculative`).
     """
 
     is_ready: bool = False
@@ -228,8 +232,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens_total: int = 0
     answer_tokens_total: int = 0
     preemptions_total: int = 0
-    drafted_tokens_total: int = 0
-    accepted_tokens_total: int = 0
+    drafted_tokens_total: dict[str, int] = {}
+    accepted_tokens_total: dict[str, int] = {}
 
     @property
     def kv_usage(self) -> float:

@@ -17,6 +17,7 @@ def arguments() -> argparse.ArgumentParser:
     """The options an engine is started with; the same for the worker and for `python -m local_engine`."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--model", help="a GGUF file, a checkpoint folder or a hub name; default: the embedded model")
+    parser.add_argument("--draft-model", help="a smaller model with the same tokenizer, which guesses for it")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16")
     parser.add_argument("--weights", default="auto", help="auto (as the checkpoint has them), int8, int4")

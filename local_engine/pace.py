@@ -5,43 +5,77 @@ Predictions of TTFT and the decision whether a draft pays stand on it. Knows row
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from local_engine.scheduler import Chunk
+if TYPE_CHECKING:
+    from local_engine.scheduler import Chunk
 
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # steps of similar size are one measurement
+_FRESH_STEPS = 1000  # an older measurement is none: contexts grow, machines get busy
+
+
+@dataclass(slots=True)
+class Times:
+    """Milliseconds of steps by their rows, as moving averages, with when each was last measured."""
+
+    _ms: dict[int, tuple[float, int]] = field(default_factory=dict)
+
+    def observe(self, rows: int, duration_s: float, now: int) -> None:
+        size = _size(rows)
+        self._ms[size] = (_blend(self._ms.get(size, (0.0, 0))[0], 1000.0 * duration_s), now)
+
+    def fresh(self, rows: int, now: int) -> float | None:
+        """What a step of so many rows takes; None where nobody knows any more."""
+        ms, at = self._ms.get(_size(rows), (0.0, 0))
+        return ms if ms and now - at < _FRESH_STEPS else None
 
 
 @dataclass(slots=True)
 class Pace:
-    """Moving averages. A decode step of `rows` takes `_step_ms[size of rows]`."""
+    """Moving averages, counted in decode steps. `draft_steps`: those of the draft model, where there is one."""
 
     prefill_tokens_per_s: float = 0.0
     decode_ms_per_token: float = 0.0
-    _step_ms: dict[int, float] = field(default_factory=dict)
+    steps: Times = field(default_factory=Times)
+    draft_steps: Times = field(default_factory=Times)
+    _now: int = 0
 
     def observe(self, chunks: Many[Chunk], duration_s: float) -> None:
         """Learn from one step that took `duration_s`."""
         tokens = sum(chunk.count for chunk in chunks)
         if all(chunk.count == 1 + len(chunk.draft) for chunk in chunks):
-            size = _size(tokens)
-            self._step_ms[size] = _blend(self._step_ms.get(size, 0.0), 1000.0 * duration_s)
+            self._now += 1
+            self.steps.observe(tokens, duration_s, self._now)
             if tokens == len(chunks):
                 self.decode_ms_per_token = _blend(self.decode_ms_per_token, 1000.0 * duration_s)
         elif tokens >= 32:
             self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, tokens / duration_s)
 
+    def observe_draft(self, rows: int, duration_s: float) -> None:
+        """Learn from one step of the draft model that gave a token to each of `rows` sequences."""
+        self.draft_steps.observe(rows, duration_s, self._now)
+
     def cost(self, rows: int, more: int) -> float:
-        """The time of a decode step of `rows + more` rows in times of one of `rows`; 1 while either is unmeasured, so
-        that it gets measured. `more` is what one sequence drafts: so others are assumed to draft as much."""
-        few, many = self._step_ms.get(_size(rows)), self._step_ms.get(_size(rows * (1 + more)))
-        return max(1.0, many / few) if few and many else 1.0
+        """The time of a decode step of `rows + more` rows in times of one of `rows`; infinite while the latter is unknown and
+        1 while the former is, so that both get measured. `more` is what one sequence drafts: so others are assumed to
+        draft as much."""
+        few, many = self.steps.fresh(rows, self._now), self.steps.fresh(rows * (1 + more), self._now)
+        if few is None:
+            return math.inf
+        return max(1.0, many / few) if many is not None else 1.0
+
+    def model_cost(self, rows: int, more: int) -> float:
+        """The same where the draft model makes the draft, one step of its own for each token."""
+        few, draft = self.steps.fresh(rows, self._now), self.draft_steps.fresh(rows, self._now)
+        return self.cost(rows, more) + (more * draft / few if few and draft else 0.0)
 
     def forget(self) -> None:
         """Start anew: what was measured was not typical."""
         self.prefill_tokens_per_s = self.decode_ms_per_token = 0.0
-        self._step_ms.clear()
+        self.steps, self.draft_steps = Times(), Times()
 
 
 def _size(rows: int) -> int:

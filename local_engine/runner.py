@@ -34,9 +34,21 @@ Progress = Callable[[float, str], None]
 
 
 class ModelRunner:
-    """A loaded model with room for `kv.blocks` blocks of KV. `context_tokens` is what fits of the model's context."""
+    """A loaded model with room for `kv.blocks` blocks of KV. `context_tokens` is what fits of the model's context.
 
-    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, progress: Progress) -> None:
+    A model that drafts (`is_draft`) gets its pool with the one it drafts for (`draft`): blocks of the same ids, from the same
+    memory.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        progress: Progress,
+        *,
+        draft: ModelRunner | None = None,
+        is_draft: bool = False,
+    ) -> None:
         self.device = machine.choose_device(config.device)
         if self.device.type == "cpu":
             torch.set_num_threads(machine.choose_threads(config.threads))
@@ -59,10 +71,13 @@ class ModelRunner:
             held = ", ".join(f"{count} in {form}" for form, count in sorted(self.decoder.forms().items()))
             _log.info("%s: %s; matrices held: %s", model.name, checkpoint.form, held)
             machine.return_unused_memory()
-            self.kv = self._make_kv(config)
-        self.context_tokens = min(context_tokens, self.kv.blocks * config.block_tokens)
-        self._gpu = self._gpu_steps(config)
+        self.context_tokens = context_tokens
         self._group = model.heads // model.kv_heads
+        if is_draft:
+            return
+        self._take_kv(config, self._blocks(config, draft))
+        if draft is not None:
+            draft._take_kv(config, self.kv.blocks)
         if config.is_batch_invariant and (self.kv.native is None or not self.decoder.is_batch_invariant):
             raise ModelError("is_batch_invariant needs the native kernels and bfloat16 or quantised weights")
 
@@ -118,9 +133,23 @@ class ModelRunner:
             return False, blocks[:: max(1, _SPAN_TOKENS // self.kv.block_tokens)]
         return chunk.count > 1, [-len(blocks)]
 
-    def _make_kv(self, config: EngineConfig) -> PagedKV | TritonKV:
-        model = self.decoder.config
-        block_bytes = block_size_bytes(model, config.block_tokens, self.dtype, self.device)
+    def _take_kv(self, config: EngineConfig, blocks: int) -> None:
+        kind: type[PagedKV | TritonKV] = PagedKV
+        if gpu.is_served(self.device):
+            from local_engine.gpu.paged_kv import TritonKV as kind  # noqa: N813
+        size, model = config.block_tokens, self.decoder.config
+        with torch.inference_mode():
+            self.kv = kind(model, blocks=blocks, block_tokens=size, dtype=self.dtype, device=self.device)
+        self.context_tokens = min(self.context_tokens, blocks * size)
+        self._gpu = self._gpu_steps(config)
+
+    def _blocks(self, config: EngineConfig, draft: ModelRunner | None) -> int:
+        """How many blocks there is memory for, those of the draft model at their side. Raises ModelError."""
+        block_bytes = sum(
+            block_size_bytes(one.decoder.config, config.block_tokens, one.dtype, one.device)
+            for one in (self, draft)
+            if one is not None
+        )
         if config.kv_blocks is not None:
             blocks = config.kv_blocks
         elif config.kv_size_mb is not None:
@@ -131,10 +160,7 @@ class ModelRunner:
             raise ModelError(
                 f"no room for KV: {blocks} blocks of {block_bytes} bytes; raise the KV size or free memory"
             )
-        kind: type[PagedKV | TritonKV] = PagedKV
-        if gpu.is_served(self.device):
-            from local_engine.gpu.paged_kv import TritonKV as kind  # noqa: N813
-        return kind(model, blocks=blocks, block_tokens=config.block_tokens, dtype=self.dtype, device=self.device)
+        return blocks
 
     def _activation_bytes(self, config: EngineConfig) -> int:
         """What one step's intermediate tensors take at most: the widest of them, logits, and a layer's gathered KV."""

@@ -18,24 +18,29 @@ under way not before it is known.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from local_engine.block_pool import BlockPool
 from local_engine.messages import DeadlineExceeded, EngineError, Overloaded
+from local_engine.pace import Pace
 from local_engine.sequence import Sequence, Status
+from local_engine.speculative import Draft, Source
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Tokens `start .. start + count` (half open) of a sequence, to be computed in this step; the last of them are
-    `draft`, guesses at what follows its tokens. `logit_rows`: how many of the last ones need logits."""
+    `draft`, guesses at what follows its tokens, from `source`. `wanted`: how many guesses there is room for that the draft
+    model is yet to make. `logit_rows`: how many of the last tokens need logits."""
 
     sequence: Sequence
     start: int
     count: int
     logit_rows: int
     draft: tuple[int, ...] = ()
+    source: Source = Source.TEXT
+    wanted: int = 0
 
     @property
     def end(self) -> int:
@@ -52,26 +57,27 @@ class Chunk:
         known = self.sequence.tokens[self.start : self.end - len(self.draft)]
         return [*known, *[0] * (self.count - len(self.draft) - len(known)), *self.draft]
 
+    def with_draft(self, draft: tuple[int, ...]) -> Chunk:
+        """The same with the draft model's guesses."""
+        count, logit_rows = self.count + len(draft), self.logit_rows + len(draft)
+        return replace(self, count=count, logit_rows=logit_rows, draft=draft, wanted=0)
+
 
 class Scheduler:
     """The queue, the running set and the rule between them."""
 
     def __init__(
-        self,
-        pool: BlockPool,
-        *,
-        step_tokens_max: int,
-        sequences_max: int,
-        draft_cost: Callable[[int, int], float] = lambda rows, more: 1.0,
+        self, pool: BlockPool, pace: Pace, *, step_tokens_max: int, sequences_max: int, draft_context_tokens: int = 0
     ) -> None:
-        """`draft_cost`: the time of a step of so many rows with so many more, in times of one without them."""
+        """`pace` says what drafts cost; `draft_context_tokens`: how far a draft model sees, 0 where there is none."""
         self.pool = pool
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
         self._step_tokens_max = step_tokens_max
         self._sequences_max = sequences_max
-        self._draft_cost = draft_cost
+        self._pace = pace
+        self._draft_context_tokens = draft_context_tokens
         self._now = 0.0  # where the fair order stands: the turn of the last one admitted
         self._turn_ends: dict[tuple[int, bytes], float] = {}
         self._answer_tokens_expected = 0.0
@@ -135,7 +141,7 @@ class Scheduler:
             if self._find_room(sequence, count, ready):
                 draft = self._draft(sequence, budget - len(ready) - 1)
                 chunks.append(self._chunk(sequence, count, draft))
-                budget -= count + len(draft)
+                budget -= chunks[-1].count + chunks[-1].wanted
         while budget > 0 and self.waiting and len(self.running) < self._sequences_max:
             if self.preemptions > preemptions or not self._admit(self.waiting[0]):
                 break
@@ -146,6 +152,23 @@ class Scheduler:
             chunks.append(self._chunk(sequence, count))
             budget -= count
         return chunks
+
+    def check_integrity(self, live: Collection[int]) -> None:
+        """Raises AssertionError where an invariant of the pool, the queue or the sequences `live`, by their ids, is broken."""
+        size = self.pool.block_tokens
+        self.pool.check_integrity([sequence.blocks for sequence in self.running])
+        queued = self.waiting + self.running
+        assert len(queued) == len(set(map(id, queued))), "a sequence is queued twice"
+        assert {sequence.id for sequence in queued} == set(live), "a sequence is lost"
+        for sequence in self.waiting:
+            assert sequence.status is Status.WAITING, f"sequence {sequence.id} waits as {sequence.status}"
+            assert not sequence.blocks, f"sequence {sequence.id} waits and holds blocks"
+            assert sequence.computed == sequence.foreseen == 0, f"sequence {sequence.id} waits with computed tokens"
+        for sequence in self.running:
+            assert sequence.status is Status.RUNNING, f"sequence {sequence.id} runs as {sequence.status}"
+            assert len(sequence.blocks) * size >= sequence.computed, f"sequence {sequence.id} lacks blocks"
+            assert sequence.foreseen <= sequence.computed, f"sequence {sequence.id} was drafted past its tokens"
+            assert sequence.pending >= 1, f"sequence {sequence.id} has nothing to compute"
 
     def _admit(self, sequence: Sequence) -> bool:
         """Move it to the running set if the pool has room for all of its tokens, and for what runs to grow."""
@@ -182,20 +205,26 @@ class Scheduler:
             blocks += max(1, -(-int(tokens) // size) - len(sequence.blocks))
         return blocks
 
-    def _draft(self, sequence: Sequence, budget: int) -> tuple[int, ...]:
-        """Guesses to verify with a decode: as many as the budget, free blocks and the answer's limit leave room for."""
+    def _draft(self, sequence: Sequence, budget: int) -> Draft | None:
+        """What to verify with a decode: as much as the budget, free blocks and the answer's limit leave room for."""
         if sequence.speculation is None or sequence.pending != 1:
-            return ()
-        size = self.pool.block_tokens
-        unknown = sequence.in_flight
-        room = min(budget, sequence.answer_tokens_max - sequence.answer_tokens - unknown - 1)
+            return None
+        size, known = self.pool.block_tokens, len(sequence.tokens) + sequence.in_flight
+        room = min(budget, sequence.answer_tokens_max - sequence.answer_tokens - sequence.in_flight - 1)
         spare = max(0, self.pool.free - len(self.running))  # a guess must cost nobody a block
-        room = min(room, (len(sequence.blocks) + spare) * size - len(sequence.tokens) - unknown)
-        rows = len(self.running)
-        draft = sequence.speculation.draft(sequence.tokens, room + unknown, lambda more: self._draft_cost(rows, more))
-        draft = draft[unknown:]  # the token under way was guessed as well
-        if draft:
-            wanted = -(-(len(sequence.tokens) + unknown + len(draft)) // size) - len(sequence.blocks)
+        room = min(room, (len(sequence.blocks) + spare) * size - known)
+        rows, pace = len(self.running), self._pace
+        draft = sequence.speculation.draft(
+            sequence.tokens,
+            room + sequence.in_flight,
+            lambda more: pace.cost(rows, more),
+            self._draft_context_tokens - known,
+            lambda more: pace.model_cost(rows, more),
+        )
+        if draft is not None and sequence.in_flight:
+            draft = draft.after(sequence.in_flight)  # the token under way was guessed as well
+        if draft is not None:
+            wanted = -(-(known + len(draft.tokens) + draft.wanted) // size) - len(sequence.blocks)
             sequence.blocks.extend(self.pool.allocate() for _ in range(wanted))
         return draft
 
@@ -211,26 +240,30 @@ class Scheduler:
         sequence.blocks.extend(self.pool.allocate() for _ in range(wanted))
         return True
 
-    def _chunk(self, sequence: Sequence, count: int, draft: tuple[int, ...] = ()) -> Chunk:
+    def _chunk(self, sequence: Sequence, count: int, draft: Draft | None = None) -> Chunk:
         pool, start = self.pool, sequence.computed
         written, full = start // pool.block_tokens, min(start + count, len(sequence.tokens)) // pool.block_tokens
         if sequence.registered < full:
             pool.extend_keys(sequence.keys, sequence.tokens, sequence.salt, full)
-        while sequence.registered < full and pool.register(
-            sequence.blocks,
-            sequence.registered,
-            sequence.keys,
-            sequence.tokens,
-            sequence.salt,
-            is_written=sequence.registered < written,
-        ):
+        while sequence.registered < full:
+            blocks, index = sequence.blocks, sequence.registered
+            own = blocks[index]
+            if not pool.register(
+                blocks, index, sequence.keys, sequence.tokens, sequence.salt, is_written=index < written
+            ):
+                break
+            if blocks[index] != own:  # another's, which the draft model may not have seen
+                sequence.foreseen = min(sequence.foreseen, index * pool.block_tokens)
             sequence.registered += 1
-        logit_rows = 1 + len(draft) if count == sequence.pending else 0
+        logit_rows = 1 if count == sequence.pending else 0
         if sequence.wants_prompt_logprobs:
             logit_rows = count
-        return Chunk(sequence, start, count + len(draft), logit_rows, draft)
+        if draft is None:
+            return Chunk(sequence, start, count, logit_rows)
+        more = len(draft.tokens)
+        return Chunk(sequence, start, count + more, logit_rows + more, draft.tokens, draft.source, draft.wanted)
 
     def _release(self, sequence: Sequence) -> None:
         self.pool.release(reversed(sequence.blocks))
         sequence.blocks = []
-        sequence.computed = sequence.registered = 0
+        sequence.computed = sequence.registered = sequence.foreseen = 0

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import blake2b
 
-from local_engine.messages import SamplingParams, TokenLogprob
+from local_engine.messages import FinishReason, SamplingParams, TokenLogprob, Usage
 from local_engine.speculative import Speculation
-from local_engine.tokenizer import TextStream
+from local_engine.tokenizer import Piece, TextStream
 
 
 class Status(Enum):
@@ -32,7 +32,8 @@ class Sequence:
     and the next step may compute it all the same.
     `cached_tokens` is how much of the prompt was reused at first admission. `counts` counts answer tokens and is kept
     only where a penalty needs it. `turn` is its place in the fair order of its priority, see the scheduler.
-    `speculation` is None where drafts are not allowed. `prompt_logprobs` are those of the prompt's tokens from the second
+    `speculation` is None where drafts are not allowed; `foreseen` counts tokens whose KV the draft model has in `blocks`.
+    `drafted` and `accepted` count guesses by their source. `prompt_logprobs` are those of the prompt's tokens from the second
     on, as far as they are known; kept where they were asked for.
     """
 
@@ -51,6 +52,9 @@ class Sequence:
     turn: float = -1.0
     submitted_s: float = 0.0
     speculation: Speculation | None = None
+    foreseen: int = 0
+    drafted: Counter[str] = field(default_factory=Counter)
+    accepted: Counter[str] = field(default_factory=Counter)
     status: Status = Status.WAITING
     blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
@@ -77,6 +81,11 @@ class Sequence:
         return self.answer_tokens + self.in_flight < self.answer_tokens_max
 
     @property
+    def pending_draft(self) -> int:
+        """How many tokens the draft model has not seen."""
+        return len(self.tokens) - self.foreseen
+
+    @property
     def order(self) -> tuple[int, float, int]:
         """Admission order: smaller goes first."""
         return (self.priority, self.turn, self.arrival)
@@ -86,11 +95,36 @@ class Sequence:
         """Whether log probabilities of the prompt are still to be computed."""
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_tokens - 1
 
+    def add(self, token_id: int, logprob: TokenLogprob | None) -> tuple[Piece, FinishReason | None]:
+        """Add the answer's next token; returns the text it made final, and why the answer ends with it if it does."""
+        self.tokens.append(token_id)
+        if self.has_penalties:
+            self.counts[token_id] += 1
+        if token_id in self.stop_token_ids:
+            return self.text.finish(), "stop"
+        piece = self.text.push(token_id, logprob, can_stop=self.answer_tokens >= self.params.min_tokens)
+        if piece.is_stopped:
+            return piece, "stop"
+        if self.answer_tokens >= self.answer_tokens_max:
+            return piece.joined(self.text.finish()), "length"
+        return piece, None
+
     def noise_key(self, position: int) -> int:
         """What the noise that draws the answer's token at `position` begins with, a signed 64-bit number: a function of seed
         and position alone, so that batches, preemptions and drafts that failed change nothing about it."""
         key = self.seed.to_bytes(32, "little", signed=True) + position.to_bytes(8, "little")
         return int.from_bytes(blake2b(key, digest_size=8).digest(), "little", signed=True)
+
+    @property
+    def usage(self) -> Usage:
+        """What it took."""
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.answer_tokens,
+            cached_tokens=self.cached_tokens or 0,
+            drafted_tokens=dict(self.drafted),
+            accepted_tokens=dict(self.accepted),
+        )
 
     @property
     def has_penalties(self) -> bool:

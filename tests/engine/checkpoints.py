@@ -125,11 +125,12 @@ def make_tokenizer() -> Tokenizer:
 
 
 def make_checkpoint(folder: Path, family: str, *, shard_size: str = "5GB", seed: int = 7) -> Path:
-    """Write a random checkpoint of a family, tokenizer and chat template included."""
+    """Write a random checkpoint of a family, tokenizer and chat template included. `llama~` is one near that of `llama`:
+    mostly it says the same, so it can draft for it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tokenizer = make_tokenizer()
-    options = {**SHAPE, **FAMILIES[family]}
+    options = {**SHAPE, **FAMILIES[family.rstrip("~")]}
     config = AutoConfig.for_model(
         options.pop("model_type"), vocab_size=tokenizer.get_vocab_size(), bos_token_id=0, eos_token_id=2, **options
     )
@@ -139,6 +140,8 @@ def make_checkpoint(folder: Path, family: str, *, shard_size: str = "5GB", seed:
         for name, weight in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
                 weight += 0.3 * torch.randn(weight.shape)
+        for weight in model.parameters() if family.endswith("~") else ():
+            weight += 0.006 * torch.randn(weight.shape)
     model.save_pretrained(folder, max_shard_size=shard_size)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)

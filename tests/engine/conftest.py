@@ -12,6 +12,7 @@ import pytest
 from local_engine.config import EngineConfig
 from local_engine.engine import Engine
 from local_engine.messages import SamplingParams
+from local_engine.pace import Pace
 from tests.engine.checkpoints import make_checkpoint
 
 SMALL: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1, "kv_blocks": 128, "block_tokens": 4}
@@ -37,6 +38,26 @@ def make_engine(checkpoint: Callable[[str], Path]) -> Callable[..., Engine]:
         return Engine(config, is_overlapped=is_overlapped)
 
     return make
+
+
+class FixedPace(Pace):
+    """Prices of drafts that no clock decides: a looked-up one costs nothing, the draft model's `model_price`."""
+
+    model_price = 0.9  # less than nothing: where there is a draft model, it drafts
+
+    def cost(self, rows: int, more: int) -> float:
+        return 1.0
+
+    def model_cost(self, rows: int, more: int) -> float:
+        return self.model_price
+
+
+def at_fixed_prices(engine: Engine, model_price: float = 0.9) -> Engine:
+    """The engine, drafting wherever it can."""
+    pace = FixedPace()
+    pace.model_price = model_price
+    engine._pace = engine._scheduler._pace = pace
+    return engine
 
 
 def greedy(max_tokens: int = 12, **more: Any) -> SamplingParams:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from local_engine.engine import Engine
 from tests.engine.checkpoints import naive_greedy, random_prompt
-from tests.engine.conftest import greedy
+from tests.engine.conftest import at_fixed_prices, greedy
 
 ANSWER = 10
 
@@ -49,7 +49,7 @@ arrivals = st.builds(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     requests=st.lists(arrivals, min_size=1, max_size=7),
     blocks=st.integers(15, 60),
@@ -59,6 +59,7 @@ arrivals = st.builds(
     has_prefix_cache=st.booleans(),
     draft_tokens_max=st.sampled_from([0, 1, 3, 8]),
     is_overlapped=st.booleans(),
+    draft_model=st.sampled_from([None, None, "~", "", "other"]),
 )
 def test_any_mix_gives_the_naive_answers(
     make_engine: Callable[..., Engine],
@@ -72,8 +73,11 @@ def test_any_mix_gives_the_naive_answers(
     has_prefix_cache: bool,
     draft_tokens_max: int,
     is_overlapped: bool,
+    draft_model: str | None,
 ) -> None:
-    """Greedy answers equal the naive forward pass and every step leaves the engine's books in order."""
+    """Greedy answers equal the naive forward pass and every step leaves the engine's books in order, whatever drafts: nobody,
+    a model that is near, the model itself, or one that knows nothing."""
+    drafts = {"~": family + "~", "": family, "other": "mistral-window"}
     engine = make_engine(
         family,
         kv_blocks=blocks,
@@ -83,7 +87,9 @@ def test_any_mix_gives_the_naive_answers(
         has_prefix_cache=has_prefix_cache,
         draft_tokens_max=draft_tokens_max,
         is_overlapped=is_overlapped,
+        draft_model=str(checkpoint(drafts[draft_model])) if draft_model is not None else None,
     )
+    at_fixed_prices(engine)
     coming = sorted(requests, key=lambda request: request.at)
     live: dict[int, tuple[Arrival, int]] = {}
     found: dict[int, list[int]] = {}
