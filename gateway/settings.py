@@ -120,6 +120,7 @@ class ModelSettings(_Section):
 
 class EngineSettings(_Section):
     model: str = Field("default", description="`default`, a GGUF file, a checkpoint folder or a hub name")
+    draft_model: str | None = Field(None, description="a smaller model of the same tokenizer, which guesses for it")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="the weights' precision")
     weights: Literal["auto", "int8", "int4"] = Field(
@@ -277,6 +278,7 @@ class Settings(_Section):
     def missing_files(self) -> list[tuple[str, str]]:
         """Models that are named by a path where there is nothing: (path, where it is asked for)."""
         named = [(engine.model, f"engines.{name}.model") for name, engine in self.engines.items()]
+        named += [(e.draft_model, f"engines.{name}.draft_model") for name, e in self.engines.items() if e.draft_model]
         return [
             (m, where)
             for m, where in named

@@ -81,6 +81,7 @@ def engine_argv(settings: Settings, name: str) -> list[str]:
     engine = settings.engines[name]
     flags = {
         "--model": engine.model if engine.model != "default" else None,
+        "--draft-model": engine.draft_model,
         "--device": engine.device,
         "--dtype": engine.dtype,
         "--weights": engine.weights,

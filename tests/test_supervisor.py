@@ -1,0 +1,46 @@
+"""What the supervisor starts is what the settings say."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from gateway.settings import EngineSettings, Settings
+from gateway.supervisor import engine_argv
+from local_engine.config import EngineConfig
+from local_engine.options import arguments, config_from
+
+SET: dict[str, Any] = {
+    "model": "org/model",
+    "draft_model": "org/small",
+    "device": "cpu",
+    "dtype": "float32",
+    "weights": "int8",
+    "threads": 3,
+    "context_tokens_max": 4096,
+    "kv_size_mb": 77,
+    "output_tokens_default": 99,
+    "queue_max": 11,
+}
+NAMES = {"output_tokens_default": "answer_tokens_default"}  # what the engine calls it
+
+
+def told(**engine: Any) -> EngineConfig:
+    """What an engine's process makes of its command line."""
+    settings = Settings(engines={"own": EngineSettings(**engine)})
+    python, flag, module, socket_flag, socket, *options = engine_argv(settings, "own")
+    assert (python, flag, module, socket_flag) == (sys.executable, "-m", "local_engine.worker", "--socket")
+    assert socket == str(settings.engine_socket("own"))
+    return config_from(arguments().parse_args(options))
+
+
+def test_an_engine_is_told_each_of_its_settings() -> None:
+    """Every setting of an engine arrives in its process under its name; none is forgotten on the way."""
+    assert SET.keys() == EngineSettings.model_fields.keys()
+    config = told(**SET)
+    assert {name: getattr(config, NAMES.get(name, name)) for name in SET} == SET
+
+
+def test_an_engine_s_defaults_are_its_own() -> None:
+    """What nobody set is the engine's default, and the default model has no name."""
+    assert told() == EngineConfig()
