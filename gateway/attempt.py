@@ -10,6 +10,7 @@ from gateway.backends.base import BackendBroken, BackendError, BackendRejected, 
 from gateway.errors import from_backend
 from gateway.fleet import Deployment
 from gateway.job import Job
+from gateway.near_answer import text_of
 from gateway.record import Attempt
 from gateway.storing import Generated
 
@@ -30,6 +31,8 @@ async def attempt(job: Job, deployment: Deployment) -> BackendError | None:
     # where somebody else could take over, a stream tells sooner than a whole that nobody is answering
     is_stream = turn.is_stream or len(job.alias.deployments) > 1
     is_bounded = job.hold is not None and bool(job.hold.held)
+    draft = text_of(job.near) if deployment.settings.engine else ""
+    turn.record.draft = job.near.id if draft and job.near is not None else ""
     stream = deployment.backend.stream(
         BackendRequest(
             body=job.alias.bounded(deployment, turn.ask, turn.body) if is_bounded else turn.body,
@@ -38,6 +41,7 @@ async def attempt(job: Job, deployment: Deployment) -> BackendError | None:
             request_id=turn.record.request_id,
             ttft_timeout_s=deployment.ttft_timeout_s(prompt_tokens),
             idle_timeout_s=deployment.settings.idle_timeout_ms / 1000.0 if is_stream else _WHOLE_TIMEOUT_S,
+            draft=draft,
         )
     )
     held: list[Chunk] = []  # chunks without content don't commit us: the next deployment may still be tried

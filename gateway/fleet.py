@@ -133,6 +133,11 @@ class Alias:
         return len(self.deployments) > 1
 
     @property
+    def has_engine(self) -> bool:
+        """Whether a local engine may answer, which can use a draft."""
+        return any(d.settings.engine is not None for d in self.deployments.values())
+
+    @property
     def is_starting(self) -> bool:
         """Nobody can answer yet, and somebody is about to."""
         loads = [d.backend.load(0) for d in self.deployments.values()]

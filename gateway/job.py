@@ -61,6 +61,7 @@ class Job:
     attempts: list[Attempt] = field(default_factory=list)
     has_taken_tokens: bool = False  # from a rate limit: to be corrected when it is known how many they were
     trial: Trial | None = None  # what the semantic decision was made of, for the verdict that may follow
+    near: Entry | None = None  # what was answered to the nearest prompt: a draft for who can use one
     is_abandoned: bool = False  # everybody left while a deployment was at work
 
     def remaining_ms(self) -> float | None:

@@ -31,6 +31,7 @@ from cache import (
     fingerprint,
     partition,
 )
+from gateway import near_answer
 from gateway.accounts import Accounts, Identity, LedgerRow
 from gateway.attempt import attempt
 from gateway.backends.base import BackendError, Chunk
@@ -273,6 +274,7 @@ class Pipeline:
     async def _reserve(self, job: Job) -> None:
         """7. The tokens and the money that this generation may need, in one round trip; what is refused leaves nothing taken."""
         turn, identity = job.turn, job.identity
+        near = near_answer.begin(job, self.exact)
         taking = Begun(self.limits.take_tokens(turn, identity))
         try:
             amount = job.alias.worst_case_microusd(turn.ask)
@@ -280,6 +282,7 @@ class Pipeline:
         finally:
             turn.headers |= await taking
             job.has_taken_tokens = True
+        job.near = (await near).entry if near is not None else None
 
     async def _stream(self, job: Job) -> None:
         """8 and 9. Try deployments in the order of the route until one has begun; failover is free until then."""
@@ -321,8 +324,7 @@ class Pipeline:
         facts.usage = usage
         entry: Entry | None = None
         if facts.entry is None and made.has_begun:
-            record.prompt_tokens, record.completion_tokens = usage.prompt_tokens, usage.completion_tokens
-            record.cached_tokens = usage.cached_tokens
+            record.count(usage)
             facts.cost_microusd = record.cost_microusd = row.cost_microusd if row else 0
             cache = self.settings.cache
             refusal = refusal_of(made, turn.controls, cache.entry_bytes_max, is_fallback=job.is_fallback)

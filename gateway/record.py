@@ -3,6 +3,8 @@ value and of nothing else, so they can't disagree."""
 
 import msgspec
 
+from gateway.backends.base import Usage
+
 
 class Rejection(msgspec.Struct, frozen=True):
     """Why a deployment was not used."""
@@ -52,5 +54,16 @@ class Record(msgspec.Struct, omit_defaults=True):
     saved_ms: float = 0.0  # how long it had taken, less what the hit took
     ttft_ms: float | None = None
     duration_ms: float = 0.0
+    draft: str = ""  # id of the near answer that a local engine was given as a draft
+    drafted_tokens: dict[str, int] | None = (
+        None  # guesses that were verified, by source: text, reference (that answer), model
+    )
+    accepted_tokens: dict[str, int] | None = None  # those that were right: as many steps less
     survived: tuple[str, ...] = ()  # parts that failed and were done without: redis, cache_worker
     is_disconnected: bool = False  # the client left before its last byte
+
+    def count(self, usage: Usage) -> None:
+        """What the generation took."""
+        self.prompt_tokens, self.completion_tokens = usage.prompt_tokens, usage.completion_tokens
+        self.cached_tokens = usage.cached_tokens
+        self.drafted_tokens, self.accepted_tokens = usage.drafted_tokens, usage.accepted_tokens

@@ -12,7 +12,8 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -227,7 +228,16 @@ def _total(work: Work) -> Usage:
         prompt_tokens=first.prompt_tokens,
         completion_tokens=sum(usage.completion_tokens for usage in work.ended.values()),
         cached_tokens=first.cached_tokens,
+        drafted_tokens=_added(usage.drafted_tokens for usage in work.ended.values()),
+        accepted_tokens=_added(usage.accepted_tokens for usage in work.ended.values()),
     )
+
+
+def _added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for one in counts:
+        total.update(one)
+    return dict(total)
 
 
 def _best(work: Work) -> tuple[Output, ...]:

@@ -20,11 +20,13 @@ import msgspec
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):
-    """Tokens of one generation, as its backend counted them."""
+    """Tokens of one generation, as its backend counted them; a local engine's guesses by their source."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    drafted_tokens: dict[str, int] | None = None
+    accepted_tokens: dict[str, int] | None = None
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
@@ -50,6 +52,7 @@ class BackendRequest(msgspec.Struct, frozen=True):
     request_id: str
     ttft_timeout_s: float
     idle_timeout_s: float
+    draft: str = ""  # a text that the answer may share passages with; for who can verify guesses, others ignore it
 
 
 class Load(msgspec.Struct, frozen=True):

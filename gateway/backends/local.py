@@ -243,7 +243,13 @@ class _Writer:
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         }
-        found = Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+        found = Usage(
+            usage.prompt_tokens,
+            usage.completion_tokens,
+            usage.cached_tokens,
+            usage.drafted_tokens or None,
+            usage.accepted_tokens or None,
+        )
         return Chunk(self._head + b'],"usage":' + _encode(counts) + b"}", usage=found, is_usage_only=True)
 
 
@@ -285,6 +291,7 @@ def engine_request(request: BackendRequest) -> GenerateRequest:
         n=asked.n or 1,
         salt=request.salt,
         priority=_PRIORITY_FLEX if body.get("service_tier") == "flex" else 0,
+        reference=request.draft or None,
     )
 
 

@@ -115,6 +115,15 @@ SEMANTIC_STRICTNESS = _gauge(
     "team",
     "model",
 )
+DRAFTED = _counter(
+    "sameway_drafted_tokens_total",
+    "Tokens that were guessed and verified by a local engine: source is text, reference (a near cached answer) or model.",
+    "deployment",
+    "source",
+)
+ACCEPTED = _counter(
+    "sameway_accepted_tokens_total", "Guessed tokens that were right: as many steps less.", "deployment", "source"
+)
 ATTEMPTS = _counter(
     "sameway_attempts_total", "Generations tried, per deployment: ok or error.", "deployment", "outcome"
 )
@@ -197,6 +206,7 @@ BUILD = _gauge("sameway_build_info", Merge.MAX, "Always 1; the version is a labe
 
 DEFINITIONS: tuple[Definition, ...] = (
     *(REQUESTS, ERRORS, DISCONNECTS, COST, SAVED_COST, SAVED_TIME, TOKENS, STORES, SEMANTIC_MISSES, VERDICTS),
+    *(DRAFTED, ACCEPTED),
     *(ATTEMPTS, FAILOVERS, FAILURES, LOG_DROPPED, SERIES_DROPPED, DURATION, TTFT, TPOT, TOKEN_USAGE, ATTEMPT_DURATION),
     *(IN_FLIGHT, LOOP_LAG, WORKER_MEMORY, REDIS_UP, DATABASE_UP, LEDGER_BACKLOG, CACHE_WORKER_UP, INDEX_ENTRIES),
     *(SEMANTIC_ERROR, SEMANTIC_ERROR_LOW, SEMANTIC_ERROR_HIGH, SEMANTIC_BOUND, SEMANTIC_STRICTNESS),

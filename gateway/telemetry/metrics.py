@@ -18,6 +18,7 @@ import msgspec
 
 from gateway.record import Record
 from gateway.telemetry.definitions import (
+    ACCEPTED,
     ATTEMPT_DURATION,
     ATTEMPTS,
     BUILD,
@@ -25,6 +26,7 @@ from gateway.telemetry.definitions import (
     COST,
     DEFINITIONS,
     DISCONNECTS,
+    DRAFTED,
     DURATION,
     ERRORS,
     FAILOVERS,
@@ -137,6 +139,9 @@ class Metrics:
             self.add(STORES, 1, record.store)
         if record.miss_reason:
             self.add(SEMANTIC_MISSES, 1, record.miss_reason)
+        for source, drafted in (record.drafted_tokens or {}).items():
+            self.add(DRAFTED, drafted, record.deployment, source)
+            self.add(ACCEPTED, (record.accepted_tokens or {}).get(source, 0), record.deployment, source)
         for attempt in record.attempts:
             outcome = "ok" if attempt.outcome == "ok" else "error"
             self.add(ATTEMPTS, 1, attempt.name, outcome)

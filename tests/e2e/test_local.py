@@ -71,6 +71,50 @@ def test_what_the_engine_can_do(client: OpenAI) -> None:
     assert "tools" in refused.json()["error"]["message"]
 
 
+def test_a_near_answer_is_a_draft(local: Gateway) -> None:
+    """A prompt that comes near a cached one and must not have its answer is generated with that answer as a draft: fewer
+    steps, the same words as without, and the log and the metrics say so. Another team's answer drafts for nobody else."""
+    prompts = [f"Write {number} short sentences about the city of Paris." for number in ("two", "three")]
+
+    def ask(prompt: str, **more: Any) -> tuple[str, dict[str, Any]]:
+        """The answer, and what the log says of it."""
+        reply = local.chat(prompt, model=MODEL, temperature=0, **more)
+        assert reply.status_code == 200
+        found: list[dict[str, Any]] = []
+
+        def is_logged() -> bool:
+            found[:] = [one for one in local.records() if one["request_id"] == reply.headers["x-request-id"]]
+            return bool(found)
+
+        wait_for(is_logged)
+        text: str = reply.json()["choices"][0]["message"]["content"]
+        return text, found[0]
+
+    for _ in range(2):  # the second reads its prompt's beginning from memory, as those below do
+        plain, said = ask(prompts[1], cache={"no-cache": True, "no-store": True})
+        assert "draft" not in said
+    _, said = ask(prompts[0])
+    assert said["store"] == "stored"
+    other = local.admin("POST", "/teams", json={"name": "others"})
+    key = local.admin("POST", f"/teams/{other['id']}/keys", json={"name": "theirs"})["plaintext"]
+    _, said = ask(prompts[1], key=key)
+    assert "draft" not in said
+
+    def is_drafted() -> bool:
+        """The index follows within a moment; an answer that is stored would be found, so none is."""
+        nonlocal said
+        answer, said = ask(prompts[1], cache={"no-store": True})
+        assert answer == plain
+        return "draft" in said and said.get("accepted_tokens", {}).get("reference", 0) > 0
+
+    wait_for(is_drafted, 20)
+    assert said["similarity"] > 0.6
+    assert said["drafted_tokens"]["reference"] >= said["accepted_tokens"]["reference"]
+    metrics = httpx.get(f"{local.root}/metrics").text
+    name = f'sameway_accepted_tokens_total{{deployment="{said["deployment"]}",source="reference"}}'
+    assert any(row.startswith(name) and float(row.split()[-1]) > 0 for row in metrics.splitlines())
+
+
 def test_a_prompt_that_does_not_fit(local: Gateway) -> None:
     """A prompt longer than the model's context is refused as the client's fault."""
     reply = local.chat("word " * 20_000, model=MODEL)

@@ -1,0 +1,31 @@
+"""The answer to the nearest cached prompt, which was not served: a local engine takes it for a draft of the new one.
+
+Guesses that come from it are verified token by token, so it changes no answer, only how many steps one takes. Invariants: it
+is of the request's own partition and compat, as a hit would be; it is asked for beside the money, so that it adds no
+round trip where anything else is asked of Redis; whatever fails, there is no draft.
+"""
+
+from cache import Entry, ExactCache, Lookup
+from gateway.api.fold import fold
+from gateway.begun import Begun
+from gateway.job import Job
+from gateway.storing import answer_text, chunks_of
+from gateway.summary import NEAR_SIMILARITY_MIN
+
+_CHUNKS_BYTES_MAX = 64 << 10  # reading a longer one would hold others up
+_TEXT_CHARS_MAX = 16 << 10
+
+
+def begin(job: Job, exact: ExactCache) -> Begun[Lookup] | None:
+    """Ask for the nearest answer, where one is near and a deployment could use it."""
+    trial, similarity = job.trial, job.turn.record.similarity
+    if trial is None or not trial.ranked or similarity is None or similarity < NEAR_SIMILARITY_MIN:
+        return None
+    return Begun(exact.get(job.fingerprint, trial.ranked[0])) if job.alias.has_engine else None
+
+
+def text_of(entry: Entry | None) -> str:
+    """What the entry's answer says, or as much of it as is worth reading; nothing where it is no text."""
+    if entry is None or sum(len(recorded.data) for recorded in entry.chunks) > _CHUNKS_BYTES_MAX:
+        return ""
+    return (answer_text(fold(chunks_of(entry))) or "")[:_TEXT_CHARS_MAX]
