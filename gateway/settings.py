@@ -325,8 +325,7 @@ _URLS = {
     "database_url": ("sqlite://", "sqlite+aiosqlite://", "postgresql://", "postgresql+asyncpg://", "postgres://"),
 }
 
-# Only these may come from the environment alone: they are secrets and have no place in a file that is committed.
-_SECRETS = ("admin_key", "api_key", "secret")
+_SECRETS = ("admin_key", "api_key", "secret")  # from the environment alone: they have no place in a file
 
 
 def load_settings(path: Path | None, environ: Mapping[str, str] = os.environ, **overrides: Any) -> Settings:

@@ -27,10 +27,10 @@ NAMES = {"output_tokens_default": "answer_tokens_default"}  # what the engine ca
 
 def told(**engine: Any) -> EngineConfig:
     """What an engine's process makes of its command line."""
-    settings = Settings(engines={"own": EngineSettings(**engine)})
-    python, flag, module, socket_flag, socket, *options = engine_argv(settings, "own")
+    settings = Settings(engines={"default": EngineSettings(**engine)})
+    python, flag, module, socket_flag, socket, *options = engine_argv(settings, "default")
     assert (python, flag, module, socket_flag) == (sys.executable, "-m", "local_engine.worker", "--socket")
-    assert socket == str(settings.engine_socket("own"))
+    assert socket == str(settings.engine_socket("default"))
     return config_from(arguments().parse_args(options))
 
 
