@@ -16,8 +16,9 @@ from collections.abc import Sequence as Many
 
 import torch
 
+from local_engine.checkpoint import Checkpoint
 from local_engine.config import EngineConfig, ModelError
-from local_engine.loader import Checkpoint, open_checkpoint
+from local_engine.loader import open_checkpoint
 from local_engine.runner import ModelRunner, Progress
 from local_engine.sampler import Place, draw
 from local_engine.scheduler import Chunk
