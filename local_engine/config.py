@@ -138,3 +138,23 @@ class ModelConfig:
     has_mlp_bias: bool = False
     has_tied_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises ModelError for sizes that no model has."""
+        for name in (
+            "hidden_size",
+            "layers",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "vocabulary_size",
+            "context_tokens",
+        ):
+            if getattr(self, name) < 1:
+                raise ModelError(f"{self.name}: {name} must be 1 or more, not {getattr(self, name)}")
+        if self.heads % self.kv_heads:
+            raise ModelError(f"{self.name}: {self.heads} heads are no multiple of {self.kv_heads} KV heads")
+        if self.head_dim % 2:
+            raise ModelError(f"{self.name}: a head of {self.head_dim} has no two halves to rotate")
+        if len(self.windows) != self.layers:
+            raise ModelError(f"{self.name}: {len(self.windows)} windows are told for {self.layers} layers")

@@ -195,6 +195,9 @@ def _rope(scaling: Mapping[str, Any], theta: float, config: Mapping[str, Any], s
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     if kind not in ROPE_TYPES:
         raise ModelError(f"{source}: rope scaling {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+    share = scaling.get("partial_rotary_factor", 1.0)
+    if share != 1.0:
+        raise ModelError(f"{source}: partial_rotary_factor {share!r} is not supported")
     context = int(config.get("max_position_embeddings") or 2048)
     original = int(scaling.get("original_max_position_embeddings") or (8192 if kind == "llama3" else context))
     factor = float(scaling.get("factor") or (context / original if kind == "yarn" else 1.0))

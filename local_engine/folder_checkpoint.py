@@ -30,8 +30,11 @@ class FolderCheckpoint:
 
         path = folder / "config.json"
         config = _read_json(path)
-        self.config = model_config_from_hf(config, name or folder.name, str(path))
-        self._packing = packing_from(config, str(path))
+        try:
+            self.config = model_config_from_hf(config, name or folder.name, str(path))
+            self._packing = packing_from(config, str(path))
+        except (TypeError, ValueError, AttributeError, KeyError, ZeroDivisionError) as error:
+            raise ModelError(f"{path} says what makes no sense: {type(error).__name__}: {error}") from error
         generation = folder / "generation_config.json"
         if generation.is_file():
             eos = _read_json(generation).get("eos_token_id")

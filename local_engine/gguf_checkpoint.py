@@ -59,8 +59,11 @@ class GgufCheckpoint:
         metadata = first.metadata
         tensors = frozenset(name for file in self._files for name in file.tensors)
         name = _SPLIT.sub("", first.path.name.removesuffix(".gguf"))
-        self.config = model_config_from_gguf(metadata, tensors, name)
-        self.tokenizer = tokenizer_from_gguf(metadata)
+        try:
+            self.config = model_config_from_gguf(metadata, tensors, name)
+            self.tokenizer = tokenizer_from_gguf(metadata)
+        except (TypeError, ValueError, AttributeError, KeyError, IndexError, ZeroDivisionError) as error:
+            raise ModelError(f"{path} says what makes no sense: {type(error).__name__}: {error}") from error
         family = family_of(str(metadata["general.architecture"]))
         self._is_permuted = family.is_gguf_rope_permuted
         self._names = {**_LAYER_NAMES, **(_GEMMA_NAMES if family.is_gemma else {})}

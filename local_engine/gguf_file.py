@@ -173,4 +173,16 @@ class GgufFile:
             raise IndexError("an array lies past its end")
         if item in _SCALARS:
             return list(self._take(f"<{count}{_SCALARS[item]}"))
-        return [self._value(item) for _ in range(count)]
+        return self._strings(count) if item == _STRING else [self._value(item) for _ in range(count)]
+
+    def _strings(self, count: int) -> list[str]:
+        """A vocabulary: a loop over everything a file has to say of itself, so it is kept tight."""
+        length_of, at, file, found = struct.Struct("<Q").unpack_from, self._at, self._map, []
+        for _ in range(count):
+            start = at + 8
+            at = start + length_of(file, at)[0]
+            found.append(file[start:at])
+        if at > len(file):
+            raise IndexError("a string lies past its end")
+        self._at = at
+        return [text.decode("utf-8", "surrogateescape") for text in found]

@@ -94,7 +94,8 @@ class Linear:
         bits = self._bits
         if isinstance(value, Quantised):
             if self._native is None or self.columns % GROUP:
-                return value.dequantised().to(self._dtype)
+                value.write_to(whole := torch.empty(value.shape, dtype=self._dtype))
+                return whole
             return value if bits is None or value.bits <= bits else quantise(value.dequantised(), bits)
         return quantise(value, bits) if bits else value.to(self._dtype, copy=True)
 
@@ -104,7 +105,7 @@ class Linear:
         if isinstance(first, Quantised):
             assert native is not None
             whole = joined([part for part in run if isinstance(part, Quantised)])
-            return self._native_product(native, packed(whole), whole.shape[0], whole.bits, whole.order)
+            return self._native_product(native, packed(whole, native), whole.shape[0], whole.bits, whole.order)
         weights = [part for part in run if isinstance(part, torch.Tensor)]
         weight = (torch.cat(weights) if len(weights) > 1 else weights[0]).to(self._device)
         if native is not None and weight.dtype == torch.bfloat16 and has_pairs() and self.columns % 4 == 0:

@@ -1,8 +1,8 @@
 """Quantised: a matrix as small codes with a scale and a minimum for each 32 inputs: value = scale * code + least.
 
 One form holds them all exactly: GGUF's Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0, and but for the rounding of a product to half
-precision Q4_K and Q5_K (formats: ggml-org/ggml, ggml-common.h). Any float matrix can be brought into it. Knows arrays, no
-models. Invariant: `dequantised` is the oracle of every product with it.
+precision Q4_K, Q5_K and, with a scale for each 16 inputs, Q6_K (formats: ggml-org/ggml, ggml-common.h). Any float matrix
+can be brought into it. Knows arrays, no models. Invariant: `dequantised` is the oracle of every product with it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from local_engine.native import GROUP, PANEL
+from local_engine.native import GROUP, PANEL, Kernels
+
+_ROWS_AT_ONCE = 1024
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Halves = np.ndarray[Any, np.dtype[np.float16]]
@@ -22,8 +24,9 @@ Halves = np.ndarray[Any, np.dtype[np.float16]]
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """`codes` uint8 [rows, columns], below 16 where `bits` is 4; `scales`, `leasts` float16 [rows, columns / 32]. Where
-    groups are not of consecutive inputs, `order` int64 [columns] says which input each column of the codes is for."""
+    """`codes` uint8 [rows, columns], below 2 ** bits, of 4, 6 or 8; `scales`, `leasts` float16 [rows, columns / 32]. With
+    6 bits they are for 16 inputs each, and the least is -32 times the scale. Where groups are not of consecutive inputs,
+    `order` int64 [columns] says which input each column of the codes is for."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -44,10 +47,16 @@ class Quantised:
 
     def dequantised(self) -> torch.Tensor:
         """float32 [rows, columns], the columns in the inputs' order."""
-        values = self.codes.view(*self.scales.shape, GROUP).float()
+        values = self.codes.view(*self.scales.shape, -1).float()
         values.mul_(self.scales.float().unsqueeze(-1)).add_(self.leasts.float().unsqueeze(-1))
         values = values.view(self.shape)
         return values if self.order is None else torch.empty_like(values).index_copy_(1, self.order, values)
+
+    def write_to(self, out: torch.Tensor) -> None:
+        """Dequantised into a matrix of any number type, some rows at a time: no whole float32 matrix in between."""
+        for start in range(0, len(out), _ROWS_AT_ONCE):
+            some = slice(start, start + _ROWS_AT_ONCE)
+            out[some].copy_(self.rows(some).dequantised())
 
     def can_join(self, other: Quantised) -> bool:
         """Whether one matrix can hold both: codes as wide, for inputs in the same order."""
@@ -91,24 +100,14 @@ def _times(scales: torch.Tensor, factor: int) -> torch.Tensor:
     return (scales.float() * factor).half()
 
 
-def packed(matrix: Quantised) -> torch.Tensor:
-    """The layout the native product reads, uint8 [panels, groups, bytes]: of 16 rows and 32 inputs first the codes, four
-    consecutive inputs of each row side by side (4-bit codes: inputs 0..15 in the low halves, 16..31 in the high ones),
-    then 16 scales, then 16 minima. Rows are filled up with zeros to whole panels."""
-    missing = -matrix.shape[0] % PANEL
-    codes, scales, leasts = (
-        torch.cat((t, t.new_zeros(missing, t.shape[1]))) if missing else t
-        for t in (matrix.codes, matrix.scales, matrix.leasts)
-    )
-    panels, groups = codes.shape[0] // PANEL, codes.shape[1] // GROUP
-    quads = codes.view(panels, PANEL, groups, 8, 4).permute(0, 2, 3, 1, 4)
-    if matrix.bits == 4:
-        quads = quads[:, :, :4] | (quads[:, :, 4:] << 4)
-
-    def lanes(t: torch.Tensor) -> torch.Tensor:
-        return t.view(panels, PANEL, groups).transpose(1, 2).contiguous().view(torch.uint8)
-
-    return torch.cat((quads.reshape(panels, groups, -1), lanes(scales), lanes(leasts)), -1)
+def packed(matrix: Quantised, native: Kernels) -> torch.Tensor:
+    """The layout the native product reads, uint8 [panels, groups, bytes]; matmul.cpp says what it is."""
+    rows, columns = matrix.shape
+    size_bytes = PANEL * GROUP * matrix.bits // 8 + 4 * PANEL
+    out = torch.empty(-(-rows // PANEL), columns // GROUP, size_bytes, dtype=torch.uint8)
+    codes, scales, leasts = (t.contiguous() for t in (matrix.codes, matrix.scales, matrix.leasts))
+    native.pack(matrix.bits, codes.data_ptr(), scales.data_ptr(), leasts.data_ptr(), out.data_ptr(), rows, columns)
+    return out
 
 
 def packed_bfloat16(weight: torch.Tensor) -> torch.Tensor:
@@ -132,16 +131,19 @@ def from_gguf(raw: Bytes, kind: str, shape: tuple[int, ...]) -> Quantised | None
         "Q8_0": _q8,
         "Q4_K": _qk,
         "Q5_K": _qk,
+        "Q6_K": _q6,
     }.get(kind)
     if reader is None or len(shape) < 2:
         return None
     codes, scales, leasts = reader(raw, kind)
     rows, columns = math.prod(shape[:-1]), shape[-1]
+    bits = {"4": 4, "6": 6}.get(kind[1], 8)
+    size = GROUP // 2 if bits == 6 else GROUP
     return Quantised(
         torch.from_numpy(np.ascontiguousarray(codes)).view(rows, columns),
-        torch.from_numpy(np.ascontiguousarray(scales)).view(rows, columns // GROUP),
-        torch.from_numpy(np.ascontiguousarray(leasts)).view(rows, columns // GROUP),
-        4 if kind.startswith("Q4") else 8,
+        torch.from_numpy(np.ascontiguousarray(scales)).view(rows, columns // size),
+        torch.from_numpy(np.ascontiguousarray(leasts)).view(rows, columns // size),
+        bits,
     )
 
 
@@ -194,3 +196,14 @@ def _qk(raw: Bytes, kind: str) -> Blocks:
         bits = (blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
         codes = (codes | (bits << 4)).astype(np.uint8, copy=False)
     return codes, scales, leasts
+
+
+def _q6(raw: Bytes, kind: str) -> Blocks:
+    """256 values: the lower four bits, the upper two, an 8-bit scale for each 16, and one in half precision for all."""
+    blocks = raw.reshape(-1, 210)
+    lower, upper = blocks[:, :128].reshape(-1, 2, 64), blocks[:, 128:192].reshape(-1, 2, 1, 32)
+    twos = (upper >> np.array([0, 2, 4, 6], np.uint8)[:, None]) & 3
+    codes = _nibbles(lower) | (twos.reshape(-1, 2, 128) << 4)
+    small = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
+    scales = (_halves(blocks, 208).astype(np.float32) * small).astype(np.float16)
+    return codes.astype(np.uint8, copy=False), scales, (scales * np.float16(-32)).astype(np.float16)

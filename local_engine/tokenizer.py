@@ -43,8 +43,8 @@ class Tokenizer:
         self._backend = backend
         self._vocabulary = vocabulary
         self._spelling: dict[int, bytes] = {}
-        state = json.loads(backend.to_str())
-        decoders = _kinds(state.get("decoder"))
+        # the decoder's own description: that of the whole tokenizer spells out the vocabulary, which takes a while
+        decoders = _kinds(json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None)
         if "ByteLevel" in decoders:
             self._is_byte_level = True
         elif decoders & {"Metaspace", "ByteFallback", "Replace"}:
@@ -54,12 +54,12 @@ class Tokenizer:
                 f"tokenizer decoder {sorted(decoders) or None} is not supported; supported: byte-level BPE, "
                 "SentencePiece BPE"
             )
-        added = state.get("added_tokens", [])
-        self._special = frozenset(token["id"] for token in added if token["special"])
-        self._added: dict[int, str] = {token["id"]: token["content"] for token in added}
+        added = backend.get_added_tokens_decoder()
+        self._special = frozenset(id for id, token in added.items() if token.special)
+        self._added: dict[int, str] = {id: token.content for id, token in added.items()}
         self._chat: Chat | None = None
         if vocabulary.chat_template is not None:
-            control = tuple(token["content"] for token in added if token["special"])
+            control = tuple(token.content for token in added.values() if token.special)
             self._chat = Chat(vocabulary.chat_template, vocabulary.bos_token, vocabulary.eos_token, control)
 
     @property

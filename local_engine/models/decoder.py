@@ -151,8 +151,10 @@ class Decoder:
             raise ModelError(f"tensor {name!r} has shape {tuple(tensor.shape)}, expected {tuple(wanted)}")
         if isinstance(target, Part):
             target.linear.put(target.index, tensor)
+        elif isinstance(tensor, Quantised):
+            tensor.write_to(target)
         else:
-            target.copy_(_floats(tensor))
+            target.copy_(tensor)
         if target is self._embedding and self.config.has_tied_embeddings:
             self._head.put(0, tensor)
         self.parameters += tensor.numel()

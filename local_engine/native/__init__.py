@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 PANEL = 16  # output rows that are computed together
-GROUP = 32  # inputs that share a scale and a minimum
+GROUP = 32  # inputs that share a scale and a minimum; 16 share one where codes have 6 bits
 TILE = 16  # tokens of a block that attention looks at together
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 _NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"}
@@ -32,6 +32,7 @@ _HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = {
     "sw_product": [_INT, _INT, *[_POINTER] * 4, *[_INT] * 4],
+    "sw_pack": [_INT, *[_POINTER] * 4, _INT, _INT],
     "sw_add_norm": [_INT, *[_POINTER] * 4, _INT, _INT, _FLOAT],
     "sw_gate": [_INT, _POINTER, _POINTER, *[_INT] * 3],
     "sw_rotate_write": [_INT, _POINTER, _POINTER, _FLOAT, *[_POINTER] * 5, *[_INT] * 5, _LONG],
@@ -48,6 +49,7 @@ class Kernels:
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None
         self.product = library.sw_product
+        self.pack = library.sw_pack
         self.add_norm = library.sw_add_norm
         self.gate = library.sw_gate
         self.rotate_write = library.sw_rotate_write

@@ -1,4 +1,4 @@
-// Products of rows with a matrix whose rows lie in panels of 16: quantised to 8 or 4 bits, or bfloat16.
+// Products of rows with a matrix whose rows lie in panels of 16: quantised to 8, 6 or 4 bits, or bfloat16.
 //
 // Plain C functions over pointers; local_engine/native/__init__.py says what each expects. Oracle: Quantised.dequantised.
 
@@ -15,11 +15,12 @@ constexpr int kPanel = 16;  // output rows that are computed together: one per 3
 constexpr int kGroup = 32;  // inputs that share a scale and a minimum
 constexpr int kTile = 8;    // input rows that share one pass over a panel
 
-// 32 inputs of a row in 15 bits: x = scale * (128 * high + low); `sum` is the scaled sum of the codes. Inputs of 8 bits, as
+// 32 inputs of a row in 15 bits: x = scale * (128 * high + low); `sum` is the scaled sum of the codes, `half` that of the
+// first 16. Inputs of 8 bits, as
 // others take them, cost a small model answers; the second half costs decoding nothing, which waits for memory.
 struct Group {
   int8_t high[kGroup], low[kGroup];
-  float scale, sum;
+  float scale, sum, half;
 };
 
 // Rows first .. first + count share a pass over each panel. Their groups lie side by side, so that one pointer finds all.
@@ -49,11 +50,14 @@ void quantise_row(const T* x, int columns, int row, int rows, Group* groups) {
       _mm_storeu_si128(reinterpret_cast<__m128i*>(to->low + 16 * half), _mm512_cvtepi32_epi8(low));
     }
     to->scale = std::isfinite(top) ? top / kTop : NAN;
+    to->half = to->scale * static_cast<float>(_mm512_reduce_add_epi32(q[0]));
     to->sum = to->scale * static_cast<float>(_mm512_reduce_add_epi32(_mm512_add_epi32(q[0], q[1])));
   }
 }
 
-// One panel's group: 16 rows x 32 codes, four consecutive inputs of each row in a lane; then 16 scales and 16 minima.
+// One panel's group: 16 rows x 32 codes, four consecutive inputs of each row in a lane; then 16 scales and 16 minima. Of 6
+// bits the lower four lie as 4-bit codes do, the upper two of four lanes' bytes in one; then 16 scales for the first 16
+// inputs and 16 for the others: the minimum is -32 times the scale.
 template <int Bits>
 constexpr int kGroupBytes = kPanel * kGroup * Bits / 8 + 2 * 2 * kPanel;
 
@@ -68,7 +72,29 @@ inline void unpack(const uint8_t* from, __m512i* quads) {
       quads[i] = _mm512_and_si512(both, low);
       quads[i + 4] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
     }
+    if constexpr (Bits == 6) {
+      const __m512i upper = _mm512_set1_epi8(0x30);
+      for (int i = 0; i < 8; i += 4) {
+        const __m512i four = _mm512_loadu_si512(from + 64 * (4 + i / 4));
+        quads[i] = _mm512_or_si512(quads[i], _mm512_and_si512(_mm512_slli_epi16(four, 4), upper));
+        quads[i + 1] = _mm512_or_si512(quads[i + 1], _mm512_and_si512(_mm512_slli_epi16(four, 2), upper));
+        quads[i + 2] = _mm512_or_si512(quads[i + 2], _mm512_and_si512(four, upper));
+        quads[i + 3] = _mm512_or_si512(quads[i + 3], _mm512_and_si512(_mm512_srli_epi16(four, 2), upper));
+      }
+    }
   }
+}
+
+// The codes First .. Last of a group times those of a row.
+template <int First, int Last>
+inline __m512i dot_of(const __m512i* quads, const Group& x) {
+  __m512i dot = _mm512_setzero_si512();
+#pragma GCC unroll 8
+  for (int i = First; i < Last; ++i) dot = _mm512_dpbusd_epi32(dot, quads[i], broadcast(x.high + 4 * i));
+  dot = _mm512_slli_epi32(dot, 7);
+#pragma GCC unroll 8
+  for (int i = First; i < Last; ++i) dot = _mm512_dpbusd_epi32(dot, quads[i], broadcast(x.low + 4 * i));
+  return dot;
 }
 
 template <int Bits, int Rows>
@@ -84,14 +110,16 @@ inline void multiply(const uint8_t* panel, const Group* x, int columns, __m512* 
     const __m512 least = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(tail + 2 * kPanel)));
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) {
-      __m512i dot = _mm512_setzero_si512();
-#pragma GCC unroll 8
-      for (int i = 0; i < 8; ++i) dot = _mm512_dpbusd_epi32(dot, quads[i], broadcast(x[r].high + 4 * i));
-      dot = _mm512_slli_epi32(dot, 7);
-#pragma GCC unroll 8
-      for (int i = 0; i < 8; ++i) dot = _mm512_dpbusd_epi32(dot, quads[i], broadcast(x[r].low + 4 * i));
-      totals[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(scale, _mm512_set1_ps(x[r].scale)), totals[r]);
-      totals[r] = _mm512_fmadd_ps(least, _mm512_set1_ps(x[r].sum), totals[r]);
+      const __m512 unit = _mm512_set1_ps(x[r].scale);
+      if constexpr (Bits == 6) {
+        totals[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot_of<0, 4>(quads, x[r])), _mm512_mul_ps(scale, unit), totals[r]);
+        totals[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot_of<4, 8>(quads, x[r])), _mm512_mul_ps(least, unit), totals[r]);
+        totals[r] = _mm512_fnmadd_ps(scale, _mm512_set1_ps(32.0f * x[r].half), totals[r]);
+        totals[r] = _mm512_fnmadd_ps(least, _mm512_set1_ps(32.0f * (x[r].sum - x[r].half)), totals[r]);
+      } else {
+        totals[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot_of<0, 8>(quads, x[r])), _mm512_mul_ps(scale, unit), totals[r]);
+        totals[r] = _mm512_fmadd_ps(least, _mm512_set1_ps(x[r].sum), totals[r]);
+      }
     }
   }
 #pragma GCC unroll 8
@@ -112,7 +140,10 @@ inline void dequantise(const uint8_t* panel, int columns, bf16* to) {
       __m512i rounded[4];
       for (int j = 0; j < 4; ++j) {
         const __m512i code = _mm512_and_si512(_mm512_srl_epi32(quads[i], _mm_cvtsi32_si128(8 * j)), byte);
-        const __m512i bits = _mm512_castps_si512(_mm512_fmadd_ps(_mm512_cvtepi32_ps(code), scale, least));
+        __m512 value = _mm512_fmadd_ps(_mm512_cvtepi32_ps(code), scale, least);
+        if constexpr (Bits == 6)
+          value = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(code, _mm512_set1_epi32(32))), i < 4 ? scale : least);
+        const __m512i bits = _mm512_castps_si512(value);
         const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
         rounded[j] = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
       }
@@ -224,9 +255,11 @@ void choose(int bits, const T* x, const void* weight, const float* bias, Out* ou
   const auto* codes = static_cast<const uint8_t*>(weight);
   if constexpr (std::is_same_v<T, bf16>) {
     if (bits == 16) return product_bf16(x, static_cast<const bf16*>(weight), bias, out, rows, columns, outputs);
+    if (rows >= dequantised_from && bits == 6) return product_dequantised<6>(x, codes, bias, out, rows, columns, outputs);
     if (rows >= dequantised_from && bits == 8) return product_dequantised<8>(x, codes, bias, out, rows, columns, outputs);
     if (rows >= dequantised_from) return product_dequantised<4>(x, codes, bias, out, rows, columns, outputs);
   }
+  if (bits == 6) return product<6>(x, codes, bias, out, rows, columns, outputs);
   return bits == 8 ? product<8>(x, codes, bias, out, rows, columns, outputs) : product<4>(x, codes, bias, out, rows, columns, outputs);
 }
 

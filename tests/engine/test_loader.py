@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from local_engine import loader
 from local_engine.config import EngineConfig, ModelError
 from local_engine.engine import Engine
+from local_engine.gguf_file import GgufFile
 from local_engine.loader import open_checkpoint
 from tests.engine.checkpoints import CHAT_TEMPLATE, make_checkpoint, naive_greedy, random_prompt, reference
 from tests.engine.conftest import SMALL, greedy, run
@@ -46,14 +47,14 @@ GEMMA_PARTS = {
 }
 
 
-def write_gguf(folder: Path, path: Path, arch: str, *, quantised: str | None = None) -> Path:
+def write_gguf(folder: Path, path: Path, arch: str, *, quantised: str | None = None, tensors_a_file: int = 0) -> Path:
     """The checkpoint as llama.cpp's converter writes it: renamed, and for llama with q and k permuted; in float32, or
-    its matrices quantised."""
+    its matrices quantised; in one file, or split by the number of tensors."""
     config = json.loads((folder / "config.json").read_text())
     state = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = sorted(state["model"]["vocab"], key=state["model"]["vocab"].get)
     special = {token["id"] for token in state["added_tokens"]}
-    writer = gguf.GGUFWriter(str(path), arch)
+    writer = gguf.GGUFWriter(str(path), arch, split_max_tensors=tensors_a_file)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -133,6 +134,7 @@ def _gguf_tensor(name: str, values: Any, config: dict[str, Any], arch: str) -> t
     ("family", "arch"),
     [
         ("llama", "llama"),
+        ("mistral", "llama"),
         ("qwen2", "qwen2"),
         ("qwen3", "qwen3"),
         ("qwen3-moe", "qwen3moe"),
@@ -155,13 +157,57 @@ def test_a_gguf_file_answers_as_its_checkpoint(checkpoint: Folder, tmp_path: Pat
     assert engine.tokenizer.encode_chat(messages, None) == other.encode_chat(messages, None)
 
 
-def test_a_sharded_checkpoint_loads_whole(tmp_path: Path) -> None:
-    """Several safetensors files with an index are one model."""
+def test_a_split_gguf_file_loads_whole(checkpoint: Folder, tmp_path: Path) -> None:
+    """Any of the files, or their folder, names the model; one that is missing is told by name."""
+    write_gguf(checkpoint("llama"), tmp_path / "model.gguf", "llama", tensors_a_file=9)
+    files = sorted(tmp_path.glob("*.gguf"))
+    assert [file.name for file in files][1:3] == ["model-00002-of-00004.gguf", "model-00003-of-00004.gguf"]
+    for model in (tmp_path, files[0], files[2]):
+        engine = Engine(EngineConfig(model=str(model), **SMALL))
+        assert engine.info.name == "model"
+        id = engine.submit([5, 6, 7], greedy(8))
+        assert run(engine)[id] == list(naive_greedy(checkpoint("llama"), (5, 6, 7), 8))
+    files[2].unlink()
+    with pytest.raises(ModelError, match="model-00003-of-00004"):
+        open_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q2_K", "Q3_K", "IQ4_XS", "IQ2_XXS", "TQ1_0"])
+def test_other_block_formats_are_dequantised(tmp_path: Path, kind: str) -> None:
+    """What no kernel serves comes out as the floats that the gguf package reads."""
+    type = gguf.GGMLQuantizationType[kind]
+    block, size_bytes = gguf.GGML_QUANT_SIZES[type]
+    raw = np.random.default_rng(1).integers(0, 60, (3, 512 // block * size_bytes), dtype=np.uint8)
+    writer = gguf.GGUFWriter(str(tmp_path / "model.gguf"), "llama")
+    writer.add_tensor("blk.0.ffn_up.weight", raw, raw_dtype=type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GgufFile(tmp_path / "model.gguf")
+    assert file.read_quantised("blk.0.ffn_up.weight") is None
+    found = file.read("blk.0.ffn_up.weight")
+    assert found.shape == (3, 512)
+    np.testing.assert_array_equal(found, gguf.quants.dequantize(raw, type))
+    assert file.kinds() == {kind}
+
+
+def test_a_sharded_checkpoint_loads_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several safetensors files with an index are one model, however often files are let go of and opened again."""
+    monkeypatch.setattr("local_engine.folder_checkpoint._MAPPED_SIZE_MAX_BYTES", 5_000)
     folder = make_checkpoint(tmp_path / "sharded", "qwen3", shard_size="60KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
     engine = Engine(EngineConfig(model=str(folder), **SMALL))
     id = engine.submit([5, 6, 7], greedy(8))
     assert run(engine)[id] == list(naive_greedy(folder, (5, 6, 7), 8))
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-100])
+    with pytest.raises(ModelError, match=shard.name):
+        open_checkpoint(str(folder))
+    shard.unlink()
+    with pytest.raises(ModelError, match=f"lacks {shard.name}"):
+        open_checkpoint(str(folder))
 
 
 def test_half_precision_weights_are_read_in_any_dtype(checkpoint: Folder, tmp_path: Path) -> None:
@@ -203,6 +249,11 @@ def edit_config(folder: Path, to: Path, **changes: Any) -> Path:
         ({"num_hidden_layers": 4}, ["lacks", "model.layers.3."]),
         ({"num_hidden_layers": 2}, ["unexpected tensor", "model.layers.2."]),
         ({"intermediate_size": 96}, ["shape", "96"]),
+        ({"num_key_value_heads": 3}, ["4 heads", "3 KV heads"]),
+        ({"hidden_size": "wide"}, ["config.json", "wide"]),
+        ({"hidden_size": -1}, ["hidden_size", "-1"]),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
+        ({"rope_parameters": [1]}, ["config.json", "makes no sense"]),
     ],
 )
 def test_what_cannot_be_computed_is_refused_by_name(
@@ -241,6 +292,9 @@ def test_files_that_are_missing_or_broken_are_named(checkpoint: Folder, tmp_path
     (broken / "model.safetensors").write_bytes(b"\x00" * 100)
     with pytest.raises(ModelError, match=r"model\.safetensors"):
         Engine(EngineConfig(model=str(broken), **SMALL))
+    (broken / "model.safetensors").rename(broken / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="pickled weights"):
+        open_checkpoint(str(broken))
     (broken / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"config\.json"):
         open_checkpoint(str(broken))

@@ -109,21 +109,49 @@ def test_quantising_loses_what_it_says(bits: int) -> None:
     assert torch.equal(quantise(torch.zeros(2, 64), bits).dequantised(), torch.zeros(2, 64))
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K"])
+def random_blocks(kind: str, rows: int, seed: int = 3) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], int]:
+    """Rows of two blocks each with any codes, and scales in a sane range; and how many values a row has."""
+    block, size_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    raw = np.random.default_rng(seed).integers(0, 256, (rows, 2 * size_bytes), dtype=np.uint8)
+    for start in (0, size_bytes):  # the half-precision scale, and the minimum where there is one
+        at = start + (208 if kind == "Q6_K" else 0)
+        raw[:, at : at + 2] = np.frombuffer(np.float16(0.0125).tobytes(), np.uint8)
+        if kind.endswith("_1") or kind in ("Q4_K", "Q5_K"):
+            raw[:, start + 2 : start + 4] = np.frombuffer(np.float16(0.03).tobytes(), np.uint8)
+    return raw, 2 * block
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
 def test_gguf_blocks_keep_their_values(kind: str) -> None:
     """Codes, scales and minima read from a file stand for what the gguf package dequantises."""
-    block, size_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
-    raw = np.random.default_rng(3).integers(0, 256, (6, 2 * size_bytes), dtype=np.uint8)
-    for start in (0, size_bytes):  # the half-precision scale, and the minimum where there is one, in a sane range
-        raw[:, start : start + 2] = np.frombuffer(np.float16(0.0125).tobytes(), np.uint8)
-        if kind.endswith(("_1", "_K")):
-            raw[:, start + 2 : start + 4] = np.frombuffer(np.float16(0.03).tobytes(), np.uint8)
-    found = from_gguf(raw, kind, (6, 2 * block))
+    raw, columns = random_blocks(kind, 6)
+    found = from_gguf(raw, kind, (6, columns))
     assert found is not None
     expected = gguf.quants.dequantize(raw, GGMLQuantizationType[kind])
     np.testing.assert_allclose(found.dequantised().numpy(), expected, rtol=2e-3, atol=2e-3)
     assert int(found.codes.max()) < 2**found.bits
-    assert from_gguf(raw, "Q6_K", (6, 2 * block)) is None
+    assert from_gguf(raw, "Q3_K", (6, columns)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("rows", [1, 11, 40])
+def test_a_product_with_a_file_s_blocks(kernels: native.Kernels, dtype: torch.dtype, kind: str, rows: int) -> None:
+    """What a file's blocks stand for is what is multiplied, in few rows and in many."""
+    raw, columns = random_blocks(kind, 37, seed=rows)
+    matrix = from_gguf(raw, kind, (37, columns))
+    assert matrix is not None
+    product = Linear((37,), columns, dtype=dtype, device=CPU)
+    product.put(0, matrix)
+    product.prepare()
+    assert product.forms() == [f"{matrix.bits} bits"]
+    x = torch.randn(rows, columns).to(dtype)
+    values = torch.from_numpy(gguf.quants.dequantize(raw, GGMLQuantizationType[kind]))
+    expected = x.float() @ values.T
+    tolerance = 1e-3 if dtype == torch.float32 else 0.01
+    torch.testing.assert_close(
+        product(x).float(), expected, rtol=tolerance, atol=tolerance * float(expected.abs().max())
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,0 +1,54 @@
+// Quantised matrices brought into the layout that the products read (matmul.cpp), once, when a model is loaded.
+//
+// Plain C functions over pointers; local_engine/native/__init__.py says what each expects.
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int kPanel = 16, kGroup = 32;
+
+// Four codes of a row as one number: the lane of a product.
+inline uint32_t quad(const uint8_t* codes) {
+  uint32_t four;
+  std::memcpy(&four, codes, 4);
+  return four;
+}
+
+}  // namespace
+
+extern "C" {
+
+// codes [rows, columns], below 1 << bits; scales and leasts of half precision [rows, columns / 32], with 6 bits scales
+// [rows, columns / 16] and no leasts. Rows are filled up with zeros to whole panels.
+void sw_pack(int bits, const uint8_t* codes, const uint16_t* scales, const uint16_t* leasts, uint8_t* out, int rows, int columns) {
+  const int groups = columns / kGroup, panels = (rows + kPanel - 1) / kPanel;
+  const int64_t code_bytes = kPanel * kGroup * bits / 8, group_bytes = code_bytes + 4 * kPanel;
+#pragma omp parallel for schedule(static)
+  for (int panel = 0; panel < panels; ++panel) {
+    uint8_t* own = out + panel * groups * group_bytes;
+    std::memset(own, 0, groups * group_bytes);
+    for (int group = 0; group < groups; ++group, own += group_bytes) {
+      auto* lanes = reinterpret_cast<uint32_t*>(own);
+      auto* first = reinterpret_cast<uint16_t*>(own + code_bytes);
+      for (int r = 0; r < kPanel && panel * kPanel + r < rows; ++r) {
+        const int64_t row = panel * kPanel + r;
+        const uint8_t* from = codes + row * columns + group * kGroup;
+        for (int i = 0; i < 8; ++i) {
+          const uint32_t four = quad(from + 4 * i);
+          if (bits == 8) {
+            lanes[i * kPanel + r] = four;
+          } else {
+            lanes[i % 4 * kPanel + r] |= (four & 0x0F0F0F0F) << (i < 4 ? 0 : 4);
+            if (bits == 6) lanes[(4 + i / 4) * kPanel + r] |= (four >> 4 & 0x03030303) << (2 * (i % 4));
+          }
+        }
+        first[r] = bits == 6 ? scales[(row * groups + group) * 2] : scales[row * groups + group];
+        first[kPanel + r] = bits == 6 ? scales[(row * groups + group) * 2 + 1] : leasts[row * groups + group];
+      }
+    }
+  }
+}
+
+}  // extern "C"
