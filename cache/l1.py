@@ -47,7 +47,7 @@ class L1:
 
     def put(self, entry: Entry) -> None:
         self._remove((entry.partition, entry.exact))
-        size = _ENTRY_BYTES + sum(len(chunk.data) + _CHUNK_BYTES for chunk in entry.chunks) + len(entry.text or "")
+        size = _ENTRY_BYTES + entry.chunks_bytes + len(entry.chunks) * _CHUNK_BYTES + len(entry.text or "")
         if size > self._bytes_max:
             return
         self._entries[entry.partition, entry.exact] = _Held(entry, size)

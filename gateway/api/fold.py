@@ -4,11 +4,12 @@ Shapes: OpenAI API reference, "The chat completion chunk object"; fields that ar
 and no backend. Invariant: `fold(unfold(whole))` is JSON-equal to `whole`, and how chunks are spelled changes nothing.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from gateway.api.wire import TextRun
 from gateway.backends.base import Chunk
 
 _FIRST = frozenset({"id", "created", "model"})  # Azure opens with a chunk where these are empty
@@ -17,15 +18,11 @@ _DROPPED = frozenset({"object", "choices", "obfuscation"})  # obfuscation pads c
 _IDENTITY = frozenset({"id", "type", "name", "role", "index"})
 
 
-_decode_text = msgspec.json.Decoder(str).decode
-_RUNS_MAX = 4  # where every chunk is padded differently, none is looked for any more
-
-
 class _Text(list[str]):
     """A string that is still growing: joined once at the end, so that a long answer costs no quadratic time."""
 
 
-def fold(chunks: Iterable[Chunk]) -> bytes:
+def fold(chunks: Sequence[Chunk]) -> bytes:
     """The `chat.completion` that `chunks` tell. A whole chunk is that already, and is passed through byte for byte.
 
     Text in deltas is joined, tool calls by their `index`, lists appended; of other fields the last value that is not
@@ -33,15 +30,12 @@ def fold(chunks: Iterable[Chunk]) -> bytes:
     """
     top: dict[str, Any] = {}
     choices: dict[int, dict[str, Any]] = {}
-    run: _Run | None = None
-    runs = 0
-    for chunk in chunks:
+    runs = position = 0
+    while position < len(chunks):
+        chunk = chunks[position]
+        position += 1
         if chunk.is_whole:
             return chunk.data
-        if run is not None:
-            if run.takes(chunk.data):
-                continue
-            run = None
         piece: dict[str, Any] = msgspec.json.decode(chunk.data)
         for key, value in piece.items():
             if key in _FIRST:
@@ -50,61 +44,21 @@ def fold(chunks: Iterable[Chunk]) -> bytes:
                 top[key] = value
         for choice in piece.get("choices") or ():
             _fold_choice(choices, choice)
-        if chunk.has_content and runs < _RUNS_MAX:
-            run = _Run.begun(chunk.data, piece, choices)
-            runs += run is not None
+        if chunk.has_content and runs < TextRun.RUNS_MAX and (run := TextRun.begun(chunk.data, piece)) is not None:
+            runs += 1
+            position += _fold_run(run, chunks[position:], choices[piece["choices"][0].get("index") or 0]["message"])
     head = {key: top.pop(key) for key in ("id", "created", "model") if key in top}
     body = [_settled_choice(choices[index]) for index in sorted(choices)]
     return msgspec.json.encode({**head, "object": "chat.completion", "choices": body, **top})
 
 
-class _Run:
-    """Chunks that differ in their one text alone, as most servers write them: folded by their bytes, at a fifth of the cost.
-
-    To fold a chunk again changes nothing but its text, so a chunk with the same bytes around another text adds that text.
-    """
-
-    __slots__ = ("_after", "_before", "_texts")
-
-    def __init__(self, before: bytes, after: bytes, texts: _Text) -> None:
-        self._before = before
-        self._after = after
-        self._texts = texts
-
-    @staticmethod
-    def begun(data: bytes, piece: dict[str, Any], choices: dict[int, dict[str, Any]]) -> "_Run | None":
-        """The run that `data`, decoded as `piece` and folded into `choices`, may have begun."""
-        if len(piece.get("choices") or ()) != 1:
-            return None
-        choice = piece["choices"][0]
-        text = (choice.get("delta") or {}).get("content")
-        if not isinstance(text, str) or choice.get("logprobs") is not None:
-            return None
-        before, found, after = data.partition(b'"content":"%b"' % text.encode())
-        if not found:  # spelled with escapes, or with spaces
-            return None
-        before, after = before + b'"content":"', b'"' + after
-        try:
-            probe = msgspec.json.decode(before + b"?" + after)
-        except msgspec.DecodeError:
-            return None
-        if probe != {**piece, "choices": [{**choice, "delta": {"content": "?"}}]}:
-            return None
-        message = choices[choice.get("index") or 0]["message"]
-        if isinstance(message["content"], str):
-            message["content"] = _Text([message["content"]])
-        return _Run(before, after, message["content"]) if isinstance(message["content"], _Text) else None
-
-    def takes(self, data: bytes) -> bool:
-        """Whether `data` goes on with the run; its text has been added then."""
-        before, after = self._before, self._after
-        if not (data.startswith(before) and data.endswith(after) and len(data) >= len(before) + len(after)):
-            return False
-        try:
-            self._texts.append(_decode_text(b'"%b"' % data[len(before) : -len(after)]))
-        except msgspec.DecodeError:  # more than one string: another shape altogether
-            return False
-        return True
+def _fold_run(run: TextRun, chunks: Sequence[Chunk], message: dict[str, Any]) -> int:
+    """How many chunks go on with a run that ends in `message`: folded by their texts alone, at a fifth of the cost."""
+    if not isinstance(message["content"], str | _Text):
+        return 0
+    texts = run.texts([chunk.data for chunk in chunks])
+    message["content"] = _merged(message["content"], "".join(texts), "content")
+    return len(texts)
 
 
 def _fold_choice(choices: dict[int, dict[str, Any]], piece: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ Invariant: `fold(unfold(whole))` is JSON-equal to `whole`.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -155,6 +155,66 @@ class Ending:
     def is_finished(self) -> bool:
         """Every choice that began has finished: enough where the server says itself that it is done."""
         return bool(self._finished) and len(self._finished) == len(self._seen)
+
+
+# -- text that goes on ------------------------------------------------------------------------------------------------
+
+_decode_texts = msgspec.json.Decoder(list[str]).decode
+
+
+class TextRun:
+    """Chunks that differ in their one text alone, as most servers write them: known by their bytes, many at once.
+
+    To read such a chunk again tells nothing but its text, so chunks with the same bytes around other text need no parse.
+    """
+
+    RUNS_MAX = 4  # in one answer: where every chunk is padded differently, none is looked for any more
+
+    __slots__ = ("_after", "_before", "_between")
+
+    def __init__(self, before: bytes, after: bytes) -> None:
+        self._before = before
+        self._after = after
+        self._between = after + b"\n" + before
+
+    @staticmethod
+    def begun(data: bytes, piece: Mapping[str, Any]) -> "TextRun | None":
+        """The run that a chunk, decoded as `piece`, may have begun."""
+        choices = piece.get("choices") or ()
+        if len(choices) != 1 or b"\n" in data:
+            return None
+        choice = choices[0]
+        text = (choice.get("delta") or {}).get("content")
+        if not isinstance(text, str) or choice.get("logprobs") is not None:
+            return None
+        before, found, after = data.partition(b'"content":"%b"' % text.encode())
+        if not found:  # spelled with escapes, or with spaces
+            return None
+        before, after = before + b'"content":"', b'"' + after
+        try:
+            probe = msgspec.json.decode(before + b"?" + after)
+        except msgspec.DecodeError:
+            return None
+        is_alike = probe == {**piece, "choices": [{**choice, "delta": {"content": "?"}}]}
+        return TextRun(before, after) if is_alike else None
+
+    def texts(self, payloads: Sequence[bytes]) -> list[str]:
+        """The texts of the leading payloads that go on with the run; none is empty."""
+        joined = b"\n".join(payloads)
+        if not joined.startswith(self._before):
+            return []
+        parts = joined[len(self._before) :].split(self._between)
+        last, found, rest = parts[-1].partition(self._after)
+        if not found or (rest and rest[:1] != b"\n"):
+            return []
+        parts[-1] = last
+        try:  # all at once: what holds more or less than a string's inside makes this no list of so many strings
+            texts = _decode_texts(b'["%b"]' % b'"\n,"'.join(parts))
+        except msgspec.DecodeError:
+            return []
+        is_sound = len(texts) == len(parts) and "" not in texts
+        # each of them between two ends of lines: no payload has any of its own
+        return texts if is_sound and joined.count(b"\n") == len(payloads) - 1 else []
 
 
 # -- whole -> chunks -------------------------------------------------------------------------------------------------

@@ -13,12 +13,14 @@ complete, and ends after `_TAIL_TIMEOUT_S`.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from gateway.api.sse import PayloadTooLarge, Splitter
-from gateway.api.wire import Ending, parse, to_chunk
+from gateway.api.wire import Ending, TextRun, parse, to_chunk
 from gateway.backends.base import (
     BackendBroken,
     BackendError,
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 _TAIL_TIMEOUT_S = 5.0
 _ERROR_BYTES_MAX = 64 << 10
 _WHOLE_BYTES_MAX = 64 << 20
+_more_text = partial(Chunk, has_content=True)
 
 
 class OpenAIStream:
@@ -56,6 +59,8 @@ class OpenAIStream:
         "_read_at",
         "_ready",
         "_request",
+        "_run",
+        "_runs_left",
         "_splitter",
         "_timer",
     )
@@ -66,6 +71,8 @@ class OpenAIStream:
         self._ready: list[Chunk] = []
         self._ending = Ending(request.body.get("n") or 1)
         self._splitter = Splitter()
+        self._run: TextRun | None = None
+        self._runs_left = TextRun.RUNS_MAX
         self._exchange: Exchange | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._error: BackendError | None = None  # to raise once what came before it has been read
@@ -200,9 +207,7 @@ class OpenAIStream:
             try:
                 data = await exchange.read()
                 if data:
-                    for payload in self._splitter.feed(data):
-                        if not self._take(payload):
-                            break
+                    self._take_all(self._splitter.feed(data))
                 else:
                     self._at_end()
             except TransportError as error:
@@ -212,6 +217,22 @@ class OpenAIStream:
             finally:
                 if self._has_begun:
                     self._is_reading = False
+
+    def _take_all(self, payloads: Sequence[bytes]) -> None:
+        """The events that have come together; of text that goes on as it began, all at once."""
+        position = 0
+        while position < len(payloads):
+            if self._run is not None:
+                rest = payloads[position:] if position else payloads
+                count = len(self._run.texts(rest))
+                self._ready.extend(map(_more_text, rest[:count]))
+                position += count
+                if position == len(payloads):
+                    return
+                self._run = None
+            if not self._take(payloads[position]):
+                return
+            position += 1
 
     def _take(self, payload: bytes) -> bool:
         """One event of the stream; True where more is wanted."""
@@ -230,7 +251,10 @@ class OpenAIStream:
             self._fail(BackendBroken("The deployment's stream is not JSON", detail=f"{error}: {excerpt}"))
             return False
         if self._ending.is_going_on(answer):
-            self._ready.append(Chunk(payload, has_content=True))
+            self._ready.append(_more_text(payload))
+            if self._runs_left:
+                self._runs_left -= 1
+                self._run = TextRun.begun(payload, msgspec.json.decode(payload))
             return True
         if answer.error or answer.object == "error":
             self._fail(self._backend.in_band(answer.error or msgspec.json.decode(payload)))
