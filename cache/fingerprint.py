@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
+from functools import partial
 from hashlib import blake2b
 from typing import Any, NewType
 
@@ -94,7 +95,7 @@ def partition(secret: bytes, scope: str) -> Partition:
     if not secret:
         raise ValueError("a partition needs a secret")
     key = secret if len(secret) <= blake2b.MAX_KEY_SIZE else blake2b(secret).digest()
-    return Partition(_digest(b"sw.partition", scope.encode(), key=key))
+    return Partition(blake2b(scope.encode(), digest_size=DIGEST_BYTES, key=key, person=b"sw.partition").digest())
 
 
 def fingerprint(body: Mapping[str, Any], partition: Partition, namespace: str = "") -> Fingerprint:
@@ -105,23 +106,22 @@ def fingerprint(body: Mapping[str, Any], partition: Partition, namespace: str = 
     """
     turns_field, turns = _turns(body)
     head: dict[str, Any] = {}
-    for name, value in body.items():
-        kind = FIELDS.get(name)
-        if kind is FieldKind.DELIVERY or name == turns_field or (value is None and kind is not None):
-            continue
-        head[name] = value
     try:
+        for name, value in body.items():
+            kind = FIELDS.get(name)
+            if kind is FieldKind.DELIVERY or name == turns_field or (value is None and kind is not None):
+                continue
+            head[name] = value if type(value) in _PLAIN else _canonical(value)
         # a JSON array is self-delimiting, so namespace, field name and head can't run into each other
-        link = _digest(b"sw.head", partition, _JSON.encode([namespace, turns_field, _canonical(head)]))
+        link = before = _head_digest(partition + _encode([namespace, turns_field, head])).digest()
         chain = []
-        before = link
-        for turn in turns:
-            before, link = link, _digest(b"sw.turn", link, _JSON.encode(_canonical_turn(turn)))
+        turn: Any = None
+        for turn in map(_canonical_turn, turns):
+            before, link = link, _turn_digest(link + _encode(turn)).digest()
             chain.append(link)
-        text, rest = _split_text(turns[-1]) if turns else (None, None)
+        text, rest = _split_text(turn) if turns else (None, None)
         is_whole = text is None
-        blanked = b"" if is_whole else _JSON.encode(_canonical_turn(rest))
-        compat = _digest(b"sw.compat.whole", link) if is_whole else _digest(b"sw.compat", before, blanked)
+        compat = (_whole_digest(link) if is_whole else _compat_digest(before + _encode(rest))).digest()
     except (TypeError, UnicodeEncodeError, RecursionError) as error:
         raise ValueError(f"not a JSON request: {error}") from error
     return Fingerprint(partition, link, compat, tuple(chain) or (link,), text, namespace)
@@ -164,30 +164,36 @@ def _is_eligible(text: Any) -> bool:
     return isinstance(text, str) and len(text) <= TEXT_CHARS_MAX and not text.isspace() and text != ""
 
 
-def _digest(purpose: bytes, *parts: bytes, key: bytes = b"") -> bytes:
-    """BLAKE2b (RFC 7693), personalised by purpose. All parts but the last have a fixed length, so none runs into the next."""
-    return blake2b(b"".join(parts), digest_size=DIGEST_BYTES, key=key, person=purpose).digest()
+# BLAKE2b (RFC 7693), personalised by purpose. What is digested has parts of fixed length but for the last: none runs into the next.
+_head_digest, _turn_digest, _compat_digest, _whole_digest = (
+    partial(blake2b, digest_size=DIGEST_BYTES, person=purpose)
+    for purpose in (b"sw.head", b"sw.turn", b"sw.compat", b"sw.compat.whole")
+)
 
 
-_JSON = msgspec.json.Encoder(order="sorted")  # raises TypeError for a key that is no string
+_encode = msgspec.json.Encoder(order="sorted").encode  # raises TypeError for a key that is no string
+_PLAIN = frozenset({str, int, bool, type(None)})  # in their one form as they are
 
 
 def _canonical_turn(turn: Any) -> Any:
     if not isinstance(turn, dict):
         return _canonical(turn)
-    if all(type(value) is str for value in turn.values()):
+    if set(map(type, turn.values())) == _TEXTS:
         return turn
     return _canonical({name: value for name, value in turn.items() if value is not None or name not in TURN_FIELDS})
+
+
+_TEXTS = {str}
 
 
 def _canonical(value: Any) -> Any:
     """The value with every number in its one form. Raises TypeError for what is not JSON."""
     kind = type(value)
     if kind is dict:
-        return {name: item if type(item) is str else _canonical(item) for name, item in value.items()}
+        return {name: item if type(item) in _PLAIN else _canonical(item) for name, item in value.items()}
     if kind is list or kind is tuple:
-        return [item if type(item) is str else _canonical(item) for item in value]
-    if kind is str or kind is int or kind is bool or value is None:
+        return [item if type(item) in _PLAIN else _canonical(item) for item in value]
+    if kind in _PLAIN:
         return value
     if kind is not float:
         raise TypeError(f"{kind.__name__} is not JSON")

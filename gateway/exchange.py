@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
@@ -21,6 +22,8 @@ WHEN_GONE = "sameway.when_gone"
 """The ASGI extension under which an endpoint finds a function that takes a callback for when the client leaves."""
 
 _Header = tuple[bytes, bytes]
+_CLOSE = (b"connection", b"close")
+_name = itemgetter(0)
 
 
 class Exchange(RequestResponseCycle):
@@ -111,22 +114,19 @@ class Exchange(RequestResponseCycle):
             self.on_response()
 
     def _head(self, status: int, headers: list[_Header]) -> bytes:
-        lines = [STATUS_LINE[status]]
-        self._is_chunked = True
-        for name, value in (*self._state.default_headers, *headers):
-            if name == b"content-length":
-                self._is_chunked = False
-            elif name == b"connection" and value == b"close":
-                self.keep_alive = False
-                continue
-            lines.append(b"%b: %b\r\n" % (name, value))
+        if _CLOSE in headers:
+            self.keep_alive = False
+            headers.remove(_CLOSE)
+        lines = [b"%b: %b\r\n" % header for header in (*self._state.default_headers, *headers)]
+        self._is_chunked = b"content-length" not in map(_name, headers)
         if self.scope["http_version"] == "1.0":
             self._is_chunked = False  # which it does not know: such a body ends where the connection does
         if self._is_chunked:
             lines.append(b"transfer-encoding: chunked\r\n")
         if not self.keep_alive:
             lines.append(b"connection: close\r\n")
-        head = b"".join(lines)
-        if head.count(b"\n") != len(lines) or head.count(b"\r") != len(lines) or b"\0" in head:
+        head = STATUS_LINE[status] + b"".join(lines)
+        ends = len(lines) + 1
+        if head.count(b"\n") != ends or head.count(b"\r") != ends or b"\0" in head:
             raise RuntimeError("a header holds what would split the response")
         return head + b"\r\n"

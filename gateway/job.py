@@ -4,8 +4,9 @@ Knows no services: nothing here awaits. `pipeline` fills a job stage by stage; w
 """
 
 import time
-from dataclasses import dataclass, field
 from typing import Protocol
+
+import msgspec
 
 from cache import Entry, Fingerprint, HitKind, Trial
 from gateway.accounts import Identity, LedgerRow
@@ -18,8 +19,7 @@ from gateway.turn import Turn
 from policies import Hold, Tokens
 
 
-@dataclass(slots=True)
-class Facts:
+class Facts(msgspec.Struct):
     """What a flight tells of itself for its readers' headers and records."""
 
     kind: HitKind | None = None  # SEMANTIC where the generation turned out to be a replay
@@ -33,8 +33,7 @@ class Facts:
     cost_microusd: int = 0
 
 
-@dataclass(slots=True, frozen=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True):
     """A reply that has begun: a recorded entry, or a reader of a flight whose first chunk exists."""
 
     kind: HitKind | None  # None: generated for this request
@@ -43,8 +42,7 @@ class Answer:
     reader: Reader | None = None
 
 
-@dataclass(slots=True)
-class Job:
+class Job(msgspec.Struct):
     """One generation: the turn that started it, the flight it serves, and what has happened so far."""
 
     turn: Turn
@@ -57,8 +55,8 @@ class Job:
     hold: Hold | None = None
     deployment: Deployment | None = None
     first_choice_model: str = ""
-    generated: Generated = field(default_factory=Generated)
-    attempts: list[Attempt] = field(default_factory=list)
+    generated: Generated = msgspec.field(default_factory=Generated)
+    attempts: list[Attempt] = []
     has_taken_tokens: bool = False  # from a rate limit: to be corrected when it is known how many they were
     trial: Trial | None = None  # what the semantic decision was made of, for the verdict that may follow
     near: Entry | None = None  # what was answered to the nearest prompt: a draft for who can use one

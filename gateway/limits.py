@@ -4,7 +4,8 @@ Knows no prompts. Invariant: limits never fail open. While Redis is away each wo
 at most its limit per worker.
 """
 
-from collections.abc import Coroutine
+import time
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -17,33 +18,42 @@ from policies import BorrowedRateLimits, Limited, LocalRateLimits, RateLimit, Ve
 
 _OUTPUT_TOKENS_EXPECTED = 256
 _IDENTITIES_MAX = 10_000
+_SHOWN_FOR_S = 0.05
 
 
-class _Known(msgspec.Struct, frozen=True):
-    """An identity's limits, made ready once."""
+Headers = dict[bytes, bytes]
+
+
+class _Known(msgspec.Struct):
+    """An identity's limits, made ready once; and what was shown of them last, for requests, tokens or both."""
 
     identity: Identity
     scope: str
     limited: Limited
+    shown: dict[tuple[bool, bool], Headers] = {}
+    shown_at_s: float = 0.0
 
 
 class Limits:
     """Requests and tokens per minute, of keys and teams. What is taken comes as the response's headers."""
 
-    def __init__(self, shared: BorrowedRateLimits, local: LocalRateLimits) -> None:
+    def __init__(
+        self, shared: BorrowedRateLimits, local: LocalRateLimits, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._shared = shared
         self._local = local
+        self._clock = clock
         self._known: dict[int, _Known] = {}
 
-    async def take(self, identity: Identity) -> dict[str, str]:
+    async def take(self, identity: Identity) -> Headers:
         """2. One request. Raises RateLimited."""
         return await self._take(identity, 1, 0)
 
-    async def take_tokens(self, turn: Turn, identity: Identity) -> dict[str, str]:
+    async def take_tokens(self, turn: Turn, identity: Identity) -> Headers:
         """The tokens that a generation is expected to need; hits need none. Raises RateLimited."""
         return await self._take(identity, None, _expected_tokens(turn))
 
-    async def take_requests(self, identity: Identity) -> dict[str, str]:
+    async def take_requests(self, identity: Identity) -> Headers:
         """One request that is not a chat: its tokens are not limited. Raises RateLimited."""
         return await self._take(identity, 1, None)
 
@@ -73,34 +83,50 @@ class Limits:
             known = self._known[identity.key.id] = _Known(identity, scope, self._shared.limited(scope, limits))
         return known
 
-    async def _take(self, identity: Identity, requests: int | None, tokens: int | None) -> dict[str, str]:
+    async def _take(self, identity: Identity, requests: int | None, tokens: int | None) -> Headers:
         """Of what this worker holds, without waiting; from Redis where that does not suffice."""
         known = self._of(identity)
         if not known.limited:
             return {}
-        verdict = self._shared.take_now(known.limited, requests, tokens)
-        if verdict is None:
-            try:
-                verdict = await self._shared.take(known.limited, requests, tokens)
-            except RedisError:
-                verdict = self._local.take(known.scope, _limits_of(identity, requests, tokens))
+        if self._shared.take_now(known.limited, requests, tokens):
+            return self._shown(known, requests, tokens)
+        try:
+            verdict = await self._shared.take(known.limited, requests, tokens)
+        except RedisError:
+            verdict = self._local.take(known.scope, _limits_of(identity, requests, tokens))
         headers = _headers(verdict)
         if verdict.is_allowed:
             return headers
-        refused = verdict.refused_by
-        assert refused is not None
-        whose, unit = refused.subject.partition(":")[0], refused.unit
-        if verdict.retry_after_s is None:
-            raise RateLimited(
-                f"This request needs more {unit} than this {whose} may use in a minute ({refused.limit})",
-                60.0,
-                {**headers, "x-should-retry": "false"},
-            )
-        raise RateLimited(
-            f"Rate limit reached for this {whose}: {refused.limit} {unit} per minute. Try again in {verdict.retry_after_s:.1f} s",
-            verdict.retry_after_s,
-            headers,
+        raise _refusal(verdict, headers)
+
+    def _shown(self, known: _Known, requests: int | None, tokens: int | None) -> Headers:
+        """What remains of large limits is written anew every 50 ms: what Redis knows of them is as much as a second old."""
+        now_s = self._clock()
+        if now_s - known.shown_at_s > _SHOWN_FOR_S:
+            known.shown, known.shown_at_s = {}, now_s
+        units = (requests is None, tokens is None)
+        headers = known.shown.get(units)
+        if headers is None:
+            headers = known.shown[units] = _headers(self._shared.shown(known.limited, requests, tokens))
+        return headers
+
+
+def _refusal(verdict: Verdict, headers: Headers) -> RateLimited:
+    refused = verdict.refused_by
+    assert refused is not None
+    whose, unit = refused.subject.partition(":")[0], refused.unit
+    told = {name.decode(): value.decode() for name, value in headers.items()}
+    if verdict.retry_after_s is None:
+        return RateLimited(
+            f"This request needs more {unit} than this {whose} may use in a minute ({refused.limit})",
+            60.0,
+            {**told, "x-should-retry": "false"},
         )
+    return RateLimited(
+        f"Rate limit reached for this {whose}: {refused.limit} {unit} per minute. Try again in {verdict.retry_after_s:.1f} s",
+        verdict.retry_after_s,
+        told,
+    )
 
 
 def _expected_tokens(turn: Turn) -> int:
@@ -128,19 +154,19 @@ def _scope(identity: Identity) -> str:
 
 
 _HEADERS = {
-    unit: tuple(f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset"))
+    unit: tuple(f"x-ratelimit-{what}-{unit}".encode() for what in ("limit", "remaining", "reset"))
     for unit in ("requests", "tokens")
 }
 
 
-def _headers(verdict: Verdict) -> dict[str, str]:
+def _headers(verdict: Verdict) -> Headers:
     """`x-ratelimit-*` for the tightest limit of each unit, as the OpenAI API writes them."""
-    headers = {}
+    headers: Headers = {}
     for unit, (limit, remaining, reset) in _HEADERS.items():
         state = verdict.tightest(unit)
         if state is not None:
-            headers[limit], headers[remaining] = str(state.limit), str(state.remaining)
-            headers[reset] = _span(state.reset_s)
+            headers[limit], headers[remaining] = b"%d" % state.limit, b"%d" % state.remaining
+            headers[reset] = _span(state.reset_s).encode()
     return headers
 
 

@@ -216,9 +216,9 @@ class Pipeline:
         try:
             await self._record(job, error)
         finally:
-            job.flight.finish(
-                error or ApiError("The gateway failed while it recorded this answer", code="internal_error")
-            )
+            if not job.flight.is_done:
+                unrecorded = ApiError("The gateway failed while it recorded this answer", code="internal_error")
+                job.flight.finish(error or unrecorded)
             self._jobs.discard(under_way)
             under_way.set_result(None)
 
@@ -280,7 +280,7 @@ class Pipeline:
             amount = job.alias.worst_case_microusd(turn.ask)
             job.hold = await self.money.reserve(identity, turn.record.request_id, amount)
         finally:
-            turn.headers |= await taking
+            turn.headers = turn.headers | await taking
             job.has_taken_tokens = True
         job.near = (await near).entry if near is not None else None
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 import hiredis
+import msgspec
 from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
@@ -35,25 +36,16 @@ _ERRORS: Mapping[str, type[RedisError]] = {
 }
 
 
-class Pending:
+class Pending(msgspec.Struct):
     """One command on its way. `understand` makes of its reply what redis-py makes of it; `script` is the text behind an
     EVALSHA's digest; `is_repeated`: it was sent before, on a connection that was lost."""
 
-    __slots__ = ("command", "future", "is_repeated", "script", "sent_at", "understand")
-
-    def __init__(
-        self,
-        command: Command,
-        future: "asyncio.Future[Any]",
-        understand: Callable[[Any], Any] | None = None,
-        script: str | None = None,
-    ) -> None:
-        self.command = command
-        self.future = future
-        self.understand = understand
-        self.script = script
-        self.is_repeated = False
-        self.sent_at = 0.0  # on the loop's clock
+    command: Command
+    future: Any  # asyncio.Future
+    understand: Callable[[Any], Any] | None = None
+    script: str | None = None
+    is_repeated: bool = False
+    sent_at: float = 0.0  # on the loop's clock
 
 
 class Wire(asyncio.Protocol):

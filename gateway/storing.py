@@ -20,31 +20,18 @@ _data, _is_whole, _has_content, _finish_reasons, _usage = map(
 )
 
 
-class Generated:
+class Generated(msgspec.Struct):
     """What one attempt at a generation has produced so far; filled as its chunks come."""
 
-    __slots__ = (
-        "content_chunks",
-        "finish_reasons",
-        "has_begun",
-        "is_complete",
-        "is_whole",
-        "size_bytes",
-        "started",
-        "ttft_ms",
-        "usage",
-    )
-
-    def __init__(self) -> None:
-        self.started = time.perf_counter()
-        self.has_begun = False
-        self.is_complete = False
-        self.is_whole = False  # came in one piece: its time to first token is its time
-        self.content_chunks = 0
-        self.size_bytes = 0
-        self.finish_reasons: list[str] = []
-        self.usage: Usage | None = None
-        self.ttft_ms: float | None = None
+    started: float = msgspec.field(default_factory=time.perf_counter)
+    has_begun: bool = False
+    is_complete: bool = False
+    is_whole: bool = False  # came in one piece: its time to first token is its time
+    content_chunks: int = 0
+    size_bytes: int = 0
+    finish_reasons: list[str] = []
+    usage: Usage | None = None
+    ttft_ms: float | None = None
 
     def add(self, chunks: Sequence[Chunk]) -> None:
         """What has come at once; by maps, for a stream may come in thousands of chunks."""

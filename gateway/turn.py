@@ -6,7 +6,6 @@ untouched. Invariant: `body` is the client's JSON less Sameway's own `cache` obj
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -97,8 +96,7 @@ class Ask(msgspec.Struct, frozen=True):
     needs: frozenset[str]
 
 
-@dataclass(slots=True)
-class Turn:
+class Turn(msgspec.Struct):
     """One request on its way through the pipeline."""
 
     alias: str
@@ -109,8 +107,8 @@ class Turn:
     wants_usage: bool
     record: Record
     deadline: float | None = None  # on the clock of time.perf_counter
-    started: float = field(default_factory=time.perf_counter)
-    headers: dict[str, str] = field(default_factory=dict)  # of the answer: rate limits
+    started: float = msgspec.field(default_factory=time.perf_counter)
+    headers: Mapping[bytes, bytes] = {}  # of the answer: rate limits
     is_leading: bool = False  # started a generation, which also writes the record
 
     def elapsed_ms(self) -> float:

@@ -22,11 +22,12 @@ _SUBJECTS_MAX = 10_000
 class _Share:
     """What this process holds of one limit. `left` below 0 is a debt: more was used than was expected."""
 
-    __slots__ = ("heard_at_s", "is_asking", "lead_us", "left", "per_min", "quantum", "subject", "unit")
+    __slots__ = ("heard_at_s", "is_asking", "is_tokens", "lead_us", "left", "per_min", "quantum", "subject", "unit")
 
     def __init__(self, subject: str, unit: str, per_min: int) -> None:
         self.subject = subject
         self.unit = unit
+        self.is_tokens = unit == "tokens"
         self.per_min = per_min
         self.quantum = per_min // _SHARES
         self.left = 0
@@ -68,27 +69,28 @@ class BorrowedRateLimits:
         keys = [(scope, *limit) for limit in limits]
         return Limited(scope, tuple(self._shares.setdefault(key, _Share(*key[1:])) for key in keys))
 
-    def take_now(self, limited: Limited, requests: int | None, tokens: int | None) -> Verdict | None:
-        """The verdict if what this process holds suffices; None where Redis must be asked (`take`)."""
+    def take_now(self, limited: Limited, requests: int | None, tokens: int | None) -> bool:
+        """Charge what this process holds, if that suffices; False where Redis must be asked (`take`), and nothing is charged."""
+        heard_since_s = self._clock() - _HEARD_WITHIN_S
+        for share in limited._shares:
+            cost = tokens if share.is_tokens else requests
+            if cost is not None and (share.left < cost or share.heard_at_s < heard_since_s or not share.quantum):
+                return False
+        for share in limited._shares:
+            share.left -= (tokens if share.is_tokens else requests) or 0
+        return True
+
+    def shown(self, limited: Limited, requests: int | None, tokens: int | None) -> Verdict:
+        """The verdict on what `take_now` has charged: what remains of the limits in these units."""
         now_s = self._clock()
-        heard_since_s = now_s - _HEARD_WITHIN_S
-        for share in limited._shares:
-            cost = _cost(share, requests, tokens)
-            if cost is not None and (not share.quantum or share.left < cost or share.heard_at_s < heard_since_s):
-                return None
-        states = []
-        for share in limited._shares:
-            cost = _cost(share, requests, tokens)
-            if cost is not None:
-                share.left -= cost
-                states.append(share.state(now_s))
-        return Verdict(True, 0.0, tuple(states))
+        asked = [share for share in limited._shares if (tokens if share.is_tokens else requests) is not None]
+        return Verdict(True, 0.0, tuple([share.state(now_s) for share in asked]))
 
     async def take(self, limited: Limited, requests: int | None, tokens: int | None) -> Verdict:
         """As `RateLimits.take`, and a quantum of each limit that has room for it besides."""
         asked: list[tuple[_Share, RateLimit, int]] = []  # with what is paid from the share itself
         for share in limited._shares:
-            cost = _cost(share, requests, tokens)
+            cost = tokens if share.is_tokens else requests
             if cost is None:
                 continue
             charge = max(0, cost - share.left) if share.quantum else cost
@@ -120,7 +122,7 @@ class BorrowedRateLimits:
         the difference is small beside what this process holds, and stays here."""
         charges: list[tuple[_Share, int]] = []
         for share in limited._shares:
-            if share.unit != "tokens" or expected == actual:
+            if not share.is_tokens or expected == actual:
                 continue
             share.left += expected - actual
             if not share.quantum or not -share.quantum <= share.left <= 2 * share.quantum:
@@ -135,7 +137,3 @@ class BorrowedRateLimits:
         await self._shared.charge(
             scope, [(RateLimit(share.subject, share.unit, share.per_min, 0), amount) for share, amount in charges]
         )
-
-
-def _cost(share: _Share, requests: int | None, tokens: int | None) -> int | None:
-    return requests if share.unit == "requests" else tokens

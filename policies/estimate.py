@@ -35,12 +35,14 @@ class EstimatePrior:
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """An estimate at one moment. `weight` is how many recent calls it rests on."""
+    """An estimate at one moment. `weight` is how many recent calls it rests on; a first token that takes `timeout_ratio` times
+    what is predicted is not to be waited for any longer."""
 
     weight: float
     base_ms: float
     prefill_ms_per_token: float
     tpot_ms: float
+    timeout_ratio: float = math.inf
 
     def ttft_ms(self, prompt_tokens: int) -> float:
         """Predicted TTFT for a prompt of which nothing is warm."""
@@ -48,6 +50,8 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 _FIGURES_KEPT_S = 1.0
+_CALLS_FIGURED_EACH = 100  # the first ones at once
+_CALLS_FIGURED_TOGETHER = 16
 _NOISE_SPAN_TOKENS = 1000.0
 _KEEP_PER_OBSERVATION = 0.95
 _HALF_LIFE_S = 600.0
@@ -74,6 +78,8 @@ class Estimate:
         self._log_squares = 0.0
         self._tpot_weight = 0.0
         self._tpot_sum = 0.0
+        self._calls_seen = 0
+        self._calls_unfigured = 0  # since the figures were worked out
         self._figures: Figures | None = None
         self._figured_at_s = 0.0
 
@@ -97,30 +103,34 @@ class Estimate:
         return self.figures().ttft_ms(prompt_tokens)
 
     def figures(self) -> Figures:
-        """All of them at once. Between two calls they only fade, over minutes, so they are worked out at most once a second."""
+        """All of them at once, worked out at most a second ago. Between two calls they only fade, over minutes; and where there
+        have been many calls, a few more change little (`_CALLS_FIGURED_TOGETHER`)."""
         now_s = self._clock()
         if self._figures is None or not 0.0 <= now_s - self._figured_at_s < _FIGURES_KEPT_S:
-            kept = self._kept()
+            kept = self._kept(now_s)
             belief = self._belief(kept)
             base_ms, slope = self._line(kept, belief)
             tpot_ms = (self._tpot_sum * kept + belief * self._prior.tpot_ms) / (self._tpot_weight * kept + belief)
-            self._figures = Figures(self._calls * kept, base_ms, slope, tpot_ms)
+            self._figures = Figures(self._calls * kept, base_ms, slope, tpot_ms, self._timeout_ratio(kept))
             self._figured_at_s = now_s
+            self._calls_unfigured = 0
         return self._figures
 
     def ttft_timeout_ms(self, prompt_tokens: int, floor_ms: float, ceiling_ms: float) -> float:
         """How long to wait for the first token before the next candidate is tried: a wait that about one call in
         thirty thousand of a healthy deployment would exceed, within [floor_ms, ceiling_ms]; the ceiling before
         enough calls were seen to know."""
-        kept = self._kept()
-        weight = self._calls * kept
-        if weight < _CALLS_BEFORE_TIMEOUT:
+        figures = self.figures()
+        if figures.weight < _CALLS_BEFORE_TIMEOUT:
             return ceiling_ms
+        return min(max(figures.ttft_ms(prompt_tokens) * figures.timeout_ratio, floor_ms), ceiling_ms)
+
+    def _timeout_ratio(self, kept: float) -> float:
+        weight = self._calls * kept
         mean = self._log_sum * kept / (weight + 1.0)
         squares = (self._log_squares * kept + _LOG_SPREAD_PRIOR**2) / (weight + 1.0)
         spread = math.sqrt(max(squares - mean * mean, 0.01))
-        wait_ms = self.ttft_ms(prompt_tokens) * math.exp(min(mean + _TIMEOUT_SIGMAS * spread, 20.0))
-        return min(max(wait_ms, floor_ms), ceiling_ms)
+        return math.exp(min(mean + _TIMEOUT_SIGMAS * spread, 20.0))
 
     def observe(self, ttft_ms: float, tpot_ms: float | None, prompt_tokens: int) -> None:
         """One finished call. `prompt_tokens` are those it had to prefill (cached ones left out); `tpot_ms` None
@@ -128,12 +138,17 @@ class Estimate:
         if not (math.isfinite(ttft_ms) and ttft_ms >= 0 and prompt_tokens >= 0):
             return
         predicted_ms = self.ttft_ms(prompt_tokens)
-        self._figures = None
-        self._age()
+        self._calls_seen += 1
+        self._calls_unfigured += 1
+        if self._calls_seen < _CALLS_FIGURED_EACH or self._calls_unfigured >= _CALLS_FIGURED_TOGETHER:
+            self._figures = None
         # one freak call moves the line by as much as ten times the prediction, a deployment that stays slow all the way
         bounded_ms = min(max(ttft_ms, 1.0), predicted_ms * _OUTLIER_RATIO)
+        now_s = self._clock()
+        kept = self._kept(now_s)
+        self._seen_at = now_s
+        keep = kept * _KEEP_PER_OBSERVATION
         x = float(prompt_tokens)
-        keep = _KEEP_PER_OBSERVATION
         w = _certainty(x)
         self._weight = self._weight * keep + w
         self._x = self._x * keep + w * x
@@ -147,6 +162,9 @@ class Estimate:
         if tpot_ms is not None and math.isfinite(tpot_ms) and tpot_ms >= 0:
             self._tpot_weight = self._tpot_weight * keep + 1.0
             self._tpot_sum = self._tpot_sum * keep + tpot_ms
+        else:
+            self._tpot_weight *= kept
+            self._tpot_sum *= kept
 
     def observe_timeout(self, waited_ms: float, prompt_tokens: int) -> None:
         """No first token within `waited_ms`: TTFT was at least that, so the prediction may rise but never fall."""
@@ -171,22 +189,8 @@ class Estimate:
         """How many calls the prior counts for now."""
         return self._prior.weight / (1.0 + self._calls * kept)
 
-    def _kept(self) -> float:
-        return math.pow(0.5, max(0.0, self._clock() - self._seen_at) / _HALF_LIFE_S)
-
-    def _age(self) -> None:
-        kept = self._kept()
-        self._seen_at = self._clock()
-        self._weight *= kept
-        self._x *= kept
-        self._y *= kept
-        self._xx *= kept
-        self._xy *= kept
-        self._calls *= kept
-        self._log_sum *= kept
-        self._log_squares *= kept
-        self._tpot_weight *= kept
-        self._tpot_sum *= kept
+    def _kept(self, now_s: float) -> float:
+        return math.pow(0.5, max(0.0, now_s - self._seen_at) / _HALF_LIFE_S)
 
 
 def _certainty(prompt_tokens: float) -> float:

@@ -49,7 +49,7 @@ class JsonEndpoint(ABC):
             body = decode_object(await read_body(receive, headers, self.settings.body_bytes_max))
             limited = await self._pipeline.limits.take_requests(identity)
             reply = await self.answer(body, identity, record)
-            out = [JSON, *base_headers(record.request_id), *((k.encode(), v.encode()) for k, v in limited.items())]
+            out = [JSON, *base_headers(record.request_id), *limited.items()]
             await send_whole(send, 200, out, msgspec.json.encode(reply))
         except Exception as error:
             await send_failure(send, error, record)

@@ -42,7 +42,7 @@ def answer_headers(turn: Turn, answer: Answer) -> Headers:
         headers.append((b"x-sameway-cost-usd", b"0"))
         headers.append((b"x-sameway-saved-usd", usd(int(entry.labels.get("cost_microusd", 0)))))
     if turn.headers:
-        headers += [(name.encode(), value.encode()) for name, value in turn.headers.items()]
+        headers += turn.headers.items()
     return headers
 
 

@@ -6,6 +6,7 @@ Format: ASGI HTTP specification 2.5. Knows no routes. Invariant: a body is never
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from itertools import chain
 from typing import Any
 
 import structlog
@@ -29,10 +30,14 @@ class ClientGone(Exception):
 
 def headers_of(scope: Scope) -> dict[str, str]:
     """The request's headers by lower-case name; of repeated ones all values, joined as RFC 9110 section 5.3 has it."""
-    headers: dict[str, str] = {}
-    for raw_name, raw_value in scope["headers"]:
-        name, value = raw_name.decode("latin-1"), raw_value.decode("latin-1")
-        headers[name] = f"{headers[name]}, {value}" if name in headers else value
+    raw: list[tuple[bytes, bytes]] = scope["headers"]
+    texts = b"\n".join(chain.from_iterable(raw)).decode("latin-1").split("\n")  # all in one: no header holds an end of a line
+    names, values = texts[::2], texts[1::2]
+    headers = dict(zip(names, values, strict=True))
+    if len(headers) < len(names):
+        headers.clear()
+        for name, value in zip(names, values, strict=True):
+            headers[name] = f"{headers[name]}, {value}" if name in headers else value
     return headers
 
 

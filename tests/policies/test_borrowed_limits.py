@@ -44,8 +44,9 @@ class Process:
         self.limited: Limited = self.limits.limited("t", [("team:1", unit, per_min)])
 
     async def take(self, requests: int | None = 1, tokens: int | None = 0) -> Verdict:
-        verdict = self.limits.take_now(self.limited, requests, tokens)
-        return await self.limits.take(self.limited, requests, tokens) if verdict is None else verdict
+        if self.limits.take_now(self.limited, requests, tokens):
+            return self.limits.shown(self.limited, requests, tokens)
+        return await self.limits.take(self.limited, requests, tokens)
 
 
 async def test_most_requests_cost_no_round_trip(redis: Redis) -> None:
