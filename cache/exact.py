@@ -22,6 +22,7 @@ from cache.fingerprint import Fingerprint, Partition
 from cache.l1 import L1
 from cache.log import REDIS_FAILURES, Dropped, Redis, unavailable
 from cache.purges import Purges, Subscribe
+from cache.puts import Later
 from cache.store import EntryStore, PartitionSize, Stored, pack
 
 _LINKS_MAX = 32  # earlier links asked for in one lookup: the latest of the dialogue, and its first
@@ -110,7 +111,8 @@ class CacheStats:
 
 
 class ExactCache:
-    """The exact cache of one process. `clock` gives unix seconds, `monotonic` seconds that never jump."""
+    """The exact cache of one process. `clock` gives unix seconds, `monotonic` seconds that never jump; stores gather until `later`
+    calls back (None: the end of the event loop's tick)."""
 
     def __init__(
         self,
@@ -118,9 +120,10 @@ class ExactCache:
         limits: CacheLimits | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
+        later: Later | None = None,
     ) -> None:
         self.limits = limits = limits or CacheLimits()
-        self._store = EntryStore(redis)
+        self._store = EntryStore(redis, later)
         self._clock = clock
         self._monotonic = monotonic
         self._l1 = L1(limits.l1_entries_max, limits.l1_bytes_max)

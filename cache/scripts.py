@@ -48,46 +48,55 @@ return 1
 """
 )
 
-# ARGV: exact, entry, about, size, now_ms, expires_ms, size_max, 1 where the partition is listed, warm_ttl_ms, warm, worth, half_life_ms.
-# KEYS from 8: warm links. Answers {-1}, and does nothing, where the partition is new and not said to be listed; else {was there
-# before, evicted...}. The vector of a replaced entry stays: the same exact key means the same text. Its group goes: that was
-# its answer's. The keys' own expiry is a little behind the last entry's, so that it is moved seldom; keys that begin anew have
-# none until then.
+# Stores entries, one after the other.
+# ARGV: now_ms, size_max, 1 where the partition is listed, warm_ttl_ms, half_life_ms; then of each entry: exact, entry, about, size,
+# expires_ms, worth, warm, warm links. KEYS from 8: the warm links of each entry. Answers {}, and does nothing, where the partition is
+# new and not said to be listed; else for each entry {was there before, evicted...}. The vector of a replaced entry stays: the same exact
+# key means the same text. Its group goes: that was its answer's. The keys' own expiry is a little behind the last entry's, so that
+# it is moved seldom; keys that begin anew have none until then.
 PUT = (
     _FORGET
     + _USED_AT
     + """
-local id, size, now, expires_ms, size_max = ARGV[1], tonumber(ARGV[4]), ARGV[5], ARGV[6], tonumber(ARGV[7])
-if ARGV[8] == '0' and redis.call('EXISTS', about) == 0 then return {-1} end
-for _, gone in ipairs(redis.call('ZRANGEBYSCORE', expires, '-inf', now, 'LIMIT', 0, 64)) do
+local now, size_max, half_life = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[5])
+if ARGV[3] == '0' and redis.call('EXISTS', about) == 0 then return {} end
+for _, gone in ipairs(redis.call('ZRANGEBYSCORE', expires, '-inf', ARGV[1], 'LIMIT', 0, 64)) do
   forget(gone)
   redis.call('HDEL', vectors, gone)
 end
-local reply = {0}
-local score = redis.call('ZSCORE', used, id)
-if score then
-  reply[1] = 1
-  forget(id)
+local replies, link, last = {}, 8, 0
+for a = 6, #ARGV, 8 do
+  local id, size, reply = ARGV[a], tonumber(ARGV[a + 3]), {0}
+  local score = redis.call('ZSCORE', used, id)
+  if score then
+    reply[1] = 1
+    forget(id)
+  end
+  local total = redis.call('INCRBY', bytes, size)
+  while total > size_max do
+    local least = redis.call('ZRANGE', used, 0, 0)[1]
+    if not least then break end
+    total = total - forget(least)
+    redis.call('HDEL', vectors, least)
+    reply[#reply + 1] = least
+  end
+  redis.call('HSET', entries, id, ARGV[a + 1])
+  redis.call('HSET', about, id, ARGV[a + 2])
+  redis.call('ZADD', used, used_at(score, now, half_life, ARGV[a + 5]), id)
+  redis.call('ZADD', expires, ARGV[a + 4], id)
+  last = math.max(last, tonumber(ARGV[a + 4]))
+  for _ = 1, ARGV[a + 7] do
+    redis.call('SET', KEYS[link], ARGV[a + 6], 'PX', ARGV[4])
+    link = link + 1
+  end
+  replies[#replies + 1] = reply
 end
-local total = redis.call('INCRBY', bytes, size)
-while total > size_max do
-  local least = redis.call('ZRANGE', used, 0, 0)[1]
-  if not least then break end
-  total = total - forget(least)
-  redis.call('HDEL', vectors, least)
-  reply[#reply + 1] = least
-end
-redis.call('HSET', entries, id, ARGV[2])
-redis.call('HSET', about, id, ARGV[3])
-redis.call('ZADD', used, used_at(score, tonumber(now), tonumber(ARGV[12]), ARGV[11]), id)
-redis.call('ZADD', expires, expires_ms, id)
-local ttl = tonumber(expires_ms) - tonumber(now)
+local ttl = last - now
 if redis.call('PTTL', about) < ttl then
-  local last = string.format('%.0f', tonumber(expires_ms) + math.floor(ttl / 16))
-  for i = 1, 7 do redis.call('PEXPIREAT', KEYS[i], last) end
+  local until_ms = string.format('%.0f', last + math.floor(ttl / 16))
+  for i = 1, 7 do redis.call('PEXPIREAT', KEYS[i], until_ms) end
 end
-for i = 8, #KEYS do redis.call('SET', KEYS[i], ARGV[10], 'PX', ARGV[9]) end
-return reply
+return replies
 """
 )
 

@@ -29,7 +29,8 @@ import msgspec
 from cache.entry import About, Entry
 from cache.fingerprint import DIGEST_BYTES, Partition
 from cache.log import Came, Dropped, EntryLog, Redis
-from cache.scripts import DROP, FORGET_PARTITION, PUT, PUT_VECTORS, TOUCH
+from cache.puts import Later, Puts, Terms
+from cache.scripts import DROP, FORGET_PARTITION, PUT_VECTORS, TOUCH
 
 _PARTITIONS = "sameway:cache:partitions"
 
@@ -86,9 +87,11 @@ _ENCODER = msgspec.msgpack.Encoder()
 class EntryStore:
     """Entries in Redis. Everything raises redis.exceptions.RedisError or OSError while Redis is away."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Redis, later: Later | None = None) -> None:
+        """`later`: when entries that have gathered are to leave; see `cache.puts`."""
         self.log = EntryLog(redis)
         self._redis = redis
+        self._puts = Puts(redis, later)
 
     # --- one entry
 
@@ -117,25 +120,25 @@ class EntryStore:
     ) -> Put:
         """Store an entry, evicting those of its partition that have been worth least lately until it fits."""
         entry = packed.entry
-        keys = [*_keys(entry.partition)]
-        if warm is not None:
-            keys += [_warm_key(entry.partition, link) for link in dict.fromkeys(links)]
+        warm_keys = [_warm_key(entry.partition, link) for link in dict.fromkeys(links)] if warm is not None else ()
+        terms = Terms(
+            _keys(entry.partition),
+            size_bytes_max,
+            _ms(warm_ttl_s),
+            _ms(_HALF_LIFE_S),
+            ("ZADD", _PARTITIONS, int(now), entry.partition),
+        )
         argv = (
             entry.exact,
             packed.data,
             packed.about,
             packed.size_bytes,
-            _ms(now),
             _ms(entry.expires_at),
-            size_bytes_max,
+            entry.worth,
+            warm or "",
+            len(warm_keys),
         )
-        hint = (_ms(warm_ttl_s), warm or "", entry.worth, _ms(_HALF_LIFE_S))
-        reply = await self._redis.eval(PUT, len(keys), *keys, *argv, 0, *hint)
-        if reply[0] == -1:
-            # the partition is listed before it has an entry: a purge of everything reads the list
-            listing = self._redis.execute_command("ZADD", _PARTITIONS, int(now), entry.partition)
-            _, reply = await asyncio.gather(listing, self._redis.eval(PUT, len(keys), *keys, *argv, 1, *hint))
-        was_there, *evicted = reply
+        was_there, *evicted = await self._puts.put(terms, argv, warm_keys, _ms(now))
         # and the log tells of an entry that is there: who reads the record fetches what is known about it
         if entry.text is not None:
             await self.log.append(Came(entry.partition, entry.exact))

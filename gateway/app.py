@@ -24,7 +24,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from cache import CacheLimits, CacheUnavailable, ExactCache, SemanticClient
-from cache.scripts import PUT
 from gateway.accounts import Accounts, Ledger, LedgerWriter
 from gateway.admin.routes import admin_router
 from gateway.admin.services import AdminServices
@@ -54,7 +53,6 @@ from gateway.telemetry.definitions import LOG_DROPPED
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
 from gateway.turn import Turn
 from policies import BorrowedRateLimits, Budgets, LocalRateLimits, RateLimits
-from policies.budget_scripts import SETTLE
 
 VERSION = "0.1.0"
 ACCOUNTS_CHANNEL = "sameway:accounts"
@@ -155,7 +153,7 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
     stack.callback(metrics.close)
     log = logs.configure(settings, on_drop=lambda lines: metrics.add(LOG_DROPPED, lines))
     stack.callback(logs.close)
-    link = RedisLink(settings.redis_target, settings.redis_timeout_ms / 1000.0, patient=(SETTLE, PUT))
+    link = RedisLink(settings.redis_target, settings.redis_timeout_ms / 1000.0)
     stack.push_async_callback(link.aclose)
 
     async def tell_others() -> None:
@@ -172,10 +170,10 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
         shown = "as preset in SAMEWAY_API_KEY" if settings.api_key else first_key
         print(f"  API key    {shown} (shown this once; team `default`)", flush=True)
     ledger = Ledger(accounts.database)
-    budgets = Budgets(link)
+    budgets = Budgets(link, later=link.later)
     money = Money(budgets, settings.budgets)
     stack.push_async_callback(money.aclose)
-    exact = ExactCache(link, _cache_limits(settings))
+    exact = ExactCache(link, _cache_limits(settings), later=link.later)
     semantic = SemanticClient(settings.cache_socket, settings.cache.semantic_timeout_ms / 1000.0)
     semantic.start()
     stack.push_async_callback(semantic.aclose)

@@ -9,7 +9,7 @@ milliseconds, not its deadline.
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,7 +21,6 @@ from cache.redis_url import connect
 from gateway.redis_wire import Command, Pending, Wire, answer, fail, open_wire
 
 _PATIENCE_S = 0.002
-_PATIENT_MAX = 64  # more than these make a batch large enough
 _PROBE_AFTER_S = (0.05, 0.2, 0.5, 1.0)  # growing pauses between probes of a Redis that is away
 
 
@@ -31,8 +30,7 @@ class RedisLink:
     Raises redis.exceptions.RedisError: ConnectionError and TimeoutError while Redis is away, ResponseError for a bad command.
     """
 
-    def __init__(self, url: str, timeout_s: float, patient: Collection[str] = ()) -> None:
-        """`patient` are scripts whose callers have nobody waiting: they leave a few milliseconds later, together."""
+    def __init__(self, url: str, timeout_s: float) -> None:
         self.url = url
         self.client = connect(url, timeout_s)
         self.round_trips = 0  # and what they carried, for who counts what a request costs
@@ -45,8 +43,7 @@ class RedisLink:
         self._waiting: list[Pending] = []
         self._is_scheduled = False
         self._pump: asyncio.Task[None] | None = None
-        self._patient_scripts = frozenset(patient)
-        self._patient: list[Pending] = []
+        self._leaving: list[Callable[[], None]] = []
         self._shas: dict[str, str] = {}
         self._failures = 0
         self._probe_at = 0.0
@@ -65,8 +62,7 @@ class RedisLink:
         sha = self._shas.get(script)
         if sha is None:
             sha = self._shas[script] = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
-        pending = Pending(("EVALSHA", sha, numkeys, *keys_and_args), self._loop_future(), script=script)
-        return self._wait_a_little(pending) if script in self._patient_scripts else self._enqueue(pending)
+        return self._enqueue(Pending(("EVALSHA", sha, numkeys, *keys_and_args), self._loop_future(), script=script))
 
     def _loop_future(self) -> "asyncio.Future[Any]":
         return asyncio.get_running_loop().create_future()
@@ -84,18 +80,17 @@ class RedisLink:
             future.get_loop().call_soon(self._flush)
         return future
 
-    def _wait_a_little(self, pending: Pending) -> "asyncio.Future[Any]":
-        self._patient.append(pending)
-        if len(self._patient) == 1:
-            pending.future.get_loop().call_later(_PATIENCE_S, self._end_patience)
-        elif len(self._patient) == _PATIENT_MAX:
-            self._end_patience()
-        return pending.future
+    def later(self, leave: Callable[[], None]) -> None:
+        """Call `leave` in a few milliseconds, with all others for which that is soon enough: what they send leaves in one
+        round trip."""
+        self._leaving.append(leave)
+        if len(self._leaving) == 1:
+            asyncio.get_running_loop().call_later(_PATIENCE_S, self._end_patience)
 
     def _end_patience(self) -> None:
-        patient, self._patient = self._patient, []
-        for pending in patient:
-            self._enqueue(pending)
+        leaving, self._leaving = self._leaving, []
+        for leave in leaving:
+            leave()
 
     def _refused(self, pending: Pending, error: RedisError) -> None:
         """Redis' answer is an error. A script that it does not know is sent whole; everything else is the caller's."""

@@ -87,25 +87,50 @@ local function let_go(spend, holds, member, amount)
 end
 """
 
-# KEYS done, ledger, spend of each window of the moment, then spend and holds of each window held.
-# ARGV done_ms, member, amount, spend, windows, keep_until of each window, then the fields of the ledger's entry.
-# Replies 1, or 0 where this hold was settled or released before. A window's first spend sets its count's expiry.
-SETTLE = (
-    _LET_GO
-    + """
-if not redis.call('SET', KEYS[1], 'settled', 'NX', 'PX', ARGV[1]) then return 0 end
-local windows, spend = tonumber(ARGV[5]), tonumber(ARGV[4])
-for k = 3 + windows, #KEYS, 2 do let_go(KEYS[k], KEYS[k + 1], ARGV[2], ARGV[3]) end
-if ARGV[4] ~= '0' then
-  for w = 1, windows do
-    local spent = redis.call('HINCRBY', KEYS[2 + w], 'spent', ARGV[4])
-    if spent == spend and ARGV[5 + w] ~= '0' then redis.call('PEXPIREAT', KEYS[2 + w], ARGV[5 + w]) end
+# Settles many holds, in groups of one team, hour and set of held windows.
+# KEYS ledger, then of each group: spend of the five windows of its moment, holds of each window held, done of each settlement.
+# ARGV done_ms, then of each group: settlements, windows held, team, keep_until of each window, place (0 to 4) of each window held;
+# and of each settlement: member, amount, spend, at_ms, row. A group's sums stay below 2**53.
+# Replies for each settlement 1, or 0 where its hold was settled or released before. A window's first spend sets its count's expiry.
+SETTLE = """
+local reply, k, a = {}, 2, 2
+while a <= #ARGV do
+  local count, held, team = tonumber(ARGV[a]), tonumber(ARGV[a + 1]), ARGV[a + 2]
+  local keeps, places, items = a + 3, a + 8, a + 8 + held
+  local spends, holds, dones = k, k + 5, k + 5 + held
+  local spent, fresh = 0, {}
+  for i = 0, count - 1 do
+    local item = items + 5 * i
+    if redis.call('SET', KEYS[dones + i], 'settled', 'NX', 'PX', ARGV[1]) then
+      reply[#reply + 1], fresh[#fresh + 1] = 1, item
+      spent = spent + tonumber(ARGV[item + 2])
+    else
+      reply[#reply + 1] = 0
+    end
   end
+  for h = 0, held - 1 do
+    local freed = 0
+    for _, item in ipairs(fresh) do
+      if redis.call('ZREM', KEYS[holds + h], ARGV[item]) == 1 then freed = freed + tonumber(ARGV[item + 1]) end
+    end
+    if freed > 0 then redis.call('HINCRBY', KEYS[spends + ARGV[places + h]], 'held', string.format('%.0f', -freed)) end
+  end
+  if spent > 0 then
+    local amount = string.format('%.0f', spent)
+    for w = 0, 4 do
+      local total = redis.call('HINCRBY', KEYS[spends + w], 'spent', amount)
+      if total == spent and ARGV[keeps + w] ~= '0' then redis.call('PEXPIREAT', KEYS[spends + w], ARGV[keeps + w]) end
+    end
+  end
+  for _, item in ipairs(fresh) do
+    redis.call(
+      'XADD', KEYS[1], '*', 'team', team, 'at_ms', ARGV[item + 3], 'cost', ARGV[item + 2], 'row', ARGV[item + 4]
+    )
+  end
+  k, a = dones + count, items + 5 * count
 end
-redis.call('XADD', KEYS[2], '*', unpack(ARGV, 6 + windows))
-return 1
+return reply
 """
-)
 
 # KEYS done, then spend and holds of each window held. ARGV done_ms, member, amount. Replies as SETTLE does.
 RELEASE = (

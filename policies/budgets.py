@@ -24,29 +24,20 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import msgspec
 
+from policies import budget_keys as keys_of
 from policies import budget_scripts as scripts
+from policies.budget_keys import LEDGER_LOCK, LEDGER_SET_ASIDE, LEDGER_STREAM, READY_KEY, SETTLED_KEPT_S
 from policies.prices import MICROUSD_MAX, MicroUSD
 from policies.redis import Redis
-from policies.windows import HOUR_MS, Budget, Window, WindowKind, window_at, windows_at
-
-_PREFIX = "sameway:{money}:"
-READY_KEY = _PREFIX + "ready"
-LEDGER_STREAM = _PREFIX + "ledger"
-LEDGER_SET_ASIDE = _PREFIX + "ledger:set-aside"
-LEDGER_LOCK = _PREFIX + "ledger:lock"
-
-SETTLED_KEPT_S = 900
-"""How long a settled or released hold is remembered, to make a repeated call a no-op."""
-
-WINDOW_KEPT_S = 2 * 86_400
-"""How long a window's count outlives the window: longer than any generation runs."""
+from policies.settlements import Later, Settlements
+from policies.windows import Budget, Window, WindowKind, window_at
 
 _RESTATE_BATCH = 200
+_SETTLED_TOGETHER = 64
 
 
 class NotReady(Exception):
@@ -123,15 +114,21 @@ class Restated:
 class Budgets:
     """All teams' money in Redis. Failures of Redis pass through as its client raises them.
 
-    `clock` gives unix seconds and decides the window. `lease_clock_ms` None: leases run on Redis's own clock.
+    `clock` gives unix seconds and decides the window. `lease_clock_ms` None: leases run on Redis's own clock. Settlements gather
+    until `later` calls back: None is the end of the event loop's tick.
     """
 
     def __init__(
-        self, redis: Redis, clock: Callable[[], float] = time.time, lease_clock_ms: Callable[[], int] | None = None
+        self,
+        redis: Redis,
+        clock: Callable[[], float] = time.time,
+        lease_clock_ms: Callable[[], int] | None = None,
+        later: Later | None = None,
     ) -> None:
         self._redis = redis
         self._clock = clock
         self._lease_clock_ms = lease_clock_ms
+        self._settlements = Settlements(redis, later)
 
     async def reserve(
         self, hold_id: str, team_id: int, budgets: Sequence[Budget], amount_microusd: MicroUSD, lease_s: float
@@ -148,7 +145,9 @@ class Budgets:
         if not budgets:
             return self.unreserved(hold_id, team_id)
         kinds = (
-            tuple(sorted({b.window for b in budgets}, key=_KINDS.index)) if len(budgets) > 1 else (budgets[0].window,)
+            tuple(sorted({b.window for b in budgets}, key=keys_of.PLACES.__getitem__))
+            if len(budgets) > 1
+            else (budgets[0].window,)
         )
         return Hold(hold_id, team_id, self._now_ms(), amount_microusd, kinds)
 
@@ -157,22 +156,23 @@ class Budgets:
         if not hold.held:
             return hold
         amount_microusd, kinds = hold.amount_microusd, hold.held
-        windows = _held_windows(hold)
+        hour = keys_of.hour_at(hold.team_id, hold.at_ms)
+        places = [keys_of.PLACES[kind] for kind in kinds]
         limits: list[Any] = []
         for budget in budgets:
             limits += [kinds.index(budget.window) + 1, budget.limit_microusd, int(budget.is_hard)]
         reply = await self._redis.eval(
             scripts.RESERVE,
-            2 + 2 * len(windows),
+            2 + 2 * len(places),
             READY_KEY,
-            _done_key(hold.id),
-            *_pairs(hold.team_id, windows),
+            keys_of.done_key(hold.id),
+            *_pairs(hour, places),
             self._lease_now(),
-            _member(hold.id, amount_microusd),
+            keys_of.member(hold.id, amount_microusd),
             amount_microusd,
             int(lease_s * 1000),
-            len(windows),
-            *map(_keep_until, windows),
+            len(places),
+            *[hour.keeps[place] for place in places],
             *limits,
         )
         if reply[0] == -1:
@@ -184,7 +184,7 @@ class Budgets:
             i = kinds.index(budget.window)
             spent, held = int(reply[1 + 2 * i]), int(reply[2 + 2 * i])
             if spent + held + amount_microusd > budget.limit_microusd:
-                passed.append(BudgetState(budget, windows[i], spent, held))
+                passed.append(BudgetState(budget, hour.windows[places[i]], spent, held))
         if reply[0] == 0:
             # the one that resets last decides when it can pass
             worst = max((s for s in passed if s.budget.is_hard), key=lambda s: s.window.end_ms or float("inf"))
@@ -204,33 +204,18 @@ class Budgets:
         """
         if not 0 <= spend_microusd <= MICROUSD_MAX:
             raise ValueError(f"spend_microusd must be in [0, {MICROUSD_MAX}], not {spend_microusd}")
-        windows, spends, keeps = _windows_of(hold.team_id, hold.at_ms // HOUR_MS)
-        keys = [_done_key(hold.id), LEDGER_STREAM, *spends, *_pairs(hold.team_id, _held_windows(hold))]
-        entry = ["team", hold.team_id, "at_ms", hold.at_ms, "cost", spend_microusd, "row", row]
-        reply = await self._redis.eval(
-            scripts.SETTLE,
-            len(keys),
-            *keys,
-            SETTLED_KEPT_S * 1000,
-            _member(hold.id, hold.amount_microusd),
-            hold.amount_microusd,
-            spend_microusd,
-            len(windows),
-            *keeps,
-            *entry,
-        )
-        return bool(reply == 1)
+        return await self._settlements.settle(hold, spend_microusd, row)
 
     async def release(self, hold: Hold) -> bool:
         """End `hold` with nothing spent and no ledger row. True where this call did it."""
-        pairs = _pairs(hold.team_id, _held_windows(hold))
+        pairs = _pairs(keys_of.hour_at(hold.team_id, hold.at_ms), [keys_of.PLACES[kind] for kind in hold.held])
         reply = await self._redis.eval(
             scripts.RELEASE,
             1 + len(pairs),
-            _done_key(hold.id),
+            keys_of.done_key(hold.id),
             *pairs,
             SETTLED_KEPT_S * 1000,
-            _member(hold.id, hold.amount_microusd),
+            keys_of.member(hold.id, hold.amount_microusd),
             hold.amount_microusd,
         )
         return bool(reply == 1)
@@ -244,18 +229,19 @@ class Budgets:
         await asyncio.gather(*(self._renew(hold, lease_s) for hold in holds if hold.held))
 
     async def _renew(self, hold: Hold, lease_s: float) -> None:
-        windows = _held_windows(hold)
-        pairs = _pairs(hold.team_id, windows)
+        hour = keys_of.hour_at(hold.team_id, hold.at_ms)
+        places = [keys_of.PLACES[kind] for kind in hold.held]
+        pairs = _pairs(hour, places)
         await self._redis.eval(
             scripts.RENEW,
             1 + len(pairs),
-            _done_key(hold.id),
+            keys_of.done_key(hold.id),
             *pairs,
             self._lease_now(),
-            _member(hold.id, hold.amount_microusd),
+            keys_of.member(hold.id, hold.amount_microusd),
             hold.amount_microusd,
             int(lease_s * 1000),
-            *map(_keep_until, windows),
+            *[hour.keeps[place] for place in places],
         )
 
     async def spent(self, budgets: Sequence[Budget]) -> tuple[BudgetState, ...]:
@@ -264,7 +250,7 @@ class Budgets:
             return ()
         at_ms = self._now_ms()
         windows = [window_at(budget.window, at_ms) for budget in budgets]
-        pairs = [key for b, window in zip(budgets, windows, strict=True) for key in _pairs(b.team_id, [window])]
+        pairs = [key for b in budgets for key in _pairs(keys_of.hour_at(b.team_id, at_ms), [keys_of.PLACES[b.window]])]
         reply = await self._redis.eval(scripts.SPENT, len(pairs), *pairs, self._lease_now())
         return tuple(
             BudgetState(budget, window, int(reply[2 * i]), int(reply[2 * i + 1]))
@@ -287,9 +273,10 @@ class Budgets:
             arguments: list[Any] = []
             for one in batch:
                 window = one.window
-                arguments += [one.team_id, window.start_ms, window.end_ms or 0, one.spent_microusd, _keep_until(window)]
+                arguments += [one.team_id, window.start_ms, window.end_ms or 0, one.spent_microusd]
+                arguments.append(keys_of.keep_until(window))
             keys = [LEDGER_LOCK, LEDGER_STREAM, LEDGER_SET_ASIDE]
-            keys += [_spend_key(one.team_id, one.window) for one in batch]
+            keys += [keys_of.spend_key(one.team_id, one.window) for one in batch]
             reply = await self._redis.eval(scripts.RESTATE, len(keys), *keys, lock_token, *arguments)
             if reply[0] == -1:
                 raise LockLost
@@ -309,38 +296,6 @@ class Budgets:
         return "" if self._lease_clock_ms is None else self._lease_clock_ms()
 
 
-_KINDS = tuple(WindowKind)
-
-
-@lru_cache(maxsize=4096)
-def _windows_of(team_id: int, hour: int) -> tuple[tuple[Window, ...], tuple[str, ...], tuple[int, ...]]:
-    """The windows that hold an hour (since 1970), their spend keys for a team, and until when to keep those."""
-    windows = windows_at(hour * HOUR_MS)
-    return windows, tuple(_spend_key(team_id, w) for w in windows), tuple(_keep_until(w) for w in windows)
-
-
-def _spend_key(team_id: int, window: Window) -> str:
-    return f"{_PREFIX}spend:{team_id}:{window.id}"
-
-
-def _pairs(team_id: int, windows: Sequence[Window]) -> list[str]:
+def _pairs(hour: keys_of.Hour, places: Sequence[int]) -> list[str]:
     """The spend key and the holds key of each window."""
-    return [key for w in windows for key in (_spend_key(team_id, w), f"{_PREFIX}holds:{team_id}:{w.id}")]
-
-
-def _done_key(hold_id: str) -> str:
-    return f"{_PREFIX}done:{hold_id}"
-
-
-def _member(hold_id: str, amount_microusd: MicroUSD) -> str:
-    if "|" in hold_id or not 0 <= amount_microusd <= MICROUSD_MAX:
-        raise ValueError(f"not a hold: {hold_id!r} over {amount_microusd} µUSD")
-    return f"{hold_id}|{amount_microusd}"
-
-
-def _held_windows(hold: Hold) -> list[Window]:
-    return [window_at(kind, hold.at_ms) for kind in hold.held]
-
-
-def _keep_until(window: Window) -> int:
-    return 0 if window.end_ms is None else window.end_ms + WINDOW_KEPT_S * 1000
+    return [key for place in places for key in (hour.spends[place], hour.holds[place])]

@@ -45,7 +45,7 @@ from gateway.learning.truth import Truth
 from gateway.settings import Settings
 from gateway.stats import Stats
 from policies import Budgets
-from policies.budgets import LEDGER_LOCK
+from policies.budget_keys import LEDGER_LOCK
 
 ADMIN_KEY = "sk-admin-for-tests-0123456789"
 SECRET = "secret of the tests"

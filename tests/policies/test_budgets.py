@@ -9,7 +9,7 @@ import pytest
 from redis.asyncio import Redis
 
 from policies import Budget, Budgets, DrainedSpend, Hold, HoldClosed, LockLost, NotReady, Refused, WindowKind, window_at
-from policies.budgets import LEDGER_LOCK, LEDGER_STREAM, READY_KEY
+from policies.budget_keys import LEDGER_LOCK, LEDGER_STREAM, READY_KEY
 
 # far enough from the present that Redis does not expire the windows
 NOON_S = datetime(2096, 11, 21, 12, 0, tzinfo=UTC).timestamp()

@@ -1,0 +1,100 @@
+"""Entries on their way to Redis: those of a moment and one partition are stored by one script call.
+
+Knows no keys and no entries, only the script's arguments (`cache.scripts.PUT`). Invariants: what was handed over is sent, whether or
+not its caller still waits; each entry's caller hears its own part of the reply, and all of them a failure; a partition is listed
+before it has an entry, because a purge of everything reads the list.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import msgspec
+
+from cache.log import Redis
+from cache.scripts import PUT
+
+_TOGETHER_MAX = 64
+
+Later = Callable[[Callable[[], None]], object]
+"""Calls back when what has gathered is to leave."""
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """What the entries of one call have in common: the script's keys and limits, and the command that lists their partition."""
+
+    keys: tuple[str, ...]
+    size_max: int
+    warm_ttl_ms: int
+    half_life_ms: int
+    listing: tuple[Any, ...]
+
+
+class Putting(msgspec.Struct):
+    """One entry: the script's arguments and keys for it."""
+
+    argv: tuple[Any, ...]
+    warm_keys: Sequence[str]
+    now_ms: int
+    stored: asyncio.Future[list[Any]]
+
+
+class Puts:
+    """`later` None: entries gather until the end of the event loop's tick."""
+
+    def __init__(self, redis: Redis, later: Later | None) -> None:
+        self._redis = redis
+        self._later = later or (lambda leave: asyncio.get_running_loop().call_soon(leave))
+        self._waiting: dict[str, tuple[Terms, list[Putting]]] = {}  # by the first of their keys
+
+    def put(self, terms: Terms, argv: tuple[Any, ...], warm_keys: Sequence[str], now_ms: int) -> Awaitable[list[Any]]:
+        """`[was there before, evicted...]`. Raises what the client raises."""
+        stored = asyncio.get_running_loop().create_future()
+        _, together = self._waiting.setdefault(terms.keys[0], (terms, []))
+        together.append(Putting(argv, warm_keys, now_ms, stored))
+        if len(together) == _TOGETHER_MAX:
+            self._leave()
+        elif len(self._waiting) == len(together) == 1:
+            self._later(self._leave)
+        return stored
+
+    def _leave(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for terms, together in waiting.values():
+            self._send(terms, together, is_listed=False)
+
+    def _send(self, terms: Terms, together: list[Putting], is_listed: bool) -> None:
+        keys = (*terms.keys, *chain.from_iterable(one.warm_keys for one in together))
+        now_ms = max(one.now_ms for one in together)
+        common = (now_ms, terms.size_max, int(is_listed), terms.warm_ttl_ms, terms.half_life_ms)
+        entries = chain.from_iterable(one.argv for one in together)
+        reply = asyncio.ensure_future(self._redis.eval(PUT, len(keys), *keys, *common, *entries))
+        reply.add_done_callback(partial(self._answered, terms, together))
+
+    def _answered(self, terms: Terms, together: list[Putting], reply: asyncio.Future[Any]) -> None:
+        if _failed(together, reply):
+            return
+        if not reply.result():
+            listed = asyncio.ensure_future(self._redis.execute_command(*terms.listing))
+            listed.add_done_callback(partial(self._listed, terms, together))
+            return
+        for one, stored in zip(together, reply.result(), strict=True):
+            if not one.stored.done():
+                one.stored.set_result(stored)
+
+    def _listed(self, terms: Terms, together: list[Putting], reply: asyncio.Future[Any]) -> None:
+        if not _failed(together, reply):
+            self._send(terms, together, is_listed=True)
+
+
+def _failed(together: list[Putting], reply: asyncio.Future[Any]) -> bool:
+    """Whether there is no reply; everybody has been told then."""
+    error = asyncio.CancelledError() if reply.cancelled() else reply.exception()
+    for one in together if error is not None else ():
+        if not one.stored.done():
+            one.stored.set_exception(error)
+    return error is not None
