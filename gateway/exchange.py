@@ -23,6 +23,7 @@ WHEN_GONE = "sameway.when_gone"
 
 _Header = tuple[bytes, bytes]
 _CLOSE = (b"connection", b"close")
+_LF, _CR = b"\n\r"
 _name = itemgetter(0)
 
 
@@ -117,16 +118,15 @@ class Exchange(RequestResponseCycle):
         if _CLOSE in headers:
             self.keep_alive = False
             headers.remove(_CLOSE)
-        lines = [b"%b: %b\r\n" % header for header in (*self._state.default_headers, *headers)]
+        lines = list(map(b": ".join, (*self._state.default_headers, *headers)))
         self._is_chunked = b"content-length" not in map(_name, headers)
         if self.scope["http_version"] == "1.0":
             self._is_chunked = False  # which it does not know: such a body ends where the connection does
         if self._is_chunked:
-            lines.append(b"transfer-encoding: chunked\r\n")
+            lines.append(b"transfer-encoding: chunked")
         if not self.keep_alive:
-            lines.append(b"connection: close\r\n")
-        head = STATUS_LINE[status] + b"".join(lines)
-        ends = len(lines) + 1
-        if head.count(b"\n") != ends or head.count(b"\r") != ends or b"\0" in head:
+            lines.append(b"connection: close")
+        plain = b"".join(lines)
+        if _LF in plain or _CR in plain or 0 in plain:
             raise RuntimeError("a header holds what would split the response")
-        return head + b"\r\n"
+        return b"%b%b\r\n\r\n" % (STATUS_LINE[status], b"\r\n".join(lines))

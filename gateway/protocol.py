@@ -159,7 +159,7 @@ class CarefulProtocol(HttpToolsProtocol):
             if end and self._head_bytes > HEAD_BYTES_MAX:
                 self._refuse_head()
                 return
-            if b"upgrade:" in head.lower():
+            if head.lower().find(b"upgrade:") >= 0:
                 data = _UPGRADE.sub(rb"\1x-upgrade-ignored:", head) + end + rest
             if not end and (part := _PART_OF_UPGRADE.search(data[-8:])):
                 data, self._held = data[: -len(part[1])], part[1]

@@ -5,11 +5,14 @@ event names, ids, retry hints and comments are dropped. Invariant: however the b
 """
 
 from collections.abc import Sequence
+from itertools import repeat
+from operator import contains
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment: it holds proxies open and is no event to any client
 PAYLOAD_BYTES_MAX = 64 << 20
 
+_LF, _CR = b"\n\r"  # as numbers: bytes are asked for a byte at a fifth of what being asked for bytes costs
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -19,7 +22,7 @@ class PayloadTooLarge(Exception):
 
 def frame(data: bytes) -> bytes:
     """One event that carries `data` (JSON: no bare carriage returns)."""
-    if b"\n" in data:
+    if _LF in data:
         data = data.replace(b"\n", b"\ndata: ")
     return b"data: " + data + b"\n\n"
 
@@ -28,10 +31,14 @@ def frames(payloads: Sequence[bytes]) -> bytes:
     """One event for each payload, in one piece."""
     if not payloads:
         return b""
-    joined = b"data: " + b"\n\ndata: ".join(payloads) + b"\n\n"
-    if joined.count(b"\n") == 2 * len(payloads):  # nearly always: no payload has lines of its own
-        return joined
-    return b"".join([frame(payload) for payload in payloads])
+    if _have_lines(payloads):
+        return b"".join([frame(payload) for payload in payloads])
+    return b"data: " + b"\n\ndata: ".join(payloads) + b"\n\n"
+
+
+def _have_lines(payloads: Sequence[bytes]) -> bool:
+    """Whether any has lines of its own, which hardly any has."""
+    return True in map(contains, payloads, repeat(_LF))
 
 
 class Splitter:
@@ -55,11 +62,11 @@ class Splitter:
 
     def feed(self, data: bytes) -> list[bytes]:
         """The payloads that `data` completes, in order. Raises PayloadTooLarge."""
-        if self._ends_in_cr or b"\r" in data:
+        if self._ends_in_cr or _CR in data:
             data = self._with_line_feeds(data)
         if not data:
             return []
-        if b"\n" not in data:
+        if _LF not in data:
             self._keep(data)
             return []
         if self._parts:
@@ -75,7 +82,7 @@ class Splitter:
             data = data[:end]
         if data.startswith(b"data: "):
             payloads = data[6:-2].split(b"\n\ndata: ")
-            if data.count(b"\n") == 2 * len(payloads):  # nearly always: events of one line, and nothing between them
+            if not _have_lines(payloads):  # nearly always: events of one line, and nothing between them
                 self._is_at_start = False
                 return payloads
         return [payload for event in data[:-2].split(b"\n\n") if (payload := self._payload(event)) is not None]
@@ -107,7 +114,7 @@ class Splitter:
         if self._is_at_start:
             self._is_at_start = False
             event = event.removeprefix(_BOM)
-        if event.startswith(b"data: ") and b"\n" not in event:  # nearly every event there is
+        if event.startswith(b"data: ") and _LF not in event:  # nearly every event there is
             return event[6:]
         lines = []
         for line in event.split(b"\n"):

@@ -8,6 +8,8 @@ Invariant: `fold(unfold(whole))` is JSON-equal to `whole`.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
+from operator import getitem
 from typing import Any
 
 import msgspec
@@ -170,18 +172,18 @@ class TextRun:
 
     RUNS_MAX = 4  # in one answer: where every chunk is padded differently, none is looked for any more
 
-    __slots__ = ("_after", "_before", "_between")
+    __slots__ = ("_after", "_before", "_inside")
 
     def __init__(self, before: bytes, after: bytes) -> None:
         self._before = before
         self._after = after
-        self._between = after + b"\n" + before
+        self._inside = slice(len(before), -len(after))
 
     @staticmethod
     def begun(data: bytes, piece: Mapping[str, Any]) -> "TextRun | None":
         """The run that a chunk, decoded as `piece`, may have begun."""
         choices = piece.get("choices") or ()
-        if len(choices) != 1 or b"\n" in data:
+        if len(choices) != 1 or data.find(b"\n") >= 0:
             return None
         choice = choices[0]
         text = (choice.get("delta") or {}).get("content")
@@ -199,22 +201,17 @@ class TextRun:
         return TextRun(before, after) if is_alike else None
 
     def texts(self, payloads: Sequence[bytes]) -> list[str]:
-        """The texts of the leading payloads that go on with the run; none is empty."""
-        joined = b"\n".join(payloads)
-        if not joined.startswith(self._before):
-            return []
-        parts = joined[len(self._before) :].split(self._between)
-        last, found, rest = parts[-1].partition(self._after)
-        if not found or (rest and rest[:1] != b"\n"):
-            return []
-        parts[-1] = last
+        """The texts of the leading payloads that go on with the run; none is empty. By maps: a stream has thousands of chunks."""
+        goes_on = list(map(bytes.startswith, payloads, repeat(self._before)))
+        count = goes_on.index(False) if False in goes_on else len(goes_on)
+        ends = list(map(bytes.endswith, payloads[:count], repeat(self._after)))
+        count = ends.index(False) if False in ends else count
+        parts = map(getitem, payloads[:count], repeat(self._inside))
         try:  # all at once: what holds more or less than a string's inside makes this no list of so many strings
-            texts = _decode_texts(b'["%b"]' % b'"\n,"'.join(parts))
+            texts = _decode_texts(b'["%b"]' % b'"\n,"'.join(parts)) if count else []
         except msgspec.DecodeError:
             return []
-        is_sound = len(texts) == len(parts) and "" not in texts
-        # each of them between two ends of lines: no payload has any of its own
-        return texts if is_sound and joined.count(b"\n") == len(payloads) - 1 else []
+        return texts if len(texts) == count and "" not in texts else []
 
 
 # -- whole -> chunks -------------------------------------------------------------------------------------------------
