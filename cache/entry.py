@@ -7,13 +7,11 @@ entry carries the partition and compat it was made under, so whoever serves it c
 from __future__ import annotations
 
 from enum import StrEnum
-from operator import attrgetter
 
 import msgspec
 
 from cache.fingerprint import Partition
 
-_data = attrgetter("data")
 _ABOUT_BYTES = 500  # an entry without its chunks, about
 
 
@@ -38,10 +36,11 @@ class HitKind(StrEnum):
 
 
 class Recorded(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One chunk of a generation as it came. `is_whole`: the data is a whole reply, not one delta of a stream."""
+    """One piece of a generation as it came. `is_whole`: the data is a whole reply, not deltas of a stream; of those it holds `count`."""
 
     data: bytes
     is_whole: bool = False
+    count: int = 1
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, tag="e1"):
@@ -76,7 +75,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, tag="e1"):
     @property
     def chunks_bytes(self) -> int:
         """What its chunks say takes."""
-        return sum(map(len, map(_data, self.chunks)))
+        return sum([len(chunk.data) for chunk in self.chunks])
 
     def age_s(self, now: float) -> float:
         return max(0.0, now - self.created_at)

@@ -94,7 +94,9 @@ class Puts:
 def _failed(together: list[Putting], reply: asyncio.Future[Any]) -> bool:
     """Whether there is no reply; everybody has been told then."""
     error = asyncio.CancelledError() if reply.cancelled() else reply.exception()
-    for one in together if error is not None else ():
+    if error is None:
+        return False
+    for one in together:
         if not one.stored.done():
             one.stored.set_exception(error)
-    return error is not None
+    return True

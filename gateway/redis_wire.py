@@ -41,7 +41,7 @@ class Pending(msgspec.Struct):
     EVALSHA's digest; `is_repeated`: it was sent before, on a connection that was lost."""
 
     command: Command
-    future: Any  # asyncio.Future
+    future: "asyncio.Future[Any]"
     understand: Callable[[Any], Any] | None = None
     script: str | None = None
     is_repeated: bool = False

@@ -6,7 +6,6 @@ Invariant: what is replayed is what was recorded, chunk for chunk; only a comple
 import json
 import time
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -14,10 +13,6 @@ import msgspec
 from cache import Controls, Entry, Fingerprint, Outcome, Recorded, store_refusal
 from gateway.backends.base import Chunk, Usage
 from gateway.record import Record
-
-_data, _is_whole, _has_content, _finish_reasons, _usage = map(
-    attrgetter, ("data", "is_whole", "has_content", "finish_reasons", "usage")
-)
 
 
 class Generated(msgspec.Struct):
@@ -34,18 +29,18 @@ class Generated(msgspec.Struct):
     ttft_ms: float | None = None
 
     def add(self, chunks: Sequence[Chunk]) -> None:
-        """What has come at once; by maps, for a stream may come in thousands of chunks."""
-        self.size_bytes += sum(map(len, map(_data, chunks)))
-        has_content = sum(map(_has_content, chunks))
-        self.content_chunks += has_content
-        for reasons in filter(None, map(_finish_reasons, chunks)):
-            self.finish_reasons += reasons
-        for usage in filter(None, map(_usage, chunks)):
-            self.usage = usage
-        if not self.has_begun and (has_content or self.finish_reasons or chunks[0].is_whole):
-            self.has_begun = True
-            self.is_whole = chunks[0].is_whole
-            self.ttft_ms = self.elapsed_ms()
+        for chunk in chunks:
+            self.size_bytes += len(chunk.data)
+            if chunk.has_content:
+                self.content_chunks += chunk.count
+            if chunk.finish_reasons:
+                self.finish_reasons.extend(chunk.finish_reasons)
+            if chunk.usage is not None:
+                self.usage = chunk.usage
+            if not self.has_begun and (chunk.has_content or chunk.finish_reasons or chunk.is_whole):
+                self.has_begun = True
+                self.is_whole = chunk.is_whole
+                self.ttft_ms = self.elapsed_ms()
 
     @property
     def has_content(self) -> bool:
@@ -88,7 +83,7 @@ def entry_of(
         exact=found.exact,
         compat=found.compat,
         text=found.text if is_by_meaning else None,
-        chunks=tuple(map(Recorded, map(_data, chunks), map(_is_whole, chunks))),
+        chunks=tuple([Recorded(c.data, c.is_whole, c.count) for c in chunks]),
         created_at=time.time(),
         ttl_s=ttl_s,
         namespace=namespace,
@@ -107,7 +102,7 @@ def entry_of(
 
 def chunks_of(entry: Entry) -> list[Chunk]:
     """The recorded chunks, as the wire wants them."""
-    chunks = [Chunk(data=r.data, is_whole=r.is_whole) for r in entry.chunks]
+    chunks = [Chunk(data=r.data, is_whole=r.is_whole, count=r.count) for r in entry.chunks]
     if entry.labels.get("has_usage_chunk") and chunks:
         chunks[-1] = Chunk(data=chunks[-1].data, is_usage_only=True)
     return chunks

@@ -108,7 +108,7 @@ class Turn(msgspec.Struct):
     record: Record
     deadline: float | None = None  # on the clock of time.perf_counter
     started: float = msgspec.field(default_factory=time.perf_counter)
-    headers: Mapping[bytes, bytes] = {}  # of the answer: rate limits
+    headers: dict[bytes, bytes] = {}  # of the answer: rate limits
     is_leading: bool = False  # started a generation, which also writes the record
 
     def elapsed_ms(self) -> float:

@@ -7,8 +7,6 @@ with an error event and without `[DONE]`; a client that leaves gives its place i
 
 import asyncio
 from collections.abc import Sequence
-from itertools import filterfalse
-from operator import attrgetter
 
 from cache import Entry
 from gateway.api.fold import fold
@@ -125,10 +123,11 @@ def _framed_with_usage(entry: Entry) -> bytes:
 def _frames(chunks: Sequence[Chunk], wants_usage: bool) -> bytes:
     if chunks and chunks[0].is_whole:  # then it is the only one
         chunks = unfold(chunks[0].data)
-    return frames(list(map(_data, chunks if wants_usage else filterfalse(_is_usage_only, chunks))))
-
-
-_is_usage_only, _data = attrgetter("is_usage_only"), attrgetter("data")
+    payloads: list[bytes] = []
+    for chunk in chunks:
+        if wants_usage or not chunk.is_usage_only:
+            payloads += chunk.each()
+    return frames(payloads)
 
 
 class _Watch:

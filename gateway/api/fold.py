@@ -30,13 +30,12 @@ def fold(chunks: Sequence[Chunk]) -> bytes:
     """
     top: dict[str, Any] = {}
     choices: dict[int, dict[str, Any]] = {}
+    if chunks and chunks[0].is_whole:
+        return chunks[0].data
+    payloads = [payload for chunk in chunks for payload in chunk.each()]
     runs = position = 0
-    while position < len(chunks):
-        chunk = chunks[position]
-        position += 1
-        if chunk.is_whole:
-            return chunk.data
-        piece: dict[str, Any] = msgspec.json.decode(chunk.data)
+    while position < len(payloads):
+        piece: dict[str, Any] = msgspec.json.decode(payloads[position])
         for key, value in piece.items():
             if key in _FIRST:
                 top[key] = top.get(key) or value
@@ -44,19 +43,22 @@ def fold(chunks: Sequence[Chunk]) -> bytes:
                 top[key] = value
         for choice in piece.get("choices") or ():
             _fold_choice(choices, choice)
-        if chunk.has_content and runs < TextRun.RUNS_MAX and (run := TextRun.begun(chunk.data, piece)) is not None:
+        run = TextRun.begun(payloads[position], piece) if runs < TextRun.RUNS_MAX else None
+        position += 1
+        if run is not None:
             runs += 1
-            position += _fold_run(run, chunks[position:], choices[piece["choices"][0].get("index") or 0]["message"])
+            index = piece["choices"][0].get("index") or 0
+            position += _fold_run(run, payloads[position:], choices[index]["message"])
     head = {key: top.pop(key) for key in ("id", "created", "model") if key in top}
     body = [_settled_choice(choices[index]) for index in sorted(choices)]
     return msgspec.json.encode({**head, "object": "chat.completion", "choices": body, **top})
 
 
-def _fold_run(run: TextRun, chunks: Sequence[Chunk], message: dict[str, Any]) -> int:
+def _fold_run(run: TextRun, payloads: Sequence[bytes], message: dict[str, Any]) -> int:
     """How many chunks go on with a run that ends in `message`: folded by their texts alone, at a fifth of the cost."""
     if not isinstance(message["content"], str | _Text):
         return 0
-    texts = run.texts([chunk.data for chunk in chunks])
+    texts = run.texts(payloads)
     message["content"] = _merged(message["content"], "".join(texts), "content")
     return len(texts)
 

@@ -182,7 +182,7 @@ class TextRun:
     @staticmethod
     def begun(data: bytes, piece: Mapping[str, Any]) -> "TextRun | None":
         """The run that a chunk, decoded as `piece`, may have begun."""
-        choices = piece.get("choices") or ()
+        choices: list[Any] = piece.get("choices") or []
         if len(choices) != 1 or data.find(b"\n") >= 0:
             return None
         choice = choices[0]
@@ -206,10 +206,10 @@ class TextRun:
         count = goes_on.index(False) if False in goes_on else len(goes_on)
         ends = list(map(bytes.endswith, payloads[:count], repeat(self._after)))
         count = ends.index(False) if False in ends else count
-        parts = map(getitem, payloads[:count], repeat(self._inside))
+        parts: Any = map(getitem, payloads[:count], repeat(self._inside))
         try:  # all at once: what holds more or less than a string's inside makes this no list of so many strings
             texts = _decode_texts(b'["%b"]' % b'"\n,"'.join(parts)) if count else []
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             return []
         return texts if len(texts) == count and "" not in texts else []
 

@@ -30,7 +30,8 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
-    """One piece of an answer: `data` is the JSON of a `chat.completion.chunk`, or of a whole `chat.completion`.
+    """One piece of an answer: `data` is the JSON of a `chat.completion.chunk`, or of a whole `chat.completion`. Chunks that came
+    together and differ in their one text alone are one piece: `count` of them, each on a line of `data`.
 
     The other fields are what a light parse found, so that nobody parses `data` again on the way to the client.
     """
@@ -41,6 +42,11 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     finish_reasons: tuple[str, ...] = ()
     usage: Usage | None = None
     is_usage_only: bool = False  # `choices: []`: sent on only to clients that asked for usage
+    count: int = 1
+
+    def each(self) -> list[bytes]:
+        """The JSON of each chunk in this piece."""
+        return [self.data] if self.count == 1 else self.data.split(b"\n")
 
 
 class BackendRequest(msgspec.Struct, frozen=True):

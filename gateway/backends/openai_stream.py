@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 _TAIL_TIMEOUT_S = 5.0
 _ERROR_BYTES_MAX = 64 << 10
 _WHOLE_BYTES_MAX = 64 << 20
-_more_text = partial(Chunk, has_content=True)
 
 
 class OpenAIStream:
@@ -225,7 +223,8 @@ class OpenAIStream:
             if self._run is not None:
                 rest = payloads[position:] if position else payloads
                 count = len(self._run.texts(rest))
-                self._ready.extend(map(_more_text, rest[:count]))
+                if count:
+                    self._ready.append(Chunk(b"\n".join(rest[:count]), has_content=True, count=count))
                 position += count
                 if position == len(payloads):
                     return
@@ -251,7 +250,7 @@ class OpenAIStream:
             self._fail(BackendBroken("The deployment's stream is not JSON", detail=f"{error}: {excerpt}"))
             return False
         if self._ending.is_going_on(answer):
-            self._ready.append(_more_text(payload))
+            self._ready.append(Chunk(payload, has_content=True))
             if self._runs_left:
                 self._runs_left -= 1
                 self._run = TextRun.begun(payload, msgspec.json.decode(payload))

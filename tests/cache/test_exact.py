@@ -435,6 +435,39 @@ async def test_a_semantic_hit_is_checked_and_a_dangling_one_reported(
     assert [record.exacts for record in records] == [(gone.exact,)]
 
 
+async def test_stores_of_one_moment_are_one_call_a_partition(redis: Redis, clock: Clock) -> None:
+    """New partitions, an answer that replaces another and warm hints among them: as if one had come after the other."""
+    exact = ExactCache(redis, CacheLimits(), clock)
+    asks = [ask(f"Why {i}?") for i in range(4)]
+    theirs = ask("Why?", OTHER)
+    storing = [
+        exact.store(entry_for(fp, clock.now, "1"), warm="gpu" if i else None, chain=fp.chain)
+        for i, fp in enumerate(asks)
+    ]
+    storing += [exact.store(entry_for(asks[0], clock.now, "2")), exact.store(entry_for(theirs, clock.now))]
+    results = await asyncio.gather(*storing)
+    assert [result.refusal for result in results] == [None] * 6
+    for fp, data in zip((*asks, theirs), (b"2", b"1", b"1", b"1"), strict=False):
+        found = await exact.lookup(fp)
+        assert found.entry is not None
+        assert found.entry.chunks[0].data == data
+    sizes = {one.partition: one for one in (await exact.stats()).partitions}
+    assert sizes[ACME].entries == 4
+    assert sizes[ACME].size_bytes == sum(result.size_bytes for result in results[1:5])
+    assert sizes[OTHER].entries == 1
+    assert (await exact.lookup(ask("Why 1?"))).entry is not None
+    assert await redis.keys(f"*{ACME.hex()}*warm*")
+
+
+async def test_an_entry_may_evict_one_that_came_with_it(redis: Redis, clock: Clock) -> None:
+    """The budget holds within one call too."""
+    exact = ExactCache(redis, CacheLimits(size_bytes_max=14_500), clock)
+    storing = [exact.store(entry_for(ask(f"Why {i}?"), clock.now, "x" * 5_000)) for i in range(5)]
+    results = await asyncio.gather(*storing)
+    assert sum(result.evicted for result in results) == 3
+    assert (await exact.stats()).size_bytes == sum(result.size_bytes for result in results[:2])
+
+
 async def test_a_form_of_an_answer_is_made_once(redis: Redis, redis_server: RedisServer, clock: Clock) -> None:
     """For all hits of the very answer that is held, and counted with it; again for another answer, and where none is held."""
     made: list[str] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -255,6 +256,59 @@ async def test_many_at_once_never_pass_the_limit(budgets: Budgets) -> None:
     assert len(held) == 1000 // 30
     await asyncio.gather(*(budgets.settle(taken, 30, b"") for taken in held))
     assert await counts(budgets, HOUR, TOTAL) == [(990, 0), (990, 0)]
+
+
+async def test_settlements_of_one_moment_are_one_call(redis: Redis, clock: Clock) -> None:
+    """Of several teams, hours, sets of budgets and sizes, one of them twice: each counts once, in its own windows, and has its row."""
+    calls: list[tuple[Any, ...]] = []
+
+    class Counting:
+        def eval(self, *arguments: Any) -> Any:
+            calls.append(arguments)
+            return redis.eval(*arguments)
+
+        def execute_command(self, *arguments: Any) -> Any:
+            return redis.execute_command(*arguments)
+
+    await redis.set(READY_KEY, "1")
+    budgets = Budgets(Counting(), clock, clock.ms)
+    other, rich = Budget(4, 8, WindowKind.DAY, 2**53 - 1), Budget(5, 9, WindowKind.TOTAL, 2**53 - 1)
+    early = await hold(budgets, "early", 100)
+    clock.now_s += 3600
+    held = [await hold(budgets, f"h{i}", 100 + i, HOUR, SOFT) for i in range(3)]
+    theirs = await budgets.reserve("t", 8, (other,), 50, 60)
+    huge = [await budgets.reserve(f"r{i}", 9, (rich,), 2**52 - 1, 60) for i in range(2)]
+    assert isinstance(theirs, Hold)
+    assert all(isinstance(one, Hold) for one in huge)
+    await budgets.release(held[1])
+    free = budgets.unreserved("f", 7)
+    calls.clear()
+    spends = [(early, 90), (held[0], 7), (held[1], 8), (held[2], 9), (held[0], 7), (theirs, 50), (free, 0)]
+    spends += [(one, 2**52 - 1) for one in huge if isinstance(one, Hold)]
+    done = await asyncio.gather(*(budgets.settle(one, spend, one.id.encode()) for one, spend in spends))
+    assert done == [True, True, False, True, False, True, True, True, True]
+    assert len(calls) == 1
+    assert await counts(budgets, HOUR, SOFT, TOTAL, other, rich) == [
+        (16, 0),
+        (106, 0),
+        (106, 0),
+        (50, 0),
+        (2**53 - 2, 0),
+    ]
+    rows = {fields[b"row"]: int(fields[b"cost"]) for _, fields in await redis.xrange(LEDGER_STREAM)}
+    assert rows == {one.id.encode(): spend for (one, spend), is_new in zip(spends, done, strict=True) if is_new}
+
+
+async def test_a_settlement_whose_caller_left_is_sent(budgets: Budgets, redis: Redis) -> None:
+    """It has gathered with others, and money must not be forgotten with who waited for it."""
+    left, stays = await hold(budgets, "a", 100), await hold(budgets, "b", 100)
+    leaving = asyncio.create_task(budgets.settle(left, 60, b"a"))
+    staying = asyncio.create_task(budgets.settle(stays, 30, b"b"))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    assert await staying
+    assert await counts(budgets) == [(90, 0)]
+    assert await redis.xlen(LEDGER_STREAM) == 2
 
 
 async def test_amounts_that_lua_cannot_carry_are_refused(budgets: Budgets) -> None:

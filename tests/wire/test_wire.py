@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from gateway.api.fold import fold
-from gateway.api.wire import Ending, parse, read, unfold
+from gateway.api.wire import Ending, TextRun, parse, read, unfold
 from gateway.backends.base import Chunk, Usage
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=120)
@@ -203,6 +203,32 @@ def test_what_repeats_with_a_text_counts_each_time() -> None:
     check_spellings([piece({"content": "a", "reasoning_content": "b"}, 1)] * 3)
     check_spellings([piece({"content": "a"}, 1)] * 2 + [piece({}, 2)] + [piece({"content": "b"}, 1)] * 2)
     check_spellings([piece({"content": "a"}, 1)] * 2 + [piece({"content": "b"}, 2)] + [piece({"content": "c"}, 1)])
+
+
+PIECE = b'{"id":"c","choices":[{"index":0,"delta":{"content":"%b"},"finish_reason":null}]}'
+INSIDES = st.one_of(
+    text.filter(bool).map(lambda spoken: msgspec.json.encode(spoken)[1:-1]),
+    st.sampled_from(
+        [b"", b"\\", b'a","b', b'"', b"\\u00e9", b"\xff", b'x"},"finish_reason":"stop","y":{"z":"', b'\\","', b"\x01"]
+    ),
+    st.binary(max_size=6),
+)
+
+
+@given(st.lists(INSIDES, max_size=6), st.lists(st.sampled_from([b"[DONE]", b"{}", PIECE % b"a" + b" "]), max_size=2))
+def test_a_run_takes_what_differs_in_its_text_alone(insides: list[bytes], others: list[bytes]) -> None:
+    """Whatever stands where the text was: what is taken is the same chunk with another text, and all of it at the front."""
+    run = TextRun.begun(PIECE % b"hello", json.loads(PIECE % b"hello"))
+    assert run is not None
+    payloads = [*(PIECE % inside for inside in insides), *others, PIECE % b"later"]
+    texts = run.texts(payloads)
+    for payload, spoken in zip(payloads, texts, strict=False):
+        told = json.loads(payload)
+        assert spoken
+        assert told["choices"][0].pop("delta") == {"content": spoken}
+        assert told == {"id": "c", "choices": [{"index": 0, "finish_reason": None}]}
+    if all(inside.isalnum() for inside in insides):
+        assert len(texts) == (len(insides) if others else len(insides) + 1)
 
 
 def test_text_is_cut_at_word_borders_and_the_sdk_reads_it() -> None:
