@@ -27,6 +27,8 @@ from gateway.settings import Settings, SettingsError
 
 _RESTART_PAUSES_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
 _STEADY_AFTER_S = 30.0
+_HEART_LOOK_S = 2.0
+_HEART_LOOKS_MAX = 15
 _PR_SET_PDEATHSIG = 1
 WORKER_SETTINGS = "SAMEWAY_WORKER_SETTINGS"
 
@@ -39,6 +41,7 @@ class Child:
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     fds: tuple[int, ...] = ()
+    heart: Path | None = None  # a socket whose reader hears something every second, as long as the process is well
     process: asyncio.subprocess.Process | None = None
     keeper: asyncio.Task[None] | None = None
     restarts: int = 0
@@ -158,7 +161,8 @@ class Supervisor:
         self._ready = asyncio.create_task(self._say_when_ready(port))
         used = {d.engine for model in settings.models.values() for d in model.deployments if d.engine}
         for name in sorted(used):
-            self._keep(Child(f"engine-{name}", engine_argv(settings, name), quiet))
+            heart = settings.engine_socket(name)
+            self._keep(Child(f"engine-{name}", engine_argv(settings, name), quiet, heart=heart))
 
     def _announce(self, port: int) -> None:
         host = self.settings.host
@@ -184,7 +188,9 @@ class Supervisor:
                 print(f"sameway: {child.name} can't be started: {error.strerror}", file=sys.stderr, flush=True)
                 status = 1
             else:
+                listening = asyncio.create_task(_listen_to(child, child.process))
                 status = await child.process.wait()
+                listening.cancel()
             if self._is_stopping:
                 return
             if status == os.EX_CONFIG:
@@ -277,6 +283,31 @@ class Supervisor:
         listener.listen(2048)
         listener.set_inheritable(True)
         return listener
+
+
+async def _listen_to(child: Child, process: asyncio.subprocess.Process) -> None:
+    """Kill a process that has fallen silent: stopped or stuck, it would hold its place for ever. Looks are counted, not seconds: if
+    this process was stopped, the other one was not silent."""
+    while child.heart is not None:
+        await asyncio.sleep(_HEART_LOOK_S)
+        with contextlib.suppress(OSError):
+            reader, writer = await asyncio.open_unix_connection(child.heart)
+            silent = 0
+            try:
+                while silent < _HEART_LOOKS_MAX:
+                    try:
+                        async with asyncio.timeout(_HEART_LOOK_S):
+                            if not await reader.read(1 << 16):
+                                break  # it is ending by itself
+                        silent = 0
+                    except TimeoutError:
+                        silent += 1
+                else:
+                    print(f"sameway: {child.name} does not answer any more; it is killed", file=sys.stderr, flush=True)
+                    process.kill()
+                    return
+            finally:
+                writer.close()
 
 
 async def _end(child: Child, patience_s: float) -> None:

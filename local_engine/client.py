@@ -40,6 +40,9 @@ from local_engine.messages import (
     error_from_wire,
 )
 
+_LOOK_S = 1.0
+_SILENT_LOOKS_MAX = 10  # a worker that is well speaks every second
+
 
 class Generation:
     """One running generation: iterate for `Output`s, `aclose` to abort. Not an async generator on purpose: an async
@@ -125,12 +128,14 @@ class _Frames(asyncio.Protocol):
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._engine = engine
         self._buffer = bytearray()
+        self.has_spoken = False
         self._transport: asyncio.WriteTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's do not descend from asyncio's
 
     def data_received(self, data: bytes) -> None:
+        self.has_spoken = True
         buffer = self._buffer
         buffer += data
         start = 0
@@ -295,22 +300,34 @@ class AsyncEngine:
                 pause_s = self._reconnect_min_s
                 self._transport = transport
                 first_attempt.set()
+                how = ""  # it was left, by `close`
                 try:
-                    await frames.closed
+                    how = await self._until_silent(frames)
                 finally:
                     transport.abort()
-                    self._on_lost()
+                    self._on_lost(how)
         finally:
             first_attempt.set()
 
-    def _on_lost(self) -> None:
+    async def _until_silent(self, frames: _Frames) -> str:
+        """Until the connection ends or nothing has come for too long: a worker says at least how it is, every second. Counted
+        in looks, not by the clock: if this process was stopped, the worker was not silent."""
+        silent = 0
+        while silent < _SILENT_LOOKS_MAX and not frames.closed.done():
+            frames.has_spoken = False
+            await asyncio.wait({frames.closed}, timeout=_LOOK_S)
+            silent = 0 if frames.has_spoken else silent + 1
+        return "went away" if frames.closed.done() else "fell silent"
+
+    def _on_lost(self, how: str) -> None:
+        is_death = bool(how) and not self._load.is_draining
         self._transport = None
         self._load = EngineLoad()
         self.info = None
         self._is_changed.set()
         generations, self._generations = self._generations, {}
         for generation in generations.values():
-            generation._fail(EngineUnavailable("the engine's process went away"))
+            generation._fail(EngineUnavailable(f"the engine's process {how or 'was left'}", is_death=is_death))
         for count in self._counts.values():
             if not count.done():
-                count.set_exception(EngineUnavailable("the engine's process went away"))
+                count.set_exception(EngineUnavailable(f"the engine's process {how or 'was left'}"))

@@ -72,14 +72,15 @@ Command = tuple[Key, ToWorker] | None
 
 
 class EngineThread(threading.Thread):
-    """Loads the engine, then turns commands into sequences and steps into messages. Everything here but `send`, `load`,
-    `info` and `stop` runs in the thread."""
+    """Loads the engine, then turns commands into sequences and steps into messages. Everything here but `send` and the
+    public attributes runs in the thread."""
 
     def __init__(self, config: EngineConfig, deliver: Callable[[list[tuple[Key, ToClient]]], None]) -> None:
         super().__init__(name="engine", daemon=True)
         self.load = EngineLoad(stage="starting", queue_max=config.queue_max)
         self.info: ModelInfo | None = None
         self.error: BaseException | None = None
+        self.stepping_since: float | None = None  # on the clock of time.monotonic, while a step is under way
         self._config = config
         self._deliver = deliver
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -114,7 +115,9 @@ class EngineThread(threading.Thread):
                 block = not engine.has_work and self._commands.empty()
                 if block:
                     self.load = engine.load()
+            self.stepping_since = time.monotonic()
             self._step(engine)
+            self.stepping_since = None
             self.load = engine.load()
 
     def _show_progress(self, fraction: float, stage: str) -> None:

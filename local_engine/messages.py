@@ -7,7 +7,7 @@ frames with a 4-byte big-endian length) and through `AsyncEngine` and `Engine`.
 Errors:
 
     EngineError
-    ├── EngineUnavailable    no process behind the socket, or it died; `has_output` says whether tokens had left
+    ├── EngineUnavailable    no process behind the socket, or it died or fell silent (`is_death`); `has_output`: tokens had left
     ├── EngineLoading        the process is up, the weights are not; `progress` in 0..1
     ├── InvalidRequest       the caller's fault; `param` names the field
     │   └── PromptTooLong    prompt + 1 > context
@@ -32,11 +32,13 @@ class EngineError(Exception):
 
 
 class EngineUnavailable(EngineError):
-    """The engine's process is not there. `has_output`: whether this generation had already delivered something."""
+    """The engine's process is not there. `has_output`: whether this generation had already delivered something; `is_death`:
+    whether it went away, or fell silent, while it had this generation."""
 
-    def __init__(self, message: str, *, has_output: bool = False) -> None:
+    def __init__(self, message: str, *, has_output: bool = False, is_death: bool = False) -> None:
         super().__init__(message)
         self.has_output = has_output
+        self.is_death = is_death
 
 
 class EngineLoading(EngineError):

@@ -17,6 +17,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -39,6 +40,8 @@ from local_engine.messages import (
 from local_engine.options import EX_CONFIG, arguments, config_from, prepare_environment
 
 _STATE_PERIOD_S = 0.05
+_SAYS_SO_EVERY_S = 1.0
+_STEP_S_MAX = 120.0  # a step that takes longer never ends: a device that hangs
 _PARENT_PERIOD_S = 0.5
 _UNREAD_SIZE_MAX_BYTES = 64 * 1024 * 1024
 
@@ -87,7 +90,7 @@ class Server:
         if isinstance(self._thread.error, ModelError | ValueError):
             print(f"local_engine: {self._thread.error}", file=sys.stderr, flush=True)
             return EX_CONFIG
-        _log.error("the engine could not start", exc_info=self._thread.error)
+        _log.error("the engine gave up", exc_info=self._thread.error)
         return 1
 
     async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -172,18 +175,23 @@ class Server:
         return State(load, self._thread.info)
 
     async def _push_state(self) -> None:
-        """Tell clients of every change of the load, a few times a second; and tell the operator of the loading."""
-        shown = ""
+        """Tell clients of every change of the load, a few times a second, and at least that there is none; tell the operator
+        of the loading. A step that never ends is the end of the process."""
+        shown, said_at = "", 0.0
         while True:
-            state = self._state()
-            if state != self._sent:
-                self._sent = state
+            state, now = self._state(), time.monotonic()
+            if state != self._sent or now - said_at >= _SAYS_SO_EVERY_S:
+                self._sent, said_at = state, now
                 for writer in list(self._writers.values()):
                     self._write(writer, [state])
                 line = f"{state.load.stage} {10 * int(10 * state.load.progress)}%"
                 if not shown.startswith("ready") and line != shown:
                     shown = line
                     print(f"local_engine: {line}", file=sys.stderr, flush=True)
+            since = self._thread.stepping_since
+            if since is not None and now - since > _STEP_S_MAX:
+                self._thread.error = TimeoutError(f"a step has taken more than {_STEP_S_MAX:g} s")
+                self._is_over.set()
             if not self._thread.is_alive():
                 self._is_over.set()
             await asyncio.sleep(_STATE_PERIOD_S)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import sys
+from pathlib import Path
 from typing import Any
 
+import pytest
+
 from gateway.settings import EngineSettings, Settings
-from gateway.supervisor import engine_argv
+from gateway.supervisor import Child, _listen_to, engine_argv
 from local_engine.config import EngineConfig
 from local_engine.options import arguments, config_from
 
@@ -44,3 +49,40 @@ def test_an_engine_is_told_each_of_its_settings() -> None:
 def test_an_engine_s_defaults_are_its_own() -> None:
     """What nobody set is the engine's default, and the default model has no name."""
     assert told() == EngineConfig()
+
+
+MUTE = """
+import socket, sys
+listening = socket.socket(socket.AF_UNIX)
+listening.bind(sys.argv[1])
+listening.listen()
+while True:
+    speaking, _ = listening.accept()
+    while sys.argv[2] == "speaks":
+        speaking.sendall(b".")
+        import time; time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("habit", ["speaks", "hangs"])
+async def test_a_process_that_falls_silent_is_killed(
+    habit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever listens to an engine's heart kills it when nothing comes any more, and lets one that speaks live."""
+    monkeypatch.setattr("gateway.supervisor._HEART_LOOK_S", 0.1)
+    monkeypatch.setattr("gateway.supervisor._HEART_LOOKS_MAX", 10)
+    heart = tmp_path / "s.sock"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", MUTE, str(heart), habit)
+    listening = asyncio.create_task(_listen_to(Child("engine", [], heart=heart), process))
+    try:
+        if habit == "hangs":
+            assert await asyncio.wait_for(process.wait(), 30) == -signal.SIGKILL
+        else:
+            await asyncio.wait({listening}, timeout=3)
+            assert process.returncode is None
+            assert not listening.done()
+    finally:
+        listening.cancel()
+        if process.returncode is None:
+            process.kill()
+            await process.wait()

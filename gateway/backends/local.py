@@ -28,6 +28,7 @@ from gateway.backends.base import (
     Usage,
 )
 from gateway.backends.refusals import error_body
+from gateway.backends.suspects import Suspects
 from local_engine import AsyncEngine, GenerateRequest, Generation, ModelInfo, Output, SamplingParams, TokenLogprob
 
 _LOGPROB_MIN = -9999.0  # what OpenAI sends for "never"; JSON has no infinity
@@ -81,6 +82,7 @@ class LocalBackend:
         self.capabilities = capabilities
         self.engine = AsyncEngine(socket_path)
         self.wall_clock = wall_clock
+        self.suspects = Suspects(time.monotonic)
         self._away_since: float | None = time.monotonic()
 
     async def start(self) -> None:
@@ -128,6 +130,7 @@ class LocalStream:
         self._generation: Generation | None = None
         self._ready: list[Chunk] = []
         self._writer: _Writer | None = None
+        self._suspect: bytes | None = None
         self._has_output = False
         self._is_over = False
         self._is_finished = False
@@ -153,12 +156,15 @@ class LocalStream:
         """Abort in the engine what has not finished; its blocks are free by the engine's next step."""
         self._ready.clear()
         self._is_over = True
+        self._backend.suspects.passed(self._suspect)
         if self._generation is not None:
             await self._generation.aclose()
 
     async def _fill(self) -> None:
         if self._generation is None:
-            self._generation = self._backend.engine.generate(engine_request(self._request))
+            asked = engine_request(self._request)
+            self._suspect = await self._backend.suspects.admit(self._request)
+            self._generation = self._backend.engine.generate(asked)
             self._writer = _Writer(self._backend, self._request)
         assert self._writer is not None
         request = self._request
@@ -170,11 +176,15 @@ class LocalStream:
             what = "fell silent inside its answer" if self._has_output else "sent nothing"
             raise BackendTimeout(f"The local engine {what} within {timeout_s:g} s") from None
         except local_engine.EngineError as error:
+            if isinstance(error, local_engine.EngineUnavailable) and error.is_death:
+                self._backend.suspects.died(self._request)
             raise _translated(error, self._has_output) from None
         except StopAsyncIteration:
             self._end()
             return
-        self._has_output = True
+        if not self._has_output:
+            self._has_output = True
+            self._backend.suspects.passed(self._suspect)
         if output.finish_reason == "abort":
             raise BackendBroken("The local engine gave its answer up")
         self._ready.extend(self._writer.chunks(output))
@@ -187,6 +197,7 @@ class LocalStream:
             raise BackendBroken("The local engine's answer ended before its finish")
         self._ready.append(self._writer.usage(usage))
         self._is_over = self._is_finished = True
+        self._backend.suspects.cleared(self._suspect)
 
 
 class _Writer:

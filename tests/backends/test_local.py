@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -67,6 +68,12 @@ class ScriptedEngine:
         self.server.close()
         for writer in self.writers:
             writer.close()
+
+    def die(self) -> None:
+        """As a process does: every connection ends; the next one is answered, by its successor."""
+        for writer in self.writers:
+            writer.transport.abort()
+        self.writers.clear()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.writers.append(writer)
@@ -326,6 +333,44 @@ async def test_leaving_aborts_in_the_engine(engine: ScriptedEngine, local: Local
     with pytest.raises(StopAsyncIteration):
         await anext(stream)
     assert not engine.aborted.is_set()
+
+
+async def test_a_request_that_kills_the_engine_is_refused(engine: ScriptedEngine, local: LocalBackend) -> None:
+    """A request that was there when the engine died has one more chance, alone; after a second death it is refused as its own
+    fault, and who was there by accident is answered."""
+
+    def script(id: int, request: GenerateRequest) -> list[Outputs | Failed]:
+        said = (request.messages or [{}])[0]["content"]
+        if said == "poison":
+            engine.die()
+        return told(id, Output(text="well", finish_reason="stop"), usage=USAGE) if said == "again" else []
+
+    async def back() -> None:
+        async with asyncio.timeout(5):
+            while not local.engine.load().is_ready:  # noqa: ASYNC110 - the client has no event for this
+                await asyncio.sleep(0.01)
+
+    def asking(content: str) -> BackendRequest:
+        return ask(messages=[{"role": "user", "content": content}])
+
+    engine.script = lambda id, request: engine.die() or [] if len(engine.requests) == 3 else []
+    dying = [asyncio.create_task(collect(local.stream(asking(what)))) for what in ("again", "poison", "other")]
+    for task in dying:
+        with pytest.raises(BackendUnavailable):
+            await task
+    engine.script = script
+    await back()
+    both = [asyncio.create_task(collect(local.stream(asking(what)))) for what in ("poison", "again")]
+    with pytest.raises(BackendUnavailable):
+        await both[0]
+    with contextlib.suppress(BackendUnavailable):  # it waited for its turn, and may have found nobody there
+        await both[1]
+    await back()
+    with pytest.raises(BackendRejected) as refused:
+        await collect(local.stream(asking("poison")))
+    assert refused.value.status == 422
+    assert [(r.messages or [{}])[0]["content"] for r in engine.requests].count("poison") == 2
+    assert (await collect(local.stream(asking("again"))))[-1].usage is not None
 
 
 async def test_load_is_what_the_engine_pushed(engine: ScriptedEngine, local: LocalBackend, tmp_path: Path) -> None:

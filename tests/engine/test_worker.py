@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -279,6 +280,58 @@ async def test_kill_9_is_an_honest_error_and_a_new_process_serves(checkpoint: Fo
             finally:
                 successor.kill()
                 successor.wait()
+
+
+async def test_a_process_that_hangs_is_told_from_one_that_works(
+    checkpoint: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped, a worker falls silent: its generations end in an honest error, and none begins; continued, it serves again and
+    has forgotten them."""
+    monkeypatch.setattr("local_engine.client._LOOK_S", 0.25)
+    with worker_process(checkpoint("llama")) as own:
+        async with connected(own.socket_path) as engine:
+            streaming = engine.generate(request(random_prompt(1, 10), 170))
+            await anext(streaming)
+            own.process.send_signal(signal.SIGSTOP)
+            with pytest.raises(EngineUnavailable, match="silent") as caught:
+                await rest_of(streaming)
+            assert caught.value.has_output
+            assert caught.value.is_death
+            assert not engine.load().is_ready
+            with pytest.raises(EngineError):
+                await collect(engine, request([5], 1))
+            own.process.send_signal(signal.SIGCONT)
+            await idle(engine)
+            assert len(tokens_of(await collect(engine, request([5], 3)))) == 3
+
+
+async def test_a_step_that_never_ends_ends_the_process(
+    checkpoint: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that hangs takes the process with it, so that somebody starts it anew."""
+    from local_engine import worker as module
+    from local_engine.config import EngineConfig
+    from local_engine.engine import Engine, StepOutput
+
+    healthy, released = Engine.step, threading.Event()
+
+    def step(self: Engine) -> list[StepOutput]:
+        return [] if hung.is_set() and released.wait() else healthy(self)
+
+    hung = threading.Event()
+    monkeypatch.setattr(module, "_STEP_S_MAX", 0.2)
+    monkeypatch.setattr(Engine, "step", step)
+    config = EngineConfig(model=str(checkpoint("llama")), device="cpu", dtype="float32", threads=1, kv_blocks=64)
+    serving = asyncio.create_task(module.Server(config, drain_s=0.0).serve(tmp_path / "e.sock"))
+    try:
+        await until(lambda: (tmp_path / "e.sock").exists())
+        async with connected(tmp_path / "e.sock") as engine:
+            hung.set()
+            with pytest.raises(EngineUnavailable):
+                await collect(engine, request([5], 3))
+        assert await asyncio.wait_for(serving, 20) == 1
+    finally:
+        released.set()
 
 
 async def test_loading_is_told_from_the_start(checkpoint: Folder, tmp_path: Path) -> None:
