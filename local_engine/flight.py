@@ -11,6 +11,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from local_engine import gpu
 from local_engine.messages import TokenLogprob
 from local_engine.sampler import Drawn, Known, Place, Sampled, candidates, sample
 from local_engine.scheduler import Chunk
@@ -67,8 +68,16 @@ def draw(chunks: Many[Chunk], logits: torch.Tensor, tokenizer: Tokenizer, launch
         rows += range(stop - len(own), stop)
         counts.append(len(own))
         at = stop
+    return Flight(chunks, counts, _drawn(logits, rows, places), launched_s)
+
+
+def _drawn(logits: torch.Tensor, rows: list[int], places: list[Place]) -> Drawn:
+    if places and gpu.is_served(logits.device):
+        from local_engine.gpu.draw import sample as sample_there
+
+        return sample_there(logits, rows, places)
     sampled = sample(logits if len(rows) == len(logits) else logits[rows], places) if places else []
-    return Flight(chunks, counts, Known(sampled, logits.device), launched_s)
+    return Known(sampled, logits.device)
 
 
 def _prompt_logprobs(chunk: Chunk, logits: torch.Tensor, tokenizer: Tokenizer) -> list[TokenLogprob]:

@@ -7,13 +7,18 @@ import torch
 from local_engine.cascade import Prefix
 from local_engine.gpu import rows
 from local_engine.gpu.attention import Shape, attend
+from local_engine.gpu.draw import sample
 from local_engine.gpu.plan import Span, plan
+from local_engine.messages import SamplingParams
+from local_engine.sampler import Place
+from tests.engine.gpu.sequences import sequence
 
 
 def launch_all() -> None:
     for head_dim, heads, kv_heads, window, softcap in ((128, 32, 8, 0, None), (80, 9, 3, 64, 50.0)):
         _attention(Shape(heads, kv_heads, head_dim, 16, 0.1, softcap, (window,)))
         _rows(head_dim, heads, kv_heads)
+    _draw()
 
 
 def _attention(shape: Shape) -> None:
@@ -22,6 +27,11 @@ def _attention(shape: Shape) -> None:
     queries = torch.zeros(210, shape.heads, shape.head_dim, dtype=torch.bfloat16)
     step = plan(shape, spans[:2], spans[2:], [Prefix((0, 1), 2)])
     attend(shape, 0, queries, pool, torch.zeros(210, dtype=torch.int64), step.on(shape, torch.from_numpy(step.numbers)))
+
+
+def _draw() -> None:
+    wish = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=1)
+    sample(torch.zeros(1, 5000, dtype=torch.bfloat16), [0], [Place(sequence(wish))])
 
 
 def _rows(head_dim: int, heads: int, kv_heads: int) -> None:
