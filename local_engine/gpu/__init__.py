@@ -9,6 +9,7 @@ is asked for. Knows rows, pages and tiles; no queues, no text.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from functools import cache
 from typing import TYPE_CHECKING
@@ -16,11 +17,32 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from local_engine.config import ModelConfig
+
+_log = logging.getLogger(__name__)
+_left_alone: set[str] = set()  # devices on which a kernel failed or was wrong
+
 
 def is_served(device: torch.device) -> bool:
     """Whether the kernels run on this device."""
     wish = os.environ.get("SAMEWAY_TRITON", "")
-    return wish != "0" and (device.type == "cuda" or wish == "1") and _has_triton()
+    is_wanted = wish != "0" and (device.type == "cuda" or wish == "1") and str(device) not in _left_alone
+    return is_wanted and _has_triton()
+
+
+def verify(model: ModelConfig, block_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Before a model is loaded: compare each kernel with torch in the model's shapes; where one fails or is wrong, all are
+    left alone on that device until the process ends. Takes seconds, most of them to compile what is needed anyway."""
+    if not is_served(device):
+        return
+    from local_engine.gpu.oracle import disagreements
+    from local_engine.gpu.paged_kv import shape_of
+
+    wrong = disagreements(shape_of(model, block_tokens), model.hidden_size, dtype, device)
+    for one in wrong:
+        _log.error("torch does the work of all kernels on %s: %s is not to be trusted: %s", device, one.kernel, one.why)
+    if wrong:
+        _left_alone.add(str(device))
 
 
 def is_interpreted() -> bool:

@@ -158,6 +158,18 @@ class DeviceDrawn:
         return sampled
 
 
+def draw(
+    logits: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor, top_ks: torch.Tensor, settings: torch.Tensor
+) -> torch.Tensor:
+    """int64 ids [places] from logits[rows], -1 where those are not finite. `keys`, `top_ks` (0 is none) int64 [places],
+    `settings` float32 [temperature (0 is greedy), top_p, min_p; places]."""
+    places, vocabulary = len(rows), logits.shape[1]
+    ids = torch.empty(places, dtype=torch.int64, device=logits.device)
+    block = min(_BLOCK, triton.next_power_of_2(vocabulary))
+    _draw[(places,)](logits, rows, keys, top_ks, settings, ids, vocabulary, places, BLOCK=block, num_warps=8)
+    return ids
+
+
 @torch.inference_mode()
 def sample(logits: torch.Tensor, rows: Many[int], places: Many[Place]) -> DeviceDrawn:
     """The token at each place from logits[rows[place]]; on the device alone."""
@@ -170,19 +182,13 @@ def sample(logits: torch.Tensor, rows: Many[int], places: Many[Place]) -> Device
         _change(logits, places)
         own = torch.arange(len(places), device=device)
     keys = [place.sequence.noise_key(place.position) for place in places]
-    floats = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
-    ids = torch.empty(len(places), dtype=torch.int64, device=device)
-    _draw[(len(places),)](
+    settings = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
+    ids = draw(
         logits,
         own,
         on_device(np.array(keys, np.int64), device),
         on_device(np.array([p.top_k for p in params], np.int64), device),
-        on_device(np.array(floats, np.float32), device),
-        ids,
-        logits.shape[1],
-        len(places),
-        BLOCK=min(_BLOCK, triton.next_power_of_2(logits.shape[1])),
-        num_warps=8,
+        on_device(np.array(settings, np.float32), device),
     )
     told = [index for index, p in enumerate(params) if p.logprobs is not None]
     counts = [params[index].logprobs or 0 for index in told]

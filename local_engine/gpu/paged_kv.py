@@ -16,6 +16,19 @@ from local_engine.gpu.rows import rotate_write
 from local_engine.models.rope import Rotary
 
 
+def shape_of(model: ModelConfig, block_tokens: int) -> Shape:
+    """What attention depends on in this model."""
+    return Shape(
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        block_tokens=block_tokens,
+        scale=model.attention_scale,
+        softcap=model.attention_softcap,
+        windows=model.windows,
+    )
+
+
 class TritonKV:
     """Room for `blocks` blocks in every layer."""
 
@@ -28,15 +41,7 @@ class TritonKV:
         self.blocks = blocks
         self.block_tokens = block_tokens
         self.windows = model.windows
-        self.shape = Shape(
-            heads=model.heads,
-            kv_heads=model.kv_heads,
-            head_dim=model.head_dim,
-            block_tokens=block_tokens,
-            scale=model.attention_scale,
-            softcap=model.attention_softcap,
-            windows=model.windows,
-        )
+        self.shape = shape_of(model, block_tokens)
         shape = (2 * model.kv_heads, blocks, block_tokens, model.head_dim)
         self._pools = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(model.layers)]
 

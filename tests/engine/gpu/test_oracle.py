@@ -1,0 +1,58 @@
+"""A kernel that is wrong, or fails, is found out before a model runs on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from local_engine import gpu
+from local_engine.config import ModelConfig, RopeConfig
+from local_engine.gpu import rows
+from local_engine.gpu.oracle import disagreements
+from local_engine.gpu.paged_kv import shape_of
+
+CPU = torch.device("cpu")
+MODEL = ModelConfig(
+    architecture="any",
+    name="any",
+    hidden_size=24,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    intermediate_size=32,
+    vocabulary_size=64,
+    context_tokens=64,
+    rms_epsilon=1e-6,
+    rope=RopeConfig(),
+    has_qk_norm=False,
+    has_qkv_bias=False,
+    windows=(0, 5),
+    attention_scale=0.25,
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_kernels_agree_with_torch(dtype: torch.dtype) -> None:
+    """On this machine, in Triton's interpreter, nothing is to be said against any of them."""
+    assert disagreements(shape_of(MODEL, 4), MODEL.hidden_size, dtype, CPU) == []
+
+
+def test_kernels_that_are_wrong_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that computes something else and one that does not compile are named, and torch does the work."""
+    monkeypatch.setenv("SAMEWAY_TRITON", "1")
+    monkeypatch.setattr(gpu, "_left_alone", set())
+
+    def fails(*_: Any) -> torch.Tensor:
+        raise RuntimeError("out of resource: shared memory")
+
+    monkeypatch.setattr(rows, "gate", lambda gate_up, activation: gate_up[:, : gate_up.shape[1] // 2])
+    monkeypatch.setattr(rows, "add_norm", fails)
+    found = disagreements(shape_of(MODEL, 4), MODEL.hidden_size, torch.float32, CPU)
+    assert [one.kernel for one in found] == ["add_norm", "gate"]
+    assert "shared memory" in found[0].why
+    assert gpu.is_served(CPU)
+    gpu.verify(MODEL, 4, torch.float32, CPU)
+    assert not gpu.is_served(CPU)
