@@ -55,6 +55,9 @@ class ModelRunner:
         self.dtype = machine.choose_dtype(config.dtype, self.device)
         model = checkpoint.config
         context_tokens = min(model.context_tokens, config.context_tokens_max or model.context_tokens)
+        if self.device.type == "cuda":
+            progress(0.0, "checking kernels")
+            gpu.verify(model, config.block_tokens, self.dtype, self.device)
         with torch.inference_mode():
             self.decoder = Decoder(
                 model,

@@ -42,6 +42,45 @@ def _noise(key, token):
 
 
 @triton.jit
+def _kth_largest(own, vocabulary, temperature, top_k, low, high, BLOCK: tl.constexpr):
+    """The largest bound that at least top_k logits reach, of low .. high."""
+    while low < high:
+        middle = low + (high - low + 1) // 2
+        count = top_k * 0
+        for start in range(0, vocabulary, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            x = tl.load(own + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32) / temperature
+            count += tl.sum(((_ordered(x) >= middle) & (at < vocabulary)).to(tl.int64), 0)
+        if count >= top_k:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit
+def _nucleus(own, vocabulary, temperature, most, top_p, low, high, BLOCK: tl.constexpr):
+    """The smallest bound of low .. high above which there is less than top_p of what is at low or above."""
+    mass = 0.0
+    for start in range(0, vocabulary, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(own + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32) / temperature
+        mass += tl.sum(tl.where(_ordered(x) >= low, tl.exp(x - most), 0.0), 0)
+    while low < high:
+        middle = low + (high - low) // 2
+        above = 0.0
+        for start in range(0, vocabulary, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            x = tl.load(own + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32) / temperature
+            above += tl.sum(tl.where(_ordered(x) > middle, tl.exp(x - most), 0.0), 0)
+        if above < top_p * mass:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@triton.jit
 def _draw(
     logits,  # [any, vocabulary]
     rows,  # int64 [places]: whose logits
@@ -85,38 +124,9 @@ def _draw(
         ceiling = _ordered(most)
         least = ceiling * 0 - (1 << 33)  # below all that is ordered
         if (top_k > 0) & (top_k < vocabulary):
-            low, high = least, ceiling  # the largest bound that at least top_k reach
-            while low < high:
-                middle = low + (high - low + 1) // 2
-                count = top_k * 0
-                for start in range(0, vocabulary, BLOCK):
-                    at = start + column
-                    x = tl.load(own + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32) / temperature
-                    count += tl.sum(((_ordered(x) >= middle) & (at < vocabulary)).to(tl.int64), 0)
-                if count >= top_k:
-                    low = middle
-                else:
-                    high = middle - 1
-            least = low
+            least = _kth_largest(own, vocabulary, temperature, top_k, least, ceiling, BLOCK)
         if top_p < 1.0:
-            mass = 0.0
-            for start in range(0, vocabulary, BLOCK):
-                at = start + column
-                x = tl.load(own + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32) / temperature
-                mass += tl.sum(tl.where(_ordered(x) >= least, tl.exp(x - most), 0.0), 0)
-            low, high = least, ceiling  # the smallest bound above which there is less than top_p
-            while low < high:
-                middle = low + (high - low) // 2
-                above = 0.0
-                for start in range(0, vocabulary, BLOCK):
-                    at = start + column
-                    x = tl.load(own + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32) / temperature
-                    above += tl.sum(tl.where(_ordered(x) > middle, tl.exp(x - most), 0.0), 0)
-                if above < top_p * mass:
-                    high = middle
-                else:
-                    low = middle + 1
-            least = low
+            least = _nucleus(own, vocabulary, temperature, most, top_p, least, ceiling, BLOCK)
         key = tl.load(keys + place)
         first = tl.full([1], float("inf"), tl.float64)
         winner = tl.full([1], 0, tl.int32) + likeliest

@@ -26,7 +26,8 @@ def test_add_norm_equals_torch(rows: int, width: int, has_more: bool, dtype: tor
     wanted_x = x.clone()
     wanted = fused.add_norm(None, wanted_x, more, weight, 1e-5)
     found = kernels.add_norm(x, more, weight, 1e-5)
-    torch.testing.assert_close(x, wanted_x, atol=0, rtol=0)
+    ulp = 0.0 if dtype is torch.float32 else 2**-7  # the interpreter cuts off where a GPU rounds
+    torch.testing.assert_close(x, wanted_x, atol=0, rtol=ulp)
     torch.testing.assert_close(found, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
