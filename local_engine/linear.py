@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 
-from local_engine.native import GROUP, Kernels, kernels, kind_of
-from local_engine.quantised import Quantised, joined, packed, packed_bfloat16, quantise
+from local_engine.native import GROUP, PANEL, Kernels, kernels, kind_of
+from local_engine.quantised import Quantised, packed, packed_bfloat16, quantise
 
 _ROWS_HINT = 32  # oneDNN's packing optimises for this many rows; other counts are as exact and about as fast
 _DEQUANTISED_FROM = 16  # rows from which quantised matrices are multiplied panel by panel in bfloat16
@@ -52,7 +52,7 @@ class Linear:
         self._dtype, self._device = dtype, device
         self._native = native_for(device, dtype)
         self._bits = bits if self._native is not None and columns % GROUP == 0 else None
-        self._parts: list[torch.Tensor | Quantised | None] = [None] * len(rows)
+        self._parts: list[torch.Tensor | _Panels | None] = [None] * len(rows)
         self._products: list[_Native | _Torch] = []
 
     @property
@@ -90,45 +90,50 @@ class Linear:
             return self._products[0](x)
         return torch.cat([product(x) for product in self._products], -1)
 
-    def _as_held(self, value: torch.Tensor | Quantised) -> torch.Tensor | Quantised:
-        bits = self._bits
+    def _as_held(self, value: torch.Tensor | Quantised) -> torch.Tensor | _Panels:
+        """A part as its product will read it: nothing of `value` itself is kept."""
+        bits, native = self._bits, self._native
         if isinstance(value, Quantised):
-            if self._native is None or self.columns % GROUP:
+            if native is None or self.columns % GROUP:
                 value.write_to(whole := torch.empty(value.shape, dtype=self._dtype))
-                return whole
-            return value if bits is None or value.bits <= bits else quantise(value.dequantised(), bits)
-        return quantise(value, bits) if bits else value.to(self._dtype, copy=True)
+                return self._as_held(whole)
+            if bits is not None and value.bits > bits:
+                value = quantise(value.dequantised(), bits)
+            return _Panels(packed(value, native), value.shape[0], value.bits, value.order)
+        if bits:
+            return self._as_held(quantise(value, bits))
+        if native is not None and self._dtype == torch.bfloat16 and has_pairs() and self.columns % 4 == 0:
+            return _Panels(packed_bfloat16(value.to(self._dtype), native), value.shape[0], 16, None)
+        return value.to(self._dtype, copy=True)
 
-    def _product(self, run: list[torch.Tensor | Quantised]) -> _Native | _Torch:
-        native = self._native
-        first = run[0]
-        if isinstance(first, Quantised):
-            assert native is not None
-            whole = joined([part for part in run if isinstance(part, Quantised)])
-            return self._native_product(native, packed(whole, native), whole.shape[0], whole.bits, whole.order)
-        weights = [part for part in run if isinstance(part, torch.Tensor)]
-        weight = (torch.cat(weights) if len(weights) > 1 else weights[0]).to(self._device)
-        if native is not None and weight.dtype == torch.bfloat16 and has_pairs() and self.columns % 4 == 0:
-            return self._native_product(native, packed_bfloat16(weight), weight.shape[0], 16, None)
-        return _Torch(weight, can_pack=self._device.type == "cpu" and can_pack(self._dtype))
-
-    def _native_product(
-        self, native: Kernels, weight: torch.Tensor, outputs: int, bits: int, order: torch.Tensor | None
-    ) -> _Native:
+    def _product(self, run: list[torch.Tensor | _Panels]) -> _Native | _Torch:
+        panels = [part for part in run if isinstance(part, _Panels)]
+        if not panels:
+            weights = [part for part in run if isinstance(part, torch.Tensor)]
+            weight = (torch.cat(weights) if len(weights) > 1 else weights[0]).to(self._device)
+            return _Torch(weight, can_pack=self._device.type == "cpu" and can_pack(self._dtype))
+        assert self._native is not None
         out_dtype = torch.float32 if self._is_head else self._dtype
-        kind = kind_of(self._dtype) if out_dtype == self._dtype else _BFLOAT16_TO_FLOAT32
         return _Native(
-            native, weight, outputs, self.columns, bits, order, self._dequantised_from, kind=kind, out_dtype=out_dtype
+            self._native,
+            torch.cat([part.codes for part in panels]) if len(panels) > 1 else panels[0].codes,
+            sum(part.rows for part in panels),
+            self.columns,
+            panels[0].bits,
+            panels[0].order,
+            self._dequantised_from,
+            kind=kind_of(self._dtype) if out_dtype == self._dtype else _BFLOAT16_TO_FLOAT32,
+            out_dtype=out_dtype,
         )
 
 
-def _runs(parts: list[torch.Tensor | Quantised]) -> list[list[torch.Tensor | Quantised]]:
+def _runs(parts: list[torch.Tensor | _Panels]) -> list[list[torch.Tensor | _Panels]]:
     """Neighbours that one product can serve together."""
-    runs: list[list[torch.Tensor | Quantised]] = []
+    runs: list[list[torch.Tensor | _Panels]] = []
     for part in parts:
         last = runs[-1][-1] if runs else None
-        if isinstance(last, Quantised) and isinstance(part, Quantised):
-            can_join = last.can_join(part)
+        if isinstance(last, _Panels) and isinstance(part, _Panels):
+            can_join = last.can_go_before(part)
         else:
             can_join = isinstance(last, torch.Tensor) and isinstance(part, torch.Tensor)
         if can_join:
@@ -136,6 +141,24 @@ def _runs(parts: list[torch.Tensor | Quantised]) -> list[list[torch.Tensor | Qua
         else:
             runs.append([part])
     return runs
+
+
+@dataclass(frozen=True, slots=True)
+class _Panels:
+    """A part in the native product's layout; `rows` of its last panel may be padding."""
+
+    codes: torch.Tensor
+    rows: int
+    bits: int
+    order: torch.Tensor | None
+
+    def can_go_before(self, other: _Panels) -> bool:
+        """Whether one product can read both: whole panels, codes as wide, inputs in the same order."""
+        is_plain = self.order is None and other.order is None
+        is_same_order = is_plain or (
+            self.order is not None and other.order is not None and torch.equal(self.order, other.order)
+        )
+        return self.rows % PANEL == 0 and self.bits == other.bits and is_same_order
 
 
 @dataclass(slots=True)

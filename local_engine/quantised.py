@@ -58,46 +58,30 @@ class Quantised:
             some = slice(start, start + _ROWS_AT_ONCE)
             out[some].copy_(self.rows(some).dequantised())
 
-    def can_join(self, other: Quantised) -> bool:
-        """Whether one matrix can hold both: codes as wide, for inputs in the same order."""
-        if self.order is None or other.order is None:
-            return self.bits == other.bits and self.order is other.order
-        return self.bits == other.bits and torch.equal(self.order, other.order)
-
-
-def joined(parts: list[Quantised]) -> Quantised:
-    """One below the other, where `can_join` says so."""
-    if len(parts) == 1:
-        return parts[0]
-    return Quantised(
-        torch.cat([part.codes for part in parts]),
-        torch.cat([part.scales for part in parts]),
-        torch.cat([part.leasts for part in parts]),
-        parts[0].bits,
-        parts[0].order,
-    )
-
 
 def quantise(values: torch.Tensor, bits: int) -> Quantised:
     """The nearest codes: 8 bits symmetric around 0, 4 bits between each group's least and greatest value."""
-    groups = values.float().reshape(values.shape[0], -1, GROUP)
-    if bits == 8:
-        scales = (groups.abs().amax(-1) / 127).half()
-        codes = _nearest(groups, scales, 0.0).clamp_(-127, 127).add_(128)
-        return Quantised(codes.to(torch.uint8).view(values.shape), scales, _times(scales, -128), 8)
-    least, greatest = groups.amin(-1), groups.amax(-1)
-    scales, leasts = ((greatest - least) / 15).half(), least.half()
-    codes = _nearest(groups, scales, leasts.float().unsqueeze(-1)).clamp_(0, 15)
-    return Quantised(codes.to(torch.uint8).view(values.shape), scales, leasts, 4)
+    rows, columns = values.shape
+    codes = torch.empty(rows, columns, dtype=torch.uint8)
+    scales, leasts = (torch.empty(rows, columns // GROUP, dtype=torch.float16) for _ in range(2))
+    for start in range(0, rows, _ROWS_AT_ONCE):  # in float32 a large matrix would be many times what comes of it
+        some = slice(start, start + _ROWS_AT_ONCE)
+        groups = values[some].float().view(-1, columns // GROUP, GROUP)
+        if bits == 8:
+            own_scales = (groups.abs().amax(-1) / 127).half()
+            own_leasts = (own_scales.float() * -128).half()
+            own = _nearest(groups, own_scales, 0.0).clamp_(-127, 127).add_(128)
+        else:
+            own_leasts, greatest = groups.amin(-1).half(), groups.amax(-1)
+            own_scales = ((greatest - groups.amin(-1)) / 15).half()
+            own = _nearest(groups, own_scales, own_leasts.float().unsqueeze(-1)).clamp_(0, 15)
+        codes[some], scales[some], leasts[some] = own.view(-1, columns), own_scales, own_leasts
+    return Quantised(codes, scales, leasts, bits)
 
 
 def _nearest(groups: torch.Tensor, scales: torch.Tensor, leasts: torch.Tensor | float) -> torch.Tensor:
     steps = scales.float().unsqueeze(-1)
-    return ((groups - leasts) / torch.where(steps == 0, 1.0, steps)).round_()
-
-
-def _times(scales: torch.Tensor, factor: int) -> torch.Tensor:
-    return (scales.float() * factor).half()
+    return (groups - leasts).div_(torch.where(steps == 0, 1.0, steps)).round_()
 
 
 def packed(matrix: Quantised, native: Kernels) -> torch.Tensor:
@@ -110,11 +94,13 @@ def packed(matrix: Quantised, native: Kernels) -> torch.Tensor:
     return out
 
 
-def packed_bfloat16(weight: torch.Tensor) -> torch.Tensor:
-    """The layout of bfloat16 [rows, columns] for the native product: [panels, columns / 2, 16 rows, 2]."""
-    missing = -weight.shape[0] % PANEL
-    whole = torch.cat((weight, weight.new_zeros(missing, weight.shape[1]))) if missing else weight
-    return whole.view(-1, PANEL, weight.shape[1] // 2, 2).transpose(1, 2).contiguous()
+def packed_bfloat16(weight: torch.Tensor, native: Kernels) -> torch.Tensor:
+    """bfloat16 [rows, columns] in the layout of the native product: [panels, columns / 2, 16 rows, 2]."""
+    rows, columns = weight.shape
+    weight = weight.contiguous()
+    out = torch.empty(-(-rows // PANEL), columns // 2, PANEL, 2, dtype=torch.bfloat16)
+    native.pack_pairs(weight.data_ptr(), out.data_ptr(), rows, columns // 2)
+    return out
 
 
 # -- GGUF's blocks -----------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, c
 _ARGUMENTS = {
     "sw_product": [_INT, _INT, *[_POINTER] * 4, *[_INT] * 4],
     "sw_pack": [_INT, *[_POINTER] * 4, _INT, _INT],
+    "sw_pack_pairs": [_POINTER, _POINTER, _INT, _INT],
     "sw_add_norm": [_INT, *[_POINTER] * 4, _INT, _INT, _FLOAT],
     "sw_gate": [_INT, _POINTER, _POINTER, *[_INT] * 3],
     "sw_rotate_write": [_INT, _POINTER, _POINTER, _FLOAT, *[_POINTER] * 5, *[_INT] * 5, _LONG],
@@ -50,6 +51,7 @@ class Kernels:
             function.argtypes, function.restype = arguments, None
         self.product = library.sw_product
         self.pack = library.sw_pack
+        self.pack_pairs = library.sw_pack_pairs
         self.add_norm = library.sw_add_norm
         self.gate = library.sw_gate
         self.rotate_write = library.sw_rotate_write

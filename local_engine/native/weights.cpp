@@ -1,4 +1,4 @@
-// Quantised matrices brought into the layout that the products read (matmul.cpp), once, when a model is loaded.
+// Matrices brought into the layout that the products read (matmul.cpp), once, when a model is loaded.
 //
 // Plain C functions over pointers; local_engine/native/__init__.py says what each expects.
 
@@ -48,6 +48,21 @@ void sw_pack(int bits, const uint8_t* codes, const uint16_t* scales, const uint1
         first[kPanel + r] = bits == 6 ? scales[(row * groups + group) * 2 + 1] : leasts[row * groups + group];
       }
     }
+  }
+}
+
+// bfloat16 [rows, 2 * pairs] as pairs of inputs, 16 rows side by side: [panels, pairs, 16]. In a file's mapping a pair may lie
+// at any address.
+void sw_pack_pairs(const void* weight, uint32_t* out, int rows, int pairs) {
+  typedef uint32_t __attribute__((may_alias, aligned(1))) pair_t;
+  const int panels = (rows + kPanel - 1) / kPanel;
+#pragma omp parallel for schedule(static)
+  for (int panel = 0; panel < panels; ++panel) {
+    const pair_t* own = static_cast<const pair_t*>(weight) + static_cast<int64_t>(panel) * kPanel * pairs;
+    uint32_t* to = out + static_cast<int64_t>(panel) * kPanel * pairs;
+    const int count = rows - panel * kPanel < kPanel ? rows - panel * kPanel : kPanel;
+    for (int pair = 0; pair < pairs; ++pair, to += kPanel)
+      for (int r = 0; r < kPanel; ++r) to[r] = r < count ? own[static_cast<int64_t>(r) * pairs + pair] : 0;
   }
 }
 
