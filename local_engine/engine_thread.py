@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from local_engine.engine import Engine, StepOutput
 
 CHOICES_MAX = 128
+_IDLE_CHECK_S = 0.25
 
 _log = logging.getLogger("local_engine.worker")
 
@@ -102,13 +103,20 @@ class EngineThread(threading.Thread):
             return
         self.info = engine.info
         self.load = engine.load()
+        is_checked = False  # since it last worked
         while True:
             block = not engine.has_work
             while True:
                 try:
-                    command = self._commands.get(block=block)
+                    command = self._commands.get(block=block, timeout=None if is_checked else _IDLE_CHECK_S)
                 except queue.Empty:
-                    break
+                    if not block:
+                        break
+                    if not self._has_integrity(engine):
+                        return
+                    is_checked = True
+                    continue
+                is_checked = False
                 if command is None:
                     return
                 self._obey(engine, *command)
@@ -119,6 +127,14 @@ class EngineThread(threading.Thread):
             self._step(engine)
             self.stepping_since = None
             self.load = engine.load()
+
+    def _has_integrity(self, engine: Engine) -> bool:
+        """Whether the idle engine's books are right; one whose are not must not go on: the process ends."""
+        try:
+            engine.check_integrity()
+        except AssertionError as error:
+            self.error = error
+        return self.error is None
 
     def _show_progress(self, fraction: float, stage: str) -> None:
         self.load = EngineLoad(progress=fraction, stage=stage, queue_max=self._config.queue_max)

@@ -29,6 +29,9 @@ from local_engine import (
     PromptTooLong,
     SamplingParams,
 )
+from local_engine.config import EngineConfig
+from local_engine.engine import Engine
+from local_engine.engine_thread import EngineThread, Key
 from local_engine.messages import Submit
 from tests.engine.checkpoints import naive_greedy, random_prompt
 from tests.engine.workers import SMALL_OPTIONS, Worker, connected, start, worker_process
@@ -432,3 +435,27 @@ def test_the_command_line_answers_and_measures(checkpoint: Folder) -> None:
     assert found.stdout
     assert "TTFT" in found.stderr
     assert "tokens/s" in found.stderr
+
+
+def test_an_idle_engine_checks_its_books(checkpoint: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nothing to do it looks once whether its blocks add up; where they do not it ends, to be started again."""
+    thread = EngineThread(
+        EngineConfig(model=str(checkpoint("llama")), device="cpu", kv_blocks=16), lambda messages: None
+    )
+    checks: list[str] = []
+
+    def check(engine: Engine) -> None:
+        checks.append("checked")
+        assert len(checks) < 2, "blocks are lost"
+
+    monkeypatch.setattr(Engine, "check_integrity", check)
+    thread.start()
+    key = Key(1, 1)
+    thread.send((key, Submit(1, request([1, 2, 3], 2))))
+    while not checks:
+        thread.join(0.01)
+        assert thread.is_alive()
+    thread.send((key, Submit(1, request([1, 2, 3], 2))))
+    thread.join(20)
+    assert isinstance(thread.error, AssertionError)
+    assert len(checks) == 2
