@@ -1,327 +1,344 @@
-"""`./run bench engine`: the local engine beside transformers' `generate`, on the same weights in the same number type.
+"""`./run bench engine`: the local engine beside others on the very same weights, and beside what the machine allows.
 
-    ./run bench engine [--model M | --shape 0.6b] [--weights int8] [--threads N] [--repeats 3] [--quick] [--json FILE]
-    ./run bench engine --quality                     perplexity and agreement of every way to run the model
+    ./run bench engine [--model FILE | --shape 0.6b] [--format bf16,q8_0,q4_0] [--only decode-8,shared-cold] [--quick]
+                       [--peers transformers,transformers-cb,llama.cpp,vllm] [--threads N] [--repeats 3] [--json FILE]
+    ./run bench engine --quality          perplexity and agreement of every way to run the model
+    ./run bench engine --soak MINUTES     random traffic, the engine's process killed at random: is anything lost or leaked?
 
-Both run in this process, one after the other within each repeat, so that a busy machine slows both; figures are medians.
-Prompts are random tokens, new in every repeat: nothing is reused but what a scenario says is shared. Transformers gets all
-prompts of a batch at equal length and generates them as one static batch, which is its best case.
+Systems take turns within each repeat, so that a busy machine slows all; figures are medians. Prompts are random tokens,
+new in every repeat: nothing is reused but what a scenario says is shared.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import random
-import statistics
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from bench.engine_quality import compare
-from bench.engine_shapes import SHAPES, make_checkpoint
+from bench.engines import loads
+from bench.engines.files import FORMATS, SHAPES, float_folder, in_format, shape_file
+from bench.engines.loads import Row, Run, Scenario, System, summarise
+from bench.lab.native import WORK
+from bench.lab.processes import BenchError
 from local_engine.config import EngineConfig, ModelError
-from local_engine.families import FAMILIES
-from local_engine.messages import SamplingParams
+from local_engine.messages import ModelInfo
 from local_engine.options import prepare_environment
 
-
-@dataclass(frozen=True, slots=True)
-class Scenario:
-    """`batch` prompts of `shared` common and `own` tokens of their own, each answered with `answer` tokens."""
-
-    name: str
-    figure: str
-    batch: int
-    own: int
-    answer: int
-    shared: int = 0
-
-
-PREFILL, DECODE, TOTAL = "prefill tokens/s", "decode tokens/s", "output tokens/s"
-SCENARIOS = (
-    Scenario("prefill 512", PREFILL, 1, 512, 1),
-    Scenario("prefill 4096", PREFILL, 1, 4096, 1),
-    Scenario("decode, batch 1", DECODE, 1, 128, 48),
-    Scenario("decode, batch 8", DECODE, 8, 128, 32),
-    Scenario("decode, batch 32", DECODE, 32, 64, 28),
-    Scenario("decode, batch 64", DECODE, 64, 32, 16),
-    Scenario("shared prefix, 16 x (384 + 24)", TOTAL, 16, 24, 24, shared=384),
-)
+PEERS = ("transformers", "transformers-cb", "llama.cpp", "vllm")
+_FLOAT_PEERS = (
+    "transformers",
+    "transformers-cb",
+    "vllm",
+)  # they have the weights in bfloat16, whatever the file's format
+_MODELS = WORK / "models"
+_OPEN_SHARE = 0.6  # of what the first system answers when all comes at once: the rate of an open load
+_BITS = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5, "q4_1": 5.0, "q4_0": 4.5, "int8": 8.5, "int4": 5.0}
+_DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """One run of one scenario: seconds from submission until every sequence has its first token, and until all is done.
+class Given:
+    """What the command line decided."""
 
-    `tail_tokens` came in the `tail_s` in which all sequences were decoding: after the last first token and before the
-    first end. `cpu_s`: this process' CPU time over the run, which a busy machine changes little.
-    """
-
-    first_s: float
-    total_s: float
-    tail_s: float
-    tail_tokens: int
-    cpu_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """The medians of one system in one scenario; a figure that the scenario does not measure is None."""
-
-    system: str
-    scenario: str
-    ttft_ms: float
-    prefill_tokens_per_s: float
-    decode_tokens_per_s: float | None
-    tpot_ms: float | None
-    output_tokens_per_s: float
-    cpu_s: float
+    files: dict[str, str | None]  # format -> model, as the engine takes it
+    weights: str
     dtype: str
+    device: str
     threads: int
-    repeats: int
-
-    def figure(self, name: str) -> float:
-        """The value of the scenario's headline."""
-        values = {PREFILL: self.prefill_tokens_per_s, DECODE: self.decode_tokens_per_s, TOTAL: self.output_tokens_per_s}
-        return values[name] or 0.0
+    peers: tuple[str, ...]
 
 
-class System(Protocol):
-    """What answers prompts greedily."""
+def start_systems(given: Given) -> tuple[list[System], list[str], ModelInfo]:
+    """Every system that can be had, those that can't with the reason, and what the engine says of the model. Raises
+    ModelError where the engine itself can't load it."""
+    from bench.engines.systems import Sameway
 
-    name: str
-
-    def run(self, prompts: Sequence[list[int]], answer: int) -> Run:
-        """Answer all prompts, given at once, with `answer` tokens each."""
-
-
-class Sameway:
-    """The engine, inline: what the worker's thread does, without the socket."""
-
-    name = "sameway"
-
-    def __init__(self, config: EngineConfig) -> None:
-        from local_engine.engine import Engine
-
-        self.engine = Engine(config)
-
-    def run(self, prompts: Sequence[list[int]], answer: int) -> Run:
-        params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
-        start = time.perf_counter()
-        waiting = {self.engine.submit(prompt, params) for prompt in prompts}
-        first_s = tail_s = 0.0
-        tail_tokens, has_ended = 0, False
-        while self.engine.has_work:
-            outputs = self.engine.step()
-            now_s = time.perf_counter() - start
-            if waiting:
-                waiting -= {output.id for output in outputs}
-                first_s = now_s
-            elif not has_ended:
-                tail_tokens += sum(len(output.output.token_ids) for output in outputs)
-                tail_s = now_s - first_s
-            has_ended = has_ended or any(output.usage is not None for output in outputs)
-        return Run(first_s, time.perf_counter() - start, tail_s, tail_tokens)
-
-
-class Transformers:
-    """`generate` on a static batch. Built from the engine's own checkpoint, so that both have the same weights."""
-
-    name = "transformers"
-
-    def __init__(self, model: str | None, dtype: str, device: str) -> None:
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        from local_engine.loader import open_checkpoint
-        from local_engine.quantised import Quantised
-
-        checkpoint = open_checkpoint(model)
-        is_folder = model is not None and Path(model).is_dir()
-        config = (
-            AutoConfig.from_pretrained(model) if is_folder else AutoConfig.for_model(**_hf_config(checkpoint.config))
+    engines: list[Sameway] = []
+    for format, model in given.files.items():
+        weights = format if given.weights == "auto" else given.weights
+        config = EngineConfig(
+            model=model,
+            dtype=given.dtype,
+            weights=given.weights,
+            device=given.device,
+            threads=given.threads,
+            draft_tokens_max=0,
+            sequences_max=64,
         )
-        self._device = torch.device(device)
-        self._model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
-        weights = {
-            piece.name: piece.tensor.dequantised() if isinstance(piece.tensor, Quantised) else piece.tensor
-            for piece in checkpoint.weights()
-        }
-        missing, unexpected = self._model.load_state_dict(weights, strict=False)
-        if unexpected or [name for name in missing if name != "lm_head.weight"]:
-            raise ModelError(f"transformers cannot take these weights: missing {missing}, unexpected {unexpected}")
-        self._model.tie_weights()
-        self._model.to(self._device)
-        self._model.generation_config.eos_token_id = None
-        self._model.generation_config.pad_token_id = 0
-
-    def run(self, prompts: Sequence[list[int]], answer: int) -> Run:
-        import torch
-
-        times: list[float] = []
-
-        def note(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-            times.append(time.perf_counter())
-            return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
-
-        tensor = torch.tensor(prompts, device=self._device)
-        start = time.perf_counter()
-        self._model.generate(
-            tensor,
-            attention_mask=torch.ones_like(tensor),
-            max_new_tokens=answer,
-            do_sample=False,
-            stopping_criteria=[note],
-        )
-        tail_s = times[-1] - times[0]
-        return Run(times[0] - start, time.perf_counter() - start, tail_s, len(prompts) * (answer - 1))
+        engines.append(Sameway(config, weights))
+    info = engines[0].engine.info
+    systems: list[System] = [*engines]
+    absent: list[str] = []
+    for name, start in _peers(given, info):
+        try:
+            systems.append(start())
+        except (BenchError, ModelError, ImportError, OSError) as error:
+            absent.append(f"{name}: {error}")
+    return systems, absent, info
 
 
-def _hf_config(config: Any) -> dict[str, Any]:
-    """The config.json of a checkpoint that may have none (a GGUF file)."""
-    types = {family.hf: family.gguf for family in FAMILIES}  # of the plain ones, GGUF's name is the model type
-    return {
-        "model_type": types[config.architecture],
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.intermediate_size,
-        "vocab_size": config.vocabulary_size,
-        "max_position_embeddings": config.context_tokens,
-        "rms_norm_eps": config.rms_epsilon,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta},
-        "attention_bias": config.has_qkv_bias,
-        "tie_word_embeddings": config.has_tied_embeddings,
-    }
+def _peers(given: Given, info: ModelInfo) -> list[tuple[str, Callable[[], System]]]:
+    """What starts each peer that was asked for."""
+    from bench.engines.systems import Transformers, TransformersContinuous, load_transformers
+    from bench.peers.llama_cpp import llama_cpp
+    from bench.peers.vllm import vllm
+    from local_engine.loader import default_model
 
+    first = next(iter(given.files.values()))
+    starts: list[tuple[str, Callable[[], System]]] = []
+    made: list[Any] = []
+    dtype = _DTYPES[info.dtype]
 
-def make_prompts(scenario: Scenario, vocabulary: int, seed: int) -> list[list[int]]:
-    """Random token ids; another seed shares nothing."""
-    draw = random.Random(seed)
-    common = [draw.randrange(vocabulary) for _ in range(scenario.shared)]
-    return [common + [draw.randrange(vocabulary) for _ in range(scenario.own)] for _ in range(scenario.batch)]
+    def shared_model() -> Any:
+        if not made:
+            made.append(load_transformers(first, info.dtype, info.device))
+        return made[0]
 
+    def folder() -> Path:
+        path = Path(first) if first is not None else default_model()
+        return path if path.is_dir() else float_folder(path, _MODELS)
 
-def summarise(system: str, scenario: Scenario, runs: Sequence[Run], dtype: str, threads: int) -> Row:
-    """Medians over the repeats."""
-    tokens = scenario.batch * (scenario.shared + scenario.own)
-    first_s = statistics.median(run.first_s for run in runs)
-    total_s = statistics.median(run.total_s for run in runs)
-    paces = [run.tail_tokens / run.tail_s for run in runs if run.tail_tokens]
-    decode = statistics.median(paces) if paces else None
-    return Row(
-        system=system,
-        scenario=scenario.name,
-        ttft_ms=1000 * first_s,
-        prefill_tokens_per_s=tokens / first_s,
-        decode_tokens_per_s=decode,
-        tpot_ms=None if decode is None else 1000 * scenario.batch / decode,
-        output_tokens_per_s=scenario.batch * scenario.answer / total_s,
-        cpu_s=statistics.median(run.cpu_s for run in runs),
-        dtype=dtype,
-        threads=threads,
-        repeats=len(runs),
-    )
+    if "transformers" in given.peers:
+        starts.append(("transformers", lambda: Transformers(shared_model(), dtype)))
+    if "transformers-cb" in given.peers:
+        starts.append(("transformers-cb", lambda: TransformersContinuous(shared_model(), dtype)))
+    if "llama.cpp" in given.peers:
+        for format, model in given.files.items():
+            path = Path(model) if model is not None else default_model()
+            starts.append((f"llama.cpp {format}", lambda p=path, f=format: llama_cpp(p, f, given.threads)))  # type: ignore[misc]
+    if "vllm" in given.peers:
+        starts.append(("vllm", lambda: vllm(folder(), given.threads)))
+    return starts
 
 
 def measure(
-    systems: Sequence[System], scenario: Scenario, vocabulary: int, repeats: int, seconds_max: float
-) -> dict[str, list[Run]]:
-    """Every system in turn, `repeats` times or until `seconds_max` are over, after a short run that is not counted."""
-    runs: dict[str, list[Run]] = {system.name: [] for system in systems}
+    systems: Sequence[System],
+    scenario: Scenario,
+    vocabulary: int,
+    *,
+    repeats: int,
+    seconds_max: float,
+    rate_per_s: float | None,
+    between: Callable[[], None] = lambda: None,
+) -> tuple[dict[int, list[Run]], list[str]]:
+    """Every system in turn, `repeats` times or until `seconds_max` are over, after a short run that is not counted. A
+    system that fails is left out from then on, with the reason."""
+    runs: dict[int, list[Run]] = {index: [] for index, system in enumerate(systems) if system.lacks(scenario) is None}
+    failures = [f"{s.name} {s.weights}: {why}" for s in systems if (why := s.lacks(scenario)) is not None]
     end = time.perf_counter() + seconds_max
     for repeat in range(repeats + 1):
         if repeat > 1 and time.perf_counter() > end:
             break
-        for system in systems:
-            prompts = make_prompts(scenario, vocabulary, seed=repeat)
-            start = time.process_time()
-            run = system.run(prompts, scenario.answer if repeat else min(2, scenario.answer))
-            run = replace(run, cpu_s=time.process_time() - start)
-            if repeat:
-                runs[system.name].append(run)
-    return runs
+        if repeat:
+            between()
+        for index in list(runs):
+            system = systems[index]
+            try:
+                if repeat == 0:
+                    warm_up = Scenario("warm-up", loads.DECODE, min(scenario.batch, 4), 64, 4)
+                    system.run(warm_up.requests(vocabulary, 0))
+                    continue
+                for before in scenario.before(vocabulary, repeat):
+                    system.run([before])
+                runs[index].append(system.run(scenario.requests(vocabulary, repeat, rate_per_s)))
+            except (BenchError, RuntimeError) as error:
+                failures.append(f"{system.name} {system.weights}: {error}")
+                del runs[index]
+    return runs, failures
 
 
-def render(scenarios: Sequence[Scenario], rows: Sequence[Row]) -> str:
-    """One line per scenario: each system's headline figure, and of the first to the second the ratio of the figures and
-    that of the CPU time, both above 1 where the first is ahead."""
-    names = list(dict.fromkeys(row.system for row in rows))
-    titles = "".join(f"{name:>14}" for name in names)
-    lines = [f"{'':32}{'':18}{titles}{'ratio':>9}{'CPU time':>10}"]
-    for scenario in scenarios:
-        own = [row for row in rows if row.scenario == scenario.name]
-        figures = [row.figure(scenario.figure) for row in own]
-        has_ratio = len(own) > 1 and figures[1] and own[0].cpu_s
-        ratio = f"{figures[0] / figures[1]:8.2f}x{own[1].cpu_s / own[0].cpu_s:9.2f}x" if has_ratio else ""
-        values = "".join(f"{value:14,.1f}" for value in figures)
-        lines.append(f"{scenario.name:32}{scenario.figure:18}{values}{ratio}")
+def find_rate(system: System, scenario: Scenario, vocabulary: int) -> float:
+    """Requests a second of an open load: a share of what the system answers when all comes at once."""
+    run = system.run(scenario.requests(vocabulary, -1))
+    return _OPEN_SHARE * scenario.batch / run.total_s
+
+
+def render(rows: Sequence[Row]) -> str:
+    """A table: each system's figure, the floor's and the share of it that was reached, CPU time per token, percentiles,
+    and how far the engine with weights of the same kind is ahead of it, in speed and in CPU time (above 1: ahead)."""
+    titles = [
+        "scenario",
+        "system",
+        "weights",
+        "figure",
+        "value",
+        "floor",
+        "share, by CPU",
+        "ahead",
+        "CPU ms/token",
+        "ahead",
+    ]
+    titles += ["TTFT p50, p95, p99 ms", "TPOT p50, p95, p99 ms"]
+    lines = ["| " + " | ".join(titles) + " |", "| --- " * len(titles) + "|"]
+    for _, group in itertools.groupby(rows, key=lambda row: row.scenario):
+        own = list(group)
+        ours = {row.weights: row for row in reversed(own) if row.system == "sameway"}
+        first = next(iter(ours.values()), None)
+        for row in own:
+            beside = None if row.system == "sameway" else ours.get(row.weights, first)
+            cells = [row.scenario, row.system, row.weights, row.figure, f"{row.value:,.1f}"]
+            cells += _floor_cells(row)
+            cells += ["" if beside is None else f"{beside.value / row.value:.2f}x"]
+            cells += _cpu_cells(row, beside)
+            cells += [f"{row.ttft_p50_ms:,.0f}, {row.ttft_p95_ms:,.0f}, {row.ttft_p99_ms:,.0f}"]
+            tpot = (row.tpot_p50_ms, row.tpot_p95_ms, row.tpot_p99_ms)
+            cells += [", ".join(f"{value:.1f}" for value in tpot if value is not None)]
+            lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def main(argv: list[str]) -> int:
+def _floor_cells(row: Row) -> list[str]:
+    """The floor, and which share of its speed was reached: by time, and by CPU time where others kept the machine busy."""
+    if row.floor_value is None:
+        return ["", ""]
+    by_cpu = 1000 * row.threads / row.floor_value / row.cpu_ms_per_token if row.cpu_ms_per_token else None
+    return [f"{row.floor_value:,.0f}", f"{row.floor_share:.0%}" + ("" if by_cpu is None else f", {by_cpu:.0%}")]
+
+
+def _cpu_cells(row: Row, beside: Row | None) -> list[str]:
+    if row.cpu_ms_per_token is None:
+        return ["", ""]
+    has_both = beside is not None and beside.cpu_ms_per_token
+    ahead = f"{row.cpu_ms_per_token / beside.cpu_ms_per_token:.2f}x" if beside is not None and has_both else ""
+    return [f"{row.cpu_ms_per_token:.2f}", ahead]
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench engine", description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", help="a GGUF file, a checkpoint folder or a hub name; default: the embedded model")
-    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16; the same for both")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--weights", default="auto", help="auto, int8, int4: the engine's; transformers keeps its own")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="a random model of that shape, made in .bench/")
-    parser.add_argument("--quality", action="store_true", help="perplexity and agreement instead of speed")
-    parser.add_argument("--windows", type=int, default=8, help="--quality: how many windows of 256 tokens")
+    parser.add_argument(
+        "--format", help=f"of {', '.join(FORMATS)}: the model's file written anew in each; default: as it is"
+    )
+    parser.add_argument("--weights", default="auto", help="auto, int8, int4: quantised by the engine as it loads them")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16; transformers' too")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--peers", default="transformers", help=f"of {', '.join(PEERS)}; none: the engine alone")
+    parser.add_argument("--only", help=f"of {', '.join(s.name for s in loads.SCENARIOS)}")
+    parser.add_argument("--quick", action="store_true", help=f"one repeat of {', '.join(loads.QUICK)}")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seconds-max", type=float, default=25.0, help="per scenario; one repeat there always is")
-    parser.add_argument("--quick", action="store_true", help="one repeat, no batch above 16, no prompt above 512")
-    parser.add_argument("--alone", action="store_true", help="do not load transformers")
-    parser.add_argument("--json", type=Path, help="write the rows to this file, one JSON object a line")
-    options = parser.parse_args(argv)
-    prepare_environment()
-    import torch
-
-    if options.shape:
-        options.model = str(make_checkpoint(Path(".bench") / f"shape-{options.shape}", options.shape))
-    if options.quality:
-        print(compare(options.model, options.threads, options.windows, 256))
-        return 0
-    config = EngineConfig(
-        model=options.model,
-        dtype=options.dtype,
-        weights=options.weights,
-        device=options.device,
-        threads=options.threads,
-        draft_tokens_max=0,  # random tokens foretell nothing
-        sequences_max=64,
+    parser.add_argument("--seconds-max", type=float, default=60.0, help="per scenario; one repeat there always is")
+    parser.add_argument(
+        "--rate", type=float, help="requests a second of the open load; default: 0.6 of what the engine can"
     )
-    scenarios = [
-        scenario for scenario in SCENARIOS if not (options.quick and (scenario.batch >= 32 or scenario.own > 512))
-    ]
+    parser.add_argument("--quality", action="store_true", help="perplexity and agreement instead of speed")
+    parser.add_argument("--windows", type=int, default=8, help="--quality: how many windows of 256 tokens")
+    parser.add_argument("--soak", type=float, metavar="MINUTES", help="random traffic with faults instead of speed")
+    parser.add_argument("--seed", type=int, default=0, help="of the soak's traffic")
+    parser.add_argument("--json", type=Path, help="write the rows to this file, one JSON object a line")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    options = _parser().parse_args(argv)
+    prepare_environment()
     try:
-        ours = Sameway(config)
-        info = ours.engine.info
-        systems: list[System] = [ours]
-        if not options.alone:
-            systems.append(Transformers(options.model, info.dtype, info.device))
-    except (ModelError, ValueError) as error:
+        return _main(options)
+    except (ModelError, ValueError, BenchError) as error:
         print(f"bench engine: {error}", file=sys.stderr)
         return 2
-    threads = torch.get_num_threads()
-    print(
-        f"{info.name}: {info.architecture}, {info.parameters:,} weights, {info.dtype}, {info.device}, {threads} threads"
+
+
+def _main(options: argparse.Namespace) -> int:
+    from local_engine import machine
+    from local_engine.loader import default_model
+
+    model = str(shape_file(_MODELS, options.shape)) if options.shape else options.model
+    if options.soak:
+        from bench.engines.soak import soak
+
+        return soak(model or str(shape_file(_MODELS, "tiny")), options.soak * 60.0, options.threads or 1, options.seed)
+    if options.quality:
+        from bench.engines.quality import compare
+
+        print(compare(model, _MODELS, options.threads, options.windows, 256))
+        return 0
+    names = _chosen(options.format, FORMATS, "format")
+    source = Path(model) if model is not None else default_model()
+    files = {name: str(in_format(source, name, _MODELS)) for name in names} or {"file": model}
+    given = Given(
+        files=files,
+        weights=options.weights,
+        dtype=options.dtype,
+        device=options.device,
+        threads=machine.choose_threads(options.threads),
+        peers=_chosen("" if options.peers == "none" else options.peers, PEERS, "peer"),
     )
-    rows: list[Row] = []
-    for scenario in scenarios:
-        print(f"  {scenario.name} ...", file=sys.stderr, flush=True)
-        found = measure(
-            systems, scenario, info.vocabulary_size, 1 if options.quick else options.repeats, options.seconds_max
-        )
-        rows += [summarise(name, scenario, runs, info.dtype, threads) for name, runs in found.items()]
-    print(render(scenarios, rows))
+    only = _chosen(options.only, tuple(scenario.name for scenario in loads.SCENARIOS), "scenario")
+    wanted = only or (loads.QUICK if options.quick else tuple(scenario.name for scenario in loads.SCENARIOS))
+    rows = _measure_all(given, [s for s in loads.SCENARIOS if s.name in wanted], options)
+    print(render(rows))
     if options.json is not None:
         options.json.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
     return 0
+
+
+def _chosen(text: str | None, known: Sequence[str], what: str) -> tuple[str, ...]:
+    names = tuple(name for name in (text or "").split(",") if name)
+    for name in names:
+        if name not in known:
+            raise ValueError(f"no {what} {name!r}; there are {', '.join(known)}")
+    return names
+
+
+def _measure_all(given: Given, scenarios: Sequence[Scenario], options: argparse.Namespace) -> list[Row]:
+    from bench.engines.floors import Ceilings, Floor
+    from local_engine.loader import open_checkpoint
+
+    systems, absent, info = start_systems(given)
+    print(
+        f"{info.name}: {info.architecture}, {info.parameters:,} weights, {info.dtype} on {info.device}, {given.threads} threads"
+    )
+    for line in absent:
+        print(f"absent: {line}")
+    ceilings = Ceilings()
+    rows: list[Row] = []
+    found: list[tuple[Scenario, float | None, dict[int, list[Run]]]] = []
+    for scenario in scenarios:
+        print(f"  {scenario.name} ...", file=sys.stderr, flush=True)
+        rate = None
+        if scenario.is_open:
+            rate = options.rate or find_rate(systems[0], scenario, info.vocabulary_size)
+        runs, failures = measure(
+            systems,
+            scenario,
+            info.vocabulary_size,
+            repeats=1 if options.quick else options.repeats,
+            seconds_max=options.seconds_max,
+            rate_per_s=rate,
+            between=ceilings.measure if info.device == "cpu" else lambda: None,
+        )
+        for line in failures:
+            print(f"{scenario.name}: without {line}")
+        found.append((scenario, rate, runs))
+    print(ceilings.render())
+    model = next(iter(given.files.values()))
+    config = open_checkpoint(model).config
+    value_bytes = int(_BITS[_DTYPES[info.dtype]]) // 8
+    for scenario, rate, runs in found:
+        requests = scenario.requests(info.vocabulary_size, 1, rate)
+        for index, own in runs.items():
+            system = systems[index]
+            bits = _BITS.get(system.weights) or _file_bits(model, info)
+            floor = Floor(config, bits, ceilings, value_bytes).value(scenario) if ceilings.bytes_per_s else None
+            rows.append(
+                summarise(system, scenario, requests, own, threads=given.threads, rate_per_s=rate, floor_value=floor)
+            )
+    for system in systems:
+        system.close()
+    return rows
+
+
+def _file_bits(model: str | None, info: ModelInfo) -> float:
+    """Bits of a weight as the file has it, on average; of a folder, as the engine computes."""
+    from local_engine.loader import default_model
+
+    path = Path(model) if model is not None else default_model()
+    return 8 * path.stat().st_size / info.parameters if path.is_file() else _BITS[_DTYPES[info.dtype]]

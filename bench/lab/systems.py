@@ -93,8 +93,11 @@ def clean_environment(**extra: str) -> dict[str, str]:
     return {**kept, **extra}
 
 
-def environment_of(name: str, requirements: list[str]) -> Path:
-    """The folder of a Python environment that holds `requirements`, made the first time. Raises BenchError."""
+def environment_of(
+    name: str, requirements: list[str], *, timeout_s: float = 900.0, environ: Mapping[str, str] | None = None
+) -> Path:
+    """The folder of a Python environment that holds `requirements`, made the first time. `environ`: what a package that
+    is compiled wants to find. Raises BenchError."""
     folder = WORK / name
     stamp = folder / ".requirements"
     wanted = "\n".join(requirements)
@@ -103,7 +106,7 @@ def environment_of(name: str, requirements: list[str]) -> Path:
     print(f"bench: installing {', '.join(requirements)} into {folder}", file=sys.stderr, flush=True)
     python = folder / "bin" / "python"
     uv = Path(sys.executable).with_name("uv")
-    environ = clean_environment()
+    variables = clean_environment(**(environ or {}))
     if uv.exists():
         make = [str(uv), "venv", "--quiet", "--clear", "--seed", "--python", sys.executable, str(folder)]
         install = [str(uv), "pip", "install", "--quiet", "--python", str(python), *requirements]
@@ -114,12 +117,14 @@ def environment_of(name: str, requirements: list[str]) -> Path:
             check=False,
         ).stdout.strip()
         if index:  # uv does not read pip's configuration
-            environ.setdefault("UV_DEFAULT_INDEX", index)
+            variables.setdefault("UV_DEFAULT_INDEX", index)
+        if "PIP_FIND_LINKS" in variables:
+            variables.setdefault("UV_FIND_LINKS", variables["PIP_FIND_LINKS"])
     else:
         make = [sys.executable, "-m", "venv", "--clear", str(folder)]
         install = [str(python), "-m", "pip", "install", "--quiet", *requirements]
     for command in (make, install):
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ, timeout=900)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables, timeout=timeout_s)
         if done.returncode != 0:
             raise BenchError(f"{' '.join(command[:4])} ... failed: {done.stderr.strip()[-600:]}")
     stamp.write_text(wanted)

@@ -1,0 +1,128 @@
+"""Floors: the time that a load takes at least on this machine, whoever runs it.
+
+A step must read the weights and the KV of what it attends to, and multiply: it takes at least max(bytes / bandwidth,
+operations / rate) (the roofline model, Williams et al., CACM 2009). Both ceilings are measured in the same run with the
+same threads. A load is taken at its best: all prompts prefilled in one step, what they share once and not at all when
+it is warm, then every answer decoded in one batch, what they share read once a step. Knows dense decoders only.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from bench.engines.loads import DECODE, PREFILL, Scenario
+from local_engine.config import ModelConfig
+
+_READ_BYTES = 1 << 28  # far more than any cache
+_SIDE = 1024  # of a square product: what it reads is nothing beside what it multiplies
+
+
+@dataclass(slots=True)
+class Ceilings:
+    """The best that was measured so far: bytes/s read, and operations/s of products of floats and of 8-bit codes (a
+    multiplication and an addition are two)."""
+
+    bytes_per_s: float = 0.0
+    float_flops_per_s: float = 0.0
+    code_flops_per_s: float = 0.0
+
+    def measure(self) -> None:
+        """Read and multiply for a fifth of a second with torch's threads. Time is CPU time per thread, and the best of
+        several counts: what others take of a busy machine shows little in it."""
+        memory = torch.ones(_READ_BYTES // 8, dtype=torch.int64)
+        self.bytes_per_s = max(self.bytes_per_s, _READ_BYTES / _best_s(memory.sum, 4))
+        flops = 2 * _SIDE**3
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.ones(_SIDE, _SIDE, dtype=dtype)
+            self.float_flops_per_s = max(self.float_flops_per_s, flops / _best_s(lambda x=x: x @ x, 4))  # type: ignore[misc]
+        codes = torch.ones(_SIDE, _SIDE, dtype=torch.int8)
+        code_s = _best_s(lambda: torch._int_mm(codes, codes), 4)
+        self.code_flops_per_s = max(self.code_flops_per_s, self.float_flops_per_s, flops / code_s)
+
+    def render(self) -> str:
+        return (
+            f"ceilings: {self.bytes_per_s / 1e9:.1f} GB/s read; {self.float_flops_per_s / 1e9:,.0f} GFLOP/s of floats, "
+            f"{self.code_flops_per_s / 1e9:,.0f} of 8-bit codes"
+        )
+
+
+def _best_s(work: Callable[[], object], times: int) -> float:
+    work()
+    best = math.inf
+    for _ in range(times):
+        start = time.process_time()
+        work()
+        best = min(best, time.process_time() - start)
+    return best / torch.get_num_threads()
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """What a model's steps need. `bits`: of a weight as it is kept, scales included."""
+
+    config: ModelConfig
+    bits: float
+    ceilings: Ceilings
+    kv_value_bytes: int = 2
+
+    def value(self, scenario: Scenario) -> float | None:
+        """The scenario's headline figure if nothing but reading and multiplying took time; None for what has no floor:
+        models with experts, and open loads, which take as long as their arrivals."""
+        if self.config.experts is not None or scenario.is_open:
+            return None
+        batch, shared = scenario.batch, scenario.shared
+        known = shared if scenario.is_warm else 0
+        prompt = shared + scenario.own
+        own_pairs = sum(range(shared + 1, prompt + 1))
+        shared_pairs = 0 if known else sum(range(1, shared + 1))
+        prefill_s = self.step_s(
+            rows=shared - known + batch * scenario.own,
+            logit_rows=batch,
+            kv_tokens=known,
+            pairs=shared_pairs + batch * own_pairs,
+        )
+        steps = [
+            self.step_s(
+                rows=batch,
+                logit_rows=batch,
+                kv_tokens=shared + batch * (scenario.own + step),
+                pairs=batch * (prompt + step),
+            )
+            for step in range(1, scenario.answer)
+        ]
+        if scenario.figure == PREFILL:
+            return batch * prompt / prefill_s
+        if scenario.figure == DECODE:
+            return batch * len(steps) / sum(steps)
+        return batch * scenario.answer / (prefill_s + sum(steps))
+
+    def step_s(self, *, rows: int, logit_rows: int, kv_tokens: int, pairs: int) -> float:
+        """A step that computes `rows` tokens, logits for some, reads `kv_tokens` of KV and compares `pairs` of queries and
+        keys."""
+        model = self.config
+        read = (self._layer_weights + self._head_weights) * self.bits / 8 + kv_tokens * self._kv_bytes
+        multiplied = 2 * (self._layer_weights * rows + self._head_weights * logit_rows)
+        attended = 4 * pairs * model.layers * model.heads * model.head_dim
+        ceilings = self.ceilings
+        rate = ceilings.code_flops_per_s if self.bits < 16 else ceilings.float_flops_per_s
+        return max(read / ceilings.bytes_per_s, multiplied / rate + attended / ceilings.float_flops_per_s)
+
+    @property
+    def _layer_weights(self) -> int:
+        model = self.config
+        heads = 2 * model.heads + 2 * model.kv_heads  # queries and output, keys and values
+        return model.layers * model.hidden_size * (heads * model.head_dim + 3 * model.intermediate_size)
+
+    @property
+    def _head_weights(self) -> int:
+        return self.config.hidden_size * self.config.vocabulary_size
+
+    @property
+    def _kv_bytes(self) -> int:
+        model = self.config
+        return 2 * model.layers * model.kv_heads * model.head_dim * self.kv_value_bytes
