@@ -12,7 +12,7 @@ new in every repeat: nothing is reused but what a scenario says is shared.
 from __future__ import annotations
 
 import argparse
-import itertools
+import contextlib
 import json
 import sys
 import time
@@ -39,6 +39,20 @@ _FLOAT_PEERS = (
 _MODELS = WORK / "models"
 _OPEN_SHARE = 0.6  # of what the first system answers when all comes at once: the rate of an open load
 _BITS = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5, "q4_1": 5.0, "q4_0": 4.5, "int8": 8.5, "int4": 5.0}
+_TITLES = (
+    "scenario",
+    "system",
+    "weights",
+    "figure",
+    "value",
+    "floor",
+    "share, by CPU",
+    "ahead",
+    "CPU ms/token",
+    "ahead",
+)
+_PERCENTILES = ("TTFT p50, p95, p99 ms", "TPOT p50, p95, p99 ms")
+TITLES = "| " + " | ".join((*_TITLES, *_PERCENTILES)) + " |\n" + "| --- " * 12 + "|"
 _DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
@@ -159,38 +173,21 @@ def find_rate(system: System, scenario: Scenario, vocabulary: int) -> float:
     return _OPEN_SHARE * scenario.batch / run.total_s
 
 
-def render(rows: Sequence[Row]) -> str:
-    """A table: each system's figure, the floor's and the share of it that was reached, CPU time per token, percentiles,
-    and how far the engine with weights of the same kind is ahead of it, in speed and in CPU time (above 1: ahead)."""
-    titles = [
-        "scenario",
-        "system",
-        "weights",
-        "figure",
-        "value",
-        "floor",
-        "share, by CPU",
-        "ahead",
-        "CPU ms/token",
-        "ahead",
-    ]
-    titles += ["TTFT p50, p95, p99 ms", "TPOT p50, p95, p99 ms"]
-    lines = ["| " + " | ".join(titles) + " |", "| --- " * len(titles) + "|"]
-    for _, group in itertools.groupby(rows, key=lambda row: row.scenario):
-        own = list(group)
-        ours = {row.weights: row for row in reversed(own) if row.system == "sameway"}
-        first = next(iter(ours.values()), None)
-        for row in own:
-            beside = None if row.system == "sameway" else ours.get(row.weights, first)
-            cells = [row.scenario, row.system, row.weights, row.figure, f"{row.value:,.1f}"]
-            cells += _floor_cells(row)
-            cells += ["" if beside is None else f"{beside.value / row.value:.2f}x"]
-            cells += _cpu_cells(row, beside)
-            cells += [f"{row.ttft_p50_ms:,.0f}, {row.ttft_p95_ms:,.0f}, {row.ttft_p99_ms:,.0f}"]
-            tpot = (row.tpot_p50_ms, row.tpot_p95_ms, row.tpot_p99_ms)
-            cells += [", ".join(f"{value:.1f}" for value in tpot if value is not None)]
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def render(rows: Sequence[Row]) -> list[str]:
+    """A line for each row of a scenario: the figure, the floor's and the share of it that was reached, CPU time per token,
+    percentiles, and how far the engine with weights of the same kind is ahead, in speed and in CPU time (above 1: ahead)."""
+    ours = {row.weights: row for row in reversed(rows) if row.system == "sameway"}
+    first = rows[0] if rows and rows[0].system == "sameway" else None
+    lines = []
+    for row in rows:
+        beside = None if row.system == "sameway" else ours.get(row.weights, first)
+        cells = [row.scenario, row.system, row.weights, row.figure, f"{row.value:,.1f}", *_floor_cells(row)]
+        cells += ["" if beside is None else f"{beside.value / row.value:.2f}x", *_cpu_cells(row, beside)]
+        cells += [f"{row.ttft_p50_ms:,.0f}, {row.ttft_p95_ms:,.0f}, {row.ttft_p99_ms:,.0f}"]
+        tpot = (row.tpot_p50_ms, row.tpot_p95_ms, row.tpot_p99_ms)
+        cells += [", ".join(f"{value:.1f}" for value in tpot if value is not None)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
 
 
 def _floor_cells(row: Row) -> list[str]:
@@ -273,10 +270,7 @@ def _main(options: argparse.Namespace) -> int:
     )
     only = _chosen(options.only, tuple(scenario.name for scenario in loads.SCENARIOS), "scenario")
     wanted = only or (loads.QUICK if options.quick else tuple(scenario.name for scenario in loads.SCENARIOS))
-    rows = _measure_all(given, [s for s in loads.SCENARIOS if s.name in wanted], options)
-    print(render(rows))
-    if options.json is not None:
-        options.json.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+    _measure_all(given, [s for s in loads.SCENARIOS if s.name in wanted], options)
     return 0
 
 
@@ -288,52 +282,51 @@ def _chosen(text: str | None, known: Sequence[str], what: str) -> tuple[str, ...
     return names
 
 
-def _measure_all(given: Given, scenarios: Sequence[Scenario], options: argparse.Namespace) -> list[Row]:
+def _measure_all(given: Given, scenarios: Sequence[Scenario], options: argparse.Namespace) -> None:
+    """Prints, and writes, each scenario's rows as soon as it is measured: a long bench may be stopped."""
     from bench.engines.floors import Ceilings, Floor
     from local_engine.loader import open_checkpoint
 
     systems, absent, info = start_systems(given)
-    print(
-        f"{info.name}: {info.architecture}, {info.parameters:,} weights, {info.dtype} on {info.device}, {given.threads} threads"
-    )
+    what = f"{info.name}: {info.architecture}, {info.parameters:,} weights"
+    print(f"{what}, {info.dtype} on {info.device}, {given.threads} threads")
     for line in absent:
         print(f"absent: {line}")
     ceilings = Ceilings()
-    rows: list[Row] = []
-    found: list[tuple[Scenario, float | None, dict[int, list[Run]]]] = []
-    for scenario in scenarios:
-        print(f"  {scenario.name} ...", file=sys.stderr, flush=True)
-        rate = None
-        if scenario.is_open:
-            rate = options.rate or find_rate(systems[0], scenario, info.vocabulary_size)
-        runs, failures = measure(
-            systems,
-            scenario,
-            info.vocabulary_size,
-            repeats=1 if options.quick else options.repeats,
-            seconds_max=options.seconds_max,
-            rate_per_s=rate,
-            between=ceilings.measure if info.device == "cpu" else lambda: None,
-        )
-        for line in failures:
-            print(f"{scenario.name}: without {line}")
-        found.append((scenario, rate, runs))
-    print(ceilings.render())
     model = next(iter(given.files.values()))
     config = open_checkpoint(model).config
     value_bytes = int(_BITS[_DTYPES[info.dtype]]) // 8
-    for scenario, rate, runs in found:
-        requests = scenario.requests(info.vocabulary_size, 1, rate)
-        for index, own in runs.items():
-            system = systems[index]
-            bits = _BITS.get(system.weights) or _file_bits(model, info)
-            floor = Floor(config, bits, ceilings, value_bytes).value(scenario) if ceilings.bytes_per_s else None
-            rows.append(
-                summarise(system, scenario, requests, own, threads=given.threads, rate_per_s=rate, floor_value=floor)
+    print(TITLES, flush=True)
+    with contextlib.ExitStack() as stack:
+        file = None if options.json is None else stack.enter_context(options.json.open("w"))
+        for scenario in scenarios:
+            rate = options.rate
+            if scenario.is_open and rate is None:
+                rate = find_rate(systems[0], scenario, info.vocabulary_size)
+                print(f"{scenario.name}: {rate:.2f} requests/s", file=sys.stderr, flush=True)
+            runs, failures = measure(
+                systems,
+                scenario,
+                info.vocabulary_size,
+                repeats=1 if options.quick else options.repeats,
+                seconds_max=options.seconds_max,
+                rate_per_s=rate,
+                between=ceilings.measure if info.device == "cpu" else lambda: None,
             )
+            rows = []
+            for index, own in runs.items():
+                bits = _BITS.get(systems[index].weights) or _file_bits(model, info)
+                floor = Floor(config, bits, ceilings, value_bytes).value(scenario) if ceilings.bytes_per_s else None
+                requests = scenario.requests(info.vocabulary_size, 1, rate)
+                rows.append(
+                    summarise(systems[index], scenario, requests, own, threads=given.threads, floor_value=floor)
+                )
+            print("\n".join([*render(rows), *(f"{scenario.name}: without {line}" for line in failures)]), flush=True)
+            for row in rows if file is not None else ():
+                print(json.dumps(asdict(row)), file=file, flush=True)
+    print(ceilings.render())
     for system in systems:
         system.close()
-    return rows
 
 
 def _file_bits(model: str | None, info: ModelInfo) -> float:

@@ -179,7 +179,6 @@ class Row:
     cpu_ms_per_token: float | None
     floor_value: float | None
     floor_share: float | None
-    rate_per_s: float | None
     threads: int
     repeats: int
 
@@ -191,7 +190,6 @@ def summarise(
     runs: Sequence[Run],
     *,
     threads: int,
-    rate_per_s: float | None = None,
     floor_value: float | None = None,
 ) -> Row:
     """Medians over the repeats; percentiles over all their requests. `requests`: of any repeat, their sizes are equal."""
@@ -227,7 +225,6 @@ def summarise(
         cpu_ms_per_token=statistics.median(cpu_ms) if cpu_ms else None,
         floor_value=floor_value,
         floor_share=value / floor_value if floor_value else None,
-        rate_per_s=rate_per_s,
         threads=threads,
         repeats=len(runs),
     )
