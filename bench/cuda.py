@@ -1,0 +1,197 @@
+"""The GPU's kernels, for a person with a GPU: each compared with torch, then timed beside the machine's own ceilings.
+
+    ./run bench cuda                       on the first CUDA device; exits 1 where a kernel is wrong
+    ./run bench engine --device cuda       the whole engine, afterwards
+
+A kernel's share is its floor, max(bytes / bandwidth, flops / rate), over its time; bandwidth and rate are those of torch's
+copy and matrix product in the same run. Inputs that fit the cache are evicted between calls, as in a model they would be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from local_engine.gpu.attention import Shape
+
+SHAPES = ("8b", "135m", "gemma")
+HIDDEN_SIZE, VOCABULARY_SIZE = 4096, 151_936
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Something to time, and what it cannot do with less."""
+
+    name: str
+    run: Callable[[], object]
+    moved_bytes: float
+    flops: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the result. `share` of the floor, 0..1."""
+
+    name: str
+    time_us: float
+    gb_per_s: float
+    tflops: float
+    share: float
+
+
+def shape_named(name: str) -> Shape:
+    """The attention of Qwen3-8B, of SmolLM2-135M, and of a Gemma 2 with its window and cap."""
+    from local_engine.gpu.attention import Shape
+
+    if name == "8b":
+        return Shape(32, 8, 128, 16, 128**-0.5, None, (0,))
+    if name == "135m":
+        return Shape(9, 3, 64, 16, 64**-0.5, None, (0,))
+    return Shape(8, 4, 256, 16, 256**-0.5, 50.0, (0, 24))
+
+
+def check(names: list[str], dtypes: list[torch.dtype], device: torch.device) -> int:
+    """How many kernels are wrong; says so of each shape and type."""
+    from local_engine.gpu.oracle import disagreements
+
+    wrong = 0
+    for name in names:
+        for dtype in dtypes:
+            found = disagreements(shape_named(name), 576 if name == "135m" else HIDDEN_SIZE, dtype, device)
+            wrong += len(found)
+            print(f"{name:8}{str(dtype).removeprefix('torch.'):10}{'as torch' if not found else ''}")
+            for one in found:
+                print(f"    {one.kernel}: {one.why}")
+    return wrong
+
+
+def row_cases(device: torch.device) -> Iterator[Case]:
+    """Norm and gate at decode's and prefill's sizes, and drawing greedily and with every filter."""
+    import torch
+
+    from local_engine.gpu import draw, rows
+
+    for count in (1, 64, 4096):
+        x, more = torch.randn(2, count, HIDDEN_SIZE, device=device).bfloat16()
+        weight = torch.ones(HIDDEN_SIZE, device=device)
+        run = lambda x=x, more=more, weight=weight: rows.add_norm(x, more, weight, 1e-6)  # noqa: E731
+        yield Case(f"add_norm, {count} rows", run, 4 * x.nbytes)
+        both = torch.randn(count, 6 * HIDDEN_SIZE, device=device).bfloat16()
+        yield Case(f"gate, {count} rows", lambda both=both: rows.gate(both, "silu"), 1.5 * both.nbytes)  # type: ignore[misc]
+    logits = torch.randn(64, VOCABULARY_SIZE, device=device).bfloat16()
+    numbers = torch.arange(64, device=device)
+    for name, top_k, settings in (("greedy", 0, (0.0, 1.0, 0.0)), ("filtered", 50, (0.8, 0.9, 0.01))):
+        of_each = torch.tensor([[value] * 64 for value in settings], device=device)
+        top_ks = torch.full((64,), top_k, device=device)
+        run = lambda k=top_ks, s=of_each: draw.draw(logits, numbers, numbers, k, s)  # noqa: E731
+        yield Case(f"draw {name}, 64 rows", run, logits.nbytes)
+
+
+def attention_cases(device: torch.device) -> Iterator[Case]:
+    """Decodes of several batches and lengths, 64 sequences over one prefix, and prompts."""
+    import torch
+
+    from local_engine.cascade import Prefix
+    from local_engine.gpu.attention import attend
+    from local_engine.gpu.draw import on_device
+    from local_engine.gpu.plan import Span, plan
+
+    shape, size = shape_named("8b"), 16
+    token_bytes = 2 * shape.kv_heads * shape.head_dim * 2
+
+    def case(name: str, spans: list[Span], prefixes: list[Prefix], read_tokens: int, flops: float) -> Case:
+        is_short = spans[0].rows == 1
+        made = plan(shape, spans if is_short else [], [] if is_short else spans, prefixes)
+        tiles = made.on(shape, on_device(made.numbers, device))
+        rows = sum(span.rows for span in spans)
+        blocks = 1 + max(max(span.blocks) for span in spans)
+        pool = torch.randn(2 * shape.kv_heads, blocks, size, shape.head_dim, device=device, dtype=torch.bfloat16)
+        queries = torch.randn(rows, shape.heads, shape.head_dim, device=device, dtype=torch.bfloat16)
+        positions = torch.cat([torch.arange(span.position, span.end, device=device) for span in spans])
+        moved = read_tokens * token_bytes + 2 * queries.nbytes
+        return Case(name, lambda: attend(shape, 0, queries, pool, positions, tiles), moved, flops)
+
+    flops_each = 4.0 * shape.heads * shape.head_dim
+    for batch, tokens in ((1, 1024), (1, 8192), (8, 8192), (64, 1024), (64, 8192)):
+        order = torch.randperm(batch * tokens // size).view(batch, -1).tolist()
+        spans = [Span(row, 1, tokens - 1, blocks) for row, blocks in enumerate(order)]
+        yield case(f"decode {batch} x {tokens}", spans, [], batch * tokens, flops_each * batch * tokens)
+    own, common = 4, list(range(64))
+    spans = [Span(row, 1, 1087, common + list(range(64 + row * own, 68 + row * own))) for row in range(64)]
+    for name, prefixes in (("apart", []), ("at once", [Prefix(tuple(range(64)), 64)])):
+        flops = flops_each * 64 * 1088
+        yield case(f"decode 64 x (1024 shared {name} + 64)", spans, prefixes, 1024 + 64 * 64, flops)
+    for tokens in (2048, 8192):
+        blocks = torch.randperm(tokens // size).tolist()
+        flops = flops_each * tokens * (tokens + 1) / 2
+        yield case(f"prefill {tokens}", [Span(0, tokens, 0, blocks)], [], tokens, flops)
+
+
+def ceilings(device: torch.device) -> tuple[float, float]:
+    """Bytes a second of a large copy, read and written, and operations a second of a large bfloat16 product."""
+    import torch
+    from triton.testing import do_bench
+
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    square = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    copy_ms = do_bench(lambda: target.copy_(source))
+    product_ms = do_bench(lambda: square @ square)
+    return 2e3 * source.nbytes / copy_ms, 2e3 * 8192.0**3 / product_ms
+
+
+def measure(device: torch.device) -> list[Row]:
+    """The ceilings, then every case beside them."""
+    from triton.testing import do_bench
+
+    bytes_per_s, flops_per_s = ceilings(device)
+    print(f"copy {bytes_per_s / 1e9:,.0f} GB/s, bfloat16 matrix product {flops_per_s / 1e12:,.0f} TFLOP/s")
+    rows = []
+    for case in (*row_cases(device), *attention_cases(device)):
+        time_s = do_bench(case.run) / 1e3
+        floor_s = max(case.moved_bytes / bytes_per_s, case.flops / flops_per_s)
+        speeds = case.moved_bytes / time_s / 1e9, case.flops / time_s / 1e12
+        rows.append(Row(case.name, 1e6 * time_s, *speeds, floor_s / time_s))
+        row = rows[-1]
+        print(f"{row.name:42}{row.time_us:10.1f} us{row.gb_per_s:9,.0f} GB/s{row.tflops:9.1f} TFLOP/s{row.share:7.0%}")
+    return rows
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="bench cuda", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:N; cpu only compares, with TRITON_INTERPRET=1")
+    parser.add_argument("--shape", choices=SHAPES, action="append", help="compare these; default: all")
+    parser.add_argument("--json", type=Path, help="write the rows to this file, one JSON object a line")
+    options = parser.parse_args(argv)
+    os.environ["SAMEWAY_TRITON"] = "1"
+    import torch
+
+    from local_engine.config import ModelError
+    from local_engine.gpu import is_interpreted, is_served
+    from local_engine.machine import choose_device
+
+    try:
+        device = choose_device(options.device)
+    except ModelError as error:
+        print(f"bench cuda: {error}", file=sys.stderr)
+        return 2
+    is_gpu = device.type == "cuda"
+    if not is_served(device) or is_interpreted() is is_gpu:
+        print("bench cuda: needs triton, and a CUDA device or TRITON_INTERPRET=1 with --device cpu", file=sys.stderr)
+        return 2
+    dtypes = [torch.bfloat16, torch.float16, torch.float32] if is_gpu else [torch.float32]
+    if check(options.shape or list(SHAPES), dtypes, device):
+        return 1
+    rows = measure(device) if is_gpu else []
+    if options.json is not None:
+        options.json.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+    return 0
