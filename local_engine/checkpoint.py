@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -16,18 +17,21 @@ from local_engine.tokenizer import Tokenizer
 @dataclass(frozen=True, slots=True)
 class WeightPiece:
     """One tensor of the checkpoint, under Hugging Face's name: float on the CPU, or quantised as the file has it. It may
-    lie in the file's mapping: it is valid until the next one is asked for. `share` of all bytes, 0..1, is read with it."""
+    lie in the mapping of `file`: it is valid until the next one is asked for. `share` of all bytes, 0..1, is read with it.
+    """
 
     name: str
     tensor: torch.Tensor | Quantised
     share: float
+    file: Path
 
 
 class Checkpoint(Protocol):
-    """A model on disk. `form` says in a few words how its weights are stored."""
+    """A model on disk: at `place`, a file or a folder. `form` says in a few words how its weights are stored."""
 
     config: ModelConfig
     tokenizer: Tokenizer
+    place: Path
     form: str
 
     def names(self) -> frozenset[str]:

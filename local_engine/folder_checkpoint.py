@@ -18,8 +18,10 @@ from local_engine.checkpoint import WeightPiece
 from local_engine.config import ModelError
 from local_engine.families import model_config_from_hf
 from local_engine.prequantised import packing_from
+from local_engine.quantised import Quantised
 
 _MAPPED_SIZE_MAX_BYTES = 256 << 20
+_MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 class FolderCheckpoint:
@@ -28,6 +30,7 @@ class FolderCheckpoint:
     def __init__(self, folder: Path, name: str | None = None) -> None:
         from local_engine.tokenizer_loader import tokenizer_from_folder
 
+        self.place = folder
         path = folder / "config.json"
         config = _read_json(path)
         try:
@@ -49,26 +52,43 @@ class FolderCheckpoint:
         return frozenset(piece for name in self._tensors.names if (piece := self._piece_name(name)) is not None)
 
     def weights(self) -> Iterator[WeightPiece]:
-        tensors, packing = self._tensors, self._packing
+        tensors = self._tensors
         try:
             for name in tensors.names:
                 piece = self._piece_name(name)
-                if piece is None:
-                    continue
-                module = None if packing is None else packing.module_of(name, tensors)
-                value = tensors.read(name) if packing is None or module is None else packing.unpack(tensors, module)
-                yield WeightPiece(piece, value, tensors.share_read)
-                del value
-                tensors.forget()
+                if piece is not None:
+                    yield WeightPiece(piece, self._value(name), tensors.share_read, tensors.path_of(name))
+                    tensors.forget()
         finally:
             tensors.close()
 
+    def _value(self, name: str) -> torch.Tensor | Quantised:
+        module = None if self._packing is None else self._packing.module_of(name, self._tensors)
+        if self._packing is None or module is None:
+            return self._tensors.read(name)
+        try:
+            return self._packing.unpack(self._tensors, module)
+        except ModelError as error:
+            raise ModelError(f"{self._tensors.path_of(name)}: {error}") from None
+
     def _piece_name(self, name: str) -> str | None:
-        """What a tensor of the files is to the model; None for one that is read with another."""
+        """What a tensor of the files is to the model; None for one that is read with another, or means nothing."""
         if self._packing is None:
             return name
         module = self._packing.module_of(name, self._tensors)
-        return f"{module}.weight" if module is not None else None if self._packing.is_beside(name) else name
+        if module is not None:
+            return f"{module}.weight"
+        return None if self._packing.is_beside(name) or self._is_spare_bias(name) else name
+
+    def _is_spare_bias(self, name: str) -> bool:
+        """AutoGPTQ's first versions wrote biases of zeros for every matrix, whether the model has any or not."""
+        module, _, kind = name.rpartition(".")
+        if kind != "bias" or f"{module}.qweight" not in self._tensors:
+            return False
+        config, part = self.config, module.rpartition(".")[2]
+        has_bias = {"q_proj": config.has_qkv_bias, "k_proj": config.has_qkv_bias, "v_proj": config.has_qkv_bias}
+        has_bias |= {"o_proj": config.has_output_bias, **dict.fromkeys(_MLP_PARTS, config.has_mlp_bias)}
+        return not has_bias.get(part, False) and not self._tensors.read(name).any()
 
 
 class SafetensorsFiles:
@@ -91,6 +111,9 @@ class SafetensorsFiles:
     @property
     def share_read(self) -> float:
         return min(1.0, self._read_bytes / max(1, self._size_bytes))
+
+    def path_of(self, name: str) -> Path:
+        return self._paths[name]
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor in the file's mapping: valid until `forget`. Raises ModelError."""

@@ -54,6 +54,7 @@ class GgufCheckpoint:
     def __init__(self, path: Path) -> None:
         from local_engine.tokenizer_loader import tokenizer_from_gguf
 
+        self.place = path
         self._files = _open_all(path)
         first = self._files[0]
         metadata = first.metadata
@@ -93,7 +94,7 @@ class GgufCheckpoint:
                     for index, piece in enumerate(pieces):
                         part = slice(index * rows, (index + 1) * rows)
                         own = values if len(pieces) == 1 else _rows(values, part)
-                        yield WeightPiece(piece, own, share)
+                        yield WeightPiece(piece, own, share, file.path)
                     del values
                     file.forget(name)
             finally:

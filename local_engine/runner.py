@@ -66,10 +66,7 @@ class ModelRunner:
                 bits=_bits(config, self),
                 wants_batch_invariance=config.is_batch_invariant,
             )
-            self.decoder.expect(checkpoint.names())
-            for piece in checkpoint.weights():
-                self.decoder.take(piece.name, piece.tensor)
-                progress(0.05 + 0.85 * piece.share, "reading weights")
+            self._read(checkpoint, progress)
             self.decoder.finish(context_tokens)
             held = ", ".join(f"{count} in {form}" for form, count in sorted(self.decoder.forms().items()))
             _log.info("%s: %s; matrices held: %s", model.name, checkpoint.form, held)
@@ -88,6 +85,19 @@ class ModelRunner:
     def is_asynchronous(self) -> bool:
         """Whether `run` returns before its device has done the work."""
         return self.device.type == "cuda"
+
+    def _read(self, checkpoint: Checkpoint, progress: Progress) -> None:
+        """Every weight into its place. Raises ModelError with the file and the tensor."""
+        try:
+            self.decoder.expect(checkpoint.names())
+        except ModelError as error:
+            raise ModelError(f"{checkpoint.place}: {error}") from None
+        for piece in checkpoint.weights():
+            try:
+                self.decoder.take(piece.name, piece.tensor)
+            except ModelError as error:
+                raise ModelError(f"{piece.file}: {error}") from None
+            progress(0.05 + 0.85 * piece.share, "reading weights")
 
     @torch.inference_mode()
     def run(self, chunks: Many[Chunk], before: Flight | None = None) -> torch.Tensor:

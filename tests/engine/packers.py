@@ -96,8 +96,11 @@ def awq(weight: Array) -> tuple[Stored, Array]:
     return stored, values
 
 
-def gptq(bits: int, *, is_symmetric: bool, layout: str = "gptq", has_order: bool = False) -> Write:
-    """AutoGPTQ's layout: codes along the inputs, zeros along the outputs, less one in the first version."""
+def gptq(
+    bits: int, *, is_symmetric: bool, layout: str = "gptq", has_order: bool = False, has_spare_bias: bool = False
+) -> Write:
+    """AutoGPTQ's layout: codes along the inputs, zeros along the outputs, less one in the first version; that one also
+    wrote biases of zeros."""
 
     def write(weight: Array) -> tuple[Stored, Array]:
         columns = weight.shape[1]
@@ -111,6 +114,8 @@ def gptq(bits: int, *, is_symmetric: bool, layout: str = "gptq", has_order: bool
             "scales": torch.from_numpy(scales.T.copy()),
             "g_idx": torch.from_numpy(group_of.astype(np.int32)),
         }
+        if has_spare_bias:
+            stored["bias"] = torch.zeros(weight.shape[0], dtype=torch.float16)
         return stored, values
 
     return write

@@ -35,6 +35,7 @@ def gptq(bits: int, **more: Any) -> dict[str, Any]:
 METHODS: dict[str, tuple[dict[str, Any], packers.Write]] = {
     "awq": (AWQ, packers.awq),
     "gptq-4": (gptq(4, sym=True), packers.gptq(4, is_symmetric=True)),
+    "gptq-spare-bias": (gptq(4, sym=True), packers.gptq(4, is_symmetric=True, has_spare_bias=True)),
     "gptq-8": (gptq(8, sym=True), packers.gptq(8, is_symmetric=True)),
     "gptq-2": (gptq(2, sym=False), packers.gptq(2, is_symmetric=False)),
     "gptq-asymmetric": (gptq(4, sym=False), packers.gptq(4, is_symmetric=False)),
@@ -175,7 +176,7 @@ def test_a_method_that_is_not_known_is_refused_by_name(
 
 def broken(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> packers.Write:
     def write(weight: np.ndarray[Any, Any]) -> tuple[packers.Stored, np.ndarray[Any, Any]]:
-        stored, values = METHODS["gptq-4"][1](weight)
+        stored, values = METHODS["gptq-spare-bias"][1](weight)
         return stored | {name: change(stored[name])}, values
 
     return write
@@ -184,6 +185,7 @@ def broken(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> packers
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
+        ("bias", lambda t: t + 1, "unexpected tensor"),
         ("scales", lambda t: t[:1].repeat(7, 1), "do not belong together"),
         ("qzeros", lambda t: t[:, :1], "do not belong together"),
         ("qweight", lambda t: t.float(), "qweight' is torch.float32"),
@@ -199,3 +201,4 @@ def test_tensors_that_contradict_one_another_are_named(
     with pytest.raises(ModelError, match=r"model\.layers\.0\..*") as caught:
         Engine(EngineConfig(model=str(folder), **SMALL))
     assert words in str(caught.value)
+    assert str(folder) in str(caught.value)
