@@ -16,6 +16,7 @@ from cache.words import (
     ASKING_WHETHER,
     BEFORE_PRONOUN_ONE,
     CONTRACTIONS,
+    DATES,
     FORMS,
     FUNCTION_WORDS,
     GREETINGS,
@@ -53,11 +54,13 @@ class Reading:
     scopes: frozenset[str]  # quantifiers and restrictions
     owners: frozenset[str]
     times: frozenset[str]  # words whose meaning moves with the clock
+    dates: frozenset[str]  # days, months and parts of a day
     question: str  # who, when, where, why, amount, whether, or "" for the rest
     content_set: frozenset[str]
     reversals: tuple[
         tuple[str, str], ...
     ]  # content words that begin like a reversal, and what follows: ("unlock", "lock")
+    is_latin: bool  # in Latin letters
 
 
 class _Figure(NamedTuple):
@@ -79,6 +82,7 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _SENTENCE_END = frozenset(".!?:;\n")
+_LATIN_LAST = "\u024f"
 _NUMERALS = frozenset((*SMALL, *OTHER_NUMBERS))  # words that a number can begin with
 _ASKING = frozenset(("who", "whose", "whom", "how", "when", "where", "why"))
 
@@ -91,6 +95,7 @@ def read(text: str) -> Reading:
     quotes: set[str] = set()
     figures: list[_Figure] = []
     end = 0
+    is_shouted = text.isupper()  # then capitals say nothing
     for match in _TOKEN.finditer(text):
         token, kind = match.group(), match.lastgroup
         is_start = end == 0 or not _SENTENCE_END.isdisjoint(text[end : match.start()]) or GREETINGS.issuperset(words)
@@ -106,9 +111,9 @@ def read(text: str) -> Reading:
             figures.append(_Figure(len(words), len(words) + 1, value, unit))
             words.append(value)
         else:
-            parts, is_identifier = _word(token)
+            parts, is_identifier = _word(token.lower() if is_shouted else token)
             words += parts
-            if is_identifier or (not is_start and token[0].isupper()):
+            if is_identifier or (not is_start and token[0].isupper() and not is_shouted):
                 names.update(parts)
     figures = [_with_unit(words, figure) for figure in sorted([*figures, *_spelled_out(words)])]
     taken = {place for figure in figures for place in range(figure.start, figure.end)}
@@ -127,9 +132,11 @@ def read(text: str) -> Reading:
         scopes=present & SCOPES,
         owners=present & OWNERS,
         times=present & TIMES,
+        dates=present & DATES,
         question=_question(words),
         content_set=frozenset(content),
         reversals=_reversals(frozenset(content)),
+        is_latin=text.isascii() or not any(char > _LATIN_LAST and char.isalpha() for char in text),
     )
 
 
@@ -149,6 +156,44 @@ def is_inverted(one: Reading, other: Reading) -> bool:
         if mine is not None and word not in mine and word in one.words and mine & set(other.words):
             return True
     return False
+
+
+def is_exchanged(one: Reading, other: Reading) -> bool:
+    """Two words have changed places around what stands between them (who chases whom), or around a preposition (from where to
+    where): less than `is_inverted` finds, and never harmless."""
+    shared = one.content_set & other.content_set
+    first, second = (list(dict.fromkeys(word for word in some.content if word in shared)) for some in (one, other))
+    if first != second and (_has_exchange(first, second) or _has_exchange(_uttered(one), _uttered(other))):
+        return True
+    for preposition, word in one.roles:
+        for its, its_word in other.roles:
+            if preposition != its or word == its_word:
+                continue
+            if _precedes(one, its_word, word) and _precedes(other, word, its_word):
+                return True
+            if any((its_other, word) in other.roles for its_other, governed in one.roles if governed == its_word):
+                return True
+    return False
+
+
+def _has_exchange(first: list[str], second: list[str]) -> bool:
+    """Whether the lists differ by two words alone, each in the other's place and not side by side."""
+    if len(first) != len(second):
+        return False
+    moved = [place for place, pair in enumerate(zip(first, second, strict=True)) if pair[0] != pair[1]]
+    if len(moved) != 2 or moved[1] - moved[0] < 2:
+        return False
+    return first[moved[0]] == second[moved[1]] and first[moved[1]] == second[moved[0]]
+
+
+def _uttered(reading: Reading) -> list[str]:
+    return [word for word in reading.words if word not in GREETINGS]
+
+
+def _precedes(reading: Reading, word: str, later: str) -> bool:
+    """Whether one word comes before another, with something between them."""
+    words = reading.words
+    return word in words and later in words and words.index(word) + 1 < words.index(later)
 
 
 def _stated(reading: Reading) -> list[str]:

@@ -14,9 +14,9 @@ import numpy as np
 
 from cache.bound import Learner, Prior, Row, Run, Vector, at_once, audit_chance
 from cache.evidence import Candidate, Neighbour, candidates, evidence
-from cache.lexical import is_negated, read
+from cache.lexical import is_exchanged, is_negated, read
 from cache.messages import MissReason, Query
-from cache.verifier import Assessment, FixedVerifier, Scene, Verdict, difference, is_long, is_stale
+from cache.verifier import Assessment, FixedVerifier, Scene, Verdict, difference, is_drowned, is_long, is_stale
 
 ERROR_MAX = 0.01
 _COMPARED = 3  # groups that a fresh answer is compared with
@@ -56,8 +56,8 @@ class VerifiedRule:
             is_sure = p >= learner.threshold(error_max)
         else:
             least = self.prior.threshold(error_max)
-            is_guarded = difference(read(query.text), read(witness.text)) is not None
-            is_sure = (not is_guarded and least is not None and p >= least) or (
+            is_free = _is_free(query.text, witness.text)
+            is_sure = (is_free and least is not None and p >= least) or (
                 fixed.served is not None
                 and (
                     error_max >= ERROR_MAX
@@ -112,6 +112,12 @@ def _ranked(asked: str, neighbours: Sequence[Neighbour], guarded: int | None) ->
     return [one for _, one in found]
 
 
+def _is_free(asked: str, known: str) -> bool:
+    """Whether every guard passes."""
+    one, other = read(asked), read(known)
+    return difference(one, other) is None and not is_drowned(one, other)
+
+
 def _veto(asked: str, neighbour: Neighbour) -> MissReason | None:
     """What nothing crosses."""
     one, other = read(asked), read(neighbour.text)
@@ -119,6 +125,8 @@ def _veto(asked: str, neighbour: Neighbour) -> MissReason | None:
         return MissReason.NUMBERS
     if is_negated(one, other):
         return MissReason.POLARITY
+    if is_exchanged(one, other):
+        return MissReason.DIRECTION
     if is_stale(one, neighbour):
         return MissReason.TIME
     if is_long(one, other) and one.words != other.words:

@@ -110,8 +110,10 @@ def difference(asked: Reading, known: Reading) -> MissReason | None:
         return MissReason.DIRECTION
     if asked.forms != known.forms or asked.scopes != known.scopes or _asks_otherwise(asked.question, known.question):
         return MissReason.FORM
-    if asked.times != known.times:
+    if asked.times != known.times or asked.dates != known.dates:
         return MissReason.TIME
+    if asked.content_set != known.content_set and not (asked.is_latin and known.is_latin):
+        return MissReason.WORDS  # an encoder of English sees little of other scripts: much of them is one unknown token
     return None
 
 
@@ -129,6 +131,8 @@ def _too_different(asked: Reading, known: Reading, similarity: float, thresholds
     if is_long(asked, known):
         return None if asked.words == known.words else MissReason.WORDS
     mine, theirs = asked.content_set - known.content_set, known.content_set - asked.content_set
+    if is_drowned(asked, known):
+        return MissReason.WORDS
     if mine and theirs:
         return None if similarity >= thresholds.changed else MissReason.WORDS
     is_same = (mine | theirs) <= LIGHT_WORDS
@@ -140,11 +144,18 @@ def is_stale(asked: Reading, neighbour: Neighbour) -> bool:
     return bool(asked.times) and neighbour.age_s > FRESH_S
 
 
+def is_drowned(asked: Reading, known: Reading) -> bool:
+    """Words that differ move a cosine by about their share of the text: of more than a question's length it tells too little."""
+    is_wordy = max(len(asked.words), len(known.words)) > QUESTION_WORDS
+    return is_wordy and not (asked.content_set ^ known.content_set) <= LIGHT_WORDS
+
+
 def is_long(asked: Reading, known: Reading) -> bool:
     """A long template drowns the few words that differ: of such, only the very same words are served."""
     return max(len(asked.words), len(known.words)) > LONG_WORDS
 
 
+QUESTION_WORDS = 16
 LONG_WORDS = 40
 FRESH_S = 600.0
 """For so long may the answer to a prompt about now be served again."""

@@ -114,6 +114,12 @@ TIMES = _stems(
     today tonight tomorrow yesterday now currently current latest recent recently newest upcoming nowadays
     """
 )
+DATES = _stems(
+    """
+    monday tuesday wednesday thursday friday saturday sunday weekday weekend january february march april june july august september
+    october november december spring summer autumn winter morning noon afternoon evening night midnight
+    """
+)
 BEFORE_PRONOUN_ONE = _words("which this that the any no every some another each only good best right other")
 _UP_TO_NINETEEN = """
     zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen

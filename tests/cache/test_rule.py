@@ -203,10 +203,12 @@ def sure_scene(asked: str, known: Neighbour) -> Scene:
         ("open 3 boxes", "open 4 boxes", MissReason.NUMBERS),
         ("open the box", "do not open the box", MissReason.POLARITY),
         ("open the box today", "open the box of today", MissReason.TIME),
+        ("move it from the box to the crate", "move it from the crate to the box", MissReason.DIRECTION),
     ],
 )
 def test_no_verdict_crosses_a_veto(asked: str, known: str, reason: MissReason | None) -> None:
-    """Four hundred right ones: other words are served; another number, a negation or an old answer about now are not."""
+    """Four hundred right ones: other words are served; another number, a negation, the other direction or an old
+    answer about now are not."""
     one = Neighbour(0.99, known, b"e", 10_000.0, b"g")
     assert decide(asked, [one], sure_scene(asked, one)) is reason
 
