@@ -3,6 +3,17 @@
 A small inference engine (continuous batching, paged KV with prefix reuse, chunked prefill) behind two seams: `Engine`,
 synchronous and inline, and `AsyncEngine`, the same engine in a process of its own over a unix socket. Knows no HTTP,
 teams, money or caches. Importing this package loads no torch: `Engine` arrives on first use.
+
+    from local_engine import Engine, EngineConfig, SamplingParams
+
+    engine = Engine(EngineConfig())  # the embedded model; or model="a GGUF file, a checkpoint folder or a hub name"
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    engine.submit(engine.tokenizer.encode_chat(question, None), SamplingParams(temperature=0.0, max_tokens=32))
+    while engine.has_work:
+        for step in engine.step():
+            print(step.output.text, end="", flush=True)
+
+On the command line: python -m local_engine "What is the capital of France?"
 """
 
 from __future__ import annotations
@@ -10,6 +21,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from local_engine.client import AsyncEngine, Generation
+from local_engine.config import EngineConfig
 from local_engine.messages import (
     DeadlineExceeded,
     EngineError,
@@ -36,6 +48,7 @@ __all__ = [
     "AsyncEngine",
     "DeadlineExceeded",
     "Engine",
+    "EngineConfig",
     "EngineError",
     "EngineFailed",
     "EngineLoad",

@@ -1,14 +1,8 @@
 """Engine: the synchronous core. Submit token ids, step until done; no process, no threads, no sockets.
 
-    engine = Engine(EngineConfig(model="SmolLM2-135M-Instruct.Q4_1.gguf"))
-    tokens = engine.tokenizer.encode_chat([{"role": "user", "content": "What is the capital of France?"}], None)
-    id = engine.submit(tokens, SamplingParams(temperature=0, max_tokens=32))
-    while engine.has_work:
-        for output in engine.step():
-            print(output.output.text, end="")
-
-Knows no HTTP, teams, money or caches of answers. Invariant: whatever is batched, reused, chunked or preempted, greedy
-output equals the naive single-sequence forward pass; a sequence that ended, however, holds no block.
+The package's docstring shows it at work. Knows no HTTP, teams, money or caches of answers. Invariant: whatever is batched,
+reused, chunked or preempted, greedy output equals the naive single-sequence forward pass; a sequence that ended, however,
+holds no block.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import local_engine
 from local_engine.config import EngineConfig
 from local_engine.engine import Engine
 from local_engine.loader import default_model
@@ -51,6 +52,14 @@ def test_it_knows_the_capital_of_france(engine: Engine, dtype: str) -> None:
             reasons.append(step.output.finish_reason)
     assert "Paris" in text
     assert reasons[-1] == "stop"
+
+
+def test_the_package_shows_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    """The ten lines in its docstring run as they stand."""
+    lines = [line[4:] for line in (local_engine.__doc__ or "").splitlines() if line.startswith("    ")]
+    assert len(lines) <= 10
+    exec("\n".join(lines), {})
+    assert "Paris" in capsys.readouterr().out
 
 
 def test_logits_and_greedy_tokens_equal_transformers(engine: Engine, theirs: Any) -> None:
