@@ -10,6 +10,7 @@ copy and matrix product in the same run. Inputs that fit the cache are evicted b
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -96,6 +97,25 @@ def row_cases(device: torch.device) -> Iterator[Case]:
         yield Case(f"draw {name}, 64 rows", run, logits.nbytes)
 
 
+def product_cases(device: torch.device) -> Iterator[Case]:
+    """Quantised matrices of an 8B model's MLP at decode's sizes, beside torch's bfloat16 product."""
+    import torch
+
+    from local_engine.gpu.product import BITS, QuantisedProduct
+    from local_engine.quantised import quantise
+
+    weight = torch.randn(3 * HIDDEN_SIZE, HIDDEN_SIZE)
+    plain = weight.bfloat16().to(device)
+    products = {bits: QuantisedProduct(quantise(weight, bits), device) for bits in BITS}
+    for count in (1, 16, 64):
+        x = torch.randn(count, HIDDEN_SIZE, device=device).bfloat16()
+        flops = 2.0 * count * weight.numel()
+        yield Case(f"torch, bfloat16, {count} rows", lambda x=x: x @ plain.T, plain.nbytes, flops)  # type: ignore[misc]
+        for bits, product in products.items():
+            run = lambda x=x, product=product: product(x)  # noqa: E731
+            yield Case(f"product, {bits} bits, {count} rows", run, product.size_bytes, flops)
+
+
 def attention_cases(device: torch.device) -> Iterator[Case]:
     """Decodes of several batches and lengths, 64 sequences over one prefix, and prompts."""
     import torch
@@ -156,7 +176,7 @@ def measure(device: torch.device) -> list[Row]:
     bytes_per_s, flops_per_s = ceilings(device)
     print(f"copy {bytes_per_s / 1e9:,.0f} GB/s, bfloat16 matrix product {flops_per_s / 1e12:,.0f} TFLOP/s")
     rows = []
-    for case in (*row_cases(device), *attention_cases(device)):
+    for case in itertools.chain(row_cases(device), product_cases(device), attention_cases(device)):
         time_s = do_bench(case.run) / 1e3
         floor_s = max(case.moved_bytes / bytes_per_s, case.flops / flops_per_s)
         speeds = case.moved_bytes / time_s / 1e9, case.flops / time_s / 1e12

@@ -1,6 +1,6 @@
 """Linear: one matrix, multiplied by the best means its device has.
 
-Quantised matrices stay quantised where the native product serves them; bfloat16 goes to the native product where the
+Quantised matrices stay quantised where the native product, or Triton's on a GPU, serves them; bfloat16 goes to the native product where the
 processor multiplies bfloat16 pairs and has no matrix unit (AMX), which oneDNN uses better; other matrices on a CPU are
 packed for oneDNN beforehand, which is about twice as fast as repacking at every call (measured at 1 to 8 rows). The plain
 product is the fall-back and the oracle. Knows no model.
@@ -11,13 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as functional
 
+from local_engine import gpu
 from local_engine.native import GROUP, PANEL, Kernels, kernels, kind_of
-from local_engine.quantised import Quantised, packed, packed_bfloat16, quantise
+from local_engine.quantised import Quantised, joined, packed, packed_bfloat16, quantise
+
+if TYPE_CHECKING:
+    from local_engine.gpu.product import QuantisedProduct
 
 _ROWS_HINT = 32  # oneDNN's packing optimises for this many rows; other counts are as exact and about as fast
 _DEQUANTISED_FROM = 16  # rows from which quantised matrices are multiplied panel by panel in bfloat16
@@ -51,9 +55,11 @@ class Linear:
         self._dequantised_from = _ROWS_ALL if is_batch_invariant else _DEQUANTISED_FROM
         self._dtype, self._device = dtype, device
         self._native = native_for(device, dtype)
-        self._bits = bits if self._native is not None and columns % GROUP == 0 else None
-        self._parts: list[torch.Tensor | _Panels | None] = [None] * len(rows)
-        self._products: list[_Native | _Torch] = []
+        self._is_on_gpu = gpu.is_served(device) and columns % GROUP == 0
+        is_native = self._native is not None and columns % GROUP == 0
+        self._bits = bits if is_native or self._is_on_gpu else None
+        self._parts: list[_Part | None] = [None] * len(rows)
+        self._products: list[_Native | _Torch | QuantisedProduct] = []
 
     @property
     def size_bytes(self) -> int:
@@ -90,23 +96,37 @@ class Linear:
             return self._products[0](x)
         return torch.cat([product(x) for product in self._products], -1)
 
-    def _as_held(self, value: torch.Tensor | Quantised) -> torch.Tensor | _Panels:
-        """A part as its product will read it: nothing of `value` itself is kept."""
+    def _as_held(self, value: torch.Tensor | Quantised) -> _Part:
+        """A part as its product will read it: nothing of `value` itself is kept, but on a GPU its codes until they go
+        there."""
         bits, native = self._bits, self._native
+        if self._is_on_gpu and (bits or isinstance(value, Quantised)):
+            if not isinstance(value, Quantised):
+                return quantise(value, bits or 8)
+            if bits is not None and value.bits > bits:
+                return quantise(value.dequantised(), bits)
+            if value.bits in (4, 8):
+                return value
+            native = None
         if isinstance(value, Quantised):
             if native is None or self.columns % GROUP:
                 value.write_to(whole := torch.empty(value.shape, dtype=self._dtype))
-                return self._as_held(whole)
+                return whole if self._is_on_gpu else self._as_held(whole)
             if bits is not None and value.bits > bits:
                 value = quantise(value.dequantised(), bits)
             return _Panels(packed(value, native), value.shape[0], value.bits, value.order)
-        if bits:
+        if bits and not self._is_on_gpu:
             return self._as_held(quantise(value, bits))
         if native is not None and self._dtype == torch.bfloat16 and has_pairs() and self.columns % 4 == 0:
             return _Panels(packed_bfloat16(value.to(self._dtype), native), value.shape[0], 16, None)
         return value.to(self._dtype, copy=True)
 
-    def _product(self, run: list[torch.Tensor | _Panels]) -> _Native | _Torch:
+    def _product(self, run: list[_Part]) -> _Native | _Torch | QuantisedProduct:
+        codes = [part for part in run if isinstance(part, Quantised)]
+        if codes:
+            from local_engine.gpu.product import QuantisedProduct
+
+            return QuantisedProduct(joined(codes), self._device)
         panels = [part for part in run if isinstance(part, _Panels)]
         if not panels:
             weights = [part for part in run if isinstance(part, torch.Tensor)]
@@ -127,13 +147,15 @@ class Linear:
         )
 
 
-def _runs(parts: list[torch.Tensor | _Panels]) -> list[list[torch.Tensor | _Panels]]:
+def _runs(parts: list[_Part]) -> list[list[_Part]]:
     """Neighbours that one product can serve together."""
-    runs: list[list[torch.Tensor | _Panels]] = []
+    runs: list[list[_Part]] = []
     for part in parts:
         last = runs[-1][-1] if runs else None
         if isinstance(last, _Panels) and isinstance(part, _Panels):
             can_join = last.can_go_before(part)
+        elif isinstance(last, Quantised) and isinstance(part, Quantised):
+            can_join = last.bits == part.bits and last.order is None and part.order is None
         else:
             can_join = isinstance(last, torch.Tensor) and isinstance(part, torch.Tensor)
         if can_join:
@@ -159,6 +181,9 @@ class _Panels:
             self.order is not None and other.order is not None and torch.equal(self.order, other.order)
         )
         return self.rows % PANEL == 0 and self.bits == other.bits and is_same_order
+
+
+_Part = torch.Tensor | _Panels | Quantised
 
 
 @dataclass(slots=True)

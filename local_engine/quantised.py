@@ -79,6 +79,16 @@ def quantise(values: torch.Tensor, bits: int) -> Quantised:
     return Quantised(codes, scales, leasts, bits)
 
 
+def joined(parts: list[Quantised]) -> Quantised:
+    """One below the other: parts with codes as wide, whose groups are of consecutive inputs."""
+    if len(parts) == 1:
+        return parts[0]
+    codes, scales, leasts = (
+        torch.cat(own) for own in zip(*((p.codes, p.scales, p.leasts) for p in parts), strict=True)
+    )
+    return Quantised(codes, scales, leasts, parts[0].bits)
+
+
 def _nearest(groups: torch.Tensor, scales: torch.Tensor, leasts: torch.Tensor | float) -> torch.Tensor:
     steps = scales.float().unsqueeze(-1)
     return (groups - leasts).div_(torch.where(steps == 0, 1.0, steps)).round_()

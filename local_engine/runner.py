@@ -281,10 +281,10 @@ def _bits(config: EngineConfig, runner: ModelRunner) -> int | None:
     """What matrices are quantised to while they are read. Raises ModelError where no kernel serves that."""
     if config.weights == "auto":
         return None
-    if native_for(runner.device, runner.dtype) is None:
+    if native_for(runner.device, runner.dtype) is None and not gpu.is_served(runner.device):
         raise ModelError(
             f"weights={config.weights} needs the native kernels (python -m local_engine.native) and float32 or bfloat16 "
-            f"on a CPU; this engine runs {str(runner.dtype).removeprefix('torch.')} on {runner.device}"
+            f"on a CPU, or a GPU with Triton; this engine runs {str(runner.dtype).removeprefix('torch.')} on {runner.device}"
         )
     return {"int8": 8, "int4": 4}[config.weights]
 

@@ -19,7 +19,9 @@ from local_engine.config import RopeConfig
 from local_engine.gpu import draw, rows
 from local_engine.gpu.attention import Shape, attend
 from local_engine.gpu.plan import SHORT_ROWS_MAX, Span, plan
+from local_engine.gpu.product import BITS, QuantisedProduct
 from local_engine.models.rope import rotary
+from local_engine.quantised import quantise
 from local_engine.sampler import noise
 
 _TOLERANCE = {torch.float32: 2e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -42,6 +44,7 @@ def disagreements(shape: Shape, hidden_size: int, dtype: torch.dtype, device: to
         "rotate_write": lambda: _rotate_write(shape, dtype, device),
         "attend": lambda: _attend(shape, dtype, device),
         "draw": lambda: _draw(dtype, device),
+        "product": lambda: _product(dtype, device),
     }
     found = []
     for kernel, check in checks.items():
@@ -144,3 +147,13 @@ def _draw(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.Tens
     weights[order[40:]] = 0.0
     raced = (noise(keys[1:], torch.arange(_VOCABULARY, device=device)[None]) / weights).argmin()
     yield found, torch.stack((logits[0].argmax(), raced))
+
+
+def _product(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Weights of a model's size, so that sums are too, for one row and for more than a tile has."""
+    for bits in BITS:
+        matrix = quantise(torch.randn(100, 256) / 16, bits)
+        weight = matrix.dequantised().to(dtype).float().to(device)
+        for count in (1, 70):
+            x = torch.randn(count, 256, device=device).to(dtype)
+            yield QuantisedProduct(matrix, device)(x), x.float() @ weight.T

@@ -9,7 +9,9 @@ from local_engine.gpu import rows
 from local_engine.gpu.attention import Shape, attend
 from local_engine.gpu.draw import sample
 from local_engine.gpu.plan import Span, plan
+from local_engine.gpu.product import QuantisedProduct
 from local_engine.messages import SamplingParams
+from local_engine.quantised import quantise
 from local_engine.sampler import Place
 from tests.engine.gpu.sequences import sequence
 
@@ -19,6 +21,8 @@ def launch_all() -> None:
         _attention(Shape(heads, kv_heads, head_dim, 16, 0.1, softcap, (window,)))
         _rows(head_dim, heads, kv_heads)
     _draw()
+    for bits in (4, 8):
+        QuantisedProduct(quantise(torch.ones(64, 4096), bits), torch.device("cpu"))(torch.ones(16, 4096).bfloat16())
 
 
 def _attention(shape: Shape) -> None:

@@ -24,5 +24,6 @@ def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
-    assert {one["kernel"] for one in found} == {"_attend", "_merge", "_add_norm", "_gate", "_rotate_write", "_draw"}
+    names = {"_attend", "_merge", "_add_norm", "_gate", "_rotate_write", "_draw", "_product"}
+    assert {one["kernel"] for one in found} == names
     assert all(one["size_bytes"] > 0 and one["shared_bytes"] <= SHARED_BYTES_MAX for one in found)
