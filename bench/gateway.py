@@ -247,8 +247,10 @@ def _soak(requests: int, duration_s: float) -> int:
         try:
             while done < requests:
                 scenario = asked[number % len(asked)]
-                # another number of connections is another salt: what was a miss in an earlier round is a miss again
-                row = measure("sameway", running, stub, scenario, 32 + number, None, Plan(duration_s, 0.0, 1), folder)
+                plan = Plan(
+                    duration_s, 0.0, 1, salt=f"-{number}"
+                )  # what was a miss in an earlier round is a miss again
+                row = measure("sameway", running, stub, scenario, 32, None, plan, folder)
                 done, number = done + row.requests, number + 1
                 memory = ", ".join(f"{role} {mb:.0f}" for role, mb in row.rss_mb_by_role.items())
                 print(f"{done:>9,} requests  {scenario.name:18} {row.errors} errors  RSS MB: {memory}", flush=True)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 DEFAULT_ALIAS = "smollm2-135m-instruct"
@@ -359,6 +358,8 @@ def load_settings(path: Path | None, environ: Mapping[str, str] = os.environ, **
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
+    import yaml  # a megabyte of each worker, and a worker is handed JSON
+
     try:
         loaded = yaml.safe_load(path.read_text())
     except FileNotFoundError:

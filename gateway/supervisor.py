@@ -144,7 +144,8 @@ class Supervisor:
         handed = settings.run_dir / "worker.json"  # a file: one variable of the environment holds 128 KiB at most
         handed.touch(mode=0o600)
         handed.write_text(settings.model_dump_json())
-        env = {WORKER_SETTINGS: str(handed)}
+        # glibc would give each of a worker's threads an arena, and each arena would keep its own peak
+        env = {WORKER_SETTINGS: str(handed), "MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "1")}
         for index in range(settings.workers):
             argv = [sys.executable, "-m", "gateway", "worker", "--fd", str(listener.fileno()), "--index", str(index)]
             self._keep(Child(f"gateway-{index}", argv, env, (listener.fileno(),)))

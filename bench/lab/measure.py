@@ -70,6 +70,7 @@ class Plan:
     repeats: int
     timeout_s: float = 60.0
     profile: Callable[[Meter, float], None] | None = None
+    salt: str = ""  # other texts than those of a plan with another
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,16 @@ def measure(
 ) -> Row:
     """Asks `plan.repeats` times and returns the medians. Raises BenchError when the system answers nothing at all."""
     samples = [
-        _sample(running, stub, scenario, connections, rate, plan, folder, f"{scenario.name}-{connections}-{repeat}")
+        _sample(
+            running,
+            stub,
+            scenario,
+            connections,
+            rate,
+            plan,
+            folder,
+            f"{scenario.name}-{connections}-{repeat}{plan.salt}",
+        )
         for repeat in range(plan.repeats)
     ]
     if not any(sample.load.requests for sample in samples):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import json
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import OpenAI
 from redis.asyncio import Redis
 from sqlalchemy import event
 
@@ -25,7 +27,7 @@ from gateway.app import Parts, create_app
 from gateway.settings import Settings
 from gateway.worker import server_of
 from policies import WindowKind
-from tests.gateway import API_KEY, deployment
+from tests.gateway import API_KEY, Gateway, deployment
 from tests.services import RedisServer
 from tests.upstream import Upstream
 
@@ -232,3 +234,25 @@ async def test_a_request_leaves_nothing_to_the_collector(worker: Worker) -> None
         finally:
             gc.enable()
         assert (hits // 20, misses // 20) == (0, 0)
+
+
+def test_a_workers_threads_share_one_arena(gateway: Gateway, client: OpenAI) -> None:
+    """With an arena of glibc's for each thread, each would keep the most that it ever held."""
+    client.chat.completions.create(model="mock", messages=[{"role": "user", "content": "arenas"}])
+    workers = [process for process in gateway.children("gateway worker") if "-m" in process.cmdline()]
+    assert [_thread_arenas(process.pid) for process in workers] == [0]
+
+
+def _thread_arenas(pid: int) -> int:
+    """glibc reserves 64 MiB for a thread's arena, at a multiple of it, and opens it from the start as it is needed."""
+    size = 64 << 20
+    spans = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    regions = [(*(int(end, 16) for end in span[0].split("-")), span[1]) for span in spans]
+    return sum(
+        start % size == 0
+        and opened.startswith("rw")
+        and middle == after
+        and (end - start) == size
+        and closed[:3] == "---"
+        for (start, middle, opened), (after, end, closed) in itertools.pairwise(regions)
+    )
