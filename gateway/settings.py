@@ -332,9 +332,7 @@ def load_settings(path: Path | None, environ: Mapping[str, str] = os.environ, **
 
     Raises SettingsError naming every wrong setting.
     """
-    values: dict[str, Any] = {}
-    if path is not None:
-        values = _read_yaml(path)
+    values: dict[str, Any] = {} if path is None else _read_yaml(path)
     wrong = [
         f"{path}: {secret}: found in the file, expected in the environment as SAMEWAY_{secret.upper()}"
         for secret in _SECRETS

@@ -50,7 +50,8 @@ def test_rows_have_the_documented_fields(stub: Stub, tmp_path: Path) -> None:
     write_json([row, row], path)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(lines) == 2
-    documented = re.findall(r"^\| `(\w+)` \|", documentation().partition("## Rows")[2], re.MULTILINE)
+    section = documentation().partition("## Rows")[2].partition("\n## ")[0]
+    documented = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
     assert sorted(lines[0]) == sorted(documented)
     assert lines[0]["requests"] > 0
     assert lines[0]["errors"] == 0
