@@ -21,6 +21,15 @@ BITS = (4, 8)
 
 
 @triton.jit
+def _each(of_groups, RUN: tl.constexpr):
+    """[groups, outputs] to float32 [groups * RUN, outputs]: each group's number for all of its bytes."""
+    GROUPS: tl.constexpr = of_groups.shape[0]
+    OUTPUTS: tl.constexpr = of_groups.shape[1]
+    wide = tl.broadcast_to(of_groups.to(tl.float32)[:, None, :], (GROUPS, RUN, OUTPUTS))
+    return tl.reshape(wide, (GROUPS * RUN, OUTPUTS))
+
+
+@triton.jit
 def _product(
     x,  # [rows, columns]
     codes,  # uint8 [outputs, columns * BITS / 8]
@@ -30,6 +39,8 @@ def _product(
     out,  # [rows, outputs]
     rows,
     columns,
+    row_bytes,  # of codes
+    groups,  # of a row
     outputs,
     HAS_BIAS: tl.constexpr,
     BITS: tl.constexpr,
@@ -42,20 +53,21 @@ def _product(
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row, is_output = row < rows, output < outputs
-    row_bytes = columns * BITS // 8
     RUN: tl.constexpr = GROUP * BITS // 8  # bytes of a group: with 4 bits its first half lies in the low halves
+    ROUND: tl.constexpr = BLOCK_K // GROUP
     byte = tl.arange(0, BLOCK_K * BITS // 8)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in range(0, row_bytes, BLOCK_K * BITS // 8):
         at = first + byte
         is_in = at < row_bytes
-        group = at // RUN
-        column = group * GROUP + at % RUN
+        column = at if BITS == 8 else at // RUN * GROUP + at % RUN
         is_code = is_output[None, :] & is_in[:, None]
         code = tl.load(codes + output[None, :].to(tl.int64) * row_bytes + at[:, None], mask=is_code, other=0)
-        where = output[None, :].to(tl.int64) * (columns // GROUP) + group[:, None]
-        scale = tl.load(scales + where, mask=is_code, other=0.0).to(tl.float32)
-        least = tl.load(leasts + where, mask=is_code, other=0.0).to(tl.float32)
+        group = first // RUN + tl.arange(0, ROUND)
+        where = output[None, :].to(tl.int64) * groups + group[:, None]
+        is_group = is_output[None, :] & (group < groups)[:, None]
+        scale = _each(tl.load(scales + where, mask=is_group, other=0.0), RUN)
+        least = _each(tl.load(leasts + where, mask=is_group, other=0.0), RUN)
         x_at = x + row[:, None].to(tl.int64) * columns + column[None, :]
         is_x = is_row[:, None] & is_in[None, :]
         own = tl.load(x_at, mask=is_x, other=0.0)
@@ -117,6 +129,8 @@ class QuantisedProduct:
                 out,
                 rows,
                 self._columns,
+                self._codes.shape[1],
+                self._scales.shape[1],
                 self.outputs,
                 HAS_BIAS=self.bias is not None,
                 BITS=self._bits,
