@@ -58,7 +58,7 @@ struct Scratch {
   alignas(64) T queries[kQueries * kSizeMax];
   Sight sights[kQueries];
   float* parts[kQueries];
-  Tile<T> tiles[kSpan];
+  Tile<T> tiles[kSpan + 4];  // and what to fetch after their keys: the first values
 };
 
 // Scores of R queries with the tokens of N tiles from `at` on.
@@ -70,7 +70,10 @@ inline void score(Scratch<T>& own, int at, int size) {
   for (int i = 0; i < size; i += kPair<T>) {
     __m512i keys[N];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) keys[n] = _mm512_loadu_si512(own.tiles[at + n].keys + i * kLanes);
+    for (int n = 0; n < N; ++n) {
+      keys[n] = _mm512_loadu_si512(own.tiles[at + n].keys + i * kLanes);
+      _mm_prefetch(own.tiles[at + N + n].keys + i * kLanes, _MM_HINT_T0);
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const __m512i query = broadcast(own.queries + r * size + i);
@@ -92,9 +95,12 @@ inline void weigh(const Scratch<T>& own, int tiles, int at, const Shape& s) {
   for (int tile = 0; tile < tiles; ++tile)
     for (int lane = 0; lane < kLanes; lane += kPair<T>) {
       __m512i values[N];
+      const T* next = own.tiles[std::min(tile + 4, tiles - 1)].values + lane * s.size + at * kPair<T>;
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n)
+      for (int n = 0; n < N; ++n) {
+        _mm_prefetch(next + 16 * n * kPair<T>, _MM_HINT_T0);
         values[n] = _mm512_maskz_loadu_epi32(n + 1 == N ? last : whole, own.tiles[tile].values + lane * s.size + (at + 16 * n) * kPair<T>);
+      }
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const __m512i weight = broadcast(own.weights[r] + tile * kLanes + lane);
@@ -216,6 +222,7 @@ struct Rows {
       own.tiles[tiles] = {tile_at(pool, s, kv, block, tile), tile_at(pool, s, s.kv_heads + kv, block, tile),
                           index * s.block_tokens + tile * kLanes, std::min(kLanes, s.block_tokens - tile * kLanes)};
     }
+    for (int i = 0; i < 4; ++i) own.tiles[tiles + i].keys = own.tiles[std::min(i, std::max(tiles - 1, 0))].values;
     switch (count) {
       case 1: return look<1>(own, tiles, scale, cap, s);
       case 2: return look<2>(own, tiles, scale, cap, s);

@@ -129,7 +129,9 @@ inline void multiply(const uint8_t* panel, const Group* x, int columns, __m512* 
 // A panel's codes as bfloat16, in the layout of bfloat16 panels: many rows are multiplied faster that way.
 template <int Bits>
 inline void dequantise(const uint8_t* panel, int columns, bf16* to) {
-  const __m512i byte = _mm512_set1_epi32(0xFF), upper = _mm512_set1_epi32(0xFFFF0000);
+  __m512i byte[4];  // the orders that put each lane's i-th byte alone into it
+  for (int i = 0; i < 4; ++i)
+    byte[i] = _mm512_add_epi32(_mm512_set1_epi32(0x80808000 + i), _mm512_broadcast_i32x4(_mm_setr_epi32(0, 4, 8, 12)));
   for (int k = 0; k < columns; k += kGroup, panel += kGroupBytes<Bits>) {
     __m512i quads[8];
     unpack<Bits>(panel, quads);
@@ -137,30 +139,27 @@ inline void dequantise(const uint8_t* panel, int columns, bf16* to) {
     const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(tail)));
     const __m512 least = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(tail + 2 * kPanel)));
     for (int i = 0; i < 8; ++i, to += 4 * kPanel) {
-      __m512i rounded[4];
-      for (int j = 0; j < 4; ++j) {
-        const __m512i code = _mm512_and_si512(_mm512_srl_epi32(quads[i], _mm_cvtsi32_si128(8 * j)), byte);
-        __m512 value = _mm512_fmadd_ps(_mm512_cvtepi32_ps(code), scale, least);
-        if constexpr (Bits == 6)
-          value = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(code, _mm512_set1_epi32(32))), i < 4 ? scale : least);
-        const __m512i bits = _mm512_castps_si512(value);
-        const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-        rounded[j] = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
-      }
-      for (int j = 0; j < 4; j += 2) {
-        const __m512i pair = _mm512_or_si512(_mm512_srli_epi32(rounded[j], 16), _mm512_and_si512(rounded[j + 1], upper));
-        _mm512_storeu_si512(to + j * kPanel, pair);
-      }
+      const __m512 factor = Bits == 6 && i >= 4 ? least : scale;
+      const __m512 shift = Bits == 6 ? _mm512_mul_ps(factor, _mm512_set1_ps(-32.0f)) : least;
+      __m512 values[4];
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j)
+        values[j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_shuffle_epi8(quads[i], byte[j])), factor, shift);
+      _mm512_storeu_si512(to, paired(values[0], values[1]));
+      _mm512_storeu_si512(to + 2 * kPanel, paired(values[2], values[3]));
     }
   }
 }
 
 // bfloat16 weights: per pair of inputs 16 rows x 2 values. Two sums per row, so that one need not wait for the other.
+// `next` is fetched meanwhile, `bytes` of it for four inputs.
 template <int Rows>
-inline void multiply(const bf16* panel, const bf16* x, int columns, __m512* totals) {
+inline void multiply(const bf16* panel, const bf16* x, int columns, __m512* totals, const void* next, int bytes) {
+  const char* ahead = static_cast<const char*>(next);
   __m512 even[Rows], odd[Rows];
   for (int r = 0; r < Rows; ++r) even[r] = odd[r] = _mm512_setzero_ps();
-  for (int k = 0; k < columns; k += 4, panel += 4 * kPanel) {
+  for (int k = 0; k < columns; k += 4, panel += 4 * kPanel, ahead += bytes) {
+    if (bytes) _mm_prefetch(ahead, _MM_HINT_T1);
     const __m512i first = _mm512_loadu_si512(panel), second = _mm512_loadu_si512(panel + 2 * kPanel);
     for (int r = 0; r < Rows; ++r) {
       const bf16* own = x + static_cast<size_t>(r) * columns + k;
@@ -220,16 +219,18 @@ void product(const T* x, const uint8_t* weight, const float* bias, Out* out, int
 
 template <int Bits, typename Out>
 void product_dequantised(const bf16* x, const uint8_t* weight, const float* bias, Out* out, int rows, int columns, int outputs) {
-  const int groups = columns / kGroup, panels = (outputs + kPanel - 1) / kPanel;
+  const int panels = (outputs + kPanel - 1) / kPanel;
+  const size_t size = static_cast<size_t>(columns / kGroup) * kGroupBytes<Bits>;
 #pragma omp parallel
   {
     std::vector<bf16> own(static_cast<size_t>(columns) * kPanel);
 #pragma omp for schedule(static)
     for (int panel = 0; panel < panels; ++panel) {
-      dequantise<Bits>(weight + static_cast<size_t>(panel) * groups * kGroupBytes<Bits>, columns, own.data());
+      const uint8_t* codes = weight + panel * size;
+      dequantise<Bits>(codes, columns, own.data());
       in_tiles(rows, [&](int row, auto count) {
         __m512 totals[count];
-        multiply<count>(own.data(), x + static_cast<size_t>(row) * columns, columns, totals);
+        multiply<count>(own.data(), x + static_cast<size_t>(row) * columns, columns, totals, codes + size, row ? 0 : kGroupBytes<Bits> / 8);
         finish(out, bias, panel, outputs, row, count, totals);
       });
     }
@@ -244,7 +245,7 @@ void product_bf16(const bf16* x, const bf16* weight, const float* bias, Out* out
     const bf16* own = weight + static_cast<size_t>(panel) * columns * kPanel;
     in_tiles(rows, [&](int row, auto count) {
       __m512 totals[count];
-      multiply<count>(own, x + static_cast<size_t>(row) * columns, columns, totals);
+      multiply<count>(own, x + static_cast<size_t>(row) * columns, columns, totals, own + kPanel * columns, row ? 0 : 8 * kPanel);
       finish(out, bias, panel, outputs, row, count, totals);
     });
   }

@@ -64,6 +64,18 @@ inline __m512i broadcast(const void* p) {
   return _mm512_set1_epi32(*static_cast<const any*>(p));
 }
 
+// The two floats of each lane as bfloat16, side by side in it.
+inline __m512i paired(__m512 first, __m512 second) {
+  const __m512i order = _mm512_or_si512(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                                        _mm512_slli_epi32(_mm512_setr_epi32(16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31), 16));
+#ifdef __AVX512BF16__
+  return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+#else
+  const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(narrow(first)), narrow(second), 1);
+  return _mm512_permutexvar_epi16(order, both);
+#endif
+}
+
 // total + the products of pairs of bfloat16, both of a lane.
 inline __m512 pairs(__m512 total, __m512i weights, __m512i x) {
 #ifdef __AVX512BF16__
