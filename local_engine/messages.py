@@ -222,6 +222,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     progress: float = 0.0
     stage: str = "not connected"
     running: int = 0
+    running_max: int = 0
     waiting: int = 0
     queue_max: int = 0
     waiting_prefill_tokens: int = 0
@@ -230,6 +231,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks_total: int = 0
     prefill_tokens_per_s: float = 0.0
     decode_ms_per_token: float = 0.0
+    answer_tokens_expected: float = 0.0
     prompt_tokens_total: int = 0
     cached_tokens_total: int = 0
     answer_tokens_total: int = 0
@@ -243,11 +245,16 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
         return self.kv_blocks_used / self.kv_blocks_total if self.kv_blocks_total else 0.0
 
     def predicted_ttft_ms(self, prompt_tokens: int) -> float | None:
-        """Milliseconds until a prompt of that length would see its first token; None while nothing is measured."""
+        """Milliseconds until a prompt of that length would see its first token: what is to be read before it and itself and,
+        where every place is taken, until as many have ended as wait before it. None while nothing is measured."""
         if not self.is_ready or self.prefill_tokens_per_s <= 0:
             return None
         ahead = self.waiting_prefill_tokens + prompt_tokens
-        return 1000.0 * ahead / self.prefill_tokens_per_s + self.decode_ms_per_token
+        reading_ms = 1000.0 * ahead / self.prefill_tokens_per_s + self.decode_ms_per_token
+        if not self.waiting and self.running < self.running_max:
+            return reading_ms
+        turns = (self.waiting + 1) / max(1, self.running)  # places come free one after the other, over an answer's time
+        return reading_ms + turns * self.answer_tokens_expected * self.decode_ms_per_token
 
 
 # -- over the socket: a frame is a list of these ------------------------------------------------------------------

@@ -6,6 +6,7 @@ Predictions of TTFT and the decision whether a draft pays stand on it. Knows row
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -27,10 +28,21 @@ class Times:
         size = _size(rows)
         self._ms[size] = (_blend(self._ms.get(size, (0.0, 0))[0], 1000.0 * duration_s), now)
 
-    def fresh(self, rows: int, now: int) -> float | None:
-        """What a step of so many rows takes; None where nobody knows any more."""
-        ms, at = self._ms.get(_size(rows), (0.0, 0))
-        return ms if ms and now - at < _FRESH_STEPS else None
+    def at(self, rows: int, now: int) -> float | None:
+        """What a step of so many rows takes: as measured, or on the line through the measurements next to it. None where there
+        are too few: of that size or, for sizes beside it, of two."""
+        size = _size(rows)
+        known = sorted((at, ms) for at, (ms, when) in self._ms.items() if now - when < _FRESH_STEPS)
+        exact = dict(known).get(size)
+        if exact is not None or len(known) < 2:
+            return exact
+        first = min(bisect(known, (size, 0.0)), len(known) - 1) or 1
+        (low, low_ms), (high, high_ms) = known[first - 1], known[first]
+        return max(min(low_ms, high_ms), low_ms + (high_ms - low_ms) * (size - low) / (high - low))
+
+    def least(self, now: int) -> float:
+        """What the quickest step takes; 0 where none is known."""
+        return min((ms for ms, when in self._ms.values() if now - when < _FRESH_STEPS), default=0.0)
 
 
 @dataclass(slots=True)
@@ -62,15 +74,16 @@ class Pace:
         """The time of a decode step of `rows + more` rows in times of one of `rows`; infinite while the latter is unknown and
         1 while the former is, so that both get measured. `more` is what one sequence drafts: so others are assumed to
         draft as much."""
-        few, many = self.steps.fresh(rows, self._now), self.steps.fresh(rows * (1 + more), self._now)
+        few, many = self.steps.at(rows, self._now), self.steps.at(rows * (1 + more), self._now)
         if few is None:
             return math.inf
         return max(1.0, many / few) if many is not None else 1.0
 
     def model_cost(self, rows: int, more: int) -> float:
         """The same where the draft model makes the draft, one step of its own for each token."""
-        few, draft = self.steps.fresh(rows, self._now), self.draft_steps.fresh(rows, self._now)
-        return self.cost(rows, more) + (more * draft / few if few and draft else 0.0)
+        few = self.steps.at(rows, self._now)
+        draft = self.draft_steps.at(rows, self._now) or self.draft_steps.least(self._now)
+        return self.cost(rows, more) + (more * draft / few if few else 0.0)
 
     def forget(self) -> None:
         """Start anew: what was measured was not typical."""

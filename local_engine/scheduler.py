@@ -1,9 +1,10 @@
 """Which tokens the next step computes, under a token budget and a finite pool of blocks.
 
-Knows no model. Decodes go first, one token each and what was drafted after it; then prefills continue, in chunks; then
-waiting sequences are admitted in order while the pool has room for their whole prompt and for what the answers that run
-are expected to grow. When a sequence needs a block and there is none, the last in order of those that have no part in
-this step yet loses its blocks and waits again: it will be recomputed, mostly from blocks that are still cached.
+Knows no model. Priority by priority decodes go first, one token each and what was drafted after it; then prefills
+continue, in chunks; then waiting sequences are admitted in order while the pool has room for their whole prompt and for
+what the answers that run are expected to grow. When a sequence needs a block and there is none, the last in order of those
+that come after it and have no part in this step yet loses its blocks and waits again: it will be recomputed, mostly from
+blocks that are still cached. So does one that runs while a better priority waits for its place.
 
 The order: priority; then fair turns between salts, by start-time fair queueing (Goyal et al., SIGCOMM 1996): a sequence's
 turn begins where its salt's last one ended or where the queue stands now, whichever is later, and lasts as long as its
@@ -17,6 +18,7 @@ under way not before it is known.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -75,12 +77,12 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.preemptions = 0
         self._step_tokens_max = step_tokens_max
-        self._sequences_max = sequences_max
+        self.sequences_max = sequences_max
         self._pace = pace
         self._draft_context_tokens = draft_context_tokens
         self._now = 0.0  # where the fair order stands: the turn of the last one admitted
         self._turn_ends: dict[tuple[int, bytes], float] = {}
-        self._answer_tokens_expected = 0.0
+        self.answer_tokens_expected = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -107,7 +109,8 @@ class Scheduler:
         elif sequence.status is Status.RUNNING:
             self.running.remove(sequence)
             self._release(sequence)
-            self._answer_tokens_expected += 0.1 * (sequence.answer_tokens - self._answer_tokens_expected)
+            known = self.answer_tokens_expected or sequence.answer_tokens
+            self.answer_tokens_expected = known + 0.1 * (sequence.answer_tokens - known)
         sequence.status = Status.FINISHED
         if not self.has_work:
             self._now, self._turn_ends = 0.0, {}
@@ -130,27 +133,32 @@ class Scheduler:
         self.add(sequence)
 
     def schedule(self) -> list[Chunk]:
-        """The chunks of the next step, decodes first; empty when there is nothing to do."""
+        """The chunks of the next step, in order of priority and decodes first; empty when there is nothing to do."""
         chunks: list[Chunk] = []
-        budget = self._step_tokens_max
-        preemptions = self.preemptions
-        ready = sorted((s for s in self.running if s.has_room), key=lambda s: (s.pending > 1, s.order))
-        while ready and budget > 0:
-            sequence = ready.pop(0)
-            count = min(sequence.pending, budget)
-            if self._find_room(sequence, count, ready):
+        budget, is_short = self._step_tokens_max, False
+        admissible = set(map(id, self.waiting))  # not who loses its place in this very step
+        ready = sorted((s for s in self.running if s.has_room), key=lambda s: (s.priority, s.pending > 1, s.order))
+        passed: list[Sequence] = []  # found no room, and still hold blocks
+        while budget > 0:
+            head = self.waiting[0] if self.waiting and id(self.waiting[0]) in admissible and not is_short else None
+            if ready and (head is None or head.priority >= ready[0].priority):
+                sequence = ready.pop(0)
+            elif head is None:
+                break
+            elif self._admit(head):
+                sequence = head
+            elif self._make_way((head.priority, math.inf), ready, passed):
+                continue
+            else:
+                break
+            count, preemptions = min(sequence.pending, budget), self.preemptions
+            if self._find_room(sequence, count, ready, passed):
                 draft = self._draft(sequence, budget - len(ready) - 1)
                 chunks.append(self._chunk(sequence, count, draft))
                 budget -= chunks[-1].count + chunks[-1].wanted
-        while budget > 0 and self.waiting and len(self.running) < self._sequences_max:
-            if self.preemptions > preemptions or not self._admit(self.waiting[0]):
-                break
-            sequence = self.running[-1]
-            count = min(sequence.pending, budget)
-            if not self._find_room(sequence, count, []):
-                break
-            chunks.append(self._chunk(sequence, count))
-            budget -= count
+            else:
+                passed.append(sequence)
+            is_short = is_short or self.preemptions > preemptions
         return chunks
 
     def check_integrity(self, live: Collection[int]) -> None:
@@ -170,10 +178,13 @@ class Scheduler:
             assert sequence.foreseen <= sequence.computed, f"sequence {sequence.id} was drafted past its tokens"
             assert sequence.pending >= 1, f"sequence {sequence.id} has nothing to compute"
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Move it to the running set if the pool has room for all of its tokens, and for what runs to grow."""
+    def _place_for(self, sequence: Sequence) -> list[int] | None:
+        """The blocks it could reuse, if it may run beside those that do: there is room for all of its tokens, and for what
+        runs to grow."""
         pool = self.pool
         size = pool.block_tokens
+        if len(self.running) >= self.sequences_max:
+            return None
         reusable = (len(sequence.tokens) - 1) // size  # one token at least is computed: somebody must give logits
         if sequence.wants_prompt_logprobs:
             reusable = 0  # and here every token must
@@ -181,14 +192,21 @@ class Scheduler:
         reused = pool.match(sequence.keys[:reusable], sequence.tokens, sequence.salt)
         wanted = -(-len(sequence.tokens) // size) - len(reused)
         if self.running and wanted + pool.unused(reused) + self._growth() > pool.available:
+            return None
+        return reused
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Move the first that waits to the running set, if there is a place for it."""
+        reused = self._place_for(sequence)
+        if reused is None:
             return False
-        pool.hold(reused)
-        self.waiting.pop(0)
+        self.pool.hold(reused)
+        self.waiting.remove(sequence)
         self._now = max(self._now, sequence.turn)
         sequence.status = Status.RUNNING
         sequence.blocks = reused
         sequence.registered = len(reused)
-        sequence.computed = len(reused) * size
+        sequence.computed = len(reused) * self.pool.block_tokens
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
         self.running.append(sequence)
@@ -200,7 +218,7 @@ class Scheduler:
         size = self.pool.block_tokens
         blocks = 0
         for sequence in self.running:
-            left = max(size, self._answer_tokens_expected - sequence.answer_tokens)
+            left = max(size, self.answer_tokens_expected - sequence.answer_tokens)
             tokens = len(sequence.tokens) + min(left, sequence.answer_tokens_max - sequence.answer_tokens)
             blocks += max(1, -(-int(tokens) // size) - len(sequence.blocks))
         return blocks
@@ -228,16 +246,24 @@ class Scheduler:
             sequence.blocks.extend(self.pool.allocate() for _ in range(wanted))
         return draft
 
-    def _find_room(self, sequence: Sequence, count: int, victims: list[Sequence]) -> bool:
-        """Allocate the blocks for `count` more tokens, at the cost of `victims` (last in order first) if need be."""
+    def _find_room(self, sequence: Sequence, count: int, *others: list[Sequence]) -> bool:
+        """Allocate the blocks for `count` more tokens, if need be at the cost of those of `others` that come after it."""
         wanted = -(-(sequence.computed + count) // self.pool.block_tokens) - len(sequence.blocks)
         while wanted > self.pool.available:
-            if not victims:
+            if not self._make_way(sequence.order, *others):
                 return False
-            victim = max(victims, key=lambda s: s.order)
-            victims.remove(victim)
-            self.preempt(victim)
         sequence.blocks.extend(self.pool.allocate() for _ in range(wanted))
+        return True
+
+    def _make_way(self, order: tuple[float, ...], *others: list[Sequence]) -> bool:
+        """Preempt the last of `others`, if it comes after `order`."""
+        victim = max((s for some in others for s in some if s.order > order), key=lambda s: s.order, default=None)
+        if victim is None:
+            return False
+        for some in others:
+            if victim in some:
+                some.remove(victim)
+        self.preempt(victim)
         return True
 
     def _chunk(self, sequence: Sequence, count: int, draft: Draft | None = None) -> Chunk:

@@ -104,6 +104,9 @@ def test_the_price_of_a_draft_is_measured() -> None:
     assert pace.model_cost(1, 3) == 2.5
     pace.observe_draft(1, 0.002)
     assert pace.model_cost(1, 3) == pytest.approx(3.1)
+    assert pace.cost(1, 2) == pytest.approx(2.0)  # between what was measured
+    assert pace.cost(1, 7) == pytest.approx(4.5)  # and beyond
+    assert pace.model_cost(4, 1) > pace.cost(4, 1)
     sequence = Chunk(None, 0, 1, 1)  # type: ignore[arg-type]
     for _ in range(1100):
         pace.observe([sequence, sequence], 0.010)
