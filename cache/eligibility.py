@@ -57,21 +57,25 @@ _FINISHED = frozenset(("stop", "tool_calls", "function_call"))
 
 def store_refusal(outcome: Outcome, controls: Controls, entry_bytes_max: int) -> Refusal | None:
     """Why this answer must not be stored, or None where it may be. The first reason that applies, the caller's wish first."""
-    reasons = set(outcome.finish_reasons)
-    checks = (
-        (controls.no_store, Refusal.NO_STORE),
-        (not outcome.is_status_ok, Refusal.STATUS),
-        (outcome.has_error, Refusal.ERROR),
-        (not outcome.is_complete, Refusal.INCOMPLETE),
-        (outcome.is_fallback, Refusal.FALLBACK),
-        (outcome.is_filtered or "content_filter" in reasons, Refusal.FILTERED),
-        ("length" in reasons, Refusal.TRUNCATED),
-        (not reasons or not reasons <= _FINISHED, Refusal.UNFINISHED),
-        (not outcome.has_content, Refusal.EMPTY),
-        (controls.ttl_s is not None and controls.ttl_s <= 0, Refusal.TTL),
-        (outcome.size_bytes > entry_bytes_max, Refusal.TOO_LARGE),
-    )
-    for applies, refusal in checks:
-        if applies:
-            return refusal
-    return None
+    reasons = outcome.finish_reasons
+    if controls.no_store:
+        return Refusal.NO_STORE
+    if not outcome.is_status_ok:
+        return Refusal.STATUS
+    if outcome.has_error:
+        return Refusal.ERROR
+    if not outcome.is_complete:
+        return Refusal.INCOMPLETE
+    if outcome.is_fallback:
+        return Refusal.FALLBACK
+    if outcome.is_filtered or "content_filter" in reasons:
+        return Refusal.FILTERED
+    if "length" in reasons:
+        return Refusal.TRUNCATED
+    if not reasons or not _FINISHED.issuperset(reasons):
+        return Refusal.UNFINISHED
+    if not outcome.has_content:
+        return Refusal.EMPTY
+    if controls.ttl_s is not None and controls.ttl_s <= 0:
+        return Refusal.TTL
+    return Refusal.TOO_LARGE if outcome.size_bytes > entry_bytes_max else None

@@ -52,8 +52,7 @@ class LookupMiss(StrEnum):
     UNAVAILABLE = "unavailable"
 
 
-@dataclass(frozen=True, slots=True)
-class Lookup:
+class Lookup(msgspec.Struct, frozen=True):
     """`warm` is the label stored with the longest known earlier prefix, `warm_depth` how many turns that prefix has."""
 
     entry: Entry | None
@@ -62,8 +61,7 @@ class Lookup:
     warm_depth: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class StoreResult:
+class StoreResult(msgspec.Struct, frozen=True):
     """`size_bytes` is what the entry counts against the budget; `evicted` entries had to go for it."""
 
     refusal: Refusal | None

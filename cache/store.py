@@ -45,8 +45,7 @@ _VECTOR_BYTES = 1_000  # and for the vector of an entry that has a text
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
+class Packed(msgspec.Struct, frozen=True):
     """An entry as it goes to Redis. `size_bytes` is what it counts against the budget: its data, what is kept about it, its
     vector, and Redis' overhead."""
 
@@ -56,8 +55,7 @@ class Packed:
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Put:
+class Put(msgspec.Struct, frozen=True):
     """What storing one entry did."""
 
     is_replaced: bool

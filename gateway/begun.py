@@ -31,6 +31,14 @@ class Begun(Generic[T]):
         else:
             self._coroutine = coroutine
 
+    @staticmethod
+    def over(result: T) -> "Begun[T]":
+        """One that had nothing to wait for."""
+        begun: Begun[T] = Begun.__new__(Begun)
+        begun._coroutine = begun._waits_for = begun._error = None
+        begun._result = result
+        return begun
+
     def __await__(self) -> Generator[Any, Any, T]:
         coroutine, waits_for = self._coroutine, self._waits_for
         if coroutine is None:

@@ -12,6 +12,7 @@ import msgspec
 from redis.exceptions import RedisError
 
 from gateway.accounts import Identity
+from gateway.begun import Begun
 from gateway.errors import RateLimited
 from gateway.turn import Turn
 from policies import BorrowedRateLimits, Limited, LocalRateLimits, RateLimit, Verdict
@@ -35,7 +36,8 @@ class _Known(msgspec.Struct):
 
 
 class Limits:
-    """Requests and tokens per minute, of keys and teams. What is taken comes as the response's headers."""
+    """Requests and tokens per minute, of keys and teams. What is taken comes as the response's headers, when awaited: Redis is asked
+    at once where it must be."""
 
     def __init__(
         self, shared: BorrowedRateLimits, local: LocalRateLimits, clock: Callable[[], float] = time.monotonic
@@ -45,17 +47,17 @@ class Limits:
         self._clock = clock
         self._known: dict[int, _Known] = {}
 
-    async def take(self, identity: Identity) -> Headers:
+    def take(self, identity: Identity) -> Begun[Headers]:
         """2. One request. Raises RateLimited."""
-        return await self._take(identity, 1, 0)
+        return self._take(identity, 1, 0)
 
-    async def take_tokens(self, turn: Turn, identity: Identity) -> Headers:
+    def take_tokens(self, turn: Turn, identity: Identity) -> Begun[Headers]:
         """The tokens that a generation is expected to need; hits need none. Raises RateLimited."""
-        return await self._take(identity, None, _expected_tokens(turn))
+        return self._take(identity, None, _expected_tokens(turn))
 
-    async def take_requests(self, identity: Identity) -> Headers:
+    def take_requests(self, identity: Identity) -> Begun[Headers]:
         """One request that is not a chat: its tokens are not limited. Raises RateLimited."""
-        return await self._take(identity, 1, None)
+        return self._take(identity, 1, None)
 
     def correct(self, turn: Turn, identity: Identity, tokens: int) -> Coroutine[Any, Any, None] | None:
         """What `take_tokens` took was expected; now it is known what it was. What to await, where Redis must know."""
@@ -83,17 +85,20 @@ class Limits:
             known = self._known[identity.key.id] = _Known(identity, scope, self._shared.limited(scope, limits))
         return known
 
-    async def _take(self, identity: Identity, requests: int | None, tokens: int | None) -> Headers:
+    def _take(self, identity: Identity, requests: int | None, tokens: int | None) -> Begun[Headers]:
         """Of what this worker holds, without waiting; from Redis where that does not suffice."""
         known = self._of(identity)
         if not known.limited:
-            return {}
+            return Begun.over({})
         if self._shared.take_now(known.limited, requests, tokens):
-            return self._shown(known, requests, tokens)
+            return Begun.over(self._shown(known, requests, tokens))
+        return Begun(self._ask(known, requests, tokens))
+
+    async def _ask(self, known: _Known, requests: int | None, tokens: int | None) -> Headers:
         try:
             verdict = await self._shared.take(known.limited, requests, tokens)
         except RedisError:
-            verdict = self._local.take(known.scope, _limits_of(identity, requests, tokens))
+            verdict = self._local.take(known.scope, _limits_of(known.identity, requests, tokens))
         headers = _headers(verdict)
         if verdict.is_allowed:
             return headers

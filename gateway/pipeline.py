@@ -177,7 +177,7 @@ class Pipeline:
         controls = turn.controls
         may_look = self.settings.cache.is_exact and not controls.no_cache
         entry = self.exact.peek(found, controls.max_age_s) if may_look else None
-        taking = Begun(self.limits.take(identity))
+        taking = self.limits.take(identity)
         if entry is not None or not self.settings.cache.is_exact:
             turn.headers = await taking
             return entry, {}
@@ -275,7 +275,7 @@ class Pipeline:
         """7. The tokens and the money that this generation may need, in one round trip; what is refused leaves nothing taken."""
         turn, identity = job.turn, job.identity
         near = near_answer.begin(job, self.exact)
-        taking = Begun(self.limits.take_tokens(turn, identity))
+        taking = self.limits.take_tokens(turn, identity)
         try:
             amount = job.alias.worst_case_microusd(turn.ask)
             job.hold = await self.money.reserve(identity, turn.record.request_id, amount)

@@ -55,17 +55,18 @@ class RedisLink:
 
     def execute_command(self, *args: Any) -> Awaitable[Any]:
         """The reply to one command, as redis-py gives it; on its way as soon as this is called. Raises RedisError when awaited."""
-        return self._enqueue(Pending(args, self._loop_future(), self._callbacks.get(args[0])))
+        return self._enqueue(Pending(args, asyncio.get_running_loop().create_future(), self._callbacks.get(args[0])))
 
     def eval(self, script: str, numkeys: int, *keys_and_args: Any) -> Awaitable[Any]:
         """The reply of a Lua script, sent by its SHA-1 and whole only where Redis does not know it yet. As `execute_command`."""
         sha = self._shas.get(script)
         if sha is None:
             sha = self._shas[script] = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
-        return self._enqueue(Pending(("EVALSHA", sha, numkeys, *keys_and_args), self._loop_future(), script=script))
-
-    def _loop_future(self) -> "asyncio.Future[Any]":
-        return asyncio.get_running_loop().create_future()
+        return self._enqueue(
+            Pending(
+                ("EVALSHA", sha, numkeys, *keys_and_args), asyncio.get_running_loop().create_future(), script=script
+            )
+        )
 
     def _enqueue(self, pending: Pending) -> "asyncio.Future[Any]":
         """A future and no task: most of what a command costs is not the command."""

@@ -18,7 +18,6 @@ import msgspec
 
 from gateway.record import Record
 from gateway.telemetry.definitions import (
-    ACCEPTED,
     ATTEMPT_DURATION,
     ATTEMPTS,
     BUILD,
@@ -26,7 +25,6 @@ from gateway.telemetry.definitions import (
     COST,
     DEFINITIONS,
     DISCONNECTS,
-    DRAFTED,
     DURATION,
     ERRORS,
     FAILOVERS,
@@ -63,7 +61,7 @@ _PLANS_MAX = 20_000
 class _Plan(msgspec.Struct, frozen=True):
     """Where the numbers of one sort of request live: looked up once per request, filled once per sort."""
 
-    requests: int
+    counted: tuple[int, ...]  # these go up by one
     duration: int
     ttft: int
     tpot: int
@@ -76,6 +74,8 @@ class _Plan(msgspec.Struct, frozen=True):
     output_tokens: int
     input_usage: int
     output_usage: int
+    attempt: int  # the one that is as good as always the only one
+    attempt_duration: int
 
 
 class Metrics:
@@ -88,7 +88,7 @@ class Metrics:
     def __init__(self, folder: Path | None) -> None:
         self._slots = Slots(folder)
         self._values: memoryview[float] = self._slots.values
-        self._plans: dict[tuple[str, str, str, str, int, str], _Plan] = {}
+        self._plans: dict[tuple[str | int, ...], _Plan] = {}
         self._starts: dict[Key, int] = {}
         for key, start in self._slots.own():
             if key[0] not in BY_NAME or BY_NAME[key[0]].kind is Kind.GAUGE:
@@ -99,27 +99,39 @@ class Metrics:
 
     def observe(self, record: Record) -> None:
         """Moves everything that one finished request moves. About 3 us."""
-        sort = (record.route, record.alias, record.team, record.cache, record.status, record.deployment)
-        plan = self._plans.get(sort) or self._plan(record)
+        sort = (
+            record.route,
+            record.alias,
+            record.team,
+            record.cache,
+            record.status,
+            record.deployment,
+            record.store,
+            record.miss_reason,
+            record.error,
+        )
+        plan = self._plans.get(sort) or self._plan(record, sort)
         values = self._values
-        values[plan.requests] += 1.0
-        _add(values, plan.duration, SECONDS, record.duration_ms / 1e3)
+        for slot in plan.counted:
+            values[slot] += 1.0
+        duration_s = record.duration_ms / 1e3
+        values[plan.duration] += duration_s
+        values[plan.duration + 1 + bisect_left(SECONDS, duration_s)] += 1.0
         if record.ttft_ms is not None:
-            _add(values, plan.ttft, SECONDS, record.ttft_ms / 1e3)
+            ttft_s = record.ttft_ms / 1e3
+            values[plan.ttft] += ttft_s
+            values[plan.ttft + 1 + bisect_left(SECONDS, ttft_s)] += 1.0
         if plan.is_hit:
             values[plan.saved_cost] += record.saved_microusd / 1e6
             values[plan.saved_time] += record.saved_ms / 1e3
         elif record.prompt_tokens or record.completion_tokens:
             self._observe_generation(record, plan)
-        if (
-            record.error
-            or record.attempts
-            or record.store
-            or record.miss_reason
-            or record.survived
-            or record.is_disconnected
-        ):
-            self._observe_rest(record)
+        if record.attempts:
+            self._observe_attempts(record, plan)
+        if record.is_disconnected:
+            self.add(DISCONNECTS, 1, record.alias)
+        for part in record.survived:
+            self.add(FAILURES, 1, part)
 
     def _observe_generation(self, record: Record, plan: _Plan) -> None:
         values = self._values
@@ -134,14 +146,13 @@ class Metrics:
             tpot_s = (record.duration_ms - record.ttft_ms) / (record.completion_tokens - 1) / 1e3
             _add(values, plan.tpot, TPOT_SECONDS, max(tpot_s, 0.0))
 
-    def _observe_rest(self, record: Record) -> None:
-        if record.store:
-            self.add(STORES, 1, record.store)
-        if record.miss_reason:
-            self.add(SEMANTIC_MISSES, 1, record.miss_reason)
-        for source, drafted in (record.drafted_tokens or {}).items():
-            self.add(DRAFTED, drafted, record.deployment, source)
-            self.add(ACCEPTED, (record.accepted_tokens or {}).get(source, 0), record.deployment, source)
+    def _observe_attempts(self, record: Record, plan: _Plan) -> None:
+        first = record.attempts[0]
+        is_usual = len(record.attempts) == 1 and first.outcome == "ok" and first.name == record.deployment
+        if is_usual and plan.attempt:
+            self._values[plan.attempt] += 1.0
+            _add(self._values, plan.attempt_duration, SECONDS, first.duration_ms / 1e3)
+            return
         for attempt in record.attempts:
             outcome = "ok" if attempt.outcome == "ok" else "error"
             self.add(ATTEMPTS, 1, attempt.name, outcome)
@@ -149,20 +160,22 @@ class Metrics:
             _add(self._values, start, SECONDS, attempt.duration_ms / 1e3)
         if len(record.attempts) > 1:
             self.add(FAILOVERS, 1, record.alias)
-        if record.error:
-            self.add(ERRORS, 1, record.route, record.alias, record.error)
-        if record.is_disconnected:
-            self.add(DISCONNECTS, 1, record.alias)
-        for part in record.survived:
-            self.add(FAILURES, 1, part)
 
-    def _plan(self, record: Record) -> _Plan:
+    def _plan(self, record: Record, sort: tuple[str | int, ...]) -> _Plan:
         if len(self._plans) >= _PLANS_MAX:
             self._plans.clear()
         route, model, team, cache = record.route, record.alias, record.team, record.cache
         error = str(record.status) if record.status >= 400 else ""
+        counted = [self._start(REQUESTS, route, model, team, cache, str(record.status))]
+        if record.store:
+            counted.append(self._start(STORES, record.store))
+        if record.miss_reason:
+            counted.append(self._start(SEMANTIC_MISSES, record.miss_reason))
+        if record.error:
+            counted.append(self._start(ERRORS, route, model, record.error))
+        is_generated = bool(record.deployment) and cache not in HITS
         plan = _Plan(
-            requests=self._start(REQUESTS, route, model, team, cache, str(record.status)),
+            counted=tuple(counted),
             duration=self._start(DURATION, route, model, cache, error),
             ttft=self._start(TTFT, route, model, cache),
             tpot=self._start(TPOT, route, model),
@@ -175,8 +188,10 @@ class Metrics:
             output_tokens=self._start(TOKENS, model, team, "output"),
             input_usage=self._start(TOKEN_USAGE, route, model, "input"),
             output_usage=self._start(TOKEN_USAGE, route, model, "output"),
+            attempt=self._start(ATTEMPTS, record.deployment, "ok") if is_generated else 0,
+            attempt_duration=self._start(ATTEMPT_DURATION, model, record.deployment, "") if is_generated else 0,
         )
-        self._plans[(route, model, team, cache, record.status, record.deployment)] = plan
+        self._plans[sort] = plan
         return plan
 
     def _start(self, definition: Definition, *labels: str) -> int:
