@@ -7,6 +7,7 @@ exactly: who makes a request dearer, or cheaper, changes them here.
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import itertools
 import json
@@ -23,6 +24,7 @@ from sqlalchemy import event
 
 from cache import ExactCache
 from gateway import app as app_module
+from gateway import redis_link
 from gateway.app import Parts, create_app
 from gateway.settings import Settings
 from gateway.worker import server_of
@@ -82,6 +84,19 @@ class Worker:
 
     async def connect(self) -> None:
         self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port)
+
+    async def cost_of_many(self, count: int) -> Cost:
+        """What so many misses cost that are asked at once, each on a connection of its own."""
+        others = [copy.copy(self) for _ in range(count)]
+        for number, other in enumerate(others):
+            other._asked += 1_000 * number
+            await other.connect()
+        round_trips = self.parts.link.round_trips
+        self._commands.clear()
+        await asyncio.gather(*(other.ask() for other in others))
+        for other in others:
+            other.close()
+        return Cost(self.parts.link.round_trips - round_trips, dict(self._commands))
 
     async def ask(self, text: str | None = None, **fields: Any) -> dict[str, str]:
         """One answered request; the response's headers. Returns when it is recorded."""
@@ -176,6 +191,14 @@ async def test_a_miss(worker: Worker) -> None:
 async def test_a_streamed_miss(worker: Worker) -> None:
     """A stream of 64 chunks costs what a whole costs."""
     assert await worker.cost(stream=True) == GENERATION
+
+
+async def test_misses_that_end_together(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight are looked up and held one by one, and settled and stored by one command each for all of them, in one round trip."""
+    monkeypatch.setattr(redis_link, "_PATIENCE_S", 1.0)  # on the busiest machine they end within it
+    cost = await worker.cost_of_many(8)
+    assert cost.commands == {"HGET": 8, "EVALSHA": 8 + 2}
+    assert cost.round_trips <= 8 + 8 + 1
 
 
 async def test_a_long_dialogue(worker: Worker) -> None:
