@@ -30,7 +30,8 @@ _FAR = 5.0  # standard deviations: a number farther out says no more
 _STEPS = 12
 THRESHOLD_MIN = 0.7
 _WORST_MAX = 15.0  # of the bound: what is served at the threshold is wrong at most so many times as often
-_KAPPA_MIN, _KAPPA_MAX, _KAPPA_DEVIATIONS = 0.5, 6.0, 0.5
+# most comparisons tell of p just below the threshold, where it is too cautious; of those served, the surest are too sure
+_KAPPA_MIN, _KAPPA_MAX, _KAPPA_DEVIATIONS = 0.9, 6.0, 0.5
 _NEARLY_SURE = 0.7  # comparisons from this p on tell how well p is calibrated where it matters
 _BUDGET = 0.9  # of the bound; the rest is for what chance adds to an expectation
 _BUDGET_MAX = 1.5
@@ -188,7 +189,7 @@ class Learner:
 
     def _budget(self, error_max: float) -> float:
         """The share of the coming requests that may go wrong: the bound, and what was left of it (or spent too much) till now."""
-        wrong = self._risked * (self._wrong + 1) / (self._expected + 1)
+        wrong = self._risked * max(_KAPPA_MIN, (self._wrong + 1) / (self._expected + 1))
         left = (_BUDGET * error_max * self._requests - wrong) / max(_CATCH_UP_MIN, _CATCH_UP * self._requests)
         return max(error_max / 4, min(_BUDGET_MAX * error_max, _BUDGET * error_max + left))
 

@@ -151,6 +151,11 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag="status"):
     def is_ready(self) -> bool:
         return self.state is WorkerState.READY
 
+    @property
+    def size(self) -> str:
+        """How many entries, for people."""
+        return "1 prompt" if self.entries == 1 else f"{self.entries:,} prompts"
+
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """The worker could not do it: `detail` is for people."""

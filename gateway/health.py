@@ -98,7 +98,7 @@ class Watch:
         """Every part with its state in words."""
         cache = self._cache
         detail = {
-            WorkerState.READY: f"{cache.entries} prompts indexed, {cache.embedder}",
+            WorkerState.READY: f"{cache.size} indexed, {cache.embedder}",
             WorkerState.AWAY: "the worker is away; lookups by meaning are misses",
         }.get(cache.state, f"{cache.state} {cache.progress:.0%} {cache.detail}".strip())
         starting = (WorkerState.LOADING, WorkerState.REBUILDING)

@@ -65,7 +65,7 @@ async def cache(services: AdminServices) -> CacheOut:
         WorkerState.LOADING: Health.STARTING,
         WorkerState.REBUILDING: Health.STARTING,
     }
-    detail = f"{worker.entries:,} prompts, {worker.embedder}" if worker.is_ready else worker.detail or worker.state
+    detail = f"{worker.size}, {worker.embedder}" if worker.is_ready else worker.detail or worker.state
     return CacheOut(
         entries=sizes.entries,
         size_bytes=sizes.size_bytes,
