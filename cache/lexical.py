@@ -22,6 +22,7 @@ from cache.words import (
     GREETINGS,
     HUNDRED,
     LARGE,
+    LIGHT_WORDS,
     NEGATIONS,
     ONE,
     OTHER_NUMBERS,
@@ -161,7 +162,7 @@ def is_inverted(one: Reading, other: Reading) -> bool:
 def is_exchanged(one: Reading, other: Reading) -> bool:
     """Two words have changed places around what stands between them (who chases whom), or around a preposition (from where to
     where): less than `is_inverted` finds, and never harmless."""
-    shared = one.content_set & other.content_set
+    shared = (one.content_set & other.content_set) - LIGHT_WORDS
     first, second = (list(dict.fromkeys(word for word in some.content if word in shared)) for some in (one, other))
     if first != second and (_has_exchange(first, second) or _has_exchange(_uttered(one), _uttered(other))):
         return True

@@ -163,6 +163,7 @@ REORDERED = [
     ("fly me to rome from oslo", "fly me from oslo to rome"),
     ("change accent to male british", "change accent to british male"),
     ("what date is tomorrow", "what is tomorrow's date"),
+    ("which city is the capital of canada", "canada's capital is which city"),
     ("in cleveland, which places serve clams", "which places in cleveland serve clams"),
 ]
 
