@@ -7,6 +7,7 @@ round trip where anything else is asked of Redis; whatever fails, there is no dr
 
 from cache import Entry, ExactCache, Lookup
 from gateway.api.fold import fold
+from gateway.api.wire import UNREADABLE
 from gateway.begun import Begun
 from gateway.job import Job
 from gateway.storing import answer_text, chunks_of
@@ -26,6 +27,10 @@ def begin(job: Job, exact: ExactCache) -> Begun[Lookup] | None:
 
 def text_of(entry: Entry | None) -> str:
     """What the entry's answer says, or as much of it as is worth reading; nothing where it is no text."""
-    if entry is None or sum(len(recorded.data) for recorded in entry.chunks) > _CHUNKS_BYTES_MAX:
+    if entry is None or entry.chunks_bytes > _CHUNKS_BYTES_MAX:
         return ""
-    return (answer_text(fold(chunks_of(entry))) or "")[:_TEXT_CHARS_MAX]
+    try:
+        whole = fold(chunks_of(entry))
+    except UNREADABLE:  # recorded as it came, with something wrong where nobody had to look
+        return ""
+    return (answer_text(whole) or "")[:_TEXT_CHARS_MAX]

@@ -31,9 +31,10 @@ class ClientGone(Exception):
 def headers_of(scope: Scope) -> dict[str, str]:
     """The request's headers by lower-case name; of repeated ones all values, joined as RFC 9110 section 5.3 has it."""
     raw: list[tuple[bytes, bytes]] = scope["headers"]
-    texts = (
-        b"\n".join(chain.from_iterable(raw)).decode("latin-1").split("\n")
-    )  # all in one: no header holds an end of a line
+    if not raw:
+        return {}
+    # all in one: no header holds an end of a line
+    texts = b"\n".join(chain.from_iterable(raw)).decode("latin-1").split("\n")
     names, values = texts[::2], texts[1::2]
     headers = dict(zip(names, values, strict=True))
     if len(headers) < len(names):

@@ -85,6 +85,8 @@ def _within(count: int, most: int) -> int:
 
 
 _decode_answer = msgspec.json.Decoder(Answer).decode
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What reading JSON raises that is none."""
 
 
 def parse(data: bytes) -> Answer:
@@ -180,8 +182,12 @@ class TextRun:
         self._inside = slice(len(before), -len(after))
 
     @staticmethod
-    def begun(data: bytes, piece: Mapping[str, Any]) -> "TextRun | None":
-        """The run that a chunk, decoded as `piece`, may have begun."""
+    def begun(data: bytes, piece: Mapping[str, Any] | None = None) -> "TextRun | None":
+        """The run that a chunk may have begun, decoded as `piece` where somebody has done so."""
+        try:
+            piece = msgspec.json.decode(data) if piece is None else piece
+        except UNREADABLE:  # the light view overlooks what is wrong in fields that it does not need
+            return None
         choices: list[Any] = piece.get("choices") or []
         if len(choices) != 1 or data.find(b"\n") >= 0:
             return None
@@ -209,7 +215,7 @@ class TextRun:
         parts: Any = map(getitem, payloads[:count], repeat(self._inside))
         try:  # all at once: what holds more or less than a string's inside makes this no list of so many strings
             texts = _decode_texts(b'["%b"]' % b'"\n,"'.join(parts)) if count else []
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except UNREADABLE:
             return []
         return texts if len(texts) == count and "" not in texts else []
 

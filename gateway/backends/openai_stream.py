@@ -253,7 +253,7 @@ class OpenAIStream:
             self._ready.append(Chunk(payload, has_content=True))
             if self._runs_left:
                 self._runs_left -= 1
-                self._run = TextRun.begun(payload, msgspec.json.decode(payload))
+                self._run = TextRun.begun(payload)
             return True
         if answer.error or answer.object == "error":
             self._fail(self._backend.in_band(answer.error or msgspec.json.decode(payload)))

@@ -23,6 +23,7 @@ from gateway.backends.base import (
 )
 from gateway.backends.openai_http import OpenAIBackend
 from tests.backends.conftest import SECRET, ask, collect, collect_into, make_backend, until
+from tests.backends.servers import Wire, serve
 from tests.upstream import Upstream, run_upstream
 
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("look", "find")]
@@ -525,3 +526,64 @@ async def test_an_unready_deployment_says_why(upstream: Upstream) -> None:
     with pytest.raises(BackendUnavailable, match="OPENAI_API_KEY is not set"):
         await collect(backend.stream(ask()))
     await backend.aclose()
+
+
+def spoken(text: str, **fields: Any) -> bytes:
+    """A chunk as most servers spell it; `fields` of the chunk, its choice or its delta, wherever they belong."""
+    choice = {"index": fields.pop("index", 0), "delta": {"content": text, **fields.pop("delta", {})}}
+    choice |= {"finish_reason": fields.pop("finish", None)}
+    if "logprobs" in fields:
+        choice["logprobs"] = fields.pop("logprobs")
+    body = {"id": "c", "created": 1, "model": "m", "choices": [choice], **fields}
+    return json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+CALL = {"tool_calls": [{"index": 0, "id": "call", "function": {"name": "look", "arguments": "{}"}}]}
+USED = {"prompt_tokens": 1, "completion_tokens": 2}
+# each may stand anywhere in a stream of text; whoever took it for more of the same text would tell something else
+INTRUDERS = {
+    "another choice": spoken("b", index=1),
+    "usage": spoken("a", usage=USED),
+    "a call": spoken("a", delta=CALL),
+    "reasoning": spoken("a", delta={"reasoning_content": "hm"}),
+    "log probabilities": spoken("a", logprobs={"content": [{"token": "a", "logprob": -1.0, "bytes": None}]}),
+    "no text": spoken(""),
+    "escapes": spoken('\\"\n\u2028'),
+    "escaped": spoken("é").replace("é".encode(), b"\\u00e9"),
+    "a quoted chunk": spoken('","finish_reason":"stop"},{"content":"'),
+    "spaces": spoken("a").replace(b":", b": "),
+    "two contents": spoken("a").replace(b'"content":"a"', b'"content":"a","content":"b"'),
+    "two texts": spoken("a").replace(b'"content":"a"', b'"content":"a","refusal":"b"'),
+    "two choices": spoken("a").replace(b'}],"', b'},{"index":1,"delta":{"content":"b"}}],"') + b" ",
+    "bytes that are no text": spoken("a", note="?").replace(b'"?"', b'"\xff"'),
+    "a number out of range": spoken("a", note=0).replace(b'"note":0', b'"note":1e999'),
+}
+
+
+@pytest.mark.parametrize("intruder", INTRUDERS.values(), ids=INTRUDERS)
+@pytest.mark.parametrize("is_split", [False, True])
+async def test_text_that_goes_on_hides_nothing(intruder: bytes, is_split: bool) -> None:
+    """Whatever comes between texts, first, in the middle or twice: every chunk is handed on as it came, with what is in it."""
+    texts = [spoken(text) for text in ("Hi", " there", " é😀", "!")]
+    sent = [spoken("", delta={"role": "assistant"}), spoken("", index=1), intruder, *texts, intruder, intruder, *texts]
+    sent += [*texts * 3, intruder, spoken("", finish="stop"), spoken("", index=1, finish="stop")]
+    body = b"".join(b"data: %b\n\n" % payload for payload in [*sent, b"[DONE]"])
+
+    async def script(wire: Wire) -> None:
+        await wire.send(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n" % len(body))
+        step = 97 if is_split else len(body)
+        for start in range(0, len(body), step):
+            await wire.send(body[start : start + step])
+            await asyncio.sleep(0)
+
+    async with serve(script) as served:
+        backend = make_backend(served.url)
+        await backend.start()
+        chunks = await collect(backend.stream(ask(n=2)))
+        await backend.aclose()
+    assert [payload for chunk in chunks for payload in chunk.each()] == sent
+    alone = [read(payload) for payload in sent]
+    told = [chunk for chunk in chunks for _ in range(chunk.count)]
+    assert [replace(one, data=b"", count=1) for one in told] == [replace(one, data=b"") for one in alone]
+    if b"\xff" not in intruder and b"1e999" not in intruder:
+        assert fold(chunks) == fold([read(payload + b" " * at) for at, payload in enumerate(sent)])

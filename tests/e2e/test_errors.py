@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from typing import Any
 
 import httpx
@@ -186,6 +187,16 @@ def test_an_offer_to_upgrade_is_ignored(gateway: Gateway, offer: str) -> None:
     headers = {"authorization": f"Bearer {API_KEY}", "connection": "Upgrade, HTTP2-Settings", "upgrade": offer}
     body = {"model": "mock", "messages": [{"role": "user", "content": f"over {offer}"}]}
     assert httpx.post(f"{gateway.base_url}/chat/completions", json=body, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("line", ["GET /v1/models", "POST /v1/chat/completions", "POST /v1/embeddings"])
+def test_a_request_without_any_header_is_told_what_it_lacks(gateway: Gateway, line: str) -> None:
+    """Not even a host, as HTTP/1.0 allows: it lacks a key, and breaks nothing."""
+    root = httpx.URL(gateway.root)
+    with socket.create_connection((root.host, root.port or 80), timeout=10) as connection:
+        connection.sendall(f"{line} HTTP/1.0\r\n\r\n".encode())
+        reply = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert reply.startswith(b"HTTP/1.1 401 ")
 
 
 def test_the_description_needs_no_internet(gateway: Gateway) -> None:

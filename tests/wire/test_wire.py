@@ -218,7 +218,7 @@ INSIDES = st.one_of(
 @given(st.lists(INSIDES, max_size=6), st.lists(st.sampled_from([b"[DONE]", b"{}", PIECE % b"a" + b" "]), max_size=2))
 def test_a_run_takes_what_differs_in_its_text_alone(insides: list[bytes], others: list[bytes]) -> None:
     """Whatever stands where the text was: what is taken is the same chunk with another text, and all of it at the front."""
-    run = TextRun.begun(PIECE % b"hello", json.loads(PIECE % b"hello"))
+    run = TextRun.begun(PIECE % b"hello")
     assert run is not None
     payloads = [*(PIECE % inside for inside in insides), *others, PIECE % b"later"]
     texts = run.texts(payloads)
