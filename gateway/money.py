@@ -106,13 +106,15 @@ class Money:
                     renew_in_s = _RETRY_EVERY_S
 
     async def retry(self) -> None:
-        """Settle what waits, oldest first, until Redis fails again."""
+        """Settle what waits, oldest first, until Redis fails again or does not want one."""
         while self._unsettled:
             waiting = self._unsettled[0]
             try:
                 await self._budgets.settle(waiting.hold, waiting.row.cost_microusd, encode_row(waiting.row))
-            except ResponseError as error:  # Redis is there and does not want it: it must not keep the others waiting
-                _log.error("ledger_row_refused", row=msgspec.to_builtins(waiting.row), reason=str(error))
+            except ResponseError as error:  # now (out of memory, read only) or ever: the next time another one is first
+                _log.warning("ledger_row_refused", hold=waiting.hold.id, reason=str(error))
+                self._unsettled.rotate(-1)
+                return
             except RedisError:
                 return
             self._unsettled.popleft()

@@ -92,6 +92,7 @@ end
 # ARGV done_ms, then of each group: settlements, windows held, team, keep_until of each window, place (0 to 4) of each window held;
 # and of each settlement: member, amount, spend, at_ms, row. A group's sums stay below 2**53.
 # Replies for each settlement 1, or 0 where its hold was settled or released before. A window's first spend sets its count's expiry.
+# Rows come before counts: where Redis refuses a count (a key of another type) the ledger has the row, for nobody settles it again.
 SETTLE = """
 local reply, k, a = {}, 2, 2
 while a <= #ARGV do
@@ -103,6 +104,9 @@ while a <= #ARGV do
     local item = items + 5 * i
     if redis.call('SET', KEYS[dones + i], 'settled', 'NX', 'PX', ARGV[1]) then
       reply[#reply + 1], fresh[#fresh + 1] = 1, item
+      redis.call(
+        'XADD', KEYS[1], '*', 'team', team, 'at_ms', ARGV[item + 3], 'cost', ARGV[item + 2], 'row', ARGV[item + 4]
+      )
       spent = spent + tonumber(ARGV[item + 2])
     else
       reply[#reply + 1] = 0
@@ -121,11 +125,6 @@ while a <= #ARGV do
       local total = redis.call('HINCRBY', KEYS[spends + w], 'spent', amount)
       if total == spent and ARGV[keeps + w] ~= '0' then redis.call('PEXPIREAT', KEYS[spends + w], ARGV[keeps + w]) end
     end
-  end
-  for _, item in ipairs(fresh) do
-    redis.call(
-      'XADD', KEYS[1], '*', 'team', team, 'at_ms', ARGV[item + 3], 'cost', ARGV[item + 2], 'row', ARGV[item + 4]
-    )
   end
   k, a = dones + count, items + 5 * count
 end

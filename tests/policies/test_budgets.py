@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from policies import Budget, Budgets, DrainedSpend, Hold, HoldClosed, LockLost, NotReady, Refused, WindowKind, window_at
-from policies.budget_keys import LEDGER_LOCK, LEDGER_STREAM, READY_KEY
+from policies.budget_keys import LEDGER_LOCK, LEDGER_STREAM, READY_KEY, spend_key
 
 # far enough from the present that Redis does not expire the windows
 NOON_S = datetime(2096, 11, 21, 12, 0, tzinfo=UTC).timestamp()
@@ -309,6 +310,19 @@ async def test_a_settlement_whose_caller_left_is_sent(budgets: Budgets, redis: R
     assert await staying
     assert await counts(budgets) == [(90, 0)]
     assert await redis.xlen(LEDGER_STREAM) == 2
+
+
+async def test_a_count_that_redis_refuses_costs_no_row(budgets: Budgets, redis: Redis, clock: Clock) -> None:
+    """One team's key is of another type: all who were in the call hear of it, and once they have repeated it every row is there once."""
+    damaged = spend_key(8, window_at(WindowKind.HOUR, clock.ms()))
+    await redis.set(damaged, "no hash")
+    holds = [budgets.unreserved(f"h{team}", team) for team in (7, 8, 9)]
+    outcomes = await asyncio.gather(
+        *(budgets.settle(one, 10, one.id.encode()) for one in holds), return_exceptions=True
+    )
+    assert {type(outcome) for outcome in outcomes} == {ResponseError}
+    assert [await budgets.settle(one, 10, one.id.encode()) for one in holds] == [False, False, True]
+    assert [fields[b"row"] for _, fields in await redis.xrange(LEDGER_STREAM)] == [b"h7", b"h8", b"h9"]
 
 
 async def test_amounts_that_lua_cannot_carry_are_refused(budgets: Budgets) -> None:

@@ -1,0 +1,31 @@
+"""Settlements that Redis refuses for a while: kept, and settled once it takes them."""
+
+from __future__ import annotations
+
+from gateway.accounts import LedgerRow
+from gateway.money import Money
+from gateway.redis_link import RedisLink
+from gateway.settings import BudgetSettings
+from policies import Budgets
+from policies.budget_keys import LEDGER_STREAM
+from tests.services import run_redis
+
+
+async def test_what_redis_has_no_memory_for_is_settled_later() -> None:
+    """Redis is there and refuses every write, more than once: no row is given up, and each is in the ledger once."""
+    with run_redis() as server:
+        link = RedisLink(server.url, 5.0)
+        budgets = Budgets(link, later=link.later)
+        money = Money(budgets, BudgetSettings())
+        await link.execute_command("CONFIG", "SET", "maxmemory", "1")
+        for name in ("a", "b"):
+            hold = budgets.unreserved(name, 7)
+            await money.settle(hold, LedgerRow(name, hold.at_ms, name, 7, 1, "m", "d", 1, 0, 1, 5, "chat"))
+        for _ in range(3):
+            await money.retry()
+        assert money.unsettled == 2
+        await link.execute_command("CONFIG", "SET", "maxmemory", "0")
+        await money.retry()
+        assert money.unsettled == 0
+        assert await link.execute_command("XLEN", LEDGER_STREAM) == 2
+        await link.aclose()
