@@ -131,8 +131,15 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
-        return self._scheduler.has_work
+        """Whether a step would do anything, be it to land what was launched for sequences that have ended meanwhile: left
+        lying until the next request, the time in between would count as that step's."""
+        return self._scheduler.has_work or bool(self._flights)
+
+    @property
+    def step_s_expected(self) -> float:
+        """How long a step of as many tokens as there may be takes at the pace of late; 0 where nothing is measured."""
+        pace = self._pace.prefill_tokens_per_s
+        return self._scheduler.step_tokens_max / pace if pace else 0.0
 
     def prompt_tokens(self, request: GenerateRequest) -> list[int]:
         """The token ids a request's prompt stands for. Raises InvalidRequest."""
