@@ -128,6 +128,12 @@ def test_a_flat_distribution_is_filtered_exactly_too() -> None:
     assert len(found) > 250
 
 
+def test_top_p_is_a_share_of_what_a_wide_top_k_lets_in() -> None:
+    """Of a thousand nearly equal tokens top-p lets in the first nine tenths, though they are too many to look at at once."""
+    found = draws(-1e-4 * torch.arange(5000.0), 500, temperature=1.0, top_k=1000, top_p=0.9)
+    assert 800 < max(token for token in found if token is not None) < 900
+
+
 def test_seeds_repeat_and_do_not_depend_on_the_batch(make_engine: Callable[..., Engine]) -> None:
     """The same seed gives the same answer alone and among others; another seed gives another."""
     engine = make_engine()
