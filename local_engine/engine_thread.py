@@ -81,7 +81,8 @@ class EngineThread(threading.Thread):
         self.load = EngineLoad(stage="starting", queue_max=config.queue_max)
         self.info: ModelInfo | None = None
         self.error: BaseException | None = None
-        self.stepping_since: float | None = None  # on the clock of time.monotonic, while a step is under way
+        self.steps_begun = self.steps_ended = 0
+        self.step_s_expected = 0.0  # of the longest, 0 where nothing is known
         self._config = config
         self._deliver = deliver
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -123,9 +124,10 @@ class EngineThread(threading.Thread):
                 block = not engine.has_work and self._commands.empty()
                 if block:
                     self.load = engine.load()
-            self.stepping_since = time.monotonic()
+            self.step_s_expected = engine.step_s_expected
+            self.steps_begun += 1
             self._step(engine)
-            self.stepping_since = None
+            self.steps_ended += 1
             self.load = engine.load()
 
     def _has_integrity(self, engine: Engine) -> bool:

@@ -308,7 +308,8 @@ class TokenCount(msgspec.Struct, frozen=True, tag="counted"):
 
 
 class State(msgspec.Struct, frozen=True, tag="state"):
-    """Worker to client: sent on connecting, while loading, and whenever the load changes (a few times a second)."""
+    """Worker to client: sent on connecting, whenever the load changes (a few times a second), and at least every second:
+    a worker that says nothing for longer hangs."""
 
     load: EngineLoad
     info: ModelInfo | None = None

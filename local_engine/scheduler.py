@@ -76,7 +76,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
-        self._step_tokens_max = step_tokens_max
+        self.step_tokens_max = step_tokens_max
         self.sequences_max = sequences_max
         self._pace = pace
         self._draft_context_tokens = draft_context_tokens
@@ -135,7 +135,7 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step, in order of priority and decodes first; empty when there is nothing to do."""
         chunks: list[Chunk] = []
-        budget, is_short = self._step_tokens_max, False
+        budget, is_short = self.step_tokens_max, False
         admissible = set(map(id, self.waiting))  # not who loses its place in this very step
         ready = sorted((s for s in self.running if s.has_room), key=lambda s: (s.priority, s.pending > 1, s.order))
         passed: list[Sequence] = []  # found no room, and still hold blocks

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -29,8 +30,9 @@ from local_engine import (
     PromptTooLong,
     SamplingParams,
 )
+from local_engine import worker as worker_module
 from local_engine.config import EngineConfig
-from local_engine.engine import Engine
+from local_engine.engine import Engine, StepOutput
 from local_engine.engine_thread import EngineThread, Key
 from local_engine.messages import Submit
 from tests.engine.checkpoints import naive_greedy, random_prompt
@@ -308,27 +310,31 @@ async def test_a_process_that_hangs_is_told_from_one_that_works(
             assert len(tokens_of(await collect(engine, request([5], 3)))) == 3
 
 
+@pytest.mark.parametrize("is_slow", [False, True])
 async def test_a_step_that_never_ends_ends_the_process(
-    checkpoint: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_slow: bool
 ) -> None:
-    """A device that hangs takes the process with it, so that somebody starts it anew."""
-    from local_engine import worker as module
-    from local_engine.config import EngineConfig
-    from local_engine.engine import Engine, StepOutput
-
-    healthy, released = Engine.step, threading.Event()
+    """A device that hangs takes the process with it, so that somebody starts it anew; a machine on which steps have been
+    long of late is given longer."""
+    healthy, hung, released = Engine.step, threading.Event(), threading.Event()
 
     def step(self: Engine) -> list[StepOutput]:
+        if is_slow and not hung.is_set():
+            time.sleep(0.4)
         return [] if hung.is_set() and released.wait() else healthy(self)
 
-    hung = threading.Event()
-    monkeypatch.setattr(module, "_STEP_S_MAX", 0.2)
+    monkeypatch.setattr(worker_module, "_STEP_S_MAX", 0.2)
     monkeypatch.setattr(Engine, "step", step)
+    if is_slow:
+        monkeypatch.setattr(Engine, "step_s_expected", 60.0)
     config = EngineConfig(model=str(checkpoint("llama")), device="cpu", dtype="float32", threads=1, kv_blocks=64)
-    serving = asyncio.create_task(module.Server(config, drain_s=0.0).serve(tmp_path / "e.sock"))
+    serving = asyncio.create_task(worker_module.Server(config, drain_s=0.0).serve(tmp_path / "e.sock"))
     try:
         await until(lambda: (tmp_path / "e.sock").exists())
         async with connected(tmp_path / "e.sock") as engine:
+            if is_slow:
+                assert len(tokens_of(await collect(engine, request([5], 2)))) == 2
+                monkeypatch.setattr(Engine, "step_s_expected", 0.0)
             hung.set()
             with pytest.raises(EngineUnavailable):
                 await collect(engine, request([5], 3))
