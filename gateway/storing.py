@@ -121,7 +121,10 @@ def answer_text(whole: bytes) -> str | None:
         return None
     if not calls:
         return content or None
-    told = [{"name": call["function"]["name"], "arguments": _arguments(call["function"])} for call in calls]
+    try:
+        told = [{"name": call["function"]["name"], "arguments": _arguments(call["function"])} for call in calls]
+    except (KeyError, TypeError):  # calls of another kind, as of custom tools
+        return None
     return json.dumps([content, *told] if content else told)
 
 

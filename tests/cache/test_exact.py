@@ -459,6 +459,18 @@ async def test_stores_of_one_moment_are_one_call_a_partition(redis: Redis, clock
     assert await redis.keys(f"*{ACME.hex()}*warm*")
 
 
+async def test_a_store_whose_caller_left_is_stored_with_the_others(redis: Redis, clock: Clock) -> None:
+    """Also in a partition that has to be listed first."""
+    exact = ExactCache(redis, CacheLimits(), clock)
+    left, stays = ask("left"), ask("stays")
+    leaving, staying = (asyncio.create_task(exact.store(entry_for(fp, clock.now))) for fp in (left, stays))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    assert (await staying).refusal is None
+    assert [(await exact.lookup(fp)).entry is not None for fp in (left, stays)] == [True, True]
+    assert [one.entries for one in (await exact.stats()).partitions] == [2]
+
+
 async def test_an_entry_may_evict_one_that_came_with_it(redis: Redis, clock: Clock) -> None:
     """The budget holds within one call too."""
     exact = ExactCache(redis, CacheLimits(size_bytes_max=14_500), clock)
