@@ -37,7 +37,6 @@ from policies.settlements import Later, Settlements
 from policies.windows import Budget, Window, WindowKind, window_at
 
 _RESTATE_BATCH = 200
-_SETTLED_TOGETHER = 64
 
 
 class NotReady(Exception):

@@ -9,7 +9,6 @@ from itertools import repeat
 from operator import contains
 
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"  # a comment: it holds proxies open and is no event to any client
 PAYLOAD_BYTES_MAX = 64 << 20
 
 _LF, _CR = b"\n\r"  # as numbers: bytes are asked for a byte at a fifth of what being asked for bytes costs
