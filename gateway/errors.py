@@ -109,7 +109,7 @@ class RateLimited(ApiError):
 
 
 class BudgetExceeded(ApiError):
-    """No retry mends this before the window's reset: the SDKs are told so, else they send it three times."""
+    """No retry mends this before the window's reset, if then (None): the SDKs are told so, else they send it three times."""
 
     status = 429
     type = "insufficient_quota"

@@ -133,9 +133,10 @@ def _refusal(identity: Identity, refused: Refused) -> BudgetExceeded:
         f"Team {identity.team.name} has a {state.budget.window} budget of {limit}: {spent} is spent, {held} is held by "
         f"requests under way, and this request may cost {_usd(refused.amount_microusd)}."
     )
-    if refused.amount_microusd > state.budget.limit_microusd:
+    if refused.amount_microusd > state.budget.limit_microusd:  # nor does it fit a new window
         words += " That is more than the whole budget: ask for a shorter answer with `max_tokens`."
-    elif refused.resets_in_s is not None:
+        return BudgetExceeded(words, None)
+    if refused.resets_in_s is not None:
         words += f" The budget resets in {_span(refused.resets_in_s)}."
     return BudgetExceeded(words, refused.resets_in_s)
 

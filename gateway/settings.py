@@ -361,7 +361,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         loaded = yaml.safe_load(path.read_text())
     except FileNotFoundError:
-        raise SettingsError(f"{path}: no such file") from None
+        raise SettingsError(f"{path.absolute()}: no such file") from None
     except OSError as error:
         raise SettingsError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

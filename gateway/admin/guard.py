@@ -85,8 +85,8 @@ class Guard:
             check_same_site(request)
             return
         raise Unauthenticated(
-            "The admin API needs `Authorization: Bearer <admin key>`; the key was printed at the first start and is in "
-            "the data directory's admin.key, or SAMEWAY_ADMIN_KEY",
+            "The admin API needs `Authorization: Bearer <admin key>`; it is SAMEWAY_ADMIN_KEY where that is set, "
+            "else in the data directory's admin.key",
         )
 
 
@@ -130,6 +130,8 @@ def as_api_error(error: Exception) -> ApiError | None:
         case ApiError():
             return error
         case RequestValidationError():
+            if isinstance(error.body, bytes):  # read as JSON only where it says that it is
+                return BadRequest("Send the body as JSON, with `Content-Type: application/json`", code="invalid_body")
             return _bad_request(error)
         case accounts.NotFound():
             return NotFound(_sentence(error), code="not_found")

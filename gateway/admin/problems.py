@@ -16,6 +16,7 @@ from gateway.summary import Summary
 _FAILED_SHARE_MAX = 0.05
 _REQUESTS_MIN = 20
 _BUDGET_SHARE_NEAR = 0.9
+_ATTEMPTS_MIN = 5
 
 
 def problems(
@@ -32,6 +33,7 @@ def problems(
         *_of_deployments(deployments, {part.name for part in parts if part.health is Health.STARTING}),
         *_of_budgets(budgets, team_names),
         *_of_traffic(parts, last_hour),
+        *_of_attempts(deployments, last_hour),
         *_of_truth(truths),
     ]
     return sorted(found, key=lambda problem: not problem.is_urgent)
@@ -102,6 +104,17 @@ def _of_truth(truths: Sequence[Live]) -> list[ProblemOut]:
         for one in truths
         if one.strictness < 1.0
     ]
+
+
+def _of_attempts(deployments: Sequence[DeploymentView], last_hour: Summary | None) -> list[ProblemOut]:
+    """Those that may be tried and never answer: between two tries a breaker looks as if all were well."""
+    found = []
+    for view in deployments:
+        tally = last_hour.by_deployment.get(view.name) if last_hour is not None else None
+        if tally is not None and view.is_available and tally.ok == 0 and tally.failed >= _ATTEMPTS_MIN:
+            message = f"{view.name} has answered none of the last hour's {tally.failed:,} requests it was tried with"
+            found.append(ProblemOut(is_urgent=False, message=message, href="/admin/deployments"))
+    return found
 
 
 def _of_traffic(parts: Sequence[Part], last_hour: Summary | None) -> list[ProblemOut]:

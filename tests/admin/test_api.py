@@ -233,6 +233,14 @@ async def test_what_is_no_json_is_a_400(client: httpx.AsyncClient) -> None:
         error_of(reply)
 
 
+async def test_a_body_of_another_type_is_a_400_that_says_so(client: httpx.AsyncClient) -> None:
+    """JSON sent as a form, as curl does unless told otherwise, is told what is missing."""
+    headers = {"content-type": "application/x-www-form-urlencoded"}
+    reply = await client.post("/admin/api/teams", content=b'{"name": "first"}', headers=headers)
+    assert reply.status_code == 400
+    assert "`Content-Type: application/json`" in error_of(reply)["message"]
+
+
 _UNKNOWN: list[tuple[str, str, Any]] = [
     ("GET", "/teams/77", None),
     ("PATCH", "/teams/77", {"name": "x"}),
@@ -404,6 +412,20 @@ async def test_a_gateway_that_starts_is_no_alarm(world: World, client: httpx.Asy
     world.parts[-1] = Part(LOCAL.name, Health.DOWN, "it died")
     problems = (await client.get("/admin/api/status")).json()["problems"]
     assert [problem["is_urgent"] for problem in problems] == [True, True]
+
+
+async def test_a_deployment_that_only_fails_is_named(world: World, client: httpx.AsyncClient) -> None:
+    """One that may be tried again and has never answered deserves a look, until it answers."""
+    for _ in range(6):
+        fallback = (Attempt("large@api", "Unreachable", 1.0), Attempt("small@local", "ok", 200.0))
+        world.stats.add(miss(at_s=NOW_S, deployment="small@local", attempts=fallback))
+    await world.stats.flush()
+    world.deployments = [LOCAL, replace(LOCAL, name="large@api")]
+    (problem,) = (await client.get("/admin/api/status")).json()["problems"]
+    assert problem["message"] == "large@api has answered none of the last hour's 6 requests it was tried with"
+    world.stats.add(miss(at_s=NOW_S, deployment="large@api", attempts=(Attempt("large@api", "ok", 200.0),)))
+    await world.stats.flush()
+    assert (await client.get("/admin/api/status")).json()["problems"] == []
 
 
 async def test_deployments_show_what_they_did(world: World, client: httpx.AsyncClient) -> None:
