@@ -30,8 +30,8 @@ _FAR = 5.0  # standard deviations: a number farther out says no more
 _STEPS = 12
 THRESHOLD_MIN = 0.7
 _WORST_MAX = 15.0  # of the bound: what is served at the threshold is wrong at most so many times as often
-# most comparisons tell of p just below the threshold, where it is too cautious; of those served, the surest are too sure
-_KAPPA_MIN, _KAPPA_MAX, _KAPPA_DEVIATIONS = 0.9, 6.0, 0.5
+# 1 at least: most comparisons tell of p just below the threshold, where it is too cautious; what is served is not
+_KAPPA_MIN, _KAPPA_MAX, _KAPPA_DEVIATIONS = 1.0, 6.0, 0.5
 _NEARLY_SURE = 0.7  # comparisons from this p on tell how well p is calibrated where it matters
 _BUDGET = 0.9  # of the bound; the rest is for what chance adds to an expectation
 _BUDGET_MAX = 1.5
