@@ -41,8 +41,10 @@ class FolderCheckpoint:
         generation = folder / "generation_config.json"
         if generation.is_file():
             eos = _read_json(generation).get("eos_token_id")
-            more = tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
-            ids = tuple(dict.fromkeys(self.config.eos_token_ids + more))
+            more = eos if isinstance(eos, list) else [] if eos is None else [eos]
+            if not all(isinstance(token, int) for token in more):
+                raise ModelError(f"{generation}: eos_token_id is {eos!r}, expected a number or numbers")
+            ids = tuple(dict.fromkeys((*self.config.eos_token_ids, *more)))
             self.config = dataclasses.replace(self.config, eos_token_ids=ids)
         self.tokenizer = tokenizer_from_folder(folder)
         self._tensors = SafetensorsFiles(_find_files(folder))

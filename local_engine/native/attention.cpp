@@ -119,9 +119,11 @@ void soften(Scratch<T>& own, int query, int tiles, float scale, float cap) {
   const Sight& sight = own.sights[query];
   const __m512 lanes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   __m512 top = _mm512_set1_ps(kNothing);
+  __mmask16 nans = 0;  // maxima forget them
   for (int i = 0; i < tiles; ++i) {
     const Tile<T>& tile = own.tiles[i];
     __m512 x = _mm512_mul_ps(_mm512_load_ps(scores + i * kLanes), _mm512_set1_ps(scale));
+    __mmask16 broken = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
     if (cap > 0) {  // cap * tanh(x / cap) = cap - 2 * cap / (1 + e^(2x / cap)); `scale` has log2(e) in it, and so has the result
       const __m512 e = power_of_2(_mm512_min_ps(_mm512_mul_ps(x, _mm512_set1_ps(2 / cap)), _mm512_set1_ps(120.0f)));
       const __m512 bound = _mm512_set1_ps(cap * kLog2E);
@@ -132,14 +134,16 @@ void soften(Scratch<T>& own, int query, int tiles, float scale, float cap) {
       const float to = static_cast<float>(std::clamp<int64_t>(sight.last - tile.token + 1, 0, tile.count));
       const __mmask16 seen = _mm512_cmp_ps_mask(lanes, _mm512_set1_ps(from), _CMP_GE_OQ) & _mm512_cmp_ps_mask(lanes, _mm512_set1_ps(to), _CMP_LT_OQ);
       x = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, x);
+      broken &= seen;
     }
+    nans |= broken;
     top = _mm512_max_ps(x, top);
     _mm512_store_ps(scores + i * kLanes, x);
   }
   float* part = own.parts[query];
   part[0] = _mm512_reduce_max_ps(top);
   top = _mm512_set1_ps(part[0]);
-  __m512 sum = _mm512_setzero_ps();
+  __m512 sum = _mm512_set1_ps(nans ? NAN : 0.0f);
   for (int i = 0; i < tiles; ++i) {
     const __m512 weight = power_of_2(_mm512_sub_ps(_mm512_load_ps(scores + i * kLanes), top));
     sum = _mm512_add_ps(sum, weight);

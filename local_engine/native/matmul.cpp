@@ -49,7 +49,8 @@ void quantise_row(const T* x, int columns, int row, int rows, Group* groups) {
       _mm_storeu_si128(reinterpret_cast<__m128i*>(to->high + 16 * half), _mm512_cvtepi32_epi8(high));
       _mm_storeu_si128(reinterpret_cast<__m128i*>(to->low + 16 * half), _mm512_cvtepi32_epi8(low));
     }
-    to->scale = std::isfinite(top) ? top / kTop : NAN;
+    const bool has_nan = _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) != 0;  // a maximum forgets them
+    to->scale = std::isfinite(top) && !has_nan ? top / kTop : NAN;
     to->half = to->scale * static_cast<float>(_mm512_reduce_add_epi32(q[0]));
     to->sum = to->scale * static_cast<float>(_mm512_reduce_add_epi32(_mm512_add_epi32(q[0], q[1])));
   }

@@ -172,6 +172,19 @@ def test_attention_is_that_of_its_tokens(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_a_broken_key_is_not_looked_past(dtype: torch.dtype, softcap: float | None) -> None:
+    """A NaN in a key makes every row that sees it NaN, and none before it."""
+    model = make_model(6, 2, 64, 0, softcap)
+    for at in (0, 3, 17, 39):
+        qkv = torch.randn(40, 10, 64).to(dtype)
+        qkv[at, 6:8, 5] = torch.nan
+        found = Layer(model, 8, 16, dtype).step([(Looking(qkv, [0, 1, 2], 0), 0, 40)])
+        assert found[:at].isfinite().all()
+        assert found[at:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @settings(max_examples=15, deadline=None)
 @given(
     common=st.integers(0, 600),

@@ -78,6 +78,19 @@ def test_a_quantised_product_is_that_of_its_values(
     torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance * columns**0.5)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_is_no_number_stays_none(kernels: native.Kernels, bits: int) -> None:
+    """A NaN or an infinity among the inputs, wherever it stands, makes the row's product NaN, and no other row's."""
+    product = linear(torch.randn(20, 64), torch.float32, bits=bits)
+    for column in range(64):
+        x = torch.randn(3, 64)
+        x[1, column] = (torch.nan, torch.inf)[column % 2]
+        found = product(x)
+        assert found[1].isnan().all()
+        assert found[0].isfinite().all()
+        assert found[2].isfinite().all()
+
+
 def test_a_bfloat16_product_is_torch_s(kernels: native.Kernels) -> None:
     """Pairs of bfloat16 give the exact products, added in float."""
     weight, x = torch.randn(45, 100).bfloat16(), torch.randn(11, 100).bfloat16()
