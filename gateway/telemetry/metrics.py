@@ -18,6 +18,7 @@ import msgspec
 
 from gateway.record import Record
 from gateway.telemetry.definitions import (
+    ACCEPTED,
     ATTEMPT_DURATION,
     ATTEMPTS,
     BUILD,
@@ -25,6 +26,7 @@ from gateway.telemetry.definitions import (
     COST,
     DEFINITIONS,
     DISCONNECTS,
+    DRAFTED,
     DURATION,
     ERRORS,
     FAILOVERS,
@@ -132,6 +134,9 @@ class Metrics:
             self.add(DISCONNECTS, 1, record.alias)
         for part in record.survived:
             self.add(FAILURES, 1, part)
+        for source, drafted in (record.drafted_tokens or {}).items():
+            self.add(DRAFTED, drafted, record.deployment, source)
+            self.add(ACCEPTED, (record.accepted_tokens or {}).get(source, 0), record.deployment, source)
 
     def _observe_generation(self, record: Record, plan: _Plan) -> None:
         values = self._values
