@@ -195,26 +195,26 @@ inline void finish(T* out, const float* bias, int panel, int outputs, int row, i
     store_some(out + static_cast<size_t>(row + r) * outputs + first, _mm512_add_ps(totals[r], shift), width);
 }
 
+// To wake threads that sleep costs some 50 us: as long as this product takes alone.
+inline bool wants_threads(int rows, int columns, int outputs) { return static_cast<int64_t>(rows) * columns * outputs > 1 << 22; }
+
 template <int Bits, typename T, typename Out>
 void product(const T* x, const uint8_t* weight, const float* bias, Out* out, int rows, int columns, int outputs) {
   static thread_local std::vector<Group> kept;  // of the calling thread; the others read it by this pointer
   const int groups = columns / kGroup, panels = (outputs + kPanel - 1) / kPanel;
   kept.resize(static_cast<size_t>(rows) * groups);
   Group* quantised = kept.data();
-#pragma omp parallel if (static_cast<int64_t>(columns) * outputs > 1 << 16)
-  {
-#pragma omp for schedule(static)
-    for (int row = 0; row < rows; ++row)
-      quantise_row(x + static_cast<size_t>(row) * columns, columns, row, rows, quantised);
-#pragma omp for schedule(static)
-    for (int panel = 0; panel < panels; ++panel) {
-      const uint8_t* own = weight + static_cast<size_t>(panel) * groups * kGroupBytes<Bits>;
-      in_tiles(rows, [&](int row, auto count) {
-        __m512 totals[count];
-        multiply<Bits, count>(own, quantised + static_cast<size_t>(row) * groups, columns, totals);
-        finish(out, bias, panel, outputs, row, count, totals);
-      });
-    }
+#pragma omp parallel for schedule(static) if (static_cast<int64_t>(rows) * columns > 1 << 17)
+  for (int row = 0; row < rows; ++row)
+    quantise_row(x + static_cast<size_t>(row) * columns, columns, row, rows, quantised);
+#pragma omp parallel for schedule(static) if (wants_threads(rows, columns, outputs))
+  for (int panel = 0; panel < panels; ++panel) {
+    const uint8_t* own = weight + static_cast<size_t>(panel) * groups * kGroupBytes<Bits>;
+    in_tiles(rows, [&](int row, auto count) {
+      __m512 totals[count];
+      multiply<Bits, count>(own, quantised + static_cast<size_t>(row) * groups, columns, totals);
+      finish(out, bias, panel, outputs, row, count, totals);
+    });
   }
 }
 
@@ -241,7 +241,7 @@ void product_dequantised(const bf16* x, const uint8_t* weight, const float* bias
 template <typename Out>
 void product_bf16(const bf16* x, const bf16* weight, const float* bias, Out* out, int rows, int columns, int outputs) {
   const int panels = (outputs + kPanel - 1) / kPanel;
-#pragma omp parallel for schedule(static) if (static_cast<int64_t>(columns) * outputs > 1 << 16)
+#pragma omp parallel for schedule(static) if (wants_threads(rows, columns, outputs))
   for (int panel = 0; panel < panels; ++panel) {
     const bf16* own = weight + static_cast<size_t>(panel) * columns * kPanel;
     in_tiles(rows, [&](int row, auto count) {
