@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from local_engine import native
 from local_engine.config import EngineConfig
 from local_engine.engine import Engine
 from local_engine.messages import SamplingParams
@@ -27,6 +28,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / family, family)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def kernels() -> native.Kernels:
+    """The compiled functions; compiled here where set-up has not done it."""
+    said = native.compile_kernels()
+    found = native.kernels()
+    if found is None and ("processor lacks" in said or "no C++ compiler" in said):
+        pytest.skip(said)
+    assert found is not None, said
+    return found
 
 
 @pytest.fixture(scope="session")

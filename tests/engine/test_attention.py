@@ -10,24 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from local_engine import native
 from local_engine.attention import PagedKV, PagedRows, StepInput
 from local_engine.config import ModelConfig, RopeConfig
 from local_engine.models.rope import rotary
 
 CPU = torch.device("cpu")
 EPSILON = 1e-6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels() -> native.Kernels:
-    """The compiled functions; compiled here where set-up has not done it."""
-    said = native.compile_kernels()
-    found = native.kernels()
-    if found is None and ("processor lacks" in said or "no C++ compiler" in said):
-        pytest.skip(said)
-    assert found is not None, said
-    return found
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def make_model(heads: int, kv_heads: int, size: int, window: int, softcap: float | None) -> ModelConfig:

@@ -27,17 +27,6 @@ Make = Callable[..., Engine]
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def kernels() -> native.Kernels:
-    """The compiled functions; compiled here where set-up has not done it."""
-    said = native.compile_kernels()
-    found = native.kernels()
-    if found is None and ("processor lacks" in said or "no C++ compiler" in said):
-        pytest.skip(said)
-    assert found is not None, said
-    return found
-
-
 def linear(weight: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None = None, **options: Any) -> Linear:
     made = Linear((weight.shape[0],), weight.shape[1], dtype=dtype, device=CPU, has_bias=bias is not None, **options)
     if made.bias is not None and bias is not None:
