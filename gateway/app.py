@@ -36,6 +36,7 @@ from gateway.api.front import Endpoint, Front, document
 from gateway.api.models import Models
 from gateway.api.schema import PATHS
 from gateway.backends.base import Chunk
+from gateway.by_meaning import ByMeaning
 from gateway.errors import error_object
 from gateway.first_start import prepare
 from gateway.fleet import Fleet, build_fleet
@@ -197,7 +198,8 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
 
     limits = Limits(BorrowedRateLimits(RateLimits(link)), LocalRateLimits())
     truth = Truth(settings)
-    pipeline = Pipeline(settings, accounts, limits, exact, semantic, money, fleet, emit, truth)
+    by_meaning = ByMeaning(settings, semantic, exact, truth)
+    pipeline = Pipeline(settings, accounts, limits, exact, by_meaning, money, fleet, emit)
     learning = await open_learning(settings, accounts, exact, semantic, link, stats, metrics, pipeline, truth)
     stack.push_async_callback(learning.judging.aclose)
     stack.push_async_callback(pipeline.drain)

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from gateway.settings import Settings, SettingsError, deployment_name, load_settings
+from gateway.configuration import load_settings
+from gateway.settings import Settings, SettingsError, deployment_name
 
 
 def main(argv: list[str] | None = None) -> int:

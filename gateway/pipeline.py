@@ -23,11 +23,7 @@ from cache import (
     Fingerprint,
     HitKind,
     LookupMiss,
-    Miss,
-    MissReason,
     Partition,
-    Query,
-    SemanticClient,
     fingerprint,
     partition,
 )
@@ -36,19 +32,18 @@ from gateway.accounts import Accounts, Identity, LedgerRow
 from gateway.attempt import attempt
 from gateway.backends.base import BackendError, Chunk
 from gateway.begun import Begun
+from gateway.by_meaning import ByMeaning
 from gateway.errors import ApiError, BadRequest, Forbidden, NotCached, Unauthenticated, from_backend, no_route
 from gateway.fleet import Alias, Fleet, pause_before_retry
 from gateway.flight import Flight, Flights, Reader
 from gateway.job import Answer, Facts, Job, Learner, count_saved
-from gateway.learning.truth import Truth
 from gateway.limits import Limits
 from gateway.money import Money
 from gateway.record import Record, Rejection
 from gateway.settings import Settings
-from gateway.storing import chunks_of, refusal_of
+from gateway.storing import refusal_of
 from gateway.turn import Turn, elapsed_ms_since
 
-_STORES_AWAITED_S = 0.25
 _STARTING_AWAITED_S = 60.0
 _STARTING_POLL_S = 0.1
 
@@ -70,26 +65,23 @@ class Pipeline:
         accounts: Accounts,
         limits: Limits,
         exact: ExactCache,
-        semantic: SemanticClient,
+        by_meaning: ByMeaning,
         money: Money,
         fleet: Fleet,
         emit: Emit,
-        truth: Truth,
     ) -> None:
         self.settings = settings
         self.accounts = accounts
         self.limits = limits
         self.exact = exact
-        self.semantic = semantic
         self.money = money
         self.fleet = fleet
-        self.truth = truth
         self.judging: Learner | None = None  # told of what may be learned from
         self.flights = Flights()
+        self._by_meaning = by_meaning
         self._emit = emit
         self._secret = (settings.secret or "").encode()
         self._partitions: dict[int, Partition] = {}  # by team
-        self._stores: dict[bytes, asyncio.Future[None]] = {}  # by compat: the latest answer on its way to Redis
         self._jobs: set[asyncio.Future[None]] = set()  # under way, until they are recorded
 
     @property
@@ -197,7 +189,7 @@ class Pipeline:
         record = job.turn.record
         error: BaseException | None = None
         try:
-            if not await self._find_by_meaning(job):
+            if not await self._by_meaning.find(job):
                 if job.turn.controls.only_if_cached:
                     raise NotCached
                 await self._reserve(job)
@@ -221,55 +213,6 @@ class Pipeline:
                 job.flight.finish(error or unrecorded)
             self._jobs.discard(under_way)
             under_way.set_result(None)
-
-    async def _find_by_meaning(self, job: Job) -> bool:
-        """6. A verified semantic hit is replayed into the flight; anything else is a miss with its reason."""
-        record, controls = job.turn.record, job.turn.controls
-        text = job.fingerprint.text
-        reason = self._not_by_meaning(job)
-        if reason or text is None:
-            record.miss_reason = reason
-            return False
-        storing = self._stores.get(job.fingerprint.compat)
-        if storing is not None:  # what this worker is storing right now may be what is asked for
-            await asyncio.wait((storing,), timeout=_STORES_AWAITED_S)
-        found = job.fingerprint
-        bound = self.truth.bound(job.identity.team, job.alias.name, controls.error_max)
-        result = await self.semantic.lookup(
-            Query(found.partition, found.compat, text, bound.error_max, bound.untightened)
-        )
-        job.trial = result.trial
-        if isinstance(result, Miss):
-            record.miss_reason = result.reason.value
-            if result.reason in (MissReason.TIMEOUT, MissReason.UNAVAILABLE):
-                record.survived += ("cache_worker",)
-            if result.nearest is not None:
-                record.similarity = result.nearest.similarity
-                record.nearest = result.nearest.text if self.settings.log_prompts else ""
-            return False
-        record.similarity = result.similarity
-        pointed = await self.exact.get(found, result.exact, controls.max_age_s)
-        if pointed.entry is None:
-            record.miss_reason = pointed.miss.value if pointed.miss else "gone"
-            job.trial = None  # a would-be hit with nothing to serve: no sample of misses or audits
-            return False
-        entry = pointed.entry
-        facts = job.facts
-        facts.kind, facts.similarity, facts.entry = HitKind.SEMANTIC, result.similarity, entry
-        facts.deployment = str(entry.labels.get("deployment", ""))
-        record.cache, record.deployment, record.entry = "semantic", facts.deployment, entry.id
-        job.flight.extend(chunks_of(entry))
-        return True
-
-    def _not_by_meaning(self, job: Job) -> str:
-        """Why a semantic lookup is not even tried; empty where it is."""
-        if not (self.settings.cache.is_semantic and job.alias.settings.is_semantic):
-            return "off"
-        if not job.identity.team.is_semantic_enabled:
-            return "off_for_team"
-        if job.fingerprint.text is None:
-            return "not_eligible"
-        return "no-cache" if job.turn.controls.no_cache else ""
 
     async def _reserve(self, job: Job) -> None:
         """7. The tokens and the money that this generation may need, in one round trip; what is refused leaves nothing taken."""
@@ -330,27 +273,23 @@ class Pipeline:
             refusal = refusal_of(made, turn.controls, cache.entry_bytes_max, is_fallback=job.is_fallback)
             record.store = refusal or "stored"
             if refusal is None and cache.is_exact:
-                is_by_meaning = self._not_by_meaning(job) in ("", "no-cache")
-                entry = job.entry(min(turn.controls.ttl_s or cache.ttl_s, cache.ttl_s_max), is_by_meaning=is_by_meaning)
+                ttl_s = min(turn.controls.ttl_s or cache.ttl_s, cache.ttl_s_max)
+                entry = job.entry(ttl_s, is_by_meaning=self._by_meaning.may_find(job))
                 self.exact.keep(entry)
                 record.entry = entry.id
         record.duration_ms = turn.elapsed_ms()
         flight.finish(error)
-        stored = asyncio.get_running_loop().create_future()
-        self._stores[job.fingerprint.compat] = stored
         spent = usage.prompt_tokens + usage.completion_tokens
         correcting = self.limits.correct(turn, job.identity, spent) if job.has_taken_tokens else None
         works = (self._account(job, row), self._store(entry, job), correcting)
         try:
-            for work in [Begun(work) for work in works if work is not None]:
-                try:
-                    await work
-                except Exception:
-                    _log.exception("record_failed", request_id=record.request_id)
+            with self._by_meaning.storing(job.fingerprint):
+                for work in [Begun(work) for work in works if work is not None]:
+                    try:
+                        await work
+                    except Exception:
+                        _log.exception("record_failed", request_id=record.request_id)
         finally:
-            stored.set_result(None)
-            if self._stores.get(job.fingerprint.compat) is stored:
-                del self._stores[job.fingerprint.compat]
             flight.retire()
             if facts.entry is not None:
                 record.ttft_ms = record.duration_ms

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.settings import Settings, SettingsError, load_settings
+from gateway.configuration import load_settings
+from gateway.settings import Settings, SettingsError
 
 LOCAL = "{backend: local, engine: default}"
 

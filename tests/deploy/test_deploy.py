@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.settings import load_settings
+from gateway.configuration import load_settings
 from gateway.telemetry.definitions import DEFINITIONS, Kind
 
 ROOT = Path(__file__).parents[2]
