@@ -8,10 +8,10 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from gateway.configuration import load_settings
+from gateway.configuration import check_settings, load_settings
 from gateway.settings import Settings, SettingsError, deployment_name
 
 
@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         status: int = arguments.run(arguments)
     except SettingsError as error:
-        print(f"sameway: can't start with this configuration\n{_indent(str(error))}", file=sys.stderr)
+        print(f"sameway: this configuration can't be used\n{_indent(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -60,19 +60,17 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="the default engine's model: a GGUF file, a checkpoint folder or a hub name")
 
 
-def _settings(arguments: argparse.Namespace) -> Settings:
+def _settings(arguments: argparse.Namespace, load: Callable[..., Settings] = load_settings) -> Settings:
     config = arguments.config or (Path(os.environ["SAMEWAY_CONFIG"]) if os.environ.get("SAMEWAY_CONFIG") else None)
-    settings = load_settings(
+    return load(
         config,
+        model=arguments.model,
         host=arguments.host,
         port=arguments.port,
         workers=arguments.workers,
         data_dir=arguments.data_dir,
         log_prompts=arguments.log_prompts,
     )
-    if arguments.model is None:
-        return settings
-    return settings.with_default_model(arguments.model)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -83,21 +81,13 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _check_config(arguments: argparse.Namespace) -> int:
-    settings = _settings(arguments)
-    missing = [f"{where}: there is no {path}" for path, where in settings.missing_files()]
-    missing += [
-        f"{where}: the environment variable {variable} is not set"
-        for variable, where in settings.missing_environment(os.environ)
-    ]
-    for line in missing:
-        print(f"sameway: {line}", file=sys.stderr)
-    if missing:
-        return 2
+    settings = _settings(arguments, check_settings)
     for name in _without_price(settings):
         print(
             f"sameway: note: no price is known for {name}: it counts as free, and no budget holds it", file=sys.stderr
         )
-    print(f"The configuration is good: {len(settings.models)} models, {len(settings.engines)} local engines.")
+    counts = _count(settings.models, "model"), _count(settings.engines, "local engine")
+    print(f"The configuration is good: {', '.join(counts)}.")
     return 0
 
 
@@ -136,6 +126,10 @@ def _absent(*names: str) -> Iterator[None]:
     finally:
         for name in blocked:
             del sys.modules[name]
+
+
+def _count(things: Collection[str], noun: str) -> str:
+    return f"{len(things)} {noun}{'' if len(things) == 1 else 's'}"
 
 
 def _indent(text: str) -> str:

@@ -17,13 +17,38 @@ from gateway.settings import SECTIONS, Settings, SettingsError
 _SECRETS = ("admin_key", "api_key", "secret")  # from the environment alone: they have no place in a file
 
 
-def load_settings(path: Path | None, environ: Mapping[str, str] = os.environ, **overrides: Any) -> Settings:
-    """Settings from a YAML file, then `SAMEWAY_<NAME>` variables for top-level scalars, then `overrides` (a command line's flags).
+def load_settings(
+    path: Path | None, environ: Mapping[str, str] = os.environ, *, model: str | None = None, **overrides: Any
+) -> Settings:
+    """Settings from a YAML file, then `SAMEWAY_<NAME>` variables for top-level scalars, then a command line's flags: `overrides`,
+    and the `model` that the engine named `default` loads.
 
     Raises SettingsError naming every wrong setting.
     """
-    values: dict[str, Any] = {} if path is None else _read_yaml(path)
-    wrong = [
+    settings, wrong = _read(path, environ, model, overrides)
+    if settings is None or wrong:
+        raise SettingsError("\n".join(wrong))
+    return settings
+
+
+def check_settings(
+    path: Path | None, environ: Mapping[str, str] = os.environ, *, model: str | None = None, **overrides: Any
+) -> Settings:
+    """As `load_settings`, and what they name must be there on this host: models' files and providers' keys."""
+    settings, wrong = _read(path, environ, model, overrides)
+    if settings is not None:
+        wrong += [*_missing_files(settings), *_missing_variables(settings, environ)]
+    if settings is None or wrong:
+        raise SettingsError("\n".join(wrong))
+    return settings
+
+
+def _read(
+    path: Path | None, environ: Mapping[str, str], model: str | None, overrides: Mapping[str, Any]
+) -> tuple[Settings | None, list[str]]:
+    """The settings, where there is a way to understand them, and what is wrong, which may be something all the same."""
+    values, wrong = ({}, []) if path is None else _read_yaml(path)
+    wrong += [
         f"{path}: {secret}: found in the file, expected in the environment as SAMEWAY_{secret.upper()}"
         for secret in _SECRETS
         if values.pop(secret, None) is not None
@@ -39,17 +64,33 @@ def load_settings(path: Path | None, environ: Mapping[str, str] = os.environ, **
     try:
         settings = Settings.model_validate(values)
     except ValidationError as error:
-        raise SettingsError("\n".join([*wrong, *(_explain(issue) for issue in error.errors())])) from None
-    if wrong:
-        raise SettingsError("\n".join(wrong))
-    return settings
+        return None, [*wrong, *(line for issue in error.errors() for line in _explain(issue))]
+    if model is None:
+        return settings, wrong
+    if "default" not in settings.engines:
+        return settings, [*wrong, "--model: there is no engine named `default` in this configuration"]
+    engine = settings.engines["default"].model_copy(update={"model": model})
+    return settings.model_copy(update={"engines": {**settings.engines, "default": engine}}), wrong
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _read_yaml(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """A file's values, and the keys that are in it twice: YAML forbids them, and PyYAML keeps the last without a word."""
     import yaml  # a megabyte of each worker, and a worker is handed JSON
 
+    twice: list[str] = []
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            lines: dict[str, int] = {}
+            for key, _ in node.value:
+                name, line = str(key.value), key.start_mark.line + 1
+                if name in lines and name != "<<":
+                    twice.append(f"{path}: {name}: found in line {lines[name]} and again in line {line}, expected once")
+                lines.setdefault(name, line)
+            return super().construct_mapping(node, deep)
+
     try:
-        loaded = yaml.safe_load(path.read_text())
+        loaded = yaml.load(path.read_text(), Loader)
     except FileNotFoundError:
         raise SettingsError(f"{path.absolute()}: no such file") from None
     except OSError as error:
@@ -57,26 +98,47 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if loaded is None:
-        return {}
+        return {}, []
     if not isinstance(loaded, dict):
         raise SettingsError(f"{path}: found a {type(loaded).__name__}, expected settings by name")
-    return loaded
+    return loaded, twice
 
 
-def _explain(issue: Any) -> str:
-    """One line for one wrong setting: its path, what was found, what was expected."""
+def _missing_files(settings: Settings) -> list[str]:
+    """Models that are named by a path where there is nothing."""
+    named = [(f"engines.{name}.model", engine.model) for name, engine in settings.engines.items()]
+    named += [(f"engines.{name}.draft_model", e.draft_model) for name, e in settings.engines.items() if e.draft_model]
+    return [
+        f"{where}: there is no {model}"
+        for where, model in named
+        if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().exists()
+    ]
+
+
+def _missing_variables(settings: Settings, environ: Mapping[str, str]) -> list[str]:
+    """Providers' keys that are in no variable."""
+    return [
+        f"models.{alias}.deployments.{index}.api_key_env: the environment variable {deployment.api_key_env} is not set"
+        for alias, model in settings.models.items()
+        for index, deployment in enumerate(model.deployments)
+        if deployment.api_key_env and not environ.get(deployment.api_key_env)
+    ]
+
+
+def _explain(issue: Any) -> list[str]:
+    """A line for each wrong setting: its path, what was found, what was expected."""
     where = ".".join(str(part) for part in issue["loc"])
     if issue["type"] == "extra_forbidden":
-        return f"{where}: found, but there is no such setting{_nearest(issue['loc'])}"
+        return [f"{where}: found, but there is no such setting{_nearest(issue['loc'])}"]
     if issue["type"] == "missing":
-        return f"{where}: not found, expected a value"
+        return [f"{where}: not found, expected a value"]
     message: str = issue["msg"].removeprefix("Value error, ")
-    if not where:
-        return message
+    if issue["type"] == "value_error":
+        return [f"{where}: {line}" if where else line for line in message.splitlines()]
     expected = message.removeprefix("Input should be ").removeprefix("a valid ")
     found = issue["input"]
     shown = "a section" if isinstance(found, dict) else repr(found)
-    return f"{where}: found {shown}, expected {expected}" if issue["type"] != "value_error" else f"{where}: {message}"
+    return [f"{where}: found {shown}, expected {expected}"]
 
 
 def _nearest(loc: tuple[Any, ...]) -> str:

@@ -8,7 +8,6 @@ opens or creates anything.
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -25,6 +24,11 @@ class SettingsError(Exception):
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+def _refuse(wrong: list[str]) -> None:
+    if wrong:
+        raise ValueError("\n".join(wrong))
 
 
 def _is_http_url(url: str) -> bool:
@@ -85,14 +89,16 @@ class DeploymentSettings(_Section):
 
     @model_validator(mode="after")
     def _belongs_together(self) -> "DeploymentSettings":
+        wrong: list[str] = []
         if self.backend == "local" and not self.engine:
-            raise ValueError("a local deployment needs `engine`")
+            wrong.append("a local deployment needs `engine`")
         if self.backend == "openai" and not (self.base_url and self.model):
-            raise ValueError("an openai deployment needs `base_url` and `model`")
+            wrong.append("an openai deployment needs `base_url` and `model`")
         if self.base_url is not None and not _is_http_url(self.base_url):
-            raise ValueError(f"base_url: found {self.base_url!r}, expected http://... or https://...")
+            wrong.append(f"base_url: found {self.base_url!r}, expected http://... or https://...")
         if self.backend == "litellm" and not self.model:
-            raise ValueError("a litellm deployment needs `model`")
+            wrong.append("a litellm deployment needs `model`")
+        _refuse(wrong)
         return self
 
 
@@ -229,22 +235,20 @@ class Settings(_Section):
     @model_validator(mode="after")
     def _names_resolve(self) -> "Settings":
         seen: set[str] = set()
+        wrong: list[str] = []
         for alias, model in self.models.items():
             for index, deployment in enumerate(model.deployments):
+                where = f"models.{alias}.deployments.{index}"
                 if deployment.engine is not None and deployment.engine not in self.engines:
-                    raise ValueError(
-                        f"models.{alias}.deployments.{index}.engine: found {deployment.engine!r}, expected one of {sorted(self.engines)}"
-                    )
+                    wrong.append(f"{where}.engine: found {deployment.engine!r}, expected one of {sorted(self.engines)}")
                 name = deployment_name(alias, deployment)
                 if name in seen:
-                    raise ValueError(
-                        f"models.{alias}.deployments.{index}.name: {name!r} is used twice; give each deployment its own `name`"
-                    )
+                    wrong.append(f"{where}.name: {name!r} is used twice; give each deployment its own `name`")
                 seen.add(name)
-        if self.cache.judge_model is not None and self.cache.judge_model not in self.models:
-            raise ValueError(
-                f"cache.judge_model: found {self.cache.judge_model!r}, expected one of {sorted(self.models)}"
-            )
+        judge = self.cache.judge_model
+        if judge is not None and judge not in self.models:
+            wrong.append(f"cache.judge_model: found {judge!r}, expected one of {sorted(self.models)}")
+        _refuse(wrong)
         return self
 
     @property
@@ -265,32 +269,6 @@ class Settings(_Section):
             return path
         digest = hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()
         return Path(tempfile.gettempdir()) / f"sameway-{os.getuid()}-{digest}"
-
-    def with_default_model(self, model: str) -> "Settings":
-        """`--model`: what the engine named `default` loads. Raises SettingsError where no engine has that name."""
-        if "default" not in self.engines:
-            raise SettingsError("--model: there is no engine named `default` in this configuration")
-        engine = self.engines["default"].model_copy(update={"model": model})
-        return self.model_copy(update={"engines": {**self.engines, "default": engine}})
-
-    def missing_files(self) -> list[tuple[str, str]]:
-        """Models that are named by a path where there is nothing: (path, where it is asked for)."""
-        named = [(engine.model, f"engines.{name}.model") for name, engine in self.engines.items()]
-        named += [(e.draft_model, f"engines.{name}.draft_model") for name, e in self.engines.items() if e.draft_model]
-        return [
-            (m, where)
-            for m, where in named
-            if m.startswith(("/", "./", "../", "~")) and not Path(m).expanduser().exists()
-        ]
-
-    def missing_environment(self, environ: Mapping[str, str]) -> list[tuple[str, str]]:
-        """Variables that deployments need and that are not set: (variable, where it is asked for)."""
-        return [
-            (deployment.api_key_env, f"models.{alias}.deployments.{index}.api_key_env")
-            for alias, model in self.models.items()
-            for index, deployment in enumerate(model.deployments)
-            if deployment.api_key_env and not environ.get(deployment.api_key_env)
-        ]
 
     def engine_socket(self, name: str) -> Path:
         return self.run_dir / f"engine-{name}.sock"

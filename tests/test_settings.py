@@ -33,6 +33,19 @@ LOCAL = "{backend: local, engine: default}"
         (f"models: {{a: {{deployments: [{LOCAL}, {LOCAL}]}}}}", ["used twice"]),
         ("admin_key: secret", ["admin_key: found in the file, expected in the environment as SAMEWAY_ADMIN_KEY"]),
         ("admin_key: secret\nport: -1", ["admin_key: found in the file", "port: found -1"]),
+        ("port: 1\nhost: x\nport: 2", ["port: found in line 1 and again in line 3, expected once"]),
+        (
+            "cache:\n  ttl_s: 1\n  ttl_s: 1\nworkers: 0",
+            ["ttl_s: found in line 2 and again in line 3", "workers: found 0"],
+        ),
+        (
+            "models: {a: {deployments: [{backend: openai, base_url: x}]}}",
+            ["needs `base_url` and", "base_url: found 'x'"],
+        ),
+        (
+            f"cache: {{judge_model: x}}\nmodels: {{a: {{deployments: [{LOCAL}, {LOCAL}]}}}}",
+            ["cache.judge_model: found 'x'", "models.a.deployments.1.name: 'a@default' is used twice"],
+        ),
         ("redis_url: http://x", ["redis_url: found 'http', expected a URL that begins with one of redis://"]),
         ("database_url: mysql://u:pw@x/y", ["database_url: found 'mysql', expected"]),
         (
@@ -88,13 +101,23 @@ def test_the_command_line_says_so(tmp_path: Path, command: str, text: str, statu
         assert "prot: found" in done.stderr
 
 
-def test_a_missing_secret_is_named(tmp_path: Path) -> None:
-    """check-config says which environment variable a deployment waits for."""
+def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+    """check-config names what the file must not hold beside the variable and the file that a deployment waits for."""
     path = tmp_path / "sameway.yaml"
     path.write_text(
+        "secret: x\nport: 1\nport: 1\nengines: {default: {model: /not/there.gguf}}\n"
         "models: {a: {deployments: [{backend: openai, base_url: http://x/v1, model: m, api_key_env: NOT_THERE_AT_ALL}]}}"
     )
     argv = [sys.executable, "-m", "gateway", "check-config", "--config", str(path)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
-    assert "NOT_THERE_AT_ALL" in done.stderr
+    for part in ("secret: found in the file", "line 2 and again in line 3", "/not/there.gguf", "NOT_THERE_AT_ALL"):
+        assert part in done.stderr
+    load_settings(None, {}, model="/not/there.gguf")  # a start goes on: the deployment says why it can't answer
+
+
+def test_a_good_configuration_is_counted() -> None:
+    """check-config says how much there is, one or many."""
+    argv = [sys.executable, "-m", "gateway", "check-config"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "The configuration is good: 1 model, 1 local engine.\n"
