@@ -10,7 +10,7 @@ import ctypes
 import gc
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -32,12 +32,12 @@ from gateway.api.chat import Chat
 from gateway.api.embeddings import Embeddings
 from gateway.api.feedback import Feedback
 from gateway.api.fold import fold
-from gateway.api.front import Endpoint, Front, document
+from gateway.api.front import Front, Routes, document, no_such_route
 from gateway.api.models import Models
 from gateway.api.schema import PATHS
 from gateway.backends.base import Chunk
 from gateway.by_meaning import ByMeaning
-from gateway.errors import error_object
+from gateway.errors import ApiError, BadRequest
 from gateway.first_start import prepare
 from gateway.fleet import Fleet, build_fleet
 from gateway.health import Watch
@@ -124,11 +124,13 @@ def create_app(settings: Settings) -> FastAPI:
     return app
 
 
-async def _in_openai_shape(_: Request, error: Exception) -> JSONResponse:
+async def _in_openai_shape(request: Request, error: Exception) -> Response:
     """What FastAPI refuses by itself (an unknown path, a wrong method), in the shape of everything else."""
     assert isinstance(error, HTTPException)
-    body = error_object(str(error.detail), "invalid_request_error", None, None)
-    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+    refusal: ApiError = BadRequest(str(error.detail))
+    if error.status_code == 404:
+        refusal = no_such_route(request.url.path, request.app.state.routes)
+    return Response(refusal.body(), error.status_code, error.headers, "application/json")
 
 
 @asynccontextmanager
@@ -232,7 +234,7 @@ def _cache_limits(settings: Settings) -> CacheLimits:
     )
 
 
-def _routes(settings: Settings, parts: Parts) -> Mapping[str, Mapping[str, Endpoint]]:
+def _routes(settings: Settings, parts: Parts) -> Routes:
     models = Models(settings, parts.pipeline, time.time())
     return {
         "/v1/chat/completions": {"POST": Chat(parts.pipeline, settings.body_bytes_max)},

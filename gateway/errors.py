@@ -6,6 +6,7 @@
     ├── Forbidden          403 the key may not use this model
     ├── NotFound           404 an unknown model or route
     ├── TooLarge           413
+    ├── UnsupportedMediaType 415 a compressed body
     ├── RateLimited        429 with retry-after: worth repeating
     ├── BudgetExceeded     429 insufficient_quota, x-should-retry: false
     ├── NotCached          504 only-if-cached, and it is not
@@ -75,6 +76,9 @@ class Unauthenticated(ApiError):
     type = "invalid_request_error"
     code = "invalid_api_key"
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message, headers={"www-authenticate": "Bearer"})
+
 
 class Forbidden(ApiError):
     status = 403
@@ -97,6 +101,17 @@ class TooLarge(ApiError):
     status = 413
     type = "invalid_request_error"
     code = "request_too_large"
+
+
+class UnsupportedMediaType(ApiError):
+    """RFC 9110, section 12.5.3: `accept-encoding` in a response says what a request's body may be."""
+
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_content_encoding"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, headers={"accept-encoding": "identity"})
 
 
 class RateLimited(ApiError):

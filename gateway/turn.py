@@ -141,7 +141,7 @@ def read_turn(raw: bytes, headers: Mapping[str, str], record: Record) -> Turn:
 def decode_object(raw: bytes) -> dict[str, Any]:
     """The JSON object in `raw`. Raises BadRequest."""
     try:
-        body = msgspec.json.decode(raw)
+        body = msgspec.json.decode(raw.removeprefix(_BOM))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"The body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):
@@ -195,6 +195,7 @@ def read_controls(cache_control: str, fields: Any) -> Controls:
 
 
 _DEFAULT_CONTROLS = Controls()
+_BOM = b"\xef\xbb\xbf"  # which RFC 8259, section 8.1 lets a parser ignore, and .NET's writers send
 
 
 def _ask(raw: bytes, body: dict[str, Any], request: _ChatRequest) -> Ask:

@@ -81,7 +81,7 @@ class Chat:
 
     async def _stream(self, turn: Turn, answer: Answer, watch: "_Watch", send: Send) -> None:
         """Chunks as they come; all that are ready leave in one send."""
-        headers = [EVENT_STREAM, (b"cache-control", b"no-cache"), *answer_headers(turn, answer)]
+        headers = [*EVENT_STREAM, *answer_headers(turn, answer)]
         start = {"type": "http.response.start", "status": 200, "headers": headers}
         if answer.entry is not None:
             form, make = ("events and usage", _framed_with_usage) if turn.wants_usage else ("events", _framed)

@@ -92,7 +92,8 @@ def _texts(given: str | list[str | int | list[int]]) -> list[str]:
     strings = [text for text in texts if isinstance(text, str)]
     if len(strings) != len(texts):
         raise BadRequest(
-            "`input` as token ids is not supported: they belong to another model's tokenizer; send texts",
+            "`input` as token ids is not supported: they belong to another model's tokenizer; send texts "
+            "(LangChain: check_embedding_ctx_length=False)",
             param="input",
             code="unsupported_feature",
         )

@@ -4,7 +4,9 @@ A request to `/v1` costs no routing table, no dependency injection and no respon
 paths and methods, nothing of what endpoints do. Invariant: a path under `/v1` always answers in OpenAI's error shape.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+import re
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from operator import itemgetter
 from typing import Any
 
 from fastapi import FastAPI
@@ -16,34 +18,92 @@ from gateway.errors import MethodNotAllowed, NotFound
 
 _ADMIN_BODY_BYTES_MAX = 1 << 20
 
+_SLASHES = re.compile("/{2,}")
+_NAME = itemgetter(0)
+
 Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
+Routes = Mapping[str, Mapping[str, Endpoint]]
 
 
 class Front:
     """ASGI middleware. `routes` maps a path to its endpoints by method; a path that ends in `/*` covers what is below it."""
 
-    def __init__(self, app: Any, routes: Callable[[], Mapping[str, Mapping[str, Endpoint]]]) -> None:
+    def __init__(self, app: Any, routes: Callable[[], Routes]) -> None:
         self._app = app
         self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path: str = scope.get("path", "")
-        if scope["type"] != "http" or not (path == "/v1" or path.startswith("/v1/")):
-            await self._app(scope, _bounded(receive) if scope["type"] == "http" else receive, send)
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
             return
+        path: str = scope["path"]
         routes = self._routes()
-        methods = routes.get(path) or routes.get("/".join(path.split("/")[:3]) + "/*" if path.count("/") > 2 else "")
+        methods = routes.get(path)
         if methods is None:
-            error = NotFound(f"There is no {path} here; see /docs for what there is", code="unknown_url")
-            await send_error(send, error, new_record("unknown").request_id)
-            return
-        endpoint = methods.get(scope["method"])
-        if endpoint is None:
+            plain = _plain(path)
+            methods = routes.get(plain) or routes.get("/".join(plain.split("/")[:3]) + "/*")
+            if methods is None and plain != "/v1" and not plain.startswith("/v1/"):
+                await self._app(_with_get(scope), _bounded(receive), send)
+                return
+            scope = {**scope, "path": plain}
+        if b"origin" in map(_NAME, scope["headers"]):
+            send = _readable_anywhere(send)
+        if methods is None:
+            await send_error(send, no_such_route(path, routes), new_record("unknown").request_id)
+        elif scope["method"] == "OPTIONS":
+            await _say_options(scope, methods, send)
+        elif (endpoint := methods.get(_with_get(scope)["method"])) is None:
             allowed = ", ".join(sorted(methods))
             refusal = MethodNotAllowed(f"{path} takes {allowed}, not {scope['method']}", headers={"allow": allowed})
             await send_error(send, refusal, new_record("unknown").request_id)
-            return
-        await endpoint(scope, receive, send)
+        else:
+            await endpoint(scope, receive, send)
+
+
+def _plain(path: str) -> str:
+    """`path` with single slashes and none at its end: what comes of a base URL and a path that both have one, or neither."""
+    return _SLASHES.sub("/", path).rstrip("/")
+
+
+def _with_get(scope: Scope) -> Scope:
+    """HEAD is GET without the body (RFC 9110, section 9.3.2), which the server leaves out."""
+    return {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+
+
+def no_such_route(path: str, routes: Routes) -> NotFound:
+    """What a client is told that was given a wrong base URL, or asks for what nobody serves here."""
+    meant = f"/v1/{_plain(path).rpartition('/v1/')[2].lstrip('/')}"
+    hint = f"did you mean {meant}? A base_url ends in /v1, once"
+    if meant not in routes:
+        known = (f"{method} {known}" for known, methods in routes.items() for method in methods)
+        hint = f"there is {', '.join(known)}; more at /docs"
+    return NotFound(f"There is no {path[:200]} here: {hint}", code="unknown_url")
+
+
+async def _say_options(scope: Scope, methods: Iterable[str], send: Send) -> None:
+    """What may be done here, which a browser asks before it lets a page do it (Fetch standard, "CORS-preflight request")."""
+    allowed = ", ".join(sorted(methods)).encode()
+    headers = [(b"allow", allowed), (b"access-control-allow-methods", allowed), (b"access-control-max-age", b"7200")]
+    headers += [
+        (b"access-control-allow-headers", value)  # `*` would leave out Authorization
+        for name, value in scope["headers"]
+        if name == b"access-control-request-headers"
+    ]
+    await send({"type": "http.response.start", "status": 204, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def _readable_anywhere(send: Send) -> Send:
+    """`send` that lets a page of any origin read the response. A browser adds nothing to such a request by itself: a page that
+    has no key gets nothing, and the admin plane, which knows cookies, is no part of this."""
+
+    async def readable(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            shared = [(b"access-control-allow-origin", b"*"), (b"access-control-expose-headers", b"*")]
+            message = {**message, "headers": [*message["headers"], *shared]}
+        await send(message)
+
+    return readable
 
 
 def _bounded(receive: Receive) -> Receive:

@@ -13,7 +13,11 @@ from gateway.turn import Turn
 Headers = list[tuple[bytes, bytes]]
 
 JSON = (b"content-type", b"application/json")
-EVENT_STREAM = (b"content-type", b"text/event-stream; charset=utf-8")
+EVENT_STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx in front would hold a stream back until its buffer is full
+]
 
 
 def base_headers(request_id: str) -> Headers:

@@ -12,7 +12,7 @@ from typing import Any
 import structlog
 
 from gateway.api.headers import JSON, Headers, base_headers
-from gateway.errors import ApiError, BadRequest, TooLarge
+from gateway.errors import ApiError, TooLarge, UnsupportedMediaType
 from gateway.record import Record
 
 _log = structlog.get_logger(__name__)
@@ -55,12 +55,12 @@ def new_record(route: str) -> Record:
 
 
 async def read_body(receive: Receive, headers: Mapping[str, str], bytes_max: int) -> bytes:
-    """The whole body. Raises TooLarge, BadRequest for a compressed one, ClientGone."""
+    """The whole body. Raises TooLarge, UnsupportedMediaType for a compressed one, ClientGone."""
     announced = headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > bytes_max:
         raise _too_large(bytes_max)
     if headers.get("content-encoding", "identity") != "identity":
-        raise BadRequest("Compressed request bodies are not supported", code="unsupported_content_encoding")
+        raise UnsupportedMediaType("Compressed request bodies are not supported: send it without Content-Encoding")
     message = await receive()
     if not message.get("more_body") and message["type"] == "http.request":
         body: bytes = message.get("body", b"")

@@ -19,7 +19,7 @@ from policies import FREE, Price
 # parsed from it, and no grammar holds it to JSON.
 _CAPABILITIES = {
     "local": frozenset({"n", "logprobs"}),
-    "openai": frozenset({"n", "logprobs", "tools", "json_object", "json_schema"}),
+    "openai": frozenset({"n", "logprobs", "tools", "json_object", "json_schema", "vision", "audio", "files"}),
     "litellm": frozenset({"tools"}),
 }
 

@@ -28,6 +28,7 @@ _ABILITIES = {
     "json_object": ("supports_response_schema", "supports_native_structured_output"),
     "vision": ("supports_vision",),
     "audio": ("supports_audio_input",),
+    "files": ("supports_pdf_input",),
 }
 
 

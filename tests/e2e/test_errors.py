@@ -115,6 +115,7 @@ def test_body_over_the_limit(gateway: Gateway) -> None:
         ("GET", "/v1", 404),
         ("GET", "/v1/modelsX", 404),
         ("GET", "/v1x", 404),
+        ("POST", "/chat/completions", 404),
     ],
 )
 def test_unknown_routes(gateway: Gateway, method: str, path: str, status: int) -> None:
@@ -122,6 +123,30 @@ def test_unknown_routes(gateway: Gateway, method: str, path: str, status: int) -
     reply = httpx.request(method, gateway.root + path)
     assert reply.status_code == status
     assert reply.json()["error"]["message"]
+
+
+def test_a_base_url_without_v1_is_told_so(gateway: Gateway) -> None:
+    """The commonest mistake of all reads what was meant."""
+    reply = httpx.post(f"{gateway.root}/chat/completions", json={})
+    assert reply.status_code == 404
+    assert "did you mean /v1/chat/completions?" in reply.json()["error"]["message"]
+
+
+def test_a_compressed_body_is_refused_and_a_byte_order_mark_is_not(gateway: Gateway) -> None:
+    """415 with what would be taken (RFC 9110, section 12.5.3); a mark that some platforms write before JSON is ignored."""
+    url, headers = f"{gateway.base_url}/chat/completions", {"authorization": f"Bearer {API_KEY}"}
+    reply = httpx.post(url, content=b"\x1f\x8b", headers={**headers, "content-encoding": "gzip"})
+    assert (reply.status_code, reply.headers["accept-encoding"]) == (415, "identity")
+    assert_openai_shape(reply)
+    marked = b'\xef\xbb\xbf{"model": "mock", "messages": [{"role": "user", "content": "marked"}]}'
+    assert httpx.post(url, content=marked, headers=headers).status_code == 200
+
+
+def test_balancers_may_ask_with_head(gateway: Gateway) -> None:
+    """The same as GET, without the body."""
+    reply = httpx.head(f"{gateway.root}/healthz")
+    assert (reply.status_code, reply.content) == (200, b"")
+    assert httpx.head(f"{gateway.base_url}/models", headers={"authorization": f"Bearer {API_KEY}"}).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,91 @@
+"""The way to `/v1` as clients take it: with a slash too many, without the `/v1`, from a browser, or for what nobody serves here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.api.front import Front
+from gateway.api.request import Receive, Scope, Send, send_whole
+
+
+async def _echo(scope: Scope, receive: Receive, send: Send) -> None:
+    await send_whole(send, 200, [(b"x-asked", f"{scope['method']} {scope['path']}".encode())], b"")
+
+
+_ROUTES: dict[str, Any] = {
+    "/v1/chat/completions": {"POST": _echo},
+    "/v1/models": {"GET": _echo},
+    "/v1/models/*": {"GET": _echo},
+}
+
+
+async def ask(method: str, path: str, **headers: str) -> httpx.Response:
+    """One request through the front; what is not its own is echoed with 200 too."""
+    transport = httpx.ASGITransport(Front(_echo, lambda: _ROUTES))
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        return await client.request(method, f"http://gateway{path}", headers=headers)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/chat/completions/", "/v1//chat/completions", "//v1/chat/completions", "///v1/chat//completions//"],
+)
+async def test_slashes_too_many_are_none(path: str) -> None:
+    """A base URL that ends in a slash before a path that begins with one is no other address."""
+    assert (await ask("POST", path)).headers["x-asked"] == "POST /v1/chat/completions"
+
+
+async def test_a_models_name_keeps_its_slashes() -> None:
+    """Below `/v1/models` a path is a name, encoded or not."""
+    assert (await ask("GET", "/v1/models/org/name")).headers["x-asked"] == "GET /v1/models/org/name"
+    assert (await ask("GET", "/v1/models/org%2Fname/")).headers["x-asked"] == "GET /v1/models/org/name"
+    assert (await ask("GET", "/v1/models/")).headers["x-asked"] == "GET /v1/models"
+
+
+@pytest.mark.parametrize("path", ["/v1/v1/chat/completions", "/v1/openai/v1/chat/completions"])
+async def test_a_wrong_base_url_is_told_the_right_one(path: str) -> None:
+    """Who doubled the `/v1` reads what was meant."""
+    error = (await ask("POST", path)).json()["error"]
+    assert error["code"] == "unknown_url"
+    assert "did you mean /v1/chat/completions?" in error["message"]
+    assert len((await ask("POST", path + "x" * 60_000)).content) < 1000
+
+
+@pytest.mark.parametrize("path", ["/v1", "/v1/files", "/v1/messages", "/v1/chat", "/v1/realtime"])
+async def test_what_nobody_serves_is_told_what_there_is(path: str) -> None:
+    """A route of OpenAI's or of another API that is not here: 404 in OpenAI's shape, with the routes that are."""
+    reply = await ask("POST", path)
+    assert reply.status_code == 404
+    assert reply.json()["error"]["type"] == "invalid_request_error"
+    assert "there is POST /v1/chat/completions, GET /v1/models" in reply.json()["error"]["message"]
+
+
+async def test_a_browser_may_ask_and_read() -> None:
+    """A preflight is answered without a key, and every response to a page can be read by it, refusals too."""
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-stainless-os"}
+    reply = await ask("OPTIONS", "/v1/chat/completions", origin="https://page.example", **asked)
+    assert (reply.status_code, reply.content) == (204, b"")
+    assert reply.headers["access-control-allow-origin"] == "*"
+    assert reply.headers["access-control-allow-methods"] == "POST"
+    assert reply.headers["access-control-allow-headers"] == "authorization,x-stainless-os"
+    asked_for = (("POST", "/v1/chat/completions", 200), ("GET", "/v1/nope", 404), ("PUT", "/v1/models", 405))
+    for method, path, status in asked_for:
+        reply = await ask(method, path, origin="https://page.example")
+        assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (status, "*")
+        assert "access-control-allow-origin" not in (await ask(method, path)).headers
+
+
+async def test_no_page_reads_what_a_cookie_opens() -> None:
+    """Outside of `/v1` nothing is shared: the dashboard knows its visitor by a cookie, which browsers send by themselves."""
+    reply = await ask("GET", "/admin/api/teams", origin="https://page.example")
+    assert "access-control-allow-origin" not in reply.headers
+
+
+async def test_head_asks_what_get_asks() -> None:
+    """Balancers and monitors ask with HEAD; where only POST is taken it is refused as itself."""
+    assert (await ask("HEAD", "/v1/models")).status_code == 200
+    assert (await ask("HEAD", "/healthz")).headers["x-asked"] == "GET /healthz"
+    assert (await ask("HEAD", "/v1/chat/completions")).headers["allow"] == "POST"
