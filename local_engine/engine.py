@@ -171,7 +171,6 @@ class Engine:
         self._check(tokens, params)
         room = self.info.context_tokens - len(tokens)
         answer_tokens_max = min(params.max_tokens or self.config.answer_tokens_default, room)
-        eos = frozenset() if params.ignore_eos else self._eos
         self._submitted += 1
         sequence = Sequence(
             id=self._submitted,
@@ -179,7 +178,7 @@ class Engine:
             prompt_tokens=len(tokens),
             params=params,
             answer_tokens_max=answer_tokens_max,
-            stop_token_ids=eos.union(params.stop_token_ids),
+            stop_token_ids=(frozenset() if params.ignore_eos else self._eos).union(params.stop_token_ids),
             salt=salt,
             priority=priority,
             arrival=self._submitted,
@@ -187,6 +186,7 @@ class Engine:
             text=TextStream(self.tokenizer, params.stop),
             deadline=deadline,
             submitted_s=self._clock(),
+            prompt_logprobs=[self.tokenizer.told(tokens[0], 0.0)] if params.prompt_logprobs is not None else [],
         )
         if self.config.draft_tokens_max and not sequence.has_penalties:
             # at its beginning the answer is looked for where the reference begins
@@ -339,6 +339,7 @@ class Engine:
             token_ids=piece.token_ids,
             logprobs=piece.logprobs,
             prompt_logprobs=prompt_logprobs,
+            stop_token=piece.stop_token,
             finish_reason=reason,
         )
         if reason is None:

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -224,7 +224,7 @@ class EngineThread(threading.Thread):
             messages.append((work.key, error_to_wire(work.key.id, step.error)))
             return
         output = step.output
-        if not output.text and not output.token_ids and output.finish_reason is None:
+        if not (output.text or output.token_ids or output.prompt_logprobs or output.finish_reason):
             return
         usage: Usage | None = None
         if step.usage is not None:
@@ -271,7 +271,10 @@ def _best(work: Work) -> tuple[Output, ...]:
 
     best = sorted(work.sequences, key=likelihood, reverse=True)[: work.n]
     return tuple(
-        msgspec.structs.replace(output, index=index, logprobs=output.logprobs if work.wants_logprobs else ())
+        msgspec.structs.replace(output, index=index, **({} if work.wants_logprobs else _NO_LOGPROBS))
         for index, id in enumerate(best)
         for output in held.get(id, ())
     )
+
+
+_NO_LOGPROBS: dict[str, Any] = {"logprobs": (), "stop_token": None}

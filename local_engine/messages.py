@@ -169,13 +169,15 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A piece of one choice: text that is final, the tokens behind it; `finish_reason` on the choice's last piece.
-    `prompt_logprobs`, where asked for, on the first: of the prompt's tokens but the first, which nothing predicts."""
+    Where log probabilities were asked for: `stop_token` is the token that ended the choice and is no part of its text;
+    `prompt_logprobs`, on the first piece, are the prompt's tokens, of which the first, that nothing predicts, has 0."""
 
     index: int = 0
     text: str = ""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    stop_token: TokenLogprob | None = None
     finish_reason: FinishReason | None = None
 
 

@@ -7,7 +7,7 @@ that are under way have ended; a running sequence has at least one token that is
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from hashlib import blake2b
 
@@ -33,8 +33,8 @@ class Sequence:
     `cached_tokens` is how much of the prompt was reused at first admission. `counts` counts answer tokens and is kept
     only where a penalty needs it. `turn` is its place in the fair order of its priority, see the scheduler.
     `speculation` is None where drafts are not allowed; `foreseen` counts tokens whose KV the draft model has in `blocks`.
-    `drafted` and `accepted` count guesses by their source. `prompt_logprobs` are those of the prompt's tokens from the second
-    on, as far as they are known; kept where they were asked for.
+    `drafted` and `accepted` count guesses by their source. `prompt_logprobs` are those of the prompt's tokens, as far as they
+    are known, where they were asked for: at least the first, which nothing predicts.
     """
 
     id: int
@@ -93,7 +93,7 @@ class Sequence:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether log probabilities of the prompt are still to be computed."""
-        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_tokens - 1
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_tokens
 
     def add(self, token_id: int, logprob: TokenLogprob | None) -> tuple[Piece, FinishReason | None]:
         """Add the answer's next token; returns the text it made final, and why the answer ends with it if it does."""
@@ -101,7 +101,7 @@ class Sequence:
         if self.has_penalties:
             self.counts[token_id] += 1
         if token_id in self.stop_token_ids:
-            return self.text.finish(), "stop"
+            return replace(self.text.finish(), stop_token=logprob), "stop"
         piece = self.text.push(token_id, logprob, can_stop=self.answer_tokens >= self.params.min_tokens)
         if piece.is_stopped:
             return piece, "stop"

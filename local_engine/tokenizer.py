@@ -21,7 +21,7 @@ from local_engine.messages import InvalidRequest, TokenLogprob
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
-    from local_engine.sampler import Candidate, Sampled
+    from local_engine.sampler import Sampled
 
 _SPACE = "▁"
 
@@ -120,14 +120,15 @@ class Tokenizer:
 
     def spelled(self, sampled: Sampled) -> TokenLogprob | None:
         """Log probabilities with their tokens' text; None where none were asked for."""
-
-        def told(candidate: Candidate, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
-            raw = self.spell(candidate.token_id)
-            return TokenLogprob(candidate.token_id, raw.decode(errors="replace"), raw, candidate.logprob, top)
-
         if sampled.chosen is None:
             return None
-        return told(sampled.chosen, tuple(told(candidate) for candidate in sampled.top))
+        top = tuple(self.told(candidate.token_id, candidate.logprob) for candidate in sampled.top)
+        return self.told(sampled.chosen.token_id, sampled.chosen.logprob, top)
+
+    def told(self, id: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+        """A token's log probability with its text."""
+        raw = self.spell(id)
+        return TokenLogprob(id, raw.decode(errors="replace"), raw, logprob, top)
 
     def is_special(self, id: int) -> bool:
         """Whether the token is a control token, which has no place in an answer's text."""
@@ -177,16 +178,19 @@ def byte_of_character() -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text that is final, with the tokens whose text it completes; `is_stopped` when a stop string was met."""
+    """Text that is final, with the tokens whose text it completes; `is_stopped` when a stop string was met, `stop_token` where
+    a token ended it."""
 
     text: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     is_stopped: bool = False
+    stop_token: TokenLogprob | None = None
 
     def joined(self, more: Piece) -> Piece:
         """Both, one after the other."""
-        return Piece(self.text + more.text, self.token_ids + more.token_ids, self.logprobs + more.logprobs)
+        logprobs = self.logprobs + more.logprobs
+        return Piece(self.text + more.text, self.token_ids + more.token_ids, logprobs, stop_token=more.stop_token)
 
 
 @dataclass(slots=True)

@@ -80,8 +80,9 @@ def read(config: EngineConfig, windows: int, window_tokens: int, *, is_native: b
             engine.submit(tokens[start : start + window_tokens], params)
             while engine.has_work:
                 for step in engine.step():
-                    logprobs += [token.logprob for token in step.output.prompt_logprobs]
-                    likeliest += [token.top[0].token_id for token in step.output.prompt_logprobs]
+                    predicted = step.output.prompt_logprobs[1:]
+                    logprobs += [token.logprob for token in predicted]
+                    likeliest += [token.top[0].token_id for token in predicted]
     return Told(tuple(logprobs), tuple(likeliest))
 
 

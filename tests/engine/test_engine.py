@@ -128,7 +128,7 @@ def test_salts_take_turns(make_engine: Make) -> None:
 
 
 def test_prompt_logprobs_are_the_model_s(make_engine: Make, checkpoint: Callable[[str], Any]) -> None:
-    """Each prompt token but the first has its log probability, in whatever chunks it was read, cached or not."""
+    """Each prompt token but the first has its log probability, in whatever chunks it was read, cached or not; the first has 0."""
     prompt = random_prompt(4, 40)
     with torch.inference_mode():
         rows = reference(checkpoint("llama"))(torch.tensor([prompt])).logits[0].log_softmax(-1)
@@ -140,8 +140,9 @@ def test_prompt_logprobs_are_the_model_s(make_engine: Make, checkpoint: Callable
         while engine.has_work:
             said += [token for step in engine.step() for token in step.output.prompt_logprobs]
             engine.check_integrity()
-        assert [token.token_id for token in said] == prompt[1:]
-        for token, row in zip(said, rows, strict=False):
+        assert [token.token_id for token in said] == prompt
+        assert (said[0].logprob, said[0].top) == (0.0, ())
+        for token, row in zip(said[1:], rows, strict=False):
             assert token.logprob == pytest.approx(float(row[token.token_id]), abs=1e-4)
             assert token.top[0].token_id == int(row.argmax())
 

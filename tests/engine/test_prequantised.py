@@ -64,7 +64,7 @@ def said(folder: Path, prompt: list[int], **options: Any) -> tuple[Engine, torch
     engine = Engine(EngineConfig(model=str(folder), **{**SMALL, **options}))
     engine.submit(prompt, greedy(1, prompt_logprobs=0))
     (step,) = engine.step()
-    return engine, torch.tensor([token.logprob for token in step.output.prompt_logprobs])
+    return engine, torch.tensor([token.logprob for token in step.output.prompt_logprobs[1:]])
 
 
 def expected(folder: Path, prompt: list[int]) -> torch.Tensor:

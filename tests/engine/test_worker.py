@@ -140,6 +140,28 @@ async def test_the_best_of_several_is_the_likeliest(worker: AsyncEngine) -> None
     assert generation.usage.completion_tokens == 32
 
 
+async def test_a_token_that_ends_an_answer_is_told(worker: AsyncEngine) -> None:
+    """With log probabilities, also the token that stopped a choice, which is no part of its text; without, only that it did."""
+    (said,) = await collect(worker, request([5, 6, 7], 1))
+    for logprobs in (None, 1):
+        sampling = greedy(4, stop_token_ids=said.token_ids, logprobs=logprobs)
+        (output,) = await collect(worker, GenerateRequest(prompt_token_ids=[5, 6, 7], sampling=sampling))
+        assert (output.text, output.token_ids, output.logprobs, output.finish_reason) == ("", (), (), "stop")
+        told = output.stop_token
+        assert (told is None) is (logprobs is None)
+        assert told is None or (told.token_id, told.top[0].logprob) == (said.token_ids[0], told.logprob)
+
+
+async def test_prompt_logprobs_come_though_the_text_is_held_back(worker: AsyncEngine) -> None:
+    """The prompt's log probabilities leave with the first token, also where its text may begin a stop string."""
+    (said,) = await collect(worker, request([5, 6, 7], 1))
+    assert said.text
+    sampling = greedy(3, stop=(said.text + "never",), prompt_logprobs=0)
+    outputs = await collect(worker, GenerateRequest(prompt_token_ids=[5, 6, 7], sampling=sampling))
+    assert [token.token_id for token in outputs[0].prompt_logprobs] == [5, 6, 7]
+    assert not any(output.prompt_logprobs for output in outputs[1:])
+
+
 async def test_chat_and_count_agree(worker: AsyncEngine) -> None:
     """Messages go through the chat template; counting gives what generating uses."""
     what = GenerateRequest(messages=[{"role": "user", "content": "hello 東京"}], sampling=greedy(2))
