@@ -192,7 +192,7 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
     def emit(record: Record, turn: Turn | None, chunks: Sequence[Chunk]) -> None:
         if settings.log_prompts and turn is not None:
             prompt = msgspec.json.encode(turn.body.get("messages")).decode()
-            log.emit(record, prompt=prompt, answer=fold(chunks).decode() if chunks else "")
+            log.emit(record, prompt=prompt, answer=_told(chunks) if chunks else "")
         else:
             log.emit(record)
         metrics.observe(record)
@@ -335,6 +335,14 @@ async def _cancelled(task: asyncio.Task[None]) -> None:
     while not task.done():  # on Python 3.11 a wait inside redis-py can swallow a cancellation: say it again
         task.cancel()
         await asyncio.wait([task], timeout=0.5)
+
+
+def _told(chunks: Sequence[Chunk]) -> str:
+    """What was answered, for the log; chunk by chunk where nobody can put them together."""
+    try:
+        return fold(chunks).decode()
+    except msgspec.DecodeError:
+        return b"\n".join(chunk.data for chunk in chunks).decode("utf-8", "replace")
 
 
 async def _last_flush(stats: Stats) -> None:

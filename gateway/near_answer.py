@@ -5,9 +5,10 @@ is of the request's own partition and compat, as a hit would be; it is asked for
 round trip where anything else is asked of Redis; whatever fails, there is no draft.
 """
 
+import msgspec
+
 from cache import Entry, ExactCache, Lookup
 from gateway.api.fold import fold
-from gateway.api.wire import UNREADABLE
 from gateway.begun import Begun
 from gateway.job import Job
 from gateway.storing import answer_text, chunks_of
@@ -31,6 +32,6 @@ def text_of(entry: Entry | None) -> str:
         return ""
     try:
         whole = fold(chunks_of(entry))
-    except UNREADABLE:  # recorded as it came, with something wrong where nobody had to look
+    except msgspec.DecodeError:  # recorded as it came, with something wrong where nobody had to look
         return ""
     return (answer_text(whole) or "")[:_TEXT_CHARS_MAX]

@@ -114,7 +114,7 @@ def answer_text(whole: bytes) -> str | None:
     try:
         choices = msgspec.json.decode(whole)["choices"]
         (message,) = (choice["message"] for choice in choices)
-    except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+    except (msgspec.DecodeError, RecursionError, KeyError, TypeError, ValueError):
         return None
     content, calls = message.get("content") or "", message.get("tool_calls") or []
     if not isinstance(content, str) or message.get("refusal") or message.get("audio"):

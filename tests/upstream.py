@@ -56,6 +56,7 @@ class Plan:
     error: str = ""  # a place: an error object inside the stream
     error_code: str = "server_error"
     malformed: str = ""  # a place: half of a JSON object
+    note: str = ""  # in each object, where nobody reads it: bytes | range
     delay_ms: float = 0.0  # before the headers
     pace_ms: float = 0.0  # before each chunk
     linger_ms: float = 0.0  # between [DONE] and the end of the body
@@ -85,6 +86,7 @@ class Plan:
 
 
 _PLAIN = Plan()
+_NOTES = {"bytes": b'"\xff"', "range": b"1e999"}
 
 
 @dataclass
@@ -168,6 +170,10 @@ def head(request: dict[str, Any], kind: str) -> dict[str, Any]:
     }
 
 
+def noted(told: bytes, plan: Plan) -> bytes:
+    return told[:-1] + b',"note":' + _NOTES[plan.note] + b"}" if plan.note else told
+
+
 def whole(request: dict[str, Any], plan: Plan) -> bytes:
     """The answer as a `chat.completion`."""
     answers = [answer(request, plan, choice) for choice in range(request.get("n") or 1)]
@@ -188,7 +194,7 @@ def whole(request: dict[str, Any], plan: Plan) -> bytes:
             }
         )
     body = {**head(request, "chat.completion"), "choices": choices}
-    return msgspec.json.encode({**body, "usage": usage(request, answers)} if plan.has_usage else body)
+    return noted(msgspec.json.encode({**body, "usage": usage(request, answers)} if plan.has_usage else body), plan)
 
 
 def events(request: dict[str, Any], plan: Plan) -> tuple[list[bytes], int]:
@@ -200,7 +206,7 @@ def events(request: dict[str, Any], plan: Plan) -> tuple[list[bytes], int]:
 
     def say(choices: list[dict[str, Any]], **fields: Any) -> None:
         more = {"usage": None, **fields} if wants_usage else fields
-        found.append(msgspec.json.encode({**start, "choices": choices, **more}))
+        found.append(noted(msgspec.json.encode({**start, "choices": choices, **more}), plan))
 
     def delta(index: int, content: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> None:
         say([{"index": index, "delta": content, "logprobs": logprobs, "finish_reason": finish}])

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.api.wire import TextRun
+from gateway.api.wire import UNREADABLE, TextRun
 from gateway.backends.base import Chunk
 
 _FIRST = frozenset({"id", "created", "model"})  # Azure opens with a chunk where these are empty
@@ -28,11 +28,17 @@ def fold(chunks: Sequence[Chunk]) -> bytes:
     Text in deltas is joined, tool calls by their `index`, lists appended; of other fields the last value that is not
     null stays. A message always has `role` and `content`. Raises msgspec.DecodeError.
     """
-    top: dict[str, Any] = {}
-    choices: dict[int, dict[str, Any]] = {}
     if chunks and chunks[0].is_whole:
         return chunks[0].data
-    payloads = [payload for chunk in chunks for payload in chunk.each()]
+    try:
+        return _fold([payload for chunk in chunks for payload in chunk.each()])
+    except UNREADABLE as error:
+        raise msgspec.DecodeError(str(error)) from None
+
+
+def _fold(payloads: Sequence[bytes]) -> bytes:
+    top: dict[str, Any] = {}
+    choices: dict[int, dict[str, Any]] = {}
     runs = position = 0
     while position < len(payloads):
         piece: dict[str, Any] = msgspec.json.decode(payloads[position])

@@ -9,10 +9,12 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from itertools import chain
 from typing import Any
 
+import msgspec
 import structlog
 
 from gateway.api.headers import JSON, Headers, base_headers
-from gateway.errors import ApiError, TooLarge, UnsupportedMediaType
+from gateway.backends.base import BackendBroken
+from gateway.errors import ApiError, TooLarge, UnsupportedMediaType, from_backend
 from gateway.record import Record
 
 _log = structlog.get_logger(__name__)
@@ -108,6 +110,8 @@ async def send_failure(send: Send, error: Exception, record: Record) -> None:
 
 def failure(error: Exception, record: Record) -> ApiError:
     """The error that a client is told, also the record's. A bug is logged, and is never a client's to read."""
+    if isinstance(error, msgspec.DecodeError):  # the light view found nothing wrong, whoever puts it together does
+        error = from_backend(BackendBroken("The deployment's answer is not JSON"))
     if not isinstance(error, ApiError):
         _log.error("request_failed", request_id=record.request_id, exc_info=error)
         error = ApiError("The gateway failed while it handled this request", code="internal_error")

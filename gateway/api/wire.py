@@ -92,7 +92,7 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 def parse(data: bytes) -> Answer:
     """The light view of `data`. Raises msgspec.DecodeError where it is no JSON, or no answer."""
     try:
-        return _decode_answer(data)
+        return _decode_answer(data.decode())  # as text: msgspec looks at no byte of a field that it skips
     except (UnicodeDecodeError, RecursionError) as error:
         raise msgspec.DecodeError(str(error)) from None
 
@@ -235,7 +235,13 @@ def unfold(whole: bytes) -> list[Chunk]:
     whole and of its choices come with the finish, unknown fields of a message with its first delta; usage comes last
     and alone. Raises msgspec.DecodeError.
     """
-    answer: dict[str, Any] = msgspec.json.decode(whole)
+    try:
+        return _unfold(msgspec.json.decode(whole))
+    except UNREADABLE as error:
+        raise msgspec.DecodeError(str(error)) from None
+
+
+def _unfold(answer: dict[str, Any]) -> list[Chunk]:
     head = {key: answer[key] for key in _HEAD if key in answer} | {"object": "chat.completion.chunk"}
     usage = answer.get("usage")
     extra = {key: value for key, value in answer.items() if key not in (*_HEAD, "object", "choices")}

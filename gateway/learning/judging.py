@@ -248,7 +248,7 @@ class Judging:
 
     async def _compare(self, asked: _Asked) -> None:
         """A fresh answer with those near it: the first comparison is the verdict, an equal one makes a group."""
-        trial, fresh = asked.trial, self._told(asked.text, fold(asked.chunks))
+        trial, fresh = asked.trial, _told(asked.text, asked.chunks)
         assert trial is not None
         entries = await self._exact.several(asked.partition, asked.compat, trial.ranked)
         first = entries[0]
@@ -273,7 +273,7 @@ class Judging:
         assert self._regenerate is not None
         assert asked.entry is not None
         answer = await self._regenerate(asked.turn)
-        fresh = self._told(asked.text, answer) if answer is not None else None
+        fresh = _told(asked.text, [Chunk(answer, is_whole=True)]) if answer is not None else None
         if fresh is None:
             return
         opinion = await self._opinion(fresh, asked.entry, 1.0)
@@ -285,7 +285,7 @@ class Judging:
 
     async def _check_again(self, asked: _Asked) -> None:
         """Somebody did not take what was served: a different fresh answer is a wrong verdict, one nobody can compare a weak one."""
-        fresh, served = self._told(asked.text, fold(asked.chunks)), asked.served
+        fresh, served = _told(asked.text, asked.chunks), asked.served
         assert served is not None
         (entry,) = await self._exact.several(asked.partition, asked.compat, (served.exact,))
         if fresh is None or entry is None or entry.created_at != served.created_at:
@@ -336,7 +336,7 @@ class Judging:
             self._note(Check(asked.record, not is_right, (1.0 - _audited(asked.trial)) / asked.chance))
 
     async def _opinion(self, fresh: Told, entry: Entry, similarity: float | None) -> Opinion:
-        cached = self._told(entry.text or "", fold(chunks_of(entry)))
+        cached = _told(entry.text or "", chunks_of(entry))
         if cached is None:
             return Opinion(Ruling.UNKNOWN, "", "not an answer that can be compared")
         opinion = await self._judge.judge(fresh, cached)
@@ -344,10 +344,6 @@ class Judging:
         if opinion.ruling is Ruling.UNKNOWN and is_worth and self._dear is not None:
             opinion = await self._dear.judge(fresh, cached)
         return opinion
-
-    def _told(self, prompt: str, whole: bytes) -> Told | None:
-        answer = answer_text(whole) if len(whole) <= _ANSWER_BYTES_MAX else None
-        return Told(prompt, answer) if answer is not None else None
 
     async def _remember(self, partition: Partition, reply: Reply, answer: str | None) -> None:
         try:
@@ -363,6 +359,16 @@ def _is_same(opinion: Opinion) -> bool | None:
 def _audited(trial: Trial) -> float:
     """With which probability a would-be hit is generated instead; 1 says that it was not to be served or nothing is audited."""
     return trial.chance if trial.chance < 1.0 else 0.0
+
+
+def _told(prompt: str, chunks: Sequence[Chunk]) -> Told | None:
+    """A question and its answer, for a judge; None where the answer is nothing that one can read."""
+    try:
+        whole = fold(chunks)
+    except msgspec.DecodeError:
+        return None
+    answer = answer_text(whole) if len(whole) <= _ANSWER_BYTES_MAX else None
+    return Told(prompt, answer) if answer is not None else None
 
 
 def _weak(finding: Finding) -> Finding:

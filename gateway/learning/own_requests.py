@@ -69,7 +69,7 @@ class OwnRequests:
                 while batch := await answer.reader.next():
                     chunks += batch
                 return fold(chunks)
-        except (ApiError, TimeoutError) as error:
+        except (ApiError, TimeoutError, msgspec.DecodeError) as error:
             _log.info("own_request_failed", reason=str(error) or type(error).__name__)
             return None
         finally:

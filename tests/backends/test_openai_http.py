@@ -555,7 +555,6 @@ INTRUDERS = {
     "two contents": spoken("a").replace(b'"content":"a"', b'"content":"a","content":"b"'),
     "two texts": spoken("a").replace(b'"content":"a"', b'"content":"a","refusal":"b"'),
     "two choices": spoken("a").replace(b'}],"', b'},{"index":1,"delta":{"content":"b"}}],"') + b" ",
-    "bytes that are no text": spoken("a", note="?").replace(b'"?"', b'"\xff"'),
     "a number out of range": spoken("a", note=0).replace(b'"note":0', b'"note":1e999'),
 }
 
@@ -585,5 +584,5 @@ async def test_text_that_goes_on_hides_nothing(intruder: bytes, is_split: bool) 
     alone = [read(payload) for payload in sent]
     told = [chunk for chunk in chunks for _ in range(chunk.count)]
     assert [replace(one, data=b"", count=1) for one in told] == [replace(one, data=b"") for one in alone]
-    if b"\xff" not in intruder and b"1e999" not in intruder:
+    if b"1e999" not in intruder:
         assert fold(chunks) == fold([read(payload + b" " * at) for at, payload in enumerate(sent)])

@@ -59,6 +59,8 @@ def gateway(upstream_process: Upstream, tmp_path_factory: pytest.TempPathFactory
             "cut-three": {"deployments": [at("cutter-three", "mock?cut=middle")]},
             "busy": {"deployments": [at("busy", "mock?status=429;retry_after=7")]},
             "busy-too": {"deployments": [at("busy-too", "mock?status=429;retry_after=7")]},
+            "no-text": {"deployments": [at("no-text", "mock?note=bytes")]},
+            "out-of-range": {"deployments": [at("out-of-range", "mock?note=range;is_stream=1")]},
             "rejecting": {"deployments": [at("rejecting", "mock?status=400")]},
             "long": {"deployments": [at("long", "mock?finish=length")]},
             "filtered": {"deployments": [at("filtered", "mock?finish=content_filter")]},

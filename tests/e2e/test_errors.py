@@ -170,6 +170,15 @@ def test_upstreams_fault(
         assert int(reply.headers["retry-after"]) >= 7
 
 
+@pytest.mark.parametrize("model", ["no-text", "out-of-range"])
+def test_what_cannot_be_read_is_the_upstreams_fault(gateway: Gateway, model: str) -> None:
+    """Bytes that are no text, and a stream that nobody can make a whole of although each chunk was good enough to pass on."""
+    reply = gateway.chat("tell me", model=model)
+    assert (reply.status_code, assert_openai_shape(reply)["code"]) == (502, "upstream_broken")
+    if model != "no-text":
+        assert gateway.chat("tell me", model=model, stream=True).text.endswith("data: [DONE]\n\n")
+
+
 def test_a_cut_stream_is_not_shown_as_finished(gateway: Gateway) -> None:
     """After the first chunk a failure is an in-band error event, and there is no [DONE]."""
     reply = gateway.chat("cut me", model="cut", stream=True)

@@ -337,6 +337,7 @@ def test_usage_is_read_under_its_names(fields: dict[str, Any], usage: Usage) -> 
         b'{"choices": [{"index": "a"}]}',
         b'{"choices": [{"delta": {"content": "\\ud800"}}]}',
         b"\xff",
+        b'{"choices": [], "note": "\xff"}',
         b"[" * 100_000,
     ],
 )
@@ -344,6 +345,15 @@ def test_what_is_no_answer_is_refused(bad: bytes) -> None:
     """Whatever is wrong with the bytes, one kind of error says so."""
     with pytest.raises(msgspec.DecodeError):
         read(bad)
+
+
+@pytest.mark.parametrize("note", [b'"\xff"', b"1e999", b"[" * 100_000 + b"]" * 100_000])
+def test_what_cannot_be_read_in_full_is_one_kind_of_error(note: bytes) -> None:
+    """Neither a whole of chunks nor chunks of a whole are made of what holds such a thing, wherever it stands."""
+    with pytest.raises(msgspec.DecodeError):
+        fold([Chunk(b'{"choices": [], "note": %b}' % note)])
+    with pytest.raises(msgspec.DecodeError):
+        unfold(b'{"choices": [], "note": %b}' % note)
 
 
 def test_an_ending_needs_every_choice() -> None:
