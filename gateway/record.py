@@ -1,9 +1,13 @@
 """The canonical facts of one finished request. The log line, the metrics, the stats and the recent routes are made of this
 value and of nothing else, so they can't disagree."""
 
+import random
+
 import msgspec
 
 from gateway.backends.base import Usage
+
+_random = random.Random()  # seeded by the operating system; an id is unique, not secret
 
 
 class Rejection(msgspec.Struct, frozen=True):
@@ -67,3 +71,17 @@ class Record(msgspec.Struct, omit_defaults=True):
         self.prompt_tokens, self.completion_tokens = usage.prompt_tokens, usage.completion_tokens
         self.cached_tokens = usage.cached_tokens
         self.drafted_tokens, self.accepted_tokens = usage.drafted_tokens, usage.accepted_tokens
+
+
+def new_id(at_s: float) -> str:
+    """The id of a request that came at `at_s`, unix time, and says so, as a version 7 UUID does (RFC 9562, section 5.7)."""
+    return f"req_{int(at_s * 1000):012x}{_random.getrandbits(80):020x}"
+
+
+def arrived_at(request_id: str) -> float | None:
+    """When the request of this id came, in unix time; None where it is no id of ours."""
+    digits = request_id.removeprefix("req_")
+    try:
+        return int(digits[:12], 16) / 1000.0 if len(digits) == 32 else None
+    except ValueError:
+        return None

@@ -313,6 +313,10 @@ class Stats:
             del self._hours[gone]
         return total
 
+    def unsent(self, matches: Callable[[Record], bool]) -> Record | None:
+        """The newest request that matches among those that only this worker knows yet."""
+        return next((record for record in reversed(self._routes) if matches(record)), None)
+
     async def routes(self, matches: Callable[[Record], bool], *, before: str = "", limit: int = 50) -> Page:
         """The latest requests that match, the newest first; `before` is the last page's cursor."""
         return await self._latest(_ROUTES_KEY, matches, before, limit)

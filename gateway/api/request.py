@@ -3,7 +3,6 @@
 Format: ASGI HTTP specification 2.5. Knows no routes. Invariant: a body is never held beyond the limit, announced or not.
 """
 
-import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from itertools import chain
@@ -15,10 +14,9 @@ import structlog
 from gateway.api.headers import JSON, Headers, base_headers
 from gateway.backends.base import BackendBroken
 from gateway.errors import ApiError, TooLarge, UnsupportedMediaType, from_backend
-from gateway.record import Record
+from gateway.record import Record, new_id
 
 _log = structlog.get_logger(__name__)
-_random = random.Random()  # seeded by the operating system; an id is unique, not secret
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -53,7 +51,8 @@ def bearer_of(headers: Mapping[str, str]) -> str | None:
 
 
 def new_record(route: str) -> Record:
-    return Record(request_id=f"req_{_random.getrandbits(128):032x}", at_s=time.time(), route=route)
+    at_s = time.time()
+    return Record(request_id=new_id(at_s), at_s=at_s, route=route)
 
 
 async def read_body(receive: Receive, headers: Mapping[str, str], bytes_max: int) -> bytes:
