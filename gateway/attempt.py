@@ -59,8 +59,9 @@ async def attempt(job: Job, deployment: Deployment) -> BackendError | None:
                 held.clear()
     except BackendError as error:
         deployment.failed(error)
-        job.attempts.append(Attempt(deployment.name, error.detail[:300], made.elapsed_ms()))
-        if made.has_begun or isinstance(error, BackendRejected):
+        is_refusal = isinstance(error, BackendRejected)
+        job.attempts.append(Attempt(deployment.name, error.detail[:300], made.elapsed_ms(), is_refusal))
+        if made.has_begun or is_refusal:
             raise from_backend(error) from error
         return error
     except asyncio.CancelledError:

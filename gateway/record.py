@@ -18,11 +18,19 @@ class Rejection(msgspec.Struct, frozen=True):
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """One deployment that was tried, and how it ended: `ok`, or the error in words."""
+    """One deployment that was tried, and how it ended: `ok`, `cancelled`, or the error in words."""
 
     name: str
     outcome: str
     duration_ms: float
+    is_refusal: bool = False  # the request was at fault
+
+    @property
+    def verdict(self) -> str:
+        """What it says of the deployment: ok, error, or nothing: `refused` as the client's fault, `cancelled` as nobody waited."""
+        if self.outcome in ("ok", "cancelled"):
+            return self.outcome
+        return "refused" if self.is_refusal else "error"
 
 
 class Record(msgspec.Struct, omit_defaults=True):

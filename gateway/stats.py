@@ -170,10 +170,8 @@ class Stats:
     def _add_attempts(self, record: Record, minute: int) -> None:
         for attempt in record.attempts:
             tally = self._deployments.setdefault((minute, attempt.name), DeploymentTally())
-            if attempt.outcome == "ok":
-                tally.ok += 1
-            else:
-                tally.failed += 1
+            tally.ok += attempt.verdict == "ok"
+            tally.failed += attempt.verdict == "error"
         tally = self._deployments.setdefault((minute, record.deployment), DeploymentTally())
         tally.completion_tokens += record.completion_tokens
         tally.cost_microusd += record.cost_microusd

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gateway.settings import Settings, SettingsError
+from local_engine.messages import Ended, ended_path, tell_ended
 
 _RESTART_PAUSES_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
 _STEADY_AFTER_S = 30.0
@@ -44,7 +45,6 @@ class Child:
     heart: Path | None = None  # a socket whose reader hears something every second, as long as the process is well
     process: asyncio.subprocess.Process | None = None
     keeper: asyncio.Task[None] | None = None
-    restarts: int = 0
 
 
 def redis_binary() -> str:
@@ -119,11 +119,13 @@ class Supervisor:
         self._ready: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
-        """Until SIGTERM or SIGINT. Returns the exit status. Raises SettingsError where this host can't serve."""
+        """Until SIGTERM, SIGINT or SIGHUP. Returns the exit status. Raises SettingsError where this host can't serve."""
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup's wish: let the terminal close
+            loop.add_signal_handler(signal.SIGHUP, stop.set)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._sole_user())
             listener = stack.enter_context(self._listen())
@@ -141,6 +143,9 @@ class Supervisor:
         if settings.redis_url is None:
             Path(settings.run_dir / "redis.sock").unlink(missing_ok=True)
             self._keep(Child("redis", redis_argv(settings)))
+        engines = sorted({d.engine for model in settings.models.values() for d in model.deployments if d.engine})
+        for name in engines:
+            ended_path(settings.engine_socket(name)).unlink(missing_ok=True)  # that was another life
         handed = settings.run_dir / "worker.json"  # a file: one variable of the environment holds 128 KiB at most
         handed.touch(mode=0o600)
         handed.write_text(settings.model_dump_json())
@@ -160,8 +165,7 @@ class Supervisor:
         quiet = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
         self._keep(Child("cache", cache_argv(settings), {**quiet, "SAMEWAY_REDIS_URL": settings.redis_target}))
         self._ready = asyncio.create_task(self._say_when_ready(port))
-        used = {d.engine for model in settings.models.values() for d in model.deployments if d.engine}
-        for name in sorted(used):
+        for name in engines:
             heart = settings.engine_socket(name)
             self._keep(Child(f"engine-{name}", engine_argv(settings, name), quiet, heart=heart))
 
@@ -203,12 +207,14 @@ class Supervisor:
                 return
             deaths = 0 if time.monotonic() - started > _STEADY_AFTER_S else deaths + 1
             pause_s = _RESTART_PAUSES_S[min(deaths, len(_RESTART_PAUSES_S)) - 1] if deaths else _RESTART_PAUSES_S[0]
-            child.restarts += 1
             print(
                 f"sameway: {child.name} {_how_it_ended(status)}; starting it again in {pause_s} s",
                 file=sys.stderr,
                 flush=True,
             )
+            if child.heart is not None and status < 0:  # it had no chance to say so itself
+                with contextlib.suppress(OSError):
+                    tell_ended(child.heart, Ended(_how_it_ended(status)))
             await asyncio.sleep(pause_s)
 
     async def _spawn(self, child: Child) -> asyncio.subprocess.Process:

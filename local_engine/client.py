@@ -22,6 +22,7 @@ from local_engine.messages import (
     FRAME_SIZE_MAX_BYTES,
     Abort,
     CountTokens,
+    Ended,
     EngineError,
     EngineLoad,
     EngineLoading,
@@ -38,6 +39,7 @@ from local_engine.messages import (
     ToWorker,
     Usage,
     error_from_wire,
+    why_ended,
 )
 
 _LOOK_S = 1.0
@@ -179,6 +181,8 @@ class AsyncEngine:
     def __init__(self, socket_path: str | Path, *, reconnect_min_s: float = 0.05, reconnect_max_s: float = 2.0) -> None:
         self.socket_path = str(socket_path)
         self.info: ModelInfo | None = None
+        self.ended: Ended | None = None  # why nobody was there, since it was ready last
+        self.starts_failed = 0  # ends that were seen since then
         self._reconnect_min_s = reconnect_min_s
         self._reconnect_max_s = reconnect_max_s
         self._load = EngineLoad()
@@ -283,6 +287,8 @@ class AsyncEngine:
             case State():
                 self._load = msgspec.structs.replace(message.load, is_connected=True)
                 self.info = message.info
+                if message.load.is_ready:
+                    self.ended, self.starts_failed = None, 0
                 self._is_changed.set()
 
     async def _stay_connected(self, first_attempt: asyncio.Event) -> None:
@@ -293,6 +299,7 @@ class AsyncEngine:
                 try:
                     transport, frames = await loop.create_unix_connection(lambda: _Frames(self), self.socket_path)
                 except OSError:
+                    self.ended = why_ended(self.socket_path) or self.ended
                     first_attempt.set()
                     await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                     pause_s = min(self._reconnect_max_s, pause_s * 2)
@@ -321,6 +328,7 @@ class AsyncEngine:
 
     def _on_lost(self, how: str) -> None:
         is_death = bool(how) and not self._load.is_draining
+        self.starts_failed += 1
         self._transport = None
         self._load = EngineLoad()
         self.info = None

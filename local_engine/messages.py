@@ -18,6 +18,7 @@ Errors:
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -257,6 +258,33 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
             return reading_ms
         turns = (self.waiting + 1) / max(1, self.running)  # places come free one after the other, over an answer's time
         return reading_ms + turns * self.answer_tokens_expected * self.decode_ms_per_token
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """Why nobody is at an engine's socket, in a file beside it (`ended_path`): written by the process that can't load or gives
+    up, and by whoever keeps it alive for one that was killed; gone when the next one starts. `is_final`: starting again would not
+    mend it."""
+
+    why: str
+    is_final: bool = False
+
+
+def ended_path(socket_path: str | Path) -> Path:
+    """Where `Ended` lies, as JSON, for the engine of that socket."""
+    return Path(f"{socket_path}.ended")
+
+
+def tell_ended(socket_path: str | Path, ended: Ended) -> None:
+    """Leave word of an end; whoever writes last is believed. Raises OSError."""
+    ended_path(socket_path).write_bytes(msgspec.json.encode(ended))
+
+
+def why_ended(socket_path: str | Path) -> Ended | None:
+    """What was left of the last end; None where nobody said a word."""
+    try:
+        return msgspec.json.decode(ended_path(socket_path).read_bytes(), type=Ended)
+    except (OSError, msgspec.MsgspecError):  # never ended, or not yet written to its end
+        return None
 
 
 # -- over the socket: a frame is a list of these ------------------------------------------------------------------

@@ -27,6 +27,7 @@ from local_engine.engine_thread import EngineThread, Key
 from local_engine.messages import (
     FRAME_SIZE_MAX_BYTES,
     Abort,
+    Ended,
     EngineError,
     EngineLoading,
     EngineUnavailable,
@@ -35,7 +36,9 @@ from local_engine.messages import (
     Submit,
     ToClient,
     ToWorker,
+    ended_path,
     error_to_wire,
+    tell_ended,
 )
 from local_engine.options import EX_CONFIG, arguments, config_from, prepare_environment
 
@@ -87,12 +90,13 @@ class Server:
             await asyncio.wait(self._connections, timeout=1.0)
         with contextlib.suppress(FileNotFoundError):
             socket_path.unlink()
-        if self._thread.error is None:
+        error = self._thread.error
+        if error is None:
             return 0
-        if isinstance(self._thread.error, ModelError | ValueError):
-            print(f"local_engine: {self._thread.error}", file=sys.stderr, flush=True)
-            return EX_CONFIG
-        _log.error("the engine gave up", exc_info=self._thread.error)
+        if isinstance(error, ModelError | ValueError):
+            return _cannot_run(socket_path, error)
+        _log.error("the engine gave up", exc_info=error)
+        _leave_word(socket_path, Ended(f"{type(error).__name__}: {error}"))
         return 1
 
     async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -225,6 +229,20 @@ class Server:
         self._is_over.set()
 
 
+def _cannot_run(socket_path: Path, error: Exception) -> int:
+    """Say why to the operator, and to whoever asks for this engine."""
+    print(f"local_engine: {error}", file=sys.stderr, flush=True)
+    _leave_word(socket_path, Ended(str(error), is_final=True))
+    return EX_CONFIG
+
+
+def _leave_word(socket_path: Path, ended: Ended) -> None:
+    try:
+        tell_ended(socket_path, ended)
+    except OSError as error:
+        _log.warning("why this engine ended is told here alone: %s", error)
+
+
 async def _serve(config: EngineConfig, socket_path: Path, drain_s: float) -> int:
     return await Server(config, drain_s=drain_s).serve(socket_path)
 
@@ -239,8 +257,8 @@ def main() -> int:
     try:
         config = config_from(options)
     except ValueError as error:
-        print(f"local_engine: {error}", file=sys.stderr)
-        return EX_CONFIG
+        return _cannot_run(options.socket, error)
+    ended_path(options.socket).unlink(missing_ok=True)
     return asyncio.run(_serve(config, options.socket, options.drain_s))
 
 

@@ -30,17 +30,19 @@ async def test_workers_add_up(redis: Redis) -> None:
     left.add(hit())
     right.add(hit(cache="semantic", team_id=2, alias="large"))
     right.add(miss(status=429, error="insufficient_quota", attempts=(), cost_microusd=0))
+    of_no_fault = (Attempt("gpt", "too long", 1.0, is_refusal=True), Attempt("gpt", "cancelled", 1.0))
+    left.add(miss(deployment="gpt", attempts=of_no_fault, cost_microusd=0))
     right.add(miss(status=502, error="upstream", attempts=(Attempt("gpt", "refused", 3.0),), cost_microusd=0))
     await left.flush()
     await right.flush()
     summary = await Stats(redis, Clock()).query(Window.HOUR)
-    assert summary.total.by_kind == {"miss": 1, "exact": 1, "semantic": 1, "refused": 1, "failed": 1}
-    assert summary.total.hit_rate == pytest.approx(2 / 3)
+    assert summary.total.by_kind == {"miss": 2, "exact": 1, "semantic": 1, "refused": 1, "failed": 1}
+    assert summary.total.hit_rate == pytest.approx(2 / 4)
     assert summary.total.cost_microusd == 120
     assert summary.total.saved_microusd == 240
     assert summary.total.saved_ms == 596
     assert summary.total.saved_tokens == 102
-    assert {team: tally.requests for team, tally in summary.by_team.items()} == {1: 4, 2: 1}
+    assert {team: tally.requests for team, tally in summary.by_team.items()} == {1: 5, 2: 1}
     assert summary.by_model["large"].by_kind == {"semantic": 1}
     assert (summary.by_deployment["local"].ok, summary.by_deployment["gpt"].failed) == (1, 1)
     assert summary.by_deployment["local"].cost_microusd == 120

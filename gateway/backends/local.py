@@ -29,7 +29,16 @@ from gateway.backends.base import (
 )
 from gateway.backends.refusals import error_body
 from gateway.backends.suspects import Suspects
-from local_engine import AsyncEngine, GenerateRequest, Generation, ModelInfo, Output, SamplingParams, TokenLogprob
+from local_engine import (
+    AsyncEngine,
+    EngineLoad,
+    GenerateRequest,
+    Generation,
+    ModelInfo,
+    Output,
+    SamplingParams,
+    TokenLogprob,
+)
 
 _LOGPROB_MIN = -9999.0  # what OpenAI sends for "never"; JSON has no infinity
 _SEED_MASK = (1 << 63) - 1
@@ -63,6 +72,7 @@ class _Parameters(msgspec.Struct):
 
 
 _COMES_BACK_S = 30.0  # a process that is not there yet, or died, is started again within this or not at all
+_STARTS_FAILED_MAX = 3  # one that dies again and again before it is ready is not on its way
 
 
 class LocalBackend:
@@ -85,6 +95,22 @@ class LocalBackend:
         self.suspects = Suspects(time.monotonic)
         self._away_since: float | None = time.monotonic()
 
+    def _why_not_ready(self, now: EngineLoad) -> str:
+        ended = self.engine.ended
+        if now.is_connected:
+            reason = "" if now.is_ready else f"the model is loading: {round(100 * now.progress)}% ({now.stage})"
+            return f"{reason}; before that it ended: {ended.why}" if reason and ended else reason
+        if ended is None:
+            return "the engine's process is not there"
+        return f"the engine's process ended{' and is not started again' if ended.is_final else ''}: {ended.why}"
+
+    def _is_coming(self) -> bool:
+        """Of an engine that is not ready: whether it is worth waiting for."""
+        engine = self.engine
+        if engine.starts_failed >= _STARTS_FAILED_MAX or (engine.ended is not None and engine.ended.is_final):
+            return False
+        return self._away_since is None or time.monotonic() - self._away_since < _COMES_BACK_S
+
     async def start(self) -> None:
         """Connect, and keep connecting: an engine that is not there yet is an unready deployment, not an error."""
         await self.engine.connect()
@@ -98,20 +124,14 @@ class LocalBackend:
     def load(self, prompt_tokens: int) -> Load:
         now = self.engine.load()
         info = self.engine.info
-        reason = ""
         if now.is_connected:
             self._away_since = None
         elif self._away_since is None:
             self._away_since = time.monotonic()
-        if not now.is_connected:
-            reason = "the engine's process is not there"
-        elif not now.is_ready:
-            reason = f"the model is loading: {round(100 * now.progress)}% ({now.stage})"
         return Load(
             is_ready=now.is_ready,
-            reason=reason,
-            is_starting=not now.is_ready
-            and (self._away_since is None or time.monotonic() - self._away_since < _COMES_BACK_S),
+            reason=self._why_not_ready(now),
+            is_starting=not now.is_ready and self._is_coming(),
             running=now.running,
             waiting=now.waiting,
             ttft_ms=now.predicted_ttft_ms(prompt_tokens),

@@ -125,7 +125,10 @@ ACCEPTED = _counter(
     "sameway_accepted_tokens_total", "Guessed tokens that were right: as many steps less.", "deployment", "source"
 )
 ATTEMPTS = _counter(
-    "sameway_attempts_total", "Generations tried, per deployment: ok or error.", "deployment", "outcome"
+    "sameway_attempts_total",
+    "Generations tried, per deployment: ok, error, refused (the request was at fault) or cancelled (nobody waited any more).",
+    "deployment",
+    "outcome",
 )
 FAILOVERS = _counter("sameway_failovers_total", "Requests that needed more than one deployment.", "model")
 FAILURES = _counter(

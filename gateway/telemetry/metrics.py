@@ -159,9 +159,9 @@ class Metrics:
             _add(self._values, plan.attempt_duration, SECONDS, first.duration_ms / 1e3)
             return
         for attempt in record.attempts:
-            outcome = "ok" if attempt.outcome == "ok" else "error"
-            self.add(ATTEMPTS, 1, attempt.name, outcome)
-            start = self._start(ATTEMPT_DURATION, record.alias, attempt.name, "" if outcome == "ok" else outcome)
+            verdict = attempt.verdict
+            self.add(ATTEMPTS, 1, attempt.name, verdict)
+            start = self._start(ATTEMPT_DURATION, record.alias, attempt.name, "" if verdict == "ok" else verdict)
             _add(self._values, start, SECONDS, attempt.duration_ms / 1e3)
         if len(record.attempts) > 1:
             self.add(FAILOVERS, 1, record.alias)

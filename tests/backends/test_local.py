@@ -30,7 +30,7 @@ from gateway.backends.base import (
 from gateway.backends.local import LocalBackend, engine_request
 from local_engine import EngineLoad, GenerateRequest, ModelInfo, Output, TokenLogprob
 from local_engine import Usage as EngineUsage
-from local_engine.messages import Abort, Failed, Outputs, State, Submit, ToWorker
+from local_engine.messages import Abort, Ended, Failed, Outputs, State, Submit, ToWorker, tell_ended
 from tests.backends.conftest import ask, collect, collect_into
 from tests.engine.checkpoints import make_checkpoint
 
@@ -397,6 +397,37 @@ async def test_load_is_what_the_engine_pushed(engine: ScriptedEngine, local: Loc
     with pytest.raises(BackendUnavailable, match="42%"):
         await collect(loading.stream(ask()))
     await loading.aclose()
+
+
+async def test_an_engine_that_is_gone_says_why(engine: ScriptedEngine, local: LocalBackend) -> None:
+    """What was left of an engine's end is its reason, until the next one is ready; nobody waits for one that is not started
+    again, nor for one that dies each time before it is ready."""
+
+    async def until_said(word: str) -> None:
+        async with asyncio.timeout(5):
+            while word not in local.load(1).reason:  # noqa: ASYNC110 - the client has no event for this
+                await asyncio.sleep(0.01)
+
+    tell_ended(engine.path, Ended("it was killed by SIGKILL"))
+    await engine.stop()
+    await until_said("SIGKILL")
+    assert local.load(1).is_starting
+    engine.load = EngineLoad(stage="reading weights")
+    for _ in range(3):
+        await engine.start()
+        await until_said("reading weights")
+        assert "SIGKILL" in local.load(1).reason
+        await engine.stop()
+        await until_said("the engine's process ended")
+    assert not local.load(1).is_starting
+    engine.load = READY
+    await engine.start()
+    await asyncio.wait_for(local.engine.wait_ready(), 5)
+    assert (local.load(1).is_ready, local.load(1).reason) == (True, "")
+    tell_ended(engine.path, Ended("there is no model at /nowhere", is_final=True))
+    await engine.stop()
+    await until_said("is not started again: there is no model at /nowhere")
+    assert not local.load(1).is_starting
 
 
 async def test_a_real_engine_answers(tmp_path: Path) -> None:

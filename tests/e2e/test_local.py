@@ -134,7 +134,8 @@ def test_a_client_that_leaves_frees_the_engine(local: Gateway) -> None:
 
 
 def test_the_engine_is_killed(local: Gateway) -> None:
-    """Killed in the middle of answers: they end in an honest error, cached answers are still served, and it comes back."""
+    """Killed in the middle of answers: they end in an honest error, cached answers are still served, readiness says what
+    happened, and it comes back."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Tell me another long story."}], "stream": True}
     headers = {"authorization": f"Bearer {API_KEY}"}
     with httpx.stream("POST", f"{local.base_url}/chat/completions", json=body, headers=headers, timeout=60) as reply:
@@ -147,6 +148,7 @@ def test_the_engine_is_killed(local: Gateway) -> None:
     assert "[DONE]" not in text
     assert '"error"' in text
     assert local.chat(FRANCE[0]["content"], model=MODEL, temperature=0).headers["x-sameway-cache"] == "exact"
+    wait_for(lambda: "killed by SIGKILL" in httpx.get(f"{local.root}/readyz").text)
     waiting = local.chat("Is anybody there?", model=MODEL, max_tokens=5)
     assert waiting.status_code in (200, 503)
 

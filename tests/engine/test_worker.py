@@ -34,7 +34,7 @@ from local_engine import worker as worker_module
 from local_engine.config import EngineConfig
 from local_engine.engine import Engine, StepOutput
 from local_engine.engine_thread import EngineThread, Key
-from local_engine.messages import Submit
+from local_engine.messages import Submit, why_ended
 from tests.engine.checkpoints import naive_greedy, random_prompt
 from tests.engine.workers import SMALL_OPTIONS, Worker, connected, start, worker_process
 
@@ -428,12 +428,16 @@ def _is_alive(pid: int) -> bool:
 
 
 def test_a_model_that_cannot_load_ends_with_ex_config(tmp_path: Path) -> None:
-    """Exit status 78 and one plain line: starting again would not help."""
+    """Exit status 78 and one plain line, which is left beside the socket as well: starting again would not help."""
     process = start(tmp_path / "e.sock", tmp_path / "log", "--model", str(tmp_path / "absent"), "--device", "cpu")
     assert process.wait(60) == 78
     log = (tmp_path / "log").read_text()
     assert "absent" in log
     assert "Traceback" not in log
+    ended = why_ended(tmp_path / "e.sock")
+    assert ended is not None
+    assert ended.is_final
+    assert f"local_engine: {ended.why}" in log.splitlines()
 
 
 async def test_a_slow_reader_does_not_hold_up_others(worker: AsyncEngine) -> None:

@@ -64,8 +64,12 @@ def test_a_hit_saves_and_costs_nothing() -> None:
 
 
 def test_a_failover_counts_each_attempt() -> None:
-    """Two attempts count once each, the failed one as an error, and the request as one failover."""
+    """Two attempts count once each, the failed one as an error, and the request as one failover; what the client was at
+    fault for, or did not wait for, is no error of the deployment."""
     metrics = Metrics(None)
+    for attempt in (Attempt("gpt", "too long", 1.0, is_refusal=True), Attempt("gpt", "cancelled", 1.0)):
+        metrics.observe(miss(attempts=(attempt,)))
+        assert value(metrics, "sameway_attempts_total", deployment="gpt", outcome=attempt.verdict) == 1
     metrics.observe(miss(attempts=(Attempt("gpt", "timed out after 5 s", 5_000.0), Attempt("local", "ok", 80.0))))
     assert value(metrics, "sameway_attempts_total", deployment="gpt", outcome="error") == 1
     assert value(metrics, "sameway_attempts_total", deployment="local", outcome="ok") == 1
