@@ -4,6 +4,7 @@ Shapes: OpenAI API reference, "Create chat completion". Known fields are checked
 untouched. Invariant: `body` is the client's JSON less Sameway's own `cache` object; nothing here rewrites it.
 """
 
+import re
 import time
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -122,7 +123,10 @@ class Turn(msgspec.Struct):
 def read_turn(raw: bytes, headers: Mapping[str, str], record: Record) -> Turn:
     """A turn from a request's bytes and lower-case headers. Raises BadRequest naming the field."""
     body = decode_object(raw)
-    request = convert(body, _ChatRequest)
+    request: _ChatRequest = convert(body, _ChatRequest)
+    for index, message in enumerate(request.messages):
+        if message.content is None and message.role in _SPEAKERS:
+            raise _without_content(f"messages[{index}].content", is_null="content" in body["messages"][index])
     record.is_stream = bool(request.stream)
     started = time.perf_counter()
     return Turn(
@@ -138,15 +142,30 @@ def read_turn(raw: bytes, headers: Mapping[str, str], record: Record) -> Turn:
     )
 
 
+# An assistant may have called tools, refused or spoken instead; all others have nothing but their content.
+_SPEAKERS = frozenset({"system", "developer", "user", "tool"})
+
+
+def _without_content(param: str, is_null: bool) -> BadRequest:
+    if is_null:
+        return BadRequest(f"Invalid {param}: Expected `str | array`, got `null`", param=param, code="invalid_type")
+    return BadRequest(f"Missing required field: {param}", param=param, code="missing_required_parameter")
+
+
 def decode_object(raw: bytes) -> dict[str, Any]:
     """The JSON object in `raw`. Raises BadRequest."""
     try:
         body = msgspec.json.decode(raw.removeprefix(_BOM))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"The body is not valid JSON: {error}", code="invalid_json") from None
+        half = _HALF_A_PAIR.search(raw) if "truncated" in str(error) else None  # which msgspec takes for the end
+        why = f"a surrogate without its pair stands for no character (byte {half.start()})" if half else error
+        raise BadRequest(f"The body is not valid JSON: {why}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise BadRequest(f"The body must be a JSON object, not {_json_name(body)}", code="invalid_json")
     return body
+
+
+_HALF_A_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 
 
 def convert(body: dict[str, Any], shape: type[Any], prefix: str = "") -> Any:

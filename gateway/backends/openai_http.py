@@ -15,7 +15,7 @@ from urllib.parse import SplitResult, quote, urlsplit
 
 import msgspec
 
-from gateway.backends.base import BackendError, BackendRequest, Load
+from gateway.backends.base import BackendError, BackendRejected, BackendRequest, Load
 from gateway.backends.http1 import Exchange
 from gateway.backends.http1_pool import Origin, Pool, basic, proxy_authorization
 from gateway.backends.openai_stream import OpenAIStream
@@ -114,14 +114,18 @@ class OpenAIBackend:
         return Load(is_ready=not self._unready, reason=self._unready, running=self.running)
 
     def payload(self, request: BackendRequest) -> bytes:
-        """The body to send: the client's, with our model, without our extensions, usage asked for on streams."""
+        """The body to send: the client's, with our model, without our extensions, usage asked for on streams. Raises
+        BackendRejected."""
         body = {**request.body, "model": self._model}
         for name in (*_OWN_FIELDS, "stream", "stream_options"):
             body.pop(name, None)
         if request.is_stream:
             body["stream"] = True
             body["stream_options"] = {**(request.body.get("stream_options") or {}), "include_usage": True}
-        return msgspec.json.encode(body)
+        try:
+            return msgspec.json.encode(body)
+        except RecursionError:  # reading it had the stack for as deep a field that nobody looked into
+            raise BackendRejected("The body is nested too deeply") from None
 
     def exchange(self, request: BackendRequest) -> Exchange:
         """The request as it is sent, not sent yet."""

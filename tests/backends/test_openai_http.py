@@ -528,6 +528,18 @@ async def test_an_unready_deployment_says_why(upstream: Upstream) -> None:
     await backend.aclose()
 
 
+async def test_what_is_too_deep_to_be_written_is_the_clients_fault(upstream: Upstream) -> None:
+    """A body that could just be read, in a field that nobody looked into, may need more stack to be written."""
+    deep: list[Any] = []
+    for _ in range(5_000):
+        deep = [deep]
+    backend = make_backend(upstream.url)
+    await backend.start()
+    with pytest.raises(BackendRejected, match="nested too deeply"):
+        await collect(backend.stream(ask(metadata=deep)))
+    await backend.aclose()
+
+
 def spoken(text: str, **fields: Any) -> bytes:
     """A chunk as most servers spell it; `fields` of the chunk, its choice or its delta, wherever they belong."""
     choice = {"index": fields.pop("index", 0), "delta": {"content": text, **fields.pop("delta", {})}}

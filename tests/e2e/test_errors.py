@@ -47,6 +47,30 @@ def post(gateway: Gateway, content: bytes | None = None, key: str = API_KEY, **a
         ({"model": "mock", "messages": [{"role": "wizard", "content": "x"}]}, 400, "messages[0].role", "invalid_value"),
         ({"model": "mock", "messages": [{"role": "user", "content": 5}]}, 400, "messages[0].content", "invalid_type"),
         ({"model": 5, "messages": [USER]}, 400, "model", "invalid_type"),
+        (
+            {"model": "mock", "messages": [USER, {"role": "user"}]},
+            400,
+            "messages[1].content",
+            "missing_required_parameter",
+        ),
+        (
+            {"model": "mock", "messages": [{"role": "system"}, USER]},
+            400,
+            "messages[0].content",
+            "missing_required_parameter",
+        ),
+        (
+            {"model": "mock", "messages": [USER, {"role": "user", "content": None}]},
+            400,
+            "messages[1].content",
+            "invalid_type",
+        ),
+        (
+            {"model": "mock", "messages": [USER, {"role": "tool", "tool_call_id": "c"}]},
+            400,
+            "messages[1].content",
+            "missing_required_parameter",
+        ),
         ({"model": "mock", "messages": [USER], "temperature": 3}, 400, "temperature", "invalid_value"),
         ({"model": "mock", "messages": [USER], "temperature": "hot"}, 400, "temperature", "invalid_type"),
         ({"model": "mock", "messages": [USER], "stream": "yes"}, 400, "stream", "invalid_type"),
@@ -168,6 +192,38 @@ def test_upstreams_fault(
     if code:
         assert error["code"] == code
         assert int(reply.headers["retry-after"]) >= 7
+
+
+def test_only_an_assistant_may_say_nothing(gateway: Gateway) -> None:
+    """Calls, a refusal, sound, or what only its server knows: an assistant's turn without content is passed on as it came."""
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    turns: list[dict[str, Any]] = [
+        {"tool_calls": [call]},
+        {"content": None, "tool_calls": [call]},
+        {"content": None, "refusal": "no"},
+        {"audio": {"id": "a"}},
+        {"content": None},
+        {"reasoning_content": "hm"},
+    ]
+    for turn in turns:
+        body = {"model": "mock", "messages": [USER, {"role": "assistant", **turn}, USER]}
+        assert post(gateway, json=body).status_code == 200, turn
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (b"\\ud800", "a surrogate without its pair stands for no character (byte 59)"),
+        (b"\\uD83Dx", "a surrogate without its pair stands for no character (byte 59)"),
+        (b"\\udc00", "invalid utf-16 surrogate pair"),
+        (b"\\ud83d\\u0041", "surrogate"),
+    ],
+)
+def test_half_a_character_is_named(gateway: Gateway, text: bytes, told: str) -> None:
+    """A lone surrogate is JSON's grammar and no text: it is told so, and where, not that the body ended."""
+    reply = post(gateway, b'{"model": "mock", "messages": [{"role": "user", "content":"%b"}]}' % text)
+    assert (reply.status_code, assert_openai_shape(reply)["code"]) == (400, "invalid_json")
+    assert told in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("model", ["no-text", "out-of-range"])
