@@ -169,17 +169,20 @@ class ExactCache:
         entry, miss = self._read(data, fp, max_age_s, heard)
         return Lookup(entry, miss, warm.decode() if warm is not None else None, depth)
 
-    async def get(self, fp: Fingerprint, exact: bytes, max_age_s: float | None = None) -> Lookup:
+    async def get(
+        self, fp: Fingerprint, exact: bytes, max_age_s: float | None = None, *, is_served: bool = True
+    ) -> Lookup:
         """The entry that a semantic hit for `fp` points at: same partition, same compat. One that is gone is reported to the
-        semantic indexes, so that a stale pointer heals at its first use."""
+        semantic indexes, so that a stale pointer heals at its first use. Only one that `is_served` is worth more for it."""
         entry = self._l1.get(fp.partition, exact) if self.is_l1_on else None
         if entry is not None and self._unfit(entry, fp, max_age_s) is None:
-            self._touch(entry)
+            if is_served:
+                self._touch(entry)
             return Lookup(entry, None)
         heard = self._l1.purges
         try:
             data = await self._store.fetch(fp.partition, exact)
-            entry, miss = self._read(data, fp, max_age_s, heard)
+            entry, miss = self._read(data, fp, max_age_s, heard, is_served)
             if miss in (LookupMiss.ABSENT, LookupMiss.UNREADABLE):
                 await self._store.log.append(Dropped(fp.partition, (exact,)))
         except REDIS_FAILURES:
@@ -205,7 +208,7 @@ class ExactCache:
         return entries
 
     def _read(
-        self, data: bytes | None, fp: Fingerprint, max_age_s: float | None, heard: int
+        self, data: bytes | None, fp: Fingerprint, max_age_s: float | None, heard: int, is_served: bool = True
     ) -> tuple[Entry | None, LookupMiss | None]:
         if data is None:
             return None, LookupMiss.ABSENT
@@ -216,6 +219,8 @@ class ExactCache:
         miss = self._unfit(entry, fp, max_age_s)
         if miss is not None:
             return None, miss
+        if not is_served:
+            return entry, None
         if self.is_l1_on and heard == self._l1.purges:  # no purge came between the question and the answer
             self._l1.put(entry)
         self._touch(entry)

@@ -2,7 +2,8 @@
 
 Guesses that come from it are verified token by token, so it changes no answer, only how many steps one takes. Invariants: it
 is of the request's own partition and compat, as a hit would be; it is asked for beside the money, so that it adds no
-round trip where anything else is asked of Redis; whatever fails, there is no draft.
+round trip where anything else is asked of Redis; whatever fails, there is no draft; a guess is no use of the answer, and
+keeps it from no eviction.
 """
 
 import msgspec
@@ -23,7 +24,9 @@ def begin(job: Job, exact: ExactCache) -> Begun[Lookup] | None:
     trial, similarity = job.trial, job.turn.record.similarity
     if trial is None or not trial.ranked or similarity is None or similarity < NEAR_SIMILARITY_MIN:
         return None
-    return Begun(exact.get(job.fingerprint, trial.ranked[0])) if job.alias.has_engine else None
+    if not job.alias.has_engine:
+        return None
+    return Begun(exact.get(job.fingerprint, trial.ranked[0], is_served=False))
 
 
 def text_of(entry: Entry | None) -> str:

@@ -242,6 +242,21 @@ async def test_what_is_worth_most_stays(redis: Redis, clock: Clock, kept: str) -
         assert ((await exact.lookup(fp)).entry is None) is is_later
 
 
+@pytest.mark.parametrize("is_served", [True, False])
+async def test_only_what_is_served_is_worth_more(redis: Redis, clock: Clock, is_served: bool) -> None:
+    """An answer that others only look at, as drafts and guesses do, goes when its time has come."""
+    exact = ExactCache(redis, CacheLimits(size_bytes_max=16_000), clock)
+    fp = ask("the one")
+    await exact.store(entry_for(fp, clock.now, "x" * 2_000, ttl_s=1e6, saves=1_000))
+    for _ in range(20):
+        assert (await exact.get(fp, fp.exact, is_served=is_served)).entry is not None
+    await exact.flush_touches()
+    clock.now += 60
+    for number in range(12):
+        await exact.store(entry_for(ask(f"filler {number}"), clock.now, "y" * 2_000, ttl_s=1e6, saves=1_000))
+    assert ((await exact.lookup(fp)).entry is not None) is is_served
+
+
 async def test_one_tenant_does_not_evict_another(redis: Redis, clock: Clock) -> None:
     """The budget is for each partition."""
     exact = ExactCache(redis, CacheLimits(size_bytes_max=10_000), clock)
