@@ -225,19 +225,19 @@ class Accounts:
     async def create_budget(
         self, team_id: int, window: WindowKind, limit_microusd: MicroUSD, is_hard: bool = True
     ) -> Budget:
-        """It counts from the start of the running window. Raises Invalid, NotFound (the team)."""
+        """It counts from the start of the running window. Raises Invalid, Conflict, NotFound (the team)."""
         check_budget({"limit_microusd": limit_microusd, "is_hard": is_hard})
         values = {"team_id": team_id, "window_kind": window, "limit_microusd": limit_microusd, "is_hard": is_hard}
-        async with self._change("") as connection:
+        async with self._change(f"a {'hard' if is_hard else 'soft'} {window} budget of this team") as connection:
             await _row(connection, schema.teams, team_id)
             budget_id = await _insert(connection, schema.budgets, values)
             return _budget(await _row(connection, schema.budgets, budget_id))
 
     @uncancelled
     async def update_budget(self, budget_id: int, **changes: Unpack[BudgetChanges]) -> Budget:
-        """Raises Invalid, NotFound."""
+        """Raises Invalid, Conflict, NotFound."""
         check_budget(changes)
-        async with self._change("") as connection:
+        async with self._change("a budget of this team with that window and hardness") as connection:
             await _update(connection, schema.budgets, budget_id, dict(changes))
             return _budget(await _row(connection, schema.budgets, budget_id))
 

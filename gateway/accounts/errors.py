@@ -2,7 +2,7 @@
 
     AccountsError          the message is for the admin who asked
     ├── NotFound           no team, key or budget of that id
-    ├── Conflict           the name is taken
+    ├── Conflict           the name is taken, or there is a budget of the kind
     ├── Invalid            a value out of its range; `field` names it
     └── SchemaUnknown      the database was migrated by a later version of Sameway
 
@@ -21,7 +21,7 @@ class NotFound(AccountsError):
 
 
 class Conflict(AccountsError):
-    """The name is taken."""
+    """The name is taken, or there is a budget of the kind."""
 
 
 class Invalid(AccountsError):

@@ -23,7 +23,7 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-VERSION = "0001"
+VERSION = "0002"
 
 metadata = MetaData(
     naming_convention={
@@ -80,6 +80,8 @@ budgets = Table(
     Column("is_hard", Boolean, nullable=False),
     CheckConstraint("window_kind IN ('hour', 'day', 'week', 'month', 'total')", name="window_kind"),
     CheckConstraint("limit_microusd >= 0", name="limit_microusd"),
+    # of two of one kind only the smaller would ever matter, and nobody could say which is meant
+    Index("uq_budgets_kind", "team_id", "window_kind", "is_hard", unique=True),
     sqlite_autoincrement=True,
 )
 

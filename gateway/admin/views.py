@@ -14,7 +14,6 @@ from redis.exceptions import RedisError
 
 from gateway import accounts
 from gateway.accounts import LedgerFilter, Team
-from gateway.admin import format as fmt
 from gateway.admin.models import (
     AttemptOut,
     BudgetIn,
@@ -45,7 +44,7 @@ from gateway.admin.services import AdminServices
 from gateway.learning.truth import error_max_of, measure
 from gateway.record import Record
 from gateway.summary import KINDS, Summary, Tally, Window, kind_of
-from policies import Budget, BudgetState, WindowKind
+from policies import Budget, BudgetState
 
 _LEDGER_PAGE = 500
 
@@ -105,25 +104,12 @@ def budget_out(budget: Budget, state: BudgetState | None) -> BudgetOut:
 
 async def create_budget(services: AdminServices, team_id: int, body: BudgetIn) -> Budget:
     """A new budget. Raises accounts.Conflict where the team has one of the same window and hardness, accounts.NotFound."""
-    await _check_alone(services, team_id, body.window, body.is_hard)
     return await services.accounts.create_budget(team_id, body.window, body.limit_microusd, body.is_hard)
 
 
 async def update_budget(services: AdminServices, budget_id: int, body: BudgetPatch) -> Budget:
     """Changes the fields that were given. Raises as `create_budget` does."""
-    changes = body.given()
-    old = next((one for one in await services.accounts.list_budgets() if one.id == budget_id), None)
-    if old is not None and changes.get("is_hard", old.is_hard) != old.is_hard:
-        await _check_alone(services, old.team_id, old.window, not old.is_hard)
-    return await services.accounts.update_budget(budget_id, **changes)
-
-
-async def _check_alone(services: AdminServices, team_id: int, kind: WindowKind, is_hard: bool) -> None:
-    """Of two budgets of one kind only the smaller would ever matter, and nobody could say which is meant."""
-    for one in await services.accounts.list_budgets(team_id):
-        if one.window == kind and one.is_hard == is_hard:
-            name = f"{'hard' if is_hard else 'soft'} budget {fmt.window(kind)}"
-            raise accounts.Conflict(f"this team has a {name} already: change that one")
+    return await services.accounts.update_budget(budget_id, **body.given())
 
 
 # -- what happened

@@ -5,6 +5,7 @@ anybody's, and where the money is spent there are none. Knows no judge. Invarian
 """
 
 import asyncio
+import contextlib
 from typing import Any
 
 import msgspec
@@ -39,7 +40,8 @@ async def own_identity(settings: CacheSettings, accounts: Accounts) -> Identity 
     budgets = await accounts.list_budgets(team.id)
     daily = next((one for one in budgets if one.window is WindowKind.DAY and one.is_hard), None)
     if daily is None:
-        await accounts.create_budget(team.id, WindowKind.DAY, limit, True)
+        with contextlib.suppress(Conflict):  # another worker, just now
+            await accounts.create_budget(team.id, WindowKind.DAY, limit, True)
     elif daily.limit_microusd != limit:
         await accounts.update_budget(daily.id, limit_microusd=limit)
     key = Key(id=0, team_id=team.id, name="", prefix="", digest=b"", created_at_s=team.created_at_s)

@@ -165,6 +165,20 @@ async def test_wrong_keys_and_budgets_are_refused(accounts: Accounts) -> None:
     assert await accounts.list_keys() == []
 
 
+async def test_a_team_has_one_budget_of_a_kind(accounts: Accounts) -> None:
+    """However many ask at once: one is made, the others hear that it is there, and none becomes its twin later."""
+    team, other = await accounts.create_team("a"), await accounts.create_team("b")
+    racing = [accounts.create_budget(team.id, WindowKind.DAY, limit) for limit in (5, 6, 7)]
+    made = await asyncio.gather(*racing, return_exceptions=True)
+    (budget,) = [one for one in made if not isinstance(one, Conflict)]
+    assert [str(one) for one in made if one is not budget] == ["a hard day budget of this team exists already"] * 2
+    soft = await accounts.create_budget(team.id, WindowKind.DAY, 1, is_hard=False)
+    await accounts.create_budget(other.id, WindowKind.DAY, 1)
+    with pytest.raises(Conflict):
+        await accounts.update_budget(soft.id, is_hard=True)
+    assert await accounts.list_budgets(team.id) == [budget, soft]
+
+
 async def test_a_deleted_team_takes_its_keys_and_leaves_its_ledger(accounts: Accounts) -> None:
     """Keys and budgets go, ledger rows stay, and the id is never used again."""
     ledger = Ledger(accounts.database)

@@ -81,6 +81,35 @@ async def test_the_migrations_make_what_the_schema_says(database_url: str, monke
     assert ScriptDirectory.from_config(config).get_current_head() == schema.VERSION
 
 
+async def test_of_budgets_of_one_kind_the_one_that_held_stays(database_url: str) -> None:
+    """A database of the first version may hold several: the smallest was what stopped the team."""
+    database = Database(database_url)
+    await database.open()
+    values = [
+        (1, "day", 30, True),
+        (1, "day", 10, True),
+        (1, "day", 10, True),
+        (1, "day", 20, False),
+        (2, "day", 9, True),
+    ]
+    async with database.writing() as connection:
+        await connection.execute(sa.text("DROP INDEX uq_budgets_kind"))
+        await connection.execute(sa.text("UPDATE alembic_version SET version_num = '0001'"))
+        for team in (1, 2):
+            row = {"id": team, "name": str(team), "created_at_s": 0.0, "is_active": True, "is_semantic_enabled": True}
+            await connection.execute(schema.teams.insert().values(row))
+        for id, (team_id, window, limit, is_hard) in enumerate(values, 1):
+            row = {"id": id, "team_id": team_id, "window_kind": window, "limit_microusd": limit, "is_hard": is_hard}
+            await connection.execute(schema.budgets.insert().values(row))
+    await database.close()
+    database = Database(database_url)
+    await database.open()
+    async with database.reading() as connection:
+        ids = (await connection.execute(sa.select(schema.budgets.c.id).order_by("id"))).scalars().all()
+    await database.close()
+    assert ids == [2, 4, 5]
+
+
 async def test_a_database_of_a_later_version_is_left_alone(accounts: Accounts, database_url: str) -> None:
     """A schema this code does not know stops the start with a sentence, unchanged."""
     async with accounts.database.writing() as connection:

@@ -179,7 +179,7 @@ async def test_a_team_has_one_budget_of_a_kind(client: httpx.AsyncClient) -> Non
     assert (await made(first, window="total")).status_code == 201
     again = await made(first, window="total")
     assert again.status_code == 409
-    assert error_of(again)["message"] == "This team has a hard budget in total already: change that one"
+    assert error_of(again)["message"] == "A hard total budget of this team exists already"
     soft = await made(first, window="total", is_hard=False)
     assert soft.status_code == 201
     assert [(await made(first, window="day")).status_code, (await made(second, window="total")).status_code] == [

@@ -247,7 +247,12 @@ async def test_forms_show_what_was_wrong_and_keep_what_was_typed(world: World, b
         (f"/teams/{team_id}/budgets", {"window": "year", "limit_usd": "1"}, 400, "Window:"),
         (f"/teams/{team_id}/budgets/{budget.id}", {"limit_usd": ""}, 400, "expected dollars"),
         (f"/teams/{team_id}/delete", {"name": "Search"}, 400, "to delete it"),
-        (f"/teams/{team_id}/budgets", {"window": "day", "limit_usd": "2"}, 409, "a hard budget per day already"),
+        (
+            f"/teams/{team_id}/budgets",
+            {"window": "day", "limit_usd": "2"},
+            409,
+            "a hard day budget of this team exists already",
+        ),
         ("/cache/purge", {}, 400, "Fill in at least one field"),
         ("/cache/purge", {"all": "on", "model": "small"}, 400, "not both"),
         ("/cache/purge", {"id": "xyz"}, 400, "Entry id:"),
