@@ -34,6 +34,7 @@ from gateway.api.feedback import Feedback
 from gateway.api.fold import fold
 from gateway.api.front import Front, Routes, document, no_such_route
 from gateway.api.models import Models
+from gateway.api.responses import Responses
 from gateway.api.schema import PATHS
 from gateway.backends.base import Chunk
 from gateway.by_meaning import ByMeaning
@@ -238,6 +239,7 @@ def _routes(settings: Settings, parts: Parts) -> Routes:
     models = Models(settings, parts.pipeline, time.time())
     return {
         "/v1/chat/completions": {"POST": Chat(parts.pipeline, settings.body_bytes_max)},
+        "/v1/responses": {"POST": Responses(parts.pipeline, settings.body_bytes_max)},
         "/v1/embeddings": {"POST": Embeddings(settings, parts.pipeline, parts.semantic)},
         "/v1/feedback": {"POST": Feedback(settings, parts.pipeline, parts.learning.reports)},
         "/v1/models": {"GET": models},

@@ -6,9 +6,10 @@ with an error event and without `[DONE]`; a client that leaves gives its place i
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
-from cache import Entry
+from cache import Entry, ExactCache
 from gateway.api.fold import fold
 from gateway.api.headers import EVENT_STREAM, JSON, answer_headers, cost_header
 from gateway.api.request import (
@@ -27,65 +28,86 @@ from gateway.api.request import (
 from gateway.api.sse import DONE, frame, frames
 from gateway.api.wire import unfold
 from gateway.backends.base import Chunk
-from gateway.errors import DeadlineExceeded
+from gateway.errors import ApiError, DeadlineExceeded
 from gateway.exchange import WHEN_GONE
 from gateway.flight import Reader
 from gateway.job import Answer
 from gateway.pipeline import Pipeline
+from gateway.record import Record
 from gateway.storing import chunks_of
 from gateway.turn import Turn, read_turn
 
 
+class Form(Protocol):
+    """How the answer to one request is told: in one piece, or in events."""
+
+    def whole(self, chunks: Sequence[Chunk], entry: Entry | None) -> bytes:
+        """All of an answer, which is `entry` where it was recorded."""
+
+    def replay(self, entry: Entry) -> bytes:
+        """The whole stream of a recorded answer."""
+
+    def told(self, chunks: Sequence[Chunk]) -> bytes:
+        """What has come of an answer, as events."""
+
+    def end(self) -> bytes:
+        """The events after the last chunk."""
+
+    def failed(self, error: ApiError) -> bytes:
+        """The event that ends a stream which is not complete."""
+
+
 class Chat:
-    """The endpoint. One instance per worker."""
+    """The endpoint. One instance per worker. Another that answers the same in another form says `route` and `read` anew."""
+
+    route = "chat"
 
     def __init__(self, pipeline: Pipeline, body_bytes_max: int) -> None:
         self._pipeline = pipeline
         self._body_bytes_max = body_bytes_max
 
+    def read(self, raw: bytes, headers: Mapping[str, str], record: Record) -> tuple[Turn, Form]:
+        """What is asked, and how its answer is told. Raises BadRequest naming the field."""
+        turn = read_turn(raw, headers, record)
+        return turn, _Completion(self._pipeline.exact, turn.wants_usage)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = headers_of(scope)
-        record = new_record("chat")
+        record = new_record(self.route)
         turn: Turn | None = None
         answer: Answer | None = None
         watch = _Watch(scope, receive)
         try:
             identity = self._pipeline.authenticate(bearer_of(headers), record)
-            turn = read_turn(await read_body(receive, headers, self._body_bytes_max), headers, record)
+            turn, form = self.read(await read_body(receive, headers, self._body_bytes_max), headers, record)
             watch.turn = turn
             answer = await self._pipeline.answer(turn, identity, watch.attend)
             if turn.is_stream:
-                await self._stream(turn, answer, watch, send)
+                await self._stream(turn, form, answer, watch, send)
             else:
-                await self._whole(turn, answer, send)
+                await self._whole(turn, form, answer, send)
         except Exception as error:
             await send_failure(send, error, record)
         finally:
             watch.stop()
             self._pipeline.finish(record, turn, answer)
 
-    async def _whole(self, turn: Turn, answer: Answer, send: Send) -> None:
-        """A fold of all chunks. An error anywhere is an error response: nothing has left yet."""
+    async def _whole(self, turn: Turn, form: Form, answer: Answer, send: Send) -> None:
+        """All chunks at once. An error anywhere is an error response: nothing has left yet."""
         entry, chunks = answer.entry, list[Chunk]()
         if answer.reader is not None:
             while batch := await answer.reader.next():
                 chunks += batch
             entry = answer.reader.facts.entry  # found by meaning
-        body = self._whole_of(entry) if entry is not None else fold(chunks)
+        body = form.whole(chunks, entry)
         await send_whole(send, 200, [JSON, *answer_headers(turn, answer), *cost_header(answer)], body)
 
-    def _whole_of(self, entry: Entry) -> bytes:
-        """A recorded answer in one piece; one that was a stream is folded once for all its hits."""
-        first = entry.chunks[0]
-        return first.data if first.is_whole else self._pipeline.exact.derived(entry, "whole", _folded)
-
-    async def _stream(self, turn: Turn, answer: Answer, watch: "_Watch", send: Send) -> None:
+    async def _stream(self, turn: Turn, form: Form, answer: Answer, watch: "_Watch", send: Send) -> None:
         """Chunks as they come; all that are ready leave in one send."""
         headers = [*EVENT_STREAM, *answer_headers(turn, answer)]
         start = {"type": "http.response.start", "status": 200, "headers": headers}
         if answer.entry is not None:
-            form, make = ("events and usage", _framed_with_usage) if turn.wants_usage else ("events", _framed)
-            body = self._pipeline.exact.derived(answer.entry, form, make)
+            body = form.replay(answer.entry)
             await send(start)
             await send({"type": "http.response.body", "body": body})
             return
@@ -95,17 +117,46 @@ class Chat:
         watch.first_chunk_left()
         try:
             while batch := await reader.next():
-                body = _frames(batch, turn.wants_usage)
+                body = form.told(batch)
                 if reader.is_at_end:
-                    body += DONE
+                    body += form.end()
                 await send({"type": "http.response.body", "body": body, "more_body": not reader.is_at_end})
                 if reader.is_at_end:
                     return
-            await send({"type": "http.response.body", "body": DONE})
+            await send({"type": "http.response.body", "body": form.end()})
         except ClientGone:
             raise
         except Exception as error:
-            await send({"type": "http.response.body", "body": frame(failure(error, turn.record).body())})
+            await send({"type": "http.response.body", "body": form.failed(failure(error, turn.record))})
+
+
+class _Completion:
+    """A `chat.completion`, or its chunks and `[DONE]`. What a recorded answer becomes is made once for all its hits."""
+
+    __slots__ = ("_exact", "_wants_usage")
+
+    def __init__(self, exact: ExactCache, wants_usage: bool) -> None:
+        self._exact = exact
+        self._wants_usage = wants_usage
+
+    def whole(self, chunks: Sequence[Chunk], entry: Entry | None) -> bytes:
+        if entry is None:
+            return fold(chunks)
+        first = entry.chunks[0]
+        return first.data if first.is_whole else self._exact.derived(entry, "whole", _folded)
+
+    def replay(self, entry: Entry) -> bytes:
+        name, make = ("events and usage", _framed_with_usage) if self._wants_usage else ("events", _framed)
+        return self._exact.derived(entry, name, make)
+
+    def told(self, chunks: Sequence[Chunk]) -> bytes:
+        return _frames(chunks, self._wants_usage)
+
+    def end(self) -> bytes:
+        return DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        return frame(error.body())
 
 
 def _folded(entry: Entry) -> bytes:

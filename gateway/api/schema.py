@@ -30,6 +30,19 @@ _CHAT_BODY: dict[str, Any] = {
     },
 }
 
+_RESPONSE_BODY: dict[str, Any] = {
+    "type": "object",
+    "required": ["model", "input"],
+    "additionalProperties": True,
+    "properties": {
+        "model": {"type": "string"},
+        "input": {"oneOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": {"type": "object"}}]},
+        "instructions": {"type": "string"},
+        "stream": {"type": "boolean"},
+        "cache": _CHAT_BODY["properties"]["cache"],
+    },
+}
+
 _EMBEDDINGS_BODY: dict[str, Any] = {
     "type": "object",
     "required": ["model", "input"],
@@ -53,6 +66,7 @@ _FEEDBACK_BODY: dict[str, Any] = {
 
 PATHS: dict[str, Any] = {
     "/v1/chat/completions": {"post": operation("Create a chat completion", _CHAT_BODY, streams=True)},
+    "/v1/responses": {"post": operation("Create a response, of which nothing is kept", _RESPONSE_BODY, streams=True)},
     "/v1/embeddings": {"post": operation("Create embeddings", _EMBEDDINGS_BODY)},
     "/v1/feedback": {"post": operation("Report a response right or wrong", _FEEDBACK_BODY)},
     "/v1/models": {"get": operation("List the models this key may use", None)},

@@ -56,6 +56,7 @@ def gateway(upstream_process: Upstream, tmp_path_factory: pytest.TempPathFactory
             },
             "cut": {"deployments": [at("cutter", "mock?cut=middle")]},
             "cut-too": {"deployments": [at("cutter-too", "mock?cut=middle")]},
+            "cut-responses": {"deployments": [at("cutter-responses", "mock?cut=middle")]},
             "cut-three": {"deployments": [at("cutter-three", "mock?cut=middle")]},
             "busy": {"deployments": [at("busy", "mock?status=429;retry_after=7")]},
             "busy-too": {"deployments": [at("busy-too", "mock?status=429;retry_after=7")]},

@@ -1,0 +1,208 @@
+"""The chunks of a chat completion -> a response of OpenAI's Responses API, and the typed events that tell it.
+
+Shapes: OpenAI API reference, "The response object" and "Responses: streaming events". Knows no HTTP, no cache and no backend.
+Invariant: the whole response is the one its own events tell: they are numbered without gaps, and what was added is done before the end.
+"""
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from cache import Entry
+from gateway.api.wire import UNREADABLE, read, unfold
+from gateway.backends.base import Chunk, Usage
+from gateway.errors import ApiError, error_object
+from gateway.record import Record
+from gateway.storing import chunks_of
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A text of an answer: the item and the part that hold it, and the events that tell of the part and of its text."""
+
+    item: dict[str, Any]
+    parts: str
+    part: dict[str, Any]
+    field: str
+    part_event: str
+    text_event: str
+
+
+_ITEM = {"type": "message", "role": "assistant", "content": []}
+_PART = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+_TEXT = _Kind(_ITEM, "content", _PART, "text", "content_part", "output_text")
+_REFUSAL = _Kind(_ITEM, "content", {"type": "refusal", "refusal": ""}, "refusal", "content_part", "refusal")
+# told as a summary, which is what clients of this API show of a model's reasoning
+_ITEM, _PART = {"type": "reasoning", "summary": []}, {"type": "summary_text", "text": ""}
+_REASONING = _Kind(_ITEM, "summary", _PART, "text", "reasoning_summary_part", "reasoning_summary_text")
+
+_IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
+_FIXED: dict[str, Any] = msgspec.json.decode(
+    b'{"object":"response","status":"in_progress","background":false,"error":null,"incomplete_details":null,'
+    b'"previous_response_id":null,"store":false,"truncation":"disabled","usage":null}'
+)
+# what a response repeats of its request, and what that means where it says nothing
+_REPEATED: dict[str, Any] = msgspec.json.decode(
+    b'{"instructions":null,"max_output_tokens":null,"metadata":{},"parallel_tool_calls":true,"reasoning":null,'
+    b'"service_tier":null,"temperature":1.0,"text":{"format":{"type":"text"}},"tool_choice":"auto","tools":[],'
+    b'"top_logprobs":0,"top_p":1.0,"user":null}'
+)
+
+
+class Response:
+    """The answer to one request, as it grows."""
+
+    def __init__(self, body: Mapping[str, Any], record: Record) -> None:
+        self._key = record.request_id.removeprefix("req_")
+        self._is_stream = bool(body.get("stream"))
+        repeated = {name: default if body.get(name) is None else body[name] for name, default in _REPEATED.items()}
+        head = {"id": f"resp_{self._key}", "created_at": int(record.at_s), "model": body["model"]}
+        self._output: list[dict[str, Any]] = []
+        self._response = {**_FIXED, **head, **repeated, "output": self._output}
+        self._kind: _Kind | None = None  # of the text that is growing, which is the last item's
+        self._texts: list[str] = []
+        self._calls: dict[int, tuple[int, list[str]]] = {}  # by their index: item, pieces of arguments
+        self._number = 0
+        self._events: list[bytes] = []
+
+    def whole(self, chunks: Sequence[Chunk], entry: Entry | None) -> bytes:
+        self.told(chunks if entry is None else chunks_of(entry))
+        self.end()
+        return msgspec.json.encode(self._response)
+
+    def replay(self, entry: Entry) -> bytes:
+        return self.told(chunks_of(entry)) + self.end()
+
+    def told(self, chunks: Sequence[Chunk]) -> bytes:
+        """What has come of an answer, as events. Raises msgspec.DecodeError."""
+        pieces = (piece for chunk in chunks for piece in (unfold(chunk.data) if chunk.is_whole else (chunk,)))
+        try:
+            for payload in (payload for piece in pieces for payload in piece.each()):
+                self._take(payload)
+        except UNREADABLE as error:
+            raise msgspec.DecodeError(str(error)) from None
+        return self._taken()
+
+    def end(self) -> bytes:
+        self._close_text()
+        for position, pieces in self._calls.values():
+            arguments = self._output[position]["arguments"] = "".join(pieces)
+            told = {"name": self._output[position]["name"], "arguments": arguments}
+            self._tell("response.function_call_arguments.done", **self._place(position), **told)
+            self._close_item(position)
+        if self._response["status"] == "in_progress":
+            self._response["status"] = "completed"
+        self._tell(f"response.{self._response['status']}", response=self._response)
+        return self._taken()
+
+    def failed(self, error: ApiError) -> bytes:
+        self._tell("error", **error_object(error.message, error.type, error.param, error.error_code))
+        return self._taken()
+
+    def _tell(self, event: str, **fields: Any) -> None:
+        if self._is_stream:
+            data = msgspec.json.encode({"type": event, "sequence_number": self._number, **fields})
+            self._events.append(b"event: %b\ndata: %b\n\n" % (event.encode(), data))
+            self._number += 1
+
+    def _taken(self) -> bytes:
+        events, self._events = self._events, []
+        return b"".join(events)
+
+    def _take(self, payload: bytes) -> None:
+        """One chunk. Its backend has seen to the types down to tool calls; what is in those nobody has looked at."""
+        piece: dict[str, Any] = msgspec.json.decode(payload)
+        if self._number == 0:
+            self._response["model"] = piece.get("model") or self._response["model"]
+            self._tell("response.created", response=self._response)
+            self._tell("response.in_progress", response=self._response)
+        if usage := piece.get("usage"):
+            self._response["usage"] = _usage(payload, usage.get("completion_tokens_details"))
+        for choice in piece.get("choices") or ():
+            delta = choice.get("delta") or {}
+            self._say(_REASONING, delta.get("reasoning_content") or delta.get("reasoning"))
+            self._say(_TEXT, delta.get("content"), choice.get("logprobs"))
+            self._say(_REFUSAL, delta.get("refusal"))
+            for call in delta.get("tool_calls") or ():
+                self._call(call)
+            if (reason := _INCOMPLETE.get(choice.get("finish_reason"))) is not None:
+                self._response |= {"status": "incomplete", "incomplete_details": {"reason": reason}}
+
+    def _say(self, kind: _Kind, text: Any, logprobs: Any = None) -> None:
+        """More of a text, which begins an item of its own where something else came before."""
+        if not isinstance(text, str) or not text:
+            return
+        if self._kind is not kind:
+            self._close_text()
+            self._kind = kind
+            item, part = self._add(deepcopy(kind.item)), deepcopy(kind.part)
+            self._tell(f"response.{kind.part_event}.added", **self._place(-1, kind), part=part)
+            item[kind.parts].append(part)
+        self._texts.append(text)
+        tokens = logprobs.get("content") if isinstance(logprobs, dict) else None
+        more = {"logprobs": tokens if isinstance(tokens, list) else []} if kind is _TEXT else {}
+        for name, values in more.items():
+            self._output[-1][kind.parts][0][name] += values
+        self._tell(f"response.{kind.text_event}.delta", **self._place(-1, kind), delta=text, **more)
+
+    def _close_text(self) -> None:
+        kind, self._kind = self._kind, None
+        if kind is None:
+            return
+        part = self._output[-1][kind.parts][0]
+        part[kind.field] = "".join(self._texts)
+        self._texts.clear()
+        told = {name: value for name, value in part.items() if name in (kind.field, "logprobs")}
+        self._tell(f"response.{kind.text_event}.done", **self._place(-1, kind), **told)
+        self._tell(f"response.{kind.part_event}.done", **self._place(-1, kind), part=part)
+        self._close_item(-1)
+
+    def _call(self, call: Mapping[str, Any]) -> None:
+        """A call, or more of its arguments: several may grow at once, so they are done when the answer is."""
+        index, id, function = call.get("index"), call.get("id"), call.get("function")
+        if index is None:  # then another id begins another call
+            is_another = id not in (None, "", *(item.get("call_id") for item in self._output[-1:]))
+            index = max(0, max(self._calls, default=-1) + is_another)
+        function = function if isinstance(function, dict) else {}
+        if index not in self._calls:
+            self._close_text()
+            fields = {"call_id": id or f"call_{self._key}_{index}", "name": function.get("name") or "", "arguments": ""}
+            self._add({"type": "function_call", **fields})
+            self._calls[index] = (len(self._output) - 1, [])
+        position, pieces = self._calls[index]
+        arguments = function.get("arguments")
+        if isinstance(arguments, str) and arguments:
+            pieces.append(arguments)
+            self._tell("response.function_call_arguments.delta", **self._place(position), delta=arguments)
+
+    def _add(self, fields: dict[str, Any]) -> dict[str, Any]:
+        position = len(self._output)
+        item = {"id": f"{_IDS[fields['type']]}_{self._key}_{position}", "status": "in_progress", **fields}
+        self._output.append(item)
+        self._tell("response.output_item.added", output_index=position, item=item)
+        return item
+
+    def _close_item(self, position: int) -> None:
+        item = self._output[position]
+        item["status"] = "incomplete" if self._response["status"] == "incomplete" else "completed"
+        self._tell("response.output_item.done", output_index=position % len(self._output), item=item)
+
+    def _place(self, position: int, kind: _Kind | None = None) -> dict[str, Any]:
+        place = {"item_id": self._output[position]["id"], "output_index": position % len(self._output)}
+        return place if kind is None else {**place, f"{kind.parts}_index": 0}
+
+
+def _usage(payload: bytes, details: Any) -> dict[str, Any]:
+    usage = read(payload).usage or Usage(0, 0)
+    reasoning = details.get("reasoning_tokens") if isinstance(details, dict) else None
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": reasoning or 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }

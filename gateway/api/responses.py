@@ -1,0 +1,165 @@
+"""`POST /v1/responses`: OpenAI's Responses API, as far as it needs no memory, as a translation into a chat completion.
+
+Knows two shapes and no decisions: the translated request goes the way of every chat completion, so both share cached answers,
+budgets and routes. Shapes: OpenAI API reference, "Create a model response" and "Create chat completion". Invariant: what would need
+something kept between requests, or a tool that runs here, is refused by its name and never left out.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from gateway.api.chat import Chat, Form
+from gateway.api.response_events import Response
+from gateway.errors import BadRequest
+from gateway.record import Record
+from gateway.turn import Turn, convert, decode_object, read_turn
+
+_Content = str | list[dict[str, Any]]
+
+
+class _Item(msgspec.Struct):
+    """One item of `input`, of any kind that is taken here."""
+
+    type: str = "message"
+    role: Literal["system", "developer", "user", "assistant"] = "user"
+    content: _Content = ""
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+    output: _Content = ""
+
+
+class _Typed(msgspec.Struct):
+    """A tool, or the choice of one."""
+
+    type: Literal["function"]
+    name: str
+
+
+class _Request(msgspec.Struct):
+    """The fields that a chat completion spells differently; those that it shares are checked there."""
+
+    input: str | Annotated[list[_Item], Meta(min_length=1)]
+    instructions: str | None = None
+    tools: list[_Typed] | None = None
+    tool_choice: str | _Typed | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    include: list[str] | None = None
+
+
+_DROPPED = frozenset({"max_tool_calls", "metadata", "store", "stream_options"})  # which change no answer here
+_ONLY: Mapping[str, Any] = {"background": False, "n": 1, "truncation": "disabled"} | dict.fromkeys(
+    ("conversation", "previous_response_id", "prompt")
+)
+
+
+class Responses(Chat):
+    """The endpoint. One instance per worker."""
+
+    route = "responses"
+
+    def read(self, raw: bytes, headers: Mapping[str, str], record: Record) -> tuple[Turn, Form]:
+        body = decode_object(raw)
+        turn = read_turn(msgspec.json.encode(_chat(body)), headers, record)
+        return turn, Response(body, record)
+
+
+def _chat(body: dict[str, Any]) -> dict[str, Any]:
+    """The chat completion that asks the same. Raises BadRequest naming the field."""
+    for name, allowed in _ONLY.items():
+        if body.get(name) not in (None, allowed):
+            words = "a response is one answer to the whole of its input, made while you wait and not kept"
+            raise _unsupported(name, f"`{name}` is not supported here: {words}")
+    request: _Request = convert(body, _Request)
+    text, reasoning, choice = request.text or {}, request.reasoning or {}, request.tool_choice
+    has_logprobs = bool(request.top_logprobs) or "message.output_text.logprobs" in (request.include or ())
+    translated = {
+        "messages": _messages(request),
+        "tools": [_nested("function", tool) for tool in body.get("tools") or ()] or None,
+        "tool_choice": _nested("function", {"name": choice.name}) if isinstance(choice, _Typed) else choice,
+        "response_format": _response_format(text.get("format")),
+        "verbosity": text.get("verbosity"),
+        "reasoning_effort": reasoning.get("effort"),
+        "max_completion_tokens": request.max_output_tokens,
+        "logprobs": has_logprobs or None,
+        "top_logprobs": request.top_logprobs if has_logprobs else None,
+    }
+    known = _DROPPED.union(_ONLY, _Request.__struct_fields__)
+    shared = {name: value for name, value in body.items() if name not in known}
+    return shared | {name: value for name, value in translated.items() if value is not None}
+
+
+def _unsupported(param: str, message: str) -> BadRequest:
+    return BadRequest(message, param=param, code="unsupported_parameter")
+
+
+def _messages(request: _Request) -> list[dict[str, Any]]:
+    """`instructions` and `input` as messages. Calls belong to the assistant's message before them, or are one of their own."""
+    messages: list[dict[str, Any]] = []
+    if request.instructions is not None:
+        messages.append({"role": "system", "content": request.instructions})
+    items = [_Item(content=request.input)] if isinstance(request.input, str) else request.input
+    for number, item in enumerate(items):
+        where = f"input[{number}]"
+        match item.type:
+            case "message":
+                messages.append({"role": item.role, "content": _content(item.content, f"{where}.content")})
+            case "function_call":
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": None})
+                function = {"name": item.name, "arguments": item.arguments}
+                call = {"id": item.call_id, "type": "function", "function": function}
+                messages[-1].setdefault("tool_calls", []).append(call)
+            case "function_call_output":
+                output = _content(item.output, f"{where}.output")
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
+            case "reasoning":  # chat completions have no place for it, and models do without
+                continue
+            case _:
+                hint = "nothing is kept here, so send each item itself (SDKs do with `store: false`)"
+                raise _unsupported(f"{where}.type", f"Items of type `{item.type}` are not supported: {hint}")
+    return messages
+
+
+def _content(content: _Content, where: str) -> _Content:
+    """Content as messages have it. One text alone is spelled as text, so that it shares what was cached for that."""
+    if isinstance(content, str):
+        return content
+    parts = [_part(part, f"{where}[{number}]") for number, part in enumerate(content)]
+    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
+
+
+def _part(part: dict[str, Any], where: str) -> dict[str, Any]:
+    match part:
+        case {"type": "input_text" | "output_text", "text": str(text)}:
+            return {"type": "text", "text": text}
+        case {"type": "refusal" | "input_audio"}:
+            return part
+        case {"type": "input_image", "image_url": str(url)}:
+            return _nested("image_url", {"url": url, "detail": part.get("detail")})
+        case {"type": "input_file", "file_data": str(data)}:
+            return _nested("file", {"filename": part.get("filename"), "file_data": data})
+    raise _unsupported(where, f"This content part is not supported: {str(part.get('type'))[:100]}")
+
+
+def _response_format(given: Any) -> dict[str, Any] | None:
+    match given:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"type": "json_object"}
+        case {"type": "json_schema"}:
+            return _nested("json_schema", given)
+    raise _unsupported("text.format", "`text.format.type` may be text, json_object or json_schema")
+
+
+def _nested(type: str, flat: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool, a format or a part as a chat completion has it: its fields one level down."""
+    fields = {name: value for name, value in flat.items() if name != "type" and value is not None}
+    return {"type": type, type: fields}

@@ -1,0 +1,107 @@
+"""What a response's events tell, whatever the deployment's chunks look like."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.api.response_events import Response
+from gateway.api.wire import read, unfold
+from gateway.record import Record
+
+_DONE = {"output_item": "item", "content_part": "part", "reasoning_summary_part": "part"}
+_texts = st.text(max_size=90)
+_calls = st.lists(st.tuples(_texts, _texts), max_size=3)
+
+
+def response(*, is_stream: bool) -> Response:
+    return Response({"model": "m", "stream": is_stream}, Record(request_id="req_1", at_s=1.0, route="responses"))
+
+
+def events(body: bytes) -> list[dict[str, Any]]:
+    """The events' data; each names itself in the event's own line too."""
+    found = []
+    for event in body.decode().split("\n\n")[:-1]:
+        name, _, data = event.partition("\ndata: ")
+        found.append(json.loads(data))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def whole(message: dict[str, Any], finish: str = "stop") -> bytes:
+    choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": finish}
+    usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    return msgspec.json.encode(
+        {"id": "c", "object": "chat.completion", "model": "n", "choices": [choice], "usage": usage}
+    )
+
+
+@given(_texts, _texts, _texts, _calls)
+def test_events_add_up_to_the_whole(reasoning: str, content: str, refusal: str, calls: list[tuple[str, str]]) -> None:
+    """Numbered without gaps, deltas join to what is done, and the last event holds what a client that streams nothing gets."""
+    tool_calls = [
+        {"id": f"call_{i}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for i, (name, arguments) in enumerate(calls)
+    ]
+    message = {"reasoning_content": reasoning, "content": content, "refusal": refusal, "tool_calls": tool_calls}
+    chunks = unfold(whole(message))
+    streamed = response(is_stream=True)
+    told = events(b"".join([*(streamed.told([chunk]) for chunk in chunks), streamed.end()]))
+    assert [event["sequence_number"] for event in told] == list(range(len(told)))
+    deltas: dict[tuple[Any, ...], str] = {}
+    for event in told:
+        kind, _, verb = event["type"].removeprefix("response.").rpartition(".")
+        if verb == "delta":
+            place = (event["output_index"], kind)
+            deltas[place] = deltas.get(place, "") + event["delta"]
+        elif verb == "done" and kind not in _DONE:
+            text = next(event[field] for field in ("text", "refusal", "arguments") if field in event)
+            assert deltas.get((event["output_index"], kind), "") == text
+    last = told[-1]
+    assert last["type"] == "response.completed"
+    done = {event["output_index"]: event["item"] for event in told if event["type"] == "response.output_item.done"}
+    assert [done[position] for position in range(len(done))] == last["response"]["output"]
+    assert json.loads(response(is_stream=False).whole([read(whole(message), is_whole=True)], None)) == last["response"]
+    assert sum(1 for text in (reasoning, content, refusal) if text) + len(calls) == len(done)
+
+
+@pytest.mark.parametrize("finish", ["length", "content_filter"])
+def test_an_answer_that_was_cut_is_incomplete(finish: str) -> None:
+    """The response, and its last item, say so."""
+    told = json.loads(response(is_stream=False).whole([read(whole({"content": "a"}, finish), is_whole=True)], None))
+    assert (told["status"], told["output"][-1]["status"]) == ("incomplete", "incomplete")
+    assert told["incomplete_details"]["reason"] in ("max_output_tokens", "content_filter")
+
+
+@pytest.mark.parametrize(
+    "delta",
+    [
+        {"tool_calls": [{"function": "f"}, {"id": 7, "function": {"name": None, "arguments": {"a": 1}}}]},
+        {"content": [{"type": "text"}], "reasoning": {"a": 1}},
+        {"content": None, "tool_calls": None},
+        {},
+    ],
+)
+def test_strange_deltas_break_nothing(delta: dict[str, Any]) -> None:
+    """What nobody could show is left out; the response ends as any other."""
+    strange = msgspec.json.encode(
+        {"choices": [{"index": 0, "delta": delta, "logprobs": "none", "finish_reason": "stop"}]}
+    )
+    streamed = response(is_stream=True)
+    told = events(streamed.told([read(strange)]) + streamed.end())
+    assert told[-1]["type"] == "response.completed"
+
+
+def test_calls_without_an_index_are_told_apart_by_their_ids() -> None:
+    """Another id begins another call; the same one again, or none, goes on."""
+    told = response(is_stream=False)
+    for call_id, arguments in (("a", "1"), ("a", "2"), (None, "3"), ("b", "4")):
+        call = {"id": call_id, "function": {"name": "f", "arguments": arguments}}
+        told.told([read(msgspec.json.encode({"choices": [{"index": 0, "delta": {"tool_calls": [call]}}]}))])
+    output = json.loads(told.whole([], None))["output"]
+    assert [(item["call_id"], item["arguments"]) for item in output] == [("a", "123"), ("b", "4")]
