@@ -48,10 +48,10 @@ class Front:
             scope = {**scope, "path": plain}
         if b"origin" in map(_NAME, scope["headers"]):
             send = _readable_anywhere(send)
-        if methods is None:
+        if scope["method"] == "OPTIONS":
+            await _say_options(scope, methods or ("GET", "POST"), send)  # a page may ask, and read why not
+        elif methods is None:
             await send_error(send, no_such_route(path, routes), new_record("unknown").request_id)
-        elif scope["method"] == "OPTIONS":
-            await _say_options(scope, methods, send)
         elif (endpoint := methods.get(_with_get(scope)["method"])) is None:
             allowed = ", ".join(sorted(methods))
             refusal = MethodNotAllowed(f"{path} takes {allowed}, not {scope['method']}", headers={"allow": allowed})

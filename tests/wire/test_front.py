@@ -71,6 +71,9 @@ async def test_a_browser_may_ask_and_read() -> None:
     assert reply.headers["access-control-allow-origin"] == "*"
     assert reply.headers["access-control-allow-methods"] == "POST"
     assert reply.headers["access-control-allow-headers"] == "authorization,x-stainless-os"
+    assert (await ask("OPTIONS", "/v1/nope", origin="https://page.example")).status_code == 204, (
+        "or it can't read the 404"
+    )
     asked_for = (("POST", "/v1/chat/completions", 200), ("GET", "/v1/nope", 404), ("PUT", "/v1/models", 405))
     for method, path, status in asked_for:
         reply = await ask(method, path, origin="https://page.example")
