@@ -24,7 +24,8 @@ class Controls(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How a generation ended. `finish_reasons` has one word for each choice; `size_bytes` is what an entry would take."""
+    """How a generation ended. `finish_reasons` has one word for each choice; `size_bytes` is what an entry would take.
+    `is_length_asked`: the caller said how long it is to be, so that one of that length is whole."""
 
     is_complete: bool
     finish_reasons: tuple[str, ...]
@@ -34,6 +35,7 @@ class Outcome(msgspec.Struct, frozen=True):
     is_fallback: bool = False
     is_filtered: bool = False
     has_content: bool = True
+    is_length_asked: bool = False
 
 
 class Refusal(StrEnum):
@@ -52,7 +54,7 @@ class Refusal(StrEnum):
     TOO_LARGE = "too_large"
 
 
-_FINISHED = frozenset(("stop", "tool_calls", "function_call"))
+_FINISHED = frozenset(("stop", "length", "tool_calls", "function_call"))
 
 
 def store_refusal(outcome: Outcome, controls: Controls, entry_bytes_max: int) -> Refusal | None:
@@ -70,7 +72,7 @@ def store_refusal(outcome: Outcome, controls: Controls, entry_bytes_max: int) ->
         return Refusal.FALLBACK
     if outcome.is_filtered or "content_filter" in reasons:
         return Refusal.FILTERED
-    if "length" in reasons:
+    if "length" in reasons and not outcome.is_length_asked:
         return Refusal.TRUNCATED
     if not reasons or not _FINISHED.issuperset(reasons):
         return Refusal.UNFINISHED

@@ -34,16 +34,16 @@ class FieldKind(StrEnum):
 
 
 _MEANINGS = """
-    audio best_of echo frequency_penalty function_call functions include instructions logit_bias logprobs max_completion_tokens
-    max_output_tokens max_tokens max_tool_calls min_p modalities model moderation n parallel_tool_calls prediction
-    presence_penalty previous_response_id reasoning reasoning_effort repetition_penalty response_format seed stop suffix
-    temperature text thinking tool_choice tools top_k top_logprobs top_p truncation verbosity web_search_options
+    audio best_of echo frequency_penalty function_call functions ignore_eos include instructions logit_bias logprobs
+    max_completion_tokens max_output_tokens max_tokens max_tool_calls min_p min_tokens modalities model moderation n
+    parallel_tool_calls prediction presence_penalty previous_response_id prompt prompt_logprobs reasoning
+    reasoning_effort repetition_penalty response_format seed stop stop_token_ids suffix temperature text thinking
+    tool_choice tools top_k top_logprobs top_p truncation verbosity web_search_options
 """
 
 FIELDS: Mapping[str, FieldKind] = {
     "messages": FieldKind.TURNS,
     "input": FieldKind.TURNS,
-    "prompt": FieldKind.TURNS,
     "cache": FieldKind.DELIVERY,
     "metadata": FieldKind.DELIVERY,
     "prompt_cache_key": FieldKind.DELIVERY,
@@ -128,10 +128,11 @@ def fingerprint(body: Mapping[str, Any], partition: Partition, namespace: str = 
 
 
 def _turns(body: Mapping[str, Any]) -> tuple[str, list[Any]]:
-    """The field that holds the dialogue and its turns; a completion's `prompt` or a response's `input` may be one text."""
-    for name in ("messages", "input", "prompt"):
+    """The field that holds the dialogue and its turns; a response's `input` may be one text. A completion has none: it goes on
+    with the very words of its `prompt`, not with their meaning."""
+    for name in ("messages", "input"):
         value = body.get(name)
-        if isinstance(value, list) and name != "prompt":
+        if isinstance(value, list):
             return name, value
         if isinstance(value, str):
             return name, [value]

@@ -29,6 +29,7 @@ from gateway.accounts import Accounts, Ledger, LedgerWriter
 from gateway.admin.routes import admin_router
 from gateway.admin.services import AdminServices
 from gateway.api.chat import Chat
+from gateway.api.completions import Completions
 from gateway.api.embeddings import Embeddings
 from gateway.api.feedback import Feedback
 from gateway.api.fold import fold
@@ -192,7 +193,7 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
 
     def emit(record: Record, turn: Turn | None, chunks: Sequence[Chunk]) -> None:
         if settings.log_prompts and turn is not None:
-            prompt = msgspec.json.encode(turn.body.get("messages")).decode()
+            prompt = msgspec.json.encode(turn.body[turn.kind.prompt]).decode()
             log.emit(record, prompt=prompt, answer=_told(chunks) if chunks else "")
         else:
             log.emit(record)
@@ -239,6 +240,7 @@ def _routes(settings: Settings, parts: Parts) -> Routes:
     models = Models(settings, parts.pipeline, time.time())
     return {
         "/v1/chat/completions": {"POST": Chat(parts.pipeline, settings.body_bytes_max)},
+        "/v1/completions": {"POST": Completions(parts.pipeline, settings.body_bytes_max)},
         "/v1/responses": {"POST": Responses(parts.pipeline, settings.body_bytes_max)},
         "/v1/embeddings": {"POST": Embeddings(settings, parts.pipeline, parts.semantic)},
         "/v1/feedback": {"POST": Feedback(settings, parts.pipeline, parts.learning.reports)},

@@ -17,6 +17,7 @@ from gateway.storing import Generated
 _ANSWER_BYTES_MAX = (
     64 << 20
 )  # a flight keeps its answer for whoever joins: one that never ends must not take the worker's memory
+_UNSTREAMED = frozenset({"best_of", "prompt_logprobs"})  # asked for these, servers refuse to stream
 _WHOLE_TIMEOUT_S = 600.0  # a whole shows nothing until it is there: as long as the official SDKs wait by default
 
 
@@ -29,7 +30,7 @@ async def attempt(job: Job, deployment: Deployment) -> BackendError | None:
     prompt_tokens = turn.ask.prompt_tokens
     facts = job.facts
     # where somebody else could take over, a stream tells sooner than a whole that nobody is answering
-    is_stream = turn.is_stream or len(job.alias.deployments) > 1
+    is_stream = turn.is_stream or (len(job.alias.deployments) > 1 and _UNSTREAMED.isdisjoint(turn.body))
     is_bounded = job.hold is not None and bool(job.hold.held)
     draft = text_of(job.near) if deployment.settings.engine else ""
     turn.record.draft = job.near.id if draft and job.near is not None else ""
@@ -42,6 +43,7 @@ async def attempt(job: Job, deployment: Deployment) -> BackendError | None:
             ttft_timeout_s=deployment.ttft_timeout_s(prompt_tokens),
             idle_timeout_s=deployment.settings.idle_timeout_ms / 1000.0 if is_stream else _WHOLE_TIMEOUT_S,
             draft=draft,
+            kind=turn.kind,
         )
     )
     held: list[Chunk] = []  # chunks without content don't commit us: the next deployment may still be tried

@@ -195,11 +195,11 @@ def from_backend(error: BackendError) -> ApiError:
     return translated
 
 
-def no_route(route: Route) -> ApiError:
-    """What a client is told where no deployment may even be tried."""
+def no_route(route: Route, prompt: str) -> ApiError:
+    """What a client is told where no deployment may even be tried. `prompt` is the field that would be answered."""
     match route.cause:
         case Cause.CONTEXT | Cause.OUTPUT:
-            return BadRequest(_sentence(route.refusal), param="messages", code="context_length_exceeded")
+            return BadRequest(_sentence(route.refusal), param=prompt, code="context_length_exceeded")
         case Cause.CAPABILITY:
             return BadRequest(_sentence(route.refusal), code="unsupported_feature")
         case Cause.DEADLINE:

@@ -249,7 +249,7 @@ class Pipeline:
             elif failure is None and job.alias.is_starting and time.perf_counter() < waits_until:
                 await asyncio.sleep(_STARTING_POLL_S)  # it is on its way: better a late answer than an error
             elif failure is None:
-                raise no_route(route)
+                raise no_route(route, turn.kind.prompt)
             else:
                 pause_s = pause_before_retry(failure, len(job.attempts))
                 if pause_s is None:
@@ -270,7 +270,7 @@ class Pipeline:
             record.count(usage)
             facts.cost_microusd = record.cost_microusd = row.cost_microusd if row else 0
             cache = self.settings.cache
-            refusal = refusal_of(made, turn.controls, cache.entry_bytes_max, is_fallback=job.is_fallback)
+            refusal = refusal_of(made, turn.kind, turn.controls, cache.entry_bytes_max, is_fallback=job.is_fallback)
             record.store = refusal or "stored"
             if refusal is None and cache.is_exact:
                 ttl_s = min(turn.controls.ttl_s or cache.ttl_s, cache.ttl_s_max)

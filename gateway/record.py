@@ -38,7 +38,7 @@ class Record(msgspec.Struct, omit_defaults=True):
 
     request_id: str
     at_s: float  # unix time of arrival
-    route: str = "chat"  # chat | embeddings | ...
+    route: str = "chat"  # chat | text_completion | embeddings | ...
     team_id: int = 0
     team: str = ""
     key_id: int = 0

@@ -67,7 +67,8 @@ class DeploymentSettings(_Section):
     )
     capabilities: list[str] | None = Field(
         None,
-        description="what the model can do (tools, json_object, json_schema, logprobs, n, vision, audio, files); default: by backend",
+        description="what the model can do (tools, json_object, json_schema, logprobs, n, vision, audio, files, completions, suffix); "
+        "default: by backend",
     )
     context_tokens_max: int | None = Field(
         None, gt=0, description="prompt and answer together; default: known for local engines"

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from cache import Controls, Entry, Fingerprint, Outcome, Recorded, store_refusal
-from gateway.backends.base import Chunk, Usage
+from gateway.backends.base import Chunk, Kind, Usage
 from gateway.record import Record
 
 
@@ -50,7 +50,9 @@ class Generated(msgspec.Struct):
         return (time.perf_counter() - self.started) * 1000.0
 
 
-def refusal_of(made: Generated, controls: Controls, entry_bytes_max: int, *, is_fallback: bool) -> str | None:
+def refusal_of(
+    made: Generated, kind: Kind, controls: Controls, entry_bytes_max: int, *, is_fallback: bool
+) -> str | None:
     """Why this generation is not stored, in the cache's counted words; None where it is."""
     refusal = store_refusal(
         Outcome(
@@ -59,6 +61,7 @@ def refusal_of(made: Generated, controls: Controls, entry_bytes_max: int, *, is_
             is_fallback=is_fallback,
             size_bytes=made.size_bytes,
             has_content=made.has_content,
+            is_length_asked=kind.output_tokens_default is not None,
         ),
         controls,
         entry_bytes_max,

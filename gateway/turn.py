@@ -1,7 +1,8 @@
 """One request as the pipeline sees it: validated, with its cache controls and its deadline read, and nothing decided yet.
 
-Shapes: OpenAI API reference, "Create chat completion". Known fields are checked for type and range, unknown ones pass through
-untouched. Invariant: `body` is the client's JSON less Sameway's own `cache` object; nothing here rewrites it.
+Shapes: OpenAI API reference, "Create chat completion" and "Create completion". Known fields are checked for type and range,
+unknown ones pass through untouched. Invariant: `body` is the client's JSON less Sameway's own `cache` object; nothing here
+rewrites it, but that the length of a completion is spelled out, where servers have other defaults than OpenAI's.
 """
 
 import re
@@ -13,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from cache import Controls
+from gateway.backends.base import CHAT, COMPLETION, Kind, prompts_of
 from gateway.errors import BadRequest
 from gateway.record import Record
 
@@ -25,6 +27,7 @@ _BYTES_PER_TOKEN = 4.0  # English prose; for expectations only, never for bounds
 
 
 _TOKENS_MAX = 2**31 - 1
+_PROMPTS_MAX = 2_048
 _MESSAGES_MAX = 20_000  # each costs the event loop a little: many tiny ones would hold up everybody else
 _MEDIA_TOKENS_MAX = 50_000  # of one image, sound or file: what no provider's largest exceeds
 
@@ -50,30 +53,117 @@ class _StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class _ChatRequest(msgspec.Struct):
-    """The known fields of a chat completion, each with its type and range."""
+class _Request(msgspec.Struct, kw_only=True):
+    """The known fields of every generation, each with its type and range."""
 
     model: Annotated[str, Meta(min_length=1)]
-    messages: Annotated[list[_Message], Meta(min_length=1, max_length=_MESSAGES_MAX)]
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    max_tokens: Annotated[int, Meta(ge=1, le=_TOKENS_MAX)] | None = None
-    max_completion_tokens: Annotated[int, Meta(ge=1, le=_TOKENS_MAX)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     logit_bias: dict[str, float] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+    user: str | None = None
+
+    @property
+    def candidates(self) -> int:
+        """How many answers to a prompt are generated, of which `n` are given. Raises BadRequest."""
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise BadRequest("`best_of` must be at least `n`", param="best_of", code="invalid_value")
+        return self.best_of or self.n or 1
+
+
+class _ChatRequest(_Request, kw_only=True):
+    """The known fields of a chat completion."""
+
+    messages: Annotated[list[_Message], Meta(min_length=1, max_length=_MESSAGES_MAX)]
+    max_tokens: Annotated[int, Meta(ge=1, le=_TOKENS_MAX)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=_TOKENS_MAX)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     tools: list[_Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: _ResponseFormat | None = None
-    user: str | None = None
+
+    def ask(self, raw: bytes, body: dict[str, Any]) -> "Ask":
+        """What it needs. Raises BadRequest."""
+        for index, message in enumerate(self.messages):
+            if message.content is None and message.role in _SPEAKERS:
+                raise _without_content(f"messages[{index}].content", is_null="content" in body["messages"][index])
+        needs: set[str] = set()
+        if self.tools:
+            needs.add("tools")
+        if self.response_format is not None and self.response_format.type != "text":
+            needs.add(self.response_format.type)
+        if self.logprobs:
+            needs.add("logprobs")
+        candidates = self.candidates
+        if candidates > 1:
+            needs.add("n")
+        media = [kind for message in self.messages if type(message.content) is list for kind in _media(message.content)]
+        needs.update(media)
+        # the body's bytes are at least the bytes of every text in it: escapes only make them longer. But an escape may also
+        # stand for more bytes of UTF-8 than its own (never: \uXXXX is 6 bytes for at most 3), so this bounds the tokens from above
+        bound = len(raw) + _TEMPLATE_TOKENS + _MESSAGE_TOKENS * len(self.messages) + _MEDIA_TOKENS_MAX * len(media)
+        return Ask(
+            prompt_tokens=int(len(raw) / _BYTES_PER_TOKEN) + _MESSAGE_TOKENS,
+            prompt_tokens_min=0 if media else int(len(raw) / _BYTES_PER_TOKEN_MAX),
+            prompt_tokens_max=bound,
+            output_tokens_max=max(self.max_completion_tokens or 0, self.max_tokens or 0)
+            or None,  # a server may know only one
+            choices=candidates,
+            needs=frozenset(needs) if needs else _NO_NEEDS,
+        )
+
+
+class _CompletionRequest(_Request, kw_only=True):
+    """The known fields of a completion. A `prompt` is a text, token ids, or a list of either."""
+
+    prompt: str | list[str | Annotated[int, Meta(ge=0)] | list[Annotated[int, Meta(ge=0)]]]
+    messages: None = None  # a chat's: no completion may have the fingerprint of one
+    suffix: str | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=_TOKENS_MAX)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
+
+    def ask(self, raw: bytes, body: dict[str, Any]) -> "Ask":
+        """What it needs. Raises BadRequest."""
+        if not isinstance(self.prompt, str) and len(set(map(type, self.prompt))) != 1:
+            message = "`prompt` must be a text, token ids, or a list of texts or of token ids, and not empty"
+            raise BadRequest(message, param="prompt", code="invalid_type" if self.prompt else "invalid_value")
+        prompts = prompts_of(body)
+        if len(prompts) > _PROMPTS_MAX:
+            raise BadRequest(f"`prompt` holds more than {_PROMPTS_MAX} prompts", param="prompt", code="invalid_value")
+        candidates = self.candidates
+        needs = {"completions"}
+        if self.suffix:
+            needs.add("suffix")
+        if self.logprobs is not None:
+            needs.add("logprobs")
+        if candidates > 1:
+            needs.add("n")
+        expected = [len(one) / (_BYTES_PER_TOKEN if isinstance(one, str) else 1) for one in prompts]
+        least = [len(one) / (_BYTES_PER_TOKEN_MAX if isinstance(one, str) else 1) for one in prompts]
+        return Ask(
+            prompt_tokens=int(sum(expected)) + len(prompts),
+            prompt_tokens_min=int(max(least)),  # each has the whole context to itself
+            prompt_tokens_max=len(raw) + len(prompts),
+            output_tokens_max=self.max_tokens or 1,
+            choices=candidates * len(prompts),
+            needs=frozenset(needs),
+        )
+
+
+_SHAPES: dict[str, type[_ChatRequest | _CompletionRequest]] = {
+    CHAT.name: _ChatRequest,
+    COMPLETION.name: _CompletionRequest,
+}
 
 
 class _CacheFields(msgspec.Struct, forbid_unknown_fields=True, rename={"no_cache": "no-cache", "no_store": "no-store"}):
@@ -87,7 +177,8 @@ class _CacheFields(msgspec.Struct, forbid_unknown_fields=True, rename={"no_cache
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """What a request needs from whoever answers it. Token counts: `prompt_tokens` is expected, `..._min` and `..._max` are bounds."""
+    """What a request needs from whoever answers it. Token counts: `prompt_tokens` is expected, `..._min` and `..._max` are bounds.
+    `choices` are all that are generated."""
 
     prompt_tokens: int
     prompt_tokens_min: int
@@ -107,6 +198,7 @@ class Turn(msgspec.Struct):
     is_stream: bool
     wants_usage: bool
     record: Record
+    kind: Kind = CHAT
     deadline: float | None = None  # on the clock of time.perf_counter
     started: float = msgspec.field(default_factory=time.perf_counter)
     headers: dict[bytes, bytes] = {}  # of the answer: rate limits
@@ -120,23 +212,23 @@ class Turn(msgspec.Struct):
         return None if self.deadline is None else max(0.0, (self.deadline - time.perf_counter()) * 1000.0)
 
 
-def read_turn(raw: bytes, headers: Mapping[str, str], record: Record) -> Turn:
+def read_turn(raw: bytes, headers: Mapping[str, str], record: Record, kind: Kind = CHAT) -> Turn:
     """A turn from a request's bytes and lower-case headers. Raises BadRequest naming the field."""
     body = decode_object(raw)
-    request: _ChatRequest = convert(body, _ChatRequest)
-    for index, message in enumerate(request.messages):
-        if message.content is None and message.role in _SPEAKERS:
-            raise _without_content(f"messages[{index}].content", is_null="content" in body["messages"][index])
+    if kind.output_tokens_default is not None and body.get("max_tokens") is None:
+        body["max_tokens"] = kind.output_tokens_default
+    request: _ChatRequest | _CompletionRequest = convert(body, _SHAPES[kind.name])
     record.is_stream = bool(request.stream)
     started = time.perf_counter()
     return Turn(
         alias=request.model,
         controls=read_controls(headers.get("cache-control", ""), body.pop("cache", None)),
         body=body,
-        ask=_ask(raw, body, request),
+        ask=request.ask(raw, body),
         is_stream=bool(request.stream),
         wants_usage=bool(request.stream_options and request.stream_options.include_usage),
         record=record,
+        kind=kind,
         started=started,
         deadline=_deadline(headers.get("x-stainless-read-timeout"), started),
     )
@@ -215,32 +307,6 @@ def read_controls(cache_control: str, fields: Any) -> Controls:
 
 _DEFAULT_CONTROLS = Controls()
 _BOM = b"\xef\xbb\xbf"  # which RFC 8259, section 8.1 lets a parser ignore, and .NET's writers send
-
-
-def _ask(raw: bytes, body: dict[str, Any], request: _ChatRequest) -> Ask:
-    needs: set[str] = set()
-    if request.tools:
-        needs.add("tools")
-    if request.response_format is not None and request.response_format.type != "text":
-        needs.add(request.response_format.type)
-    if request.logprobs:
-        needs.add("logprobs")
-    if request.n is not None and request.n > 1:
-        needs.add("n")
-    media = [kind for message in request.messages if type(message.content) is list for kind in _media(message.content)]
-    needs.update(media)
-    # the body's bytes are at least the bytes of every text in it: escapes only make them longer. But an escape may also stand
-    # for more bytes of UTF-8 than its own (never: \uXXXX is 6 bytes for at most 3), so this bounds the tokens from above
-    bound = len(raw) + _TEMPLATE_TOKENS + _MESSAGE_TOKENS * len(request.messages) + _MEDIA_TOKENS_MAX * len(media)
-    return Ask(
-        prompt_tokens=int(len(raw) / _BYTES_PER_TOKEN) + _MESSAGE_TOKENS,
-        prompt_tokens_min=0 if media else int(len(raw) / _BYTES_PER_TOKEN_MAX),
-        prompt_tokens_max=bound,
-        output_tokens_max=max(request.max_completion_tokens or 0, request.max_tokens or 0)
-        or None,  # a server may know only one
-        choices=request.n or 1,
-        needs=frozenset(needs) if needs else _NO_NEEDS,
-    )
 
 
 def _media(parts: list[dict[str, Any]]) -> list[str]:

@@ -246,6 +246,78 @@ def events(request: dict[str, Any], plan: Plan) -> tuple[list[bytes], int]:
     return found, finished
 
 
+# -- a completion ------------------------------------------------------------------------------------------------------
+
+
+def text_choices(request: dict[str, Any], plan: Plan) -> list[dict[str, Any]]:
+    """For each prompt and choice: `tokens` (words, the prompt's too where it is echoed), how many of them are `given`, `finish`."""
+    prompt = request["prompt"]
+    prompts = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+    found = []
+    for number in range(len(prompts) * (request.get("n") or 1)):
+        asked = prompts[number // (request.get("n") or 1)]
+        shown = asked if isinstance(asked, str) else " ".join(map(str, asked))
+        said = f" goes on {number} after {shown}".split(" ")[1:]
+        is_cut = request.get("max_tokens", 16) < len(said)
+        tokens = [" " + word for word in said[: request.get("max_tokens", 16)]]
+        given = [shown] if request.get("echo") else []
+        finish = plan.finish or ("length" if is_cut else "stop")
+        found.append({"tokens": given + tokens, "given": len(given), "finish": finish if plan.has_finish else None})
+    return found
+
+
+def text_logprobs(tokens: list[str], start: int) -> dict[str, Any]:
+    offsets = [start + len("".join(tokens[:place])) for place in range(len(tokens))]
+    logprobs = [-0.5 - len(token) for token in tokens]
+    top = [{token: value} for token, value in zip(tokens, logprobs, strict=True)]
+    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
+
+
+def text_usage(request: dict[str, Any], choices: list[dict[str, Any]]) -> dict[str, int]:
+    completion = sum(len(choice["tokens"]) - choice["given"] for choice in choices)
+    prompt = len(json.dumps(request["prompt"]).split())
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def text_whole(request: dict[str, Any], plan: Plan) -> bytes:
+    """The answer as a `text_completion`."""
+    choices, wants = text_choices(request, plan), request.get("logprobs") is not None
+    told = [
+        {
+            "index": index,
+            "text": "".join(choice["tokens"]),
+            "logprobs": text_logprobs(choice["tokens"], 0) if wants else None,
+            "finish_reason": choice["finish"],
+        }
+        for index, choice in enumerate(choices)
+    ]
+    body = {**head(request, "text_completion"), "choices": told}
+    return msgspec.json.encode({**body, "usage": text_usage(request, choices)} if plan.has_usage else body)
+
+
+def text_events(request: dict[str, Any], plan: Plan) -> tuple[list[bytes], int]:
+    """The answer as a stream's `text_completion`s, choices interleaved, and how many come before everything has finished."""
+    choices, wants = text_choices(request, plan), request.get("logprobs") is not None
+    wants_usage = plan.has_usage and (request.get("stream_options") or {}).get("include_usage")
+    start = head(request, "text_completion")
+    found: list[bytes] = []
+    for place in range(max(len(choice["tokens"]) for choice in choices) + 1):
+        for index, choice in enumerate(choices):
+            if place <= len(choice["tokens"]):
+                tokens, before = choice["tokens"][place : place + 1], len("".join(choice["tokens"][:place]))
+                piece = {
+                    "index": index,
+                    "text": "".join(tokens),
+                    "logprobs": text_logprobs(tokens, before) if wants and tokens else None,
+                    "finish_reason": None if tokens else choice["finish"],
+                }
+                found.append(msgspec.json.encode({**start, "choices": [piece]}))
+    finished = len(found)
+    if wants_usage:
+        found.append(msgspec.json.encode({**start, "choices": [], "usage": text_usage(request, choices)}))
+    return found, finished
+
+
 def refusal(plan: Plan) -> tuple[bytes, str]:
     """An error's body and its content type."""
 
@@ -353,14 +425,14 @@ class Connection(asyncio.Protocol):
         path = request_line.split(" ")[1]
         if path.startswith("/control/"):
             self.respond(200, self.server.control(path, body), "application/json")
-        elif path != "/v1/chat/completions":
+        elif path not in ("/v1/chat/completions", "/v1/completions"):
             self.respond(404, b'{"detail":"Not Found"}', "application/json")
         else:
             if not self.is_counted:
                 self.is_counted = True
                 self.server.seen.connections_open += 1
                 self.server.seen.connections_total += 1
-            self.task = asyncio.get_running_loop().create_task(self.chat(headers, body))
+            self.task = asyncio.get_running_loop().create_task(self.chat({":path": path, **headers}, body))
 
     def respond(self, status: int, body: bytes, kind: str, headers: str = "") -> None:
         top = f"HTTP/1.1 {status} X\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
@@ -413,7 +485,7 @@ class Connection(asyncio.Protocol):
         return True
 
     async def tell_whole(self, request: dict[str, Any], plan: Plan) -> bool:
-        body = whole(request, plan)
+        body = text_whole(request, plan) if "prompt" in request else whole(request, plan)
         kind = "application/json"
         if plan.body in ("html", "text", "empty"):
             body, kind = refusal(plan)
@@ -433,7 +505,7 @@ class Connection(asyncio.Protocol):
         return True
 
     async def tell_stream(self, request: dict[str, Any], plan: Plan) -> bool:
-        payloads, finished = events(request, plan)
+        payloads, finished = text_events(request, plan) if "prompt" in request else events(request, plan)
         coding = "Content-Encoding: gzip\r\n" if plan.is_gzip else ""
         framing = "Connection: close\r\n" if plan.is_until_close else "Transfer-Encoding: chunked\r\n"
         top = f"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n{coding}{framing}\r\n".encode()

@@ -27,7 +27,7 @@ from gateway.api.request import (
 )
 from gateway.api.sse import DONE, frame, frames
 from gateway.api.wire import unfold
-from gateway.backends.base import Chunk
+from gateway.backends.base import CHAT, Chunk
 from gateway.errors import ApiError, DeadlineExceeded
 from gateway.exchange import WHEN_GONE
 from gateway.flight import Reader
@@ -58,9 +58,11 @@ class Form(Protocol):
 
 
 class Chat:
-    """The endpoint. One instance per worker. Another that answers the same in another form says `route` and `read` anew."""
+    """The endpoint. One instance per worker. Another that answers the same in another form says `route` and `read` anew, one that
+    asks for another kind of answer `route` and `kind`."""
 
-    route = "chat"
+    route = CHAT.name
+    kind = CHAT
 
     def __init__(self, pipeline: Pipeline, body_bytes_max: int) -> None:
         self._pipeline = pipeline
@@ -68,7 +70,7 @@ class Chat:
 
     def read(self, raw: bytes, headers: Mapping[str, str], record: Record) -> tuple[Turn, Form]:
         """What is asked, and how its answer is told. Raises BadRequest naming the field."""
-        turn = read_turn(raw, headers, record)
+        turn = read_turn(raw, headers, record, self.kind)
         return turn, _Completion(self._pipeline.exact, turn.wants_usage)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

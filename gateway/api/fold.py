@@ -1,7 +1,8 @@
-"""Chunks -> whole: the `chat.completion` that a stream of `chat.completion.chunk`s tells.
+"""Chunks -> whole: the `chat.completion` that a stream of `chat.completion.chunk`s tells, or the `text_completion` of its like.
 
-Shapes: OpenAI API reference, "The chat completion chunk object"; fields that are not in there travel along. Knows no HTTP, no cache
-and no backend. Invariant: `fold(unfold(whole))` is JSON-equal to `whole`, and how chunks are spelled changes nothing.
+Shapes: OpenAI API reference, "The chat completion chunk object" and "The completion object"; fields that are not in there travel
+along. Knows no HTTP, no cache and no backend. Invariant: `fold(unfold(whole))` is JSON-equal to `whole`, and how chunks are
+spelled changes nothing.
 """
 
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.api.wire import UNREADABLE, TextRun
+from gateway.api.wire import TEXT, UNREADABLE, TextRun
 from gateway.backends.base import Chunk
 
 _FIRST = frozenset({"id", "created", "model"})  # Azure opens with a chunk where these are empty
@@ -23,7 +24,7 @@ class _Text(list[str]):
 
 
 def fold(chunks: Sequence[Chunk]) -> bytes:
-    """The `chat.completion` that `chunks` tell. A whole chunk is that already, and is passed through byte for byte.
+    """The `chat.completion` or `text_completion` that `chunks` tell. A whole chunk is that already, and is passed through byte for byte.
 
     Text in deltas is joined, tool calls by their `index`, lists appended; of other fields the last value that is not
     null stays. A message always has `role` and `content`. Raises msgspec.DecodeError.
@@ -38,6 +39,7 @@ def fold(chunks: Sequence[Chunk]) -> bytes:
 
 def _fold(payloads: Sequence[bytes]) -> bytes:
     top: dict[str, Any] = {}
+    kind = "chat.completion"
     choices: dict[int, dict[str, Any]] = {}
     runs = position = 0
     while position < len(payloads):
@@ -47,6 +49,8 @@ def _fold(payloads: Sequence[bytes]) -> bytes:
                 top[key] = top.get(key) or value
             elif key not in _DROPPED and (value is not None or key not in top):
                 top[key] = value
+        if piece.get("object") == TEXT:
+            kind = TEXT
         for choice in piece.get("choices") or ():
             _fold_choice(choices, choice)
         run = TextRun.begun(payloads[position], piece) if runs < TextRun.RUNS_MAX else None
@@ -57,7 +61,7 @@ def _fold(payloads: Sequence[bytes]) -> bytes:
             position += _fold_run(run, payloads[position:], choices[index]["message"])
     head = {key: top.pop(key) for key in ("id", "created", "model") if key in top}
     body = [_settled_choice(choices[index]) for index in sorted(choices)]
-    return msgspec.json.encode({**head, "object": "chat.completion", "choices": body, **top})
+    return msgspec.json.encode({**head, "object": kind, "choices": body, **top})
 
 
 def _fold_run(run: TextRun, payloads: Sequence[bytes], message: dict[str, Any]) -> int:
@@ -71,11 +75,14 @@ def _fold_run(run: TextRun, payloads: Sequence[bytes], message: dict[str, Any]) 
 
 def _fold_choice(choices: dict[int, dict[str, Any]], piece: dict[str, Any]) -> None:
     index = piece.get("index") or 0
-    choice = choices.setdefault(index, {"index": index, "message": {"role": "assistant", "content": None}})
+    if index not in choices:
+        said = {"text": ""} if "text" in piece else {"message": {"role": "assistant", "content": None}}
+        choices[index] = {"index": index, **said}
+    choice = choices[index]
     for key, value in piece.items():
         if key in ("delta", "message"):
             choice["message"] = _merged(choice["message"], value, key)
-        elif key == "logprobs":
+        elif key in ("logprobs", "text"):
             choice[key] = _merged(choice.get(key), value, key)
         elif key != "index" and (value is not None or key not in choice):
             choice[key] = value
@@ -131,8 +138,8 @@ def _merge_call(calls: list[Any], new: dict[str, Any]) -> None:
 def _settled_choice(choice: dict[str, Any]) -> dict[str, Any]:
     """A choice with its texts joined, and its tool calls in order and without the stream's `index`."""
     settled: dict[str, Any] = _settled(choice)
-    message = settled["message"]
-    if message.get("tool_calls"):
+    message = settled.get("message")
+    if message and message.get("tool_calls"):
         calls = sorted(message["tool_calls"], key=lambda call: call.get("index") or 0)
         message["tool_calls"] = [{key: value for key, value in call.items() if key != "index"} for call in calls]
     return settled

@@ -7,6 +7,19 @@ from typing import Any
 
 from gateway.api.front import operation
 
+_CACHE: dict[str, Any] = {
+    "type": "object",
+    "additionalProperties": False,
+    "description": "Sameway's own: how this request uses the cache",
+    "properties": {
+        "ttl": {"type": "integer", "minimum": 1, "description": "seconds"},
+        "no-cache": {"type": "boolean"},
+        "no-store": {"type": "boolean"},
+        "namespace": {"type": "string"},
+        "error_max": {"type": "number", "minimum": 0, "maximum": 1},
+    },
+}
+
 _CHAT_BODY: dict[str, Any] = {
     "type": "object",
     "required": ["model", "messages"],
@@ -15,18 +28,35 @@ _CHAT_BODY: dict[str, Any] = {
         "model": {"type": "string"},
         "messages": {"type": "array", "minItems": 1, "items": {"type": "object", "required": ["role"]}},
         "stream": {"type": "boolean"},
-        "cache": {
-            "type": "object",
-            "additionalProperties": False,
-            "description": "Sameway's own: how this request uses the cache",
-            "properties": {
-                "ttl": {"type": "integer", "minimum": 1, "description": "seconds"},
-                "no-cache": {"type": "boolean"},
-                "no-store": {"type": "boolean"},
-                "namespace": {"type": "string"},
-                "error_max": {"type": "number", "minimum": 0, "maximum": 1},
-            },
+        "cache": _CACHE,
+    },
+}
+
+_TOKENS: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+
+_COMPLETION_BODY: dict[str, Any] = {
+    "type": "object",
+    "required": ["model", "prompt"],
+    "additionalProperties": True,
+    "properties": {
+        "model": {"type": "string"},
+        "prompt": {
+            "description": "a text, token ids, or a list of either",
+            "oneOf": [
+                {"type": "string"},
+                _TOKENS,
+                {"type": "array", "minItems": 1, "items": {"type": "string"}},
+                {"type": "array", "minItems": 1, "items": _TOKENS},
+            ],
         },
+        "max_tokens": {"type": "integer", "minimum": 0, "default": 16},
+        "n": {"type": "integer", "minimum": 1, "maximum": 128},
+        "best_of": {"type": "integer", "minimum": 1, "maximum": 128},
+        "echo": {"type": "boolean"},
+        "suffix": {"type": "string"},
+        "logprobs": {"type": "integer", "minimum": 0, "maximum": 5},
+        "stream": {"type": "boolean"},
+        "cache": _CACHE,
     },
 }
 
@@ -66,6 +96,7 @@ _FEEDBACK_BODY: dict[str, Any] = {
 
 PATHS: dict[str, Any] = {
     "/v1/chat/completions": {"post": operation("Create a chat completion", _CHAT_BODY, streams=True)},
+    "/v1/completions": {"post": operation("Create a completion", _COMPLETION_BODY, streams=True)},
     "/v1/responses": {"post": operation("Create a response, of which nothing is kept", _RESPONSE_BODY, streams=True)},
     "/v1/embeddings": {"post": operation("Create embeddings", _EMBEDDINGS_BODY)},
     "/v1/feedback": {"post": operation("Report a response right or wrong", _FEEDBACK_BODY)},

@@ -1,8 +1,9 @@
-"""The two shapes of one answer: a whole `chat.completion`, and the `chat.completion.chunk`s of a stream.
+"""The two shapes of one answer: a whole `chat.completion`, and the `chat.completion.chunk`s of a stream; of a completion both are
+a `text_completion`.
 
 `read` finds the few facts that the gateway needs in either; `unfold` and `fold` (fold.py) turn each into the other, so that one
-cached entry serves both kinds of client. Shapes: OpenAI API reference, "The chat completion object" and "The chat
-completion chunk object"; fields that are not in there travel along. Knows no HTTP, no cache and no backend.
+cached entry serves both kinds of client. Shapes: OpenAI API reference, "The chat completion object", "The chat
+completion chunk object" and "The completion object"; fields that are not in there travel along. Knows no HTTP, no cache and no backend.
 Invariant: `fold(unfold(whole))` is JSON-equal to `whole`.
 """
 
@@ -48,6 +49,7 @@ class _Choice(msgspec.Struct, gc=False):
     index: int = 0
     delta: _Delta | None = None
     message: _Delta | None = None
+    text: Any = None  # of a completion, which has neither
     finish_reason: str | None = None
 
 
@@ -105,7 +107,7 @@ def to_chunk(data: bytes, answer: Answer, is_whole: bool = False) -> Chunk:
     reasons: tuple[str, ...] = ()
     for choice in choices:
         part = choice.delta or choice.message
-        if part is not None and (part.content or part.has_content()):  # most have text: no call for them
+        if choice.text if part is None else part.content or part.has_content():  # most have text: no call for them
             has_content = True
         if choice.finish_reason:
             reasons = (*reasons, choice.finish_reason)
@@ -222,6 +224,7 @@ class TextRun:
 
 # -- whole -> chunks -------------------------------------------------------------------------------------------------
 
+TEXT = "text_completion"
 _HEAD = ("id", "created", "model", "system_fingerprint", "service_tier")
 _TEXTS = ("reasoning_content", "reasoning", "content", "refusal")  # in the order a model writes them
 # about five words each: cut after a word where there is one, and anywhere in what has no spaces
@@ -231,7 +234,8 @@ _PIECES = re.compile(r".{24}\S{0,40}\s{0,8}|.+", re.DOTALL)
 def unfold(whole: bytes) -> list[Chunk]:
     """The chunks a stream of `whole` would have had, each field in the place where servers send it.
 
-    Text is cut at word borders, or by token where log probabilities say what the tokens were. Unknown fields of the
+    Text is cut at word borders, or by token where log probabilities say what the tokens were; a completion's not at all.
+    Unknown fields of the
     whole and of its choices come with the finish, unknown fields of a message with its first delta; usage comes last
     and alone. Raises msgspec.DecodeError.
     """
@@ -242,7 +246,8 @@ def unfold(whole: bytes) -> list[Chunk]:
 
 
 def _unfold(answer: dict[str, Any]) -> list[Chunk]:
-    head = {key: answer[key] for key in _HEAD if key in answer} | {"object": "chat.completion.chunk"}
+    kind = TEXT if answer.get("object") == TEXT else "chat.completion.chunk"
+    head = {key: answer[key] for key in _HEAD if key in answer} | {"object": kind}
     usage = answer.get("usage")
     extra = {key: value for key, value in answer.items() if key not in (*_HEAD, "object", "choices")}
     if usage is not None:
@@ -251,8 +256,8 @@ def _unfold(answer: dict[str, Any]) -> list[Chunk]:
     chunks = [
         Chunk(
             msgspec.json.encode({**head, "choices": [piece], **(extra if is_last else {})}),
-            has_content=_has_content(piece["delta"]),
-            finish_reasons=(piece["finish_reason"],) if piece["finish_reason"] else (),
+            has_content=_has_content(piece.get("delta") or piece),
+            finish_reasons=(piece["finish_reason"],) if piece.get("finish_reason") else (),
         )
         for piece, is_last in _with_last(piece for i, choice in enumerate(choices) for piece in _pieces(choice, i))
     ]
@@ -273,12 +278,15 @@ def _with_last(items: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any]
 
 
 def _has_content(delta: dict[str, Any]) -> bool:
-    return any(delta.get(key) for key in (*_TEXTS, "tool_calls", "function_call", "audio"))
+    return any(delta.get(key) for key in (*_TEXTS, "text", "tool_calls", "function_call", "audio"))
 
 
 def _pieces(choice: dict[str, Any], position: int) -> Iterator[dict[str, Any]]:
     """One choice of a whole as the choices of chunks."""
     index = choice.get("index", position)
+    if "text" in choice:
+        yield {"index": index, **choice}
+        return
     message: dict[str, Any] = choice.get("message") or {}
     logprobs: Any = choice.get("logprobs")
     calls = message.get("tool_calls")

@@ -29,15 +29,36 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
     accepted_tokens: dict[str, int] | None = None
 
 
+class Kind(msgspec.Struct, frozen=True):
+    """What is asked for: a chat's next message, or a text's continuation. All that differs on the journey is here."""
+
+    name: str  # in records
+    path: str  # on OpenAI-compatible servers
+    prompt: str  # the field that is answered
+    # how long an answer becomes where its caller does not say; None: as long as it takes, and one that was cut is not whole
+    output_tokens_default: int | None = None
+
+
+CHAT = Kind("chat", "/chat/completions", "messages")
+COMPLETION = Kind("text_completion", "/completions", "prompt", 16)
+
+
+def prompts_of(body: dict[str, Any]) -> list[str | list[int]]:
+    """A completion's prompts, of which there may be one or many: each a text or token ids."""
+    given = body["prompt"]
+    return given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+
+
 class Chunk(msgspec.Struct, frozen=True, gc=False):
-    """One piece of an answer: `data` is the JSON of a `chat.completion.chunk`, or of a whole `chat.completion`. Chunks that came
-    together and differ in their one text alone are one piece: `count` of them, each on a line of `data`.
+    """One piece of an answer: `data` is the JSON of a `chat.completion.chunk`, or of a whole `chat.completion`; of a completion
+    either is a `text_completion`. Chunks that came together and differ in their one text alone are one piece: `count` of them,
+    each on a line of `data`.
 
     The other fields are what a light parse found, so that nobody parses `data` again on the way to the client.
     """
 
     data: bytes
-    is_whole: bool = False  # data is one complete chat.completion
+    is_whole: bool = False  # data is one complete answer
     has_content: bool = False  # some delta that a person would see; time to first token counts to here
     finish_reasons: tuple[str, ...] = ()
     usage: Usage | None = None
@@ -59,6 +80,12 @@ class BackendRequest(msgspec.Struct, frozen=True):
     ttft_timeout_s: float
     idle_timeout_s: float
     draft: str = ""  # a text that the answer may share passages with; for who can verify guesses, others ignore it
+    kind: Kind = CHAT
+
+    @property
+    def choices(self) -> int:
+        """How many choices the answer is to have."""
+        return (self.body.get("n") or 1) * (1 if self.kind is CHAT else len(prompts_of(self.body)))
 
 
 class Load(msgspec.Struct, frozen=True):

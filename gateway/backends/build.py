@@ -16,12 +16,15 @@ from gateway.settings import DeploymentSettings, PriceSettings, Settings, Settin
 from policies import FREE, Price
 
 # What a server of the kind can do where nobody says otherwise. The local engine samples what it likes: no tool calls are
-# parsed from it, and no grammar holds it to JSON.
+# parsed from it, no grammar holds it to JSON, and nothing follows what it says.
 _CAPABILITIES = {
-    "local": frozenset({"n", "logprobs"}),
-    "openai": frozenset({"n", "logprobs", "tools", "json_object", "json_schema", "vision", "audio", "files"}),
+    "local": frozenset({"n", "logprobs", "completions"}),
+    "openai": frozenset(
+        {"n", "logprobs", "tools", "json_object", "json_schema", "vision", "audio", "files", "completions", "suffix"}
+    ),
     "litellm": frozenset({"tools"}),
 }
+_NEVER = {"litellm": frozenset({"completions"})}  # it would make a chat of a text
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -39,9 +42,11 @@ def describe(deployment: DeploymentSettings) -> Facts:
     row = _row(deployment)
     price = _price(deployment.price) if deployment.price is not None else (row.price if row else None)
     capabilities = row.capabilities if row else _CAPABILITIES[deployment.backend]
+    if deployment.capabilities is not None:
+        capabilities = frozenset(deployment.capabilities)
     return Facts(
         price=price or FREE,
-        capabilities=frozenset(deployment.capabilities) if deployment.capabilities is not None else capabilities,
+        capabilities=capabilities - _NEVER.get(deployment.backend, frozenset()),
         context_tokens_max=deployment.context_tokens_max or (row.context_tokens_max if row else None),
         output_tokens_max=deployment.output_tokens_max or (row.output_tokens_max if row else None),
         is_price_known=price is not None or deployment.backend == "local",

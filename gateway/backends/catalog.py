@@ -73,6 +73,8 @@ def _row(raw: msgspec.Raw) -> Known | None:
         return None
     provider = str(row.get("litellm_provider", ""))
     capabilities = {name for name, keys in _ABILITIES.items() if any(row.get(key) is True for key in keys)}
+    if row["mode"] == "completion":
+        capabilities |= {"completions", "suffix", "logprobs", "n"}
     if provider in _OPENAI_LIKE:
         capabilities |= {"json_object", "logprobs", "n"}
     borders = [1000 * int(found[1]) for found in map(_TIER.fullmatch, row) if found]

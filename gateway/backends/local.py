@@ -1,76 +1,32 @@
-"""The engine below, spoken to over its socket: OpenAI's parameters in, `chat.completion.chunk`s out.
+"""The engine below, spoken to over its socket: what is asked of it is `local_request`'s, what it says `local_answer`'s.
 
-Knows the engine's messages and no torch. What the engine has no notion of (images, tool calls to parse, grammars) is
-refused, not ignored; routing should not have sent it here. Shapes: OpenAI API reference, "The chat completion chunk
-object". Invariant: every choice begins with its role, ends with its finish, and the usage chunk comes last.
+Knows the engine's messages and errors, and no torch. Invariant: an answer that is left is aborted in the engine, all of it.
 """
 
 import asyncio
-import hashlib
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 import local_engine
 from gateway.backends.base import (
+    CHAT,
     BackendBroken,
     BackendError,
     BackendOverloaded,
-    BackendRejected,
     BackendRequest,
     BackendTimeout,
     BackendUnavailable,
     Chunk,
     Load,
-    Usage,
 )
-from gateway.backends.refusals import error_body
+from gateway.backends.local_answer import ChatWriter, TextWriter, Writer
+from gateway.backends.local_request import engine_requests, rejected
 from gateway.backends.suspects import Suspects
-from local_engine import (
-    AsyncEngine,
-    EngineLoad,
-    GenerateRequest,
-    Generation,
-    ModelInfo,
-    Output,
-    SamplingParams,
-    TokenLogprob,
-)
+from local_engine import AsyncEngine, EngineLoad, GenerateRequest, Generation
 
-_LOGPROB_MIN = -9999.0  # what OpenAI sends for "never"; JSON has no infinity
-_SEED_MASK = (1 << 63) - 1
-_PRIORITY_FLEX = 1  # OpenAI's tier for work that can wait: after everybody else's
-_TOP_P_MIN = 1e-6  # OpenAI allows 0 and means the likeliest token
-
-_encode = msgspec.json.encode
-
-
-class _Parameters(msgspec.Struct):
-    """The fields of a chat request that the engine acts on; vLLM's names for what OpenAI does not have."""
-
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-
-
+_PROMPTS_AT_ONCE = 64  # of one request: more would fill the engine's queue
 _COMES_BACK_S = 30.0  # a process that is not there yet, or died, is started again within this or not at all
 _STARTS_FAILED_MAX = 3  # one that dies again and again before it is ready is not on its way
 
@@ -142,14 +98,16 @@ class LocalBackend:
 
 
 class LocalStream:
-    """One answer on its way; see base.ChunkStream."""
+    """One answer on its way; see base.ChunkStream. Of several prompts many are generated at once, and told one after the other."""
 
     def __init__(self, backend: LocalBackend, request: BackendRequest) -> None:
         self._backend = backend
         self._request = request
-        self._generation: Generation | None = None
+        self._waiting: deque[GenerateRequest] = deque()  # prompts
+        self._generations: deque[Generation] = deque()  # of the prompts before those; the first is being told
+        self._usages: list[local_engine.Usage] = []  # of the prompts before those
         self._ready: list[Chunk] = []
-        self._writer: _Writer | None = None
+        self._writer: Writer | None = None
         self._suspect: bytes | None = None
         self._has_output = False
         self._is_over = False
@@ -159,7 +117,7 @@ class LocalStream:
         return self
 
     async def __anext__(self) -> list[Chunk]:
-        if not self._ready:
+        while not self._ready:
             if self._is_over:
                 if self._is_finished:
                     raise StopAsyncIteration
@@ -177,212 +135,71 @@ class LocalStream:
         self._ready.clear()
         self._is_over = True
         self._backend.suspects.passed(self._suspect)
-        if self._generation is not None:
-            await self._generation.aclose()
+        for generation in self._generations:
+            await generation.aclose()
 
     async def _fill(self) -> None:
-        if self._generation is None:
-            asked = engine_request(self._request)
-            self._suspect = await self._backend.suspects.admit(self._request)
-            self._generation = self._backend.engine.generate(asked)
-            self._writer = _Writer(self._backend, self._request)
-        assert self._writer is not None
-        request = self._request
+        backend, request = self._backend, self._request
+        if self._writer is None:
+            asked = engine_requests(request)
+            self._suspect = await backend.suspects.admit(request)
+            self._waiting.extend(asked)
+            writer = ChatWriter if request.kind is CHAT else TextWriter
+            self._writer = writer(request, backend.model, int(backend.wall_clock()), backend.engine.info)
+        while self._waiting and len(self._generations) < _PROMPTS_AT_ONCE:
+            self._generations.append(backend.engine.generate(self._waiting.popleft()))
+        generation = self._generations[0]
         timeout_s = request.idle_timeout_s if self._has_output else request.ttft_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                output = await anext(self._generation)
+                output = await anext(generation)
         except TimeoutError:
             what = "fell silent inside its answer" if self._has_output else "sent nothing"
             raise BackendTimeout(f"The local engine {what} within {timeout_s:g} s") from None
         except local_engine.EngineError as error:
             if isinstance(error, local_engine.EngineUnavailable) and error.is_death:
                 self._backend.suspects.died(self._request)
-            raise _translated(error, self._has_output) from None
+            raise _translated(error, request.kind.prompt, self._has_output) from None
         except StopAsyncIteration:
-            self._end()
+            self._end(generation)
             return
         if not self._has_output:
             self._has_output = True
             self._backend.suspects.passed(self._suspect)
         if output.finish_reason == "abort":
             raise BackendBroken("The local engine gave its answer up")
-        self._ready.extend(self._writer.chunks(output))
+        index = len(self._usages) * (request.body.get("n") or 1) + output.index
+        self._ready.extend(self._writer.chunks(output, index))
 
-    def _end(self) -> None:
-        assert self._generation is not None
+    def _end(self, generation: Generation) -> None:
+        """A prompt's last choice has finished."""
         assert self._writer is not None
-        usage = self._generation.usage
-        if usage is None:
+        if generation.usage is None:
             raise BackendBroken("The local engine's answer ended before its finish")
-        self._ready.append(self._writer.usage(usage))
+        self._usages.append(generation.usage)
+        self._generations.popleft()
+        if self._generations or self._waiting:
+            return
+        self._ready.append(self._writer.usage(self._usages))
         self._is_over = self._is_finished = True
         self._backend.suspects.cleared(self._suspect)
-
-
-class _Writer:
-    """Writes chunks around a head that is encoded once."""
-
-    def __init__(self, backend: LocalBackend, request: BackendRequest) -> None:
-        head = {
-            "id": f"chatcmpl-{request.request_id}",
-            "object": "chat.completion.chunk",
-            "created": int(backend.wall_clock()),
-            "model": backend.model,
-            "system_fingerprint": _fingerprint(backend.engine.info),
-        }
-        self._head = _encode(head)[:-1] + b',"choices":['
-        self._begun: set[int] = set()
-
-    def chunks(self, output: Output) -> list[Chunk]:
-        """The chunks of one piece of one choice: its role before the first, then its text, then its finish."""
-        written = []
-        if output.index not in self._begun:
-            self._begun.add(output.index)
-            written.append(self._chunk(output.index, b'{"role":"assistant","content":"","refusal":null}'))
-        if output.text or output.logprobs:
-            logprobs = _logprobs(output.logprobs) if output.logprobs else b"null"
-            delta = b'{"content":' + _encode(output.text) + b"}"
-            written.append(self._chunk(output.index, delta, logprobs, has_content=bool(output.text)))
-        if output.finish_reason is not None:
-            written.append(self._chunk(output.index, b"{}", finish_reason=output.finish_reason))
-        return written
-
-    def _chunk(
-        self,
-        index: int,
-        delta: bytes,
-        logprobs: bytes = b"null",
-        *,
-        has_content: bool = False,
-        finish_reason: str | None = None,
-    ) -> Chunk:
-        finish = b'"%b"' % finish_reason.encode() if finish_reason else b"null"
-        data = b'%b{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}]}' % (
-            self._head,
-            index,
-            delta,
-            logprobs,
-            finish,
-        )
-        return Chunk(data, has_content=has_content, finish_reasons=(finish_reason,) if finish_reason else ())
-
-    def usage(self, usage: local_engine.Usage) -> Chunk:
-        counts = {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        }
-        found = Usage(
-            usage.prompt_tokens,
-            usage.completion_tokens,
-            usage.cached_tokens,
-            usage.drafted_tokens or None,
-            usage.accepted_tokens or None,
-        )
-        return Chunk(self._head + b'],"usage":' + _encode(counts) + b"}", usage=found, is_usage_only=True)
-
-
-def _logprobs(tokens: tuple[TokenLogprob, ...]) -> bytes:
-    entries = [{**_logprob(token), "top_logprobs": [_logprob(top) for top in token.top]} for token in tokens]
-    return _encode({"content": entries, "refusal": None})
-
-
-def _logprob(token: TokenLogprob) -> dict[str, Any]:
-    return {"token": token.text, "logprob": max(token.logprob, _LOGPROB_MIN), "bytes": list(token.raw)}
-
-
-def _fingerprint(info: ModelInfo | None) -> str:
-    """What OpenAI calls system_fingerprint: equal while model and numerics are."""
-    facts = (info.name, info.architecture, info.parameters, info.dtype, info.device) if info else ()
-    return "fp_" + hashlib.blake2b(repr(facts).encode(), digest_size=5).hexdigest()
-
-
-# -- in ----------------------------------------------------------------------------------------------------------------
-
-
-def engine_request(request: BackendRequest) -> GenerateRequest:
-    """The engine's request for a client's. Raises BackendRejected for what the engine cannot do or a wrong type."""
-    body = request.body
-    if body.get("tools") and body.get("tool_choice") != "none":
-        raise _rejected("This model can't call tools", "tools", "unsupported_parameter")
-    kind = (body.get("response_format") or {}).get("type", "text")
-    if kind != "text":
-        raise _rejected(f"This model can't answer in the format {kind!r}", "response_format", "unsupported_parameter")
-    try:
-        asked = msgspec.convert(body, _Parameters, str_keys=True)
-    except msgspec.ValidationError as error:
-        what, _, path = str(error).partition(" - at `$")
-        param = path.rstrip("`").lstrip(".") or None
-        raise _rejected(f"Invalid {param or 'request'}: {what}", param, "invalid_type") from None
-    return GenerateRequest(
-        messages=[_message(message, i) for i, message in enumerate(body["messages"])],
-        sampling=_sampling(asked),
-        n=asked.n or 1,
-        salt=request.salt,
-        priority=_PRIORITY_FLEX if body.get("service_tier") == "flex" else 0,
-        reference=request.draft or None,
-    )
-
-
-def _sampling(asked: _Parameters) -> SamplingParams:
-    stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
-    given: dict[str, Any] = {
-        "temperature": asked.temperature,
-        "top_p": max(asked.top_p, _TOP_P_MIN) if asked.top_p is not None else None,
-        "top_k": max(asked.top_k, 0) if asked.top_k is not None else None,  # vLLM's -1 is off
-        "min_p": asked.min_p,
-        "repetition_penalty": asked.repetition_penalty,
-        "presence_penalty": asked.presence_penalty,
-        "frequency_penalty": asked.frequency_penalty,
-        "logit_bias": asked.logit_bias,
-        "seed": asked.seed & _SEED_MASK if asked.seed is not None else None,
-        "stop": tuple(stop),
-        "stop_token_ids": tuple(asked.stop_token_ids or ()),
-        "max_tokens": asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens,
-        "min_tokens": asked.min_tokens,
-        "ignore_eos": asked.ignore_eos,
-        "logprobs": (asked.top_logprobs or 0) if asked.logprobs else None,
-    }
-    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
-
-
-def _message(message: dict[str, Any], position: int) -> dict[str, Any]:
-    """A message as chat templates know it: a role and a text. Calls of tools are told the way templates tell them."""
-    role = "system" if message["role"] == "developer" else message["role"]
-    content = message.get("content")
-    if isinstance(content, list):
-        for part in content:
-            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-                param = f"messages[{position}].content"
-                raise _rejected("This model reads text only", param, "unsupported_content")
-        content = "".join(part["text"] for part in content)
-    text = content or ""
-    for call in message.get("tool_calls") or ():
-        function = call.get("function") or {}
-        told = {"name": function.get("name"), "arguments": function.get("arguments")}
-        text += f"\n<tool_call>\n{_encode(told).decode()}\n</tool_call>"
-    return {"role": role, "content": text}
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def _rejected(message: str, param: str | None, code: str | None) -> BackendRejected:
-    return BackendRejected(message, status=400, body=error_body(message, None, param, code))
-
-
-def _translated(error: local_engine.EngineError, has_output: bool) -> BackendError:
+def _translated(error: local_engine.EngineError, prompt: str, has_output: bool) -> BackendError:
+    """`prompt` is the field that the request has its prompt in."""
     match error:
         case local_engine.PromptTooLong():
             message = (
                 f"This model's maximum context length is {error.context_tokens} tokens. "
-                f"However, your messages resulted in {error.prompt_tokens} tokens."
+                f"However, your {prompt} resulted in {error.prompt_tokens} tokens."
             )
-            return _rejected(message, "messages", "context_length_exceeded")
+            return rejected(message, prompt, "context_length_exceeded")
         case local_engine.InvalidRequest():
-            return _rejected(str(error), error.param, "invalid_value")
+            param = prompt if error.param in ("messages", "prompt_token_ids") else error.param
+            return rejected(str(error), param, "invalid_value")
         case local_engine.Overloaded():
             return BackendOverloaded("The local engine's queue is full", detail=str(error), retry_after_s=1.0)
         case local_engine.DeadlineExceeded():

@@ -206,9 +206,8 @@ class ManagedStream:
     def __init__(self, backend: ManagedBackend, request: BackendRequest) -> None:
         self._backend = backend
         self._request = request
-        choices = request.body.get("n") or 1
-        self._is_stream = request.is_stream and choices == 1
-        self._ending = Ending(choices)
+        self._is_stream = request.is_stream and request.choices == 1
+        self._ending = Ending(request.choices)
         self._litellm: Any = None  # set once the provider has been asked
         self._source: Any = None  # litellm's stream
         self._whole: Chunk | None = None

@@ -15,7 +15,7 @@ from urllib.parse import SplitResult, quote, urlsplit
 
 import msgspec
 
-from gateway.backends.base import BackendError, BackendRejected, BackendRequest, Load
+from gateway.backends.base import CHAT, COMPLETION, BackendError, BackendRejected, BackendRequest, Load
 from gateway.backends.http1 import Exchange
 from gateway.backends.http1_pool import Origin, Pool, basic, proxy_authorization
 from gateway.backends.openai_stream import OpenAIStream
@@ -59,15 +59,15 @@ class OpenAIBackend:
             url.scheme == "https",
             _proxy_of(url.scheme, host),
         )
-        self._head, problem = self._written_head(url, headers or {})
+        self._heads: dict[str, bytes] = {}
+        for path in (CHAT.path, COMPLETION.path):
+            self._heads[path], problem = self._written_head(url, path, headers or {})
         self._unready = unready or problem
         self.pool: Pool | None = None
 
-    def _written_head(self, url: SplitResult, headers: Mapping[str, str]) -> tuple[bytes, str]:
-        """What every request begins with, and what is wrong with it."""
-        target = quote(url.path.rstrip("/") + "/chat/completions", safe=_IN_PATHS) + (
-            f"?{url.query}" if url.query else ""
-        )
+    def _written_head(self, url: SplitResult, path: str, headers: Mapping[str, str]) -> tuple[bytes, str]:
+        """What every request to `path` begins with, and what is wrong with it."""
+        target = quote(url.path.rstrip("/") + path, safe=_IN_PATHS) + (f"?{url.query}" if url.query else "")
         if self._origin.is_forwarded:
             target = f"http://{self._origin.authority}{target}"
         fields = {
@@ -131,7 +131,7 @@ class OpenAIBackend:
         """The request as it is sent, not sent yet."""
         body = self.payload(request)
         more = f"X-Request-Id: {request.request_id}\r\nContent-Length: {len(body)}\r\n\r\n"
-        return Exchange(self._head + more.encode(), body)
+        return Exchange(self._heads[request.kind.path] + more.encode(), body)
 
     def refused(self, exchange: Exchange, body: bytes) -> BackendError:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in exchange.headers.items()}

@@ -88,10 +88,19 @@ def test_one_price_is_true_for_every_request_that_fits() -> None:
     assert row.context_tokens_max == 200_000
 
 
+def test_who_goes_on_with_a_text() -> None:
+    """OpenAI-compatible servers do unless their model is known for chats alone; litellm never, whatever is configured."""
+    server = {"backend": "openai", "base_url": "https://api.openai.com/v1"}
+    for model, has_completions in (("my-own", True), ("gpt-3.5-turbo-instruct", True), ("gpt-4o-mini", False)):
+        assert ("completions" in describe(deployment(**server, model=model)).capabilities) is has_completions
+    for fields in ({"model": "gpt-3.5-turbo-instruct"}, {"model": "x", "capabilities": ["completions", "tools"]}):
+        assert "completions" not in describe(deployment(backend="litellm", **fields)).capabilities
+
+
 def test_a_local_engine_is_free() -> None:
-    """It can do n and logprobs, and costs nothing."""
+    """It can do n, logprobs and completions, and costs nothing."""
     facts = describe(deployment(backend="local", engine="default"))
-    assert (facts.price, facts.capabilities, facts.is_price_known) == (FREE, {"n", "logprobs"}, True)
+    assert (facts.price, facts.capabilities, facts.is_price_known) == (FREE, {"n", "logprobs", "completions"}, True)
 
 
 @pytest.mark.parametrize(

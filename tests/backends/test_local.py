@@ -17,6 +17,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from gateway.api.fold import fold
 from gateway.api.wire import read
 from gateway.backends.base import (
+    COMPLETION,
     BackendBroken,
     BackendError,
     BackendOverloaded,
@@ -27,7 +28,8 @@ from gateway.backends.base import (
     Chunk,
     Usage,
 )
-from gateway.backends.local import LocalBackend, engine_request
+from gateway.backends.local import LocalBackend
+from gateway.backends.local_request import engine_requests
 from local_engine import EngineLoad, GenerateRequest, ModelInfo, Output, TokenLogprob
 from local_engine import Usage as EngineUsage
 from local_engine.messages import Abort, Ended, Failed, Outputs, State, Submit, ToWorker, tell_ended
@@ -172,8 +174,57 @@ async def test_choices_and_log_probabilities(engine: ScriptedEngine, local: Loca
     assert engine.requests[0].sampling.logprobs == 2
 
 
+def spelled(raw: bytes, logprob: float = -0.5) -> TokenLogprob:
+    return TokenLogprob(raw[0] if raw else 0, raw.decode(errors="replace"), raw, logprob)
+
+
+def of_completion(prompt: Any, **body: Any) -> BackendRequest:
+    body = {"model": "alias", "prompt": prompt, "max_tokens": 16, **body}
+    return BackendRequest(body, True, b"salt", "req-1", 5.0, 5.0, kind=COMPLETION)
+
+
+async def test_tokens_stand_where_their_text_does(engine: ScriptedEngine, local: LocalBackend) -> None:
+    """In an echo what opens the prompt and a first space that the text lacks move nothing; a token whose text came in two pieces
+    neither; the token that ended the answer is told, and what is part of a character is spelled as OpenAI does."""
+    prompt = (spelled(b"<s>", 0.0), spelled(b" caf"), spelled("é".encode()[:1]), spelled("é".encode()[1:]))
+    said = [
+        Output(text="", prompt_logprobs=prompt),
+        Output(text=" go", token_ids=(1,), logprobs=(spelled(b" go\n"),)),
+        Output(text="\nto", token_ids=(2,), logprobs=(spelled(b"to"),)),
+        Output(text="", stop_token=spelled(b"</s>", -1.5), finish_reason="stop"),
+    ]
+    engine.script = lambda id, request: [Outputs(id, tuple(said), EngineUsage(prompt_tokens=4, completion_tokens=3))]
+    chunks = await collect(local.stream(of_completion("café", echo=True, logprobs=1)))
+    (choice,) = json.loads(fold(chunks))["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("café go\nto", "stop")
+    expected = ["<s>", " caf", "bytes:\\xc3", "bytes:\\xa9", " go\n", "to", "</s>"]
+    assert choice["logprobs"]["tokens"] == expected
+    assert choice["logprobs"]["text_offset"] == [0, 0, 3, 4, 4, 8, 10]
+    assert choice["logprobs"]["token_logprobs"] == [None, *[-0.5] * 5, -1.5]
+    asked = engine.requests[0]
+    assert (asked.prompt, asked.sampling.logprobs, asked.sampling.prompt_logprobs) == ("café", 1, 1)
+
+
+def test_what_a_completion_asks_of_the_engine() -> None:
+    """A request for each prompt, in their order; an echo of ids needs their spelling; of no tokens one must be generated."""
+    requests = engine_requests(of_completion([[1, 2], [3]], echo=True, max_tokens=0, n=2, best_of=3))
+    assert [(one.prompt, one.prompt_token_ids, one.n, one.best_of) for one in requests] == [
+        (None, [1, 2], 2, 3),
+        (None, [3], 2, 3),
+    ]
+    assert {(one.sampling.max_tokens, one.sampling.logprobs, one.sampling.prompt_logprobs) for one in requests} == {
+        (1, None, 0)
+    }
+    (plain,) = engine_requests(of_completion("a", echo=True, prompt_logprobs=None))
+    assert (plain.prompt, plain.sampling.prompt_logprobs) == ("a", None)
+    with pytest.raises(BackendRejected) as caught:
+        engine_requests(of_completion("a", suffix="b"))
+    assert json.loads(caught.value.body or b"")["error"]["param"] == "suffix"
+
+
 def request_of(**body: Any) -> GenerateRequest:
-    return engine_request(ask(**body))
+    (asked,) = engine_requests(ask(**body))
+    return asked
 
 
 def test_work_that_can_wait_goes_last() -> None:

@@ -41,6 +41,14 @@ def test_every_other_answer_is_refused_with_its_reason(change: dict[str, Any], r
     assert store_refusal(replace(GOOD, **change), Controls(), 100) is refusal
 
 
+def test_a_length_that_was_asked_for_is_no_truncation() -> None:
+    """Where callers say how long an answer is to be, one of that length is whole; nothing else changes."""
+    asked = replace(GOOD, is_length_asked=True, finish_reasons=("stop", "length"))
+    assert store_refusal(asked, Controls(), 100) is None
+    assert store_refusal(replace(asked, is_complete=False), Controls(), 100) is Refusal.INCOMPLETE
+    assert store_refusal(replace(asked, finish_reasons=("length", "aborted")), Controls(), 100) is Refusal.UNFINISHED
+
+
 @pytest.mark.parametrize(
     ("controls", "refusal"),
     [

@@ -304,11 +304,11 @@ def test_what_json_can_not_say_is_refused(value: Any) -> None:
 
 
 def test_other_bodies_have_fingerprints_too() -> None:
-    """A completion's prompt and a response's input are eligible; the field's name counts."""
-    asked = [fp({"model": "m", name: "Why?"}) for name in ("prompt", "input")]
-    assert [one.text for one in asked] == ["Why?", "Why?"]
-    assert asked[0].exact != asked[1].exact
-    assert fp({"model": "m", "prompt": "How?"}).compat == asked[0].compat
-    assert fp({"model": "m", "prompt": ["Why?", "How?"]}).text is None
+    """A response's input is eligible; a completion's prompt, however it is given, is found by its very words only."""
+    prompts = ["Why?", ["Why?"], ["Why?", "How?"], [87, 63], [[87, 63]], [[87], [63]], "[87,63]"]
+    asked = [fp({"model": "m", "input": "Why?"}), *(fp({"model": "m", "prompt": prompt}) for prompt in prompts)]
+    assert len({one.exact for one in asked}) == len({one.compat for one in asked}) == len(asked)
+    assert [one.text for one in asked] == ["Why?", *[None] * len(prompts)]
+    assert fp({"model": "m", "input": "How?"}).compat == asked[0].compat
     spoken = fp({"model": "m", "input": [{"role": "user", "content": [{"type": "input_text", "text": "Why?"}]}]})
     assert spoken.text == "Why?"

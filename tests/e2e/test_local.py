@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from openai import OpenAI
+from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 from tests.gateway import API_KEY, Gateway, run_gateway, wait_for
 
@@ -69,6 +69,26 @@ def test_what_the_engine_can_do(client: OpenAI) -> None:
     refused = httpx.post(f"{client.base_url}chat/completions", json=body, headers=headers)
     assert refused.status_code == 400
     assert "tools" in refused.json()["error"]["message"]
+
+
+async def test_a_text_goes_on(local: Gateway) -> None:
+    """The same model continues texts, whole and streamed, and is told what the text was and how likely each of its tokens."""
+    async with AsyncOpenAI(base_url=local.base_url, api_key=API_KEY, max_retries=0, timeout=60) as client:
+        asked: Any = {"model": MODEL, "prompt": "The capital of France is", "temperature": 0, "max_tokens": 5}
+        pieces = [chunk async for chunk in await client.completions.create(**asked, stream=True)]
+        text = "".join(choice.text for chunk in pieces for choice in chunk.choices)
+        assert "Paris" in text
+        raw = await client.completions.with_raw_response.create(**asked)
+        assert (raw.headers["x-sameway-cache"], raw.parse().choices[0].text) == ("exact", text)
+        scored = await client.completions.create(**{**asked, "max_tokens": 0}, echo=True, logprobs=5)
+        assert scored.choices[0].text == asked["prompt"]
+        told = scored.choices[0].logprobs
+        assert told is not None
+        assert "".join(told.tokens or ()) == asked["prompt"]
+        assert told.top_logprobs is not None
+        assert len(told.top_logprobs[-1]) in (5, 6)
+        with pytest.raises(BadRequestError, match="does not offer suffix"):
+            await client.completions.create(**asked, suffix="!")
 
 
 def test_a_near_answer_is_a_draft(local: Gateway) -> None:

@@ -101,6 +101,57 @@ def wholes(draw: st.DrawFn) -> dict[str, Any]:
     return whole
 
 
+@st.composite
+def texts(draw: st.DrawFn) -> dict[str, Any]:
+    """A whole completion."""
+    choices = []
+    for index in range(draw(st.integers(1, 3))):
+        tokens = draw(st.lists(text.filter(bool), max_size=3))
+        told = {
+            "tokens": tokens,
+            "token_logprobs": [None, *[-0.5] * len(tokens)][: len(tokens)],
+            "top_logprobs": [None, *[{one: -0.5} for one in tokens[1:]]][: len(tokens)],
+            "text_offset": [len("".join(tokens[:place])) for place in range(len(tokens))],
+        }
+        choice = {
+            "index": index,
+            "text": "".join(tokens),
+            "finish_reason": draw(st.sampled_from(["stop", "length", None])),
+        }
+        choices.append({**choice, "logprobs": draw(st.none() | st.just(told)), **draw(unknown)})
+    head = {"id": draw(text), "object": "text_completion", "created": 1, "model": draw(text), **draw(unknown)}
+    usage = draw(st.sampled_from([{}, {"usage": {"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12}}]))
+    return {**head, "choices": choices, **usage}
+
+
+@given(texts(), st.data())
+def test_a_completion_comes_back_from_its_chunks(whole: dict[str, Any], data: st.DataObject) -> None:
+    """The same of a completion, however its text and log probabilities are cut and its choices interleaved."""
+    chunks = unfold(json.dumps(whole).encode())
+    assert json.loads(fold(chunks)) == whole
+    assert [read(chunk.data) for chunk in chunks] == chunks
+    assert [reason for chunk in chunks for reason in chunk.finish_reasons] == [
+        choice["finish_reason"] for choice in whole["choices"] if choice["finish_reason"]
+    ]
+    pieces = [json.loads(chunk.data) for chunk in chunks]
+    cut: list[list[dict[str, Any]]] = []
+    for piece in pieces:
+        for choice in piece["choices"]:
+            place, told = data.draw(st.integers(0, len(choice["text"]))), choice["logprobs"]
+            at = data.draw(st.integers(0, len(told["tokens"]))) if told else 0
+            begun = {"index": choice["index"], "text": choice["text"][:place], "finish_reason": None, "logprobs": None}
+            rest = {**choice, "text": choice["text"][place:]}
+            if told:
+                begun["logprobs"] = {name: values[:at] for name, values in told.items()}
+                rest["logprobs"] = {name: values[at:] for name, values in told.items()}
+            cut.append([{**piece, "choices": [begun]}, {**piece, "choices": [rest]}])
+    mixed = []
+    while any(cut):
+        mixed.append(data.draw(st.sampled_from([queue for queue in cut if queue])).pop(0))
+    mixed += [piece for piece in pieces if not piece["choices"]]
+    assert json.loads(fold([read(json.dumps(piece).encode()) for piece in mixed])) == whole
+
+
 @given(wholes())
 def test_a_whole_comes_back_from_its_chunks(whole: dict[str, Any]) -> None:
     """fold(unfold(x)) is x: text, tool calls, log probabilities, usage, unknown fields, and null where null was."""

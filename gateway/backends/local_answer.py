@@ -1,0 +1,244 @@
+"""The engine's outputs -> chunks: `chat.completion.chunk`s of a chat, `text_completion`s of a completion.
+
+Knows the engine's messages, no sockets and no torch. Shapes: OpenAI API reference, "The chat completion chunk object" and "The
+completion object"; `prompt_logprobs` as vLLM has them. Invariant: every choice of a chat begins with its role, every choice ends
+with its finish, and the usage chunk comes last.
+"""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+import local_engine
+from gateway.backends.base import BackendRequest, Chunk, Usage, prompts_of
+from local_engine import ModelInfo, Output, TokenLogprob
+
+_LOGPROB_MIN = -9999.0  # what OpenAI sends for "never"; JSON has no infinity
+
+_encode = msgspec.json.encode
+
+
+class Writer(ABC):
+    """Writes chunks around a head that is encoded once. `index` of an output counts over all choices of the answer."""
+
+    object: str
+    id_prefix: str
+
+    def __init__(self, request: BackendRequest, model: str, created: int, info: ModelInfo | None) -> None:
+        head = {
+            "id": f"{self.id_prefix}-{request.request_id}",
+            "object": self.object,
+            "created": created,
+            "model": model,
+            "system_fingerprint": _fingerprint(info),
+        }
+        self.head = _encode(head)[:-1]
+
+    @abstractmethod
+    def chunks(self, output: Output, index: int) -> list[Chunk]:
+        """The chunks of one piece of one choice."""
+
+    def usage(self, of_prompts: Sequence[local_engine.Usage]) -> Chunk:
+        """The last chunk: what all prompts and their answers took."""
+        found = Usage(
+            sum(usage.prompt_tokens for usage in of_prompts),
+            sum(usage.completion_tokens for usage in of_prompts),
+            sum(usage.cached_tokens for usage in of_prompts),
+            _added(usage.drafted_tokens for usage in of_prompts),
+            _added(usage.accepted_tokens for usage in of_prompts),
+        )
+        counts = {
+            "prompt_tokens": found.prompt_tokens,
+            "completion_tokens": found.completion_tokens,
+            "total_tokens": found.prompt_tokens + found.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": found.cached_tokens},
+        }
+        return Chunk(self.head + b',"choices":[],"usage":' + _encode(counts) + b"}", usage=found, is_usage_only=True)
+
+
+def _added(counts: Iterable[dict[str, int]]) -> dict[str, int] | None:
+    total: Counter[str] = Counter()
+    for one in counts:
+        total.update(one)
+    return dict(total) or None
+
+
+class ChatWriter(Writer):
+    object = "chat.completion.chunk"
+    id_prefix = "chatcmpl"
+
+    def __init__(self, request: BackendRequest, model: str, created: int, info: ModelInfo | None) -> None:
+        super().__init__(request, model, created, info)
+        self._begun: set[int] = set()
+
+    def chunks(self, output: Output, index: int) -> list[Chunk]:
+        """Its role before the first piece, then its text, then its finish."""
+        written = []
+        if index not in self._begun:
+            asked = _asked_of_prompt(output) if not self._begun else b""  # all choices have one prompt
+            self._begun.add(index)
+            written.append(self._chunk(index, b'{"role":"assistant","content":"","refusal":null}', more=asked))
+        if output.text or output.logprobs:
+            logprobs = _of_chat(output.logprobs) if output.logprobs else b"null"
+            delta = b'{"content":' + _encode(output.text) + b"}"
+            written.append(self._chunk(index, delta, logprobs, has_content=bool(output.text)))
+        if output.finish_reason is not None:
+            written.append(self._chunk(index, b"{}", finish_reason=output.finish_reason))
+        return written
+
+    def _chunk(
+        self,
+        index: int,
+        delta: bytes,
+        logprobs: bytes = b"null",
+        *,
+        has_content: bool = False,
+        finish_reason: str | None = None,
+        more: bytes = b"",
+    ) -> Chunk:
+        finish = b'"%b"' % finish_reason.encode() if finish_reason else b"null"
+        data = b'%b%b,"choices":[{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}]}' % (
+            self.head,
+            more,
+            index,
+            delta,
+            logprobs,
+            finish,
+        )
+        return Chunk(data, has_content=has_content, finish_reasons=(finish_reason,) if finish_reason else ())
+
+
+class TextWriter(Writer):
+    """Where `max_tokens` is 0 the one token that the engine had to generate is told to nobody."""
+
+    object = "text_completion"
+    id_prefix = "cmpl"
+
+    def __init__(self, request: BackendRequest, model: str, created: int, info: ModelInfo | None) -> None:
+        super().__init__(request, model, created, info)
+        body = request.body
+        self._prompts = prompts_of(body) if body.get("echo") else []
+        self._per_prompt: int = body.get("n") or 1
+        self._top: int | None = body.get("logprobs")
+        self._wants_prompt_logprobs = body.get("prompt_logprobs") is not None
+        self._is_silent = body["max_tokens"] == 0
+        self._told: dict[int, int] = {}  # characters of each choice
+
+    def chunks(self, output: Output, index: int) -> list[Chunk]:
+        """One chunk: the prompt before the first piece where it is echoed, the text, the finish."""
+        text, finish_reason = output.text, output.finish_reason
+        tokens = (*output.logprobs, *([output.stop_token] if output.stop_token is not None else []))
+        if self._is_silent:
+            text, tokens, finish_reason = "", (), finish_reason and "length"
+        choice: dict[str, Any] = {"index": index}
+        given: tuple[TokenLogprob, ...] = ()
+        if index not in self._told:
+            self._told[index] = 0
+            if self._prompts:
+                prompt = self._prompts[index // self._per_prompt]
+                text = (prompt if isinstance(prompt, str) else _spelled(output.prompt_logprobs)) + text
+                given = output.prompt_logprobs
+            if self._wants_prompt_logprobs:
+                choice["prompt_logprobs"] = _of_prompt(output.prompt_logprobs)
+        logprobs = None
+        if self._top is not None and (given or tokens):
+            logprobs = _of_text((*given, *tokens), bool(given), text, self._told[index], self._top)
+        self._told[index] += len(text)
+        choice |= {"text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+        data = b'%b,"choices":[%b]}' % (self.head, _encode(choice))
+        return [Chunk(data, has_content=bool(text), finish_reasons=(finish_reason,) if finish_reason else ())]
+
+    def usage(self, of_prompts: Sequence[local_engine.Usage]) -> Chunk:
+        if self._is_silent:
+            of_prompts = [msgspec.structs.replace(usage, completion_tokens=0) for usage in of_prompts]
+        return super().usage(of_prompts)
+
+
+# -- log probabilities -------------------------------------------------------------------------------------------------
+
+
+def _of_chat(tokens: Iterable[TokenLogprob]) -> bytes:
+    entries = [{**_entry(token), "top_logprobs": [_entry(top) for top in token.top]} for token in tokens]
+    return _encode({"content": entries, "refusal": None})
+
+
+def _entry(token: TokenLogprob) -> dict[str, Any]:
+    return {"token": token.text, "logprob": _finite(token), "bytes": list(token.raw)}
+
+
+def _of_text(tokens: Iterable[TokenLogprob], is_first_given: bool, text: str, start: int, top: int) -> dict[str, Any]:
+    """A completion's `logprobs`: four lists with a place for each token. Nothing is said of a prompt's first token, which nothing
+    predicts. `text_offset` counts characters from the choice's beginning, `start` of which are before `text`; a token that
+    the text does not spell (one that opens or ends it) stands where it would."""
+    said: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    data, at, offset = text.encode(), 0, start
+    for number, token in enumerate(tokens):
+        is_given = is_first_given and number == 0
+        likeliest = {_name(one): _finite(one) for one in (*token.top[:top], token)}
+        said["tokens"].append(_name(token))
+        said["token_logprobs"].append(None if is_given else _finite(token))
+        said["top_logprobs"].append(None if is_given else likeliest)
+        begin, end = _place(token.raw, data, at, has_rest=start > 0)
+        offset += _characters(data[at:begin])
+        said["text_offset"].append(offset)
+        offset += _characters(data[begin:end])
+        at = end
+    return said
+
+
+def _place(raw: bytes, data: bytes, at: int, *, has_rest: bool) -> tuple[int, int]:
+    """Where a token stands in the text from `at` on. A text's first space may be in its token alone; with `has_rest` it may
+    begin with the rest of a token that came with the piece before."""
+    for spelled in (raw, raw.removeprefix(b" ")):
+        if data.startswith(spelled, at):
+            return at, at + len(spelled)
+    found = data.find(raw, at) if has_rest else -1
+    return (found, found + len(raw)) if found >= 0 else (at, at)
+
+
+def _characters(data: bytes) -> int:
+    return sum(byte & 0xC0 != 0x80 for byte in data)  # of a character's bytes the first
+
+
+def _of_prompt(tokens: Iterable[TokenLogprob]) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: for each of the prompt's tokens but the first the likeliest and itself, by id."""
+    said: list[dict[str, Any] | None] = []
+    for number, token in enumerate(tokens):
+        fields = {str(token.token_id): _ranked(token, None)}
+        fields |= {str(one.token_id): _ranked(one, rank) for rank, one in enumerate(token.top, 1)}
+        said.append(fields if number else None)
+    return said
+
+
+def _ranked(token: TokenLogprob, rank: int | None) -> dict[str, Any]:
+    return {"logprob": _finite(token), "rank": rank, "decoded_token": token.text}
+
+
+def _asked_of_prompt(output: Output) -> bytes:
+    return b',"prompt_logprobs":' + _encode(_of_prompt(output.prompt_logprobs)) if output.prompt_logprobs else b""
+
+
+def _name(token: TokenLogprob) -> str:
+    """A token's text; OpenAI's spelling of bytes that are a part of a character."""
+    try:
+        return token.raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.raw)
+
+
+def _finite(token: TokenLogprob) -> float:
+    return max(token.logprob, _LOGPROB_MIN)
+
+
+def _spelled(tokens: Iterable[TokenLogprob]) -> str:
+    return b"".join(token.raw for token in tokens).decode(errors="replace")
+
+
+def _fingerprint(info: ModelInfo | None) -> str:
+    """What OpenAI calls system_fingerprint: equal while model and numerics are."""
+    facts = (info.name, info.architecture, info.parameters, info.dtype, info.device) if info else ()
+    return "fp_" + hashlib.blake2b(repr(facts).encode(), digest_size=5).hexdigest()

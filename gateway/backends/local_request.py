@@ -1,0 +1,147 @@
+"""OpenAI's parameters -> the engine's requests: one for a chat, one for each prompt of a completion.
+
+Knows the engine's messages and no torch. What the engine has no notion of (images, tool calls to parse, grammars, a text that
+follows) is refused, not ignored; routing should not have sent it here. Shapes: OpenAI API reference, "Create chat completion" and
+"Create completion"; what OpenAI does not have is called as vLLM calls it.
+"""
+
+from typing import Any
+
+import msgspec
+
+from gateway.backends.base import CHAT, BackendRejected, BackendRequest, prompts_of
+from gateway.backends.refusals import error_body
+from local_engine import GenerateRequest, SamplingParams
+
+_SEED_MASK = (1 << 63) - 1
+_PRIORITY_FLEX = 1  # OpenAI's tier for work that can wait: after everybody else's
+_TOP_P_MIN = 1e-6  # OpenAI allows 0 and means the likeliest token
+
+
+class _Parameters(msgspec.Struct):
+    """The fields that the engine acts on, of a chat and of a completion alike; vLLM's names for what OpenAI does not have."""
+
+    n: int | None = None
+    best_of: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    logprobs: bool | int | None = None
+    top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+def engine_requests(request: BackendRequest) -> list[GenerateRequest]:
+    """The engine's requests for a client's. Raises BackendRejected for what the engine cannot do or a wrong type."""
+    body = request.body
+    try:
+        asked = msgspec.convert(body, _Parameters, str_keys=True)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$")
+        param = path.rstrip("`").lstrip(".") or None
+        raise rejected(f"Invalid {param or 'request'}: {what}", param, "invalid_type") from None
+    common: dict[str, Any] = {
+        "n": asked.n or 1,
+        "best_of": asked.best_of,
+        "salt": request.salt,
+        "priority": _PRIORITY_FLEX if body.get("service_tier") == "flex" else 0,
+        "reference": request.draft or None,
+    }
+    if request.kind is CHAT:
+        return [GenerateRequest(messages=_messages(body), sampling=_of_chat(asked), **common)]
+    if body.get("suffix"):
+        raise rejected("This model can't be told what follows", "suffix", "unsupported_parameter")
+    return [
+        GenerateRequest(
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=prompt if isinstance(prompt, list) else None,
+            sampling=_of_text(asked, body, prompt),
+            **common,
+        )
+        for prompt in prompts_of(body)
+    ]
+
+
+def _of_chat(asked: _Parameters) -> SamplingParams:
+    length = asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
+    logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
+    return _sampling(asked, length, logprobs, asked.prompt_logprobs)
+
+
+def _of_text(asked: _Parameters, body: dict[str, Any], prompt: str | list[int]) -> SamplingParams:
+    """An echo is told with its log probabilities where any are asked for; token ids also for what they spell. Of no tokens
+    one is generated, for nobody: there is no answer without."""
+    logprobs = None if asked.logprobs is None else int(asked.logprobs)
+    prompt_logprobs = asked.prompt_logprobs
+    if body.get("echo") and (logprobs is not None or not isinstance(prompt, str)):
+        prompt_logprobs = max(prompt_logprobs or 0, logprobs or 0)
+    return _sampling(asked, max(1, asked.max_tokens or 0), logprobs, prompt_logprobs)
+
+
+def _sampling(
+    asked: _Parameters, length: int | None, logprobs: int | None, prompt_logprobs: int | None
+) -> SamplingParams:
+    stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+    given: dict[str, Any] = {
+        "temperature": asked.temperature,
+        "top_p": max(asked.top_p, _TOP_P_MIN) if asked.top_p is not None else None,
+        "top_k": max(asked.top_k, 0) if asked.top_k is not None else None,  # vLLM's -1 is off
+        "min_p": asked.min_p,
+        "repetition_penalty": asked.repetition_penalty,
+        "presence_penalty": asked.presence_penalty,
+        "frequency_penalty": asked.frequency_penalty,
+        "logit_bias": asked.logit_bias,
+        "seed": asked.seed & _SEED_MASK if asked.seed is not None else None,
+        "stop": tuple(stop),
+        "stop_token_ids": tuple(asked.stop_token_ids or ()),
+        "max_tokens": length,
+        "min_tokens": asked.min_tokens,
+        "ignore_eos": asked.ignore_eos,
+        "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
+    }
+    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+def _messages(body: dict[str, Any]) -> list[dict[str, Any]]:
+    if body.get("tools") and body.get("tool_choice") != "none":
+        raise rejected("This model can't call tools", "tools", "unsupported_parameter")
+    kind = (body.get("response_format") or {}).get("type", "text")
+    if kind != "text":
+        raise rejected(f"This model can't answer in the format {kind!r}", "response_format", "unsupported_parameter")
+    return [_message(message, i) for i, message in enumerate(body["messages"])]
+
+
+def _message(message: dict[str, Any], position: int) -> dict[str, Any]:
+    """A message as chat templates know it: a role and a text. Calls of tools are told the way templates tell them."""
+    role = "system" if message["role"] == "developer" else message["role"]
+    content = message.get("content")
+    if isinstance(content, list):
+        for part in content:
+            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                param = f"messages[{position}].content"
+                raise rejected("This model reads text only", param, "unsupported_content")
+        content = "".join(part["text"] for part in content)
+    text = content or ""
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") or {}
+        told = {"name": function.get("name"), "arguments": function.get("arguments")}
+        text += f"\n<tool_call>\n{msgspec.json.encode(told).decode()}\n</tool_call>"
+    return {"role": role, "content": text}
+
+
+def rejected(message: str, param: str | None, code: str | None) -> BackendRejected:
+    """The client's fault, in OpenAI's error shape."""
+    return BackendRejected(message, status=400, body=error_body(message, None, param, code))
