@@ -196,7 +196,8 @@ class Pipeline:
                 await self._stream(job)
         except asyncio.CancelledError:
             error = ApiError("Everyone who waited for this answer has left", code="client_gone")
-            record.status, record.error, record.is_disconnected = 499, "client_gone", True
+            if not record.error:  # nobody told the client anything else, as that its deadline had passed
+                record.status, record.error, record.is_disconnected = 499, "client_gone", True
         except ApiError as refused:
             error = refused
             record.status, record.error = refused.http_status, refused.error_code or refused.type

@@ -135,6 +135,7 @@ class Supervisor:
                 await stopping
             finally:
                 stopping.cancel()
+                listener.close()  # with the workers' own: who comes now is refused, and asks another host
                 await self._stop()
         return 0
 

@@ -88,7 +88,7 @@ class Chat:
                 await self._stream(turn, form, answer, watch, send)
             else:
                 await self._whole(turn, form, answer, send)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             await send_failure(send, error, record)
         finally:
             watch.stop()
@@ -128,7 +128,7 @@ class Chat:
             await send({"type": "http.response.body", "body": form.end()})
         except ClientGone:
             raise
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             await send({"type": "http.response.body", "body": form.failed(failure(error, turn.record))})
 
 

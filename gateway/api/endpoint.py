@@ -3,6 +3,7 @@
 Knows the wire and no shapes. Invariant: whatever happens a request gets one response and one record.
 """
 
+import asyncio
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -51,7 +52,7 @@ class JsonEndpoint(ABC):
             reply = await self.answer(body, identity, record)
             out = [JSON, *base_headers(record.request_id), *limited.items()]
             await send_whole(send, 200, out, msgspec.json.encode(reply))
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             await send_failure(send, error, record)
         finally:
             self._pipeline.finish(record, None, None)

@@ -3,6 +3,7 @@
 Format: ASGI HTTP specification 2.5. Knows no routes. Invariant: a body is never held beyond the limit, announced or not.
 """
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from itertools import chain
@@ -13,7 +14,7 @@ import structlog
 
 from gateway.api.headers import JSON, Headers, base_headers
 from gateway.backends.base import BackendBroken
-from gateway.errors import ApiError, TooLarge, UnsupportedMediaType, from_backend
+from gateway.errors import ApiError, TooLarge, Unavailable, UnsupportedMediaType, from_backend
 from gateway.record import Record, new_id
 
 _log = structlog.get_logger(__name__)
@@ -99,7 +100,7 @@ async def send_error(send: Send, error: ApiError, request_id: str) -> None:
     await send_whole(send, error.http_status, headers, error.body())
 
 
-async def send_failure(send: Send, error: Exception, record: Record) -> None:
+async def send_failure(send: Send, error: BaseException, record: Record) -> None:
     """What a request that failed before its response began is told, and what its record says of it."""
     if isinstance(error, ClientGone):
         record.status, record.is_disconnected = 499, True
@@ -107,9 +108,12 @@ async def send_failure(send: Send, error: Exception, record: Record) -> None:
     await send_error(send, failure(error, record), record.request_id)
 
 
-def failure(error: Exception, record: Record) -> ApiError:
-    """The error that a client is told, also the record's. A bug is logged, and is never a client's to read."""
-    if isinstance(error, msgspec.DecodeError):  # the light view found nothing wrong, whoever puts it together does
+def failure(error: BaseException, record: Record) -> ApiError:
+    """The error that a client is told, also the record's. A bug is logged, and is never a client's to read. Nobody cancels a
+    request but the server, when its time to stop is over."""
+    if isinstance(error, asyncio.CancelledError):
+        error = Unavailable("The gateway was stopped before the answer was complete", code="shutting_down")
+    elif isinstance(error, msgspec.DecodeError):  # the light view found nothing wrong, whoever puts it together does
         error = from_backend(BackendBroken("The deployment's answer is not JSON"))
     if not isinstance(error, ApiError):
         _log.error("request_failed", request_id=record.request_id, exc_info=error)

@@ -1,4 +1,4 @@
-"""Processes killed, paused and cut under load: it comes back, no money is lost, nothing truncated is served."""
+"""Processes killed, paused, stopped and cut under load: it comes back, no money is lost, nothing truncated is served."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,46 @@ def test_nothing_is_left_running(upstream_process: Upstream, tmp_path: Path) -> 
         assert alive == []
         gateway.start()
         wait_for(lambda: gateway.chat("kept over a crash").headers.get("x-sameway-cache") == "exact", 10)
+
+
+def test_stopping_in_order(upstream_process: Upstream, tmp_path: Path) -> None:
+    """Told to stop, it refuses new connections at once and lets answers end; those that take longer than the grace are told so, each
+    has its log line, and nothing is left running."""
+
+    def at(name: str, model: str) -> dict[str, Any]:
+        return {"deployments": [deployment(upstream_process.url, name, model)]}
+
+    models = {
+        "short": at("short", "mock?pace_ms=50;chunks=16"),
+        "long": at("long", "mock?pace_ms=50;chunks=400"),
+        "late": at("late", "mock?delay_ms=20000"),
+    }
+    with run_gateway(tmp_path, {"models": models, "shutdown_grace_s": 2}) as gateway, ThreadPoolExecutor(3) as pool:
+        asked = {model: pool.submit(gateway.chat, "until the end", model, stream=model != "late") for model in models}
+        wait_for(lambda: upstream_process.seen().connections_open >= 3)
+        assert gateway.process is not None
+        children = psutil.Process(gateway.process.pid).children(recursive=True)
+        gateway.process.send_signal(signal.SIGHUP)  # as a closed terminal sends it
+
+        def is_refused() -> bool:
+            with contextlib.suppress(httpx.ConnectError):
+                httpx.get(f"{gateway.root}/healthz", timeout=5)
+                return False
+            return True
+
+        wait_for(is_refused)
+        assert gateway.process.poll() is None
+        replies = {model: reply.result(30) for model, reply in asked.items()}
+        assert gateway.process.wait(30) == 0
+        assert psutil.wait_procs(children, timeout=5)[1] == []
+    assert replies["short"].text.endswith("data: [DONE]\n\n")
+    assert replies["late"].status_code == 503
+    assert replies["late"].json()["error"]["code"] == "shutting_down"
+    assert "[DONE]" not in replies["long"].text
+    assert '"code":"shutting_down"' in replies["long"].text.splitlines()[-2]
+    records = {record["alias"]: record for record in gateway.records()}
+    assert {alias: record["status"] for alias, record in records.items()} == {"short": 200, "long": 503, "late": 503}
+    assert len(gateway.records()) == 3
 
 
 def assert_money_agrees(gateway: Gateway) -> None:
