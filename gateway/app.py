@@ -161,6 +161,8 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
     stack.callback(metrics.close)
     log = logs.configure(settings, on_drop=lambda lines: metrics.add(LOG_DROPPED, lines))
     stack.callback(logs.close)
+    if metrics.error is not None:
+        _log.warning("metrics_not_shared", reason=str(metrics.error), consequence="a scrape sees one worker's")
     link = RedisLink(settings.redis_target, settings.redis_timeout_ms / 1000.0)
     stack.push_async_callback(link.aclose)
 

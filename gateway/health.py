@@ -78,6 +78,8 @@ class Watch:
     async def _look_at_redis(self) -> None:
         try:
             self._backlog = await self._writer.backlog()
+            # changes nothing, and is refused where writing is: a full disk or memory, a replica
+            await self._link.execute_command("SETRANGE", "sameway:writable", 0, "")
             self._redis_error = ""
         except RedisError as error:
             self._redis_error = f"{type(error).__name__}: {error}"

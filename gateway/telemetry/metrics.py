@@ -89,6 +89,7 @@ class Metrics:
 
     def __init__(self, folder: Path | None) -> None:
         self._slots = Slots(folder)
+        self.error = self._slots.error  # why these numbers are this worker's alone
         self._values: memoryview[float] = self._slots.values
         self._plans: dict[tuple[str | int, ...], _Plan] = {}
         self._starts: dict[Key, int] = {}

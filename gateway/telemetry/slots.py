@@ -8,6 +8,9 @@ Layout of a worker's pair of files in the folder: `N.series`, a JSON line `[key,
 `N.values`, the doubles. A worker owns the first pair nobody has locked, so a restarted worker goes on where a dead one
 stopped, the number of pairs is the largest number of workers there ever were at once, and the lock says who is alive.
 
+Both files have all their bytes from the start: a page that a full disk can't take would be a SIGBUS, in the middle of whatever
+is being counted. Where there is no room for them, or nothing may be written, the numbers are this process's own.
+
 Invariant: within a pair, runs `[start, start + width)` never overlap and never move.
 """
 
@@ -20,7 +23,8 @@ from pathlib import Path
 
 import msgspec
 
-CAPACITY = 1 << 17  # doubles; 1 MiB of sparse file, room for several thousand series
+CAPACITY = 1 << 17  # doubles; 1 MiB, room for several thousand series
+SERIES_BYTES = 1 << 20
 SCRATCH = 64  # doubles at the front that take what has no room elsewhere
 
 Key = tuple[str, ...]  # a metric's name and its label values
@@ -42,10 +46,8 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 
 class Slots:
-    """This process's series, and a reader of everyone's. `folder=None` keeps them in private memory.
-
-    Raises OSError where the folder can't be written.
-    """
+    """This process's series, and a reader of everyone's. `folder=None` keeps them in private memory; `error` says why they had to
+    be kept there."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -54,14 +56,20 @@ class Slots:
         self._name = ""
         self._runs: dict[Key, Run] = {}
         self._end = SCRATCH
-        if folder is None:
+        self._series_end_bytes = 0
+        self.error: OSError | None = None
+        try:
+            self._map = mmap.mmap(-1, CAPACITY * 8) if folder is None else self._claim(folder)
+        except OSError as error:
+            self.error = error
+            self._give_up_files()
+            self._runs.clear()
+            self._end = SCRATCH
             self._map = mmap.mmap(-1, CAPACITY * 8)
-        else:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._map = self._claim(folder)
         self.values = memoryview(self._map).cast("d")
 
     def _claim(self, folder: Path) -> mmap.mmap:
+        folder.mkdir(parents=True, exist_ok=True)
         number = 0
         while True:
             lock_fd = os.open(folder / f"{number}.values", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -73,14 +81,15 @@ class Slots:
                 number += 1
         self._lock_fd = lock_fd
         self._name = str(number)
-        os.ftruncate(lock_fd, CAPACITY * 8)
+        os.posix_fallocate(lock_fd, 0, CAPACITY * 8)
         path = folder / f"{number}.series"
         for run in _runs(path):
             self._runs[run.key] = run
             self._end = max(self._end, run.start + run.width)
         self._series_fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.ftruncate(self._series_fd, _whole_lines_bytes(path))
-        os.lseek(self._series_fd, 0, os.SEEK_END)
+        self._series_end_bytes = _whole_lines_bytes(path)
+        os.ftruncate(self._series_fd, self._series_end_bytes)
+        os.posix_fallocate(self._series_fd, 0, SERIES_BYTES)
         return mmap.mmap(lock_fd, CAPACITY * 8)
 
     def allocate(self, key: Key, width: int) -> int:
@@ -91,9 +100,13 @@ class Slots:
         if self._end + width > CAPACITY or width > SCRATCH:
             return 0
         run = Run(key, self._end, width)
-        self._end += width
         if self._series_fd >= 0:
-            os.write(self._series_fd, msgspec.json.encode(run) + b"\n")
+            line = msgspec.json.encode(run) + b"\n"
+            if self._series_end_bytes + len(line) > SERIES_BYTES:
+                return 0
+            os.pwrite(self._series_fd, line, self._series_end_bytes)
+            self._series_end_bytes += len(line)
+        self._end += width
         self._runs[key] = run
         return run.start
 
@@ -125,6 +138,9 @@ class Slots:
         """Gives the pair up for the next worker; the numbers stay."""
         self.values.release()
         self._map.close()
+        self._give_up_files()
+
+    def _give_up_files(self) -> None:
         for fd in (self._series_fd, self._lock_fd):
             if fd >= 0:
                 os.close(fd)

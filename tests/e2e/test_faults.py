@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from redis import Redis
 
 from tests.gateway import API_KEY, Gateway, deployment, run_gateway, wait_for
 from tests.upstream import Upstream
@@ -156,6 +157,27 @@ def test_redis_paused(two_workers: Gateway) -> None:
     assert_money_agrees(gateway)
 
 
+def test_redis_takes_no_writes(two_workers: Gateway) -> None:
+    """A Redis that answers and refuses to write (no disk, no memory, a replica) is down, says readiness, with its own words."""
+    gateway = two_workers
+    with Redis(unix_socket_path=str(next(gateway.data_dir.glob("run/redis.sock")))) as redis:
+        redis.config_set("min-replicas-to-write", 1)
+        try:
+
+            def told() -> Any:
+                return httpx.get(f"{gateway.root}/readyz", timeout=5).json()["parts"]["redis"]
+
+            wait_for(lambda: "NOREPLICAS" in told()["detail"], 10, lambda: str(told()))
+            assert told()["health"] == "down"
+            refused = gateway.chat("no writes")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "budget_unavailable")
+        finally:
+            redis.config_set("min-replicas-to-write", 0)
+    wait_for(lambda: told()["health"] == "ok")
+    assert gateway.chat("writes again").status_code == 200
+    assert_money_agrees(gateway)
+
+
 def test_a_client_that_takes_nothing_is_let_go(two_workers: Gateway) -> None:
     """Who stops reading in the middle of an answer, and keeps the connection, is disconnected: the worker keeps nothing for it."""
     body = {"model": "large", "messages": [{"role": "user", "content": "more than anybody reads"}], "stream": True}
@@ -207,12 +229,12 @@ def test_nothing_is_left_running(upstream_process: Upstream, tmp_path: Path) -> 
         wait_for(lambda: gateway.chat("kept over a crash").headers.get("x-sameway-cache") == "exact", 10)
 
 
-def test_stopping_in_order(upstream_process: Upstream, tmp_path: Path) -> None:
+def test_stopping_in_order(upstream: Upstream, tmp_path: Path) -> None:
     """Told to stop, it refuses new connections at once and lets answers end; those that take longer than the grace are told so, each
     has its log line, and nothing is left running."""
 
     def at(name: str, model: str) -> dict[str, Any]:
-        return {"deployments": [deployment(upstream_process.url, name, model)]}
+        return {"deployments": [deployment(upstream.url, name, model)]}
 
     models = {
         "short": at("short", "mock?pace_ms=50;chunks=16"),
@@ -221,7 +243,7 @@ def test_stopping_in_order(upstream_process: Upstream, tmp_path: Path) -> None:
     }
     with run_gateway(tmp_path, {"models": models, "shutdown_grace_s": 2}) as gateway, ThreadPoolExecutor(3) as pool:
         asked = {model: pool.submit(gateway.chat, "until the end", model, stream=model != "late") for model in models}
-        wait_for(lambda: upstream_process.seen().connections_open >= 3)
+        wait_for(lambda: len(upstream.seen().requests) == 3)
         assert gateway.process is not None
         children = psutil.Process(gateway.process.pid).children(recursive=True)
         gateway.process.send_signal(signal.SIGHUP)  # as a closed terminal sends it

@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -125,12 +126,13 @@ time.sleep(60)
 """
 
 
-def _start_worker(folder: Path, requests: int) -> "subprocess.Popen[str]":
+def _start_worker(folder: Path, requests: int, file_bytes_max: int = resource.RLIM_INFINITY) -> "subprocess.Popen[str]":
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(_WORKER), str(folder), str(requests)],
         stdout=subprocess.PIPE,
         text=True,
         cwd=_ROOT,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes_max, file_bytes_max)),
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
@@ -160,14 +162,29 @@ def test_workers_add_up_and_a_killed_one_loses_nothing(tmp_path: Path) -> None:
     successor.close()
 
 
+def test_a_full_disk_stops_nobody(tmp_path: Path) -> None:
+    """Where the files have no room a worker counts for itself; what has a file never needs another byte, so nothing it counts can
+    fail later."""
+    worker = _start_worker(tmp_path, 10, file_bytes_max=500_000)
+    worker.kill()
+    worker.wait()
+    mine = Metrics(tmp_path)
+    assert mine.error is None
+    before = {path: path.stat().st_blocks for path in tmp_path.iterdir()}
+    mine.observe(hit())
+    assert value(mine, "sameway_requests_total") == 1
+    assert {path: path.stat().st_blocks for path in tmp_path.iterdir()} == before
+    mine.close()
+
+
 def test_a_series_line_cut_short_is_no_series(tmp_path: Path) -> None:
     """A crash inside the write of a series' line leaves the whole lines readable and the file usable."""
     first = Slots(tmp_path)
     start = first.allocate(("a",), 1)
     first.values[start] = 7.0
     first.close()
-    with (tmp_path / "0.series").open("ab") as file:
-        file.write(b'[["b"],6')
+    lines = (tmp_path / "0.series").read_bytes().rstrip(b"\0")
+    (tmp_path / "0.series").write_bytes(lines + b'[["b"],6')
     second = Slots(tmp_path)
     assert second.allocate(("a",), 1) == start
     assert second.values[start] == 7.0
