@@ -148,6 +148,10 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.routes = _routes(settings, parts)
         app.include_router(admin_router(_admin_services(parts)))
         _start_loops(parts, stack)
+        if parts.metrics.error is not None:
+            _log.warning(
+                "metrics_not_shared", reason=str(parts.metrics.error), consequence="a scrape sees one worker's"
+            )
         await _check_eviction(parts.link)
         gc.collect()
         gc.freeze()  # what start-up built lives as long as the process: no collection need look at it again
@@ -161,8 +165,6 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
     stack.callback(metrics.close)
     log = logs.configure(settings, on_drop=lambda lines: metrics.add(LOG_DROPPED, lines))
     stack.callback(logs.close)
-    if metrics.error is not None:
-        _log.warning("metrics_not_shared", reason=str(metrics.error), consequence="a scrape sees one worker's")
     link = RedisLink(settings.redis_target, settings.redis_timeout_ms / 1000.0)
     stack.push_async_callback(link.aclose)
 
