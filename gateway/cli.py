@@ -77,7 +77,11 @@ def _serve(arguments: argparse.Namespace) -> int:
     from gateway.first_start import prepare
     from gateway.supervisor import Supervisor
 
-    return asyncio.run(Supervisor(prepare(_settings(arguments))).run())
+    settings = prepare(_settings(arguments))
+    try:
+        return asyncio.run(Supervisor(settings).run())
+    except OSError as error:  # nothing else is written here; what can't be started is tried again
+        raise SettingsError(f"data_dir: {error.filename or settings.data_dir}: {error.strerror}") from None
 
 
 def _check_config(arguments: argparse.Namespace) -> int:

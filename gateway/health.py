@@ -6,11 +6,13 @@ it 503 again, because a gateway without its cache still answers.
 """
 
 import asyncio
+import os
 import resource
 import time
 from collections.abc import Sequence
 from typing import Any
 
+import structlog
 from redis.exceptions import RedisError
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -27,6 +29,9 @@ from gateway.telemetry.metrics import Metrics
 
 _LOOK_EVERY_S = 0.5
 _LOOK_TIMEOUT_S = 6.0  # above the time-outs of Redis and of the cache worker: what is late is the database
+_DESCRIPTORS_SHARE_MAX = 0.9
+
+_log = structlog.get_logger(__name__)
 
 
 class Watch:
@@ -56,6 +61,7 @@ class Watch:
         self._cache = Status(WorkerState.AWAY)
         self._backlog = 0
         self._was_ready = False
+        self._are_descriptors_scarce = False
         self.lag_s = 0.0
 
     async def run(self, metrics: Metrics) -> None:
@@ -73,6 +79,7 @@ class Watch:
                 look.cancel()
             if late:
                 self._database_error = self._database_error or "does not answer in time"
+            self._look_at_descriptors()
             self._set_gauges(metrics)
 
     async def _look_at_redis(self) -> None:
@@ -93,6 +100,21 @@ class Watch:
 
     async def _look_at_cache(self) -> None:
         self._cache = await self._semantic.status()
+
+    def _look_at_descriptors(self) -> None:
+        """The kernel gives the lowest free number: where that is near the limit, connections will soon be turned away."""
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        try:
+            lowest_free = os.dup(0)
+            os.close(lowest_free)
+        except OSError:
+            lowest_free = limit
+        are_scarce = limit != resource.RLIM_INFINITY and lowest_free > _DESCRIPTORS_SHARE_MAX * limit
+        if are_scarce and not self._are_descriptors_scarce:
+            _log.error(
+                "descriptors_used_up", limit=limit, consequence="connections are turned away", wanted="ulimit -n"
+            )
+        self._are_descriptors_scarce = are_scarce
 
     # -- what was seen ------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -31,6 +32,7 @@ _STEADY_AFTER_S = 30.0
 _HEART_LOOK_S = 2.0
 _HEART_LOOKS_MAX = 15
 _PR_SET_PDEATHSIG = 1
+_OPEN_FILES = 1 << 16
 WORKER_SETTINGS = "SAMEWAY_WORKER_SETTINGS"
 
 
@@ -120,6 +122,7 @@ class Supervisor:
 
     async def run(self) -> int:
         """Until SIGTERM, SIGINT or SIGHUP. Returns the exit status. Raises SettingsError where this host can't serve."""
+        _raise_open_files()
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -331,6 +334,15 @@ async def _end(child: Child, patience_s: float) -> None:
     if child.keeper is not None:
         child.keeper.cancel()
         await asyncio.gather(child.keeper, return_exceptions=True)
+
+
+def _raise_open_files() -> None:
+    """As many descriptors as are allowed, for the children as well: a connection takes one, and a shell's usual 1,024 is a limit
+    for programs that use select(2)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _how_it_ended(status: int) -> str:

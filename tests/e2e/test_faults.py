@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import threading
@@ -221,6 +222,8 @@ def test_nothing_is_left_running(upstream_process: Upstream, tmp_path: Path) -> 
         assert gateway.process is not None
         children = psutil.Process(gateway.process.pid).children(recursive=True)
         assert len(children) >= 2
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        assert {child.rlimit(psutil.RLIMIT_NOFILE)[0] for child in children} == {min(hard, 1 << 16)}
         os.kill(gateway.process.pid, signal.SIGKILL)
         gateway.process.wait()
         _, alive = psutil.wait_procs(children, timeout=15)

@@ -8,6 +8,7 @@ import json
 import random
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -210,6 +211,51 @@ def test_a_model_is_asked_what_words_do_not_tell(checker: Gateway, upstream: Ups
     (budget,) = checker.admin("GET", f"/teams/{team['id']}/budgets")["budgets"]
     assert (budget["limit_microusd"], budget["is_hard"]) == (500_000, True)
     wait_for(lambda: checker.admin("GET", f"/teams/{team['id']}/budgets")["budgets"][0]["spent_microusd"] > 0, 10)
+
+
+def test_killed_in_the_middle_of_judging(upstream: Upstream, tmp_path: Path) -> None:
+    """A worker killed while it waits for a judge's word: the verdict is lost and nothing else. The hit is served as before, the
+    judge's money comes back with its lease and agrees with the ledger, and the next check of that hit counts, once."""
+    asked, near = "Why is the sky blue at noon?", "Tell me why the sky is blue at noon."
+    said = "Because air scatters the short waves of sunlight more than the long ones, " * 3
+    fresh = "Sunlight is scattered by air, and blue most of all, which is what we see. " * 3
+    question = json.dumps({"prompt": near, "answer_a": fresh, "answer_b": said})
+    upstream.labels({asked: said, near: fresh, question: "DIFFERENT"})
+    price = {"input_usd_per_mtok": 10.0, "output_usd_per_mtok": 10.0}
+    config = {
+        "cache": {"shadow_share": 1.0, "judge_model": "judge"},
+        "budgets": {"hold_lease_s": 5},
+        "models": {
+            "mock": {"deployments": [deployment(upstream.url, "plain")]},
+            "judge": {"deployments": [deployment(upstream.url, "judge", "judge?delay_ms=1500", price=price)]},
+        },
+    }
+
+    def judged() -> int:
+        return sum(one["body"]["model"].startswith("judge") for one in upstream.seen().requests)
+
+    with run_gateway(tmp_path, config) as running:
+        running.wait_ready()
+        running.chat(asked)
+        assert kind(running.chat(near)) == "semantic"
+        wait_for(lambda: judged() == 1)
+        dead = running.children("gateway worker")
+        for process in dead:
+            process.kill()
+        wait_for(lambda: running.chat(asked).headers.get("x-sameway-cache") == "exact", 20)
+        assert verdicts(running, 'source="shadow"') == 0
+        team = next(one for one in running.admin("GET", "/teams")["teams"] if one["name"] == "sameway judge")
+
+        def budget() -> Any:
+            return running.admin("GET", f"/teams/{team['id']}/budgets")["budgets"][0]
+
+        wait_for(lambda: budget()["held_microusd"] == 0, 20, lambda: str(budget()))
+        wait_for(lambda: kind(running.chat(near)) == "semantic", 20)
+        wait_for(lambda: verdicts(running, 'source="shadow"', 'ruling="different"') == 1, 20)
+        wait_for(lambda: len(running.admin("GET", "/cache/wrong")["wrong"]) == 1)
+        wait_for(lambda: budget()["held_microusd"] == 0, 10, lambda: str(budget()))
+        rows = running.admin("GET", "/ledger", params={"team_id": team["id"]})["rows"]
+        assert sum(row["cost_microusd"] for row in rows) == budget()["spent_microusd"] > 0
 
 
 def test_without_money_nobody_is_asked(upstream: Upstream, tmp_path: Any) -> None:
