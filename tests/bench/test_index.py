@@ -18,6 +18,7 @@ def test_it_measures_both_layouts_and_writes_rows(tmp_path: Path, capsys: pytest
     assert [(row["entries"], row["namespaces"], row["lists"]) for row in rows] == [(2_000, 1, 1), (2_000, 200, 1)]
     assert all(row["recall"] == row["recall_near"] == 1.0 for row in rows)
     assert all(row["search_us_p99"] >= row["search_us_p50"] > 0 for row in rows)
+    assert all(row["lookup_us_p99"] >= row["lookup_us_p50"] > 0 for row in rows)
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
