@@ -179,7 +179,10 @@ class Watch:
         for deployment in self._fleet.deployments:
             load = deployment.backend.load(0)
             metrics.set(m.DEPLOYMENT_AVAILABLE, float(_is_available(deployment)), deployment.name)
-            metrics.set(m.DEPLOYMENT_RUNNING, load.running, deployment.name)
+            workers = 1 if load.engine is None else self._settings.workers  # each is told of all that an engine runs
+            metrics.set(m.DEPLOYMENT_RUNNING, load.running / workers, deployment.name)
+            if load.engine is not None:
+                metrics.set(m.ENGINE_KV_USED, load.engine.kv_usage, deployment.name)
             metrics.set(m.DEPLOYMENT_WAITING, load.waiting, deployment.name)
 
 
@@ -207,6 +210,7 @@ def _view(alias: Alias, deployment: Deployment) -> DeploymentView:
         capabilities=tuple(sorted(deployment.capabilities)),
         context_tokens_max=seen.context_tokens_max,
         output_tokens_max=seen.output_tokens_max,
+        engine=load.engine,
     )
 
 

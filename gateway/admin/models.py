@@ -353,6 +353,23 @@ class StatusOut(_Out):
     problems: list[ProblemOut]
 
 
+class EngineOut(_Out):
+    """What a local engine tells of itself. What ends in `_total` counts since its start: prompt tokens, those of them that were
+    found computed already, and guessed tokens with those that were right, by source (text, reference, model)."""
+
+    kv_usage: float = Field(description="share of the KV memory that running generations hold, 0 to 1")
+    kv_blocks_used: int
+    kv_blocks_cached: int
+    kv_blocks_total: int
+    prefill_tokens_per_s: float
+    prompt_tokens_total: int
+    cached_tokens_total: int
+    answer_tokens_total: int
+    preemptions_total: int
+    drafted_tokens_total: dict[str, int]
+    accepted_tokens_total: dict[str, int]
+
+
 class DeploymentOut(_Out):
     """Predictions are for a prompt of 500 tokens, as the worker that answered this sees them."""
 
@@ -373,6 +390,7 @@ class DeploymentOut(_Out):
     context_tokens_max: int | None
     output_tokens_max: int | None
     last_24h: DeploymentTallyOut | None = None
+    engine: EngineOut | None = Field(None, description="of a local engine that is ready")
 
 
 class DeploymentsOut(_Out):

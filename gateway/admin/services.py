@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gateway.learning.truth import Truth
     from gateway.settings import Settings
     from gateway.stats import Stats
+    from local_engine import EngineLoad
     from policies import Budgets
 
 
@@ -57,6 +58,7 @@ class DeploymentView:
     capabilities: tuple[str, ...]
     context_tokens_max: int | None
     output_tokens_max: int | None
+    engine: EngineLoad | None = None  # of a local engine that is ready
 
 
 PROMPT_TOKENS_SHOWN = 500

@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from local_engine import EngineLoad
+
 
 class Usage(msgspec.Struct, frozen=True, gc=False):
     """Tokens of one generation, as its backend counted them; a local engine's guesses by their source."""
@@ -100,6 +102,7 @@ class Load(msgspec.Struct, frozen=True):
     tpot_ms: float | None = None
     context_tokens_max: int | None = None
     output_tokens_max: int | None = None
+    engine: EngineLoad | None = None  # all that a local engine tells of itself, for who looks after it
 
 
 class ChunkStream(Protocol):

@@ -204,6 +204,12 @@ DEPLOYMENT_RUNNING = _gauge(
 DEPLOYMENT_WAITING = _gauge(
     "sameway_deployment_waiting_requests", Merge.MAX, "Generations waiting in the deployment's queue.", "deployment"
 )
+ENGINE_KV_USED = _gauge(
+    "sameway_engine_kv_used_ratio",
+    Merge.MAX,
+    "KV memory that a local engine's generations hold, of all of it.",
+    "deployment",
+)
 WORKERS = _gauge("sameway_workers", Merge.SUM, "Gateway workers alive on this host.")
 BUILD = _gauge("sameway_build_info", Merge.MAX, "Always 1; the version is a label.", "version")
 
@@ -213,6 +219,6 @@ DEFINITIONS: tuple[Definition, ...] = (
     *(ATTEMPTS, FAILOVERS, FAILURES, LOG_DROPPED, SERIES_DROPPED, DURATION, TTFT, TPOT, TOKEN_USAGE, ATTEMPT_DURATION),
     *(IN_FLIGHT, LOOP_LAG, WORKER_MEMORY, REDIS_UP, DATABASE_UP, LEDGER_BACKLOG, CACHE_WORKER_UP, INDEX_ENTRIES),
     *(SEMANTIC_ERROR, SEMANTIC_ERROR_LOW, SEMANTIC_ERROR_HIGH, SEMANTIC_BOUND, SEMANTIC_STRICTNESS),
-    *(L1_BYTES, DEPLOYMENT_AVAILABLE, DEPLOYMENT_RUNNING, DEPLOYMENT_WAITING, WORKERS, BUILD),
+    *(L1_BYTES, DEPLOYMENT_AVAILABLE, DEPLOYMENT_RUNNING, DEPLOYMENT_WAITING, ENGINE_KV_USED, WORKERS, BUILD),
 )
 BY_NAME = {definition.name: definition for definition in DEFINITIONS}

@@ -436,6 +436,10 @@ async def test_deployments_show_what_they_did(world: World, client: httpx.AsyncC
     assert (local["name"], local["is_available"], local["ttft_ms"]) == ("small@local", True, 180.0)
     assert local["last_24h"]["ok"] == 1
     assert remote["last_24h"] is None
+    assert remote["engine"] is None
+    engine = local["engine"]
+    assert (engine["kv_usage"], engine["cached_tokens_total"], engine["prompt_tokens_total"]) == (0.25, 1_500, 2_000)
+    assert engine["drafted_tokens_total"] == {"text": 30, "reference": 10}
 
 
 async def test_without_redis_the_overview_still_answers(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ from gateway.learning.reports import Reports
 from gateway.learning.truth import Truth
 from gateway.settings import Settings
 from gateway.stats import Stats
+from local_engine import EngineLoad
 from policies import Budgets
 from policies.budget_keys import LEDGER_LOCK
 
@@ -68,6 +69,19 @@ LOCAL = DeploymentView(
     capabilities=("json_object", "logprobs"),
     context_tokens_max=8192,
     output_tokens_max=4096,
+    engine=EngineLoad(
+        is_ready=True,
+        kv_blocks_used=25,
+        kv_blocks_cached=50,
+        kv_blocks_total=100,
+        prefill_tokens_per_s=640.0,
+        prompt_tokens_total=2_000,
+        cached_tokens_total=1_500,
+        answer_tokens_total=345,
+        preemptions_total=2,
+        drafted_tokens_total={"text": 30, "reference": 10},
+        accepted_tokens_total={"text": 20, "reference": 9},
+    ),
 )
 REMOTE = replace(
     LOCAL,
@@ -81,6 +95,7 @@ REMOTE = replace(
     output_microusd_per_mtok=600_000,
     capabilities=("json_object", "json_schema", "tools", "vision"),
     context_tokens_max=128_000,
+    engine=None,
 )
 
 

@@ -13,6 +13,7 @@ from openai import AsyncOpenAI, BadRequestError, OpenAI
 from tests.gateway import API_KEY, Gateway, run_gateway, wait_for
 
 MODEL = "smollm2-135m-instruct"
+KEY = {"authorization": f"Bearer {API_KEY}"}
 FRANCE: Any = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -138,6 +139,21 @@ def test_a_prompt_that_does_not_fit(local: Gateway) -> None:
     reply = local.chat("word " * 20_000, model=MODEL)
     assert reply.status_code == 400
     assert reply.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_an_admin_sees_what_the_engine_does(local: Gateway) -> None:
+    """What it read, reused and said since its start is on the deployments page's twin, and its memory among the metrics."""
+    body = {"model": MODEL, "messages": FRANCE, "temperature": 0, "max_tokens": 9, "cache": {"no-cache": True}}
+    for _ in range(2):
+        assert httpx.post(f"{local.base_url}/chat/completions", json=body, headers=KEY, timeout=60).status_code == 200
+
+    def engine() -> Any:
+        return local.admin("GET", "/deployments")["deployments"][0]["engine"]
+
+    wait_for(lambda: engine()["answer_tokens_total"] >= 16 and engine()["cached_tokens_total"] >= 16, 10)
+    assert engine()["prompt_tokens_total"] > engine()["cached_tokens_total"]
+    assert 0.0 <= engine()["kv_usage"] < engine()["kv_blocks_total"]
+    assert 'sameway_engine_kv_used_ratio{deployment="local"}' in httpx.get(f"{local.root}/metrics").text
 
 
 def test_a_client_that_leaves_frees_the_engine(local: Gateway) -> None:
