@@ -72,16 +72,27 @@ class Chat:
         """The template in the dialect that `transformers` defines: sandboxed, trimmed blocks, a few functions more."""
         import jinja2
         import jinja2.ext
+        import jinja2.nodes
+        import jinja2.parser
         import jinja2.sandbox
 
         def refuse(message: str) -> NoReturn:
             raise jinja2.TemplateError(message)
 
-        def to_json(value: Any, indent: int | None = None, **_: Any) -> str:
-            return json.dumps(value, ensure_ascii=False, indent=indent)
+        def to_json(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
+            return json.dumps(value, ensure_ascii=ensure_ascii, **how)
+
+        class Generation(jinja2.ext.Extension):
+            """{% generation %} marks what a model is trained to say: here it says what is in it."""
+
+            tags = {"generation"}  # noqa: RUF012
+
+            def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+                next(parser.stream)
+                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation]
         )
         environment.filters["tojson"] = to_json
         environment.globals["raise_exception"] = refuse

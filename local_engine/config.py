@@ -5,6 +5,7 @@ Knows no weights and no torch. How a ModelConfig is read from a checkpoint is `f
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -74,7 +75,8 @@ class EngineConfig:
 class RopeConfig:
     """Rotary embedding (arXiv:2104.09864). `kind`: default, linear (positions divided by `factor`, arXiv:2306.15595),
     llama3 (low frequencies rescaled as Llama 3.1 does), yarn (arXiv:2309.00071, with its `beta_*`; `attention_factor`
-    multiplies cos and sin) or dynamic (NTK-aware; within the trained context it is the default one)."""
+    multiplies cos and sin), dynamic (NTK-aware; within the trained context it is the default one) or longrope
+    (arXiv:2402.13753; within the trained context frequencies are divided by `divisors`, one for each)."""
 
     theta: float = 10_000.0
     kind: str = "default"
@@ -86,6 +88,15 @@ class RopeConfig:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     has_whole_bounds: bool = True
+    divisors: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises ModelError for angles that no model has."""
+        for name in ("theta", "factor", "low_freq_factor", "high_freq_factor", "original_context_tokens", "beta_slow"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ModelError(f"rope: {name} must be above 0, not {getattr(self, name)}")
+        if not all(0 < divisor < math.inf for divisor in self.divisors):
+            raise ModelError(f"rope: factors must be above 0, not {self.divisors}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +110,13 @@ class ExpertsConfig:
     intermediate_size: int
     normalises: bool
     is_sparse: tuple[bool, ...]
+
+    def __post_init__(self) -> None:
+        """Raises ModelError for mixtures that no model has."""
+        if not 1 <= self.per_token <= self.count:
+            raise ModelError(f"each token takes {self.per_token} of {self.count} experts; expected 1 to {self.count}")
+        if self.intermediate_size < 1:
+            raise ModelError(f"experts' size must be 1 or more, not {self.intermediate_size}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,9 +170,21 @@ class ModelConfig:
         ):
             if getattr(self, name) < 1:
                 raise ModelError(f"{self.name}: {name} must be 1 or more, not {getattr(self, name)}")
+        for name in ("rms_epsilon", "attention_scale", "attention_softcap", "logit_softcap"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ModelError(f"{self.name}: {name} must be above 0, not {value}")
         if self.heads % self.kv_heads:
             raise ModelError(f"{self.name}: {self.heads} heads are no multiple of {self.kv_heads} KV heads")
         if self.head_dim % 2:
             raise ModelError(f"{self.name}: a head of {self.head_dim} has no two halves to rotate")
         if len(self.windows) != self.layers:
             raise ModelError(f"{self.name}: {len(self.windows)} windows are told for {self.layers} layers")
+        if any(window < 0 for window in self.windows):
+            raise ModelError(f"{self.name}: a window must be of 1 token or more, not {min(self.windows)}")
+        if self.intermediate_size < 1 and not (self.experts and all(self.experts.is_sparse)):
+            raise ModelError(f"{self.name}: intermediate_size must be 1 or more, not {self.intermediate_size}")
+        if self.rope.divisors and len(self.rope.divisors) != self.head_dim // 2:
+            raise ModelError(
+                f"{self.name}: {len(self.rope.divisors)} rope factors are told for heads of {self.head_dim}"
+            )

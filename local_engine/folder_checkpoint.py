@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,18 @@ import torch
 
 from local_engine.checkpoint import WeightPiece
 from local_engine.config import ModelError
-from local_engine.families import model_config_from_hf
+from local_engine.families import model_config_from_hf, token_ids
 from local_engine.prequantised import packing_from
 from local_engine.quantised import Quantised
 
 _MAPPED_SIZE_MAX_BYTES = 256 << 20
 _MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
+_FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # all experts of a layer in one tensor
+_EXPERTS = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
+_OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+_OF_TEXT = re.compile(
+    r"(?:model\.|language_model\.)+(?=(?:layers|embed_tokens|norm|lm_head)\.)|(?=(?:layers|embed_tokens|norm)\.)"
+)
 
 
 class FolderCheckpoint:
@@ -36,31 +43,37 @@ class FolderCheckpoint:
         try:
             self.config = model_config_from_hf(config, name or folder.name, str(path))
             self._packing = packing_from(config, str(path))
-        except (TypeError, ValueError, AttributeError, KeyError, ZeroDivisionError) as error:
+        except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError) as error:
             raise ModelError(f"{path} says what makes no sense: {type(error).__name__}: {error}") from error
-        generation = folder / "generation_config.json"
-        if generation.is_file():
-            eos = _read_json(generation).get("eos_token_id")
-            more = eos if isinstance(eos, list) else [] if eos is None else [eos]
-            if not all(isinstance(token, int) for token in more):
-                raise ModelError(f"{generation}: eos_token_id is {eos!r}, expected a number or numbers")
-            ids = tuple(dict.fromkeys((*self.config.eos_token_ids, *more)))
-            self.config = dataclasses.replace(self.config, eos_token_ids=ids)
         self.tokenizer = tokenizer_from_folder(folder)
+        generation = folder / "generation_config.json"
+        more = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+        own = () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
+        ids = (*self.config.eos_token_ids, *token_ids(more, str(generation)), *own)
+        self.config = dataclasses.replace(self.config, eos_token_ids=tuple(dict.fromkeys(ids)))
         self._tensors = SafetensorsFiles(_find_files(folder))
+        if "lm_head.weight" in self.names():  # a head in the files is meant, whatever the config says
+            self.config = dataclasses.replace(self.config, has_tied_embeddings=False)
         self.form = "safetensors" if self._packing is None else f"safetensors, {self._packing.name}"
 
     def names(self) -> frozenset[str]:
-        return frozenset(piece for name in self._tensors.names if (piece := self._piece_name(name)) is not None)
+        return frozenset(piece for name in self._tensors.names for piece in self._pieces(name))
 
     def weights(self) -> Iterator[WeightPiece]:
         tensors = self._tensors
         try:
             for name in tensors.names:
-                piece = self._piece_name(name)
-                if piece is not None:
-                    yield WeightPiece(piece, self._value(name), tensors.share_read, tensors.path_of(name))
-                    tensors.forget()
+                pieces = self._pieces(name)
+                if not pieces:
+                    continue
+                value, path = self._value(name), tensors.path_of(name)
+                if len(value.shape) != 3:
+                    yield WeightPiece(pieces[0], value, tensors.share_read, path)
+                else:
+                    for piece, part in zip(pieces, _experts_apart(value, len(pieces), name, path), strict=True):
+                        yield WeightPiece(piece, part, tensors.share_read, path)
+                del value
+                tensors.forget()
         finally:
             tensors.close()
 
@@ -73,14 +86,21 @@ class FolderCheckpoint:
         except ModelError as error:
             raise ModelError(f"{self._tensors.path_of(name)}: {error}") from None
 
-    def _piece_name(self, name: str) -> str | None:
-        """What a tensor of the files is to the model; None for one that is read with another, or means nothing."""
-        if self._packing is None:
-            return name
-        module = self._packing.module_of(name, self._tensors)
-        if module is not None:
-            return f"{module}.weight"
-        return None if self._packing.is_beside(name) or self._is_spare_bias(name) else name
+    def _pieces(self, name: str) -> tuple[str, ...]:
+        """What a tensor of the files is to the model: several matrices where it holds a layer's experts, and nothing where it
+        is read with another one or of no use. Saved without a head, or with what sees images, models have other prefixes."""
+        if _OF_IMAGES.match(name):
+            return ()
+        packing, own = self._packing, _OF_TEXT.sub("model.", name, count=1).replace("model.lm_head.", "lm_head.")
+        if packing is not None and packing.module_of(name, self._tensors) is not None:
+            return (f"{own.rpartition('.')[0]}.weight",)
+        if packing is not None and (packing.is_beside(name) or self._is_spare_bias(name)):
+            return ()
+        fused = _EXPERTS.fullmatch(own)
+        if fused is None or self.config.experts is None:
+            return (own,)
+        parts = _FUSED[fused[2]]
+        return tuple(f"{fused[1]}.{i}.{part}.weight" for i in range(self.config.experts.count) for part in parts)
 
     def _is_spare_bias(self, name: str) -> bool:
         """AutoGPTQ's first versions wrote biases of zeros for every matrix, whether the model has any or not."""
@@ -152,12 +172,22 @@ class SafetensorsFiles:
         return self._open[path]
 
 
+def _experts_apart(values: torch.Tensor | Quantised, count: int, name: str, path: Path) -> tuple[torch.Tensor, ...]:
+    """[experts, rows, columns] as `count` matrices. Raises ModelError."""
+    rows = values.shape[0] * values.shape[1]
+    if isinstance(values, Quantised) or values.dim() != 3 or rows % count:
+        raise ModelError(
+            f"{path}: tensor {name!r} has shape {tuple(values.shape)}, expected {count} matrices of experts"
+        )
+    return torch.split(values.flatten(0, 1), rows // count)
+
+
 def _find_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ModelError(f"{index} has no weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ModelError(f"{index} has no weight_map from tensors to files")
         files = [folder / name for name in sorted(set(weight_map.values()))]
     else:
         files = [folder / "model.safetensors"]

@@ -14,7 +14,8 @@ import torch
 
 from local_engine.checkpoint import WeightPiece
 from local_engine.config import ModelError
-from local_engine.families import family_of, model_config_from_gguf
+from local_engine.families import family_of
+from local_engine.gguf_config import model_config_from_gguf
 from local_engine.gguf_file import GgufFile
 from local_engine.quantised import Quantised
 
@@ -58,13 +59,16 @@ class GgufCheckpoint:
         self._files = _open_all(path)
         first = self._files[0]
         metadata = first.metadata
-        tensors = frozenset(name for file in self._files for name in file.tensors)
+        shapes = {name: entry.shape for file in self._files for name, entry in file.tensors.items()}
         name = _SPLIT.sub("", first.path.name.removesuffix(".gguf"))
         try:
-            self.config = model_config_from_gguf(metadata, tensors, name)
+            self.config = model_config_from_gguf(metadata, shapes, name)
             self.tokenizer = tokenizer_from_gguf(metadata)
-        except (TypeError, ValueError, AttributeError, KeyError, IndexError, ZeroDivisionError) as error:
-            raise ModelError(f"{path} says what makes no sense: {type(error).__name__}: {error}") from error
+        except ModelError:
+            raise
+        except Exception as error:  # whatever a file may say, and what `tokenizers` makes of it: a bare Exception
+            said = str(error).partition("\n")[0]
+            raise ModelError(f"{path} says what makes no sense: {type(error).__name__}: {said}") from error
         family = family_of(str(metadata["general.architecture"]))
         self._is_permuted = family.is_gguf_rope_permuted
         self._names = {**_LAYER_NAMES, **(_GEMMA_NAMES if family.is_gemma else {})}
@@ -88,7 +92,7 @@ class GgufCheckpoint:
                     values = self._read(file, name)
                     share = (before_bytes + file.end_of(name)) / total_bytes
                     pieces = self._pieces(name, entry.shape)
-                    if len(pieces) > 1 and isinstance(values, torch.Tensor):  # [experts, rows, columns]
+                    if len(entry.shape) == 3 and isinstance(values, torch.Tensor):  # [experts, rows, columns]
                         values = values.flatten(0, 1)
                     rows = values.shape[0] // len(pieces)
                     for index, piece in enumerate(pieces):

@@ -54,7 +54,7 @@ class GgufFile:
         self._at = 0
         try:
             self._parse()
-        except (struct.error, UnicodeDecodeError, KeyError, IndexError) as error:
+        except (struct.error, UnicodeDecodeError, LookupError, OverflowError) as error:
             raise ModelError(f"{path} is not a whole GGUF file: {error}") from None
         for entry in self.tensors.values():
             self._place(entry)
@@ -121,7 +121,7 @@ class GgufFile:
         from gguf.constants import GGML_QUANT_SIZES
 
         block_size, block_size_bytes = GGML_QUANT_SIZES[self._kind(entry)]
-        if not entry.shape or entry.shape[-1] % block_size:
+        if not entry.shape or 0 in entry.shape or entry.shape[-1] % block_size:
             raise ModelError(
                 f"{self.path}: tensor {entry.name!r} of shape {entry.shape} is not whole blocks of {block_size}"
             )

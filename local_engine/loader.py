@@ -34,8 +34,9 @@ def default_model() -> Path:
 
 
 def open_checkpoint(model: str | None) -> Checkpoint:
-    """Resolve what the user named. None is the embedded default. Raises ModelError, saying what was looked for."""
-    if model is None:
+    """Resolve what the user named. None, or the word `default`, is the embedded one. Raises ModelError, saying what was
+    looked for."""
+    if model in (None, "default"):
         return GgufCheckpoint(default_model())
     path = Path(model).expanduser()
     if path.is_file():

@@ -59,15 +59,15 @@ class ModelRunner:
             progress(0.0, "checking kernels")
             gpu.verify(model, config.block_tokens, self.dtype, self.device)
         with torch.inference_mode():
-            self.decoder = Decoder(
-                model,
-                dtype=self.dtype,
-                device=self.device,
-                bits=_bits(config, self),
-                wants_batch_invariance=config.is_batch_invariant,
-            )
+            bits, is_invariant = _bits(config, self), config.is_batch_invariant
+            try:
+                self.decoder = Decoder(
+                    model, dtype=self.dtype, device=self.device, bits=bits, wants_batch_invariance=is_invariant
+                )
+            except (RuntimeError, MemoryError) as error:  # torch says no more of what can't be allocated
+                said = str(error).partition("\n")[0]
+                raise ModelError(f"{checkpoint.place}: no memory for the weights that are described: {said}") from None
             self._read(checkpoint, progress)
-            self.decoder.finish(context_tokens)
             held = ", ".join(f"{count} in {form}" for form, count in sorted(self.decoder.forms().items()))
             _log.info("%s: %s; matrices held: %s", model.name, checkpoint.form, held)
             machine.return_unused_memory()
@@ -153,7 +153,8 @@ class ModelRunner:
         size, model = config.block_tokens, self.decoder.config
         with torch.inference_mode():
             self.kv = kind(model, blocks=blocks, block_tokens=size, dtype=self.dtype, device=self.device)
-        self.context_tokens = min(self.context_tokens, blocks * size)
+            self.context_tokens = min(self.context_tokens, blocks * size)
+            self.decoder.finish(self.context_tokens)
         self._gpu = self._gpu_steps(config)
 
     def _blocks(self, config: EngineConfig, draft: ModelRunner | None) -> int:

@@ -37,23 +37,24 @@ class Vocabulary:
 
 
 class Tokenizer:
-    """Encodes prompts and chats; spells tokens as bytes."""
+    """Encodes prompts and chats; spells tokens as bytes. `strips_first_space`: SentencePiece spells a word's leading space in
+    its token, and mostly decoding drops it at the very start."""
 
     def __init__(self, backend: Backend, vocabulary: Vocabulary) -> None:
         self._backend = backend
         self._vocabulary = vocabulary
         self._spelling: dict[int, bytes] = {}
         # the decoder's own description: that of the whole tokenizer spells out the vocabulary, which takes a while
-        decoders = _kinds(json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None)
-        if "ByteLevel" in decoders:
-            self._is_byte_level = True
-        elif decoders & {"Metaspace", "ByteFallback", "Replace"}:
-            self._is_byte_level = False
-        else:
+        steps = _steps(json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None)
+        kinds = {str(step.get("type")) for step in steps}
+        if kinds and not kinds & {"ByteLevel", "Metaspace", "ByteFallback", "Replace"}:
             raise ModelError(
-                f"tokenizer decoder {sorted(decoders) or None} is not supported; supported: byte-level BPE, "
-                "SentencePiece BPE"
+                f"tokenizer decoder {sorted(kinds)} is not supported; supported: that of byte-level BPE, of SentencePiece, "
+                "or none, which puts spaces between tokens"
             )
+        self._is_byte_level = "ByteLevel" in kinds
+        self._has_spaces_between = not kinds
+        self.strips_first_space = not kinds or any(_strips_first_space(step) for step in steps)
         added = backend.get_added_tokens_decoder()
         self._special = frozenset(id for id, token in added.items() if token.special)
         self._added: dict[int, str] = {id: token.content for id, token in added.items()}
@@ -72,14 +73,14 @@ class Tokenizer:
         return "tools" in (self._vocabulary.chat_template or "")
 
     @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends an answer, where the tokenizer names one."""
+        return self._backend.token_to_id(self._vocabulary.eos_token)
+
+    @property
     def size(self) -> int:
         """Number of token ids, added ones included."""
         return self._backend.get_vocab_size(with_added_tokens=True)
-
-    @property
-    def strips_first_space(self) -> bool:
-        """SentencePiece spells a word's leading space in its token; decoding drops it at the very start."""
-        return not self._is_byte_level
 
     def encode(self, text: str, *, is_rendered: bool = False) -> list[int]:
         """Token ids of a prompt; with the tokens the model wants around it, unless a template `is_rendered` them."""
@@ -152,15 +153,21 @@ class Tokenizer:
             return bytes(table[character] for character in token if character in table)
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes([int(token[3:5], 16)])
-        return token.replace(_SPACE, " ").encode()
+        return (" " + token if self._has_spaces_between else token.replace(_SPACE, " ")).encode()
 
 
-def _kinds(node: Any) -> set[str]:
-    """The `type`s of a tokenizer component and of those inside it."""
-    if not isinstance(node, dict):
-        return set()
-    parts = node.get("decoders") or node.get("pretokenizers") or []
-    return {str(node.get("type"))}.union(*(_kinds(part) for part in parts))
+def _steps(decoder: Any) -> list[dict[str, Any]]:
+    """What a decoder does one after the other."""
+    if not isinstance(decoder, dict):
+        return []
+    parts = decoder.get("decoders")
+    return [decoder] if parts is None else [step for part in parts for step in _steps(part)]
+
+
+def _strips_first_space(step: Mapping[str, Any]) -> bool:
+    if step.get("type") == "Metaspace":
+        return str(step.get("prepend_scheme")) != "never"
+    return step.get("type") == "Strip" and step.get("content") == " " and int(step.get("start") or 0) > 0
 
 
 _BYTE_OF_CHARACTER: dict[str, int] = {}

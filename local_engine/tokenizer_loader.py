@@ -1,4 +1,4 @@
-"""Builds a Tokenizer from what a checkpoint carries: a folder's tokenizer.json, or a GGUF file's metadata.
+"""Builds a Tokenizer from what a checkpoint carries: a folder's tokenizer.json or tokenizer.model, or a GGUF file's metadata.
 
 The only file that constructs `tokenizers` objects. Invariant: the ids are those of the model's reference tokenizer; a
 vocabulary of a kind that cannot be rebuilt exactly is refused by name.
@@ -13,9 +13,10 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers.models import BPE
+from tokenizers.models import BPE, Unigram
 
 from local_engine.config import ModelError
+from local_engine.sentencepiece_file import sentencepiece_metadata
 from local_engine.tokenizer import Tokenizer, Vocabulary, byte_of_character
 
 # How text is cut before merging, by GGUF's `tokenizer.ggml.pre`. The expressions are the models' own (tokenizer.json).
@@ -50,16 +51,16 @@ _CONTROL, _USER_DEFINED = 3, 4
 
 def tokenizer_from_folder(folder: Path) -> Tokenizer:
     """From a Hugging Face checkpoint folder. Raises ModelError."""
+    config = _json(folder / "tokenizer_config.json")
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise ModelError(f"{folder} has no tokenizer.json")
+        return _from_sentencepiece(folder, config)
     try:
         backend = Backend.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for whatever is wrong with the file
         raise ModelError(f"{path} cannot be read: {error}") from None
     backend.no_truncation()
     backend.no_padding()
-    config = _json(folder / "tokenizer_config.json")
     return Tokenizer(
         backend,
         Vocabulary(
@@ -68,6 +69,33 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
             chat_template=_chat_template(folder, config),
         ),
     )
+
+
+def _from_sentencepiece(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
+    """From tokenizer.model, with the tokens that tokenizer_config.json adds to it. Raises ModelError."""
+    path = folder / "tokenizer.model"
+    if not path.is_file():
+        raise ModelError(f"{folder} has no tokenizer.json and no tokenizer.model")
+    metadata = sentencepiece_metadata(path)
+    backend = _backend(metadata, is_legacy=config.get("legacy") is not False)
+    added = sorted((int(id), token) for id, token in (config.get("added_tokens_decoder") or {}).items())
+    for id, token in added:
+        backend.add_tokens([AddedToken(token["content"], normalized=False, special=bool(token.get("special")))])
+        if backend.token_to_id(token["content"]) != id:
+            raise ModelError(f"{folder}: token {token['content']!r} can't be added to tokenizer.model as number {id}")
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    bos, eos = (
+        _token_text(config.get(f"{name}_token")) or tokens[metadata.get(f"tokenizer.ggml.{name}_token_id", 0)]
+        for name in ("bos", "eos")
+    )
+    adds_bos = config.get("add_bos_token", True)
+    vocabulary = Vocabulary(
+        bos_token=bos,
+        eos_token=eos,
+        chat_template=_chat_template(folder, config),
+        bos_token_id_added=backend.token_to_id(bos) if adds_bos else None,
+    )
+    return Tokenizer(backend, vocabulary)
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -88,34 +116,30 @@ def _token_text(token: Any) -> str:
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """From chat_template.jinja, chat_template.json or tokenizer_config.json; of several named ones, the default."""
+    """From chat_template.jinja, chat_template.json or tokenizer_config.json; of several named ones, the default, and beside
+    it the one for tools."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text()
     template = _json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(template, list):
-        named = {str(entry.get("name")): entry.get("template") for entry in template}
+        named = {str(entry.get("name")): str(entry.get("template")) for entry in template}
         template = named.get("default") or next(iter(named.values()), None)
+        if "tool_use" in named:
+            template = f"{{% if tools %}}{named['tool_use']}{{% else %}}{template}{{% endif %}}"
     return str(template) if template else None
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     """From a GGUF file's metadata. Raises ModelError for a kind that cannot be rebuilt."""
-    kind = metadata.get("tokenizer.ggml.model")
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    if kind == "gpt2":
-        backend = _byte_level(metadata, tokens)
-    elif kind == "llama":
-        backend = _sentencepiece(metadata, tokens)
-    else:
-        raise ModelError(f"tokenizer {kind!r} in a GGUF file is not supported; supported: gpt2, llama")
-    _add_marked_tokens(backend, metadata, tokens, is_byte_level=kind == "gpt2")
+    backend = _backend(metadata)
 
     def spelled(name: str) -> str:
         id = metadata.get(f"tokenizer.ggml.{name}_token_id")
         return tokens[id] if id is not None and 0 <= id < len(tokens) else ""
 
-    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama")
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", metadata["tokenizer.ggml.model"] == "llama")
     return Tokenizer(
         backend,
         Vocabulary(
@@ -125,6 +149,19 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
             bos_token_id_added=metadata.get("tokenizer.ggml.bos_token_id") if adds_bos else None,
         ),
     )
+
+
+def _backend(metadata: Mapping[str, Any], *, is_legacy: bool = False) -> Backend:
+    """What encodes, from a vocabulary under GGUF's keys. Raises ModelError for a kind that cannot be rebuilt."""
+    kind, tokens = metadata.get("tokenizer.ggml.model"), metadata["tokenizer.ggml.tokens"]
+    if kind == "gpt2":
+        backend = _byte_level(metadata, tokens)
+    elif kind in ("llama", "t5"):
+        backend = _sentencepiece(metadata, tokens, is_legacy=is_legacy)
+    else:
+        raise ModelError(f"tokenizer {kind!r} in a GGUF file is not supported; supported: gpt2, llama, t5")
+    _add_marked_tokens(backend, metadata, tokens, is_byte_level=kind == "gpt2")
+    return backend
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Backend:
@@ -145,9 +182,36 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Backend:
     return backend
 
 
-def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> Backend:
-    """SentencePiece BPE: the merges are those pairs of tokens whose join is a token, best score first."""
+def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], *, is_legacy: bool) -> Backend:
+    """SentencePiece. What it does to text before cutting it: a table of characters, spaces made one, and one before it. A
+    `legacy` one puts that before every piece between control tokens, and another where text begins with spaces."""
     scores: list[float] = metadata.get("tokenizer.ggml.scores") or [-float(id) for id in range(len(tokens))]
+    unknown = int(metadata.get("tokenizer.ggml.unknown_token_id", 0))
+    if metadata["tokenizer.ggml.model"] == "t5":
+        has_bytes = "<0x00>" in tokens
+        backend = Backend(Unigram(list(zip(tokens, scores, strict=True)), unknown, has_bytes))
+    else:
+        backend = Backend(_merging(tokens, scores, tokens[unknown]))
+    steps: list[Any] = []
+    if charsmap := bytes(metadata.get("tokenizer.ggml.precompiled_charsmap") or b""):
+        steps.append(normalizers.Precompiled(charsmap))
+    if metadata.get("tokenizer.ggml.remove_extra_whitespaces", False):
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    if has_prefix and is_legacy:
+        steps.append(normalizers.Prepend("▁"))
+    backend.normalizer = normalizers.Sequence(steps)  # type: ignore[assignment, unused-ignore]
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(  # type: ignore[assignment, unused-ignore]
+        replacement="▁", prepend_scheme="first" if has_prefix and not is_legacy else "never", split=False
+    )
+    decoding: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    decoding += [decoders.Strip(" ", 1, 0)] if has_prefix else []
+    backend.decoder = decoders.Sequence(decoding)  # type: ignore[assignment, unused-ignore]
+    return backend
+
+
+def _merging(tokens: list[str], scores: list[float], unknown: str) -> BPE:
+    """BPE by scores: the merges are those pairs of tokens whose join is a token, best score first."""
     vocabulary = {token: id for id, token in enumerate(tokens)}
     found: list[tuple[float, int, int, tuple[str, str]]] = []
     for id, token in enumerate(tokens):
@@ -156,18 +220,7 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> Backend:
             if left is not None and right is not None:
                 found.append((-scores[id], left, right, (token[:cut], token[cut:])))
     found.sort()
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
-    backend = Backend(
-        BPE(vocabulary, [pair for *_, pair in found], unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True)
-    )
-    scheme = "first" if metadata.get("tokenizer.ggml.add_space_prefix", True) else "never"
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(  # type: ignore[assignment, unused-ignore]
-        replacement="▁", prepend_scheme=scheme, split=False
-    )
-    backend.decoder = decoders.Sequence(  # type: ignore[assignment, unused-ignore]
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return backend
+    return BPE(vocabulary, [pair for *_, pair in found], unk_token=unknown, fuse_unk=True, byte_fallback=True)
 
 
 def _add_marked_tokens(

@@ -64,6 +64,16 @@ def _floats(tensor: torch.Tensor | Quantised) -> torch.Tensor:
     return tensor.dequantised() if isinstance(tensor, Quantised) else tensor
 
 
+def _check_numbers(name: str, tensor: torch.Tensor | Quantised) -> None:
+    """Raises ModelError for what is no weight, and for one that isn't a finite number: every answer would be nonsense."""
+    for values in (tensor.scales, tensor.leasts) if isinstance(tensor, Quantised) else (tensor,):
+        if not values.is_floating_point() or values.dtype.itemsize < 2:
+            raise ModelError(f"tensor {name!r} holds {values.dtype}, expected floats of 16 bits or more")
+        least, greatest = values.aminmax()
+        if not (least.isfinite() and greatest.isfinite()):
+            raise ModelError(f"tensor {name!r} holds values that are no finite numbers (NaN or infinity)")
+
+
 class Decoder:
     """Weights and the forward pass. `expect` names, load every tensor with `take`, then `finish`, then call it step by step.
 
@@ -133,8 +143,8 @@ class Decoder:
         return Counter(form for linear in self._linears() for form in linear.forms())
 
     def _is_unused(self, name: str) -> bool:
-        """Old files' rotary tables, and the copy of tied embeddings that some files have."""
-        return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.has_tied_embeddings)
+        """Old files' rotary tables."""
+        return name.endswith("rotary_emb.inv_freq")
 
     def take(self, name: str, tensor: torch.Tensor | Quantised) -> None:
         """Load one tensor under its Hugging Face name, one of those that were expected. Raises ModelError for a wrong
@@ -144,11 +154,14 @@ class Decoder:
             return
         if self._is_unused(name):
             return
-        target = self._targets.pop(name)
+        target = self._targets.pop(name, None)
+        if target is None:
+            raise ModelError(f"tensor {name!r} is there twice")
         is_shared = name.endswith(("q_norm.weight", "k_norm.weight"))  # one row for all heads
         wanted = target.shape[1:] if is_shared else target.shape
         if wanted != tensor.shape:
             raise ModelError(f"tensor {name!r} has shape {tuple(tensor.shape)}, expected {tuple(wanted)}")
+        _check_numbers(name, tensor)
         if isinstance(target, Part):
             target.linear.put(target.index, tensor)
         elif isinstance(tensor, Quantised):

@@ -52,6 +52,8 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
             return _llama3(rope, frequencies)
         case "yarn":
             return _yarn(rope, frequencies, head_dim)
+        case "longrope":
+            return frequencies / torch.tensor(rope.divisors)
     return frequencies
 
 

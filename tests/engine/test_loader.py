@@ -76,7 +76,7 @@ def write_gguf(folder: Path, path: Path, arch: str, *, quantised: str | None = N
     weights = {name: tensor.numpy() for name, tensor in load_file(folder / "model.safetensors").items()}
     for name, values in _stack_experts(weights).items():
         to, values = _gguf_tensor(name, values, config, arch)
-        if quantised and values.ndim == 2:
+        if quantised and values.ndim > 1 and not to.endswith("ffn_gate_inp.weight"):
             kind = gguf.GGMLQuantizationType[quantised]
             writer.add_tensor(to, gguf.quants.quantize(values, kind), raw_dtype=kind)
         else:
@@ -95,8 +95,9 @@ def _add_family_facts(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if arch.startswith("gemma"):
         writer.add_sliding_window(config["sliding_window"])
-        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
-        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+        if config["attn_logit_softcapping"] is not None:
+            writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+            writer.add_final_logit_softcapping(config["final_logit_softcapping"])
 
 
 def _stack_experts(weights: dict[str, Any]) -> dict[str, Any]:
@@ -242,10 +243,23 @@ def edit_config(folder: Path, to: Path, **changes: Any) -> Path:
     ("changes", "words"),
     [
         ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM"]),
-        ({"architectures": []}, ["names no architecture"]),
+        ({"architectures": [], "model_type": ...}, ["names no architecture"]),
+        ({"architectures": [], "model_type": "mamba"}, ["'mamba'", "LlamaForCausalLM"]),
         ({"hidden_size": ...}, ["hidden_size"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, ["longrope", "yarn"]),
+        ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1.0}}, ["proportional", "yarn", "longrope"]),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, ["short_factor"]),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0]}},
+            ["1 rope factors", "16"],
+        ),
+        ({"rope_parameters": {"rope_type": "linear", "factor": -2.0}}, ["factor", "-2"]),
+        ({"attention_chunk_size": 64}, ["attention_chunk_size", "64", "LlamaForCausalLM"]),
+        ({"residual_multiplier": 0.2}, ["residual_multiplier", "0.2"]),
+        ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping", "30"]),
+        ({"layer_types": ["chunked_attention"] * 3}, ["layer_types", "chunked_attention", "sliding_attention"]),
+        ({"layer_types": ["sliding_attention"] * 3, "sliding_window": 9}, ["layer_types", "LlamaForCausalLM"]),
+        ({"eos_token_id": "</s>"}, ["eos_token_id", "</s>"]),
         ({"num_hidden_layers": 4}, ["edited: ", "lacks", "model.layers.3."]),
         ({"num_hidden_layers": 2}, ["edited: ", "unexpected tensor", "model.layers.2."]),
         ({"intermediate_size": 96}, ["model.safetensors: ", "shape", "96"]),

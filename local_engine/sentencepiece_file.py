@@ -1,0 +1,94 @@
+"""Reads a SentencePiece model (`tokenizer.model`), as checkpoints without a tokenizer.json have it.
+
+The format is google/sentencepiece's sentencepiece_model.proto; of it only what decides ids is read. What comes out are the
+keys by which GGUF holds the very same facts, so one builder serves both. Knows bytes, no tokenizer. Invariant: what
+changes ids and cannot be rebuilt is refused by name.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from local_engine.config import ModelError
+
+# Field numbers of the messages ModelProto, SentencePiece, TrainerSpec and NormalizerSpec
+_PIECES, _TRAINER, _NORMALIZER = 1, 2, 3
+_TEXT, _SCORE, _KIND = 1, 2, 3
+_MODEL_TYPE, _UNK_ID, _BOS_ID, _EOS_ID = 3, 40, 41, 42
+_CHARSMAP, _HAS_PREFIX, _STRIPS_SPACES = 2, 3, 4
+_MODELS = {1: "t5", 2: "llama"}  # unigram, BPE: in GGUF's words
+
+Field = tuple[int, int | bytes]
+
+
+def sentencepiece_metadata(path: Path) -> dict[str, Any]:
+    """The vocabulary under GGUF's keys. Raises ModelError."""
+    pieces, trainer, normalizer = [], {}, {}
+    try:
+        for number, value in _fields(path.read_bytes()):
+            if number == _PIECES and isinstance(value, bytes):
+                pieces.append(dict(_fields(value)))
+            elif number == _TRAINER and isinstance(value, bytes):
+                trainer = dict(_fields(value))
+            elif number == _NORMALIZER and isinstance(value, bytes):
+                normalizer = dict(_fields(value))
+        tokens = [bytes(piece[_TEXT]).decode() for piece in pieces]
+        scores = [struct.unpack("<f", piece.get(_SCORE, bytes(4)))[0] for piece in pieces]  # type: ignore[arg-type]
+    except (OSError, ValueError, KeyError, IndexError, TypeError, struct.error) as error:
+        raise ModelError(f"{path} is not a SentencePiece model: {type(error).__name__}: {error}") from None
+    model = _MODELS.get(int(trainer.get(_MODEL_TYPE, 1)))
+    if model is None or not tokens:
+        raise ModelError(f"{path} is no unigram or BPE model of SentencePiece")
+    ids = {name: _signed(trainer.get(number, first)) for name, number, first in _ID_FIELDS}
+    return {
+        "tokenizer.ggml.model": model,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": [int(piece.get(_KIND, 1)) for piece in pieces],
+        "tokenizer.ggml.add_space_prefix": bool(normalizer.get(_HAS_PREFIX, 1)),
+        "tokenizer.ggml.remove_extra_whitespaces": bool(normalizer.get(_STRIPS_SPACES, 1)),
+        "tokenizer.ggml.precompiled_charsmap": normalizer.get(_CHARSMAP, b""),
+        **{f"tokenizer.ggml.{name}_token_id": id for name, id in ids.items() if 0 <= id < len(tokens)},
+    }
+
+
+_ID_FIELDS = (("unknown", _UNK_ID, 0), ("bos", _BOS_ID, 1), ("eos", _EOS_ID, 2))
+
+
+def _signed(value: int | bytes) -> int:
+    """An int32 as protobuf writes it: negative ones in 64 bits."""
+    number = int(value)
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def _fields(message: bytes) -> Iterator[Field]:
+    """The fields of a protobuf message: numbers as they are, everything else as bytes. Raises ValueError, IndexError."""
+    at = 0
+    while at < len(message):
+        tag, at = _varint(message, at)
+        kind = tag & 7
+        if kind == 0:
+            number, at = _varint(message, at)
+            yield tag >> 3, number
+            continue
+        size_bytes = {1: 8, 5: 4}.get(kind)
+        if kind == 2:
+            size_bytes, at = _varint(message, at)
+        if size_bytes is None or at + size_bytes > len(message):
+            raise ValueError(f"a field of kind {kind} at byte {at} of {len(message)}")
+        yield tag >> 3, message[at : at + size_bytes]
+        at += size_bytes
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        octet = message[at]
+        at += 1
+        value |= (octet & 127) << shift
+        if octet < 128:
+            return value, at
+        shift += 7
