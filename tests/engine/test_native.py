@@ -246,7 +246,7 @@ def test_a_quantised_file_stays_quantised(
     kernels: native.Kernels, checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A Q8_0 file runs in its own codes; dequantised on the plain path it gives the same likeliest tokens."""
-    from tests.engine.test_loader import write_gguf
+    from tests.engine.gguf_files import write_gguf
 
     path = write_gguf(checkpoint("llama-wide"), tmp_path / "model.gguf", "llama", quantised="Q8_0")
     config = EngineConfig(model=str(path), **SMALL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
 
+from local_engine.config import ModelError
 from local_engine.engine import Engine
 from local_engine.messages import InvalidRequest, TokenLogprob
 from local_engine.tokenizer import TextStream, Tokenizer, Vocabulary
@@ -140,6 +144,86 @@ def test_a_sentencepiece_vocabulary_is_read_as_transformers_reads_it() -> None:
         assert ours.decode(ids) == theirs.decode(ids)
         stream = TextStream(ours)
         assert "".join(stream.push(id, None).text for id in ids) + stream.finish().text == ours.decode(ids)
+
+
+def _field(number: int, value: bytes | int) -> bytes:
+    """A field of a protobuf message, as a varint or as bytes."""
+
+    def varint(rest: int) -> bytes:
+        return bytes([rest]) if rest < 128 else bytes([rest & 127 | 128]) + varint(rest >> 7)
+
+    if isinstance(value, int):
+        return varint(number << 3) + varint(value)
+    return varint(number << 3 | 2) + varint(len(value)) + value
+
+
+def write_sentencepiece(path: Path, metadata: dict[str, Any], model: int) -> None:
+    """The vocabulary as a tokenizer.model file."""
+    columns = (metadata[f"tokenizer.ggml.{name}"] for name in ("tokens", "scores", "token_type"))
+    pieces = [
+        _field(1, _field(1, token.encode()) + b"\x15" + struct.pack("<f", score) + _field(3, kind))
+        for token, score, kind in zip(*columns, strict=True)
+    ]
+    spec = _field(2, _field(3, model)) + _field(3, _field(3, 1) + _field(4, 0))
+    path.write_bytes(b"".join(pieces) + spec)
+
+
+def test_a_folder_may_have_a_sentencepiece_file_alone(tmp_path: Path) -> None:
+    """tokenizer.model, BPE or unigram, with the tokens that its config adds, and a space before every piece as
+    SentencePiece has it."""
+    metadata = sentencepiece_metadata()
+    added = {str(len(metadata["tokenizer.ggml.tokens"])): {"content": "<|im_end|>", "special": True}}
+    config = {"eos_token": "<|im_end|>", "added_tokens_decoder": added, "chat_template": "{{ messages[0].content }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    write_sentencepiece(tmp_path / "tokenizer.model", metadata, 2)
+    ours, gguf = tokenizer_from_folder(tmp_path), tokenizer_from_gguf(metadata)
+    for text in (TEXT, "a\nb\tc", "🧮 naïve", ""):
+        assert ours.encode(text) == gguf.encode(text)
+        assert ours.decode(ours.encode(text)) == text
+    assert ours.decode(ours.encode("  two  spaces ")) == "  two  spaces "
+    assert ours.eos_token_id == int(next(iter(added))) == ours.encode("<|im_end|>")[-1]
+    assert ours.has_chat_template
+    write_sentencepiece(tmp_path / "tokenizer.model", metadata, 1)
+    unigram = tokenizer_from_folder(tmp_path)
+    assert unigram.decode(unigram.encode(TEXT)) == TEXT
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a\xff")
+    with pytest.raises(ModelError, match=r"tokenizer\.model is not a SentencePiece model"):
+        tokenizer_from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]),  # Gemma's
+        decoders.Metaspace(prepend_scheme="never"),
+        decoders.Metaspace(),
+        None,
+    ],
+)
+def test_text_begins_as_the_decoder_has_it(decoder: Any) -> None:
+    """Whether the first word's space is dropped is the decoder's to say; without one, tokens are words."""
+    tokens = ["▁the", "▁quick", "x", "<0x41>"]
+    backend = Backend(models.BPE({token: id for id, token in enumerate(tokens)}, []))
+    if decoder is not None:
+        backend.decoder = decoder
+    ours = Tokenizer(backend, Vocabulary())
+    for ids in ([0, 1, 2], [1], [2, 0, 2]):
+        assert ours.decode(ids) == backend.decode(ids)
+
+
+def test_templates_are_chosen_as_transformers_chooses(tmp_path: Path) -> None:
+    """Of several named templates that for tools is taken where there are tools; what marks training text says its text."""
+    BACKEND.save(str(tmp_path / "tokenizer.json"))
+    marked = "{% generation %}{{ messages[0].content }}{% endgeneration %}"
+    named = [
+        {"name": "default", "template": marked},
+        {"name": "tool_use", "template": "{{ tools | tojson(indent=1) }}"},
+    ]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    ours = tokenizer_from_folder(tmp_path)
+    messages = [{"role": "user", "content": "hello"}]
+    assert ours.decode(ours.encode_chat(messages, None)) == "hello"
+    assert ours.decode(ours.encode_chat(messages, [{"a": 1}])) == '[\n {\n  "a": 1\n }\n]'
 
 
 def test_the_engine_stops_at_a_string_across_tokens(make_engine: Callable[..., Engine]) -> None:
