@@ -85,7 +85,7 @@ def engine_argv(settings: Settings, name: str) -> list[str]:
     """The command line of one engine worker."""
     engine = settings.engines[name]
     flags = {
-        "--model": engine.model,
+        "--model": engine.model if engine.model != "default" else None,
         "--draft-model": engine.draft_model,
         "--device": engine.device,
         "--dtype": engine.dtype,
