@@ -16,11 +16,7 @@ EX_CONFIG = 78  # sysexits.h: configured in a way that starting again would not 
 def arguments() -> argparse.ArgumentParser:
     """The options an engine is started with; the same for the worker and for `python -m local_engine`."""
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument(
-        "--model",
-        default="default",
-        help="a GGUF file, a checkpoint folder, a hub name, or `default`: the embedded model",
-    )
+    parser.add_argument("--model", help="a GGUF file, a checkpoint folder or a hub name; default: the embedded model")
     parser.add_argument("--draft-model", help="a smaller model with the same tokenizer, which guesses for it")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16")
