@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.entry import About
-from cache.findings import Judged, Suspended
+from cache.findings import Suspended
 from cache.fingerprint import Partition
 from cache.log import REDIS_FAILURES, Came, Dropped, LogPosition, LogRecord, Redis, Spoke
 from cache.semantic import Added, EntryKey, Record, SemanticCache
@@ -154,8 +154,8 @@ class Follower:
         said, self._heard[partition] = await self._verdicts.read(partition, after or b"0-0")
         if after is not None:
             return [*said]
-        judged = [record for record in said if isinstance(record, Judged)]
-        return [*judged, *(Suspended(partition, name) for name in await self._verdicts.suspended(partition))]
+        before = [record for record in said if not isinstance(record, Suspended)]
+        return [*before, *(Suspended(partition, name) for name in await self._verdicts.suspended(partition))]
 
     async def _added(self, partition: Partition, entries: Iterable[tuple[bytes, About | None]]) -> list[Added]:
         """Those that can be found by meaning, with the groups of their answers."""

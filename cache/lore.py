@@ -58,6 +58,8 @@ class Lore:
             self._suspended.setdefault(record.partition, set()).add(record.name)
         elif isinstance(record, Cleared):
             self._suspended.get(record.partition, set()).discard(record.name)
+            if record.name.startswith(b"g"):
+                self._take_back(record.partition, record.name[1:])
         else:
             self._judge(record)
 
@@ -79,6 +81,13 @@ class Lore:
                 self._verifier.learn(Row(evidence, record.is_right, record.chance, record.p), scene)
         if len(self._taught) > _TAUGHT_MAX:
             self._unlearn(next(iter(self._taught)))
+
+    def _take_back(self, partition: Partition, group: bytes) -> None:
+        """An admin says that a group's answer was not wrong, as somebody had: what counts against it is forgotten. The model keeps
+        the row, among thousands: it is about the evidence, of which nobody has said anything."""
+        for namespace, taught in self._taught.items():
+            if namespace.startswith(partition) and group in taught.tallies:
+                taught.tallies[group] = (taught.tallies[group][0], 0.0)
 
     def leave(self, namespace: bytes) -> None:
         """The namespace has no keys any more: its scene goes, unless verdicts have made something of it."""

@@ -171,6 +171,10 @@ async def test_out_of_service_until_cleared(
     assert not await verdicts.clear(ACME, name)
     for one in (host, Host(redis, thread)):
         assert isinstance(await one.asks(asked), Hit)
+        wrong = {near.wrong for seen in await one.sees() for near in seen.neighbours}
+        assert wrong == (
+            {0.0} if scope is Scope.GROUP else {1.0}
+        )  # what was reported is taken back, what was compared is not
 
 
 async def test_an_answer_made_anew_starts_anew(
