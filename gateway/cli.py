@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
 
     worker = commands.add_parser("worker")  # one gateway process; started by the supervisor
     worker.add_argument("--fd", type=int, required=True)
-    worker.add_argument("--index", type=int, required=True)
+    worker.add_argument("--heart", type=Path, required=True, help="path of the unix socket where it says that it lives")
     worker.set_defaults(run=_worker)
     return parser
 
@@ -117,7 +117,7 @@ def _worker(arguments: argparse.Namespace) -> int:
         import structlog  # noqa: F401
     from gateway.worker import serve_fd
 
-    return serve_fd(arguments.fd, arguments.index)
+    return serve_fd(arguments.fd, arguments.heart)
 
 
 @contextlib.contextmanager

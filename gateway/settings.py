@@ -271,6 +271,9 @@ class Settings(_Section):
         digest = hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()
         return Path(tempfile.gettempdir()) / f"sameway-{os.getuid()}-{digest}"
 
+    def worker_socket(self, index: int) -> Path:
+        return self.run_dir / f"gateway-{index}.sock"
+
     def engine_socket(self, name: str) -> Path:
         return self.run_dir / f"engine-{name}.sock"
 

@@ -156,8 +156,9 @@ class Supervisor:
         # glibc would give each of a worker's threads an arena, and each arena would keep its own peak
         env = {WORKER_SETTINGS: str(handed), "MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "1")}
         for index in range(settings.workers):
-            argv = [sys.executable, "-m", "gateway", "worker", "--fd", str(listener.fileno()), "--index", str(index)]
-            self._keep(Child(f"gateway-{index}", argv, env, (listener.fileno(),)))
+            heart = settings.worker_socket(index)
+            argv = [sys.executable, "-m", "gateway", "worker", "--fd", str(listener.fileno()), "--heart", str(heart)]
+            self._keep(Child(f"gateway-{index}", argv, env, (listener.fileno(),), heart))
         port = listener.getsockname()[1]
         await asyncio.wait(
             [asyncio.ensure_future(self._until_healthy(port)), stopping], return_when=asyncio.FIRST_COMPLETED
@@ -216,7 +217,9 @@ class Supervisor:
                 file=sys.stderr,
                 flush=True,
             )
-            if child.heart is not None and status < 0:  # it had no chance to say so itself
+            if (
+                child.heart is not None and child.name.startswith("engine-") and status < 0
+            ):  # it could not say so itself
                 with contextlib.suppress(OSError):
                     tell_ended(child.heart, Ended(_how_it_ended(status)))
             await asyncio.sleep(pause_s)

@@ -3,11 +3,13 @@
 Knows the server, not the application. Invariant: it serves what it was given and exits; starting again is the supervisor's work.
 """
 
+import asyncio
 import os
 import socket
 from pathlib import Path
 
 import uvicorn
+import uvloop
 from fastapi import FastAPI
 
 from gateway.api.front import Front
@@ -18,14 +20,30 @@ from gateway.supervisor import WORKER_SETTINGS
 
 _KEEP_ALIVE_S = 75  # longer than the SDKs' pools keep an idle connection, so that it is the client who closes it
 _BACKLOG = 2048
+_BEAT_S = 1.0
 
 
-def serve_fd(fd: int, index: int) -> int:
-    """Serve on the listening socket `fd` until SIGTERM; returns the exit status."""
+def serve_fd(fd: int, heart: Path) -> int:
+    """Serve on the listening socket `fd` until SIGTERM; returns the exit status. Whoever connects to the unix socket `heart` hears
+    every second that the event loop turns."""
     settings = Settings.model_validate_json(Path(os.environ.pop(WORKER_SETTINGS)).read_text())
     server = server_of(create_app(settings), settings)
-    server.run(sockets=[socket.socket(fileno=fd)])
+    uvloop.run(_serve(server, socket.socket(fileno=fd), heart))
     return 0 if server.started else 1
+
+
+async def _serve(server: uvicorn.Server, listener: socket.socket, heart: Path) -> None:
+    beating = await asyncio.start_unix_server(_beat, heart)
+    try:
+        await server.serve([listener])
+    finally:
+        beating.close()
+
+
+async def _beat(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while not writer.is_closing():
+        writer.write(b".")
+        await asyncio.sleep(_BEAT_S)
 
 
 def server_of(app: FastAPI, settings: Settings) -> uvicorn.Server:

@@ -182,7 +182,7 @@ class AsyncEngine:
         self.socket_path = str(socket_path)
         self.info: ModelInfo | None = None
         self.ended: Ended | None = None  # why nobody was there, since it was ready last
-        self.starts_failed = 0  # ends that were seen since then
+        self.starts_failed = 0  # processes that were seen loading since then, and ended
         self._reconnect_min_s = reconnect_min_s
         self._reconnect_max_s = reconnect_max_s
         self._load = EngineLoad()
@@ -328,7 +328,7 @@ class AsyncEngine:
 
     def _on_lost(self, how: str) -> None:
         is_death = bool(how) and not self._load.is_draining
-        self.starts_failed += 1
+        self.starts_failed += self._load.is_connected and not self._load.is_ready
         self._transport = None
         self._load = EngineLoad()
         self.info = None

@@ -138,6 +138,33 @@ def test_kill_under_load(two_workers: Gateway, victim: str) -> None:
     assert_money_agrees(gateway)
 
 
+def test_each_worker_has_a_heart(two_workers: Gateway) -> None:
+    """Whoever listens to a worker hears within seconds that it lives, and nothing while it is stopped: what the supervisor kills
+    by (see test_supervisor). What it was asked meanwhile is answered once it goes on."""
+    gateway = two_workers
+    stopped, *_ = VICTIMS["a gateway worker"](gateway)
+    heart = stopped.cmdline()[-1]
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.settimeout(10)
+        listening.connect(heart)
+        assert listening.recv(100).strip(b".") == b""
+        assert listening.recv(100)
+        stopped.suspend()
+        time.sleep(0.1)
+        listening.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            listening.recv(100)  # what it said before
+        try:
+            listening.settimeout(2.5)
+            with pytest.raises(TimeoutError):
+                listening.recv(100)
+        finally:
+            stopped.resume()
+        listening.settimeout(10)
+        assert listening.recv(100)
+    assert {gateway.chat(f"after a pause {number}").status_code for number in range(8)} == {200}
+
+
 def test_redis_paused(two_workers: Gateway) -> None:
     """While Redis hangs, a team with a hard budget is refused honestly and quickly, and others are served uncached."""
     gateway = two_workers
