@@ -98,19 +98,19 @@ class PagedKV:
         self.block_tokens = block_tokens
         self.native = _native(model, dtype, device)
         self.windows = tuple(dict.fromkeys(model.windows))
-        self._window_of = [self.windows.index(window) for window in model.windows]
+        self.window_of = [self.windows.index(window) for window in model.windows]
         self._heads, self._kv_heads, self._head_dim = model.heads, model.kv_heads, model.head_dim
         self._scale, self._softcap = model.attention_scale, model.attention_softcap
         self._layer_windows = model.windows
         self._sizes = (model.heads, model.kv_heads, model.head_dim, block_tokens)
         shape = (2 * model.kv_heads, blocks, _stored_tokens(block_tokens, self.native), model.head_dim)
-        self._pools = [_zeros(shape, dtype, device) for _ in range(model.layers)]
+        self.pools = [_zeros(shape, dtype, device) for _ in range(model.layers)]
         self._workspace = torch.empty(0, dtype=dtype, device=device)
         self._has_slow_sdpa = device.type == "cpu" and dtype != torch.float32
 
     @property
     def size_bytes(self) -> int:
-        return sum(pool.nbytes for pool in self._pools)
+        return sum(pool.nbytes for pool in self.pools)
 
     @property
     def is_fused(self) -> bool:
@@ -120,7 +120,7 @@ class PagedKV:
     @torch.inference_mode()
     def clear(self) -> None:
         """All zeros again."""
-        for pool in self._pools:
+        for pool in self.pools:
             pool.zero_()
 
     def rotate_write(
@@ -146,7 +146,7 @@ class PagedKV:
             rotary.sin.data_ptr(),
             step.positions.data_ptr(),
             step.slots.data_ptr(),
-            self._pools[layer].data_ptr(),
+            self.pools[layer].data_ptr(),
             qkv.shape[0],
             heads,
             kv_heads,
@@ -157,7 +157,7 @@ class PagedKV:
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store a step's [rows, kv_heads, head_dim] keys and values."""
-        pool = self._pools[layer].view(2 * self._kv_heads, -1, self._head_dim)
+        pool = self.pools[layer].view(2 * self._kv_heads, -1, self._head_dim)
         pool[: self._kv_heads].index_copy_(1, slots, keys.transpose(0, 1))
         pool[self._kv_heads :].index_copy_(1, slots, values.transpose(0, 1))
 
@@ -181,7 +181,7 @@ class PagedKV:
         self.native.attend(
             kind_of(queries.dtype),
             queries.data_ptr(),
-            self._pools[layer].data_ptr(),
+            self.pools[layer].data_ptr(),
             rows.blocks.data_ptr(),
             rows.starts.data_ptr(),
             step.positions.data_ptr(),
@@ -200,9 +200,9 @@ class PagedKV:
 
     def _decode(self, layer: int, queries: torch.Tensor, output: torch.Tensor, group: DecodeGroup) -> None:
         count, heads, size = group.stop - group.start, self._kv_heads, self._head_dim
-        kv = self._gather(self._pools[layer], group.blocks).view(2 * heads, count, -1, size)
+        kv = self._gather(self.pools[layer], group.blocks).view(2 * heads, count, -1, size)
         rows = queries[group.start : group.stop].reshape(count, heads, -1, size).transpose(0, 1)
-        mask = group.masks[self._window_of[layer]]
+        mask = group.masks[self.window_of[layer]]
         if self._has_slow_sdpa or self._softcap is not None:
             found = self._by_products(rows, kv[:heads], kv[heads:], mask).transpose(0, 1)
         else:
@@ -211,10 +211,10 @@ class PagedKV:
 
     def _prefill(self, layer: int, queries: torch.Tensor, output: torch.Tensor, span: PrefillSpan) -> None:
         count, heads, size = span.stop - span.start, self._kv_heads, self._head_dim
-        kv = self._gather(self._pools[layer], span.blocks).view(2 * heads, 1, -1, size)[:, :, : span.tokens]
+        kv = self._gather(self.pools[layer], span.blocks).view(2 * heads, 1, -1, size)[:, :, : span.tokens]
         rows = queries[span.start : span.stop].view(count, heads, -1, size).permute(1, 2, 0, 3)
         rows = rows.reshape(heads, 1, -1, size)
-        mask = span.masks[self._window_of[layer]]
+        mask = span.masks[self.window_of[layer]]
         if self._softcap is not None:
             found = self._by_products(rows, kv[:heads], kv[heads:], mask)
         else:

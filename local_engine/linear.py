@@ -8,6 +8,7 @@ product is the fall-back and the oracle. Knows no model.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as functional
 
 from local_engine import gpu
-from local_engine.native import GROUP, PANEL, Kernels, kernels, kind_of
+from local_engine.native import GROUP, PANEL, Kernels, Matrix, kernels, kind_of
 from local_engine.quantised import Quantised, joined, packed, packed_bfloat16, quantise
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Linear:
         is_native = self._native is not None and columns % GROUP == 0
         self._bits = bits if is_native or self._is_on_gpu else None
         self._parts: list[_Part | None] = [None] * len(rows)
-        self._products: list[_Native | _Torch | QuantisedProduct] = []
+        self._products: list[NativeProduct | _Torch | QuantisedProduct] = []
 
     @property
     def size_bytes(self) -> int:
@@ -67,7 +68,12 @@ class Linear:
 
     @property
     def is_native(self) -> bool:
-        return all(isinstance(product, _Native) for product in self._products)
+        return all(isinstance(product, NativeProduct) for product in self._products)
+
+    def native_products(self) -> list[NativeProduct] | None:
+        """What computes it, one part's outputs after the other's; None where that is not the native product alone."""
+        found = [p for p in self._products if isinstance(p, NativeProduct) and p.order is None]
+        return found if len(found) == len(self._products) else None
 
     def forms(self) -> list[str]:
         """What each product's weights are held as: "4 bits", "8 bits", or a number type."""
@@ -89,7 +95,7 @@ class Linear:
             return
         outputs = [product.outputs for product in self._products]
         for product, bias in zip(self._products, torch.split(self.bias, outputs), strict=True):
-            product.bias = bias.float() if isinstance(product, _Native) else bias
+            product.bias = bias.float() if isinstance(product, NativeProduct) else bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if len(self._products) == 1:
@@ -121,7 +127,7 @@ class Linear:
             return _Panels(packed_bfloat16(value.to(self._dtype), native), value.shape[0], 16, None)
         return value.to(self._dtype, copy=True)
 
-    def _product(self, run: list[_Part]) -> _Native | _Torch | QuantisedProduct:
+    def _product(self, run: list[_Part]) -> NativeProduct | _Torch | QuantisedProduct:
         codes = [part for part in run if isinstance(part, Quantised)]
         if codes:
             from local_engine.gpu.product import QuantisedProduct
@@ -134,7 +140,7 @@ class Linear:
             return _Torch(weight, can_pack=self._device.type == "cpu" and can_pack(self._dtype))
         assert self._native is not None
         out_dtype = torch.float32 if self._is_head else self._dtype
-        return _Native(
+        return NativeProduct(
             self._native,
             torch.cat([part.codes for part in panels]) if len(panels) > 1 else panels[0].codes,
             sum(part.rows for part in panels),
@@ -142,7 +148,7 @@ class Linear:
             panels[0].bits,
             panels[0].order,
             self._dequantised_from,
-            kind=kind_of(self._dtype) if out_dtype == self._dtype else _BFLOAT16_TO_FLOAT32,
+            kind=_BFLOAT16_TO_FLOAT32 if out_dtype != self._dtype else kind_of(self._dtype) or 0,
             out_dtype=out_dtype,
         )
 
@@ -187,8 +193,8 @@ _Part = torch.Tensor | _Panels | Quantised
 
 
 @dataclass(slots=True)
-class _Native:
-    """Rows in the layout of the native product. `order`: the inputs in the order of its columns."""
+class NativeProduct:
+    """Rows in the layout of the native product. `order`: the inputs in the order of its columns. `kind`: see `kind_of`."""
 
     native: Kernels
     weight: torch.Tensor
@@ -197,26 +203,20 @@ class _Native:
     bits: int
     order: torch.Tensor | None
     dequantised_from: int
-    kind: int | None
+    kind: int
     out_dtype: torch.dtype
     bias: torch.Tensor | None = None
 
+    def matrix(self) -> Matrix:
+        """It points at the weight and the bias."""
+        bias_at = None if self.bias is None else self.bias.data_ptr()
+        shape = (self.bits, self.columns, self.outputs, self.dequantised_from)
+        return Matrix(self.weight.data_ptr(), bias_at, *shape)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous() if self.order is None else x.index_select(1, self.order)
-        rows = x.shape[0]
-        out = torch.empty(rows, self.outputs, dtype=self.out_dtype)
-        self.native.product(
-            self.kind,
-            self.bits,
-            x.data_ptr(),
-            self.weight.data_ptr(),
-            None if self.bias is None else self.bias.data_ptr(),
-            out.data_ptr(),
-            rows,
-            self.columns,
-            self.outputs,
-            self.dequantised_from,
-        )
+        out = torch.empty(x.shape[0], self.outputs, dtype=self.out_dtype)
+        self.native.product(self.kind, ctypes.byref(self.matrix()), x.data_ptr(), out.data_ptr(), x.shape[0])
         return out
 
     @property

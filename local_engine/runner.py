@@ -22,6 +22,7 @@ from local_engine.config import EngineConfig, ModelError
 from local_engine.flight import Flight
 from local_engine.linear import native_for
 from local_engine.models.decoder import Decoder
+from local_engine.native.step import native_step
 from local_engine.scheduler import Chunk
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class ModelRunner:
         step = self._prepare(ordered, rows)
         if before is not None:
             self._fill_in(step.token_ids, ordered, before)
-        return self.decoder(step, self.kv)
+        return self.decoder(step, self.kv) if self._native_step is None else self._native_step(step)
 
     def _fill_in(self, token_ids: torch.Tensor, chunks: Many[Chunk], before: Flight) -> None:
         """Put what `before` draws where the chunks' tokens are unknown: each is a decode of that one token."""
@@ -156,6 +157,7 @@ class ModelRunner:
             self.context_tokens = min(self.context_tokens, blocks * size)
             self.decoder.finish(self.context_tokens)
         self._gpu = self._gpu_steps(config)
+        self._native_step = native_step(self.decoder, self.kv) if isinstance(self.kv, PagedKV) else None
 
     def _blocks(self, config: EngineConfig, draft: ModelRunner | None) -> int:
         """How many blocks there is memory for, those of the draft model at their side. Raises ModelError."""

@@ -103,30 +103,30 @@ class Decoder:
         hidden = config.hidden_size
         self._embedding = self._empty(config.vocabulary_size, hidden)
         self._targets["model.embed_tokens.weight"] = self._embedding
-        self._final_norm = self._norm("model.norm.weight", hidden)
-        self._head = self._linear((config.vocabulary_size,), hidden, is_head=True)
+        self.final_norm = self._norm("model.norm.weight", hidden)
+        self.head = self._linear((config.vocabulary_size,), hidden, is_head=True)
         if not config.has_tied_embeddings:
-            self._targets["lm_head.weight"] = Part(self._head, 0)
-        self._layers = [self._make_layer(index) for index in range(config.layers)]
-        self._rotary: list[Rotary] = []
+            self._targets["lm_head.weight"] = Part(self.head, 0)
+        self.layers = [self._make_layer(index) for index in range(config.layers)]
+        self.rotary: list[Rotary] = []
 
     @property
     def size_bytes(self) -> int:
-        return self._embedding.nbytes + sum(linear.size_bytes for linear in self._linears())
+        return self._embedding.nbytes + sum(linear.size_bytes for linear in self.linears())
 
     @property
     def has_experts(self) -> bool:
         """Whether a token's way through the model depends on what it is."""
-        return any(isinstance(layer.mlp, Experts) for layer in self._layers)
+        return any(isinstance(layer.mlp, Experts) for layer in self.layers)
 
     @property
     def is_batch_invariant(self) -> bool:
         """Whether every product computes a row the same whatever the other rows are."""
-        return all(linear.is_native for linear in self._linears())
+        return all(linear.is_native for linear in self.linears())
 
-    def _linears(self) -> Iterator[Linear]:
-        yield self._head
-        for layer in self._layers:
+    def linears(self) -> Iterator[Linear]:
+        yield self.head
+        for layer in self.layers:
             yield from layer.linears()
 
     def expect(self, names: frozenset[str]) -> None:
@@ -140,7 +140,7 @@ class Decoder:
 
     def forms(self) -> Counter[str]:
         """How many matrices are held as what: "4 bits", "8 bits", or a number type."""
-        return Counter(form for linear in self._linears() for form in linear.forms())
+        return Counter(form for linear in self.linears() for form in linear.forms())
 
     def _is_unused(self, name: str) -> bool:
         """Old files' rotary tables."""
@@ -169,33 +169,31 @@ class Decoder:
         else:
             target.copy_(tensor)
         if target is self._embedding and self.config.has_tied_embeddings:
-            self._head.put(0, tensor)
+            self.head.put(0, tensor)
         self.parameters += tensor.numel()
 
     def finish(self, context_tokens: int) -> None:
         """After the last `take`: prepare products and rotary tables."""
         config = self.config
-        for layer in self._layers:
+        for layer in self.layers:
             for linear in layer.linears():
                 linear.prepare()
-        self._head.prepare()
+        self.head.prepare()
         for norm in self._norms:
             norm += config.norm_offset
         rope = self._table(config.rope, context_tokens, self._rope_factors)
         local = rope if config.window_rope is None else self._table(config.window_rope, context_tokens, None)
-        self._rotary = [local if window else rope for window in config.windows]
+        self.rotary = [local if window else rope for window in config.windows]
 
     def __call__(self, step: StepInput, kv: PagedKV | TritonKV) -> torch.Tensor:
         """Logits [len(logit_rows), vocabulary] of one step; the step's KV is in the pool afterwards."""
         config = self.config
-        x = functional.embedding(step.token_ids, self._embedding)
-        if config.embedding_scale != 1.0:
-            x = x * torch.tensor(config.embedding_scale, dtype=x.dtype)
+        x = self.embed(step.token_ids)
         more = torch.zeros_like(x)  # what the layer before adds to x
         epsilon = config.rms_epsilon
         tables: dict[int, Rotary] = {}  # this step's rows of each rotary table, where they are looked up beforehand
-        for index, layer in enumerate(self._layers):
-            table = self._rotary[index]
+        for index, layer in enumerate(self.layers):
+            table = self.rotary[index]
             if id(table) not in tables and not kv.is_fused:
                 tables[id(table)] = Rotary(table.cos[step.positions], table.sin[step.positions])
             y = add_norm(self.native, x, more, layer.attention_norm, epsilon)
@@ -204,7 +202,13 @@ class Decoder:
             more = layer.mlp(add_norm(self.native, x, y, layer.mlp_norm, epsilon))
             more = more if layer.down_norm is None else rms_norm(more, layer.down_norm, epsilon)
         x = x[step.logit_rows] + more[step.logit_rows]
-        return softcap(self._head(add_norm(self.native, x, None, self._final_norm, epsilon)), config.logit_softcap)
+        return softcap(self.head(add_norm(self.native, x, None, self.final_norm, epsilon)), config.logit_softcap)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """What the first layer is given, [tokens, hidden]."""
+        x = functional.embedding(token_ids, self._embedding)
+        scale = self.config.embedding_scale
+        return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype)
 
     def _attend(
         self, index: int, layer: Layer, x: torch.Tensor, table: Rotary, step: StepInput, kv: PagedKV | TritonKV

@@ -31,7 +31,8 @@ _HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = {
-    "sw_product": [_INT, _INT, *[_POINTER] * 4, *[_INT] * 4],
+    "sw_step": [*[_POINTER] * 8, _INT, _INT],
+    "sw_product": [_INT, *[_POINTER] * 3, _INT],
     "sw_pack": [_INT, *[_POINTER] * 4, _INT, _INT],
     "sw_pack_pairs": [_POINTER, _POINTER, _INT, _INT],
     "sw_add_norm": [_INT, *[_POINTER] * 4, _INT, _INT, _FLOAT],
@@ -39,6 +40,19 @@ _ARGUMENTS = {
     "sw_rotate_write": [_INT, _POINTER, _POINTER, _FLOAT, *[_POINTER] * 5, *[_INT] * 5, _LONG],
     "sw_attend": [_INT, *[_POINTER] * 5, _LONG, _FLOAT, _FLOAT, _POINTER, _INT, _LONG, *[_INT] * 4, _LONG],
 }
+
+
+class Matrix(ctypes.Structure):
+    """A matrix as products read it (kernels.h). `dequantised_from`: rows from which codes become bfloat16 first."""
+
+    _fields_ = (
+        ("weight", _POINTER),
+        ("bias", _POINTER),
+        ("bits", _INT),
+        ("columns", _INT),
+        ("outputs", _INT),
+        ("dequantised_from", _INT),
+    )
 
 
 class Kernels:
@@ -49,6 +63,7 @@ class Kernels:
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None
+        self.step = library.sw_step
         self.product = library.sw_product
         self.pack = library.sw_pack
         self.pack_pairs = library.sw_pack_pairs

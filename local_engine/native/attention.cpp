@@ -5,11 +5,7 @@
 // its result is the same to the last bit however rows and spans are shared out. Rows that have the same blocks in a span
 // look at it together, whichever sequences they belong to (the shared prefix of arXiv:2402.05099).
 
-#include "pages.h"
-
-#include <memory>
-#include <type_traits>
-#include <vector>
+#include "kernels.h"
 
 namespace {
 
@@ -21,6 +17,7 @@ constexpr int kSizeMax = 256;  // of a head
 constexpr int kManyQueries = 32;
 constexpr float kNothing = -1e30f;  // the greatest score where nothing is seen: finite, so that differences are numbers
 constexpr float kLog2E = 1.44269504f;
+constexpr int kAllSpans = -1;
 
 inline int part_floats(const Shape& s) { return (s.size + 15) / 16 * 16 + 16; }  // greatest score, sum, then from 16 on values
 
@@ -181,34 +178,40 @@ inline void finish(const float* total, T* out, const Shape& s) {
   for (int i = 0; i < s.size; i += 16) store_some(out + i, _mm512_mul_ps(_mm512_loadu_ps(total + 16 + i), share), std::min(16, s.size - i));
 }
 
-// Rows of a step: their queries, and the tables of the blocks they look at.
-template <typename T>
-struct Rows {
-  const T *qkv, *pool;
-  const int64_t *tables, *starts, *positions;
-  int64_t window;
-  float scale, cap;
-  T* out;
-  Shape s;
+// How far rows see, in spans.
+struct Reach : Sights {
+  explicit Reach(const Sights& sights) : Sights(sights) {}
 
   Sight sight(int row) const {
     return {window > 0 ? std::max<int64_t>(0, positions[row] + 1 - window) : 0, positions[row]};
   }
-  int first_span(int row) const { return tile_of(s, sight(row).first) / kSpan; }
-  int last_span(int row) const { return tile_of(s, positions[row]) / kSpan; }
+  int first_span(int row) const { return tile_of(shape, sight(row).first) / kSpan; }
+  int last_span(int row) const { return tile_of(shape, positions[row]) / kSpan; }
 
   // Whether both rows' blocks are the same, as far as they lie in that span.
   bool share(int a, int b, int span) const {
     if (starts[a] == starts[b]) return true;
-    const int64_t first = span * kSpan / s.tiles(), last = (span * kSpan + kSpan - 1) / s.tiles();
-    if (std::min(positions[a], positions[b]) / s.block_tokens < last) return false;
+    const int64_t first = span * kSpan / shape.tiles(), last = (span * kSpan + kSpan - 1) / shape.tiles();
+    if (std::min(positions[a], positions[b]) / shape.block_tokens < last) return false;
     return std::memcmp(tables + starts[a] + first, tables + starts[b] + first, (last - first + 1) * sizeof(int64_t)) == 0;
   }
+};
+
+// Rows of a step with their queries.
+template <typename T>
+struct Rows : Reach {
+  const T *qkv, *pool;
+  float scale, cap;
+  T* out;
+
+  Rows(const Sights& sights, const void* qkv, const void* pool, float scale, float cap, void* out)
+      : Reach(sights), qkv(static_cast<const T*>(qkv)), pool(static_cast<const T*>(pool)), scale(scale), cap(cap), out(static_cast<T*>(out)) {}
 
   // The parts of queries first .. first + count of one KV head in a span that all their rows share. Query i is of
   // row_of(i), and gives part_of(i).
   template <typename Row, typename Part>
   void look_at(Scratch<T>& own, int span, int kv, int first, int count, Row&& row_of, Part&& part_of) const {
+    const Shape& s = shape;
     int64_t from = INT64_MAX, to = -1;
     for (int i = 0; i < count; ++i) {
       const int row = row_of(first + i), head = kv * s.group() + (first + i) % s.group();
@@ -240,55 +243,10 @@ struct Rows {
   }
 };
 
-// What one thread does at a time: rows that share a span, or consecutive rows of one sequence with all they see.
-struct Task {
-  int row, rows, kv, span;
-};
-constexpr int kAllSpans = -1;
-
-struct Plan {
-  std::vector<Task> tasks;
-  std::vector<int> few;            // rows whose spans are tasks of their own
-  std::vector<int64_t> parts;      // where each one's parts begin: [spans, heads]
-  std::vector<float> workspace;
-};
-
-template <typename T>
-void plan(const Rows<T>& rows, int count, Plan& to) {
-  const Shape& s = rows.s;
-  to.tasks.clear(), to.few.clear(), to.parts.clear();
-  int64_t parts = 0;
-  int spans = 0;
-  for (int row = 0, stop; row < count; row = stop) {
-    for (stop = row + 1; stop < count && rows.starts[stop] == rows.starts[row];) ++stop;
-    if ((stop - row) * s.group() >= kManyQueries) {
-      const int step = std::max(1, kManyQueries / s.group());
-      for (int first = row; first < stop; first += step)
-        for (int kv = 0; kv < s.kv_heads; ++kv) to.tasks.push_back({first, std::min(step, stop - first), kv, kAllSpans});
-      continue;
-    }
-    for (int own = row; own < stop; ++own) {
-      to.few.push_back(own), to.parts.push_back(parts);
-      parts += static_cast<int64_t>(rows.last_span(own) - rows.first_span(own) + 1) * s.heads;
-      spans = std::max(spans, rows.last_span(own) + 1);
-    }
-  }
-  const int few = to.few.size();
-  for (int span = 0; span < spans; ++span)
-    for (int i = 0, stop; i < few; i = stop) {
-      const auto sees = [&](int j) { return rows.first_span(to.few[j]) <= span && span <= rows.last_span(to.few[j]); };
-      stop = i + 1;
-      if (!sees(i)) continue;
-      while (stop < few && sees(stop) && rows.share(to.few[stop - 1], to.few[stop], span)) ++stop;
-      for (int kv = 0; kv < s.kv_heads; ++kv) to.tasks.push_back({i, stop - i, kv, span});
-    }
-  to.workspace.resize(parts * part_floats(s));
-}
-
 // A task of few rows: `task.row` counts them; their parts go to the workspace.
 template <typename T>
 void look_together(const Rows<T>& rows, const Task& task, Plan& p, Scratch<T>& own) {
-  const Shape& s = rows.s;
+  const Shape& s = rows.shape;
   const auto row_of = [&](int query) { return p.few[task.row + query / s.group()]; };
   const auto part_of = [&](int query) {
     const int i = task.row + query / s.group(), span = task.span - rows.first_span(p.few[i]);
@@ -302,7 +260,7 @@ void look_together(const Rows<T>& rows, const Task& task, Plan& p, Scratch<T>& o
 // A task of many rows of one sequence: their parts are merged as they come.
 template <typename T>
 void look_back(const Rows<T>& rows, const Task& task, Scratch<T>& own, std::vector<float>& totals) {
-  const Shape& s = rows.s;
+  const Shape& s = rows.shape;
   const int queries = task.rows * s.group();
   const auto row_of = [&](int query) { return task.row + query / s.group(); };
   totals.resize((queries + kQueries) * part_floats(s));
@@ -324,49 +282,77 @@ void look_back(const Rows<T>& rows, const Task& task, Scratch<T>& own, std::vect
   }
 }
 
-// Rows each of which sees the tokens up to its own position, at most `window` of them where that is not 0.
+// What all tasks and rows of a layer come to.
 template <typename T>
-void attend(const Rows<T>& rows, int count, int64_t work) {
-  static thread_local Plan kept;  // of the calling thread; the others read it by this reference
-  Plan& p = kept;
-  const Shape& s = rows.s;
-  plan(rows, count, p);
-#pragma omp parallel if (work * s.heads * s.size > 1 << 20)
-  {
-    const auto own = std::make_unique<Scratch<T>>();
-    std::vector<float> totals;
-#pragma omp for schedule(dynamic)
-    for (size_t i = 0; i < p.tasks.size(); ++i) {
-      const Task& task = p.tasks[i];
-      if (task.span == kAllSpans) look_back(rows, task, *own, totals);
-      else look_together(rows, task, p, *own);
-    }
-#pragma omp for schedule(static)
-    for (size_t i = 0; i < p.few.size(); ++i) {
-      const int row = p.few[i], spans = rows.last_span(row) - rows.first_span(row) + 1;
-      for (int head = 0; head < s.heads; ++head) {
-        float* total = p.workspace.data() + (p.parts[i] + head) * part_floats(s);
-        for (int span = 1; span < spans; ++span) merge(total, total + static_cast<int64_t>(span) * s.heads * part_floats(s), s);
-        finish(total, rows.out + (static_cast<int64_t>(row) * s.heads + head) * s.size, s);
-      }
-    }
-  }
+void attend(Team& team, const Rows<T>& rows, Plan& p) {
+  static thread_local Scratch<T> own;
+  static thread_local std::vector<float> totals;
+  const Shape& s = rows.shape;
+  team.share(p.tasks.size(), 1, [&](int64_t i) {
+    const Task& task = p.tasks[i];
+    task.span == kAllSpans ? look_back(rows, task, own, totals) : look_together(rows, task, p, own);
+  });
+  team.share(static_cast<int64_t>(p.few.size()) * s.heads, 4, [&](int64_t i) {
+    const int few = i / s.heads, head = i % s.heads, row = p.few[few], spans = rows.last_span(row) - rows.first_span(row) + 1;
+    float* total = p.workspace.data() + (p.parts[few] + head) * part_floats(s);
+    for (int span = 1; span < spans; ++span) merge(total, total + static_cast<int64_t>(span) * s.heads * part_floats(s), s);
+    finish(total, rows.out + (static_cast<int64_t>(row) * s.heads + head) * s.size, s);
+  });
 }
 
 }  // namespace
 
+namespace sameway {
+
+void plan(const Sights& sights, int rows, Plan& to) {
+  const Shape& s = sights.shape;
+  const Reach reach(sights);
+  to.tasks.clear(), to.few.clear(), to.parts.clear();
+  int64_t parts = 0;
+  int spans = 0;
+  for (int row = 0, stop; row < rows; row = stop) {
+    for (stop = row + 1; stop < rows && reach.starts[stop] == reach.starts[row];) ++stop;
+    if ((stop - row) * s.group() >= kManyQueries) {
+      const int step = std::max(1, kManyQueries / s.group());
+      for (int first = row; first < stop; first += step)
+        for (int kv = 0; kv < s.kv_heads; ++kv) to.tasks.push_back({first, std::min(step, stop - first), kv, kAllSpans});
+      continue;
+    }
+    for (int own = row; own < stop; ++own) {
+      to.few.push_back(own), to.parts.push_back(parts);
+      parts += static_cast<int64_t>(reach.last_span(own) - reach.first_span(own) + 1) * s.heads;
+      spans = std::max(spans, reach.last_span(own) + 1);
+    }
+  }
+  const int few = to.few.size();
+  for (int span = 0; span < spans; ++span)
+    for (int i = 0, stop; i < few; i = stop) {
+      const auto sees = [&](int j) { return reach.first_span(to.few[j]) <= span && span <= reach.last_span(to.few[j]); };
+      stop = i + 1;
+      if (!sees(i)) continue;
+      while (stop < few && sees(stop) && reach.share(to.few[stop - 1], to.few[stop], span)) ++stop;
+      for (int kv = 0; kv < s.kv_heads; ++kv) to.tasks.push_back({i, stop - i, kv, span});
+    }
+  to.workspace.resize(parts * part_floats(s));
+}
+
+void attend(Team& team, int kind, const Sights& sights, Plan& plan, const void* qkv, const void* pool, float scale, float cap, void* out) {
+  by_type(kind, [&](auto type) { ::attend(team, Rows<decltype(type)>(sights, qkv, pool, scale, cap, out), plan); });
+}
+
+}  // namespace sameway
+
 extern "C" {
 
-void sw_attend(int kind, const void* qkv, const void* pool, const int64_t* tables, const int64_t* table_starts, const int64_t* positions,
+void sw_attend(int kind, const void* qkv, const void* pool, const int64_t* tables, const int64_t* starts, const int64_t* positions,
                int64_t window, float scale, float cap, void* out, int rows, int64_t work, int heads, int kv_heads, int size,
                int block_tokens, int64_t blocks) {
-  const Shape s{heads, kv_heads, size, block_tokens, blocks};
-  BY_TYPE((attend<float>({static_cast<const float*>(qkv), static_cast<const float*>(pool), tables, table_starts, positions, window, scale,
-                          cap, static_cast<float*>(out), s},
-                         rows, work)),
-          (attend<bf16>({static_cast<const bf16*>(qkv), static_cast<const bf16*>(pool), tables, table_starts, positions, window, scale,
-                         cap, static_cast<bf16*>(out), s},
-                        rows, work)))
+  using namespace sameway;
+  static thread_local Plan own;  // of the calling thread; the others read it by this reference
+  Plan& p = own;
+  const Sights sights{tables, starts, positions, window, {heads, kv_heads, size, block_tokens, blocks}};
+  plan(sights, rows, p);
+  together(threads_if(work * heads * size > 1 << 20), [&](Team& team) { attend(team, kind, sights, p, qkv, pool, scale, cap, out); });
 }
 
 }  // extern "C"

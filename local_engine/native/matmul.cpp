@@ -2,58 +2,44 @@
 //
 // Plain C functions over pointers; local_engine/native/__init__.py says what each expects. Oracle: Quantised.dequantised.
 
-#include "vectors.h"
+#include "kernels.h"
 
 #include <type_traits>
-#include <vector>
 
 namespace {
 
 using namespace sameway;
 
-constexpr int kPanel = 16;  // output rows that are computed together: one per 32-bit lane
-constexpr int kGroup = 32;  // inputs that share a scale and a minimum
 constexpr int kTile = 8;    // input rows that share one pass over a panel
+constexpr int kAhead = 4;   // groups between what is multiplied and what is fetched: how far, is measured
 
-// 32 inputs of a row in 15 bits: x = scale * (128 * high + low); `sum` is the scaled sum of the codes, `half` that of the
-// first 16. Inputs of 8 bits, as
-// others take them, cost a small model answers; the second half costs decoding nothing, which waits for memory.
-struct Group {
-  int8_t high[kGroup], low[kGroup];
-  float scale, sum, half;
-};
-
-// Rows first .. first + count share a pass over each panel. Their groups lie side by side, so that one pointer finds all.
+// Rows first .. first + count share a pass over each panel. Their codes lie side by side, so that one pointer finds all.
 struct Tile {
   int first, count;
 };
 
-inline Tile tile_of(int row, int rows) {
+inline Tile tile_of(int64_t row, int rows) {
   const int first = row / kTile * kTile;
   return {first, std::min(kTile, rows - first)};
 }
 
 template <typename T>
-void quantise_row(const T* x, int columns, int row, int rows, Group* groups) {
-  const Tile tile = tile_of(row, rows);
-  Group* to = groups + static_cast<size_t>(tile.first) * (columns / kGroup) + (row - tile.first);
-  for (int k = 0; k < columns; k += kGroup, to += tile.count) {
-    const __m512 a = load(x + k), b = load(x + k + 16);
-    const float top = std::max(_mm512_reduce_max_ps(_mm512_abs_ps(a)), _mm512_reduce_max_ps(_mm512_abs_ps(b)));
-    constexpr float kTop = 127.0f * 128.0f;
-    const __m512 inverse = _mm512_set1_ps(top > 0 ? kTop / top : 0.0f);
-    const __m512i q[2] = {_mm512_cvtps_epi32(_mm512_mul_ps(a, inverse)), _mm512_cvtps_epi32(_mm512_mul_ps(b, inverse))};
-    for (int half = 0; half < 2; ++half) {
-      const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(q[half], _mm512_set1_epi32(64)), 7);
-      const __m512i low = _mm512_sub_epi32(q[half], _mm512_slli_epi32(high, 7));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(to->high + 16 * half), _mm512_cvtepi32_epi8(high));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(to->low + 16 * half), _mm512_cvtepi32_epi8(low));
-    }
-    const bool has_nan = _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) != 0;  // a maximum forgets them
-    to->scale = std::isfinite(top) && !has_nan ? top / kTop : NAN;
-    to->half = to->scale * static_cast<float>(_mm512_reduce_add_epi32(q[0]));
-    to->sum = to->scale * static_cast<float>(_mm512_reduce_add_epi32(_mm512_add_epi32(q[0], q[1])));
+void quantise(const T* x, Codes* to) {
+  const __m512 a = load(x), b = load(x + 16);
+  const float top = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
+  constexpr float kTop = 127.0f * 128.0f;
+  const __m512 inverse = _mm512_set1_ps(top > 0 ? kTop / top : 0.0f);
+  const __m512i q[2] = {_mm512_cvtps_epi32(_mm512_mul_ps(a, inverse)), _mm512_cvtps_epi32(_mm512_mul_ps(b, inverse))};
+  for (int half = 0; half < 2; ++half) {
+    const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(q[half], _mm512_set1_epi32(64)), 7);
+    const __m512i low = _mm512_sub_epi32(q[half], _mm512_slli_epi32(high, 7));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to->high + 16 * half), _mm512_cvtepi32_epi8(high));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to->low + 16 * half), _mm512_cvtepi32_epi8(low));
   }
+  const bool has_nan = _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) != 0;  // a maximum forgets them
+  to->scale = std::isfinite(top) && !has_nan ? top / kTop : NAN;
+  to->half = to->scale * static_cast<float>(_mm512_reduce_add_epi32(q[0]));
+  to->sum = to->scale * static_cast<float>(_mm512_reduce_add_epi32(_mm512_add_epi32(q[0], q[1])));
 }
 
 // One panel's group: 16 rows x 32 codes, four consecutive inputs of each row in a lane; then 16 scales and 16 minima. Of 6
@@ -86,39 +72,63 @@ inline void unpack(const uint8_t* from, __m512i* quads) {
   }
 }
 
-// The codes First .. Last of a group times those of a row.
-template <int First, int Last>
-inline __m512i dot_of(const __m512i* quads, const Group& x) {
-  __m512i dot = _mm512_setzero_si512();
-#pragma GCC unroll 8
-  for (int i = First; i < Last; ++i) dot = _mm512_dpbusd_epi32(dot, quads[i], broadcast(x.high + 4 * i));
-  dot = _mm512_slli_epi32(dot, 7);
-#pragma GCC unroll 8
-  for (int i = First; i < Last; ++i) dot = _mm512_dpbusd_epi32(dot, quads[i], broadcast(x.low + 4 * i));
-  return dot;
-}
+// Sums over four inputs each of a panel's rows: one for the inputs' high and one for their low halves, because neither waits
+// for the other then.
+struct Dot {
+  __m512i high = _mm512_setzero_si512(), low = _mm512_setzero_si512();
+
+  void add(__m512i quad, const Codes& x, int i) {
+    high = _mm512_dpbusd_epi32(high, quad, broadcast(x.high + 4 * i));
+    low = _mm512_dpbusd_epi32(low, quad, broadcast(x.low + 4 * i));
+  }
+  __m512 value() const { return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 7), low)); }
+};
 
 template <int Bits, int Rows>
-inline void multiply(const uint8_t* panel, const Group* x, int columns, __m512* out) {
+inline void multiply(const uint8_t* panel, const Codes* x, int columns, __m512* out) {
+  constexpr int kBytes = kGroupBytes<Bits>, kCodeBytes = kPanel * kGroup * Bits / 8;
   __m512 totals[Rows];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) totals[r] = _mm512_setzero_ps();
-  for (int k = 0; k < columns; k += kGroup, panel += kGroupBytes<Bits>, x += Rows) {
-    __m512i quads[8];
-    unpack<Bits>(panel, quads);
-    const uint8_t* tail = panel + kPanel * kGroup * Bits / 8;
-    const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(tail)));
-    const __m512 least = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(tail + 2 * kPanel)));
+  for (int k = 0; k < columns; k += kGroup, panel += kBytes, x += Rows) {
+    if (Rows > 2)  // fewer rows go as fast as memory comes by itself
+#pragma GCC unroll 9
+      for (int i = 0; i < kBytes; i += 64) _mm_prefetch(panel + kAhead * kBytes + i, _MM_HINT_T0);
+    const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(panel + kCodeBytes)));
+    const __m512 least = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(panel + kCodeBytes + 2 * kPanel)));
+    if constexpr (Bits == 6) {
+      __m512i quads[8];
+      unpack<Bits>(panel, quads);
 #pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r) {
-      const __m512 unit = _mm512_set1_ps(x[r].scale);
-      if constexpr (Bits == 6) {
-        totals[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot_of<0, 4>(quads, x[r])), _mm512_mul_ps(scale, unit), totals[r]);
-        totals[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot_of<4, 8>(quads, x[r])), _mm512_mul_ps(least, unit), totals[r]);
+      for (int r = 0; r < Rows; ++r) {
+        Dot first, second;
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) first.add(quads[i], x[r], i), second.add(quads[i + 4], x[r], i + 4);
+        const __m512 unit = _mm512_set1_ps(x[r].scale);
+        totals[r] = _mm512_fmadd_ps(first.value(), _mm512_mul_ps(scale, unit), totals[r]);
+        totals[r] = _mm512_fmadd_ps(second.value(), _mm512_mul_ps(least, unit), totals[r]);
         totals[r] = _mm512_fnmadd_ps(scale, _mm512_set1_ps(32.0f * x[r].half), totals[r]);
         totals[r] = _mm512_fnmadd_ps(least, _mm512_set1_ps(32.0f * (x[r].sum - x[r].half)), totals[r]);
-      } else {
-        totals[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot_of<0, 8>(quads, x[r])), _mm512_mul_ps(scale, unit), totals[r]);
+      }
+    } else {
+      Dot dots[Rows];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        __m512i quads[2];
+        if constexpr (Bits == 8) {
+          quads[0] = _mm512_loadu_si512(panel + 64 * i), quads[1] = _mm512_loadu_si512(panel + 64 * (i + 4));
+        } else {
+          const __m512i both = _mm512_loadu_si512(panel + 64 * i), mask = _mm512_set1_epi8(0x0F);
+          quads[0] = _mm512_and_si512(both, mask), quads[1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < Rows; ++r) dots[r].add(quads[0], x[r], i);
+#pragma GCC unroll 8
+        for (int r = 0; r < Rows; ++r) dots[r].add(quads[1], x[r], i + 4);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; ++r) {
+        totals[r] = _mm512_fmadd_ps(dots[r].value(), _mm512_mul_ps(scale, _mm512_set1_ps(x[r].scale)), totals[r]);
         totals[r] = _mm512_fmadd_ps(least, _mm512_set1_ps(x[r].sum), totals[r]);
       }
     }
@@ -187,97 +197,106 @@ inline void in_tiles(int rows, F&& tile) {
   }
 }
 
+// Where a product goes, and what is added to it.
 template <typename T>
-inline void finish(T* out, const float* bias, int panel, int outputs, int row, int count, const __m512* totals) {
-  const int first = panel * kPanel, width = std::min(kPanel, outputs - first);
-  const __m512 shift = bias ? load_some(bias + first, width) : _mm512_setzero_ps();
-  for (int r = 0; r < count; ++r)
-    store_some(out + static_cast<size_t>(row + r) * outputs + first, _mm512_add_ps(totals[r], shift), width);
-}
+struct Result {
+  T* out;
+  const float* bias;
+  int outputs, stride;
 
-// To wake threads that sleep costs some 50 us: as long as this product takes alone.
-inline bool wants_threads(int rows, int columns, int outputs) { return static_cast<int64_t>(rows) * columns * outputs > 1 << 22; }
+  void put(int panel, int row, int count, const __m512* totals) const {
+    const int first = panel * kPanel, width = std::min(kPanel, outputs - first);
+    const __m512 shift = bias ? load_some(bias + first, width) : _mm512_setzero_ps();
+    for (int r = 0; r < count; ++r)
+      store_some(out + static_cast<size_t>(row + r) * stride + first, _mm512_add_ps(totals[r], shift), width);
+  }
+};
 
 template <int Bits, typename T, typename Out>
-void product(const T* x, const uint8_t* weight, const float* bias, Out* out, int rows, int columns, int outputs) {
-  static thread_local std::vector<Group> kept;  // of the calling thread; the others read it by this pointer
-  const int groups = columns / kGroup, panels = (outputs + kPanel - 1) / kPanel;
-  kept.resize(static_cast<size_t>(rows) * groups);
-  Group* quantised = kept.data();
-#pragma omp parallel for schedule(static) if (static_cast<int64_t>(rows) * columns > 1 << 17)
-  for (int row = 0; row < rows; ++row)
-    quantise_row(x + static_cast<size_t>(row) * columns, columns, row, rows, quantised);
-#pragma omp parallel for schedule(static) if (wants_threads(rows, columns, outputs))
-  for (int panel = 0; panel < panels; ++panel) {
-    const uint8_t* own = weight + static_cast<size_t>(panel) * groups * kGroupBytes<Bits>;
+void multiply_codes(Team& team, const Matrix& m, const T* x, const Result<Out>& to, int rows, Codes* codes) {
+  const int64_t groups = m.columns / kGroup, panels = (m.outputs + kPanel - 1) / kPanel;
+  team.share(rows * groups, 16, [&](int64_t i) {
+    const int64_t row = i / groups, group = i % groups;
+    const Tile tile = tile_of(row, rows);
+    quantise(x + i * kGroup, codes + tile.first * groups + group * tile.count + (row - tile.first));
+  });
+  team.share(panels, 1, [&](int64_t panel) {
+    const uint8_t* own = static_cast<const uint8_t*>(m.weight) + panel * groups * kGroupBytes<Bits>;
     in_tiles(rows, [&](int row, auto count) {
       __m512 totals[count];
-      multiply<Bits, count>(own, quantised + static_cast<size_t>(row) * groups, columns, totals);
-      finish(out, bias, panel, outputs, row, count, totals);
+      multiply<Bits, count>(own, codes + row * groups, m.columns, totals);
+      to.put(panel, row, count, totals);
     });
-  }
+  });
 }
 
 template <int Bits, typename Out>
-void product_dequantised(const bf16* x, const uint8_t* weight, const float* bias, Out* out, int rows, int columns, int outputs) {
-  const int panels = (outputs + kPanel - 1) / kPanel;
-  const size_t size = static_cast<size_t>(columns / kGroup) * kGroupBytes<Bits>;
-#pragma omp parallel
-  {
-    std::vector<bf16> own(static_cast<size_t>(columns) * kPanel);
-#pragma omp for schedule(static)
-    for (int panel = 0; panel < panels; ++panel) {
-      const uint8_t* codes = weight + panel * size;
-      dequantise<Bits>(codes, columns, own.data());
-      in_tiles(rows, [&](int row, auto count) {
-        __m512 totals[count];
-        multiply<count>(own.data(), x + static_cast<size_t>(row) * columns, columns, totals, codes + size, row ? 0 : kGroupBytes<Bits> / 8);
-        finish(out, bias, panel, outputs, row, count, totals);
-      });
-    }
-  }
+void multiply_dequantised(Team& team, const Matrix& m, const bf16* x, const Result<Out>& to, int rows) {
+  static thread_local std::vector<bf16> own;
+  const size_t size = static_cast<size_t>(m.columns / kGroup) * kGroupBytes<Bits>;
+  team.share((m.outputs + kPanel - 1) / kPanel, 1, [&](int64_t panel) {
+    const uint8_t* codes = static_cast<const uint8_t*>(m.weight) + panel * size;
+    own.resize(static_cast<size_t>(m.columns) * kPanel);
+    dequantise<Bits>(codes, m.columns, own.data());
+    in_tiles(rows, [&](int row, auto count) {
+      __m512 totals[count];
+      multiply<count>(own.data(), x + static_cast<size_t>(row) * m.columns, m.columns, totals, codes + size, row ? 0 : kGroupBytes<Bits> / 8);
+      to.put(panel, row, count, totals);
+    });
+  });
 }
 
 template <typename Out>
-void product_bf16(const bf16* x, const bf16* weight, const float* bias, Out* out, int rows, int columns, int outputs) {
-  const int panels = (outputs + kPanel - 1) / kPanel;
-#pragma omp parallel for schedule(static) if (wants_threads(rows, columns, outputs))
-  for (int panel = 0; panel < panels; ++panel) {
-    const bf16* own = weight + static_cast<size_t>(panel) * columns * kPanel;
+void multiply_pairs(Team& team, const Matrix& m, const bf16* x, const Result<Out>& to, int rows) {
+  team.share((m.outputs + kPanel - 1) / kPanel, 1, [&](int64_t panel) {
+    const bf16* own = static_cast<const bf16*>(m.weight) + panel * m.columns * kPanel;
     in_tiles(rows, [&](int row, auto count) {
       __m512 totals[count];
-      multiply<count>(own, x + static_cast<size_t>(row) * columns, columns, totals, own + kPanel * columns, row ? 0 : 8 * kPanel);
-      finish(out, bias, panel, outputs, row, count, totals);
+      multiply<count>(own, x + static_cast<size_t>(row) * m.columns, m.columns, totals, own + kPanel * m.columns, row ? 0 : 8 * kPanel);
+      to.put(panel, row, count, totals);
     });
-  }
+  });
 }
 
 template <typename T, typename Out>
-void choose(int bits, const T* x, const void* weight, const float* bias, Out* out, int rows, int columns, int outputs, int dequantised_from) {
-  const auto* codes = static_cast<const uint8_t*>(weight);
+void choose(Team& team, const Matrix& m, const T* x, const Result<Out>& to, int rows, Codes* codes) {
   if constexpr (std::is_same_v<T, bf16>) {
-    if (bits == 16) return product_bf16(x, static_cast<const bf16*>(weight), bias, out, rows, columns, outputs);
-    if (rows >= dequantised_from && bits == 6) return product_dequantised<6>(x, codes, bias, out, rows, columns, outputs);
-    if (rows >= dequantised_from && bits == 8) return product_dequantised<8>(x, codes, bias, out, rows, columns, outputs);
-    if (rows >= dequantised_from) return product_dequantised<4>(x, codes, bias, out, rows, columns, outputs);
+    if (m.bits == 16) return multiply_pairs(team, m, x, to, rows);
+    if (rows >= m.dequantised_from && m.bits == 6) return multiply_dequantised<6>(team, m, x, to, rows);
+    if (rows >= m.dequantised_from && m.bits == 8) return multiply_dequantised<8>(team, m, x, to, rows);
+    if (rows >= m.dequantised_from) return multiply_dequantised<4>(team, m, x, to, rows);
   }
-  if (bits == 6) return product<6>(x, codes, bias, out, rows, columns, outputs);
-  return bits == 8 ? product<8>(x, codes, bias, out, rows, columns, outputs) : product<4>(x, codes, bias, out, rows, columns, outputs);
+  if (m.bits == 6) return multiply_codes<6>(team, m, x, to, rows, codes);
+  if (m.bits == 8) return multiply_codes<8>(team, m, x, to, rows, codes);
+  return multiply_codes<4>(team, m, x, to, rows, codes);
 }
 
 }  // namespace
 
+namespace sameway {
+
+void multiply(Team& team, int kind, const Matrix& m, const void* x, void* out, int stride, int rows, Codes* codes) {
+  if (kind == 2) {
+    choose(team, m, static_cast<const bf16*>(x), Result<float>{static_cast<float*>(out), m.bias, m.outputs, stride}, rows, codes);
+    return;
+  }
+  by_type(kind, [&](auto type) {
+    using T = decltype(type);
+    choose(team, m, static_cast<const T*>(x), Result<T>{static_cast<T*>(out), m.bias, m.outputs, stride}, rows, codes);
+  });
+}
+
+}  // namespace sameway
+
 extern "C" {
 
-// `kind` 2: bfloat16 in, float out.
-void sw_product(int kind, int bits, const void* x, const void* weight, const float* bias, void* out, int rows, int columns, int outputs,
-                int dequantised_from) {
-  if (kind == 2) {
-    choose(bits, static_cast<const bf16*>(x), weight, bias, static_cast<float*>(out), rows, columns, outputs, dequantised_from);
-  } else {
-    BY_TYPE(choose(bits, static_cast<const float*>(x), weight, bias, static_cast<float*>(out), rows, columns, outputs, dequantised_from),
-            choose(bits, static_cast<const bf16*>(x), weight, bias, static_cast<bf16*>(out), rows, columns, outputs, dequantised_from))
-  }
+void sw_product(int kind, const sameway::Matrix* m, const void* x, void* out, int rows) {
+  using namespace sameway;
+  static thread_local std::vector<Codes> own;  // of the calling thread; the others read it by this pointer
+  own.resize(codes_of(*m, rows));
+  Codes* codes = own.data();
+  const bool is_worth_it = static_cast<int64_t>(rows) * m->columns * m->outputs > 1 << 22;  // some 50 us alone
+  together(threads_if(is_worth_it), [&](Team& team) { multiply(team, kind, *m, x, out, m->outputs, rows, codes); });
 }
 
 }  // extern "C"

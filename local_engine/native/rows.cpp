@@ -1,25 +1,21 @@
 // What stands between products, row by row: sums, norms and gates. Oracle: local_engine/fused.py.
 
-#include "vectors.h"
+#include "kernels.h"
 
 namespace {
 
 using namespace sameway;
 
+constexpr int kChunk = 256;  // values of a row that one thread gates
+
 template <typename T>
-void add_norm(T* x, const T* more, const float* weight, T* out, int rows, int width, float epsilon) {
-#pragma omp parallel for schedule(static) if (static_cast<int64_t>(rows) * width > 1 << 16)
-  for (int row = 0; row < rows; ++row) {
-    T* own = x + static_cast<size_t>(row) * width;
-    if (more) {
-      const T* added = more + static_cast<size_t>(row) * width;
-      for (int i = 0; i < width; i += 16) {
-        const int count = std::min(16, width - i);
-        store_some(own + i, _mm512_add_ps(load_some(own + i, count), load_some(added + i, count)), count);
-      }
+void add_norm(T* x, const T* more, const float* weight, T* out, int width, float epsilon) {
+  if (more)
+    for (int i = 0; i < width; i += 16) {
+      const int count = std::min(16, width - i);
+      store_some(x + i, _mm512_add_ps(load_some(x + i, count), load_some(more + i, count)), count);
     }
-    normalise(own, weight, out + static_cast<size_t>(row) * width, width, epsilon);
-  }
+  normalise(x, weight, out, width, epsilon);
 }
 
 inline __m512 sigmoid_gate(__m512 x) {
@@ -34,31 +30,54 @@ inline __m512 gelu_gate(__m512 x) {  // x * sigmoid(2 * inner) is the tanh form
 }
 
 template <typename T>
-void gate(const T* gate_up, T* out, int rows, int width, bool is_gelu) {
-#pragma omp parallel for schedule(static) if (static_cast<int64_t>(rows) * width > 1 << 15)
-  for (int row = 0; row < rows; ++row) {
-    const T* g = gate_up + static_cast<size_t>(row) * 2 * width;
-    T* o = out + static_cast<size_t>(row) * width;
-    for (int i = 0; i < width; i += 16) {
-      const int count = std::min(16, width - i);
-      const __m512 x = load_some(g + i, count), up = load_some(g + width + i, count);
-      store_some(o + i, _mm512_mul_ps(is_gelu ? gelu_gate(x) : sigmoid_gate(x), up), count);
-    }
+void gate(const T* gated, const T* up, T* out, int width, bool is_gelu) {
+  for (int i = 0; i < width; i += 16) {
+    const int count = std::min(16, width - i);
+    const __m512 x = load_some(gated + i, count);
+    store_some(out + i, _mm512_mul_ps(is_gelu ? gelu_gate(x) : sigmoid_gate(x), load_some(up + i, count)), count);
   }
 }
 
 }  // namespace
 
+namespace sameway {
+
+void add_norm(Team& team, int kind, void* x, const void* more, const float* weight, void* out, int rows, int width, float epsilon) {
+  by_type(kind, [&](auto type) {
+    using T = decltype(type);
+    team.share(rows, 1, [&](int64_t row) {
+      const T* added = more ? static_cast<const T*>(more) + row * width : nullptr;
+      ::add_norm(static_cast<T*>(x) + row * width, added, weight, static_cast<T*>(out) + row * width, width, epsilon);
+    });
+  });
+}
+
+void gate(Team& team, int kind, const void* gate_up, void* out, int rows, int width, bool is_gelu) {
+  const int64_t chunks = (width + kChunk - 1) / kChunk;
+  by_type(kind, [&](auto type) {
+    using T = decltype(type);
+    team.share(rows * chunks, 1, [&](int64_t i) {
+      const int64_t row = i / chunks, from = i % chunks * kChunk;
+      const T* gated = static_cast<const T*>(gate_up) + row * 2 * width + from;
+      ::gate(gated, gated + width, static_cast<T*>(out) + row * width + from, std::min<int>(kChunk, width - from), is_gelu);
+    });
+  });
+}
+
+}  // namespace sameway
+
 extern "C" {
 
 void sw_add_norm(int kind, void* x, const void* more, const float* weight, void* out, int rows, int width, float epsilon) {
-  BY_TYPE((add_norm(static_cast<float*>(x), static_cast<const float*>(more), weight, static_cast<float*>(out), rows, width, epsilon)),
-          (add_norm(static_cast<bf16*>(x), static_cast<const bf16*>(more), weight, static_cast<bf16*>(out), rows, width, epsilon)))
+  sameway::together(sameway::threads_if(static_cast<int64_t>(rows) * width > 1 << 16), [&](sameway::Team& team) {
+    sameway::add_norm(team, kind, x, more, weight, out, rows, width, epsilon);
+  });
 }
 
 void sw_gate(int kind, const void* gate_up, void* out, int rows, int width, int is_gelu) {
-  BY_TYPE((gate(static_cast<const float*>(gate_up), static_cast<float*>(out), rows, width, is_gelu)),
-          (gate(static_cast<const bf16*>(gate_up), static_cast<bf16*>(out), rows, width, is_gelu)))
+  sameway::together(sameway::threads_if(static_cast<int64_t>(rows) * width > 1 << 15), [&](sameway::Team& team) {
+    sameway::gate(team, kind, gate_up, out, rows, width, is_gelu);
+  });
 }
 
 }  // extern "C"

@@ -19,7 +19,6 @@
 
 namespace sameway {
 
-
 using bf16 = uint16_t;
 
 inline __m512 widen(__m256i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16)); }
@@ -105,12 +104,10 @@ inline void normalise(const T* x, const float* weight, T* out, int width, float 
   }
 }
 
-}  // namespace sameway
+// Calls work with a value of the type that `kind` stands for: 0 float, else bfloat16.
+template <typename F>
+inline void by_type(int kind, F&& work) {
+  kind == 0 ? work(float()) : work(bf16());
+}
 
-// `kind` of T: 0 float, 1 bfloat16.
-#define BY_TYPE(call_float, call_bf16) \
-  if (kind == 0) {                     \
-    call_float;                        \
-  } else {                             \
-    call_bf16;                         \
-  }
+}  // namespace sameway

@@ -1,13 +1,12 @@
-// Matrices brought into the layout that the products read (matmul.cpp), once, when a model is loaded.
+// Matrices brought into the layout that products read (matmul.cpp), once, when a model is loaded.
 //
 // Plain C functions over pointers; local_engine/native/__init__.py says what each expects.
 
-#include <cstdint>
-#include <cstring>
+#include "kernels.h"
 
 namespace {
 
-constexpr int kPanel = 16, kGroup = 32;
+using namespace sameway;
 
 // Four codes of a row as one number: the lane of a product.
 inline uint32_t quad(const uint8_t* codes) {

@@ -196,7 +196,7 @@ def test_output_that_is_not_finite_spoils_nothing_else(
     def poisoned(*step: Any) -> Any:
         logits = healthy(*step)
         with torch.inference_mode():
-            for pool in engine._runner.kv._pools:
+            for pool in engine._runner.kv.pools:
                 pool.fill_(torch.nan)
             logits[0] = torch.nan
         return logits

@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from local_engine import native
+from local_engine.attention import StepInput
 from local_engine.config import EngineConfig, ModelError
 from local_engine.engine import Engine
 from local_engine.fused import add_norm, gate
-from local_engine.linear import Linear
+from local_engine.linear import Linear, has_pairs
 from local_engine.quantised import Quantised, from_gguf, quantise
 from tests.engine.checkpoints import random_prompt, reference
 from tests.engine.conftest import SMALL, greedy, run
@@ -170,6 +171,50 @@ def test_what_stands_between_equals_torch(kernels: native.Kernels, dtype: torch.
     for activation in ("silu", "gelu_tanh"):
         expected, found = gate(None, both.clone(), activation), gate(kernels, both, activation)
         torch.testing.assert_close(found, expected, rtol=2 * tolerance, atol=2 * tolerance)
+
+
+@pytest.mark.parametrize("family", ["llama-bias", "qwen2", "qwen3", "mistral-window", "gemma2", "gemma3"])
+def test_a_step_in_one_call_is_the_decoder_s(
+    kernels: native.Kernels, make_engine: Make, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """A team that goes through all layers at once gives what the decoder gives call by call, prompts and decodes together:
+    the same bits, but for norms after attention and MLP, which are torch's there."""
+    if not has_pairs():
+        pytest.skip("bfloat16 products are torch's on this processor")
+    engine = make_engine(family, dtype="bfloat16", threads=2)
+    runner = engine._runner
+    at_once, has_other_norms = runner._native_step, runner.decoder.config.has_post_norms
+    assert at_once is not None
+    rows: list[int] = []
+
+    def both(step: StepInput) -> torch.Tensor:
+        expected, found = runner.decoder(step, runner.kv), at_once(step)
+        tolerance = 0.1 if has_other_norms else 0.0
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+        rows.append(len(step.positions))
+        return found
+
+    monkeypatch.setattr(runner, "_native_step", both)
+    for seed in range(3):
+        engine.submit(random_prompt(seed, 5 + 60 * seed), greedy(6))
+    run(engine)
+    assert max(rows) > 100 > 3 >= min(rows)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_how_many_threads_there_are_changes_nothing(kernels: native.Kernels, make_engine: Make, weights: str) -> None:
+    """One thread or a team of three: the very same log probabilities."""
+    said = []
+    for threads in (1, 3):
+        engine = make_engine("qwen3-wide", weights=weights, is_batch_invariant=True, threads=threads)
+        assert engine._runner._native_step is not None
+        for seed in range(4):
+            engine.submit(random_prompt(seed, 100), greedy(4, logprobs=2))
+        own: list[Any] = []
+        while engine.has_work:
+            own += [(step.id, step.output.logprobs) for step in engine.step()]
+        said.append(own)
+    assert said[0] == said[1]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mistral-window"])
