@@ -79,6 +79,10 @@ class Linear:
         """What each product's weights are held as: "4 bits", "8 bits", or a number type."""
         return [product.form for product in self._products]
 
+    def holds(self, value: torch.Tensor | Quantised) -> bool:
+        """Whether a part is held with what it says, but for the number type's rounding: not quantised further."""
+        return self._bits is None or (isinstance(value, Quantised) and value.bits <= self._bits)
+
     def put(self, index: int, value: torch.Tensor | Quantised) -> None:
         """Take a part's weight, [rows[index], columns]. The last one lays all out for the fastest product there is and
         gives the parts up, so that a model being read is in memory once."""
@@ -97,6 +101,19 @@ class Linear:
         for product, bias in zip(self._products, torch.split(self.bias, outputs), strict=True):
             product.bias = bias.float() if isinstance(product, NativeProduct) else bias
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether single rows can be read as they are multiplied: an embedding that is tied needs no copy then."""
+        (product, *others) = self._products
+        is_plain = isinstance(product, NativeProduct) and product.order is None
+        return not others and (is_plain or (isinstance(product, _Torch) and not product.is_packed))
+
+    def take_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """These rows of the matrix, [ids, columns]; only where it `has_rows`."""
+        (product,) = self._products
+        assert isinstance(product, NativeProduct | _Torch)
+        return product.take_rows(ids)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if len(self._products) == 1:
             return self._products[0](x)
@@ -106,23 +123,15 @@ class Linear:
         """A part as its product will read it: nothing of `value` itself is kept, but on a GPU its codes until they go
         there."""
         bits, native = self._bits, self._native
-        if self._is_on_gpu and (bits or isinstance(value, Quantised)):
-            if not isinstance(value, Quantised):
-                return quantise(value, bits or 8)
-            if bits is not None and value.bits > bits:
-                return quantise(value.dequantised(), bits)
-            if value.bits in (4, 8):
-                return value
-            native = None
+        if bits is not None and not self.holds(value):
+            value = quantise(value.dequantised() if isinstance(value, Quantised) else value, bits)
         if isinstance(value, Quantised):
+            if self._is_on_gpu and value.bits in (4, 8):
+                return value
             if native is None or self.columns % GROUP:
                 value.write_to(whole := torch.empty(value.shape, dtype=self._dtype))
-                return whole if self._is_on_gpu else self._as_held(whole)
-            if bits is not None and value.bits > bits:
-                value = quantise(value.dequantised(), bits)
+                return self._as_held(whole)
             return _Panels(packed(value, native), value.shape[0], value.bits, value.order)
-        if bits and not self._is_on_gpu:
-            return self._as_held(quantise(value, bits))
         if native is not None and self._dtype == torch.bfloat16 and has_pairs() and self.columns % 4 == 0:
             return _Panels(packed_bfloat16(value.to(self._dtype), native), value.shape[0], 16, None)
         return value.to(self._dtype, copy=True)
@@ -139,7 +148,6 @@ class Linear:
             weight = (torch.cat(weights) if len(weights) > 1 else weights[0]).to(self._device)
             return _Torch(weight, can_pack=self._device.type == "cpu" and can_pack(self._dtype))
         assert self._native is not None
-        out_dtype = torch.float32 if self._is_head else self._dtype
         return NativeProduct(
             self._native,
             torch.cat([part.codes for part in panels]) if len(panels) > 1 else panels[0].codes,
@@ -148,8 +156,8 @@ class Linear:
             panels[0].bits,
             panels[0].order,
             self._dequantised_from,
-            kind=_BFLOAT16_TO_FLOAT32 if out_dtype != self._dtype else kind_of(self._dtype) or 0,
-            out_dtype=out_dtype,
+            dtype=self._dtype,
+            out_dtype=torch.float32 if self._is_head else self._dtype,
         )
 
 
@@ -194,7 +202,7 @@ _Part = torch.Tensor | _Panels | Quantised
 
 @dataclass(slots=True)
 class NativeProduct:
-    """Rows in the layout of the native product. `order`: the inputs in the order of its columns. `kind`: see `kind_of`."""
+    """Rows in the layout of the native product. `order`: the inputs in the order of its columns."""
 
     native: Kernels
     weight: torch.Tensor
@@ -203,9 +211,14 @@ class NativeProduct:
     bits: int
     order: torch.Tensor | None
     dequantised_from: int
-    kind: int
+    dtype: torch.dtype
     out_dtype: torch.dtype
     bias: torch.Tensor | None = None
+
+    @property
+    def kind(self) -> int:
+        """The number of its types."""
+        return _BFLOAT16_TO_FLOAT32 if self.out_dtype != self.dtype else kind_of(self.dtype) or 0
 
     def matrix(self) -> Matrix:
         """It points at the weight and the bias."""
@@ -217,6 +230,12 @@ class NativeProduct:
         x = x.contiguous() if self.order is None else x.index_select(1, self.order)
         out = torch.empty(x.shape[0], self.outputs, dtype=self.out_dtype)
         self.native.product(self.kind, ctypes.byref(self.matrix()), x.data_ptr(), out.data_ptr(), x.shape[0])
+        return out
+
+    def take_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        kind = kind_of(self.dtype)
+        out = torch.empty(len(ids), self.columns, dtype=self.dtype)
+        self.native.take_rows(kind, ctypes.byref(self.matrix()), ids.data_ptr(), out.data_ptr(), len(ids))
         return out
 
     @property
@@ -235,13 +254,16 @@ class _Torch:
         self.outputs, self.size_bytes = weight.shape[0], weight.nbytes
         self.form = str(weight.dtype).removeprefix("torch.")
         self.bias: torch.Tensor | None = None
-        self._is_packed = can_pack
+        self.is_packed = can_pack
         self._weight = _operators()._reorder_linear_weight(weight, _ROWS_HINT) if can_pack else weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._is_packed:
+        if self.is_packed:
             return _operators()._linear_pointwise(x, self._weight, self.bias, "none", [], "")  # type: ignore[no-any-return]
         return functional.linear(x, self._weight, self.bias)
+
+    def take_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(ids, self._weight)
 
 
 def native_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:

@@ -74,6 +74,13 @@ def _check_numbers(name: str, tensor: torch.Tensor | Quantised) -> None:
             raise ModelError(f"tensor {name!r} holds values that are no finite numbers (NaN or infinity)")
 
 
+def _write(tensor: torch.Tensor | Quantised, to: torch.Tensor) -> None:
+    if isinstance(tensor, Quantised):
+        tensor.write_to(to)
+    else:
+        to.copy_(tensor)
+
+
 class Decoder:
     """Weights and the forward pass. `expect` names, load every tensor with `take`, then `finish`, then call it step by step.
 
@@ -101,18 +108,20 @@ class Decoder:
         self._norms: list[torch.Tensor] = []
         self._rope_factors: torch.Tensor | None = None
         hidden = config.hidden_size
-        self._embedding = self._empty(config.vocabulary_size, hidden)
-        self._targets["model.embed_tokens.weight"] = self._embedding
+        self._embedding: torch.Tensor | None = None  # none where it is the head's matrix
         self.final_norm = self._norm("model.norm.weight", hidden)
         self.head = self._linear((config.vocabulary_size,), hidden, is_head=True)
+        self._targets["model.embed_tokens.weight"] = Part(self.head, 0)
         if not config.has_tied_embeddings:
-            self._targets["lm_head.weight"] = Part(self.head, 0)
+            self._embedding = self._empty(config.vocabulary_size, hidden)
+            self._targets |= {"model.embed_tokens.weight": self._embedding, "lm_head.weight": Part(self.head, 0)}
         self.layers = [self._make_layer(index) for index in range(config.layers)]
         self.rotary: list[Rotary] = []
 
     @property
     def size_bytes(self) -> int:
-        return self._embedding.nbytes + sum(linear.size_bytes for linear in self.linears())
+        own = 0 if self._embedding is None else self._embedding.nbytes
+        return own + sum(linear.size_bytes for linear in self.linears())
 
     @property
     def has_experts(self) -> bool:
@@ -164,12 +173,11 @@ class Decoder:
         _check_numbers(name, tensor)
         if isinstance(target, Part):
             target.linear.put(target.index, tensor)
-        elif isinstance(tensor, Quantised):
-            tensor.write_to(target)
+            if name == "model.embed_tokens.weight" and not (self.head.has_rows and self.head.holds(tensor)):
+                self._embedding = self._empty(*tensor.shape)
+                _write(tensor, self._embedding)
         else:
-            target.copy_(tensor)
-        if target is self._embedding and self.config.has_tied_embeddings:
-            self.head.put(0, tensor)
+            _write(tensor, target)
         self.parameters += tensor.numel()
 
     def finish(self, context_tokens: int) -> None:
@@ -206,7 +214,7 @@ class Decoder:
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """What the first layer is given, [tokens, hidden]."""
-        x = functional.embedding(token_ids, self._embedding)
+        x = self.head.take_rows(token_ids) if self._embedding is None else functional.embedding(token_ids, self._embedding)
         scale = self.config.embedding_scale
         return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype)
 

@@ -33,6 +33,7 @@ _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, c
 _ARGUMENTS = {
     "sw_step": [*[_POINTER] * 8, _INT, _INT],
     "sw_product": [_INT, *[_POINTER] * 3, _INT],
+    "sw_take_rows": [_INT, *[_POINTER] * 3, _INT],
     "sw_pack": [_INT, *[_POINTER] * 4, _INT, _INT],
     "sw_pack_pairs": [_POINTER, _POINTER, _INT, _INT],
     "sw_add_norm": [_INT, *[_POINTER] * 4, _INT, _INT, _FLOAT],
@@ -65,6 +66,7 @@ class Kernels:
             function.argtypes, function.restype = arguments, None
         self.step = library.sw_step
         self.product = library.sw_product
+        self.take_rows = library.sw_take_rows
         self.pack = library.sw_pack
         self.pack_pairs = library.sw_pack_pairs
         self.add_norm = library.sw_add_norm

@@ -158,6 +158,30 @@ def test_a_product_with_a_file_s_blocks(kernels: native.Kernels, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "Q6_K"])
+def test_single_rows_are_what_the_file_says(kernels: native.Kernels, dtype: torch.dtype, kind: str) -> None:
+    """A tied embedding is read from the head's codes: exactly what they stand for, in any order."""
+    raw, columns = random_blocks(kind, 37)
+    matrix = from_gguf(raw, kind, (37, columns))
+    assert matrix is not None
+    head = Linear((37,), columns, dtype=dtype, device=CPU, is_head=True)
+    head.put(0, matrix)
+    assert head.has_rows
+    ids = torch.tensor([36, 0, 17, 17, 5])
+    assert torch.equal(head.take_rows(ids), matrix.dequantised()[ids].to(dtype))
+
+
+def test_single_rows_of_a_bfloat16_matrix(kernels: native.Kernels) -> None:
+    """They are the checkpoint's, whatever multiplies it."""
+    weight, ids = torch.randn(45, 100).bfloat16(), torch.tensor([44, 3, 16])
+    head = Linear((45,), 100, dtype=torch.bfloat16, device=CPU, is_head=True)
+    head.put(0, weight)
+    assert head.has_rows == has_pairs()
+    if head.has_rows:
+        assert torch.equal(head.take_rows(ids), weight[ids])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [64, 100])
 def test_what_stands_between_equals_torch(kernels: native.Kernels, dtype: torch.dtype, width: int) -> None:
     """Norms with what is added, and gates, for widths that fill vectors and that don't."""
