@@ -22,6 +22,7 @@ from local_engine.config import EngineConfig, ModelError
 from local_engine.flight import Flight
 from local_engine.linear import native_for
 from local_engine.models.decoder import Decoder
+from local_engine.native import lack
 from local_engine.native.step import native_step
 from local_engine.scheduler import Chunk
 
@@ -71,6 +72,8 @@ class ModelRunner:
             self._read(checkpoint, progress)
             held = ", ".join(f"{count} in {form}" for form, count in sorted(self.decoder.forms().items()))
             _log.info("%s: %s; matrices held: %s", model.name, checkpoint.form, held)
+            if self.device.type == "cpu" and (lacking := lack()) is not None:
+                _log.warning("no native kernels, torch does their work several times as slowly: %s", lacking)
             machine.return_unused_memory()
         self.context_tokens = context_tokens
         self._group = model.heads // model.kv_heads

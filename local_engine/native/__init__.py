@@ -89,17 +89,37 @@ def kernels() -> Kernels | None:
     return Kernels(path)
 
 
+def lack() -> str | None:
+    """Why `kernels()` is None, and what to do about it; None where they are there."""
+    if kernels() is not None:
+        return None
+    if os.environ.get("SAMEWAY_NATIVE") == "0":
+        return "SAMEWAY_NATIVE is 0"
+    if (unable := _unable()) is not None:
+        return unable
+    others = any(_library().parent.glob("kernels-*.so"))
+    why = "they were compiled from other sources or for another processor" if others else "they are not compiled"
+    return f"{why}: `./run setup` or `{sys.executable} -m local_engine.native` does it in seconds"
+
+
+def _unable() -> str | None:
+    """Why they can't be compiled here."""
+    if missing := sorted(_NEEDED - _cpu_flags()):
+        return f"the processor lacks {', '.join(missing)}"
+    return None if _compiler() else "there is no C++ compiler: install g++ or clang++, then `./run setup`"
+
+
+def _compiler() -> str | None:
+    return next((found for name in ("g++", "clang++", "c++") if (found := shutil.which(name))), None)
+
+
 def compile_kernels() -> str:
     """Compile for this machine unless that was done before; returns a line that says what is there now."""
-    path = _library()
-    missing = sorted(_NEEDED - _cpu_flags())
-    compiler = next((found for name in ("g++", "clang++", "c++") if (found := shutil.which(name))), None)
-    if missing:
-        return f"no native kernels: the processor lacks {', '.join(missing)}"
+    path, compiler = _library(), _compiler()
     if path.is_file():
         return f"native kernels: {path}"
-    if compiler is None:
-        return "no native kernels: there is no C++ compiler (g++ or clang++); the engine runs on torch alone"
+    if (unable := _unable()) is not None or compiler is None:
+        return f"no native kernels: {unable}; the engine runs on torch alone"
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}")
     done = subprocess.run(

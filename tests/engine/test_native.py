@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,14 @@ from tests.engine.conftest import SMALL, greedy, run
 
 Make = Callable[..., Engine]
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """As many as there were: an engine sets them for all of torch."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 def linear(weight: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None = None, **options: Any) -> Linear:
@@ -285,6 +293,25 @@ def test_quantising_where_nothing_serves_it_is_refused(make_engine: Make, monkey
     for options in ({"weights": "int8"}, {"is_batch_invariant": True}):
         with pytest.raises(ModelError, match="native kernels"):
             make_engine("llama-wide", **options)
+
+
+def test_an_engine_without_kernels_says_what_to_do(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Not compiled, or compiled from other sources: the log names the way to have them, and the engine runs."""
+    uncached = native.kernels.__wrapped__
+    for module in ("local_engine.native", "local_engine.linear"):
+        monkeypatch.setattr(f"{module}.kernels", uncached)
+    monkeypatch.setattr(native, "_NEEDED", frozenset[str]())
+    monkeypatch.setattr(native, "_compiler", lambda: "g++")
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    folder = tmp_path / "lib" / "sameway"
+    for why in ("not compiled", "other sources"):
+        make_engine("llama")
+        assert [why in record.message and "./run setup" in record.message for record in caplog.records] == [True]
+        caplog.clear()
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "kernels-0123.so").touch()
 
 
 def test_batch_invariance_is_to_the_last_bit(kernels: native.Kernels, make_engine: Make) -> None:
