@@ -214,7 +214,11 @@ class Decoder:
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """What the first layer is given, [tokens, hidden]."""
-        x = self.head.take_rows(token_ids) if self._embedding is None else functional.embedding(token_ids, self._embedding)
+        x = (
+            self.head.take_rows(token_ids)
+            if self._embedding is None
+            else functional.embedding(token_ids, self._embedding)
+        )
         scale = self.config.embedding_scale
         return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype)
 
