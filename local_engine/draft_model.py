@@ -10,8 +10,6 @@ distributions allow (see `sampler`). A block's KV here may be stale without harm
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable
 from collections.abc import Sequence as Many
 
 import torch
@@ -19,6 +17,7 @@ import torch
 from local_engine.checkpoint import Checkpoint
 from local_engine.config import EngineConfig, ModelError
 from local_engine.loader import open_checkpoint
+from local_engine.pace import Moment, Pace
 from local_engine.runner import ModelRunner, Progress
 from local_engine.sampler import Place, draw
 from local_engine.scheduler import Chunk
@@ -47,16 +46,14 @@ def open_draft(config: EngineConfig, main: Checkpoint, progress: Progress) -> Mo
 
 
 class DraftModel:
-    """Guesses on a runner of its own, whose pool has as many blocks as the large model's. `observe` is told of each step that
-    gave a token to so many sequences, and of the seconds it took; `step_tokens_max` bounds what it catches up in one."""
+    """Guesses on a runner of its own, whose pool has as many blocks as the large model's. `pace` is told what its steps
+    take; `step_tokens_max` bounds what it catches up in one."""
 
-    def __init__(
-        self, runner: ModelRunner, vocabulary: int, step_tokens_max: int, observe: Callable[[int, float], None]
-    ) -> None:
+    def __init__(self, runner: ModelRunner, vocabulary: int, step_tokens_max: int, pace: Pace) -> None:
         self._runner = runner
         self._vocabulary = vocabulary
         self._step_tokens_max = step_tokens_max
-        self._observe = observe
+        self._pace = pace
         self._whole: dict[int, bytes] = {}  # blocks all of whose tokens' KV is here, with the key they had then
 
     @property
@@ -86,11 +83,11 @@ class DraftModel:
         ahead = 0
         while chunks:
             ready = [chunk.sequence for chunk in chunks if chunk.logit_rows]
-            start = time.perf_counter()
+            start = Moment.now()
             logits = self._runner.run(chunks)
             ids = draw(self._fit(logits), [Place(sequence, ahead) for sequence in ready]) if ready else []
-            if sum(chunk.count for chunk in chunks) <= 2 * len(ready):
-                self._observe(len(ready), time.perf_counter() - start)
+            busy_s = Moment.now().busy_s(start, is_device_here=not self._runner.is_asynchronous)
+            self._pace.draft_steps.observe(sum(chunk.count for chunk in chunks), busy_s)
             for chunk in chunks:
                 self._note(chunk)
             chunks = []

@@ -34,12 +34,12 @@ from local_engine.messages import (
     SamplingParams,
     Usage,
 )
-from local_engine.pace import Pace
+from local_engine.pace import Moment, Pace
 from local_engine.runner import ModelRunner, default_sequences, default_step_tokens
 from local_engine.sampler import Sampled
 from local_engine.scheduler import Chunk, Scheduler
 from local_engine.sequence import Sequence, Status
-from local_engine.speculative import RATE_AT_FIRST, Lookup, Source, Speculation
+from local_engine.speculative import MATCH_MAX, Lookup, Speculation, Speculator
 from local_engine.tokenizer import Piece, TextStream
 
 _log = logging.getLogger(__name__)
@@ -95,17 +95,18 @@ class Engine:
             self._runner.is_asynchronous if is_overlapped is None else is_overlapped
         )
         self._flights: list[Flight] = []  # launched and not yet landed, the oldest first
-        self._landed_s, self._pace = 0.0, Pace()
-        self._draft_rate = RATE_AT_FIRST  # what a new sequence expects of the draft model
+        self._landed, self._pace = Moment.now(), Pace()
         step_tokens_max = config.step_tokens_max or default_step_tokens(self._runner.device)
-        vocabulary, observe = checkpoint.config.vocabulary_size, self._pace.observe_draft
-        self._draft_model = DraftModel(draft, vocabulary, step_tokens_max, observe) if draft is not None else None
+        vocabulary = checkpoint.config.vocabulary_size
+        self._draft_model = DraftModel(draft, vocabulary, step_tokens_max, self._pace) if draft is not None else None
+        self._speculator = Speculator(
+            self._pace, config.draft_tokens_max, draft.context_tokens if draft is not None else 0
+        )
         self._scheduler = Scheduler(
             self._pool,
-            self._pace,
             step_tokens_max=step_tokens_max,
             sequences_max=config.sequences_max or default_sequences(self._runner.device),
-            draft_context_tokens=self._draft_model.context_tokens if self._draft_model is not None else 0,
+            speculator=self._speculator,
         )
         self._sequences: dict[int, Sequence] = {}
         self._submitted = 0
@@ -190,9 +191,8 @@ class Engine:
         )
         if self.config.draft_tokens_max and not sequence.has_penalties:
             # at its beginning the answer is looked for where the reference begins
-            text = [*tokens[-2:], *reference] if reference else []
-            sequence.speculation = Speculation(Lookup(text), self.config.draft_tokens_max)
-            sequence.speculation.fortunes[Source.MODEL].rate = self._draft_rate
+            text = [*tokens[-MATCH_MAX:], *reference] if reference else []
+            sequence.speculation = Speculation(Lookup(text))
         self._sequences[sequence.id] = sequence
         self._scheduler.add(sequence)
         return sequence.id
@@ -206,12 +206,13 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Advance: schedule, launch, postprocess: this step, or the one before where the device works by itself meanwhile.
         A failure of the model fails the sequences of its step, nothing more."""
+        began = Moment.now()
         late = self._scheduler.overdue(self._clock(), self.config.wait_max_s)
         outputs = [self._fail(sequence, error) for sequence, error in late]
         if any(flight.decides_next for flight in self._flights):
             outputs += self._land()
         chunks = self._scheduler.schedule()
-        error = self._launch(chunks) if chunks else None
+        error = self._launch(chunks, began) if chunks else None
         while len(self._flights) > int(self._is_overlapped and bool(chunks) and error is None):
             outputs += self._land()
         if error is not None:
@@ -273,15 +274,14 @@ class Engine:
         if len(self._scheduler.waiting) >= self.config.queue_max:
             raise Overloaded(f"{len(self._scheduler.waiting)} requests wait already")
 
-    def _launch(self, chunks: list[Chunk]) -> str | None:
+    def _launch(self, chunks: list[Chunk], began: Moment) -> str | None:
         """Have the device compute the chunks and draw after them; says why where that failed."""
-        start = time.perf_counter()
         try:
             if self._draft_model is not None:
                 chunks = self._draft_model.fill(chunks)
-                start = time.perf_counter()
+                began = Moment.now()  # those were steps of its own
             logits = self._runner.run(chunks, self._flights[-1] if self._flights else None)
-            flight = draw(chunks, logits, self.tokenizer, start)
+            flight = draw(chunks, logits, self.tokenizer, began)
         except Exception as error:
             _log.exception("a step failed; its sequences end, the engine goes on")
             return f"the step failed: {error}"
@@ -299,8 +299,9 @@ class Engine:
         except Exception as error:
             _log.exception("a step failed on its way; its sequences end, the engine goes on")
             return self._fail_step([chunk.sequence for chunk in flight.chunks], f"the step failed: {error}")
-        since_s, self._landed_s = max(flight.launched_s, self._landed_s), time.perf_counter()
-        self._pace.observe(flight.chunks, self._landed_s - since_s)
+        since, self._landed = max(flight.began, self._landed), Moment.now()
+        busy_s = self._landed.busy_s(since, is_device_here=not self._runner.is_asynchronous)
+        self._pace.observe(flight.chunks, self._landed.wall_s - since.wall_s, busy_s)
         return self._postprocess(flight.chunks, sampled)
 
     def _postprocess(self, chunks: Many[Chunk], sampled: Many[list[Sampled]]) -> list[StepOutput]:
@@ -350,16 +351,15 @@ class Engine:
 
     def _learn(self, sequence: Sequence, chunk: Chunk, accepted: int) -> None:
         """Count a draft, and judge the next by it."""
+        assert chunk.kind is not None
+        assert sequence.speculation is not None
         for drafted, right in (
             (sequence.drafted, sequence.accepted),
             (self._totals.drafted_tokens, self._totals.accepted_tokens),
         ):
-            drafted[chunk.source] += len(chunk.draft)
-            right[chunk.source] += accepted
-        if sequence.speculation is not None:
-            sequence.speculation.observe(chunk.source, len(chunk.draft), accepted)
-            if chunk.source is Source.MODEL:
-                self._draft_rate += 0.02 * (sequence.speculation.fortunes[Source.MODEL].rate - self._draft_rate)
+            drafted[chunk.kind.source] += len(chunk.draft)
+            right[chunk.kind.source] += accepted
+        self._speculator.observe(sequence.speculation, chunk.kind, len(chunk.draft), accepted)
 
     def _add(self, sequence: Sequence, sampled: Sampled) -> tuple[Piece, FinishReason | None]:
         assert sampled.token_id is not None
@@ -392,9 +392,10 @@ class Engine:
         params = SamplingParams(temperature=0.0, max_tokens=3 if self._draft_model is None else 6, ignore_eos=True)
         for _ in range(2):
             self._pace.forget()
+            self._speculator.forget()
             self.submit(range(length), params, salt=b"warm-up")
             while self.has_work:
                 self.step()
             self._pool.forget_all()
         self._totals = Totals()
-        self._draft_rate = RATE_AT_FIRST
+        self._speculator.forget()

@@ -20,15 +20,18 @@ from local_engine.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import torch
 
+    from local_engine.pace import Moment
+
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """`chunks` and what was drawn after each: `counts` places of `drawn`, which may still be under way."""
+    """`chunks` and what was drawn after each: `counts` places of `drawn`, which may still be under way. `began`: when its
+    step began to be scheduled."""
 
     chunks: Many[Chunk]
     counts: Many[int]
     drawn: Drawn
-    launched_s: float
+    began: Moment
 
     @property
     def decides_next(self) -> bool:
@@ -52,7 +55,7 @@ class Flight:
         return zip(self.chunks, self.counts, strict=True)
 
 
-def draw(chunks: Many[Chunk], logits: torch.Tensor, tokenizer: Tokenizer, launched_s: float) -> Flight:
+def draw(chunks: Many[Chunk], logits: torch.Tensor, tokenizer: Tokenizer, began: Moment) -> Flight:
     """Draw for each chunk at its places: after its last token and after each of its draft. Prompts' log probabilities are
     kept where they were asked for."""
     places: list[Place] = []
@@ -68,7 +71,7 @@ def draw(chunks: Many[Chunk], logits: torch.Tensor, tokenizer: Tokenizer, launch
         rows += range(stop - len(own), stop)
         counts.append(len(own))
         at = stop
-    return Flight(chunks, counts, _drawn(logits, rows, places), launched_s)
+    return Flight(chunks, counts, _drawn(logits, rows, places), began)
 
 
 def _drawn(logits: torch.Tensor, rows: list[int], places: list[Place]) -> Drawn:

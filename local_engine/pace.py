@@ -5,8 +5,7 @@ Predictions of TTFT and the decision whether a draft pays stand on it. Knows row
 
 from __future__ import annotations
 
-import math
-from bisect import bisect
+import time
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -14,85 +13,94 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from local_engine.scheduler import Chunk
 
-_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # steps of similar size are one measurement
-_FRESH_STEPS = 1000  # an older measurement is none: contexts grow, machines get busy
+_SHARE, _SLOPE_SHARE = 0.05, 0.2  # of what is new in a measurement that is believed: contexts grow, batches change
+_OFF_MIN = 32.0  # squared rows: steps that differ by less say little of what a row takes
+_FORGETS = 0.003  # of what is known of a row, with each step
+_SLOW_SHARE = 0.25  # of what a step took too long: as likely as not it waited for a busy machine
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Moment:
+    """A time on the wall's clock, and on that of this process."""
+
+    wall_s: float
+    cpu_s: float
+
+    @classmethod
+    def now(cls) -> Moment:
+        return cls(time.perf_counter(), time.process_time())
+
+    def busy_s(self, before: Moment, *, is_device_here: bool) -> float:
+        """What has passed since then, without the time that other processes had the cores: a device that is not in this
+        process has no such."""
+        wall_s = self.wall_s - before.wall_s
+        return min(wall_s, self.cpu_s - before.cpu_s) if is_device_here else wall_s
 
 
 @dataclass(slots=True)
-class Times:
-    """Milliseconds of steps by their rows, as moving averages, with when each was last measured."""
+class Line:
+    """Milliseconds of a step by its rows: a straight line through the mean of the steps of late, whose slope `row_ms` learns
+    from those of other sizes (normalised least mean squares; an expectile, so that steps which had to wait count less)."""
 
-    _ms: dict[int, tuple[float, int]] = field(default_factory=dict)
+    row_ms: float = 0.0
+    assumed_ms: float = 0.0  # what a row may take where long nothing was heard of it; 0 is unknown
+    _count: int = 0
+    _rows: float = 0.0
+    _ms: float = 0.0
 
-    def observe(self, rows: int, duration_s: float, now: int) -> None:
-        size = _size(rows)
-        self._ms[size] = (_blend(self._ms.get(size, (0.0, 0))[0], 1000.0 * duration_s), now)
+    def observe(self, rows: int, duration_s: float) -> None:
+        """Learn from a step of so many rows."""
+        foreseen = self.at(rows)
+        self._count += 1
+        if foreseen is None:
+            self._rows, self._ms = rows, 1000.0 * duration_s
+            return
+        error = 1000.0 * duration_s - foreseen
+        if error > 0.0 and self._count > 2:
+            error = _SLOW_SHARE * min(error, foreseen)
+        off, new = rows - self._rows, 1.0 / self._count
+        self._rows += max(_SHARE, new) * off
+        self._ms += max(_SHARE, new) * (foreseen + error - self._ms)
+        self.row_ms = max(0.0, self.row_ms + max(_SLOPE_SHARE, new) * off * error / (off * off + _OFF_MIN))
+        if self.assumed_ms:
+            self.row_ms += _FORGETS * (self.assumed_ms - self.row_ms)
 
-    def at(self, rows: int, now: int) -> float | None:
-        """What a step of so many rows takes: as measured, or on the line through the measurements next to it. None where there
-        are too few: of that size or, for sizes beside it, of two."""
-        size = _size(rows)
-        known = sorted((at, ms) for at, (ms, when) in self._ms.items() if now - when < _FRESH_STEPS)
-        exact = dict(known).get(size)
-        if exact is not None or len(known) < 2:
-            return exact
-        first = min(bisect(known, (size, 0.0)), len(known) - 1) or 1
-        (low, low_ms), (high, high_ms) = known[first - 1], known[first]
-        return max(min(low_ms, high_ms), low_ms + (high_ms - low_ms) * (size - low) / (high - low))
+    def assume(self, row_ms: float) -> None:
+        """What a row takes at least, seen from steps of another kind."""
+        self.assumed_ms = _blend(self.assumed_ms, row_ms)
+        self.row_ms = self.row_ms or self.assumed_ms
 
-    def least(self, now: int) -> float:
-        """What the quickest step takes; 0 where none is known."""
-        return min((ms for ms, when in self._ms.values() if now - when < _FRESH_STEPS), default=0.0)
+    def at(self, rows: int) -> float | None:
+        """What a step of so many rows takes; None while nothing is measured."""
+        if not self._count:
+            return None
+        return max(0.1 * self._ms, self._ms + self.row_ms * (rows - self._rows))
 
 
 @dataclass(slots=True)
 class Pace:
-    """Moving averages, counted in decode steps. `draft_steps`: those of the draft model, where there is one."""
+    """`steps`: decode steps by their rows, drafts included. `draft_steps`: those of the draft model, where there is one."""
 
     prefill_tokens_per_s: float = 0.0
     decode_ms_per_token: float = 0.0
-    steps: Times = field(default_factory=Times)
-    draft_steps: Times = field(default_factory=Times)
-    _now: int = 0
+    steps: Line = field(default_factory=Line)
+    draft_steps: Line = field(default_factory=Line)
 
-    def observe(self, chunks: Many[Chunk], duration_s: float) -> None:
-        """Learn from one step that took `duration_s`."""
+    def observe(self, chunks: Many[Chunk], duration_s: float, busy_s: float) -> None:
+        """Learn from one step that took `duration_s`, and were nobody else at work on the machine `busy_s`."""
         tokens = sum(chunk.count for chunk in chunks)
         if all(chunk.count == 1 + len(chunk.draft) for chunk in chunks):
-            self._now += 1
-            self.steps.observe(tokens, duration_s, self._now)
+            self.steps.observe(tokens, busy_s)
             if tokens == len(chunks):
                 self.decode_ms_per_token = _blend(self.decode_ms_per_token, 1000.0 * duration_s)
         elif tokens >= 32:
             self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, tokens / duration_s)
-
-    def observe_draft(self, rows: int, duration_s: float) -> None:
-        """Learn from one step of the draft model that gave a token to each of `rows` sequences."""
-        self.draft_steps.observe(rows, duration_s, self._now)
-
-    def cost(self, rows: int, more: int) -> float:
-        """The time of a decode step of `rows + more` rows in times of one of `rows`; infinite while the latter is unknown and
-        1 while the former is, so that both get measured. `more` is what one sequence drafts: so others are assumed to
-        draft as much."""
-        few, many = self.steps.at(rows, self._now), self.steps.at(rows * (1 + more), self._now)
-        if few is None:
-            return math.inf
-        return max(1.0, many / few) if many is not None else 1.0
-
-    def model_cost(self, rows: int, more: int) -> float:
-        """The same where the draft model makes the draft, one step of its own for each token."""
-        few = self.steps.at(rows, self._now)
-        draft = self.draft_steps.at(rows, self._now) or self.draft_steps.least(self._now)
-        return self.cost(rows, more) + (more * draft / few if few else 0.0)
+            self.steps.assume(1000.0 * busy_s / tokens)
 
     def forget(self) -> None:
         """Start anew: what was measured was not typical."""
         self.prefill_tokens_per_s = self.decode_ms_per_token = 0.0
-        self.steps, self.draft_steps = Times(), Times()
-
-
-def _size(rows: int) -> int:
-    return next((size for size in _ROWS if rows <= size), rows)
+        self.steps, self.draft_steps = Line(), Line()
 
 
 def _blend(average: float, value: float) -> float:

@@ -25,15 +25,14 @@ from dataclasses import dataclass, replace
 
 from local_engine.block_pool import BlockPool
 from local_engine.messages import DeadlineExceeded, EngineError, Overloaded
-from local_engine.pace import Pace
 from local_engine.sequence import Sequence, Status
-from local_engine.speculative import Draft, Source
+from local_engine.speculative import Ask, Draft, Kind, Speculator
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Tokens `start .. start + count` (half open) of a sequence, to be computed in this step; the last of them are
-    `draft`, guesses at what follows its tokens, from `source`. `wanted`: how many guesses there is room for that the draft
+    `draft`, guesses of a `kind` at what follows its tokens. `wanted`: how many guesses there is room for that the draft
     model is yet to make. `logit_rows`: how many of the last tokens need logits."""
 
     sequence: Sequence
@@ -41,7 +40,7 @@ class Chunk:
     count: int
     logit_rows: int
     draft: tuple[int, ...] = ()
-    source: Source = Source.TEXT
+    kind: Kind | None = None
     wanted: int = 0
 
     @property
@@ -69,17 +68,21 @@ class Scheduler:
     """The queue, the running set and the rule between them."""
 
     def __init__(
-        self, pool: BlockPool, pace: Pace, *, step_tokens_max: int, sequences_max: int, draft_context_tokens: int = 0
+        self,
+        pool: BlockPool,
+        *,
+        step_tokens_max: int,
+        sequences_max: int,
+        speculator: Speculator | None = None,
     ) -> None:
-        """`pace` says what drafts cost; `draft_context_tokens`: how far a draft model sees, 0 where there is none."""
+        """`speculator` says what decodes draft; None: nothing."""
         self.pool = pool
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
         self.step_tokens_max = step_tokens_max
         self.sequences_max = sequences_max
-        self._pace = pace
-        self._draft_context_tokens = draft_context_tokens
+        self._speculator = speculator
         self._now = 0.0  # where the fair order stands: the turn of the last one admitted
         self._turn_ends: dict[tuple[int, bytes], float] = {}
         self.answer_tokens_expected = 0.0
@@ -138,6 +141,7 @@ class Scheduler:
         budget, is_short = self.step_tokens_max, False
         admissible = set(map(id, self.waiting))  # not who loses its place in this very step
         ready = sorted((s for s in self.running if s.has_room), key=lambda s: (s.priority, s.pending > 1, s.order))
+        drafts = self._drafts([s for s in ready if s.pending == 1])
         passed: list[Sequence] = []  # found no room, and still hold blocks
         while budget > 0:
             head = self.waiting[0] if self.waiting and id(self.waiting[0]) in admissible and not is_short else None
@@ -153,7 +157,7 @@ class Scheduler:
                 break
             count, preemptions = min(sequence.pending, budget), self.preemptions
             if self._find_room(sequence, count, ready, passed):
-                draft = self._draft(sequence, budget - len(ready) - 1)
+                draft = self._make_room(sequence, drafts.get(sequence.id), budget - len(ready) - 1)
                 chunks.append(self._chunk(sequence, count, draft))
                 budget -= chunks[-1].count + chunks[-1].wanted
             else:
@@ -223,24 +227,31 @@ class Scheduler:
             blocks += max(1, -(-int(tokens) // size) - len(sequence.blocks))
         return blocks
 
-    def _draft(self, sequence: Sequence, budget: int) -> Draft | None:
-        """What to verify with a decode: as much as the budget, free blocks and the answer's limit leave room for."""
-        if sequence.speculation is None or sequence.pending != 1:
+    def _drafts(self, decoding: list[Sequence]) -> dict[int, Draft]:
+        """What to verify with the decodes of a step, as far as their answers' limits leave room for it."""
+        if self._speculator is None:
+            return {}
+        asks = [
+            Ask(
+                s.id,
+                s.speculation,
+                s.tokens,
+                s.answer_tokens_max - s.answer_tokens - s.in_flight - 1,
+                s.in_flight,
+                s.foreseen,
+            )
+            for s in decoding
+            if s.speculation is not None
+        ]
+        return self._speculator.plan(len(decoding), asks) if asks else {}
+
+    def _make_room(self, sequence: Sequence, draft: Draft | None, budget: int) -> Draft | None:
+        """As much of the draft as the budget and free blocks leave room for: a guess must cost nobody a block."""
+        if draft is None:
             return None
         size, known = self.pool.block_tokens, len(sequence.tokens) + sequence.in_flight
-        room = min(budget, sequence.answer_tokens_max - sequence.answer_tokens - sequence.in_flight - 1)
-        spare = max(0, self.pool.free - len(self.running))  # a guess must cost nobody a block
-        room = min(room, (len(sequence.blocks) + spare) * size - known)
-        rows, pace = len(self.running), self._pace
-        draft = sequence.speculation.draft(
-            sequence.tokens,
-            room + sequence.in_flight,
-            lambda more: pace.cost(rows, more),
-            self._draft_context_tokens - known,
-            lambda more: pace.model_cost(rows, more),
-        )
-        if draft is not None and sequence.in_flight:
-            draft = draft.after(sequence.in_flight)  # the token under way was guessed as well
+        spare = max(0, self.pool.free - len(self.running))
+        draft = draft.part(min(budget, (len(sequence.blocks) + spare) * size - known))
         if draft is not None:
             wanted = -(-(known + len(draft.tokens) + draft.wanted) // size) - len(sequence.blocks)
             sequence.blocks.extend(self.pool.allocate() for _ in range(wanted))
@@ -287,7 +298,7 @@ class Scheduler:
         if draft is None:
             return Chunk(sequence, start, count, logit_rows)
         more = len(draft.tokens)
-        return Chunk(sequence, start, count + more, logit_rows + more, draft.tokens, draft.source, draft.wanted)
+        return Chunk(sequence, start, count + more, logit_rows + more, draft.tokens, draft.kind, draft.wanted)
 
     def _release(self, sequence: Sequence) -> None:
         self.pool.release(reversed(sequence.blocks))

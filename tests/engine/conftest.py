@@ -13,7 +13,7 @@ from local_engine import native
 from local_engine.config import EngineConfig
 from local_engine.engine import Engine
 from local_engine.messages import SamplingParams
-from local_engine.pace import Pace
+from local_engine.pace import Line, Pace
 from tests.engine.checkpoints import make_checkpoint
 
 SMALL: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1, "kv_blocks": 128, "block_tokens": 4}
@@ -52,23 +52,22 @@ def make_engine(checkpoint: Callable[[str], Path]) -> Callable[..., Engine]:
     return make
 
 
-class FixedPace(Pace):
-    """Prices of drafts that no clock decides: a looked-up one costs nothing, the draft model's `model_price`."""
+class FixedLine(Line):
+    """A step of any size takes the same, whatever is measured: rows cost nothing, so that whatever can be drafted is."""
 
-    model_price = 0.9  # less than nothing: where there is a draft model, it drafts
+    def observe(self, rows: int, duration_s: float) -> None:
+        pass
 
-    def cost(self, rows: int, more: int) -> float:
-        return 1.0
-
-    def model_cost(self, rows: int, more: int) -> float:
-        return self.model_price
+    def assume(self, row_ms: float) -> None:
+        pass
 
 
-def at_fixed_prices(engine: Engine, model_price: float = 0.9) -> Engine:
-    """The engine, drafting wherever it can."""
-    pace = FixedPace()
-    pace.model_price = model_price
-    engine._pace = engine._scheduler._pace = pace
+def at_fixed_prices(engine: Engine, model_step_ms: float = 0.0) -> Engine:
+    """The engine, drafting wherever it can, by prices that no clock decides: a row costs nothing, a step 10 ms, one of the
+    draft model `model_step_ms`."""
+    engine._speculator.pace = Pace(
+        steps=FixedLine(_count=1, _ms=10.0), draft_steps=FixedLine(_count=1, _ms=model_step_ms)
+    )
     return engine
 
 

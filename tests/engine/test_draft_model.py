@@ -121,7 +121,7 @@ def _triples(folder: Path, prompt: list[int]) -> dict[tuple[int, ...], float]:
 
 def test_a_draft_model_that_is_slow_is_left_alone(make_engine: Make, checkpoint: Folder) -> None:
     """Where drafting takes more time than it saves decoding goes on plainly."""
-    engine = at_fixed_prices(drafting(make_engine, checkpoint), model_price=9.0)
+    engine = at_fixed_prices(drafting(make_engine, checkpoint), model_step_ms=90.0)
     engine.submit(random_prompt(1, 9), greedy(60))
     before = engine.load().drafted_tokens_total.get("model", 0)
     run(engine)

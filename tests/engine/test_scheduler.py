@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from local_engine.block_pool import BlockPool
 from local_engine.messages import EngineLoad, SamplingParams
-from local_engine.pace import Pace
 from local_engine.scheduler import Scheduler
 from local_engine.sequence import Sequence, Status
 from local_engine.tokenizer import TextStream
@@ -48,7 +47,7 @@ class Simulation:
 
     def __init__(self, blocks: int, step_tokens_max: int, sequences_max: int) -> None:
         pool = BlockPool(blocks, BLOCK)
-        self.scheduler = Scheduler(pool, Pace(), step_tokens_max=step_tokens_max, sequences_max=sequences_max)
+        self.scheduler = Scheduler(pool, step_tokens_max=step_tokens_max, sequences_max=sequences_max)
         self.live: dict[int, Sequence] = {}
         self.ended: list[Sequence] = []
         self.first_token_at: dict[int, int] = {}
