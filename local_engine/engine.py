@@ -245,12 +245,6 @@ class Engine:
             accepted_tokens_total=dict(self._totals.accepted_tokens),
         )
 
-    def cached_prefix_tokens(self, tokens: Many[int], salt: bytes = b"") -> int:
-        """How many tokens from the start of this prompt would be reused if it came now."""
-        keys: list[bytes] = []
-        self._pool.extend_keys(keys, tokens, salt, (len(tokens) - 1) // self._pool.block_tokens)
-        return len(self._pool.match(keys, tokens, salt)) * self._pool.block_tokens
-
     def check_integrity(self) -> None:
         """Raises AssertionError where an invariant of the pool, the queue or the sequences is broken."""
         self._scheduler.check_integrity(self._sequences.keys())

@@ -180,7 +180,7 @@ def test_a_failing_step_fails_its_sequences_only(
     assert isinstance(step.error, EngineFailed)
     assert "out of memory" in str(step.error)
     engine._runner.run = healthy  # type: ignore[method-assign]
-    assert engine.cached_prefix_tokens(prompt) == 0
+    assert engine.load().kv_blocks_cached == 0
     assert run(engine)[waiting] == list(naive_greedy(checkpoint("llama"), tuple(prompt), 5))
 
 

@@ -52,7 +52,6 @@ def test_prefix_reuse_changes_nothing(make_engine: Make, checkpoint: Folder, fam
     first = engine.submit(prompts[0], greedy())
     found = run(engine)
     rest = [engine.submit(prompt, greedy()) for prompt in prompts[1:]]
-    assert engine.cached_prefix_tokens(common) == 28
     usages = {}
     while engine.has_work:
         for step in engine.step():
@@ -94,13 +93,13 @@ def test_salts_isolate(make_engine: Make) -> None:
     prompt = random_prompt(4, 40)
     engine.submit(prompt, greedy(1), salt=b"one")
     run(engine)
-    assert engine.cached_prefix_tokens(prompt, b"one") == 36
-    assert engine.cached_prefix_tokens(prompt, b"two") == 0
-    assert engine.cached_prefix_tokens(prompt) == 0
-    engine.submit(prompt, greedy(1), salt=b"two")
-    (step,) = [step for step in engine.step() if step.usage is not None]
-    assert step.usage is not None
-    assert step.usage.cached_tokens == 0
+    found = []
+    for salt in (b"two", b"", b"one"):
+        engine.submit(prompt, greedy(1), salt=salt)
+        (step,) = [step for step in engine.step() if step.usage is not None]
+        assert step.usage is not None
+        found.append(step.usage.cached_tokens)
+    assert found == [0, 0, 36]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
