@@ -101,6 +101,11 @@ class Deployment:
         else:
             self.breaker.record_failure(error.retry_after_s if isinstance(error, BackendOverloaded) else None)
 
+    def kept_waiting(self, prompt_tokens: int) -> None:
+        """It did not begin within its time, and nobody else could answer either: it may have become slow, and gets longer next
+        time. Where others answer it gets no more, so that one that hangs holds nobody up."""
+        self.estimate.observe_timeout(1000.0 * self.ttft_timeout_s(prompt_tokens), prompt_tokens)
+
 
 @dataclass(slots=True)
 class Alias:

@@ -30,11 +30,11 @@ from cache import (
 from gateway import near_answer
 from gateway.accounts import Accounts, Identity, LedgerRow
 from gateway.attempt import attempt
-from gateway.backends.base import BackendError, Chunk
+from gateway.backends.base import BackendError, BackendTimeout, Chunk
 from gateway.begun import Begun
 from gateway.by_meaning import ByMeaning
 from gateway.errors import ApiError, BadRequest, Forbidden, NotCached, Unauthenticated, from_backend, no_route
-from gateway.fleet import Alias, Fleet, pause_before_retry
+from gateway.fleet import Alias, Deployment, Fleet, pause_before_retry
 from gateway.flight import Flight, Flights, Reader
 from gateway.job import Answer, Facts, Job, Learner, count_saved
 from gateway.limits import Limits
@@ -233,6 +233,7 @@ class Pipeline:
         turn = job.turn
         tried: set[str] = set()
         failure: BackendError | None = None
+        latest: Deployment | None = None
         waits_until = time.perf_counter() + _STARTING_AWAITED_S
         while True:
             route = job.alias.route(turn.ask, job.warm, job.remaining_ms(), frozenset(tried))
@@ -243,7 +244,8 @@ class Pipeline:
             if route.ranked:
                 best = route.ranked[0]
                 turn.record.why = best.why
-                failure = await attempt(job, job.alias.deployments[best.name])
+                latest = job.alias.deployments[best.name]
+                failure = await attempt(job, latest)
                 if failure is None:
                     return
                 tried.add(best.name)
@@ -254,6 +256,8 @@ class Pipeline:
             else:
                 pause_s = pause_before_retry(failure, len(job.attempts))
                 if pause_s is None:
+                    if isinstance(failure, BackendTimeout) and latest is not None:
+                        latest.kept_waiting(turn.ask.prompt_tokens)
                     raise from_backend(failure)
                 await asyncio.sleep(pause_s)
                 tried.clear()

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from redis.asyncio import Redis
 
-from tests.gateway import Gateway, wait_for
+from gateway import app as app_module
+from gateway import fleet as fleet_module
+from gateway.app import create_app
+from gateway.settings import Settings
+from tests.gateway import API_KEY, Gateway, deployment, wait_for
+from tests.services import RedisServer
 from tests.upstream import Upstream
 
 _fresh = itertools.count()
@@ -53,6 +61,38 @@ def test_a_failing_deployment_is_left_alone(gateway: Gateway, upstream: Upstream
     failing = next(d for d in view if d["name"] == "failing")
     assert not failing["is_available"]
     assert failing["reason"]
+
+
+async def test_what_has_become_slow_is_waited_for(
+    redis_server: RedisServer, redis: Redis, upstream: Upstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A time that was learned from fast answers is given up where nobody else can answer: a few requests later it suffices."""
+    monkeypatch.setattr(app_module, "_start_loops", lambda parts, stack: None)
+    monkeypatch.setattr(fleet_module, "_TTFT_TIMEOUT_MIN_MS", 50.0)
+    settings = Settings(
+        data_dir=tmp_path,
+        redis_url=redis_server.url,
+        api_key=API_KEY,
+        engines={},
+        cache={"is_semantic": False},  # type: ignore[arg-type]
+        models={"mock": {"deployments": [deployment(upstream.url, "plain", "mock?delay_ms=1000")]}},  # type: ignore[dict-item]
+    )
+    app = create_app(settings)
+    async with app.router.lifespan_context(app):
+        (slow,) = app.state.parts.fleet.deployments
+        for _ in range(60):
+            slow.estimate.observe(10.0, 1.0, 20)
+        headers = {"authorization": f"Bearer {API_KEY}"}
+        body = {"model": "mock", "messages": [{"role": "user", "content": "hello"}], "stream": True}
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://test", headers=headers
+        ) as client:
+            statuses = [(await client.post("/v1/chat/completions", json=body)).status_code]
+            while statuses[-1] != 200 and len(statuses) < 12:
+                slow.breaker.record_success()  # it would have rested in between
+                statuses.append((await client.post("/v1/chat/completions", json=body)).status_code)
+    assert statuses[0] == 504
+    assert statuses[-1] == 200
 
 
 def test_recent_routes_explain_themselves(gateway: Gateway) -> None:
