@@ -14,6 +14,7 @@ from gateway.learning.truth import Live
 from gateway.summary import Summary
 
 _FAILED_SHARE_MAX = 0.05
+_REFUSED_SHARE_MAX = 0.5
 _REQUESTS_MIN = 20
 _BUDGET_SHARE_NEAR = 0.9
 _ATTEMPTS_MIN = 5
@@ -33,6 +34,7 @@ def problems(
         *_of_deployments(deployments, {part.name for part in parts if part.health is Health.STARTING}),
         *_of_budgets(budgets, team_names),
         *_of_traffic(parts, last_hour),
+        *_of_refusals(team_names, last_hour),
         *_of_attempts(deployments, last_hour),
         *_of_truth(truths),
     ]
@@ -129,3 +131,15 @@ def _of_traffic(parts: Sequence[Part], last_hour: Summary | None) -> list[Proble
         return []
     message = f"{share:.0%} of the last hour's requests failed ({failed:,} of {last_hour.total.requests:,})"
     return [ProblemOut(is_urgent=True, message=message, href="/admin/requests?outcome=failed")]
+
+
+def _of_refusals(team_names: Mapping[int, str], last_hour: Summary | None) -> list[ProblemOut]:
+    """Teams of whose requests most are turned away. A budget too small for one answer is never used up: nothing else would tell."""
+    found = []
+    for team_id, tally in last_hour.by_team.items() if last_hour is not None else ():
+        refused = tally.by_kind.get("refused", 0)
+        if team_id in team_names and tally.requests >= _REQUESTS_MIN and refused > _REFUSED_SHARE_MAX * tally.requests:
+            asked = f"{team_names[team_id]}'s {tally.requests:,} requests of the last hour"
+            message, href = f"{refused:,} of {asked} were refused", f"/admin/requests?team_id={team_id}&outcome=refused"
+            found.append(ProblemOut(is_urgent=False, message=message, href=href))
+    return found

@@ -401,6 +401,20 @@ async def test_only_what_is_our_fault_has_failed(
     )
 
 
+async def test_a_team_that_is_mostly_turned_away_is_named(world: World, client: httpx.AsyncClient) -> None:
+    """A budget that no answer fits into is never used up: what tells is that its requests are refused."""
+    team = (await client.post("/admin/api/teams", json={"name": "search"})).json()
+    for number in range(30):
+        error = {"status": 429, "error": "insufficient_quota", "attempts": ()} if number % 3 else {}
+        world.stats.add(miss(at_s=NOW_S, team_id=team["id"], **error))
+    await world.stats.flush()
+    (problem,) = (await client.get("/admin/api/status")).json()["problems"]
+    assert problem["message"] == "20 of search's 30 requests of the last hour were refused"
+    assert not problem["is_urgent"]
+    found = (await client.get(problem["href"].replace("/admin/requests", "/admin/api/routes"))).json()
+    assert {route["kind"] for route in found["routes"]} == {"refused"}
+
+
 async def test_a_gateway_that_starts_is_no_alarm(world: World, client: httpx.AsyncClient) -> None:
     """While a model is loading its refusals and its absence are no emergency; once it is down they are."""
     await _failed_traffic(world, "no_deployment_available", 503)
