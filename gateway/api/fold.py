@@ -58,18 +58,20 @@ def _fold(payloads: Sequence[bytes]) -> bytes:
         if run is not None:
             runs += 1
             index = piece["choices"][0].get("index") or 0
-            position += _fold_run(run, payloads[position:], choices[index]["message"])
+            choice = choices[index]
+            key, said = ("text", choice) if "text" in choice else ("content", choice["message"])
+            position += _fold_run(run, payloads[position:], said, key)
     head = {key: top.pop(key) for key in ("id", "created", "model") if key in top}
     body = [_settled_choice(choices[index]) for index in sorted(choices)]
     return msgspec.json.encode({**head, "object": kind, "choices": body, **top})
 
 
-def _fold_run(run: TextRun, payloads: Sequence[bytes], message: dict[str, Any]) -> int:
-    """How many chunks go on with a run that ends in `message`: folded by their texts alone, at a fifth of the cost."""
-    if not isinstance(message["content"], str | _Text):
+def _fold_run(run: TextRun, payloads: Sequence[bytes], said: dict[str, Any], key: str) -> int:
+    """How many chunks go on with a run that ends in `said[key]`: folded by their texts alone, at a fifth of the cost."""
+    if not isinstance(said[key], str | _Text):
         return 0
     texts = run.texts(payloads)
-    message["content"] = _merged(message["content"], "".join(texts), "content")
+    said[key] = _merged(said[key], "".join(texts), key)
     return len(texts)
 
 

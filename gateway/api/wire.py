@@ -149,8 +149,8 @@ class Ending:
         if choices is None or len(choices) != 1 or answer.usage is not None or answer.error is not None:
             return False
         choice = choices[0]
-        delta = choice.delta
-        return delta is not None and bool(delta.content) and not choice.finish_reason and choice.index in self._seen
+        text = choice.text if choice.delta is None else choice.delta.content
+        return bool(text) and not choice.finish_reason and choice.index in self._seen
 
     @property
     def is_complete(self) -> bool:
@@ -194,18 +194,20 @@ class TextRun:
         if len(choices) != 1 or data.find(b"\n") >= 0:
             return None
         choice = choices[0]
-        text = (choice.get("delta") or {}).get("content")
+        key, said = ("text", choice) if "text" in choice else ("content", choice.get("delta") or {})
+        text = said.get(key)
         if not isinstance(text, str) or choice.get("logprobs") is not None:
             return None
-        before, found, after = data.partition(b'"content":"%b"' % text.encode())
+        before, found, after = data.partition(b'"%b":"%b"' % (key.encode(), text.encode()))
         if not found:  # spelled with escapes, or with spaces
             return None
-        before, after = before + b'"content":"', b'"' + after
+        before, after = before + b'"%b":"' % key.encode(), b'"' + after
         try:
             probe = msgspec.json.decode(before + b"?" + after)
         except msgspec.DecodeError:
             return None
-        is_alike = probe == {**piece, "choices": [{**choice, "delta": {"content": "?"}}]}
+        other = {"text": "?"} if said is choice else {"delta": {"content": "?"}}
+        is_alike = probe == {**piece, "choices": [{**choice, **other}]}
         return TextRun(before, after) if is_alike else None
 
     def texts(self, payloads: Sequence[bytes]) -> list[str]:

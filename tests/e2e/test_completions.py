@@ -126,7 +126,9 @@ def test_a_text_is_never_found_by_meaning(gateway: Gateway, client: OpenAI) -> N
     assert whole(client, "What's the capital of Finland?")[1] == "miss"
     assert gateway.chat("What is the capital of Finland?").headers["x-sameway-cache"] == "miss"
     wait_for(
-        lambda: any(r["route"] == "text_completion" and r["miss_reason"] == "not_eligible" for r in gateway.records())
+        lambda: any(
+            r.get("route") == "text_completion" and r.get("miss_reason") == "not_eligible" for r in gateway.records()
+        )
     )
 
 

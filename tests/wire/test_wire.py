@@ -257,6 +257,7 @@ def test_what_repeats_with_a_text_counts_each_time() -> None:
 
 
 PIECE = b'{"id":"c","choices":[{"index":0,"delta":{"content":"%b"},"finish_reason":null}]}'
+TEXT_PIECE = b'{"id":"c","choices":[{"index":0,"text":"%b","finish_reason":null}]}'
 INSIDES = st.one_of(
     text.filter(bool).map(lambda spoken: msgspec.json.encode(spoken)[1:-1]),
     st.sampled_from(
@@ -266,17 +267,22 @@ INSIDES = st.one_of(
 )
 
 
-@given(st.lists(INSIDES, max_size=6), st.lists(st.sampled_from([b"[DONE]", b"{}", PIECE % b"a" + b" "]), max_size=2))
-def test_a_run_takes_what_differs_in_its_text_alone(insides: list[bytes], others: list[bytes]) -> None:
+@given(
+    st.sampled_from([PIECE, TEXT_PIECE]),
+    st.lists(INSIDES, max_size=6),
+    st.lists(st.sampled_from([b"[DONE]", b"{}", PIECE % b"a" + b" "]), max_size=2),
+)
+def test_a_run_takes_what_differs_in_its_text_alone(piece: bytes, insides: list[bytes], others: list[bytes]) -> None:
     """Whatever stands where the text was: what is taken is the same chunk with another text, and all of it at the front."""
-    run = TextRun.begun(PIECE % b"hello")
+    run = TextRun.begun(piece % b"hello")
     assert run is not None
-    payloads = [*(PIECE % inside for inside in insides), *others, PIECE % b"later"]
+    payloads = [*(piece % inside for inside in insides), *others, piece % b"later"]
     texts = run.texts(payloads)
     for payload, spoken in zip(payloads, texts, strict=False):
         told = json.loads(payload)
         assert spoken
-        assert told["choices"][0].pop("delta") == {"content": spoken}
+        choice = told["choices"][0]
+        assert (choice.pop("text") if piece is TEXT_PIECE else choice.pop("delta")) in (spoken, {"content": spoken})
         assert told == {"id": "c", "choices": [{"index": 0, "finish_reason": None}]}
     if all(inside.isalnum() for inside in insides):
         assert len(texts) == (len(insides) if others else len(insides) + 1)
