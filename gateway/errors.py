@@ -201,13 +201,24 @@ def no_route(route: Route, prompt: str) -> ApiError:
         case Cause.CONTEXT | Cause.OUTPUT:
             return BadRequest(_sentence(route.refusal), param=prompt, code="context_length_exceeded")
         case Cause.CAPABILITY:
-            return BadRequest(_sentence(route.refusal), code="unsupported_feature")
+            lacking = min(what for rejected in route.rejected for what in rejected.lacks)
+            return BadRequest(
+                _sentence(route.refusal), param=_ASKED_IN.get(lacking, prompt), code="unsupported_feature"
+            )
         case Cause.DEADLINE:
             return DeadlineExceeded(_sentence(route.refusal))
         case Cause.LIMIT:
             return Unavailable(_sentence(route.refusal), code="no_deployment_within_limits")
         case _:
             return Unavailable(_sentence(route.refusal), code="no_deployment_available")
+
+
+# The fields that need a capability; what is in the prompt itself (images, sounds, files) is not here.
+_ASKED_IN = {name: name for name in ("tools", "logprobs", "n", "suffix")} | {
+    "completions": "model",
+    "json_object": "response_format",
+    "json_schema": "response_format",
+}
 
 
 def _sentence(words: str) -> str:

@@ -132,9 +132,12 @@ class Ranked(msgspec.Struct, frozen=True):
 
 
 class Rejected(msgspec.Struct, frozen=True):
+    """`lacks` are the needs that a candidate without the capability for them cannot meet."""
+
     name: str
     cause: Cause
     reason: str
+    lacks: tuple[str, ...] = ()
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -240,7 +243,7 @@ def _unable(demand: Demand, candidate: Candidate) -> Rejected | None:
         return Rejected(name, Cause.TRIED, "was already tried")
     if not demand.needs <= candidate.capabilities:
         missing = sorted(demand.needs - candidate.capabilities)
-        return Rejected(name, Cause.CAPABILITY, f"does not offer {', '.join(missing)}")
+        return Rejected(name, Cause.CAPABILITY, f"does not offer {', '.join(missing)}", tuple(missing))
     output = demand.output_tokens_max if demand.is_output_asked else min(1, demand.output_tokens_max)
     context = candidate.context_tokens_max
     prompt = demand.prompt_tokens if demand.prompt_tokens_min is None else demand.prompt_tokens_min

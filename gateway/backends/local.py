@@ -26,7 +26,7 @@ from gateway.backends.local_request import engine_requests, rejected
 from gateway.backends.suspects import Suspects
 from local_engine import AsyncEngine, EngineLoad, GenerateRequest, Generation
 
-_PROMPTS_AT_ONCE = 64  # of one request: more would fill the engine's queue
+_ANSWERS_AT_ONCE = 64  # of one request for many prompts: more would fill the engine's queue
 _COMES_BACK_S = 30.0  # a process that is not there yet, or died, is started again within this or not at all
 _STARTS_FAILED_MAX = 3  # one that dies again and again before it is ready is not on its way
 
@@ -142,12 +142,14 @@ class LocalStream:
     async def _fill(self) -> None:
         backend, request = self._backend, self._request
         if self._writer is None:
-            asked = engine_requests(request)
+            self._waiting.extend(engine_requests(request))
             self._suspect = await backend.suspects.admit(request)
-            self._waiting.extend(asked)
             writer = ChatWriter if request.kind is CHAT else TextWriter
             self._writer = writer(request, backend.model, int(backend.wall_clock()), backend.engine.info)
-        while self._waiting and len(self._generations) < _PROMPTS_AT_ONCE:
+        while self._waiting:
+            asked = self._waiting[0]
+            if len(self._generations) >= max(1, _ANSWERS_AT_ONCE // (asked.best_of or asked.n)):
+                break
             self._generations.append(backend.engine.generate(self._waiting.popleft()))
         generation = self._generations[0]
         timeout_s = request.idle_timeout_s if self._has_output else request.ttft_timeout_s

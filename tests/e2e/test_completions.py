@@ -161,7 +161,7 @@ def test_who_can_not_is_not_asked(client: OpenAI, upstream: Upstream) -> None:
     """A deployment that does not offer completions gets none, and the refusal says so; a prompt too long for one names the field."""
     with pytest.raises(BadRequestError, match="does not offer completions") as refused:
         client.completions.create(model="limited", prompt="a")
-    assert refused.value.code == "unsupported_feature"
+    assert (refused.value.param, refused.value.code) == ("model", "unsupported_feature")
     with pytest.raises(BadRequestError, match="context") as refused:
         client.completions.create(model="narrow", prompt="word " * 200)
     assert (refused.value.param, refused.value.code) == ("prompt", "context_length_exceeded")
@@ -313,5 +313,6 @@ def test_the_engine_s_own_parameters(local: OpenAI) -> None:
         with pytest.raises(BadRequestError, match=why) as refused:
             local.completions.create(model="tiny", prompt=prompt)  # type: ignore[arg-type]
         assert refused.value.param == "prompt"
-    with pytest.raises(BadRequestError, match="does not offer suffix"):
+    with pytest.raises(BadRequestError, match="does not offer suffix") as refused:
         local.completions.create(model="tiny", prompt="a", suffix="b")
+    assert refused.value.param == "suffix"

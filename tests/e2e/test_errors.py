@@ -88,7 +88,12 @@ def post(gateway: Gateway, content: bytes | None = None, key: str = API_KEY, **a
         ),
         ({"model": "nope", "messages": [USER]}, 404, "model", "model_not_found"),
         ({"model": "all-minilm-l6-v2", "messages": [USER]}, 404, "model", "model_not_found"),
-        ({"model": "limited", "messages": [USER], "tools": [{"type": "function"}]}, 400, None, "unsupported_feature"),
+        (
+            {"model": "limited", "messages": [USER], "tools": [{"type": "function"}]},
+            400,
+            "tools",
+            "unsupported_feature",
+        ),
         (
             {"model": "narrow", "messages": [{"role": "user", "content": "word " * 500}]},
             400,

@@ -106,7 +106,7 @@ def texts(draw: st.DrawFn) -> dict[str, Any]:
     """A whole completion."""
     choices = []
     for index in range(draw(st.integers(1, 3))):
-        tokens = draw(st.lists(text.filter(bool), max_size=3))
+        tokens = draw(st.lists(st.sampled_from(["a", " word", "é", "日本", "\n", '"}']), max_size=3))
         told = {
             "tokens": tokens,
             "token_logprobs": [None, *[-0.5] * len(tokens)][: len(tokens)],
@@ -119,7 +119,7 @@ def texts(draw: st.DrawFn) -> dict[str, Any]:
             "finish_reason": draw(st.sampled_from(["stop", "length", None])),
         }
         choices.append({**choice, "logprobs": draw(st.none() | st.just(told)), **draw(unknown)})
-    head = {"id": draw(text), "object": "text_completion", "created": 1, "model": draw(text), **draw(unknown)}
+    head = {"id": "c", "object": "text_completion", "created": 1, "model": "m", **draw(unknown)}
     usage = draw(st.sampled_from([{}, {"usage": {"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12}}]))
     return {**head, "choices": choices, **usage}
 
