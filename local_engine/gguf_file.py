@@ -23,6 +23,7 @@ from local_engine.quantised import Quantised, from_gguf
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_ROWS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +85,14 @@ class GgufFile:
         from gguf.quants import dequantize
 
         raw, kind, shape = self._raw(name)
+        values = np.empty((len(raw), shape[-1]), np.float32)
         try:
-            values = dequantize(raw, kind)
+            for start in range(0, len(raw), _ROWS_AT_ONCE):  # what stands between is several times as large
+                some = slice(start, start + _ROWS_AT_ONCE)
+                values[some] = dequantize(raw[some], kind)
         except NotImplementedError:
             raise ModelError(f"{self.path}: tensor {name!r} has the unsupported format {kind.name}") from None
-        return np.array(values, dtype=np.float32).reshape(shape)
+        return values.reshape(shape)
 
     def read_quantised(self, name: str) -> Quantised | None:
         """The tensor as it is, where it is quantised in a way that can be kept. Raises ModelError as `read` does."""

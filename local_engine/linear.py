@@ -133,7 +133,7 @@ class Linear:
                 return self._as_held(whole)
             return _Panels(packed(value, native), value.shape[0], value.bits, value.order)
         if native is not None and self._dtype == torch.bfloat16 and has_pairs() and self.columns % 4 == 0:
-            return _Panels(packed_bfloat16(value.to(self._dtype), native), value.shape[0], 16, None)
+            return _Panels(packed_bfloat16(value, native), value.shape[0], 16, None)
         return value.to(self._dtype, copy=True)
 
     def _product(self, run: list[_Part]) -> NativeProduct | _Torch | QuantisedProduct:

@@ -105,11 +105,12 @@ def packed(matrix: Quantised, native: Kernels) -> torch.Tensor:
 
 
 def packed_bfloat16(weight: torch.Tensor, native: Kernels) -> torch.Tensor:
-    """bfloat16 [rows, columns] in the layout of the native product: [panels, columns / 2, 16 rows, 2]."""
+    """Floats [rows, columns] as bfloat16 in the layout of the native product: [panels, columns / 2, 16 rows, 2]."""
     rows, columns = weight.shape
-    weight = weight.contiguous()
     out = torch.empty(-(-rows // PANEL), columns // 2, PANEL, 2, dtype=torch.bfloat16)
-    native.pack_pairs(weight.data_ptr(), out.data_ptr(), rows, columns // 2)
+    for start in range(0, rows, _ROWS_AT_ONCE):  # whole panels
+        some = weight[start : start + _ROWS_AT_ONCE].to(torch.bfloat16).contiguous()
+        native.pack_pairs(some.data_ptr(), out[start // PANEL :].data_ptr(), len(some), columns // 2)
     return out
 
 
