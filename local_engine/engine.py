@@ -29,7 +29,6 @@ from local_engine.messages import (
     InvalidRequest,
     ModelInfo,
     Output,
-    Overloaded,
     PromptTooLong,
     SamplingParams,
     Usage,
@@ -170,6 +169,7 @@ class Engine:
         Raises InvalidRequest, PromptTooLong, Overloaded.
         """
         self._check(tokens, params)
+        self._scheduler.check_queue(priority, salt, self.config.queue_max)
         room = self.info.context_tokens - len(tokens)
         answer_tokens_max = min(params.max_tokens or self.config.answer_tokens_default, room)
         self._submitted += 1
@@ -265,8 +265,6 @@ class Engine:
                 prompt_tokens=len(tokens),
                 context_tokens=context,
             )
-        if len(self._scheduler.waiting) >= self.config.queue_max:
-            raise Overloaded(f"{len(self._scheduler.waiting)} requests wait already")
 
     def _launch(self, chunks: list[Chunk], began: Moment) -> str | None:
         """Have the device compute the chunks and draw after them; says why where that failed."""

@@ -23,6 +23,7 @@ from local_engine.messages import SamplingParams
 from local_engine.sequence import Sequence
 
 _CANDIDATES = (256, 4096)
+TEMPERATURE_MIN = 1e-6  # colder is greedy anyway, and would pass what a float can hold
 # SplitMix64's constants as signed numbers, and what is left of the sign after a shift
 _GOLDEN, _MIX_1, _MIX_2 = (n - (1 << 64) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _MASK_33, _MASK_34, _MASK_37, _MASK_53 = ((1 << bits) - 1 for bits in (33, 34, 37, 53))
@@ -160,7 +161,7 @@ def _change(row: torch.Tensor, place: Place) -> None:
 def _race(logits: torch.Tensor, places: Many[Place]) -> list[int]:
     """One random token per row."""
     device, params = logits.device, [place.sequence.params for place in places]
-    logits = logits / torch.tensor([[p.temperature] for p in params], device=device)
+    logits = logits / torch.tensor([[max(p.temperature, TEMPERATURE_MIN)] for p in params], device=device)
     keys = torch.tensor([[place.sequence.noise_key(place.position)] for place in places], device=device)
     total = logits.logsumexp(-1, keepdim=True)
     ids = [0] * len(places)
@@ -239,14 +240,14 @@ def candidates(logits: torch.Tensor, ids: Many[int], counts: Many[int]) -> list[
     model gave them."""
     logprobs = logits.float().log_softmax(-1)
     chosen = logprobs[torch.arange(len(ids)), torch.tensor(ids, device=logits.device)].tolist()
-    top_values, top_ids = logprobs.topk(max(1, *counts), -1)
-    return [
-        Sampled(
-            id,
-            Candidate(id, value),
-            tuple(Candidate(*pair) for pair in zip(top[:count], values[:count], strict=True)),
-        )
-        for id, value, top, values, count in zip(
-            ids, chosen, top_ids.tolist(), top_values.tolist(), counts, strict=True
-        )
-    ]
+    tops = [_likeliest(row, count) for row, count in zip(logprobs, counts, strict=True)]
+    return [Sampled(id, Candidate(id, value), top) for id, value, top in zip(ids, chosen, tops, strict=True)]
+
+
+def _likeliest(logprobs: torch.Tensor, count: int) -> tuple[Candidate, ...]:
+    """Of equal ones the smaller ids first, as greedy decoding has it: logits in 16 bits are often equal."""
+    if not count:
+        return ()
+    ids = (logprobs >= logprobs.topk(min(count, len(logprobs))).values[-1]).nonzero()[:, 0]
+    values, order = logprobs[ids].sort(descending=True, stable=True)
+    return tuple(Candidate(*pair) for pair in zip(ids[order[:count]].tolist(), values[:count].tolist(), strict=True))

@@ -96,6 +96,14 @@ class Scheduler:
         """Prompt tokens that wait to be computed, over waiting and running sequences; prefix hits not foreseen."""
         return sum(s.pending for s in self.waiting) + sum(s.pending for s in self.running if s.pending > 1)
 
+    def check_queue(self, priority: int, salt: bytes, queue_max: int) -> None:
+        """Raises Overloaded where another of that salt and priority may not wait: `queue_max` wait, or as many of its own as
+        four times the places that are left, so that one who sends much leaves room for others (dynamic thresholds;
+        Choudhury and Hahne, IEEE/ACM Transactions on Networking 6, 1998)."""
+        own = sum(s.priority == priority and s.salt == salt for s in self.waiting)
+        if own >= 4 * (queue_max - len(self.waiting)):
+            raise Overloaded(f"{len(self.waiting)} requests wait already, {own} of them of the same partition")
+
     def add(self, sequence: Sequence) -> None:
         """Queue it in order. One that comes back keeps its turn."""
         if sequence.turn < 0.0:

@@ -159,6 +159,23 @@ def test_a_full_queue_refuses_and_recovers(make_engine: Make) -> None:
     run(engine)
 
 
+def test_a_hog_leaves_room_in_the_queue(make_engine: Make) -> None:
+    """Who sends until he is refused takes four fifths of the places to wait in; others still find one, are answered in turn, and
+    urgent work finds one behind its own partition's work that can wait."""
+    engine = make_engine(queue_max=50, sequences_max=1)
+    for _ in range(40):
+        engine.submit([5, 6], greedy(2), salt=b"hog", priority=1)
+    with pytest.raises(Overloaded, match="of the same partition"):
+        engine.submit([5, 6], greedy(2), salt=b"hog", priority=1)
+    light = [engine.submit([7, 8], greedy(2), salt=b"light", priority=1) for _ in range(3)]
+    urgent = engine.submit([5, 9], greedy(2), salt=b"hog")
+    ended: list[int] = []
+    while engine.has_work:
+        ended += [step.id for step in engine.step() if step.usage is not None]
+    assert ended[0] == urgent
+    assert max(ended.index(id) for id in light) <= 7
+
+
 @pytest.mark.parametrize("is_overlapped", [False, True])
 def test_a_failing_step_fails_its_sequences_only(
     make_engine: Make, checkpoint: Callable[[str], Any], is_overlapped: bool

@@ -185,6 +185,21 @@ def test_logprobs_are_of_the_model_s_own_distribution() -> None:
     assert [c.logprob for c in found.top] == pytest.approx(LOGITS[:3].tolist(), abs=1e-5)
 
 
+def test_equal_logits_are_told_in_order() -> None:
+    """The token that greedy decoding takes comes first among the likeliest, and equal ones by their ids."""
+    logits = torch.zeros(2, 400)
+    logits[1, 300:] = 1.0
+    found = sample(logits, [sequence(temperature=0.0, logprobs=count) for count in (4, 20)])
+    assert [[c.token_id for c in one.top] for one in found] == [[0, 1, 2, 3], list(range(300, 320))]
+    assert [one.token_id for one in found] == [0, 300]
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-30, 1e-45])
+def test_the_coldest_is_greedy(temperature: float) -> None:
+    """However near to nothing a temperature is, what is likeliest is drawn."""
+    assert draws(LOGITS, 20, temperature=temperature).keys() == {0}
+
+
 def test_logits_that_are_not_finite_end_one_sequence(make_engine: Callable[..., Engine]) -> None:
     """NaN gives no token; beside it, others are sampled as ever."""
     rows = torch.stack((torch.full((5,), torch.nan), LOGITS))

@@ -122,6 +122,27 @@ def test_everybody_is_served_and_the_better_first(
 
 @settings(max_examples=40, deadline=None)
 @given(
+    decodes=st.integers(1, 8), long=st.integers(30, 200), step_tokens_max=st.integers(8, 32), count=st.integers(1, 3)
+)
+def test_a_long_prompt_delays_no_token_by_more_than_a_step(
+    decodes: int, long: int, step_tokens_max: int, count: int
+) -> None:
+    """While long prompts are read in chunks each running answer gets its token in each step, and no step has more tokens than
+    it may have."""
+    simulation = Simulation(400, step_tokens_max, decodes + count)
+    answers = [simulation.add(Arrival(1, 60, 0, 0, b"a", index)) for index in range(decodes)]
+    simulation.step()
+    prompts = [simulation.add(Arrival(long, 1, 0, 0, b"b", 10 + index)) for index in range(count)]
+    while any(one.id in simulation.live for one in prompts):
+        before = {one.id: len(one.tokens) for one in answers if one.id in simulation.live}
+        computed = sum(one.computed for one in (*answers, *prompts))
+        simulation.step()
+        assert all(len(one.tokens) == before[one.id] + 1 for one in answers if one.id in before)
+        assert sum(one.computed for one in (*answers, *prompts)) <= computed + step_tokens_max
+
+
+@settings(max_examples=40, deadline=None)
+@given(
     prompt=st.integers(1, 30), answer=st.integers(1, 20), blocks=st.integers(16, 40), sequences_max=st.integers(1, 6)
 )
 def test_two_salts_share_alike(prompt: int, answer: int, blocks: int, sequences_max: int) -> None:
