@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from local_engine.sampler import Candidate, Place, Sampled
+from local_engine.sampler import TEMPERATURE_MIN, Candidate, Place, Sampled
 
 _BLOCK = 4096
 
@@ -192,7 +192,8 @@ def sample(logits: torch.Tensor, rows: Many[int], places: Many[Place]) -> Device
         _change(logits, places)
         own = torch.arange(len(places), device=device)
     keys = [place.sequence.noise_key(place.position) for place in places]
-    settings = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
+    temperatures = [p.temperature and max(p.temperature, TEMPERATURE_MIN) for p in params]
+    settings = [temperatures, [p.top_p for p in params], [p.min_p for p in params]]
     ids = draw(
         logits,
         own,
