@@ -10,7 +10,7 @@ import pytest
 from local_engine.engine import Engine
 from local_engine.messages import SamplingParams
 from tests.engine.checkpoints import naive_greedy, random_prompt
-from tests.engine.conftest import greedy, run
+from tests.engine.conftest import at_fixed_prices, greedy, run
 
 Make = Callable[..., Engine]
 Folder = Callable[[str], Path]
@@ -40,7 +40,6 @@ def test_an_overlapped_engine_with_drafts_and_seeds_answers_as_torch_does(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The token under way is read on the device, in a replayed step and in one with drafts; norms of queries and keys."""
-    monkeypatch.setattr("local_engine.pace.Pace.cost", lambda *_: 1.0)  # guess, however slow that is here
     wishes = [
         (random_prompt(4, 3), SamplingParams(temperature=0.9, top_p=0.8, seed=3, max_tokens=6, logprobs=2)),
         ([5, 6, 7, 5, 6, 7, 5, 6, 7, 5, 6], greedy(6)),
@@ -48,7 +47,10 @@ def test_an_overlapped_engine_with_drafts_and_seeds_answers_as_torch_does(
     answers = []
     for wish in ("1", "0"):
         monkeypatch.setenv("SAMEWAY_TRITON", wish)
-        engine = make_engine("qwen3", sequences_max=2, context_tokens_max=24, is_overlapped=wish == "1")
+        is_overlapped = wish == "1"
+        engine = at_fixed_prices(
+            make_engine("qwen3", sequences_max=2, context_tokens_max=24, is_overlapped=is_overlapped)
+        )  # it guesses, however slow that is here
         ids = [engine.submit(prompt, params) for prompt, params in wishes]
         found = run(engine)
         answers.append([found[id] for id in ids])
