@@ -7,6 +7,7 @@ failed or been aborted leaves nothing behind.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import queue
@@ -31,6 +32,8 @@ from local_engine.messages import (
     ModelInfo,
     Output,
     Outputs,
+    Overloaded,
+    SamplingParams,
     Submit,
     ToClient,
     TokenCount,
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
 
 CHOICES_MAX = 128
 _IDLE_CHECK_S = 0.25
+_PROBES_FAILED_MAX = 3
 
 _log = logging.getLogger("local_engine.worker")
 
@@ -89,6 +93,8 @@ class EngineThread(threading.Thread):
         self._works: dict[Key, Work] = {}
         self._by_sequence: dict[int, Work] = {}
         self._clock: Callable[[], float] = time.monotonic
+        self._probe: int | None = None
+        self._probes_failed = 0  # in a row
 
     def send(self, command: Command) -> None:
         """Hand over a command; None ends the thread."""
@@ -127,6 +133,8 @@ class EngineThread(threading.Thread):
             self.step_s_expected = engine.step_s_expected
             self.steps_begun += 1
             self._step(engine)
+            if self.error is not None:
+                return
             self.steps_ended += 1
             self.load = engine.load()
 
@@ -208,6 +216,9 @@ class EngineThread(threading.Thread):
             for key in list(self._works):
                 self._abort(engine, key)
             self._deliver(list(failed))
+            if self._probe is not None:
+                engine.abort(self._probe)
+            self._doubt(engine, error, has_probe=self._probe is not None, is_alone=not failed)
             return
         messages: list[tuple[Key, ToClient]] = []
         for output in outputs:
@@ -216,6 +227,25 @@ class EngineThread(threading.Thread):
                 self._tell(engine, work, output, messages)
         if messages:
             self._deliver(messages)
+        errors = {output.id: output.error for output in outputs if isinstance(output.error, EngineFailed)}
+        if errors:
+            is_alone = len(errors) == 1
+            self._doubt(engine, next(iter(errors.values())), has_probe=self._probe in errors, is_alone=is_alone)
+        elif any(output.id == self._probe for output in outputs):
+            self._probe, self._probes_failed = None, 0
+
+    def _doubt(self, engine: Engine, error: Exception, *, has_probe: bool, is_alone: bool) -> None:
+        """After a step that failed the engine is asked for a token of its own. Where that fails too, time after time and with nobody
+        else in its step, it was no request's fault: a device that is broken, or no memory left. The process ends, and is started
+        again."""
+        if has_probe:
+            self._probe = None
+            self._probes_failed += is_alone
+        if self._probes_failed == _PROBES_FAILED_MAX:
+            self.error = error
+        elif self._probe is None:
+            with contextlib.suppress(Overloaded):  # the next step that fails will do
+                self._probe = engine.submit([0], SamplingParams(temperature=0.0, max_tokens=1))
 
     def _tell(self, engine: Engine, work: Work, step: StepOutput, messages: list[tuple[Key, ToClient]]) -> None:
         """Turn one sequence's step into its request's message, where there is something to tell."""

@@ -211,4 +211,6 @@ def _translated(error: local_engine.EngineError, prompt: str, has_output: bool) 
             return BackendUnavailable(f"The local engine is not ready: {error}")
     if has_output:
         return BackendBroken("The local engine's answer broke off", detail=str(error))
-    return BackendUnavailable("The local engine is not there", detail=str(error))
+    failed = isinstance(error, local_engine.EngineFailed)
+    what = "failed at this request" if failed else "is not there"
+    return BackendUnavailable(f"The local engine {what}", detail=str(error))

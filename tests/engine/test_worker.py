@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from local_engine import (
     AsyncEngine,
@@ -34,7 +36,10 @@ from local_engine import worker as worker_module
 from local_engine.config import EngineConfig
 from local_engine.engine import Engine, StepOutput
 from local_engine.engine_thread import EngineThread, Key
-from local_engine.messages import Submit, why_ended
+from local_engine.flight import Flight
+from local_engine.messages import Submit, ToClient, why_ended
+from local_engine.runner import ModelRunner
+from local_engine.scheduler import Chunk
 from tests.engine.checkpoints import naive_greedy, random_prompt
 from tests.engine.workers import SMALL_OPTIONS, Worker, connected, start, worker_process
 
@@ -491,3 +496,41 @@ def test_an_idle_engine_checks_its_books(checkpoint: Folder, monkeypatch: pytest
     thread.join(20)
     assert isinstance(thread.error, AssertionError)
     assert len(checks) == 2
+
+
+@pytest.mark.parametrize("is_poison", [True, False])
+def test_an_engine_that_can_only_fail_ends(
+    checkpoint: Folder, monkeypatch: pytest.MonkeyPatch, is_poison: bool
+) -> None:
+    """A step that fails is one request's bad luck, as often as it is sent; where the engine fails at a token of its own as well,
+    time after time, it ends, to be started again."""
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def deliver(messages: list[tuple[Key, ToClient]]) -> None:
+        for _, message in messages:
+            told.put(type(message).__name__)
+
+    thread = EngineThread(EngineConfig(model=str(checkpoint("llama")), device="cpu", kv_blocks=16), deliver)
+    thread.start()
+    while not thread.load.is_ready:
+        thread.join(0.01)
+        assert thread.error is None
+    healthy = ModelRunner.run
+
+    def run(self: ModelRunner, chunks: list[Chunk], before: Flight | None) -> torch.Tensor:
+        if is_poison and all(13 not in chunk.sequence.tokens for chunk in chunks):
+            return healthy(self, chunks, before)
+        raise RuntimeError("no memory for the step")
+
+    monkeypatch.setattr(ModelRunner, "run", run)
+    for id in range(1, 6 if is_poison else 2):
+        thread.send((Key(1, id), Submit(id, request([13], 2))))
+        assert told.get(timeout=20) == "Failed"
+    if is_poison:
+        thread.send((Key(1, 99), Submit(99, request([5], 1))))
+        assert told.get(timeout=20) == "Outputs"
+        assert thread.is_alive()
+        thread.send(None)
+    thread.join(20)
+    assert not thread.is_alive()
+    assert ("no memory for the step" in str(thread.error)) is not is_poison
