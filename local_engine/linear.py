@@ -9,6 +9,7 @@ product is the fall-back and the oracle. Knows no model.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -33,7 +34,7 @@ _ROWS_ALL = (1 << 31) - 1
 class Linear:
     """y = x W^T + b. Its rows come in parts, the checkpoint's tensors. `put` each, `prepare` once, then call.
 
-    `bits`: what wider parts are quantised to where the native product can be used; None leaves all as they are.
+    `bits`: what wider parts are quantised to, each to its own, where the native product can be used; None leaves all as they are.
     `is_batch_invariant`: one order of sums for any number of rows. `is_head`: its result is float32 where the native
     product gives it; logits lie so close together that half precision would make some equal.
     """
@@ -46,7 +47,7 @@ class Linear:
         dtype: torch.dtype,
         device: torch.device,
         has_bias: bool = False,
-        bits: int | None = None,
+        bits: Many[int] | None = None,
         is_batch_invariant: bool = False,
         is_head: bool = False,
     ) -> None:
@@ -79,13 +80,15 @@ class Linear:
         """What each product's weights are held as: "4 bits", "8 bits", or a number type."""
         return [product.form for product in self._products]
 
-    def holds(self, value: torch.Tensor | Quantised) -> bool:
+    def holds(self, index: int, value: torch.Tensor | Quantised) -> bool:
         """Whether a part is held with what it says, but for the number type's rounding: not quantised further."""
-        return self._bits is None or (isinstance(value, Quantised) and value.bits <= self._bits)
+        return self._bits is None or (isinstance(value, Quantised) and value.bits <= self._bits[index])
 
     def put(self, index: int, value: torch.Tensor | Quantised) -> None:
         """Take a part's weight, [rows[index], columns]. The last one lays all out for the fastest product there is and
         gives the parts up, so that a model being read is in memory once."""
+        if self._bits is not None and not self.holds(index, value):
+            value = quantise(value.dequantised() if isinstance(value, Quantised) else value, self._bits[index])
         self._parts[index] = self._as_held(value)
         if all(part is not None for part in self._parts):
             for run in _runs([part for part in self._parts if part is not None]):
@@ -122,9 +125,7 @@ class Linear:
     def _as_held(self, value: torch.Tensor | Quantised) -> _Part:
         """A part as its product will read it: nothing of `value` itself is kept, but on a GPU its codes until they go
         there."""
-        bits, native = self._bits, self._native
-        if bits is not None and not self.holds(value):
-            value = quantise(value.dequantised() if isinstance(value, Quantised) else value, bits)
+        native = self._native
         if isinstance(value, Quantised):
             if self._is_on_gpu and value.bits in (4, 8):
                 return value

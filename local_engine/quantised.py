@@ -17,6 +17,7 @@ import torch
 from local_engine.native import GROUP, PANEL, Kernels
 
 _ROWS_AT_ONCE = 1024
+_CUT = 1 / 30  # of a group's range; larger and smaller cuts, more of them and more rounds gain at most 4% of the error
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Halves = np.ndarray[Any, np.dtype[np.float16]]
@@ -59,8 +60,20 @@ class Quantised:
             out[some].copy_(self.rows(some).dequantised())
 
 
+def bits_of(name: str, bits: int, layers: int) -> int:
+    """What a matrix of a model that is brought to `bits` gets. In 4 bits, values and the head lose most and are small, and
+    what the MLPs give back comes next: those get 8, the last in the layers where llama.cpp's Q4_K_M has more bits too: the
+    first eighth, the last, and of the others every third."""
+    if bits != 4:
+        return bits
+    if name.endswith("down_proj"):
+        layer, eighth = int(name.split(".")[2]), layers // 8
+        return 8 if layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2 else 4
+    return 8 if name.endswith("v_proj") or not name.startswith("model.layers.") else 4
+
+
 def quantise(values: torch.Tensor, bits: int) -> Quantised:
-    """The nearest codes: 8 bits symmetric around 0, 4 bits between each group's least and greatest value."""
+    """Codes of 8 bits symmetric around 0, nearest to the values; of 4 bits with the scale and least that fit them."""
     rows, columns = values.shape
     codes = torch.empty(rows, columns, dtype=torch.uint8)
     scales, leasts = (torch.empty(rows, columns // GROUP, dtype=torch.float16) for _ in range(2))
@@ -72,11 +85,32 @@ def quantise(values: torch.Tensor, bits: int) -> Quantised:
             own_leasts = (own_scales.float() * -128).half()
             own = _nearest(groups, own_scales, 0.0).clamp_(-127, 127).add_(128)
         else:
-            own_leasts, greatest = groups.amin(-1).half(), groups.amax(-1)
-            own_scales = ((greatest - groups.amin(-1)) / 15).half()
+            own_scales, own_leasts = _fitted(groups)
             own = _nearest(groups, own_scales, own_leasts.float().unsqueeze(-1)).clamp_(0, 15)
         codes[some], scales[some], leasts[some] = own.view(-1, columns), own_scales, own_leasts
     return Quantised(codes, scales, leasts, bits)
+
+
+def _fitted(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and leasts for codes of 4 bits, for each group those of three fits with the least square error: to the codes
+    between its ends, and with either end cut by a thirtieth a line is laid through the values by least squares."""
+    least, greatest = groups.aminmax(dim=-1)
+    best = torch.full_like(least, torch.inf)
+    scales, leasts = (torch.zeros_like(least, dtype=torch.float16) for _ in range(2))
+    for below, above in ((0.0, 0.0), (_CUT, 0.0), (0.0, _CUT)):
+        steps, start = (greatest - least) * ((1 - below - above) / 15), least + (greatest - least) * below
+        codes = _nearest(groups, steps, start.unsqueeze(-1)).clamp_(0, 15)
+        sums, products = codes.sum(-1), torch.linalg.vecdot(groups, codes)
+        totals, spread = groups.sum(-1), GROUP * torch.linalg.vecdot(codes, codes) - sums.square()
+        own_scales = ((GROUP * products - totals * sums) / spread.clamp(min=1.0)).half()
+        own_leasts = ((totals - own_scales.float() * sums) / GROUP).half()
+        codes = _nearest(groups, own_scales, own_leasts.float().unsqueeze(-1)).clamp_(0, 15)
+        errors = codes.mul_(own_scales.float().unsqueeze(-1)).add_(own_leasts.float().unsqueeze(-1))
+        errors = errors.sub_(groups).square_().sum(-1)
+        is_better = errors < best
+        best = torch.where(is_better, errors, best)
+        scales, leasts = torch.where(is_better, own_scales, scales), torch.where(is_better, own_leasts, leasts)
+    return scales, leasts
 
 
 def joined(parts: list[Quantised]) -> Quantised:

@@ -22,7 +22,7 @@ from local_engine.fused import add_norm, rms_norm, row_kernels, softcap
 from local_engine.linear import Linear
 from local_engine.models.mlp import Experts, Mlp
 from local_engine.models.rope import Rotary, rotary
-from local_engine.quantised import Quantised
+from local_engine.quantised import Quantised, bits_of
 
 if TYPE_CHECKING:
     from local_engine.gpu.paged_kv import TritonKV
@@ -96,7 +96,7 @@ class Decoder:
         bits: int | None = None,
         wants_batch_invariance: bool = False,
     ) -> None:
-        """`bits`: 8 or 4 quantises matrices while they are read, where that is served; None takes them as they come."""
+        """`bits`: 8 or 4 quantises matrices while they are read, where that is served (`bits_of`); None takes them as they come."""
         self.config = config
         self.dtype = dtype
         self.device = device
@@ -110,7 +110,7 @@ class Decoder:
         hidden = config.hidden_size
         self._embedding: torch.Tensor | None = None  # none where it is the head's matrix
         self.final_norm = self._norm("model.norm.weight", hidden)
-        self.head = self._linear((config.vocabulary_size,), hidden, is_head=True)
+        self.head = self._linear((config.vocabulary_size,), hidden, names=("lm_head",), is_head=True)
         self._targets["model.embed_tokens.weight"] = Part(self.head, 0)
         if not config.has_tied_embeddings:
             self._embedding = self._empty(config.vocabulary_size, hidden)
@@ -173,7 +173,7 @@ class Decoder:
         _check_numbers(name, tensor)
         if isinstance(target, Part):
             target.linear.put(target.index, tensor)
-            if name == "model.embed_tokens.weight" and not (self.head.has_rows and self.head.holds(tensor)):
+            if name == "model.embed_tokens.weight" and not (self.head.has_rows and self.head.holds(0, tensor)):
                 self._embedding = self._empty(*tensor.shape)
                 _write(tensor, self._embedding)
         else:
@@ -252,17 +252,19 @@ class Decoder:
         rows: tuple[int, ...],
         columns: int,
         *,
+        names: tuple[str, ...] = (),
         has_bias: bool = False,
-        is_exact: bool = False,
         is_head: bool = False,
     ) -> Linear:
+        """`names`: of its parts, by which they are quantised; without them it stays as exact as it comes."""
+        bits, layers = self._bits, self.config.layers
         return Linear(
             rows,
             columns,
             dtype=self.dtype,
             device=self.device,
             has_bias=has_bias,
-            bits=None if is_exact else self._bits,
+            bits=None if bits is None or not names else [bits_of(name, bits, layers) for name in names],
             is_batch_invariant=self._wants_batch_invariance,
             is_head=is_head,
         )
@@ -280,7 +282,7 @@ class Decoder:
         self, prefix: str, names: tuple[str, ...], rows: tuple[int, ...], columns: int, *, has_bias: bool
     ) -> Linear:
         """One Linear whose consecutive rows are the checkpoint's tensors of these names."""
-        linear = self._linear(rows, columns, has_bias=has_bias)
+        linear = self._linear(rows, columns, names=tuple(f"{prefix}.{name}" for name in names), has_bias=has_bias)
         for index, name in enumerate(names):
             self._targets[f"{prefix}.{name}.weight"] = Part(linear, index)
         for name, part in zip(
@@ -316,7 +318,7 @@ class Decoder:
         experts = config.experts
         if experts is None or not experts.is_sparse[index]:
             return self._dense(prefix, config.intermediate_size)
-        router = self._linear((experts.count,), config.hidden_size, is_exact=True)  # small, and everything hangs on it
+        router = self._linear((experts.count,), config.hidden_size)  # exact: small, and everything hangs on it
         self._targets[f"{prefix}.gate.weight"] = Part(router, 0)
         return Experts(
             router=router,
