@@ -33,7 +33,7 @@ from local_engine.options import prepare_environment
 PEERS = ("transformers", "transformers-cb", "llama.cpp", "vllm")
 _MODELS = WORK / "models"
 _OPEN_SHARE = 0.6  # of what the first system answers when all comes at once: the rate of an open load
-_BITS = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5, "q4_1": 5.0, "q4_0": 4.5, "int8": 8.5, "int4": 5.0}
+_BITS = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5, "q4_1": 5.0, "q4_0": 4.5, "int8": 9.0, "int4": 6.3}
 _TITLES = (
     "scenario",
     "system",
