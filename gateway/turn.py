@@ -28,7 +28,7 @@ _BYTES_PER_TOKEN = 4.0  # English prose; for expectations only, never for bounds
 
 _TOKENS_MAX = 2**31 - 1
 _PROMPTS_MAX = 2_048
-_MESSAGES_MAX = 20_000  # each costs the event loop a little: many tiny ones would hold up everybody else
+MESSAGES_MAX = 20_000  # each costs the event loop a little: many tiny ones would hold up everybody else
 _MEDIA_TOKENS_MAX = 50_000  # of one image, sound or file: what no provider's largest exceeds
 
 
@@ -81,7 +81,7 @@ class _Request(msgspec.Struct, kw_only=True):
 class _ChatRequest(_Request, kw_only=True):
     """The known fields of a chat completion."""
 
-    messages: Annotated[list[_Message], Meta(min_length=1, max_length=_MESSAGES_MAX)]
+    messages: Annotated[list[_Message], Meta(min_length=1, max_length=MESSAGES_MAX)]
     max_tokens: Annotated[int, Meta(ge=1, le=_TOKENS_MAX)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1, le=_TOKENS_MAX)] | None = None
     logprobs: bool | None = None

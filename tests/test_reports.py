@@ -39,6 +39,7 @@ def reports_of(stats: Stats) -> Reports:
         ("req_" + "z" * 32, 1),
         (new_id(time.time() - 7_200), 1),
         (new_id(time.time()), 2),
+        (new_id(time.time() + 2), 2),
     ],
 )
 async def test_only_what_may_have_just_finished_is_waited_for(

@@ -65,6 +65,7 @@ class Response:
         self._response = {**_FIXED, **head, **repeated, "output": self._output}
         self._kind: _Kind | None = None  # of the text that is growing, which is the last item's
         self._texts: list[str] = []
+        self._tokens: list[Any] = []  # log probabilities whose text has not come: a token may end inside a character
         self._calls: dict[int, tuple[int, list[str]]] = {}  # by their index: item, pieces of arguments
         self._number = 0
         self._events: list[bytes] = []
@@ -100,7 +101,9 @@ class Response:
         return self._taken()
 
     def failed(self, error: ApiError) -> bytes:
-        self._tell("error", **error_object(error.message, error.type, error.param, error.error_code))
+        """Told twice: flat, as the reference has it, and as OpenAI sends it, which SDKs raise."""
+        flat = {"code": error.error_code, "message": error.message, "param": error.param}
+        self._tell("error", **flat, **error_object(error.message, error.type, error.param, error.error_code))
         return self._taken()
 
     def _tell(self, event: str, **fields: Any) -> None:
@@ -124,15 +127,20 @@ class Response:
             self._response["usage"] = _usage(payload, usage.get("completion_tokens_details"))
         for choice in piece.get("choices") or ():
             delta = choice.get("delta") or {}
-            self._say(_REASONING, delta.get("reasoning_content") or delta.get("reasoning"))
-            self._say(_TEXT, delta.get("content"), choice.get("logprobs"))
+            thought = delta.get("reasoning_content") or delta.get("reasoning")
+            self._say(_REASONING, thought)
+            if not thought and not delta.get("tool_calls"):  # whose log probabilities have no place here
+                logprobs = choice.get("logprobs")
+                tokens = logprobs.get("content") if isinstance(logprobs, dict) else None
+                self._tokens += tokens if isinstance(tokens, list) else ()
+            self._say(_TEXT, delta.get("content"))
             self._say(_REFUSAL, delta.get("refusal"))
             for call in delta.get("tool_calls") or ():
                 self._call(call)
             if (reason := _INCOMPLETE.get(choice.get("finish_reason"))) is not None:
                 self._response |= {"status": "incomplete", "incomplete_details": {"reason": reason}}
 
-    def _say(self, kind: _Kind, text: Any, logprobs: Any = None) -> None:
+    def _say(self, kind: _Kind, text: Any) -> None:
         """More of a text, which begins an item of its own where something else came before."""
         if not isinstance(text, str) or not text:
             return
@@ -143,16 +151,21 @@ class Response:
             self._tell(f"response.{kind.part_event}.added", **self._place(-1, kind), part=part)
             item[kind.parts].append(part)
         self._texts.append(text)
-        tokens = logprobs.get("content") if isinstance(logprobs, dict) else None
-        more = {"logprobs": tokens if isinstance(tokens, list) else []} if kind is _TEXT else {}
-        for name, values in more.items():
-            self._output[-1][kind.parts][0][name] += values
+        more = self._with_tokens() if kind is _TEXT else {}
         self._tell(f"response.{kind.text_event}.delta", **self._place(-1, kind), delta=text, **more)
+
+    def _with_tokens(self) -> dict[str, Any]:
+        """The log probabilities that have come, now a part of the text that is growing."""
+        tokens, self._tokens = self._tokens, []
+        self._output[-1]["content"][0]["logprobs"] += tokens
+        return {"logprobs": tokens}
 
     def _close_text(self) -> None:
         kind, self._kind = self._kind, None
         if kind is None:
             return
+        if kind is _TEXT:
+            self._with_tokens()
         part = self._output[-1][kind.parts][0]
         part[kind.field] = "".join(self._texts)
         self._texts.clear()

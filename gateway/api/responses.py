@@ -15,7 +15,7 @@ from gateway.api.chat import Chat, Form
 from gateway.api.response_events import Response
 from gateway.errors import BadRequest
 from gateway.record import Record
-from gateway.turn import Turn, convert, decode_object, read_turn
+from gateway.turn import MESSAGES_MAX, Turn, convert, decode_object, read_turn
 
 _Content = str | list[dict[str, Any]]
 
@@ -42,7 +42,7 @@ class _Typed(msgspec.Struct):
 class _Request(msgspec.Struct):
     """The fields that a chat completion spells differently; those that it shares are checked there."""
 
-    input: str | Annotated[list[_Item], Meta(min_length=1)]
+    input: str | Annotated[list[_Item], Meta(min_length=1, max_length=MESSAGES_MAX)]
     instructions: str | None = None
     tools: list[_Typed] | None = None
     tool_choice: str | _Typed | None = None

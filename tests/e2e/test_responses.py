@@ -123,6 +123,7 @@ def test_what_ended_early_is_incomplete_and_what_broke_is_an_error(client: OpenA
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
         ({"input": []}, "input"),
+        ({"input": [{}] * 20_001}, "input"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
         ({"input": [{"role": "nobody", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}, "input[0].content[0]"),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from gateway.api.response_events import Response
 from gateway.api.wire import read, unfold
+from gateway.errors import Unavailable
 from gateway.record import Record
 
 _DONE = {"output_item": "item", "content_part": "part", "reasoning_summary_part": "part"}
@@ -95,6 +96,36 @@ def test_strange_deltas_break_nothing(delta: dict[str, Any]) -> None:
     streamed = response(is_stream=True)
     told = events(streamed.told([read(strange)]) + streamed.end())
     assert told[-1]["type"] == "response.completed"
+
+
+@pytest.mark.parametrize("spelled", ["Hey 👋", "Hey ?"])
+def test_no_log_probability_is_lost(spelled: str) -> None:
+    """Also where a token ends inside a character and its text comes with the next, or where no token spells its text: streamed or
+    whole, a response has those of the chat completion."""
+    tokens = [{"token": text, "logprob": -0.5, "bytes": None} for text in ("Hey", "", " 👋", "")]
+    choice = {"index": 0, "logprobs": {"content": tokens}, "finish_reason": "stop"}
+    answer = {**json.loads(whole({})), "choices": [{**choice, "message": {"role": "assistant", "content": spelled}}]}
+    chunks = unfold(msgspec.json.encode(answer))
+    streamed = response(is_stream=True)
+    told = events(streamed.told(chunks) + streamed.end())
+    (item,) = told[-1]["response"]["output"]
+    assert item["content"][0]["logprobs"] == tokens
+    (done,) = (event for event in told if event["type"] == "response.output_text.done")
+    assert (done["text"], done["logprobs"]) == (spelled, tokens)
+
+
+def test_a_failure_is_told_as_the_reference_and_as_sdks_have_it() -> None:
+    """Flat, and as an object: nothing says that the response was completed."""
+    streamed = response(is_stream=True)
+    streamed.told([read(b'{"choices":[{"index":0,"delta":{"content":"a"}}]}')])
+    (told,) = events(streamed.failed(Unavailable("gone", code="upstream")))
+    assert {name: told[name] for name in ("type", "code", "message", "param")} == {
+        "type": "error",
+        "code": "upstream",
+        "message": "gone",
+        "param": None,
+    }
+    assert told["error"]["message"] == "gone"
 
 
 def test_calls_without_an_index_are_told_apart_by_their_ids() -> None:
