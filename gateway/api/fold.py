@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.api.wire import TEXT, UNREADABLE, TextRun
+from gateway.api.wire import TEXT, UNREADABLE, TextRun, is_text
 from gateway.backends.base import Chunk
 
 _FIRST = frozenset({"id", "created", "model"})  # Azure opens with a chunk where these are empty
@@ -59,7 +59,7 @@ def _fold(payloads: Sequence[bytes]) -> bytes:
             runs += 1
             index = piece["choices"][0].get("index") or 0
             choice = choices[index]
-            key, said = ("text", choice) if "text" in choice else ("content", choice["message"])
+            key, said = ("text", choice) if is_text(choice) else ("content", choice["message"])
             position += _fold_run(run, payloads[position:], said, key)
     head = {key: top.pop(key) for key in ("id", "created", "model") if key in top}
     body = [_settled_choice(choices[index]) for index in sorted(choices)]
@@ -78,13 +78,13 @@ def _fold_run(run: TextRun, payloads: Sequence[bytes], said: dict[str, Any], key
 def _fold_choice(choices: dict[int, dict[str, Any]], piece: dict[str, Any]) -> None:
     index = piece.get("index") or 0
     if index not in choices:
-        said = {"text": ""} if "text" in piece else {"message": {"role": "assistant", "content": None}}
+        said = {"text": ""} if is_text(piece) else {"message": {"role": "assistant", "content": None}}
         choices[index] = {"index": index, **said}
     choice = choices[index]
     for key, value in piece.items():
         if key in ("delta", "message"):
             choice["message"] = _merged(choice["message"], value, key)
-        elif key in ("logprobs", "text"):
+        elif key == "logprobs" or (key == "text" and "message" not in choice):
             choice[key] = _merged(choice.get(key), value, key)
         elif key != "index" and (value is not None or key not in choice):
             choice[key] = value

@@ -163,6 +163,11 @@ class Ending:
         return bool(self._finished) and len(self._finished) == len(self._seen)
 
 
+def is_text(choice: Mapping[str, Any]) -> bool:
+    """Whether a choice, of a whole or of a chunk, is a completion's. Some servers send a `text` in a chat's as well."""
+    return "text" in choice and choice.get("delta") is None and choice.get("message") is None
+
+
 # -- text that goes on ------------------------------------------------------------------------------------------------
 
 _decode_texts = msgspec.json.Decoder(list[str]).decode
@@ -194,7 +199,7 @@ class TextRun:
         if len(choices) != 1 or data.find(b"\n") >= 0:
             return None
         choice = choices[0]
-        key, said = ("text", choice) if "text" in choice else ("content", choice.get("delta") or {})
+        key, said = ("text", choice) if is_text(choice) else ("content", choice.get("delta") or {})
         text = said.get(key)
         if not isinstance(text, str) or choice.get("logprobs") is not None:
             return None
@@ -258,7 +263,7 @@ def _unfold(answer: dict[str, Any]) -> list[Chunk]:
     chunks = [
         Chunk(
             msgspec.json.encode({**head, "choices": [piece], **(extra if is_last else {})}),
-            has_content=_has_content(piece.get("delta") or piece),
+            has_content=_has_content(piece.get("delta", piece)),
             finish_reasons=(piece["finish_reason"],) if piece.get("finish_reason") else (),
         )
         for piece, is_last in _with_last(piece for i, choice in enumerate(choices) for piece in _pieces(choice, i))
@@ -286,7 +291,7 @@ def _has_content(delta: dict[str, Any]) -> bool:
 def _pieces(choice: dict[str, Any], position: int) -> Iterator[dict[str, Any]]:
     """One choice of a whole as the choices of chunks."""
     index = choice.get("index", position)
-    if "text" in choice:
+    if is_text(choice):
         yield {"index": index, **choice}
         return
     message: dict[str, Any] = choice.get("message") or {}

@@ -63,6 +63,7 @@ def choices(draw: st.DrawFn, index: int) -> dict[str, Any]:
         "message": message,
         "finish_reason": draw(st.sampled_from(["stop", "length", "tool_calls", None])),
         **draw(unknown),
+        **draw(st.just({}) | st.fixed_dictionaries({"text": text})),
     }
     kind = draw(st.sampled_from(["absent", "null", "spelled", "other"]))
     if kind == "null":
@@ -336,7 +337,7 @@ def message_of(chunks: list[Chunk]) -> dict[str, Any]:
 
 
 def test_the_habits_of_servers_fold_well() -> None:
-    """Repeated ids and names, calls without an index, empty heads, parts mixed with text: as seen in the field."""
+    """Repeated ids and names, calls without an index, empty heads, parts mixed with text, a `text` beside the delta: as seen."""
     call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "f", "arguments": ""}}
     repeated = {"index": 0, "id": "", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
     whole_call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
@@ -357,6 +358,14 @@ def test_the_habits_of_servers_fold_well() -> None:
     folded = json.loads(fold([azure, *stream({"content": "a"}, obfuscation="xx")]))
     assert (folded["id"], folded["created"], folded["model"], folded["prompt_filter_results"]) == ("c", 1, "m", [1])
     assert "obfuscation" not in folded
+    twice = [
+        {"index": 0, "text": t, "delta": {"role": "assistant", "content": t}, "finish_reason": None}
+        for t in ("", "a", " b")
+    ]
+    folded = json.loads(fold([read(msgspec.json.encode({"id": "c", "choices": [one]})) for one in twice]))
+    assert folded["choices"][0]["message"]["content"] == "a b"
+    assert folded["object"] == "chat.completion"
+    assert json.loads(fold(unfold(msgspec.json.encode(folded)))) == folded
 
 
 def test_a_long_stream_folds_in_linear_time() -> None:
