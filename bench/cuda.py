@@ -1,217 +1,366 @@
-"""The GPU's kernels, for a person with a GPU: each compared with torch, then timed beside the machine's own ceilings.
+"""`./run bench cuda`: everything that only a GPU can show, by one command within nine minutes.
 
-    ./run bench cuda                       on the first CUDA device; exits 1 where a kernel is wrong
-    ./run bench engine --device cuda       the whole engine, afterwards
+    ./run bench cuda [--json FILE]                     all phases on the first CUDA device
+    ./run bench cuda --only kernels,engine             some of them
 
-A kernel's share is its floor, max(bytes / bandwidth, flops / rate), over its time; bandwidth and rate are those of torch's
-copy and matrix product in the same run. Inputs that fit the cache are evicted between calls, as in a model they would be.
+Each phase is a process of its own: one that crashes, hangs or breaks the device is named, and the others go on. Rows are
+printed, and written, as they come. A share is the floor's time over the time it took; floors and ceilings are those of
+this machine, measured in the same run (`bench.engines.floors`). Exits 1 where a kernel is wrong or a phase failed.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import contextlib
 import json
 import os
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from bench.engines import loads
+from bench.engines.loads import DECODE, PREFILL, TOTAL, Scenario, System
 
 if TYPE_CHECKING:
     import torch
 
-    from local_engine.gpu.attention import Shape
+    from bench.engines.floors import Ceilings
 
-SHAPES = ("8b", "135m", "gemma")
-HIDDEN_SIZE, VOCABULARY_SIZE = 4096, 151_936
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """Something to time, and what it cannot do with less."""
-
-    name: str
-    run: Callable[[], object]
-    moved_bytes: float
-    flops: float = 0.0
+_DECODE_1 = Scenario("decode-1", DECODE, 1, 1024, 192)
+_DECODE_64 = Scenario("decode-64", DECODE, 64, 1024, 128)
+_PREFILL = Scenario("prefill-4096", PREFILL, 1, 4096, 1)
+_MIXED = Scenario("mixed", TOTAL, 128, 1024, 128, is_open=True)  # without a rate all come at once
+SCENARIOS = {
+    "engine": (
+        _DECODE_1,
+        _DECODE_64,
+        _PREFILL,
+        Scenario("prefill-8x4096", PREFILL, 8, 4096, 1),
+        Scenario("apart-1000", TOTAL, 32, 1030, 64),
+        Scenario("shared-1000", TOTAL, 32, 30, 64, shared=1000, is_warm=True),
+        Scenario("apart-4000", TOTAL, 32, 4030, 64),
+        Scenario("shared-4000", TOTAL, 32, 30, 64, shared=4000, is_warm=True),
+        _MIXED,
+    ),
+    "transformers": (_DECODE_1, _DECODE_64, _MIXED),
+    "fp8": (_DECODE_1, _DECODE_64, _PREFILL),
+    "experts": (_DECODE_1, _DECODE_64, _PREFILL),
+}
+_FLOOR_TARGETS = {"decode-1": 0.75, "decode-64": 0.60, "prefill-4096": 0.55, "prefill-8x4096": 0.55}
+_RATIOS = (  # row, beside which, at least how many times as fast
+    ("engine decode-64", "transformers decode-64", 2.0),
+    ("engine mixed", "transformers mixed", 2.0),
+    ("engine shared-1000", "engine apart-1000", 5.0),
+    ("engine shared-4000", "engine apart-4000", 5.0),
+    ("fp8 decode-1", "engine decode-1", 1.0),
+    ("fp8 decode-64", "engine decode-64", 1.0),
+)
+# in order of what matters, each with the seconds it may take; of all together there are `--seconds`
+PHASES = {"machine": 60, "kernels": 180, "engine": 180, "transformers": 150, "fp8": 90, "experts": 120, "timings": 90}
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the result. `share` of the floor, 0..1."""
+    """One line of the result; None where it does not apply. `share` of the floor, 0..1; `note` says what went wrong, or
+    what the value is of."""
 
+    phase: str
     name: str
-    time_us: float
-    gb_per_s: float
-    tflops: float
-    share: float
+    figure: str
+    value: float | None = None
+    floor: float | None = None
+    share: float | None = None
+    target: float | None = None
+    note: str = ""
+
+    def __str__(self) -> str:
+        reached = self.share if self.share is not None else self.value
+        verdict = "" if self.target is None or reached is None else "reached" if reached >= self.target else "MISSED"
+        cells = (
+            f"{self.phase:13}{self.name:42}",
+            f"{self.value:>12,.1f}" if self.value is not None else f"{'':12}",
+            f" {self.figure:18}",
+            f"{self.floor:>12,.0f}" if self.floor is not None else f"{'':12}",
+            f"{self.share:>6.0%}" if self.share is not None else f"{'':6}",
+            f"  {self.target:g} {verdict}" if self.target is not None else "",
+            f"  {self.note}" if self.note else "",
+        )
+        return "".join(cells).rstrip()
 
 
-def shape_named(name: str) -> Shape:
-    """The attention of Qwen3-8B, of SmolLM2-135M, and of a Gemma 2 with its window and cap."""
-    from local_engine.gpu.attention import Shape
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a phase works on. `shape`: of the model; tiny ones run everywhere."""
 
-    if name == "8b":
-        return Shape(32, 8, 128, 16, 128**-0.5, None, (0,))
-    if name == "135m":
-        return Shape(9, 3, 64, 16, 64**-0.5, None, (0,))
-    return Shape(8, 4, 256, 16, 256**-0.5, 50.0, (0, 24))
+    device: str
+    shape: str
+
+    @property
+    def is_tiny(self) -> bool:
+        return self.shape == "tiny"
 
 
-def check(names: list[str], dtypes: list[torch.dtype], device: torch.device) -> int:
-    """How many kernels are wrong; says so of each shape and type."""
-    from local_engine.gpu.oracle import disagreements
+Emit = Callable[[Row], None]
 
-    wrong = 0
+# -- phases, each in a process of its own ------------------------------------------------------------------------------
+
+
+def machine(given: Given, emit: Emit) -> None:
+    """Its name, and what it can do at best."""
+    import torch
+
+    device = _device(given)
+    is_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_gpu else "CPU"
+    memory = torch.cuda.mem_get_info(device) if is_gpu else (0, 0)
+    versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, Triton {_triton_version()}"
+    emit(Row("machine", name, "GB free", memory[0] / 1e9, memory[1] / 1e9, note=versions))
+    ceilings = _ceilings(device)
+    emit(Row("machine", "memory", "GB/s", ceilings.bytes_per_s / 1e9))
+    emit(Row("machine", "bfloat16 products", "TFLOP/s", ceilings.float_flops_per_s / 1e12))
+
+
+def kernels(given: Given, emit: Emit) -> None:
+    """Every kernel beside torch, in several shapes and types; those that matter most come first."""
+    import torch
+
+    from bench.engines.kernels import SHAPES, check
+
+    device = _device(given)
+    cases = [(name, torch.bfloat16) for name in SHAPES] + [("8b", torch.float16), ("8b", torch.float32)]
+    cases = [("135m", torch.float32)] if given.is_tiny else cases
+    for name, dtype in cases:
+        what = f"{name} {str(dtype).removeprefix('torch.')}"
+        start = time.perf_counter()
+        for one in (wrong := check(name, dtype, device)):
+            emit(Row("kernels", f"{what} {one.kernel}", "as torch", 0.0, target=1.0, note=" ".join(one.why.split())))
+        if not wrong:
+            emit(Row("kernels", what, "as torch", 1.0, target=1.0, note=f"{time.perf_counter() - start:.1f} s"))
+
+
+def timings(given: Given, emit: Emit) -> None:
+    """Kernels by themselves, beside the machine's ceilings. What fits the cache is evicted between calls, as in a model it
+    would be."""
+    from bench.engines import kernels as cases
+    from bench.engines.floors import _best_s
+
+    device = _device(given)
+    ceilings = _ceilings(device)
+    groups = (cases.attention_cases, cases.row_cases, cases.product_cases)
+    for group in groups:
+        for case in group(device):
+            try:
+                if device.type == "cuda":
+                    from triton.testing import do_bench
+
+                    time_s = do_bench(case.run) / 1e3
+                else:
+                    time_s = _best_s(case.run, 1)
+            except Exception as error:
+                emit(Row("timings", case.name, "us", note=f"{type(error).__name__}: {error}"))
+                continue
+            floor_s = max(case.moved_bytes / ceilings.bytes_per_s, case.flops / ceilings.float_flops_per_s)
+            emit(Row("timings", case.name, "us", 1e6 * time_s, 1e6 * floor_s, floor_s / time_s))
+            if given.is_tiny:
+                break
+
+
+def engine(given: Given, emit: Emit, phase: str = "engine", shape: str = "", weights: str = "auto") -> None:
+    """The engine on random weights of that shape, as it serves them."""
+    from bench.engines.floors import Floor
+    from bench.engines.made import MadeCheckpoint
+    from bench.engines.systems import Sameway
+    from local_engine.config import EngineConfig
+
+    device, shape = _device(given), shape or given.shape
+    checkpoint = MadeCheckpoint(shape, device)
+    dtype = "float32" if given.is_tiny else "bfloat16"
+    config = EngineConfig(
+        device=given.device,
+        dtype=dtype,
+        weights=weights,
+        draft_tokens_max=0,
+        sequences_max=4 if given.is_tiny else 128,
+        context_tokens_max=None if given.is_tiny else 8192,
+        kv_blocks=64 if given.is_tiny else None,
+    )
+    start = time.perf_counter()
+    with patch("local_engine.engine.open_checkpoint", lambda model: checkpoint):
+        system = Sameway(config, weights)
+    info = system.engine.info
+    emit(Row(phase, shape, "s to load", time.perf_counter() - start, note=f"{info.weights_size_bytes / 1e9:.1f} GB"))
+    bits = 8 * info.weights_size_bytes / info.parameters if weights != "auto" else 32.0 if given.is_tiny else 16.0
+    _run(phase, system, info.vocabulary_size, given, emit, Floor(checkpoint.config, bits, _ceilings(device)))
+
+
+def fp8(given: Given, emit: Emit) -> None:
+    """The same with weights and inputs in 8-bit floats."""
+    engine(given, emit, "fp8", weights="fp8")
+
+
+def experts(given: Given, emit: Emit) -> None:
+    """A mixture of experts."""
+    engine(given, emit, "experts", "tiny-moe" if given.is_tiny else "30b-a3b")
+
+
+def transformers(given: Given, emit: Emit) -> None:
+    """transformers' continuous batching on a model of the same shape."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from bench.engines.made import SHAPES
+    from bench.engines.systems import TransformersContinuous
+
+    config = AutoConfig.for_model(**SHAPES[given.shape])
+    with torch.device(_device(given)):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.generation_config.eos_token_id = None
+    system = TransformersContinuous(model, "bf16")
+    _run("transformers", system, config.vocab_size, given, emit, None)
+    system.close()
+
+
+def _run(phase: str, system: System, vocabulary: int, given: Given, emit: Emit, floor: Any) -> None:
+    """Every scenario of the phase; one that fails is named."""
+    from bench.engine import measure
+
+    for whole in SCENARIOS[phase]:
+        scenario = _small(whole) if given.is_tiny else whole
+        repeats = 1 if given.is_tiny else 3
+        runs, failures = measure([system], scenario, vocabulary, repeats=repeats, seconds_max=15.0, rate_per_s=None)
+        for why in failures:
+            emit(Row(phase, scenario.name, scenario.figure, note=why))
+        if runs.get(0):
+            best = None if floor is None else floor.value(scenario)
+            requests = scenario.requests(vocabulary, 1)
+            row = loads.summarise(system, scenario, requests, runs[0], threads=1, floor_value=best)
+            target = _FLOOR_TARGETS.get(scenario.name) if phase == "engine" else None
+            tpot = "" if row.tpot_p50_ms is None else f", {row.tpot_p50_ms:.2f} ms a token"
+            note = f"first token {row.ttft_p50_ms:,.0f} ms{tpot}"
+            emit(Row(phase, scenario.name, scenario.figure, row.value, best, row.floor_share, target, note))
+
+
+def _small(scenario: Scenario) -> Scenario:
+    """The same load for a model and a machine that are small."""
+    shared = 16 if scenario.shared else 0
+    return replace(scenario, batch=min(2, scenario.batch), own=40 if scenario.is_open else 8, answer=3, shared=shared)
+
+
+def _device(given: Given) -> torch.device:
+    from local_engine.machine import choose_device
+
+    return choose_device(given.device)
+
+
+def _ceilings(device: torch.device) -> Ceilings:
+    from bench.engines.floors import Ceilings
+
+    ceilings = Ceilings()
+    if device.type == "cuda":
+        ceilings.measure_gpu(device)
+    else:
+        ceilings.measure()
+    return ceilings
+
+
+def _triton_version() -> str:
+    try:
+        import triton
+    except ImportError:
+        return "absent"
+    return str(triton.__version__)
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+
+def run_phase(name: str, given: Given, limit_s: float, emit: Emit) -> str | None:
+    """The phase in a process of its own, each row as it comes; says how it failed, if it did."""
+    command = [sys.executable, "-W", "ignore", "-m", "bench", "cuda", "--phase", name]
+    command += ["--device", given.device, "--shape", given.shape]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent)
+    assert process.stdout is not None
+    timer = threading.Timer(limit_s, process.kill)
+    timer.start()
+    try:
+        for line in process.stdout:
+            with contextlib.suppress(ValueError, TypeError):
+                emit(Row(**json.loads(line)))
+                continue
+            print(line, end="")
+    finally:
+        is_late = not timer.is_alive()
+        timer.cancel()
+        if process.poll() is None:
+            process.kill() if sys.exc_info()[0] else process.wait()
+    if process.returncode == 0:
+        return None
+    return f"took more than {limit_s:.0f} s" if is_late else f"ended with {process.returncode}; see above"
+
+
+def run_all(names: Sequence[str], given: Given, seconds: float, file: IO[str] | None) -> int:
+    """Every phase within the seconds there are; 1 where a kernel is wrong or a phase failed."""
+    rows: list[Row] = []
+    end = time.monotonic() + seconds
+
+    def emit(row: Row) -> None:
+        rows.append(row)
+        print(row, flush=True)
+        if file is not None:
+            print(json.dumps(asdict(row)), file=file, flush=True)
+
+    failed = []
     for name in names:
-        for dtype in dtypes:
-            found = disagreements(shape_named(name), 576 if name == "135m" else HIDDEN_SIZE, dtype, device)
-            wrong += len(found)
-            print(f"{name:8}{str(dtype).removeprefix('torch.'):10}{'as torch' if not found else ''}")
-            for one in found:
-                print(f"    {one.kernel}: {one.why}")
-    return wrong
+        left_s = end - time.monotonic()
+        why = run_phase(name, given, min(PHASES[name], left_s), emit) if left_s > 5 else "no time was left"
+        if why is not None:
+            failed.append(name)
+            emit(Row(name, "the phase", "failed", note=why))
+    for row in _compared(rows):
+        emit(row)
+    is_wrong = any(row.phase == "kernels" and row.value == 0.0 for row in rows)
+    print(f"{seconds - (end - time.monotonic()):.0f} s; failed phases: {', '.join(failed) or 'none'}")
+    return int(bool(failed) or is_wrong)
 
 
-def row_cases(device: torch.device) -> Iterator[Case]:
-    """Norm and gate at decode's and prefill's sizes, and drawing greedily and with every filter."""
-    import torch
-
-    from local_engine.gpu import draw, rows
-
-    for count in (1, 64, 4096):
-        x, more = torch.randn(2, count, HIDDEN_SIZE, device=device).bfloat16()
-        weight = torch.ones(HIDDEN_SIZE, device=device)
-        run = lambda x=x, more=more, weight=weight: rows.add_norm(x, more, weight, 1e-6)  # noqa: E731
-        yield Case(f"add_norm, {count} rows", run, 4 * x.nbytes)
-        both = torch.randn(count, 6 * HIDDEN_SIZE, device=device).bfloat16()
-        yield Case(f"gate, {count} rows", lambda both=both: rows.gate(both, "silu"), 1.5 * both.nbytes)  # type: ignore[misc]
-    logits = torch.randn(64, VOCABULARY_SIZE, device=device).bfloat16()
-    numbers = torch.arange(64, device=device)
-    for name, top_k, settings in (("greedy", 0, (0.0, 1.0, 0.0)), ("filtered", 50, (0.8, 0.9, 0.01))):
-        of_each = torch.tensor([[value] * 64 for value in settings], device=device)
-        top_ks = torch.full((64,), top_k, device=device)
-        run = lambda k=top_ks, s=of_each: draw.draw(logits, numbers, numbers, k, s)  # noqa: E731
-        yield Case(f"draw {name}, 64 rows", run, logits.nbytes)
-
-
-def product_cases(device: torch.device) -> Iterator[Case]:
-    """Quantised matrices of an 8B model's MLP at decode's sizes, beside torch's bfloat16 product."""
-    import torch
-
-    from local_engine.gpu.product import BITS, QuantisedProduct
-    from local_engine.quantised import quantise
-
-    weight = torch.randn(3 * HIDDEN_SIZE, HIDDEN_SIZE)
-    plain = weight.bfloat16().to(device)
-    products = {bits: QuantisedProduct(quantise(weight, bits), device) for bits in BITS}
-    for count in (1, 16, 64):
-        x = torch.randn(count, HIDDEN_SIZE, device=device).bfloat16()
-        flops = 2.0 * count * weight.numel()
-        yield Case(f"torch, bfloat16, {count} rows", lambda x=x: x @ plain.T, plain.nbytes, flops)  # type: ignore[misc]
-        for bits, product in products.items():
-            run = lambda x=x, product=product: product(x)  # noqa: E731
-            yield Case(f"product, {bits} bits, {count} rows", run, product.size_bytes, flops)
-
-
-def attention_cases(device: torch.device) -> Iterator[Case]:
-    """Decodes of several batches and lengths, 64 sequences over one prefix, and prompts."""
-    import torch
-
-    from local_engine.cascade import Prefix
-    from local_engine.gpu.attention import attend
-    from local_engine.gpu.draw import on_device
-    from local_engine.gpu.plan import Span, plan
-
-    shape, size = shape_named("8b"), 16
-    token_bytes = 2 * shape.kv_heads * shape.head_dim * 2
-
-    def case(name: str, spans: list[Span], prefixes: list[Prefix], read_tokens: int, flops: float) -> Case:
-        is_short = spans[0].rows == 1
-        made = plan(shape, spans if is_short else [], [] if is_short else spans, prefixes)
-        tiles = made.on(shape, on_device(made.numbers, device))
-        rows = sum(span.rows for span in spans)
-        blocks = 1 + max(max(span.blocks) for span in spans)
-        pool = torch.randn(2 * shape.kv_heads, blocks, size, shape.head_dim, device=device, dtype=torch.bfloat16)
-        queries = torch.randn(rows, shape.heads, shape.head_dim, device=device, dtype=torch.bfloat16)
-        positions = torch.cat([torch.arange(span.position, span.end, device=device) for span in spans])
-        moved = read_tokens * token_bytes + 2 * queries.nbytes
-        return Case(name, lambda: attend(shape, 0, queries, pool, positions, tiles), moved, flops)
-
-    flops_each = 4.0 * shape.heads * shape.head_dim
-    for batch, tokens in ((1, 1024), (1, 8192), (8, 8192), (64, 1024), (64, 8192)):
-        order = torch.randperm(batch * tokens // size).view(batch, -1).tolist()
-        spans = [Span(row, 1, tokens - 1, blocks) for row, blocks in enumerate(order)]
-        yield case(f"decode {batch} x {tokens}", spans, [], batch * tokens, flops_each * batch * tokens)
-    own, common = 4, list(range(64))
-    spans = [Span(row, 1, 1087, common + list(range(64 + row * own, 68 + row * own))) for row in range(64)]
-    for name, prefixes in (("apart", []), ("at once", [Prefix(tuple(range(64)), 64)])):
-        flops = flops_each * 64 * 1088
-        yield case(f"decode 64 x (1024 shared {name} + 64)", spans, prefixes, 1024 + 64 * 64, flops)
-    for tokens in (2048, 8192):
-        blocks = torch.randperm(tokens // size).tolist()
-        flops = flops_each * tokens * (tokens + 1) / 2
-        yield case(f"prefill {tokens}", [Span(0, tokens, 0, blocks)], [], tokens, flops)
-
-
-def ceilings(device: torch.device) -> tuple[float, float]:
-    """Bytes a second of a large copy, read and written, and operations a second of a large bfloat16 product."""
-    import torch
-    from triton.testing import do_bench
-
-    source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    square = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
-    copy_ms = do_bench(lambda: target.copy_(source))
-    product_ms = do_bench(lambda: square @ square)
-    return 2e3 * source.nbytes / copy_ms, 2e3 * 8192.0**3 / product_ms
-
-
-def measure(device: torch.device) -> list[Row]:
-    """The ceilings, then every case beside them."""
-    from triton.testing import do_bench
-
-    bytes_per_s, flops_per_s = ceilings(device)
-    print(f"copy {bytes_per_s / 1e9:,.0f} GB/s, bfloat16 matrix product {flops_per_s / 1e12:,.0f} TFLOP/s")
-    rows = []
-    for case in itertools.chain(row_cases(device), product_cases(device), attention_cases(device)):
-        time_s = do_bench(case.run) / 1e3
-        floor_s = max(case.moved_bytes / bytes_per_s, case.flops / flops_per_s)
-        speeds = case.moved_bytes / time_s / 1e9, case.flops / time_s / 1e12
-        rows.append(Row(case.name, 1e6 * time_s, *speeds, floor_s / time_s))
-        row = rows[-1]
-        print(f"{row.name:42}{row.time_us:10.1f} us{row.gb_per_s:9,.0f} GB/s{row.tflops:9.1f} TFLOP/s{row.share:7.0%}")
-    return rows
+def _compared(rows: Iterable[Row]) -> list[Row]:
+    values = {f"{row.phase} {row.name}": row.value for row in rows}
+    return [
+        Row("compared", f"{one} / {other}", "times as fast", mine / theirs, target=target)
+        for one, other, target in _RATIOS
+        if (mine := values.get(one)) and (theirs := values.get(other))
+    ]
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench cuda", description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:N; cpu only compares, with TRITON_INTERPRET=1")
-    parser.add_argument("--shape", choices=SHAPES, action="append", help="compare these; default: all")
-    parser.add_argument("--json", type=Path, help="write the rows to this file, one JSON object a line")
+    parser = argparse.ArgumentParser(prog="bench cuda", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:N; cpu with TRITON_INTERPRET=1 and --shape tiny")
+    parser.add_argument("--shape", choices=("8b", "tiny"), default="8b", help="of the model")
+    parser.add_argument("--only", help=f"of {','.join(PHASES)}")
+    parser.add_argument("--seconds", type=float, default=530.0, help="for all phases together")
+    parser.add_argument("--json", type=Path, help="write the rows to this file, one JSON object a line, as they come")
+    parser.add_argument("--phase", choices=PHASES, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
+    given = Given(options.device, options.shape)
+    names = [name for name in (options.only or ",".join(PHASES)).split(",") if name]
+    if unknown := [name for name in names if name not in PHASES]:
+        print(f"bench cuda: no phase {unknown[0]!r}; there are {', '.join(PHASES)}", file=sys.stderr)
+        return 2
     os.environ["SAMEWAY_TRITON"] = "1"
+    if options.phase:
+        globals()[options.phase](given, lambda row: print(json.dumps(asdict(row)), flush=True))
+        return 0
     import torch
 
-    from local_engine.config import ModelError
-    from local_engine.gpu import is_interpreted, is_served
-    from local_engine.machine import choose_device
-
-    try:
-        device = choose_device(options.device)
-    except ModelError as error:
-        print(f"bench cuda: {error}", file=sys.stderr)
+    is_on_cpu = options.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    if not (is_on_cpu or torch.cuda.is_available()) or _triton_version() == "absent":
+        print("bench cuda: needs Triton, and a CUDA device or TRITON_INTERPRET=1 with --device cpu", file=sys.stderr)
         return 2
-    is_gpu = device.type == "cuda"
-    if not is_served(device) or is_interpreted() is is_gpu:
-        print("bench cuda: needs triton, and a CUDA device or TRITON_INTERPRET=1 with --device cpu", file=sys.stderr)
-        return 2
-    dtypes = [torch.bfloat16, torch.float16, torch.float32] if is_gpu else [torch.float32]
-    if check(options.shape or list(SHAPES), dtypes, device):
-        return 1
-    rows = measure(device) if is_gpu else []
-    if options.json is not None:
-        options.json.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
-    return 0
+    with contextlib.nullcontext(None) if options.json is None else options.json.open("w") as file:
+        return run_all(names, given, options.seconds, file)

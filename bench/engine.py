@@ -32,6 +32,7 @@ from local_engine.options import prepare_environment
 
 PEERS = ("transformers", "transformers-cb", "llama.cpp", "vllm")
 _MODELS = WORK / "models"
+_KV_SIZE_SHARED_MB = 16_384  # on a GPU with others beside, where one engine alone takes all
 _OPEN_SHARE = 0.6  # of what the first system answers when all comes at once: the rate of an open load
 _BITS = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5, "q4_1": 5.0, "q4_0": 4.5, "int8": 9.0, "int4": 6.3}
 _TITLES = (
@@ -67,8 +68,11 @@ def start_systems(given: Given) -> tuple[list[System], list[str], ModelInfo]:
     """Every system that can be had, those that can't with the reason, and what the engine says of the model. Raises
     ModelError where the engine itself can't load it."""
     from bench.engines.systems import Sameway
+    from local_engine import machine
 
     engines: list[Sameway] = []
+    has_company = bool(given.peers) or len(given.files) > 1
+    is_on_gpu = machine.choose_device(given.device).type == "cuda"
     for format, model in given.files.items():
         weights = format if given.weights == "auto" else given.weights
         config = EngineConfig(
@@ -79,6 +83,7 @@ def start_systems(given: Given) -> tuple[list[System], list[str], ModelInfo]:
             threads=given.threads,
             draft_tokens_max=0,
             sequences_max=64,
+            kv_size_mb=_KV_SIZE_SHARED_MB if has_company and is_on_gpu else None,
         )
         engines.append(Sameway(config, weights))
     info = engines[0].engine.info
@@ -306,7 +311,7 @@ def _measure_all(given: Given, scenarios: Sequence[Scenario], options: argparse.
                 repeats=1 if options.quick else options.repeats,
                 seconds_max=options.seconds_max,
                 rate_per_s=rate,
-                between=ceilings.measure if info.device == "cpu" else lambda: None,
+                between=ceilings.measure if info.device == "cpu" else lambda: ceilings.measure_gpu(info.device),
             )
             rows = []
             for index, own in runs.items():

@@ -128,8 +128,8 @@ class EngineSettings(_Section):
     draft_model: str | None = Field(None, description="a smaller model of the same tokenizer, which guesses for it")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="the weights' precision")
-    weights: Literal["auto", "int8", "int4"] = Field(
-        "auto", description="as the checkpoint has them; int8 and int4 quantise while loading (CPU)"
+    weights: Literal["auto", "int8", "int4", "fp8"] = Field(
+        "auto", description="as the checkpoint has them; int8, int4 and fp8 (GPU) quantise while loading"
     )
     threads: int | None = Field(None, gt=0, description="CPU threads; default: the machine's cores")
     context_tokens_max: int | None = Field(None, gt=0, description="default: the model's own")

@@ -11,6 +11,7 @@ import torch
 
 from local_engine.config import ModelConfig
 from local_engine.quantised import Quantised
+from local_engine.scaled import Scaled
 from local_engine.tokenizer import Tokenizer
 
 
@@ -21,7 +22,7 @@ class WeightPiece:
     """
 
     name: str
-    tensor: torch.Tensor | Quantised
+    tensor: torch.Tensor | Quantised | Scaled
     share: float
     file: Path
 

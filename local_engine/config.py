@@ -19,8 +19,8 @@ class EngineConfig:
 
     `model`: a GGUF file, a checkpoint folder, a hub name, or None for the embedded default. `draft_model`: a smaller one
     with the same tokenizer, which guesses for it; None is none. `dtype`: auto, float32, bfloat16 or float16. `weights`: auto
-    (as the checkpoint has them: quantised ones stay so where a kernel serves them), int8 or int4 (quantised while they are
-    read). `kv_blocks` overrides `kv_size_mb`. `step_tokens_max` bounds the tokens
+    (as the checkpoint has them: quantised ones stay so where a kernel serves them), int8, int4 or fp8 (quantised while they are
+    read; with fp8, which is 8-bit floats, inputs are as well). `kv_blocks` overrides `kv_size_mb`. `step_tokens_max` bounds the tokens
     of one step, decode and prefill together; `sequences_max` those that run at once; `queue_max` those that wait,
     `wait_max_s` for how long. `draft_tokens_max` bounds what is guessed and verified per sequence and step (see
     `speculative`); 0 is off. `is_batch_invariant`: logits do not depend, not even in their last bits, on what else is in
@@ -67,8 +67,8 @@ class EngineConfig:
             raise ValueError(f"draft_tokens_max must be 0 (off) or more, not {self.draft_tokens_max}")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, not {self.dtype!r}")
-        if self.weights not in ("auto", "int8", "int4"):
-            raise ValueError(f"weights must be auto, int8 or int4, not {self.weights!r}")
+        if self.weights not in ("auto", "int8", "int4", "fp8"):
+            raise ValueError(f"weights must be auto, int8, int4 or fp8, not {self.weights!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

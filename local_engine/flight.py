@@ -75,7 +75,7 @@ def draw(chunks: Many[Chunk], logits: torch.Tensor, tokenizer: Tokenizer, began:
 
 
 def _drawn(logits: torch.Tensor, rows: list[int], places: list[Place]) -> Drawn:
-    if places and gpu.is_served(logits.device):
+    if places and gpu.is_served(logits.device, "draw"):
         from local_engine.gpu.draw import sample as sample_there
 
         return sample_there(logits, rows, places)

@@ -20,6 +20,7 @@ from local_engine.config import ModelError
 from local_engine.families import model_config_from_hf, token_ids
 from local_engine.prequantised import packing_from
 from local_engine.quantised import Quantised
+from local_engine.scaled import Scaled
 
 _MAPPED_SIZE_MAX_BYTES = 256 << 20
 _MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
@@ -77,7 +78,7 @@ class FolderCheckpoint:
         finally:
             tensors.close()
 
-    def _value(self, name: str) -> torch.Tensor | Quantised:
+    def _value(self, name: str) -> torch.Tensor | Quantised | Scaled:
         module = None if self._packing is None else self._packing.module_of(name, self._tensors)
         if self._packing is None or module is None:
             return self._tensors.read(name)
@@ -172,10 +173,12 @@ class SafetensorsFiles:
         return self._open[path]
 
 
-def _experts_apart(values: torch.Tensor | Quantised, count: int, name: str, path: Path) -> tuple[torch.Tensor, ...]:
+def _experts_apart(
+    values: torch.Tensor | Quantised | Scaled, count: int, name: str, path: Path
+) -> tuple[torch.Tensor, ...]:
     """[experts, rows, columns] as `count` matrices. Raises ModelError."""
     rows = values.shape[0] * values.shape[1]
-    if isinstance(values, Quantised) or values.dim() != 3 or rows % count:
+    if not isinstance(values, torch.Tensor) or values.dim() != 3 or rows % count:
         raise ModelError(
             f"{path}: tensor {name!r} has shape {tuple(values.shape)}, expected {count} matrices of experts"
         )

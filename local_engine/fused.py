@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def row_kernels(device: torch.device, dtype: torch.dtype) -> RowKernels | None:
     """The kernels for this device and type; None where there is torch alone."""
-    if not gpu.is_served(device):
+    if not gpu.is_served(device, "rows"):
         return native_for(device, dtype)
     from local_engine.gpu.rows import TritonRows
 

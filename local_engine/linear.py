@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as functional
 
-from local_engine import gpu
+from local_engine import gpu, scaled
 from local_engine.native import GROUP, PANEL, Kernels, Matrix, kernels, kind_of
 from local_engine.quantised import Quantised, joined, packed, packed_bfloat16, quantise
+from local_engine.scaled import Scaled, ScaledProduct, to_scaled
 
 if TYPE_CHECKING:
     from local_engine.gpu.product import QuantisedProduct
@@ -35,6 +36,7 @@ class Linear:
     """y = x W^T + b. Its rows come in parts, the checkpoint's tensors. `put` each, `prepare` once, then call.
 
     `bits`: what wider parts are quantised to, each to its own, where the native product can be used; None leaves all as they are.
+    `has_fp8`: 8-bit floats stay such where a GPU multiplies them; `wants_fp8`: others are rounded to them, on any device.
     `is_batch_invariant`: one order of sums for any number of rows. `is_head`: its result is float32 where the native
     product gives it; logits lie so close together that half precision would make some equal.
     """
@@ -48,6 +50,8 @@ class Linear:
         device: torch.device,
         has_bias: bool = False,
         bits: Many[int] | None = None,
+        wants_fp8: bool = False,
+        has_fp8: bool = False,
         is_batch_invariant: bool = False,
         is_head: bool = False,
     ) -> None:
@@ -57,11 +61,15 @@ class Linear:
         self._dequantised_from = _ROWS_ALL if is_batch_invariant else _DEQUANTISED_FROM
         self._dtype, self._device = dtype, device
         self._native = native_for(device, dtype)
-        self._is_on_gpu = gpu.is_served(device) and columns % GROUP == 0
+        self._is_on_gpu = gpu.is_served(device, "product") and columns % GROUP == 0
+        is_aligned = columns % scaled.ALIGNMENT == 0 and all(count % scaled.ALIGNMENT == 0 for count in rows)
+        self._wants_fp8 = wants_fp8 and is_aligned
+        self._keeps_fp8 = has_fp8 and is_aligned and (wants_fp8 or device.type == "cuda") and scaled.is_served(device)
+        self._can_pack = device.type == "cpu" and not self._is_on_gpu
         is_native = self._native is not None and columns % GROUP == 0
         self._bits = bits if is_native or self._is_on_gpu else None
         self._parts: list[_Part | None] = [None] * len(rows)
-        self._products: list[NativeProduct | _Torch | QuantisedProduct] = []
+        self._products: list[NativeProduct | _Torch | QuantisedProduct | ScaledProduct] = []
 
     @property
     def size_bytes(self) -> int:
@@ -76,19 +84,33 @@ class Linear:
         found = [p for p in self._products if isinstance(p, NativeProduct) and p.order is None]
         return found if len(found) == len(self._products) else None
 
+    @property
+    def whole(self) -> torch.Tensor | None:
+        """The matrix, where it is one of floats, laid out row by row and without a bias; it may be moved elsewhere."""
+        product = self._products[0]
+        is_whole = len(self._products) == 1 and self.bias is None
+        return product.weight if is_whole and isinstance(product, _Torch) and not product.is_packed else None
+
+    @whole.setter
+    def whole(self, weight: torch.Tensor) -> None:
+        product = self._products[0]
+        assert isinstance(product, _Torch)
+        product.weight = weight
+
     def forms(self) -> list[str]:
         """What each product's weights are held as: "4 bits", "8 bits", or a number type."""
         return [product.form for product in self._products]
 
-    def holds(self, index: int, value: torch.Tensor | Quantised) -> bool:
+    def holds(self, index: int, value: torch.Tensor | Quantised | Scaled) -> bool:
         """Whether a part is held with what it says, but for the number type's rounding: not quantised further."""
         return self._bits is None or (isinstance(value, Quantised) and value.bits <= self._bits[index])
 
-    def put(self, index: int, value: torch.Tensor | Quantised) -> None:
+    def put(self, index: int, value: torch.Tensor | Quantised | Scaled) -> None:
         """Take a part's weight, [rows[index], columns]. The last one lays all out for the fastest product there is and
         gives the parts up, so that a model being read is in memory once."""
         if self._bits is not None and not self.holds(index, value):
-            value = quantise(value.dequantised() if isinstance(value, Quantised) else value, self._bits[index])
+            value = value if isinstance(value, torch.Tensor) else value.dequantised()
+            value = quantise(value.to(self._device), self._bits[index])
         self._parts[index] = self._as_held(value)
         if all(part is not None for part in self._parts):
             for run in _runs([part for part in self._parts if part is not None]):
@@ -122,10 +144,16 @@ class Linear:
             return self._products[0](x)
         return torch.cat([product(x) for product in self._products], -1)
 
-    def _as_held(self, value: torch.Tensor | Quantised) -> _Part:
+    def _as_held(self, value: torch.Tensor | Quantised | Scaled) -> _Part:
         """A part as its product will read it: nothing of `value` itself is kept, but on a GPU its codes until they go
         there."""
         native = self._native
+        if isinstance(value, Scaled) and self._keeps_fp8:
+            return value.on(self._device)
+        if isinstance(value, Scaled) or (self._wants_fp8 and isinstance(value, Quantised)):
+            value = value.dequantised()
+        if isinstance(value, torch.Tensor) and self._wants_fp8:
+            return to_scaled(value.to(self._device))
         if isinstance(value, Quantised):
             if self._is_on_gpu and value.bits in (4, 8):
                 return value
@@ -135,19 +163,28 @@ class Linear:
             return _Panels(packed(value, native), value.shape[0], value.bits, value.order)
         if native is not None and self._dtype == torch.bfloat16 and has_pairs() and self.columns % 4 == 0:
             return _Panels(packed_bfloat16(value, native), value.shape[0], 16, None)
-        return value.to(self._dtype, copy=True)
+        return self._owned(value)
 
-    def _product(self, run: list[_Part]) -> NativeProduct | _Torch | QuantisedProduct:
+    def _owned(self, value: torch.Tensor) -> torch.Tensor:
+        """A copy where it will be multiplied; what a file maps crosses to a GPU as it is and changes its type there."""
+        if self._device.type == "cpu":
+            return value.to(self._dtype, copy=True)
+        return value.to(self._device).to(self._dtype)
+
+    def _product(self, run: list[_Part]) -> NativeProduct | _Torch | QuantisedProduct | ScaledProduct:
         codes = [part for part in run if isinstance(part, Quantised)]
         if codes:
             from local_engine.gpu.product import QuantisedProduct
 
             return QuantisedProduct(joined(codes), self._device)
+        floats = [part for part in run if isinstance(part, Scaled)]
+        if floats:
+            return ScaledProduct(scaled.joined(floats))
         panels = [part for part in run if isinstance(part, _Panels)]
         if not panels:
             weights = [part for part in run if isinstance(part, torch.Tensor)]
-            weight = (torch.cat(weights) if len(weights) > 1 else weights[0]).to(self._device)
-            return _Torch(weight, can_pack=self._device.type == "cpu" and can_pack(self._dtype))
+            weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+            return _Torch(weight, can_pack=self._can_pack and can_pack(self._dtype))
         assert self._native is not None
         return NativeProduct(
             self._native,
@@ -172,7 +209,7 @@ def _runs(parts: list[_Part]) -> list[list[_Part]]:
         elif isinstance(last, Quantised) and isinstance(part, Quantised):
             can_join = last.bits == part.bits and last.order is None and part.order is None
         else:
-            can_join = isinstance(last, torch.Tensor) and isinstance(part, torch.Tensor)
+            can_join = any(isinstance(last, kind) and isinstance(part, kind) for kind in (torch.Tensor, Scaled))
         if can_join:
             runs[-1].append(part)
         else:
@@ -198,7 +235,7 @@ class _Panels:
         return self.rows % PANEL == 0 and self.bits == other.bits and is_same_order
 
 
-_Part = torch.Tensor | _Panels | Quantised
+_Part = torch.Tensor | _Panels | Quantised | Scaled
 
 
 @dataclass(slots=True)
@@ -256,15 +293,15 @@ class _Torch:
         self.form = str(weight.dtype).removeprefix("torch.")
         self.bias: torch.Tensor | None = None
         self.is_packed = can_pack
-        self._weight = _operators()._reorder_linear_weight(weight, _ROWS_HINT) if can_pack else weight
+        self.weight = _operators()._reorder_linear_weight(weight, _ROWS_HINT) if can_pack else weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.is_packed:
-            return _operators()._linear_pointwise(x, self._weight, self.bias, "none", [], "")  # type: ignore[no-any-return]
-        return functional.linear(x, self._weight, self.bias)
+            return _operators()._linear_pointwise(x, self.weight, self.bias, "none", [], "")  # type: ignore[no-any-return]
+        return functional.linear(x, self.weight, self.bias)
 
     def take_rows(self, ids: torch.Tensor) -> torch.Tensor:
-        return functional.embedding(ids, self._weight)
+        return functional.embedding(ids, self.weight)
 
 
 def native_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:

@@ -21,7 +21,7 @@ _CUDA_SHARE = 0.9
 def choose_device(name: str) -> torch.device:
     """The named device, or CUDA where there is one. Raises ModelError for a device that is not there."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -30,7 +30,7 @@ def choose_device(name: str) -> torch.device:
         raise ModelError(f"device {name!r} is not supported; supported: auto, cpu, cuda, cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ModelError(f"device {name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
-    return device
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

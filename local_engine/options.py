@@ -20,7 +20,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--draft-model", help="a smaller model with the same tokenizer, which guesses for it")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16")
-    parser.add_argument("--weights", default="auto", help="auto (as the checkpoint has them), int8, int4")
+    parser.add_argument("--weights", default="auto", help="auto (as the checkpoint has them), int8, int4, fp8")
     for name, text in (
         ("threads", "CPU threads; default: the cores there are"),
         ("kv-size-mb", "memory for KV; default: by what is free"),

@@ -1,8 +1,8 @@
 """Quantised checkpoints of Hugging Face's kind: which tensors are one matrix, and what their bits mean.
 
 config.json's `quantization_config` names the method. What each module's tensors are called says whether it is quantised
-at all, so lists of modules left alone (lm_head, routers) need no reading. Activations are never quantised here: where a
-checkpoint was made for that, its answers are a little more exact than it promises.
+at all, so lists of modules left alone (lm_head, routers) need no reading. What a checkpoint says of quantised activations
+is not read: they are rounded by row as they come where 8-bit floats are multiplied as such, and nowhere else.
 
 Layouts: AWQ as AutoAWQ's "gemm" packs it (casper-hansen/AutoAWQ, arXiv:2306.00978); GPTQ as AutoGPTQ and GPTQModel do
 (arXiv:2210.17323); FP8 with a scale for each tensor, row or block (DeepSeek-V3, arXiv:2412.19437, section 3.3);
@@ -22,6 +22,7 @@ import torch
 from local_engine.config import ModelError
 from local_engine.native import GROUP
 from local_engine.quantised import Quantised
+from local_engine.scaled import Scaled
 
 _LEFT_OUT = frozenset(
     # scales of quantised activations and keys, and GPTQModel's own notes
@@ -49,7 +50,7 @@ class Tensors(Protocol):
         """Raises ModelError where there is none."""
 
 
-Unpack = Callable[[Tensors, str], torch.Tensor | Quantised]
+Unpack = Callable[[Tensors, str], torch.Tensor | Quantised | Scaled]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,15 +167,15 @@ def _fp8(section: Mapping[str, Any], source: str) -> Packing:
         raise _refuse(source, "weight_block_size", block, ("[rows, columns]",))
     sizes = tuple(int(size) for size in block) if block else None
 
-    def unpack(tensors: Tensors, module: str) -> torch.Tensor:
+    def unpack(tensors: Tensors, module: str) -> torch.Tensor | Scaled:
         return _unpack_scaled(tensors, module, sizes)
 
     method = str(section.get("quant_method")).lower()
     return Packing(method, "weight", frozenset(_FP8_SCALES), _FP8_SCALES, unpack)
 
 
-def _unpack_scaled(tensors: Tensors, module: str, block: tuple[int, ...] | None) -> torch.Tensor:
-    """weight float8 [out, in] times a scale: one for all, one for each row, or one for each block."""
+def _unpack_scaled(tensors: Tensors, module: str, block: tuple[int, ...] | None) -> torch.Tensor | Scaled:
+    """weight float8 [out, in] times a scale: one for all, one for each row, or (dequantised) one for each block."""
     weight = tensors.read(f"{module}.weight")
     if not weight.dtype.is_floating_point or weight.dtype.itemsize != 1:
         raise ModelError(f"tensor '{module}.weight' is {weight.dtype} beside a scale; expected an 8-bit float")
@@ -184,10 +185,9 @@ def _unpack_scaled(tensors: Tensors, module: str, block: tuple[int, ...] | None)
     if not torch.isfinite(values).all():
         raise ModelError(f"tensor '{module}.weight' has values that are no numbers")
     rows, columns = values.shape
-    if scales.numel() == 1:
-        return values.mul_(scales.view(()))
-    if scales.numel() == rows and scales.shape[0] == rows:
-        return values.mul_(scales.view(rows, 1))
+    if scales.numel() == 1 or (scales.numel() == rows and scales.shape[0] == rows):
+        scales = scales.view(-1, 1).expand(rows, 1)
+        return Scaled(weight, scales) if weight.dtype is torch.float8_e4m3fn else values.mul_(scales)
     if block is not None and scales.shape == (-(-rows // block[0]), -(-columns // block[1])):
         wide = scales.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
         return values.mul_(wide)
@@ -221,7 +221,7 @@ def _compressed_tensors(section: Mapping[str, Any], source: str) -> Packing:
     if "pack-quantized" in formats:
         raise _refuse(source, "format", sorted(formats), _FORMATS)
 
-    def unpack(tensors: Tensors, module: str) -> torch.Tensor | Quantised:
+    def unpack(tensors: Tensors, module: str) -> torch.Tensor | Quantised | Scaled:
         if tensors.read(f"{module}.weight").dtype == torch.int8:
             return _unpack_int8(tensors, module)
         return _unpack_scaled(tensors, module, block)

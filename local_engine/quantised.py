@@ -75,8 +75,8 @@ def bits_of(name: str, bits: int, layers: int) -> int:
 def quantise(values: torch.Tensor, bits: int) -> Quantised:
     """Codes of 8 bits symmetric around 0, nearest to the values; of 4 bits with the scale and least that fit them."""
     rows, columns = values.shape
-    codes = torch.empty(rows, columns, dtype=torch.uint8)
-    scales, leasts = (torch.empty(rows, columns // GROUP, dtype=torch.float16) for _ in range(2))
+    codes = torch.empty(rows, columns, dtype=torch.uint8, device=values.device)
+    scales, leasts = (torch.empty(rows, columns // GROUP, dtype=torch.float16, device=values.device) for _ in range(2))
     for start in range(0, rows, _ROWS_AT_ONCE):  # in float32 a large matrix would be many times what comes of it
         some = slice(start, start + _ROWS_AT_ONCE)
         groups = values[some].float().view(-1, columns // GROUP, GROUP)

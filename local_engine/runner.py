@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from local_engine import gpu, machine
+from local_engine import gpu, machine, scaled
 from local_engine.attention import DecodeGroup, PagedKV, PagedRows, PrefillSpan, StepInput, block_size_bytes
 from local_engine.checkpoint import Checkpoint
 from local_engine.config import EngineConfig, ModelError
@@ -52,6 +52,8 @@ class ModelRunner:
         is_draft: bool = False,
     ) -> None:
         self.device = machine.choose_device(config.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # where this thread's kernels and events go
         if self.device.type == "cpu":
             torch.set_num_threads(machine.choose_threads(config.threads))
         self.dtype = machine.choose_dtype(config.dtype, self.device)
@@ -61,10 +63,14 @@ class ModelRunner:
             progress(0.0, "checking kernels")
             gpu.verify(model, config.block_tokens, self.dtype, self.device)
         with torch.inference_mode():
-            bits, is_invariant = _bits(config, self), config.is_batch_invariant
             try:
                 self.decoder = Decoder(
-                    model, dtype=self.dtype, device=self.device, bits=bits, wants_batch_invariance=is_invariant
+                    model,
+                    dtype=self.dtype,
+                    device=self.device,
+                    bits=_bits(config, self),
+                    wants_fp8=config.weights == "fp8",
+                    wants_batch_invariance=config.is_batch_invariant,
                 )
             except (RuntimeError, MemoryError) as error:  # torch says no more of what can't be allocated
                 said = str(error).partition("\n")[0]
@@ -140,7 +146,10 @@ class ModelRunner:
         from local_engine.gpu.steps import GpuSteps
 
         rows_max = config.sequences_max or default_sequences(self.device)
-        return GpuSteps(self.decoder, self.kv, rows_max=rows_max, context_tokens=self.context_tokens)
+        steps = GpuSteps(self.decoder, self.kv, rows_max=rows_max, context_tokens=self.context_tokens)
+        if self.device.type == "cuda":
+            steps.warm_up()
+        return steps
 
     def _place(self, chunk: Chunk) -> tuple[bool, list[int]]:
         """What a step's chunks are sorted by. Natively sequences with a common prefix become neighbours; else single rows
@@ -152,7 +161,7 @@ class ModelRunner:
 
     def _take_kv(self, config: EngineConfig, blocks: int) -> None:
         kind: type[PagedKV | TritonKV] = PagedKV
-        if gpu.is_served(self.device):
+        if gpu.is_served(self.device, "attention"):
             from local_engine.gpu.paged_kv import TritonKV as kind  # noqa: N813
         size, model = config.block_tokens, self.decoder.config
         with torch.inference_mode():
@@ -285,9 +294,11 @@ class ModelRunner:
 
 def _bits(config: EngineConfig, runner: ModelRunner) -> int | None:
     """What matrices are quantised to while they are read. Raises ModelError where no kernel serves that."""
-    if config.weights == "auto":
+    if config.weights == "fp8" and not scaled.is_served(runner.device):
+        raise ModelError(f"weights=fp8 needs a GPU with 8-bit floats (Ada, Hopper or later), not {runner.device}")
+    if config.weights in ("auto", "fp8"):
         return None
-    if native_for(runner.device, runner.dtype) is None and not gpu.is_served(runner.device):
+    if native_for(runner.device, runner.dtype) is None and not gpu.is_served(runner.device, "product"):
         raise ModelError(
             f"weights={config.weights} needs the native kernels (python -m local_engine.native) and float32 or bfloat16 "
             f"on a CPU, or a GPU with Triton; this engine runs {str(runner.dtype).removeprefix('torch.')} on {runner.device}"

@@ -75,14 +75,13 @@ def float_folder(source: Path, folder: Path) -> Path:
         from safetensors.torch import save_file
 
         from local_engine.loader import open_checkpoint
-        from local_engine.quantised import Quantised
 
         path.mkdir(parents=True, exist_ok=True)
         checkpoint = open_checkpoint(str(source))
         config = hf_config(checkpoint.config)
         weights: dict[str, torch.Tensor] = {}
         for piece in checkpoint.weights():
-            whole = piece.tensor.dequantised() if isinstance(piece.tensor, Quantised) else piece.tensor
+            whole = piece.tensor if isinstance(piece.tensor, torch.Tensor) else piece.tensor.dequantised()
             weights[piece.name] = whole.to(torch.bfloat16).contiguous()
         save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
         (path / "config.json").write_text(json.dumps(config, indent=1))

@@ -3,7 +3,8 @@
 A step must read the weights and the KV of what it attends to, and multiply: it takes at least max(bytes / bandwidth,
 operations / rate) (the roofline model, Williams et al., CACM 2009). Both ceilings are measured in the same run with the
 same threads. A load is taken at its best: all prompts prefilled in one step, what they share once and not at all when
-it is warm, then every answer decoded in one batch, what they share read once a step. Knows dense decoders only.
+it is warm, then every answer decoded in one batch, what they share read once a step. Of experts as many are read as a
+step's rows would choose by chance.
 """
 
 from __future__ import annotations
@@ -30,6 +31,17 @@ class Ceilings:
     bytes_per_s: float = 0.0
     float_flops_per_s: float = 0.0
     code_flops_per_s: float = 0.0
+
+    def measure_gpu(self, device: torch.device | str) -> None:
+        """A copy's and a sum's bytes, and the operations of a product of bfloat16; events on the device take the time."""
+        source = torch.ones(1 << 27, dtype=torch.int64, device=device)  # 1 GiB
+        target = torch.empty_like(source)
+        copy_s, sum_s = _event_s(lambda: target.copy_(source), device), _event_s(source.sum, device)
+        self.bytes_per_s = max(self.bytes_per_s, 2 * source.nbytes / copy_s, source.nbytes / sum_s)
+        square = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+        rate = 2 * 8192**3 / _event_s(lambda: square @ square, device)
+        self.float_flops_per_s = max(self.float_flops_per_s, rate)
+        self.code_flops_per_s = max(self.code_flops_per_s, self.float_flops_per_s)
 
     def measure(self) -> None:
         """Read and multiply for a fifth of a second with torch's threads. Time is CPU time per thread, and the best of
@@ -61,6 +73,20 @@ def _best_s(work: Callable[[], object], times: int) -> float:
     return best / torch.get_num_threads()
 
 
+def _event_s(work: Callable[[], object], device: torch.device | str) -> float:
+    """Seconds of the best of several runs on a GPU."""
+    best = math.inf
+    with torch.cuda.device(device):
+        for _ in range(8):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            best = min(best, start.elapsed_time(end) / 1e3)
+    return best
+
+
 @dataclass(frozen=True, slots=True)
 class Floor:
     """What a model's steps need. `bits`: of a weight as it is kept, scales included."""
@@ -71,9 +97,9 @@ class Floor:
     kv_value_bytes: int = 2
 
     def value(self, scenario: Scenario) -> float | None:
-        """The scenario's headline figure if nothing but reading and multiplying took time; None for what has no floor:
-        models with experts, and open loads, which take as long as their arrivals."""
-        if self.config.experts is not None or scenario.is_open:
+        """The scenario's headline figure if nothing but reading and multiplying took time; None for open loads, which
+        take as long as their arrivals."""
+        if scenario.is_open:
             return None
         batch, shared = scenario.batch, scenario.shared
         known = shared if scenario.is_warm else 0
@@ -105,18 +131,25 @@ class Floor:
         """A step that computes `rows` tokens, logits for some, reads `kv_tokens` of KV and compares `pairs` of queries and
         keys."""
         model = self.config
-        read = (self._layer_weights + self._head_weights) * self.bits / 8 + kv_tokens * self._kv_bytes
-        multiplied = 2 * (self._layer_weights * rows + self._head_weights * logit_rows)
+        experts = model.experts
+        chosen = 0.0 if experts is None else experts.count * (1 - (1 - experts.per_token / experts.count) ** rows)
+        read = (self._layer_weights(chosen) + self._head_weights) * self.bits / 8 + kv_tokens * self._kv_bytes
+        used = self._layer_weights(0 if experts is None else experts.per_token)
+        multiplied = 2 * (used * rows + self._head_weights * logit_rows)
         attended = 4 * pairs * model.layers * model.heads * model.head_dim
         ceilings = self.ceilings
         rate = ceilings.code_flops_per_s if self.bits < 16 else ceilings.float_flops_per_s
         return max(read / ceilings.bytes_per_s, multiplied / rate + attended / ceilings.float_flops_per_s)
 
-    @property
-    def _layer_weights(self) -> int:
-        model = self.config
+    def _layer_weights(self, chosen: float) -> float:
+        """Of all layers, with so many experts of each mixture."""
+        model, experts = self.config, self.config.experts
         heads = 2 * model.heads + 2 * model.kv_heads  # queries and output, keys and values
-        return model.layers * model.hidden_size * (heads * model.head_dim + 3 * model.intermediate_size)
+        sparse = 0 if experts is None else sum(experts.is_sparse)
+        weights = model.layers * heads * model.head_dim + (model.layers - sparse) * 3 * model.intermediate_size
+        if experts is not None:
+            weights += sparse * (experts.count + chosen * 3 * experts.intermediate_size)
+        return float(model.hidden_size * weights)
 
     @property
     def _head_weights(self) -> int:

@@ -41,7 +41,11 @@ _AS_IT_IS = (
     Way("bfloat16, torch", "bfloat16", is_native=False),
     Way("bfloat16, native", "bfloat16"),
 )
-_AT_LOAD = (Way("int8 at load", "bfloat16", "int8"), Way("int4 at load", "bfloat16", "int4"))
+_AT_LOAD = (
+    Way("int8 at load", "bfloat16", "int8"),
+    Way("int4 at load", "bfloat16", "int4"),
+    Way("fp8 at load", "bfloat16", "fp8"),
+)
 _IN_FORMATS = (
     Way("GGUF Q8_0", "bfloat16", format="q8_0"),
     Way("GGUF Q4_1", "bfloat16", format="q4_1"),

@@ -129,7 +129,8 @@ class TransformersContinuous:
         self.weights = weights
         self._manager = model.init_continuous_batching(
             GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
-            ContinuousBatchingConfig(num_blocks=_TRANSFORMERS_KV_BLOCKS),
+            # on a GPU as many as there is memory for
+            ContinuousBatchingConfig(num_blocks=_TRANSFORMERS_KV_BLOCKS if model.device.type == "cpu" else None),
         )
         self._manager.start()
 
@@ -170,14 +171,13 @@ def load_transformers(model: str | None, dtype: str, device: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from local_engine.loader import open_checkpoint
-    from local_engine.quantised import Quantised
 
     checkpoint = open_checkpoint(model)
     is_folder = model is not None and Path(model).is_dir()
     config = AutoConfig.from_pretrained(model) if is_folder else AutoConfig.for_model(**_for_model(checkpoint.config))
     loaded: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
     weights = {
-        piece.name: piece.tensor.dequantised() if isinstance(piece.tensor, Quantised) else piece.tensor
+        piece.name: piece.tensor if isinstance(piece.tensor, torch.Tensor) else piece.tensor.dequantised()
         for piece in checkpoint.weights()
     }
     missing, unexpected = loaded.load_state_dict(weights, strict=False)

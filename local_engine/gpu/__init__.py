@@ -1,7 +1,7 @@
 """The engine on a GPU: kernels in Triton for what torch does slowly there, and the means to keep the device busy.
 
-`is_served(device)` says whether they run: on CUDA where Triton can be imported, elsewhere torch's plain path does the same
-work and is their oracle. SAMEWAY_TRITON=0 leaves them alone; SAMEWAY_TRITON=1 takes them on a CPU as well, for the tests:
+`is_served(device, part)` says whether a part of them runs: on CUDA where Triton can be imported, elsewhere torch's plain path
+does the same work and is their oracle. SAMEWAY_TRITON=0 leaves them alone; SAMEWAY_TRITON=1 takes them on a CPU as well, for the tests:
 with TRITON_INTERPRET=1 Triton runs the very same kernels there in numpy, slowly. Nothing here imports triton before it
 is asked for. Knows rows, pages and tiles; no queues, no text.
 """
@@ -12,37 +12,40 @@ import importlib.util
 import logging
 import os
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
     import torch
 
     from local_engine.config import ModelConfig
 
+Part = Literal["attention", "rows", "draw", "product", "experts", "fp8"]
+PARTS: tuple[Part, ...] = get_args(Part)
+
 _log = logging.getLogger(__name__)
-_left_alone: set[str] = set()  # devices on which a kernel failed or was wrong
+_left_alone: set[tuple[str, Part]] = set()  # devices on which a kernel of that part failed or was wrong
 
 
-def is_served(device: torch.device) -> bool:
-    """Whether the kernels run on this device."""
+def is_served(device: torch.device, part: Part) -> bool:
+    """Whether the kernels of this part run on this device."""
     wish = os.environ.get("SAMEWAY_TRITON", "")
-    is_wanted = wish != "0" and (device.type == "cuda" or wish == "1") and str(device) not in _left_alone
+    is_wanted = wish != "0" and (device.type == "cuda" or wish == "1") and (str(device), part) not in _left_alone
     return is_wanted and _has_triton()
 
 
 def verify(model: ModelConfig, block_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Before a model is loaded: compare each kernel with torch in the model's shapes; where one fails or is wrong, all are
-    left alone on that device until the process ends. Takes seconds, most of them to compile what is needed anyway."""
-    if not is_served(device):
+    """Before a model is loaded: compare each kernel with torch in the model's shapes; where one fails or is wrong, its part
+    is left alone on that device until the process ends. Takes seconds, most of them to compile what is needed anyway."""
+    if device.type == "cuda" and not _has_triton():
+        _log.error("Triton is not installed: torch does the kernels' work on %s, several times slower", device)
+    if not any(is_served(device, part) for part in PARTS):
         return
     from local_engine.gpu.oracle import disagreements
     from local_engine.gpu.paged_kv import shape_of
 
-    wrong = disagreements(shape_of(model, block_tokens), model.hidden_size, dtype, device)
-    for one in wrong:
-        _log.error("torch does the work of all kernels on %s: %s is not to be trusted: %s", device, one.kernel, one.why)
-    if wrong:
-        _left_alone.add(str(device))
+    for one in disagreements(shape_of(model, block_tokens), model.hidden_size, dtype, device):
+        _log.error("SLOW: torch does the work of %s on %s: %s is wrong: %s", one.part, device, one.kernel, one.why)
+        _left_alone.add((str(device), one.part))
 
 
 def is_interpreted() -> bool:

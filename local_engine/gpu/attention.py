@@ -25,7 +25,7 @@ TILE_FIELDS = 5  # first row, rows, where its table begins, first key, end of th
 _SPLITS_MAX = 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tables", "tiles", "positions", "rows_all", "first_split", "splits"])
 def _attend(
     queries,  # [rows, query_stride / head_dim, head_dim]
     pool,  # [2 * kv_heads, blocks, block_tokens, head_dim]
@@ -41,6 +41,7 @@ def _attend(
     head_stride,
     rows_all,
     first_split,
+    splits,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -48,12 +49,12 @@ def _attend(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     IS_PARTIAL: tl.constexpr,
-    SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     FIELDS: tl.constexpr,
     WIDEN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -78,7 +79,7 @@ def _attend(
     begin = key_first
     if HAS_WINDOW:
         begin = tl.maximum(begin, tl.min(tl.where(is_row, position, 2147483647), 0) - window + 1)
-    share = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), SPLITS), BLOCK_N) * BLOCK_N
+    share = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), splits), BLOCK_N) * BLOCK_N
     start = begin + split * share
     stop = tl.minimum(start + share, end)
 
@@ -98,7 +99,7 @@ def _attend(
         if WIDEN:
             scores = tl.dot(q.to(tl.float32), k.to(tl.float32), input_precision="ieee") * scale
         else:
-            scores = tl.dot(q, k, input_precision="ieee") * scale
+            scores = tl.dot(q, k, input_precision=PRECISION) * scale
         if HAS_SOFTCAP:
             scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
         is_seen = is_key[None, :] & (key[None, :] <= position[:, None])
@@ -116,7 +117,7 @@ def _attend(
         if WIDEN:
             acc = acc * decay[:, None] + tl.dot(weights, v.to(tl.float32), input_precision="ieee")
         else:
-            acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
         largest = larger
 
     is_empty = total == 0.0
@@ -130,7 +131,7 @@ def _attend(
     tl.store(out + out_at, found.to(out.dtype.element_ty), mask=is_row[:, None] & is_dim[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows_all", "splits"])
 def _merge(
     partial,  # float32 [splits, rows_all, heads, head_dim]
     lse,  # float32 [splits, rows_all, heads]
@@ -205,7 +206,7 @@ class Shape:
 
     @property
     def tile_rows(self) -> int:
-        """Rows of a whole or shared tile."""
+        """Rows that a tile has at most."""
         return max(1, self._lanes // self.group)
 
     @property
@@ -213,8 +214,9 @@ class Shape:
         return max(64 if self.head_dim > 128 else 128, _power_of_2(self.group))
 
     def lanes(self, rows: int) -> int:
-        """The size of a tile of so many rows in the kernel: a power of two that tl.dot takes."""
-        return max(16, _power_of_2(rows * self.group))
+        """The size of a tile of so many rows in the kernel, a power of two that tl.dot takes: for decodes the smallest, for
+        all others one, because each size is a kernel of its own to compile."""
+        return 16 if rows * self.group <= 16 else self._lanes
 
     def partials(self, splits: int, rows: int, device: torch.device) -> Partials:
         """Room for `splits` partial results of `rows` rows."""
@@ -262,7 +264,7 @@ def attend(
             HEADS=shape.heads,
             HEAD_DIM=shape.head_dim,
             BLOCK_D=_power_of_2(shape.head_dim),
-            BLOCK_S=_power_of_2(splits),
+            BLOCK_S=8 if splits <= 8 else 2 * _SPLITS_MAX,  # each size is a kernel of its own to compile
             num_warps=4,
         )
     if tiles.whole is not None:
@@ -303,6 +305,7 @@ def _launch(
         pool.stride(0),
         out.shape[1] if is_partial else 0,
         first_split,
+        splits,
         GROUP=shape.group,
         KV_HEADS=shape.kv_heads,
         HEAD_DIM=size,
@@ -310,10 +313,10 @@ def _launch(
         HAS_SOFTCAP=shape.softcap is not None,
         HAS_WINDOW=window > 0,
         IS_PARTIAL=is_partial,
-        SPLITS=splits,
         BLOCK_M=lanes,
         FIELDS=TILE_FIELDS,
         WIDEN=is_interpreted() and queries.dtype is torch.bfloat16,
+        PRECISION="tf32x3",  # of float32: three products of its halves, on tensor cores
         **block_sizes(size, lanes, queries.element_size()),
     )
 
@@ -321,10 +324,10 @@ def _launch(
 def block_sizes(head_dim: int, lanes: int, element_size_bytes: int) -> dict[str, int]:
     """Keys per round, and how many warps and stages they need, for tiles of so many lanes to fit a multiprocessor."""
     wide = max(16, _power_of_2(head_dim))
-    is_big = wide * element_size_bytes > 256
+    key_bytes = wide * element_size_bytes
     return {
-        "BLOCK_N": 32 if is_big else 64,
+        "BLOCK_N": 16 if key_bytes > 512 else 32 if key_bytes > 256 else 64,
         "BLOCK_D": wide,
         "num_warps": 8 if lanes >= 128 else 4,
-        "num_stages": 2 if is_big else 3,
+        "num_stages": 2 if key_bytes > 256 else 3,
     }

@@ -80,7 +80,7 @@ def _nucleus(own, vocabulary, temperature, most, top_p, low, high, BLOCK: tl.con
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["places"])
 def _draw(
     logits,  # [any, vocabulary]
     rows,  # int64 [places]: whose logits

@@ -1,6 +1,6 @@
 """Oracle: every kernel beside torch, on the device and in the shapes that are going to be used.
 
-An engine on CUDA asks before it loads a model, and leaves the kernels alone where one of them fails or disagrees; the
+An engine on CUDA asks before it loads a model, and leaves those kernels alone that fail or disagree; the
 bench asks for many shapes. Knows tensors and tolerances. Invariant: what torch says here is computed in float32 from the
 very same rounded inputs.
 """
@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from local_engine import fused
+from local_engine import fused, scaled
 from local_engine.cascade import Prefix
-from local_engine.config import RopeConfig
-from local_engine.gpu import draw, rows
+from local_engine.config import ModelError, RopeConfig
+from local_engine.gpu import Part, draw, rows
 from local_engine.gpu.attention import Shape, attend
+from local_engine.gpu.experts import GroupedExperts
 from local_engine.gpu.plan import SHORT_ROWS_MAX, Span, plan
 from local_engine.gpu.product import BITS, QuantisedProduct
 from local_engine.models.rope import rotary
@@ -30,32 +31,46 @@ _VOCABULARY = 5003
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """A kernel that is not to be trusted, and why."""
+    """A kernel that is not to be trusted, the part that does without it, and why."""
 
+    part: Part
     kernel: str
     why: str
 
 
 def disagreements(shape: Shape, hidden_size: int, dtype: torch.dtype, device: torch.device) -> list[Disagreement]:
-    """What fails or differs from torch by more than the type's rounding explains."""
-    checks: dict[str, Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]]] = {
-        "add_norm": lambda: _add_norm(hidden_size, dtype, device),
-        "gate": lambda: _gate(hidden_size, dtype, device),
-        "rotate_write": lambda: _rotate_write(shape, dtype, device),
-        "attend": lambda: _attend(shape, dtype, device),
-        "draw": lambda: _draw(dtype, device),
-        "product": lambda: _product(dtype, device),
+    """What fails or differs from torch by more than the type's rounding explains. Raises ModelError where a kernel has
+    broken the device for all that follows."""
+    checks: dict[tuple[Part, str], Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]]] = {
+        ("rows", "add_norm"): lambda: _add_norm(hidden_size, dtype, device),
+        ("rows", "gate"): lambda: _gate(hidden_size, dtype, device),
+        ("attention", "rotate_write"): lambda: _rotate_write(shape, dtype, device),
+        ("attention", "attend"): lambda: _attend(shape, dtype, device),
+        ("draw", "draw"): lambda: _draw(dtype, device),
+        ("product", "product"): lambda: _product(dtype, device),
+        ("experts", "product_each"): lambda: _experts(dtype, device),
     }
+    if device.type == "cpu" or torch.cuda.get_device_capability(device) >= scaled.CAPABILITY:
+        checks["fp8", "to_fp8"] = lambda: _to_fp8(hidden_size, dtype, device)
     found = []
-    for kernel, check in checks.items():
+    for (part, kernel), check in checks.items():
         try:
             with _same_numbers(device):
                 for ours, theirs in check():
-                    tolerance = _TOLERANCE[dtype]
+                    tolerance = _TOLERANCE[dtype] if ours.is_floating_point() else 0.0
                     torch.testing.assert_close(ours.float(), theirs.float(), atol=tolerance, rtol=tolerance)
         except Exception as error:
-            found.append(Disagreement(kernel, f"{type(error).__name__}: {error}"))
+            found.append(Disagreement(part, kernel, f"{type(error).__name__}: {error}"))
+            _require_alive(device, kernel, error)
     return found
+
+
+def _require_alive(device: torch.device, kernel: str, error: Exception) -> None:
+    """A bad address ends all work of a process on its device: who starts anew must leave the kernels alone."""
+    try:
+        torch.zeros(1, device=device).item()
+    except RuntimeError:
+        raise ModelError(f"the kernel {kernel} broke {device} ({error}); start with SAMEWAY_TRITON=0") from error
 
 
 @contextmanager
@@ -93,7 +108,8 @@ def _rotate_write(
         qk, values = qkv[:, : heads + kv_heads].float(), qkv[:, heads + kv_heads :].clone()
         qk = qk if norm is None else fused.rms_norm(qk, None, 1e-6, norm)
         qk = qk * table.cos[positions].float() + qk.roll(size // 2, -1) * table.sin[positions].float()
-        pool = torch.zeros(2 * kv_heads, 2, shape.block_tokens, size, dtype=dtype, device=device)
+        blocks = -(-6 // shape.block_tokens)
+        pool = torch.zeros(2 * kv_heads, blocks, shape.block_tokens, size, dtype=dtype, device=device)
         rows.rotate_write(qkv, pool, norm, 1e-6, table.cos, table.sin, positions, slots)
         stored = pool.view(2 * kv_heads, -1, size)
         yield qkv[:, :heads], qk[:, :heads]
@@ -105,8 +121,13 @@ def _rotate_write(
 def _attend(shape: Shape, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Two sequences over a prefix, one with a draft, and a prompt after a cached part: over every kind of layer there is."""
     size, long = shape.block_tokens, 3 * SHORT_ROWS_MAX
-    own = range(5, 7 + -(-(long + size) // size))
-    spans = [Span(0, 1, 3 * size, [0, 1, 2, 3]), Span(1, 3, 2 * size + 1, [0, 1, 4]), Span(4, long, size, list(own))]
+    drafted = range(4, 6 + -(-3 // size))  # blocks of what a sequence with a draft has beyond the prefix
+    own = range(drafted.stop, drafted.stop + 2 + -(-long // size))
+    spans = [
+        Span(0, 1, 3 * size, [0, 1, 2, 3]),
+        Span(1, 3, 2 * size + 1, [0, 1, *drafted]),
+        Span(4, long, size, list(own)),
+    ]
     positions = torch.tensor([span.position + row for span in spans for row in range(span.rows)], device=device)
     pool = torch.randn(2 * shape.kv_heads, own.stop, size, shape.head_dim, device=device).to(dtype)
     qkv = torch.randn(4 + long, shape.heads + 2 * shape.kv_heads, shape.head_dim, device=device).to(dtype)
@@ -157,3 +178,35 @@ def _product(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.T
         for count in (1, 70):
             x = torch.randn(count, 256, device=device).to(dtype)
             yield QuantisedProduct(matrix, device)(x), x.float() @ weight.T
+
+
+def _experts(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Few rows and many, of which one expert gets most and one none; each row's own matrices are the oracle."""
+    gate_up, down = (torch.randn(5, *size, device=device).to(dtype) / 8 for size in ((96, 64), (64, 48)))
+    grouped = GroupedExperts(gate_up, down, "silu", None)
+    for count in (2, 200):
+        x = torch.randn(count, 64, device=device).to(dtype)
+        chosen = torch.stack((torch.arange(count, device=device) % 3, torch.full((count,), 4, device=device)), 1)
+        shares = torch.rand(count, 2, device=device).to(dtype)
+        yield grouped(x, chosen, shares), _one_by_one(x, gate_up, down, chosen, shares)
+
+
+def _one_by_one(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
+) -> torch.Tensor:
+    """What experts give when each pair is computed by itself."""
+    out = torch.zeros(x.shape, device=x.device)
+    for expert in range(len(gate_up)):
+        inner = fused.gate(None, (x.float() @ gate_up[expert].float().T).to(x.dtype).float(), "silu").to(x.dtype)
+        share = (shares.float() * (chosen == expert)).sum(1, keepdim=True)
+        out += inner.float() @ down[expert].float().T * share
+    return out
+
+
+def _to_fp8(width: int, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Within half of the last of three bits of what was rounded; a row of zeros stays one."""
+    x = (torch.randn(3, width, device=device) * torch.tensor([[1.0], [0.0], [1000.0]], device=device)).to(dtype)
+    codes, scales = rows.to_fp8(x)
+    found, wanted = codes.float() * scales, x.float()
+    excess = (found - wanted).abs() - wanted.abs() / 16 - scales / 512
+    yield excess.clamp_min(0.0), torch.zeros_like(excess)

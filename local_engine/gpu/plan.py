@@ -93,9 +93,10 @@ def plan(
             seen_before[index] = tokens
         table, first = starts[prefix.members[0]], members[0].first
         shared += _cut(shape, first, sum(span.rows for span in members), table, [tokens])
-    own: list[Tile] = [
-        (span.first, span.rows, start, before, span.end)
+    own = [
+        tile
         for span, start, before in zip(short, starts, seen_before, strict=False)
+        for tile in _cut(shape, span.first, span.rows, start, range(span.position + 1, span.end + 1), before)
     ]
     whole = [
         tile
@@ -112,15 +113,15 @@ def plan(
         shared=len(shared),
         whole=len(whole),
         split_rows=max(split_rows, sum(span.rows for span in short)),
-        rows_max=max((span.rows for span in short), default=1),
+        rows_max=max((count for _, count, *_ in own), default=1) or 1,
     )
 
 
-def _cut(shape: Shape, first: int, rows: int, table: int, ends: Many[int]) -> list[Tile]:
-    """Rows in tiles as high as the kernel takes; `ends`: where each row's keys end, or one for all."""
+def _cut(shape: Shape, first: int, rows: int, table: int, ends: Many[int], begin: int = 0) -> list[Tile]:
+    """Rows in tiles as high as the kernel takes; `ends`: where each row's keys end, or one for all; they start at `begin`."""
     tiles = []
     for start in range(0, rows, shape.tile_rows):
         count = min(shape.tile_rows, rows - start)
         end = ends[start + count - 1] if len(ends) > 1 else ends[0]
-        tiles.append((first + start, count, table, 0, end))
+        tiles.append((first + start, count, table, begin, end))
     return tiles

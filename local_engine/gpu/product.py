@@ -16,7 +16,7 @@ from local_engine.native import GROUP
 from local_engine.quantised import Quantised
 
 _OUTPUTS = 64  # of a program
-_GROUPS = 2  # of a round
+_GROUPS = 4  # of a round: 128 bytes of 8-bit codes in a row of memory
 BITS = (4, 8)
 
 
@@ -29,7 +29,7 @@ def _each(of_groups, RUN: tl.constexpr):
     return tl.reshape(wide, (GROUPS * RUN, OUTPUTS))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _product(
     x,  # [rows, columns]
     codes,  # uint8 [outputs, columns * BITS / 8]
@@ -95,12 +95,12 @@ class QuantisedProduct:
     """y = x W^T + b with W as codes of 4 or 8 bits on the device."""
 
     def __init__(self, matrix: Quantised, device: torch.device) -> None:
-        """`matrix` is on the CPU, of whole groups; raises ValueError for codes of another width."""
+        """`matrix` is of whole groups; raises ValueError for codes of another width."""
         if matrix.bits not in BITS:
             raise ValueError(f"codes of {matrix.bits} bits are not served")
         self.outputs, self._columns = matrix.shape
         self._bits = matrix.bits
-        self._codes = (matrix.codes if matrix.bits == 8 else _halves(matrix.codes)).contiguous().to(device)
+        self._codes = (matrix.codes.to(device) if matrix.bits == 8 else _halves(matrix.codes.to(device))).contiguous()
         self._scales = matrix.scales.contiguous().to(device)
         self._leasts = matrix.leasts.contiguous().to(device)
         self._order = None if matrix.order is None else matrix.order.to(device)

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from local_engine.gpu import is_interpreted
+
 
 @triton.jit
 def _add_norm(x, more, weight, out, epsilon, width, HAS_MORE: tl.constexpr, BLOCK: tl.constexpr):
@@ -71,7 +73,7 @@ def gate(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions", "slots"])
 def _rotate_write(
     qkv,
     pool,
@@ -156,6 +158,34 @@ def rotate_write(
             BLOCK_D=triton.next_power_of_2(size // 2),
             num_warps=4,
         )
+
+
+@triton.jit
+def _to_fp8(x, codes, scales, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    largest = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, width, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        value = tl.load(x + row * width + at, mask=at < width, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(value))
+    scale = tl.maximum(tl.max(largest, 0), 1e-12) / 448.0
+    tl.store(scales + row, scale)
+    for first in range(0, width, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        value = tl.load(x + row * width + at, mask=at < width, other=0.0).to(tl.float32)
+        tl.store(codes + row * width + at, (value / scale).to(codes.dtype.element_ty), mask=at < width)
+
+
+def to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [rows, width], contiguous, as e4m3 with a scale for each row, float32 [rows, 1]."""
+    rows, width = x.shape
+    # the interpreter rounds 31 to 16: there the last step is torch's
+    dtype = torch.float32 if is_interpreted() else torch.float8_e4m3fn
+    codes = torch.empty(rows, width, dtype=dtype, device=x.device)
+    scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    if rows:
+        _to_fp8[(rows,)](x.contiguous(), codes, scales, width, BLOCK=min(4096, triton.next_power_of_2(width)))
+    return codes.to(torch.float8_e4m3fn), scales
 
 
 class TritonRows:

@@ -2,15 +2,18 @@
 
 All that a step needs goes to the device in two copies from pinned memory, and nothing is read back: so the host is done
 with a step long before the device is. Rows are ordered so that sequences with a common prefix are neighbours. Steps of
-nothing but single tokens run as CUDA graphs, one for each of a few batch sizes, captured when it is first needed; smaller
-batches are filled up with rows that store nothing and see nothing. On a CPU, where Triton interprets the kernels, the same
-buffers are filled and "replaying" is calling.
+nothing but single tokens run as CUDA graphs, one for each of a few batch sizes; smaller batches are filled up with rows
+that store nothing and see nothing. On a CPU, where Triton interprets the kernels, the same buffers are filled and
+"replaying" is calling. All graphs are captured before the first answer, and each one's first replay is compared with the
+same computation unrecorded: where that fails or differs, steps run unrecorded.
 
 Knows no queues and no sampling. Invariant: it reads a sequence (tokens, blocks) and never changes it.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
@@ -31,7 +34,9 @@ from local_engine.scheduler import Chunk
 _GRAPH_ROWS = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
 _SAVED_TOKENS_MIN = 512  # reads that a shared prefix must save before it is worth tiles of its own
 _PREFIXES_MAX = 8  # in a captured graph
+_GRAPH_ERROR_MAX = 0.02  # of the largest logit: a library may choose another kernel while recording
 _TOKENS, _POSITIONS, _SLOTS, _SOURCES, _LOGITS = range(5)
+_log = logging.getLogger(__name__)
 Longs = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -46,10 +51,9 @@ class _Order:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """What runs a decode of `rows` rows on the static buffers. `skeleton` says how its tiles lie."""
+    """What runs a decode of so many rows on the static buffers: step by step, and recorded."""
 
-    rows: int
-    skeleton: Plan
+    compute: Callable[[], None]
     replay: Callable[[], object]
 
 
@@ -59,8 +63,9 @@ class GpuSteps:
     def __init__(self, decoder: Decoder, kv: TritonKV, *, rows_max: int, context_tokens: int) -> None:
         self._decoder, self._kv, self._device = decoder, kv, decoder.device
         sizes = [size for size in _GRAPH_ROWS if size < rows_max]
-        self._sizes = [*sizes, min(rows_max, _GRAPH_ROWS[-1])] if rows_max and not decoder.has_experts else []
+        self._sizes = [*sizes, min(rows_max, _GRAPH_ROWS[-1])] if rows_max and decoder.has_one_way else []
         self._graphs: dict[tuple[int, bool], _Graph] = {}
+        self._aside: Any = None  # the stream on which graphs are captured
         self._memory: Any = None  # one pool for all graphs: only one runs at a time
         largest = self._sizes[-1] if self._sizes else 0
         blocks = largest * min(kv.blocks, -(-context_tokens // kv.block_tokens))
@@ -105,28 +110,65 @@ class GpuSteps:
         self, chunks: Many[Chunk], order: _Order, rows: int, known: torch.Tensor, places: dict[int, int]
     ) -> torch.Tensor:
         has_shared = bool(order.prefixes)
-        made = plan(
-            self._kv.shape,
-            *_spans(order),
-            order.prefixes,
-            own_tiles=rows,
-            shared_tiles=self._shared_tiles(rows) if has_shared else 0,
-            split_rows=rows,
-        )
+        made = self._padded(_spans(order)[0], order.prefixes, rows, has_shared)
         longs = self._fill(order.chunks, rows, places)
         longs[_LOGITS, : len(chunks)] = _logit_rows(chunks, order)
-        self._longs[: 5 * rows].copy_(self._pinned(longs.reshape(-1)), non_blocking=True)
-        self._numbers[: len(made.numbers)].copy_(self._pinned(made.numbers), non_blocking=True)
+        self._put(longs, made)
         self._latest[: len(known)].copy_(known, non_blocking=True)
-        graph = self._graphs.get((rows, has_shared))
-        if graph is None:
-            graph = self._graphs[rows, has_shared] = self._capture(rows, made)
-        graph.replay()
+        self._graph(rows, has_shared).replay()
         return self._logits[: len(chunks)]
 
-    def _capture(self, rows: int, skeleton: Plan) -> _Graph:
-        """Record the decode of `rows` rows; the buffers hold a real step meanwhile, which is computed once more then."""
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Capture all graphs there can be, the largest first, in whose memory the others fit: no answer waits for one.
+        What KV was in the first blocks is lost."""
+        started_s = time.perf_counter()
+        try:
+            for rows in reversed(self._sizes):
+                for has_shared in (False, True) if rows > 1 else (False,):
+                    self._check(rows, has_shared)
+        except RuntimeError as error:
+            _log.error("SLOW: decodes run without CUDA graphs on %s: %s", self._device, error)
+            self._sizes = []
+            self._graphs.clear()
+        _log.info("%d graphs captured in %.1f s", len(self._graphs), time.perf_counter() - started_s)
+
+    def _check(self, rows: int, has_shared: bool) -> None:
+        """A replay of one token in each of some blocks beside the same computed unrecorded. Raises RuntimeError."""
+        count = min(rows, self._kv.blocks)
+        spans = [Span(row, 1, 0, [row]) for row in range(count)]
+        longs = np.zeros((5, rows), np.int64)
+        longs[_TOKENS] = np.arange(rows) % self._decoder.config.vocabulary_size
+        longs[_SLOTS] = longs[_SOURCES] = -1
+        longs[_SLOTS, :count] = np.arange(count) * self._kv.block_tokens
+        longs[_LOGITS] = np.arange(rows)
+        self._put(longs, self._padded(spans, [], rows, has_shared))
+        graph = self._graph(rows, has_shared)
+        graph.compute()
+        wanted = self._logits[:rows].to(torch.float32, copy=True)
+        self._logits.zero_()
+        graph.replay()
+        error = (self._logits[:rows].float() - wanted).abs().max().item()
+        if not error <= _GRAPH_ERROR_MAX * wanted.abs().max().item():
+            raise RuntimeError(f"the graph of {rows} rows gives logits that are wrong by up to {error}")
+
+    def _padded(self, short: list[Span], prefixes: Many[Prefix], rows: int, has_shared: bool) -> Plan:
+        """The tiles of a decode as the graph of so many rows has them."""
+        shared_tiles = self._shared_tiles(rows) if has_shared else 0
         shape = self._kv.shape
+        return plan(shape, short, [], prefixes, own_tiles=rows, shared_tiles=shared_tiles, split_rows=rows)
+
+    def _put(self, longs: Longs, made: Plan) -> None:
+        """Into the buffers that graphs read."""
+        self._longs[: longs.size].copy_(self._pinned(longs.reshape(-1)), non_blocking=True)
+        self._numbers[: len(made.numbers)].copy_(self._pinned(made.numbers), non_blocking=True)
+
+    def _graph(self, rows: int, has_shared: bool) -> _Graph:
+        """The decode of `rows` rows as a graph, captured where it is not yet; of what the buffers hold nothing matters."""
+        found = self._graphs.get((rows, has_shared))
+        if found is not None:
+            return found
+        skeleton = self._padded([], [], rows, has_shared)
 
         def compute() -> None:
             longs = self._longs[: 5 * rows].view(5, rows)
@@ -135,23 +177,30 @@ class GpuSteps:
                 positions=longs[_POSITIONS],
                 slots=longs[_SLOTS],
                 logit_rows=longs[_LOGITS],
-                tiles=skeleton.on(shape, self._numbers),
+                tiles=skeleton.on(self._kv.shape, self._numbers),
             )
             self._logits[:rows].copy_(self._decoder(step, self._kv))
 
+        made = self._graphs[rows, has_shared] = _Graph(compute, self._recorded(compute))
+        return made
+
+    def _recorded(self, compute: Callable[[], None]) -> Callable[[], object]:
+        """What replays `compute`."""
         if self._device.type != "cuda":
-            return _Graph(rows, skeleton, compute)
+            return compute
         if self._memory is None:
+            self._aside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             self._memory = torch.cuda.graph_pool_handle()
-        aside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        aside.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(aside):
+        current = torch.cuda.current_stream(self._device)
+        self._aside.wait_stream(current)
+        with torch.cuda.stream(self._aside):
             compute()  # compiles kernels and lets libraries choose theirs, which must not happen while recording
-        torch.cuda.current_stream(self._device).wait_stream(aside)
+        current.wait_stream(self._aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        # other threads may use the device meanwhile, which the default mode forbids them
+        with torch.cuda.graph(graph, self._memory, self._aside, capture_error_mode="thread_local"):
             compute()
-        return _Graph(rows, skeleton, graph.replay)
+        return graph.replay
 
     def _order(self, chunks: Many[Chunk]) -> _Order:
         """Sequences that share a prefix side by side. Who shares what is found out when others run than the step before:
@@ -194,7 +243,7 @@ class GpuSteps:
 
     def _pinned(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
         tensor = torch.from_numpy(array)
-        return tensor.pin_memory() if self._device.type == "cuda" else tensor
+        return tensor.pin_memory() if self._device.type == "cuda" and array.size else tensor
 
     def _to_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
         return self._pinned(array).to(self._device, non_blocking=True)

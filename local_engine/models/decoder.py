@@ -23,6 +23,7 @@ from local_engine.linear import Linear
 from local_engine.models.mlp import Experts, Mlp
 from local_engine.models.rope import Rotary, rotary
 from local_engine.quantised import Quantised, bits_of
+from local_engine.scaled import Scaled
 
 if TYPE_CHECKING:
     from local_engine.gpu.paged_kv import TritonKV
@@ -60,13 +61,16 @@ class Part:
         return torch.Size((self.linear.rows[self.index], self.linear.columns))
 
 
-def _floats(tensor: torch.Tensor | Quantised) -> torch.Tensor:
-    return tensor.dequantised() if isinstance(tensor, Quantised) else tensor
+def _floats(tensor: torch.Tensor | Quantised | Scaled) -> torch.Tensor:
+    return tensor if isinstance(tensor, torch.Tensor) else tensor.dequantised()
 
 
-def _check_numbers(name: str, tensor: torch.Tensor | Quantised) -> None:
+def _check_numbers(name: str, tensor: torch.Tensor | Quantised | Scaled) -> None:
     """Raises ModelError for what is no weight, and for one that isn't a finite number: every answer would be nonsense."""
-    for values in (tensor.scales, tensor.leasts) if isinstance(tensor, Quantised) else (tensor,):
+    numbers = [tensor] if isinstance(tensor, torch.Tensor) else [tensor.scales]
+    if isinstance(tensor, Quantised):
+        numbers.append(tensor.leasts)
+    for values in numbers:
         if not values.is_floating_point() or values.dtype.itemsize < 2:
             raise ModelError(f"tensor {name!r} holds {values.dtype}, expected floats of 16 bits or more")
         least, greatest = values.aminmax()
@@ -74,11 +78,11 @@ def _check_numbers(name: str, tensor: torch.Tensor | Quantised) -> None:
             raise ModelError(f"tensor {name!r} holds values that are no finite numbers (NaN or infinity)")
 
 
-def _write(tensor: torch.Tensor | Quantised, to: torch.Tensor) -> None:
-    if isinstance(tensor, Quantised):
-        tensor.write_to(to)
-    else:
+def _write(tensor: torch.Tensor | Quantised | Scaled, to: torch.Tensor) -> None:
+    if isinstance(tensor, torch.Tensor):
         to.copy_(tensor)
+    else:
+        tensor.write_to(to)
 
 
 class Decoder:
@@ -94,15 +98,17 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         bits: int | None = None,
+        wants_fp8: bool = False,
         wants_batch_invariance: bool = False,
     ) -> None:
-        """`bits`: 8 or 4 quantises matrices while they are read, where that is served (`bits_of`); None takes them as they come."""
+        """`bits`: 8 or 4 quantises matrices while they are read, where that is served (`bits_of`); None takes them as they come.
+        `wants_fp8` rounds them to 8-bit floats, but for the head and experts."""
         self.config = config
         self.dtype = dtype
         self.device = device
         self.native = row_kernels(device, dtype)
         self.parameters = 0
-        self._bits = bits
+        self._bits, self._wants_fp8 = bits, wants_fp8
         self._wants_batch_invariance = wants_batch_invariance
         self._targets: dict[str, torch.Tensor | Part] = {}
         self._norms: list[torch.Tensor] = []
@@ -124,9 +130,9 @@ class Decoder:
         return own + sum(linear.size_bytes for linear in self.linears())
 
     @property
-    def has_experts(self) -> bool:
-        """Whether a token's way through the model depends on what it is."""
-        return any(isinstance(layer.mlp, Experts) for layer in self.layers)
+    def has_one_way(self) -> bool:
+        """Whether the same is launched whatever the tokens are."""
+        return all(not isinstance(layer.mlp, Experts) or layer.mlp.grouped is not None for layer in self.layers)
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -155,7 +161,7 @@ class Decoder:
         """Old files' rotary tables."""
         return name.endswith("rotary_emb.inv_freq")
 
-    def take(self, name: str, tensor: torch.Tensor | Quantised) -> None:
+    def take(self, name: str, tensor: torch.Tensor | Quantised | Scaled) -> None:
         """Load one tensor under its Hugging Face name, one of those that were expected. Raises ModelError for a wrong
         shape."""
         if name == "rope_freqs":
@@ -186,6 +192,8 @@ class Decoder:
         for layer in self.layers:
             for linear in layer.linears():
                 linear.prepare()
+            if isinstance(layer.mlp, Experts):
+                layer.mlp.prepare(self.device)
         self.head.prepare()
         for norm in self._norms:
             norm += config.norm_offset
@@ -255,6 +263,7 @@ class Decoder:
         names: tuple[str, ...] = (),
         has_bias: bool = False,
         is_head: bool = False,
+        has_fp8: bool = False,
     ) -> Linear:
         """`names`: of its parts, by which they are quantised; without them it stays as exact as it comes."""
         bits, layers = self._bits, self.config.layers
@@ -265,6 +274,8 @@ class Decoder:
             device=self.device,
             has_bias=has_bias,
             bits=None if bits is None or not names else [bits_of(name, bits, layers) for name in names],
+            wants_fp8=self._wants_fp8 and has_fp8,
+            has_fp8=has_fp8,
             is_batch_invariant=self._wants_batch_invariance,
             is_head=is_head,
         )
@@ -279,10 +290,18 @@ class Decoder:
         return tensor
 
     def _fused(
-        self, prefix: str, names: tuple[str, ...], rows: tuple[int, ...], columns: int, *, has_bias: bool
+        self,
+        prefix: str,
+        names: tuple[str, ...],
+        rows: tuple[int, ...],
+        columns: int,
+        *,
+        has_bias: bool,
+        has_fp8: bool = True,
     ) -> Linear:
         """One Linear whose consecutive rows are the checkpoint's tensors of these names."""
-        linear = self._linear(rows, columns, names=tuple(f"{prefix}.{name}" for name in names), has_bias=has_bias)
+        parts = tuple(f"{prefix}.{name}" for name in names)
+        linear = self._linear(rows, columns, names=parts, has_bias=has_bias, has_fp8=has_fp8)
         for index, name in enumerate(names):
             self._targets[f"{prefix}.{name}.weight"] = Part(linear, index)
         for name, part in zip(
@@ -323,17 +342,18 @@ class Decoder:
         return Experts(
             router=router,
             experts=tuple(
-                self._dense(f"{prefix}.experts.{expert}", experts.intermediate_size) for expert in range(experts.count)
+                self._dense(f"{prefix}.experts.{expert}", experts.intermediate_size, has_fp8=False)
+                for expert in range(experts.count)
             ),
             per_token=experts.per_token,
             normalises=experts.normalises,
         )
 
-    def _dense(self, prefix: str, inner: int) -> Mlp:
-        hidden, has_bias = self.config.hidden_size, self.config.has_mlp_bias
+    def _dense(self, prefix: str, inner: int, *, has_fp8: bool = True) -> Mlp:
+        hidden, has_bias, ups = self.config.hidden_size, self.config.has_mlp_bias, ("gate_proj", "up_proj")
         return Mlp(
-            gate_up=self._fused(prefix, ("gate_proj", "up_proj"), (inner, inner), hidden, has_bias=has_bias),
-            down=self._fused(prefix, ("down_proj",), (hidden,), inner, has_bias=has_bias),
+            gate_up=self._fused(prefix, ups, (inner, inner), hidden, has_bias=has_bias, has_fp8=has_fp8),
+            down=self._fused(prefix, ("down_proj",), (hidden,), inner, has_bias=has_bias, has_fp8=has_fp8),
             activation=self.config.activation,
             native=self.native,
         )

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from local_engine import gpu
 from local_engine.fused import gate
 from local_engine.linear import Linear
 
 if TYPE_CHECKING:
     from local_engine.fused import RowKernels
+    from local_engine.gpu.experts import GroupedExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +37,38 @@ class Mlp:
         yield self.down
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Experts:
-    """A router, and experts that each compute the rows that chose them."""
+    """A router, and experts that each compute the rows that chose them: one after the other, or `grouped`, whose work is laid
+    out the same whatever is chosen."""
 
     router: Linear
     experts: tuple[Mlp, ...]
     per_token: int
     normalises: bool
+    grouped: GroupedExperts | None = None
+
+    def prepare(self, device: torch.device) -> None:
+        """After the experts' own: group them where a GPU's kernel serves matrices as theirs are."""
+        one = self.experts[0]
+        pairs = [(expert.gate_up.whole, expert.down.whole) for expert in self.experts]
+        gate_ups, downs = ([whole for whole in wholes if whole is not None] for wholes in zip(*pairs, strict=True))
+        if not gpu.is_served(device, "experts") or min(len(gate_ups), len(downs)) < len(pairs):
+            return
+        from local_engine.gpu.experts import GroupedExperts
+
+        stacks = torch.stack(gate_ups), torch.stack(downs)
+        for expert, gate_up, down in zip(self.experts, *stacks, strict=True):
+            expert.gate_up.whole, expert.down.whole = gate_up, down
+        self.grouped = GroupedExperts(*stacks, one.activation, one.native)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         shares, chosen = self.router(x).float().softmax(-1).topk(self.per_token, -1)
         if self.normalises:
             shares = shares / shares.sum(-1, keepdim=True)
         shares = shares.to(x.dtype)
+        if self.grouped is not None:
+            return self.grouped(x, chosen, shares)
         output = torch.zeros_like(x)
         for index in torch.unique(chosen).tolist():
             rows, places = (chosen == index).nonzero(as_tuple=True)

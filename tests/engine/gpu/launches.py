@@ -8,6 +8,7 @@ from local_engine.cascade import Prefix
 from local_engine.gpu import rows
 from local_engine.gpu.attention import Shape, attend
 from local_engine.gpu.draw import sample
+from local_engine.gpu.experts import GroupedExperts
 from local_engine.gpu.plan import Span, plan
 from local_engine.gpu.product import QuantisedProduct
 from local_engine.messages import SamplingParams
@@ -21,21 +22,38 @@ def launch_all() -> None:
         _attention(Shape(heads, kv_heads, head_dim, 16, 0.1, softcap, (window,)))
         _rows(head_dim, heads, kv_heads)
     _draw()
+    _experts()
+    rows.to_fp8(torch.zeros(3, 4096).bfloat16())
     for bits in (4, 8):
         QuantisedProduct(quantise(torch.ones(64, 4096), bits), torch.device("cpu"))(torch.ones(16, 4096).bfloat16())
 
 
 def _attention(shape: Shape) -> None:
-    spans = [Span(0, 1, 40, [0, 1, 2]), Span(1, 9, 40, [0, 1, 3, 4]), Span(10, 200, 0, list(range(5, 18)))]
-    pool = torch.zeros(2 * shape.kv_heads, 20, 16, shape.head_dim, dtype=torch.bfloat16)
-    queries = torch.zeros(210, shape.heads, shape.head_dim, dtype=torch.bfloat16)
-    step = plan(shape, spans[:2], spans[2:], [Prefix((0, 1), 2)])
-    attend(shape, 0, queries, pool, torch.zeros(210, dtype=torch.int64), step.on(shape, torch.from_numpy(step.numbers)))
+    """Steps of several sizes: a draft and decodes over a prefix beside a prompt, and decodes alone."""
+    pool = torch.zeros(2 * shape.kv_heads, 40, 16, shape.head_dim, dtype=torch.bfloat16)
+    for short, long in (([1, 9], [200]), ([1, 1, 1], [99]), ([1], []), ([1] * 16, []), ([1] * 17, [])):
+        firsts = [sum([*short, *long][:index]) for index in range(len(short) + len(long))]
+        spans = [Span(first, rows, 40, list(range(16))) for first, rows in zip(firsts, short + long, strict=True)]
+        rows = spans[-1].first + spans[-1].rows
+        prefixes = [Prefix((0, 1), 2)] if long else []
+        step = plan(shape, spans[: len(short)], spans[len(short) :], prefixes)
+        tiles = step.on(shape, torch.from_numpy(step.numbers))
+        queries = torch.zeros(rows, shape.heads, shape.head_dim, dtype=torch.bfloat16)
+        attend(shape, 0, queries, pool, torch.zeros(rows, dtype=torch.int64), tiles)
 
 
 def _draw() -> None:
     wish = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=1)
-    sample(torch.zeros(1, 5000, dtype=torch.bfloat16), [0], [Place(sequence(wish))])
+    for count in (1, 3, 16):
+        sample(torch.zeros(1, 5000, dtype=torch.bfloat16), [0] * count, [Place(sequence(wish))] * count)
+
+
+def _experts() -> None:
+    """Few rows and many."""
+    grouped = GroupedExperts(torch.zeros(8, 256, 512).bfloat16(), torch.zeros(8, 512, 128).bfloat16(), "silu", None)
+    for count in (1, 3, 512):
+        x, chosen = torch.zeros(count, 512).bfloat16(), torch.zeros(count, 2, dtype=torch.int64)
+        grouped(x, chosen, torch.zeros(count, 2).bfloat16())
 
 
 def _rows(head_dim: int, heads: int, kv_heads: int) -> None:

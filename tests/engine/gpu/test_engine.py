@@ -36,6 +36,26 @@ def test_a_mix_of_prompts_gives_the_naive_answers(make_engine: Make, checkpoint:
     assert max(rows for rows, _ in steps._graphs) == 3
 
 
+def test_graphs_are_checked_before_they_are_used(
+    make_engine: Make, checkpoint: Folder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All sizes are captured and compared at once; where a replay gives something else, decodes run unrecorded and it is
+    said."""
+    engine = make_engine("qwen3", sequences_max=3, context_tokens_max=16, draft_tokens_max=0)
+    steps = engine._runner._gpu
+    assert steps is not None
+    steps.warm_up()
+    assert {rows for rows, _ in steps._graphs} == {1, 2, 3}
+    steps._graphs.clear()
+    monkeypatch.setattr(steps, "_recorded", lambda compute: lambda: None)
+    steps.warm_up()
+    assert "decodes run without CUDA graphs" in caplog.text
+    prompt = random_prompt(1, 5)
+    id = engine.submit(prompt, greedy(3))
+    assert run(engine)[id] == list(naive_greedy(checkpoint("qwen3"), tuple(prompt), 3))
+    assert not steps._graphs
+
+
 def test_an_overlapped_engine_with_drafts_and_seeds_answers_as_torch_does(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

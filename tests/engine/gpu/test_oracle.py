@@ -9,7 +9,7 @@ import torch
 
 from local_engine import gpu
 from local_engine.config import ModelConfig, RopeConfig
-from local_engine.gpu import rows
+from local_engine.gpu import draw, rows
 from local_engine.gpu.oracle import disagreements
 from local_engine.gpu.paged_kv import shape_of
 
@@ -36,12 +36,13 @@ MODEL = ModelConfig(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_kernels_agree_with_torch(dtype: torch.dtype) -> None:
-    """On this machine, in Triton's interpreter, nothing is to be said against any of them."""
-    assert disagreements(shape_of(MODEL, 4), MODEL.hidden_size, dtype, CPU) == []
+    """On this machine, in Triton's interpreter, nothing is to be said against any of them, in blocks of any size."""
+    for block_tokens in (1, 2, 4):
+        assert disagreements(shape_of(MODEL, block_tokens), MODEL.hidden_size, dtype, CPU) == []
 
 
 def test_kernels_that_are_wrong_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that computes something else and one that does not compile are named, and torch does the work."""
+    """One that computes something else and one that does not compile are named, and torch does the work of their part."""
     monkeypatch.setenv("SAMEWAY_TRITON", "1")
     monkeypatch.setattr(gpu, "_left_alone", set())
 
@@ -53,6 +54,14 @@ def test_kernels_that_are_wrong_are_left_alone(monkeypatch: pytest.MonkeyPatch) 
     found = disagreements(shape_of(MODEL, 4), MODEL.hidden_size, torch.float32, CPU)
     assert [one.kernel for one in found] == ["add_norm", "gate"]
     assert "shared memory" in found[0].why
-    assert gpu.is_served(CPU)
+    assert gpu.is_served(CPU, "rows")
     gpu.verify(MODEL, 4, torch.float32, CPU)
-    assert not gpu.is_served(CPU)
+    assert [part for part in gpu.PARTS if not gpu.is_served(CPU, part)] == ["rows"]
+
+
+def test_a_token_that_is_a_little_off_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids are compared exactly, however coarse the type of the logits."""
+    right = draw.draw
+    monkeypatch.setattr(draw, "draw", lambda *arguments: right(*arguments) + 1)
+    found = disagreements(shape_of(MODEL, 4), MODEL.hidden_size, torch.bfloat16, CPU)
+    assert [(one.part, one.kernel) for one in found] == [("draw", "draw")]
