@@ -94,7 +94,7 @@ def test_a_checkpoint_of_8_bit_floats_keeps_them(
     assert isinstance(stored, Scaled)
     x = torch.randn(3, stored.shape[1])
     wanted = to_scaled(x).dequantised() @ stored.dequantised().T
-    torch.testing.assert_close(decoder._layers[1].output(x), wanted, atol=1e-2, rtol=2e-2)
+    torch.testing.assert_close(decoder.layers[1].output(x), wanted, atol=1e-2, rtol=2e-2)
     id = engine.submit(prompt, greedy(3))
     assert len(run(engine)[id]) == 3
 
