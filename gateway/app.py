@@ -135,12 +135,19 @@ async def _in_openai_shape(request: Request, error: Exception) -> Response:
     return Response(refusal.body(), error.status_code, error.headers, "application/json")
 
 
+class _NoDatabase(Exception):
+    """A start without its database. What it said is all there is to say: where in the code it did would hide it."""
+
+
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     settings = prepare(app.state.settings)
     async with AsyncExitStack() as stack:
         try:
             parts = await _open(settings, stack)
+        except _NoDatabase as error:
+            _log.error("start_failed", reason=str(error))
+            raise
         except Exception as error:
             _log.exception("start_failed", reason=f"{type(error).__name__}: {error}")
             raise
@@ -159,14 +166,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
 
 
-async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
-    """Every part, in the order in which they need each other."""
-    metrics = Metrics(settings.run_dir / "metrics")
-    stack.callback(metrics.close)
-    log = logs.configure(settings, on_drop=lambda lines: metrics.add(LOG_DROPPED, lines))
-    stack.callback(logs.close)
-    link = RedisLink(settings.redis_target, settings.redis_timeout_ms / 1000.0)
-    stack.push_async_callback(link.aclose)
+async def _open_accounts(settings: Settings, link: RedisLink) -> Accounts:
+    """Those of the database, whose changes the other workers are told of. Raises _NoDatabase."""
 
     async def tell_others() -> None:
         try:
@@ -175,7 +176,23 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
             _log.warning("account_change_not_announced", reason=str(error))
 
     accounts = Accounts(settings.sql_url, notify=tell_others)
-    await accounts.open()
+    try:
+        await accounts.open()
+    except (SQLAlchemyError, OSError) as error:
+        why = (str(error).splitlines() or [""])[0]
+        raise _NoDatabase(f"database_url: it can't be used: {type(error).__name__}: {why}") from error
+    return accounts
+
+
+async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
+    """Every part, in the order in which they need each other."""
+    metrics = Metrics(settings.run_dir / "metrics")
+    stack.callback(metrics.close)
+    log = logs.configure(settings, on_drop=lambda lines: metrics.add(LOG_DROPPED, lines))
+    stack.callback(logs.close)
+    link = RedisLink(settings.redis_target, settings.redis_timeout_ms / 1000.0)
+    stack.push_async_callback(link.aclose)
+    accounts = await _open_accounts(settings, link)
     stack.push_async_callback(accounts.close)
     first_key = await accounts.ensure_first(plaintext=settings.api_key)
     if first_key is not None:

@@ -34,10 +34,12 @@ def load_settings(
 def check_settings(
     path: Path | None, environ: Mapping[str, str] = os.environ, *, model: str | None = None, **overrides: Any
 ) -> Settings:
-    """As `load_settings`, and what they name must be there on this host: models' files and providers' keys."""
+    """As `load_settings`, and what they name must be there on this host, models' files and providers' keys; nor may a
+    `SAMEWAY_` variable be a setting's name but for a letter: a start passes over what is none."""
     settings, wrong = _read(path, environ, model, overrides)
     if settings is not None:
         wrong += [*_missing_files(settings), *_missing_variables(settings, environ)]
+    wrong += _misspelt_variables(environ)
     if settings is None or wrong:
         raise SettingsError("\n".join(wrong))
     return settings
@@ -53,9 +55,7 @@ def _read(
         for secret in _SECRETS
         if values.pop(secret, None) is not None
     ]
-    scalars = {
-        name for name, field in Settings.model_fields.items() if name not in ("cache", "budgets", "engines", "models")
-    }
+    scalars = _scalars()
     for variable, value in environ.items():
         name = variable.removeprefix("SAMEWAY_").lower()
         if variable.startswith("SAMEWAY_") and name in scalars and value != "":
@@ -95,6 +95,10 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], list[str]]:
         raise SettingsError(f"{path.absolute()}: no such file") from None
     except OSError as error:
         raise SettingsError(f"{path}: {error.strerror}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise SettingsError(f"{path}: not YAML: {where}{error.problem or error.context}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if loaded is None:
@@ -125,6 +129,23 @@ def _missing_variables(settings: Settings, environ: Mapping[str, str]) -> list[s
     ]
 
 
+def _misspelt_variables(environ: Mapping[str, str]) -> list[str]:
+    """Variables that are nobody's, and nearly a setting's."""
+    names = [f"SAMEWAY_{name.upper()}" for name in _scalars()]
+    found = sorted(name for name in environ if name.startswith("SAMEWAY_") and name not in names)
+    near = {name: difflib.get_close_matches(name, names, n=1, cutoff=0.92) for name in found}
+    return [
+        f"{name}: found in the environment, but there is no such setting; did you mean {close[0]}?"
+        for name, close in near.items()
+        if close
+    ]
+
+
+def _scalars() -> set[str]:
+    """The settings that a variable may hold."""
+    return {name for name in Settings.model_fields if name not in ("cache", "budgets", "engines", "models")}
+
+
 def _explain(issue: Any) -> list[str]:
     """A line for each wrong setting: its path, what was found, what was expected."""
     where = ".".join(str(part) for part in issue["loc"])
@@ -135,7 +156,9 @@ def _explain(issue: Any) -> list[str]:
     message: str = issue["msg"].removeprefix("Value error, ")
     if issue["type"] == "value_error":
         return [f"{where}: {line}" if where else line for line in message.splitlines()]
-    expected = message.removeprefix("Input should be ").removeprefix("a valid ")
+    expected = message.removeprefix("Input should be ").removeprefix("a valid ").partition(", unable to parse")[0]
+    if issue["type"] == "too_short":
+        expected = f"at least {issue['ctx']['min_length']}"
     found = issue["input"]
     shown = "a section" if isinstance(found, dict) else repr(found)
     return [f"{where}: found {shown}, expected {expected}"]
@@ -143,5 +166,5 @@ def _explain(issue: Any) -> list[str]:
 
 def _nearest(loc: tuple[Any, ...]) -> str:
     names = {name for section in SECTIONS for name in section.model_fields}
-    close = difflib.get_close_matches(str(loc[-1]), names, n=1)
+    close = difflib.get_close_matches(str(loc[-1]), names - {loc[-1]}, n=1)  # not itself: it may be another section's
     return f"; did you mean {close[0]}?" if close else ""

@@ -182,7 +182,7 @@ def retry_after(seconds: float) -> dict[str, str]:
 def from_backend(error: BackendError) -> ApiError:
     """What a client is told of a deployment's failure. A rejection keeps the deployment's own words and status."""
     if isinstance(error, BackendRejected):
-        rejected = Upstream(error.message)
+        rejected = Upstream(error.message, code="upstream_rejected")  # for the log; the client is sent the body
         rejected.http_status = error.status or 400
         rejected.raw_body = error.body or msgspec.json.encode(
             error_object(error.message, "invalid_request_error", None, None)

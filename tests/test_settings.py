@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.configuration import load_settings
+from gateway.configuration import check_settings, load_settings
 from gateway.settings import Settings, SettingsError
 
 LOCAL = "{backend: local, engine: default}"
@@ -18,12 +18,12 @@ LOCAL = "{backend: local, engine: default}"
     ("text", "expected"),
     [
         ("prot: 80", ["prot: found, but there is no such setting; did you mean port?"]),
-        ("port: eighty", ["port: found 'eighty', expected"]),
+        ("port: eighty", ["port: found 'eighty', expected integer\n"]),
         ("port: 70000", ["port: found 70000, expected less than or equal to 65535"]),
         ("cache: {ttl: 5}", ["cache.ttl: found, but there is no such setting; did you mean ttl_s?"]),
         ("workers: 0\nport: -1", ["workers: found 0", "port: found -1"]),
         ("models: {a: {}}", ["models.a.deployments: not found"]),
-        ("models: {a: {deployments: []}}", ["models.a.deployments: found []"]),
+        ("models: {a: {deployments: []}}", ["models.a.deployments: found [], expected at least 1\n"]),
         ("models: {a: {deployments: [{backend: openai}]}}", ["needs `base_url` and `model`"]),
         (
             "models: {a: {deployments: [{backend: magic}]}}",
@@ -53,7 +53,11 @@ LOCAL = "{backend: local, engine: default}"
             ["base_url: found 'api.openai.com', expected http"],
         ),
         ("- a\n- b", ["found a list, expected settings by name"]),
-        ("a: [", ["not YAML"]),
+        ("a: [", ["not YAML: line 1, column "]),
+        (
+            "models: {a: {deployments: [{backend: openai, base_url: 'http://x/v1', model: m, api_key: sk-1}]}}",
+            ["deployments.0.api_key: found, but there is no such setting; did you mean api_key_env?"],
+        ),
         (
             "engines: {default: {device: tpu}}",
             ["engines.default.device: found 'tpu', expected 'auto', 'cpu' or 'cuda'"],
@@ -67,7 +71,15 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, expected: list[str]) 
     with pytest.raises(SettingsError) as told:
         load_settings(path, {})
     for part in expected:
-        assert part in str(told.value)
+        assert part in f"{told.value}\n"
+
+
+def test_a_misspelt_variable_is_named_by_check_config() -> None:
+    """Nearly a setting's name and nobody's; what others put there (Kubernetes, clients) is left alone."""
+    others = {"SAMEWAY_SERVICE_HOST": "x", "SAMEWAY_BASE_URL": "x", "SAMEWAY_CONFIG": "x", "SAMEWAY_NATIVE": "0"}
+    assert check_settings(None, others) == load_settings(None, others)
+    with pytest.raises(SettingsError, match=r"SAMEWAY_REDIS_URI: found .* did you mean SAMEWAY_REDIS_URL"):
+        check_settings(None, {**others, "SAMEWAY_REDIS_URI": "redis://there"})
 
 
 def test_environment_and_flags_override_the_file(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ No container is started here; where docker-compose or promtool is installed, the
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -116,6 +117,27 @@ def test_the_image_runs_as_nobody_and_says_how_it_is() -> None:
     known = (ROOT / "pyproject.toml").read_text()
     for extra in ("cpu", "gpu", *(name for name in extras if not name.startswith("$"))):
         assert re.search(rf"^{extra} = \[", known, re.M), extra
+
+
+def test_the_image_compiles_the_engines_kernels_before_it_serves(tmp_path: Path) -> None:
+    """On the machine where it runs, with a compiler of its own and where its user may write; nothing else waits for it."""
+    text = (DEPLOY / "Dockerfile").read_text()
+    final = text[text.rindex("\nFROM ") :]
+    assert re.search(r"apt-get install .*\bg\+\+", final)
+    assert "install -d -o sameway -g sameway /opt/sameway/lib/sameway" in final
+    entrypoint = json.loads(re.findall(r"^ENTRYPOINT (.+)$", final, re.M)[0])
+    for name, status in (("python", 1), ("sameway", 0)):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@"\nexit {status}\n')
+        (tmp_path / name).chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    ran = [
+        subprocess.run([*entrypoint, *told], env=environ, capture_output=True, text=True, check=True, timeout=60)
+        for told in (["serve", "--port", "1"], ["check-config", "--config", "a b"])
+    ]
+    assert [(one.stdout, one.stderr) for one in ran] == [
+        ("sameway serve --port 1\n", "python -m local_engine.native\n"),
+        ("sameway check-config --config a b\n", ""),
+    ]
 
 
 def test_grafana_finds_its_datasource_and_its_dashboard() -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 import socket
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from gateway.app import create_app
+from gateway.settings import Settings
+from tests.e2e.test_routing import record_of
 from tests.gateway import API_KEY, Gateway
+from tests.services import RedisServer
 from tests.upstream import Upstream
 
 USER = {"role": "user", "content": "hello"}
@@ -197,6 +202,8 @@ def test_upstreams_fault(
     if code:
         assert error["code"] == code
         assert int(reply.headers["retry-after"]) >= 7
+    else:  # who reads logs and metrics is told whose fault it was
+        assert record_of(gateway, reply)["error"] == "upstream_rejected"
 
 
 def test_only_an_assistant_may_say_nothing(gateway: Gateway) -> None:
@@ -311,3 +318,24 @@ def test_heads_and_admin_bodies_are_bounded(gateway: Gateway) -> None:
     reply = httpx.post(f"{gateway.root}/admin/api/teams", content=b"x" * 3_000_000)
     assert reply.status_code in (401, 413)
     assert httpx.get(f"{gateway.root}/healthz").status_code == 200
+
+
+async def test_a_start_without_its_database_says_so_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], redis_server: RedisServer
+) -> None:
+    """The setting and the database's own words, once, and no trace of the code."""
+    settings = Settings(
+        data_dir=tmp_path,
+        redis_url=redis_server.url,
+        database_url="postgresql://u:secret@127.0.0.1:1/x",
+        engines={},
+        models={},
+    )
+    app = create_app(settings)
+    with pytest.raises(Exception, match=r"^database_url: it can't be used: ConnectionRefusedError"):
+        async with app.router.lifespan_context(app):
+            raise AssertionError("it started")
+    told = capsys.readouterr().err
+    assert "start_failed" in told
+    assert "Traceback" not in told
+    assert "secret" not in told
