@@ -34,16 +34,15 @@ class FieldKind(StrEnum):
 
 
 _MEANINGS = """
-    audio best_of echo frequency_penalty function_call functions ignore_eos include instructions logit_bias logprobs
-    max_completion_tokens max_output_tokens max_tokens max_tool_calls min_p min_tokens modalities model moderation n
-    parallel_tool_calls prediction presence_penalty previous_response_id prompt prompt_logprobs reasoning
+    audio best_of echo frequency_penalty function_call functions ignore_eos include input instructions logit_bias
+    logprobs max_completion_tokens max_output_tokens max_tokens max_tool_calls min_p min_tokens modalities model
+    moderation n parallel_tool_calls prediction presence_penalty previous_response_id prompt prompt_logprobs reasoning
     reasoning_effort repetition_penalty response_format seed stop stop_token_ids suffix temperature text thinking
     tool_choice tools top_k top_logprobs top_p truncation verbosity web_search_options
 """
 
 FIELDS: Mapping[str, FieldKind] = {
     "messages": FieldKind.TURNS,
-    "input": FieldKind.TURNS,
     "cache": FieldKind.DELIVERY,
     "metadata": FieldKind.DELIVERY,
     "prompt_cache_key": FieldKind.DELIVERY,
@@ -104,7 +103,9 @@ def fingerprint(body: Mapping[str, Any], partition: Partition, namespace: str = 
     `namespace` is the caller's own division of its partition. Raises ValueError for what JSON can't say (a NaN, bytes, a key that
     is no string, a lone surrogate).
     """
-    turns_field, turns = _turns(body)
+    messages = body.get("messages")
+    # a completion has no turns: it goes on with the very words of its `prompt`, not with their meaning
+    turns_field, turns = ("messages", messages) if isinstance(messages, list) else (None, [])
     head: dict[str, Any] = {}
     try:
         for name, value in body.items():
@@ -127,22 +128,8 @@ def fingerprint(body: Mapping[str, Any], partition: Partition, namespace: str = 
     return Fingerprint(partition, link, compat, tuple(chain) or (link,), text, namespace)
 
 
-def _turns(body: Mapping[str, Any]) -> tuple[str, list[Any]]:
-    """The field that holds the dialogue and its turns; a response's `input` may be one text. A completion has none: it goes on
-    with the very words of its `prompt`, not with their meaning."""
-    for name in ("messages", "input"):
-        value = body.get(name)
-        if isinstance(value, list):
-            return name, value
-        if isinstance(value, str):
-            return name, [value]
-    return "", []
-
-
 def _split_text(turn: Any) -> tuple[str | None, Any]:
     """The user's text in a turn, and the turn with 0 in its place (a number no text can be), or (None, None)."""
-    if isinstance(turn, str):
-        return (turn, 0) if _is_eligible(turn) else (None, None)
     if not isinstance(turn, dict) or turn.get("role") != "user":
         return None, None
     content = turn.get("content")
@@ -150,15 +137,12 @@ def _split_text(turn: Any) -> tuple[str | None, Any]:
         return (content, {**turn, "content": 0}) if _is_eligible(content) else (None, None)
     if not isinstance(content, list):
         return None, None
-    places = [i for i, part in enumerate(content) if isinstance(part, dict) and part.get("type") in _TEXT_PARTS]
+    places = [i for i, part in enumerate(content) if isinstance(part, dict) and part.get("type") == "text"]
     if len(places) != 1 or not _is_eligible(content[places[0]].get("text")):
         return None, None
     part = content[places[0]]
     blanked = [*content[: places[0]], {**part, "text": 0}, *content[places[0] + 1 :]]
     return part["text"], {**turn, "content": blanked}
-
-
-_TEXT_PARTS = ("text", "input_text")
 
 
 def _is_eligible(text: Any) -> bool:

@@ -242,9 +242,8 @@ def unfold(whole: bytes) -> list[Chunk]:
     """The chunks a stream of `whole` would have had, each field in the place where servers send it.
 
     Text is cut at word borders, or by token where log probabilities say what the tokens were; a completion's not at all.
-    Unknown fields of the
-    whole and of its choices come with the finish, unknown fields of a message with its first delta; usage comes last
-    and alone. Raises msgspec.DecodeError.
+    Unknown fields of the whole and of its choices come with the finish, unknown fields of a message with its first delta;
+    usage comes last and alone. Raises msgspec.DecodeError.
     """
     try:
         return _unfold(msgspec.json.decode(whole))

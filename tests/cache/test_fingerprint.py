@@ -303,12 +303,11 @@ def test_what_json_can_not_say_is_refused(value: Any) -> None:
         fp({**BODY, "tools": [value]})
 
 
-def test_other_bodies_have_fingerprints_too() -> None:
-    """A response's input is eligible; a completion's prompt, however it is given, is found by its very words only."""
+def test_a_completion_is_found_by_its_very_words_only() -> None:
+    """However its prompt is given, and whatever else the body holds."""
     prompts = ["Why?", ["Why?"], ["Why?", "How?"], [87, 63], [[87, 63]], [[87], [63]], "[87,63]"]
-    asked = [fp({"model": "m", "input": "Why?"}), *(fp({"model": "m", "prompt": prompt}) for prompt in prompts)]
+    bodies: list[dict[str, Any]] = [{"prompt": prompt} for prompt in prompts]
+    bodies += [{"prompt": "Why?", **more} for more in ({"": 1}, {"input": "Why?"}, {"messages": "Why?"})]
+    asked = [fp({"model": "m", **body}) for body in bodies]
     assert len({one.exact for one in asked}) == len({one.compat for one in asked}) == len(asked)
-    assert [one.text for one in asked] == ["Why?", *[None] * len(prompts)]
-    assert fp({"model": "m", "input": "How?"}).compat == asked[0].compat
-    spoken = fp({"model": "m", "input": [{"role": "user", "content": [{"type": "input_text", "text": "Why?"}]}]})
-    assert spoken.text == "Why?"
+    assert [one.text for one in asked] == [None] * len(asked)
