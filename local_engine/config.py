@@ -24,7 +24,8 @@ class EngineConfig:
     of one step, decode and prefill together; `sequences_max` those that run at once; `queue_max` those that wait,
     `wait_max_s` for how long. `draft_tokens_max` bounds what is guessed and verified per sequence and step (see
     `speculative`); 0 is off. `is_batch_invariant`: logits do not depend, not even in their last bits, on what else is in
-    the batch and how a prompt was cut; costs speed in long prompts and needs the native kernels.
+    the batch and how a prompt was cut. None: wherever the native kernels do all the work; True: refuse to start where they
+    do not; False: long prompts may be a tenth faster and their last bits differ.
     """
 
     model: str | None = None
@@ -44,7 +45,7 @@ class EngineConfig:
     wait_max_s: float | None = None
     draft_tokens_max: int = 8
     has_prefix_cache: bool = True
-    is_batch_invariant: bool = False
+    is_batch_invariant: bool | None = None
 
     def __post_init__(self) -> None:
         for name in (

@@ -123,7 +123,7 @@ class Engine:
             kv_size_bytes=self._runner.kv.size_bytes,
             has_chat_template=self.tokenizer.has_chat_template,
             has_tools=self.tokenizer.has_tools,
-            is_batch_invariant=config.is_batch_invariant,
+            is_batch_invariant=self._runner.is_batch_invariant,
         )
         progress(0.95, "warming up")
         self._warm_up()

@@ -195,7 +195,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What was loaded. `context_tokens` is prompt and answer together; sizes in bytes. `is_batch_invariant`: logits do
-    not depend on what else is in the batch, not even in their last bits."""
+    not depend on what else is in the batch and what of a prompt was cached, not even in their last bits."""
 
     name: str
     architecture: str

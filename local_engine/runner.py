@@ -70,7 +70,7 @@ class ModelRunner:
                     device=self.device,
                     bits=_bits(config, self),
                     wants_fp8=config.weights == "fp8",
-                    wants_batch_invariance=config.is_batch_invariant,
+                    wants_batch_invariance=config.is_batch_invariant is not False,
                 )
             except (RuntimeError, MemoryError) as error:  # torch says no more of what can't be allocated
                 said = str(error).partition("\n")[0]
@@ -88,7 +88,10 @@ class ModelRunner:
         self._take_kv(config, self._blocks(config, draft))
         if draft is not None:
             draft._take_kv(config, self.kv.blocks)
-        if config.is_batch_invariant and (self.kv.native is None or not self.decoder.is_batch_invariant):
+        self.is_batch_invariant = (
+            config.is_batch_invariant is not False and self.kv.native is not None and self.decoder.is_batch_invariant
+        )
+        if config.is_batch_invariant and not self.is_batch_invariant:
             raise ModelError("is_batch_invariant needs the native kernels and bfloat16 or quantised weights")
 
     @property
