@@ -228,11 +228,11 @@ class EngineThread(threading.Thread):
         if messages:
             self._deliver(messages)
         errors = {output.id: output.error for output in outputs if isinstance(output.error, EngineFailed)}
-        if errors:
-            is_alone = len(errors) == 1
-            self._doubt(engine, next(iter(errors.values())), has_probe=self._probe in errors, is_alone=is_alone)
-        elif any(output.id == self._probe for output in outputs):
+        has_probe = self._probe in errors
+        if not has_probe and any(output.id == self._probe for output in outputs):
             self._probe, self._probes_failed = None, 0
+        if errors:
+            self._doubt(engine, next(iter(errors.values())), has_probe=has_probe, is_alone=len(errors) == 1)
 
     def _doubt(self, engine: Engine, error: Exception, *, has_probe: bool, is_alone: bool) -> None:
         """After a step that failed the engine is asked for a token of its own. Where that fails too, time after time and with nobody

@@ -534,3 +534,44 @@ def test_an_engine_that_can_only_fail_ends(
     thread.join(20)
     assert not thread.is_alive()
     assert ("no memory for the step" in str(thread.error)) is not is_poison
+
+
+def test_an_engine_that_fails_one_beside_its_own_token_can_still_end(
+    checkpoint: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's own token was right in a step that failed another: it asks anew when all steps fail later, and ends."""
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def deliver(messages: list[tuple[Key, ToClient]]) -> None:
+        for _, message in messages:
+            told.put(type(message).__name__)
+
+    thread = EngineThread(EngineConfig(model=str(checkpoint("llama")), device="cpu", kv_blocks=16), deliver)
+    thread.start()
+    while not thread.load.is_ready:
+        thread.join(0.01)
+        assert thread.error is None
+    healthy = ModelRunner.run
+    shared: list[int] = []
+
+    def run(self: ModelRunner, chunks: list[Chunk], before: Flight | None) -> torch.Tensor:
+        poisoned = [13 in chunk.sequence.tokens for chunk in chunks]
+        if not shared and any(poisoned):
+            shared.append(0)
+            thread.send((Key(1, 2), Submit(2, request([13], 2))))  # stands beside the engine's own
+            raise RuntimeError("no memory for the step")
+        if any(poisoned):
+            shared.append(len(chunks))
+            logits = healthy(self, chunks, before).clone()
+            logits[poisoned] = torch.nan
+            return logits
+        raise RuntimeError("no memory for any step")
+
+    monkeypatch.setattr(ModelRunner, "run", run)
+    thread.send((Key(1, 1), Submit(1, request([13], 2))))
+    assert [told.get(timeout=20) for _ in range(2)] == ["Failed", "Failed"]
+    thread.send((Key(1, 3), Submit(3, request([5], 2))))
+    thread.join(20)
+    assert not thread.is_alive()
+    assert shared == [0, 2]
+    assert "no memory for any step" in str(thread.error)
