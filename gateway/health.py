@@ -142,7 +142,7 @@ class Watch:
         if load.is_ready:
             reason = deployment.breaker.reason
             return Part(deployment.name, Health.DOWN if reason else Health.OK, reason)
-        return Part(deployment.name, Health.STARTING if load.is_starting else Health.DOWN, load.reason)
+        return Part(deployment.name, Health.STARTING if load.is_starting else Health.DOWN, load.why)
 
     def report(self) -> dict[str, Any]:
         """The body of `/readyz`."""
@@ -200,7 +200,7 @@ def _view(alias: Alias, deployment: Deployment) -> DeploymentView:
         model=deployment.model,
         policy=alias.settings.policy,
         is_available=not seen.is_open,
-        reason=seen.health_reason,
+        reason=load.why if not load.is_ready else seen.health_reason,
         running=load.running,
         waiting=load.waiting,
         ttft_ms=seen.ttft_ms,

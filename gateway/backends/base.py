@@ -95,6 +95,7 @@ class Load(msgspec.Struct, frozen=True):
 
     is_ready: bool = True
     reason: str = ""
+    detail: str = ""  # more of the reason, for who looks after it: it may name files, so no client is told
     is_starting: bool = False  # not ready, but on its way: worth waiting for
     running: int = 0
     waiting: int = 0
@@ -103,6 +104,11 @@ class Load(msgspec.Struct, frozen=True):
     context_tokens_max: int | None = None
     output_tokens_max: int | None = None
     engine: EngineLoad | None = None  # all that a local engine tells of itself, for who looks after it
+
+    @property
+    def why(self) -> str:
+        """Why it is not ready, in full: for who looks after it."""
+        return f"{self.reason}: {self.detail}" if self.detail else self.reason
 
 
 class ChunkStream(Protocol):

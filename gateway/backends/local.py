@@ -52,13 +52,12 @@ class LocalBackend:
         self._away_since: float | None = time.monotonic()
 
     def _why_not_ready(self, now: EngineLoad) -> str:
-        ended = self.engine.ended
         if now.is_connected:
-            reason = "" if now.is_ready else f"the model is loading: {round(100 * now.progress)}% ({now.stage})"
-            return f"{reason}; before that it ended: {ended.why}" if reason and ended else reason
+            return "" if now.is_ready else f"the model is loading: {round(100 * now.progress)}% ({now.stage})"
+        ended = self.engine.ended
         if ended is None:
             return "the engine's process is not there"
-        return f"the engine's process ended{' and is not started again' if ended.is_final else ''}: {ended.why}"
+        return f"the engine's process ended{' and is not started again' if ended.is_final else ''}"
 
     def _is_coming(self) -> bool:
         """Of an engine that is not ready: whether it is worth waiting for."""
@@ -87,6 +86,7 @@ class LocalBackend:
         return Load(
             is_ready=now.is_ready,
             reason=self._why_not_ready(now),
+            detail=self.engine.ended.why if self.engine.ended is not None and not now.is_ready else "",
             is_starting=not now.is_ready and self._is_coming(),
             running=now.running,
             waiting=now.waiting,

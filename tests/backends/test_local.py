@@ -451,12 +451,12 @@ async def test_load_is_what_the_engine_pushed(engine: ScriptedEngine, local: Loc
 
 
 async def test_an_engine_that_is_gone_says_why(engine: ScriptedEngine, local: LocalBackend) -> None:
-    """What was left of an engine's end is its reason, until the next one is ready; nobody waits for one that is not started
-    again, nor for one that dies each time before it is ready."""
+    """What was left of an engine's end is its reason, until the next one is ready, but no client is told its words; nobody
+    waits for one that is not started again, nor for one that dies each time before it is ready."""
 
     async def until_said(word: str) -> None:
         async with asyncio.timeout(5):
-            while word not in local.load(1).reason:  # noqa: ASYNC110 - the client has no event for this
+            while word not in local.load(1).why:  # noqa: ASYNC110 - the client has no event for this
                 await asyncio.sleep(0.01)
 
     tell_ended(engine.path, Ended("it was killed by SIGKILL"))
@@ -467,17 +467,18 @@ async def test_an_engine_that_is_gone_says_why(engine: ScriptedEngine, local: Lo
     for _ in range(3):
         await engine.start()
         await until_said("reading weights")
-        assert "SIGKILL" in local.load(1).reason
+        assert "SIGKILL" in local.load(1).why
         await engine.stop()
         await until_said("the engine's process ended")
     assert not local.load(1).is_starting
     engine.load = READY
     await engine.start()
     await asyncio.wait_for(local.engine.wait_ready(), 5)
-    assert (local.load(1).is_ready, local.load(1).reason) == (True, "")
+    assert (local.load(1).is_ready, local.load(1).why) == (True, "")
     tell_ended(engine.path, Ended("there is no model at /nowhere", is_final=True))
     await engine.stop()
     await until_said("is not started again: there is no model at /nowhere")
+    assert local.load(1).reason.endswith("is not started again")
     assert not local.load(1).is_starting
 
 
