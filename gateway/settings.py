@@ -253,6 +253,11 @@ class Settings(_Section):
         return self
 
     @property
+    def names(self) -> list[str]:
+        """What a request may name in `model`."""
+        return [*self.models, self.embedding_alias]
+
+    @property
     def sql_url(self) -> str:
         """The database's URL, the default spelled out."""
         return self.database_url or f"sqlite:///{self.data_dir.absolute() / 'sameway.db'}"

@@ -108,7 +108,7 @@ def _add_history(router: APIRouter, services: AdminServices, pages: Pages) -> No
             where=where,
             is_filtered=where != RouteFilter(),
             teams=teams,
-            models=list(services.settings.models),
+            models=services.settings.names,
             deployments=services.deployments(),
         )
 
@@ -135,7 +135,7 @@ def _add_history(router: APIRouter, services: AdminServices, pages: Pages) -> No
             teams=teams,
             names={team.id: team.name for team in teams},
             keys={key.id: key.name for key in keys},
-            models=list(services.settings.models),
+            models=services.settings.names,
             deployments=services.deployments(),
         )
 
@@ -187,7 +187,7 @@ def _add_teams(router: APIRouter, services: AdminServices, pages: Pages) -> None
             stats=stats,
             charts=charts_of(stats) if stats is not None else {},
             spent=sorted(by_model, key=lambda total: -total.cost_microusd),
-            models=list(services.settings.models),
+            models=services.settings.names,
             form=form.get("form", ""),
             problem=form.get("problem", ""),
             values=form.get("values", {}),

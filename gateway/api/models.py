@@ -36,9 +36,8 @@ class Models:
         await send_whole(send, 200, [JSON, *base_headers(record.request_id)], msgspec.json.encode(reply))
 
     def _names(self, identity: Identity) -> list[str]:
-        names = [*self._settings.models, self._settings.embedding_alias]
         allowed = identity.key.models
-        return [name for name in names if allowed is None or name in allowed]
+        return [name for name in self._settings.names if allowed is None or name in allowed]
 
     def _all(self, identity: Identity) -> dict[str, Any]:
         return {"object": "list", "data": [self._model(name) for name in self._names(identity)]}

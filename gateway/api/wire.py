@@ -126,10 +126,10 @@ _FAILED_REASONS = frozenset({"error", "abort"})
 class Ending:
     """Which choices of an answer have finished, seen chunk by chunk."""
 
-    __slots__ = ("_choices", "_finished", "_seen", "failed_reason")
+    __slots__ = ("_choices", "_finished", "_prompts", "_seen", "failed_reason")
 
-    def __init__(self, choices: int = 1) -> None:
-        self._choices = choices
+    def __init__(self, choices: int = 1, prompts: int = 1) -> None:
+        self._choices, self._prompts = choices, prompts
         self._seen: set[int] = set()
         self._finished: set[int] = set()
         self.failed_reason: str | None = None
@@ -159,8 +159,9 @@ class Ending:
 
     @property
     def is_finished(self) -> bool:
-        """Every choice that began has finished: enough where the server says itself that it is done."""
-        return bool(self._finished) and len(self._finished) == len(self._seen)
+        """Every choice that began has finished, and there is one for each prompt: enough where the server says itself that it
+        is done, for some ignore `n`."""
+        return len(self._finished) >= self._prompts and len(self._finished) == len(self._seen)
 
 
 def is_text(choice: Mapping[str, Any]) -> bool:

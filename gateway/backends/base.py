@@ -87,7 +87,12 @@ class BackendRequest(msgspec.Struct, frozen=True):
     @property
     def choices(self) -> int:
         """How many choices the answer is to have."""
-        return (self.body.get("n") or 1) * (1 if self.kind is CHAT else len(prompts_of(self.body)))
+        return (self.body.get("n") or 1) * self.prompts
+
+    @property
+    def prompts(self) -> int:
+        """How many prompts are to be answered."""
+        return 1 if self.kind is CHAT else len(prompts_of(self.body))
 
 
 class Load(msgspec.Struct, frozen=True):

@@ -67,7 +67,7 @@ class OpenAIStream:
         self._backend = backend
         self._request = request
         self._ready: list[Chunk] = []
-        self._ending = Ending(request.choices)
+        self._ending = Ending(request.choices, request.prompts)
         self._splitter = Splitter()
         self._run: TextRun | None = None
         self._runs_left = TextRun.RUNS_MAX

@@ -195,6 +195,14 @@ async def test_near_misses_open_and_say_where_the_texts_are(world: World, browse
     assert " open>" not in (await browser.get("/admin/requests")).text
 
 
+async def test_a_key_may_be_for_the_embedder_alone(world: World, browser: httpx.AsyncClient) -> None:
+    """Every name that requests may use can be chosen for a key."""
+    team = await world.accounts.create_team("readers")
+    page = (await browser.get(f"/admin/teams/{team.id}")).text
+    for name in world.services.settings.names:
+        assert f'name="models" value="{name}"' in page
+
+
 async def test_a_total_budget_never_starts_over(world: World, browser: httpx.AsyncClient) -> None:
     """A spent budget says until when: its window's end, or, where it has none, until somebody raises it."""
     for window, words in (("month", "only cached answers until then"), ("total", "until the limit is raised")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
@@ -12,10 +13,12 @@ from msgspec.structs import replace
 from gateway.api.fold import fold
 from gateway.api.wire import read, unfold
 from gateway.backends.base import (
+    COMPLETION,
     BackendBroken,
     BackendError,
     BackendOverloaded,
     BackendRejected,
+    BackendRequest,
     BackendTimeout,
     BackendUnavailable,
     Chunk,
@@ -312,6 +315,28 @@ async def test_an_unfinished_choice_is_a_broken_answer(upstream: Upstream, backe
     with pytest.raises(BackendBroken):
         await collect_into(seen, backend.stream(ask(n=2)))
     assert [reason for chunk in seen for reason in chunk.finish_reasons] == ["stop"]
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+async def test_a_prompt_without_an_answer_makes_a_broken_answer(is_whole: bool) -> None:
+    """One choice for two prompts is not complete, whatever the server says."""
+    choice = b'{"id":"c","object":"text_completion","choices":[{"index":0,"text":"a","finish_reason":"stop"}]}'
+    body = choice if is_whole else b"data: %b\n\ndata: [DONE]\n\n" % choice
+    kind = b"application/json" if is_whole else b"text/event-stream"
+
+    async def script(wire: Wire) -> None:
+        await wire.send(
+            b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n%b" % (kind, len(body), body)
+        )
+
+    async with serve(script) as served:
+        backend = make_backend(served.url)
+        await backend.start()
+        for prompts, is_broken in ((["one", "two"], True), (["one"], False)):
+            request = BackendRequest({"prompt": prompts}, not is_whole, b"salt", "req-1", 5.0, 5.0, kind=COMPLETION)
+            with pytest.raises(BackendBroken) if is_broken else contextlib.nullcontext():
+                await collect(backend.stream(request))
+        await backend.aclose()
 
 
 @pytest.mark.parametrize(
