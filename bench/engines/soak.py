@@ -326,10 +326,14 @@ def _fds(pid: int) -> int:
 
 @contextlib.contextmanager
 def _no_new(folder: Path, findings: Findings) -> Iterator[None]:
-    """Nothing more may be in `folder` afterwards than before."""
+    """Nothing more may be in `folder` afterwards than before, but what a running process has mapped: others' work."""
     before: set[Any] = set(os.listdir(folder)) if folder.is_dir() else set()
     yield
     left = (set(os.listdir(folder)) if folder.is_dir() else set()) - before
+    for maps in Path("/proc").glob("[0-9]*/maps") if left else ():
+        with contextlib.suppress(OSError):  # it has ended meanwhile, or is not ours to read
+            mapped = maps.read_text()
+            left = {name for name in left if f"{folder}/{name}" not in mapped}
     if left:
         findings.wrong.append(f"left in {folder}: {', '.join(sorted(left)[:5])}")
 
