@@ -41,6 +41,7 @@ def reports_of(stats: Stats) -> Reports:
         (new_id(time.time()), 2),
         (new_id(time.time() + 2), 2),
     ],
+    ids=["unknown", "foreign", "of no time", "malformed", "two hours old", "new", "of a clock ahead"],
 )
 async def test_only_what_may_have_just_finished_is_waited_for(
     redis: Redis, monkeypatch: pytest.MonkeyPatch, id: str, times: int
