@@ -254,8 +254,12 @@ def test_killed_in_the_middle_of_judging(upstream: Upstream, tmp_path: Path) -> 
         wait_for(lambda: verdicts(running, 'source="shadow"', 'ruling="different"') == 1, 20)
         wait_for(lambda: len(running.admin("GET", "/cache/wrong")["wrong"]) == 1)
         wait_for(lambda: budget()["held_microusd"] == 0, 10, lambda: str(budget()))
-        rows = running.admin("GET", "/ledger", params={"team_id": team["id"]})["rows"]
-        assert sum(row["cost_microusd"] for row in rows) == budget()["spent_microusd"] > 0
+
+        def in_ledger() -> int:
+            rows = running.admin("GET", "/ledger", params={"team_id": team["id"]})["rows"]
+            return sum(row["cost_microusd"] for row in rows)
+
+        wait_for(lambda: in_ledger() == budget()["spent_microusd"] > 0, 10)  # rows reach SQL a moment later
 
 
 def test_without_money_nobody_is_asked(upstream: Upstream, tmp_path: Any) -> None:

@@ -178,6 +178,8 @@ def test_predictions_are_in_the_order_of_what_happens(
             simulation.add(Arrival(length, 10, 0, 0, b"a", kind + 2))
         if waiting:
             simulation.step()
+        while scheduler.waiting and len(scheduler.running) < sequences_max:  # until what waits, waits for a place
+            simulation.step()
         load = EngineLoad(
             is_ready=True,
             running=len(scheduler.running),
