@@ -498,12 +498,8 @@ def test_an_idle_engine_checks_its_books(checkpoint: Folder, monkeypatch: pytest
     assert len(checks) == 2
 
 
-@pytest.mark.parametrize("is_poison", [True, False])
-def test_an_engine_that_can_only_fail_ends(
-    checkpoint: Folder, monkeypatch: pytest.MonkeyPatch, is_poison: bool
-) -> None:
-    """A step that fails is one request's bad luck, as often as it is sent; where the engine fails at a token of its own as well,
-    time after time, it ends, to be started again."""
+def ready_thread(checkpoint: Folder) -> tuple[EngineThread, queue.SimpleQueue[str]]:
+    """A thread whose model is loaded, and the kinds of the messages that it delivers."""
     told: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def deliver(messages: list[tuple[Key, ToClient]]) -> None:
@@ -515,6 +511,16 @@ def test_an_engine_that_can_only_fail_ends(
     while not thread.load.is_ready:
         thread.join(0.01)
         assert thread.error is None
+    return thread, told
+
+
+@pytest.mark.parametrize("is_poison", [True, False])
+def test_an_engine_that_can_only_fail_ends(
+    checkpoint: Folder, monkeypatch: pytest.MonkeyPatch, is_poison: bool
+) -> None:
+    """A step that fails is one request's bad luck, as often as it is sent; where the engine fails at a token of its own as well,
+    time after time, it ends, to be started again."""
+    thread, told = ready_thread(checkpoint)
     healthy = ModelRunner.run
 
     def run(self: ModelRunner, chunks: list[Chunk], before: Flight | None) -> torch.Tensor:
@@ -540,17 +546,7 @@ def test_an_engine_that_fails_one_beside_its_own_token_can_still_end(
     checkpoint: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine's own token was right in a step that failed another: it asks anew when all steps fail later, and ends."""
-    told: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def deliver(messages: list[tuple[Key, ToClient]]) -> None:
-        for _, message in messages:
-            told.put(type(message).__name__)
-
-    thread = EngineThread(EngineConfig(model=str(checkpoint("llama")), device="cpu", kv_blocks=16), deliver)
-    thread.start()
-    while not thread.load.is_ready:
-        thread.join(0.01)
-        assert thread.error is None
+    thread, told = ready_thread(checkpoint)
     healthy = ModelRunner.run
     shared: list[int] = []
 
