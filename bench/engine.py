@@ -28,7 +28,7 @@ from bench.lab.native import WORK
 from bench.lab.processes import BenchError
 from local_engine.config import EngineConfig, ModelError
 from local_engine.messages import ModelInfo
-from local_engine.options import prepare_environment
+from local_engine.process.options import prepare_environment
 
 PEERS = ("transformers", "transformers-cb", "llama.cpp", "vllm")
 _MODELS = WORK / "models"
@@ -102,7 +102,7 @@ def _peers(given: Given, info: ModelInfo) -> list[tuple[str, Callable[[], System
     from bench.engines.systems import Transformers, TransformersContinuous, load_transformers
     from bench.peers.llama_cpp import llama_cpp
     from bench.peers.vllm import vllm
-    from local_engine.loader import default_model
+    from local_engine.checkpoints.open import default_model
 
     first = next(iter(given.files.values()))
     starts: list[tuple[str, Callable[[], System]]] = []
@@ -245,7 +245,7 @@ def main(argv: list[str]) -> int:
 
 def _main(options: argparse.Namespace) -> int:
     from local_engine import machine
-    from local_engine.loader import default_model
+    from local_engine.checkpoints.open import default_model
 
     model = str(shape_file(_MODELS, options.shape)) if options.shape else options.model
     if options.soak:
@@ -285,7 +285,7 @@ def _chosen(text: str | None, known: Sequence[str], what: str) -> tuple[str, ...
 def _measure_all(given: Given, scenarios: Sequence[Scenario], options: argparse.Namespace) -> None:
     """Prints, and writes, each scenario's rows as soon as it is measured: a long bench may be stopped."""
     from bench.engines.floors import Ceilings, Floor
-    from local_engine.loader import open_checkpoint
+    from local_engine.checkpoints.open import open_checkpoint
 
     systems, absent, info = start_systems(given)
     what = f"{info.name}: {info.architecture}, {info.parameters:,} weights"
@@ -331,7 +331,7 @@ def _measure_all(given: Given, scenarios: Sequence[Scenario], options: argparse.
 
 def _file_bits(model: str | None, info: ModelInfo) -> float:
     """Bits of a weight as the file has it, on average; of a folder, as the engine computes."""
-    from local_engine.loader import default_model
+    from local_engine.checkpoints.open import default_model
 
     path = Path(model) if model is not None else default_model()
     return 8 * path.stat().st_size / info.parameters if path.is_file() else _BITS[_DTYPES[info.dtype]]

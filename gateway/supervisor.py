@@ -97,7 +97,7 @@ def engine_argv(settings: Settings, name: str) -> list[str]:
         "--queue-max": engine.queue_max,
     }
     given = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
-    return [sys.executable, "-m", "local_engine.worker", "--socket", str(settings.engine_socket(name)), *given]
+    return [sys.executable, "-m", "local_engine.process.worker", "--socket", str(settings.engine_socket(name)), *given]
 
 
 def cache_argv(settings: Settings) -> list[str]:

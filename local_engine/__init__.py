@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from local_engine.client import AsyncEngine, Generation
 from local_engine.config import EngineConfig
 from local_engine.messages import (
     DeadlineExceeded,
@@ -40,6 +39,7 @@ from local_engine.messages import (
     TokenLogprob,
     Usage,
 )
+from local_engine.process.client import AsyncEngine, Generation
 
 if TYPE_CHECKING:
     from local_engine.engine import Engine

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from local_engine.config import ModelError
 from local_engine.messages import InvalidRequest, SamplingParams
-from local_engine.options import EX_CONFIG, arguments, config_from, prepare_environment
+from local_engine.process.options import EX_CONFIG, arguments, config_from, prepare_environment
 
 if TYPE_CHECKING:
     from local_engine.engine import Engine

@@ -21,12 +21,12 @@ import torch
 import torch.nn.functional as functional
 
 from local_engine.config import ModelConfig
-from local_engine.linear import native_for
+from local_engine.kernels.cpu import TILE, Kernels, kind_of
 from local_engine.models.rope import Rotary
-from local_engine.native import TILE, Kernels, kind_of
+from local_engine.weights.linear import native_for
 
 if TYPE_CHECKING:
-    from local_engine.gpu.attention import Tiles
+    from local_engine.kernels.gpu.attention import Tiles
 
 
 @dataclass(frozen=True, slots=True)

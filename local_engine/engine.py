@@ -16,10 +16,8 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
 from local_engine.block_pool import BlockPool
+from local_engine.checkpoints.open import open_checkpoint
 from local_engine.config import EngineConfig
-from local_engine.draft_model import DraftModel, open_draft
-from local_engine.flight import Flight, draw
-from local_engine.loader import open_checkpoint
 from local_engine.messages import (
     EngineError,
     EngineFailed,
@@ -33,13 +31,15 @@ from local_engine.messages import (
     SamplingParams,
     Usage,
 )
-from local_engine.pace import Moment, Pace
 from local_engine.runner import ModelRunner, default_sequences, default_step_tokens
 from local_engine.sampler import Sampled
 from local_engine.scheduler import Chunk, Scheduler
 from local_engine.sequence import Sequence, Status
-from local_engine.speculative import MATCH_MAX, Lookup, Speculation, Speculator
-from local_engine.tokenizer import Piece, TextStream
+from local_engine.speculation.draft_model import DraftModel, open_draft
+from local_engine.speculation.speculator import MATCH_MAX, Lookup, Speculation, Speculator
+from local_engine.speculation.timing import Moment, Pace
+from local_engine.step_in_flight import Flight, draw
+from local_engine.text.tokenizer import Piece, TextStream
 
 _log = logging.getLogger(__name__)
 

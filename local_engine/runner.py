@@ -15,20 +15,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from local_engine import gpu, machine, scaled
+from local_engine import machine
 from local_engine.attention import DecodeGroup, PagedKV, PagedRows, PrefillSpan, StepInput, block_size_bytes
-from local_engine.checkpoint import Checkpoint
+from local_engine.checkpoints.checkpoint import Checkpoint
 from local_engine.config import EngineConfig, ModelError
-from local_engine.flight import Flight
-from local_engine.linear import native_for
+from local_engine.executors.native import native_step
+from local_engine.kernels import supports
+from local_engine.kernels.cpu import lack
 from local_engine.models.decoder import Decoder
-from local_engine.native import lack
-from local_engine.native.step import native_step
 from local_engine.scheduler import Chunk
+from local_engine.step_in_flight import Flight
+from local_engine.weights import scaled
+from local_engine.weights.linear import native_for
 
 if TYPE_CHECKING:
-    from local_engine.gpu.paged_kv import TritonKV
-    from local_engine.gpu.steps import GpuSteps
+    from local_engine.executors.gpu import GpuSteps
+    from local_engine.kernels.gpu.paged_kv import TritonKV
 
 _SPAN_TOKENS = 256  # what of a shared prefix the native kernel looks at in one piece
 _log = logging.getLogger(__name__)
@@ -61,7 +63,7 @@ class ModelRunner:
         context_tokens = min(model.context_tokens, config.context_tokens_max or model.context_tokens)
         if self.device.type == "cuda":
             progress(0.0, "checking kernels")
-            gpu.verify(model, config.block_tokens, self.dtype, self.device)
+            supports.verify(model, config.block_tokens, self.dtype, self.device)
         with torch.inference_mode():
             try:
                 self.decoder = Decoder(
@@ -146,7 +148,7 @@ class ModelRunner:
         """What runs the steps where the GPU's kernels do."""
         if isinstance(self.kv, PagedKV):
             return None
-        from local_engine.gpu.steps import GpuSteps
+        from local_engine.executors.gpu import GpuSteps
 
         rows_max = config.sequences_max or default_sequences(self.device)
         steps = GpuSteps(self.decoder, self.kv, rows_max=rows_max, context_tokens=self.context_tokens)
@@ -164,8 +166,8 @@ class ModelRunner:
 
     def _take_kv(self, config: EngineConfig, blocks: int) -> None:
         kind: type[PagedKV | TritonKV] = PagedKV
-        if gpu.is_served(self.device, "attention"):
-            from local_engine.gpu.paged_kv import TritonKV as kind  # noqa: N813
+        if supports.is_served(self.device, "attention"):
+            from local_engine.kernels.gpu.paged_kv import TritonKV as kind  # noqa: N813
         size, model = config.block_tokens, self.decoder.config
         with torch.inference_mode():
             self.kv = kind(model, blocks=blocks, block_tokens=size, dtype=self.dtype, device=self.device)
@@ -301,9 +303,9 @@ def _bits(config: EngineConfig, runner: ModelRunner) -> int | None:
         raise ModelError(f"weights=fp8 needs a GPU with 8-bit floats (Ada, Hopper or later), not {runner.device}")
     if config.weights in ("auto", "fp8"):
         return None
-    if native_for(runner.device, runner.dtype) is None and not gpu.is_served(runner.device, "product"):
+    if native_for(runner.device, runner.dtype) is None and not supports.is_served(runner.device, "product"):
         raise ModelError(
-            f"weights={config.weights} needs the native kernels (python -m local_engine.native) and float32 or bfloat16 "
+            f"weights={config.weights} needs the native kernels (python -m local_engine.kernels.cpu) and float32 or bfloat16 "
             f"on a CPU, or a GPU with Triton; this engine runs {str(runner.dtype).removeprefix('torch.')} on {runner.device}"
         )
     return {"int8": 8, "int4": 4}[config.weights]

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from local_engine.block_pool import BlockPool
 from local_engine.messages import DeadlineExceeded, EngineError, Overloaded
 from local_engine.sequence import Sequence, Status
-from local_engine.speculative import Ask, Draft, Kind, Speculator
+from local_engine.speculation.speculator import Ask, Draft, Kind, Speculator
 
 
 @dataclass(frozen=True, slots=True)

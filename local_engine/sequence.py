@@ -12,8 +12,8 @@ from enum import Enum
 from hashlib import blake2b
 
 from local_engine.messages import FinishReason, SamplingParams, TokenLogprob, Usage
-from local_engine.speculative import Speculation
-from local_engine.tokenizer import Piece, TextStream
+from local_engine.speculation.speculator import Speculation
+from local_engine.text.tokenizer import Piece, TextStream
 
 
 class Status(Enum):

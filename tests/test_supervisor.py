@@ -13,7 +13,7 @@ import pytest
 from gateway.settings import EngineSettings, Settings
 from gateway.supervisor import Child, _listen_to, engine_argv
 from local_engine.config import EngineConfig
-from local_engine.options import arguments, config_from
+from local_engine.process.options import arguments, config_from
 
 SET: dict[str, Any] = {
     "model": "org/model",
@@ -34,7 +34,7 @@ def told(**engine: Any) -> EngineConfig:
     """What an engine's process makes of its command line."""
     settings = Settings(engines={"default": EngineSettings(**engine)})
     python, flag, module, socket_flag, socket, *options = engine_argv(settings, "default")
-    assert (python, flag, module, socket_flag) == (sys.executable, "-m", "local_engine.worker", "--socket")
+    assert (python, flag, module, socket_flag) == (sys.executable, "-m", "local_engine.process.worker", "--socket")
     assert socket == str(settings.engine_socket("default"))
     return config_from(arguments().parse_args(options))
 

@@ -22,7 +22,7 @@ LONG_FILES: dict[str, str] = {
     "gateway/admin/models.py": "the admin API's shapes, one after another: a table without a branch",
 }
 LONG_FUNCTIONS: dict[str, str] = {
-    "local_engine/gpu/attention.py:_attend": "one kernel: a third of it its parameters, the rest one loop over keys",
+    "local_engine/kernels/gpu/attention.py:_attend": "one kernel: a third of it its parameters, the rest one loop over keys",
 }
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from local_engine.checkpoints.families import FAMILIES
 from local_engine.config import ModelError
-from local_engine.families import FAMILIES
 
 Array = np.ndarray[Any, Any]
 Change = Callable[[str, Array, dict[str, Any]], Array]
@@ -74,7 +74,7 @@ def float_folder(source: Path, folder: Path) -> Path:
         import torch
         from safetensors.torch import save_file
 
-        from local_engine.loader import open_checkpoint
+        from local_engine.checkpoints.open import open_checkpoint
 
         path.mkdir(parents=True, exist_ok=True)
         checkpoint = open_checkpoint(str(source))

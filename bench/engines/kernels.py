@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from local_engine.gpu.attention import Shape
-    from local_engine.gpu.oracle import Disagreement
+    from local_engine.kernels.gpu.attention import Shape
+    from local_engine.kernels.gpu.self_test import Disagreement
 
 SHAPES = ("8b", "135m", "gemma")
 HIDDEN_SIZE, VOCABULARY_SIZE = 4096, 151_936
@@ -31,7 +31,7 @@ class Case:
 
 def shape_named(name: str) -> Shape:
     """The attention of Qwen3-8B, of SmolLM2-135M, and of a Gemma 2 with its window and cap."""
-    from local_engine.gpu.attention import Shape
+    from local_engine.kernels.gpu.attention import Shape
 
     if name == "8b":
         return Shape(32, 8, 128, 16, 128**-0.5, None, (0,))
@@ -42,7 +42,7 @@ def shape_named(name: str) -> Shape:
 
 def check(name: str, dtype: torch.dtype, device: torch.device) -> list[Disagreement]:
     """What is wrong in that shape and type. Raises ModelError where a kernel broke the device."""
-    from local_engine.gpu.oracle import disagreements
+    from local_engine.kernels.gpu.self_test import disagreements
 
     return disagreements(shape_named(name), 576 if name == "135m" else HIDDEN_SIZE, dtype, device)
 
@@ -51,7 +51,7 @@ def row_cases(device: torch.device) -> Iterator[Case]:
     """Norm and gate at decode's and prefill's sizes, and drawing greedily and with every filter."""
     import torch
 
-    from local_engine.gpu import draw, rows
+    from local_engine.kernels.gpu import draw, rows
 
     for count in (1, 64, 4096):
         x, more = torch.randn(2, count, HIDDEN_SIZE, device=device).bfloat16()
@@ -73,8 +73,8 @@ def product_cases(device: torch.device) -> Iterator[Case]:
     """Quantised matrices of an 8B model's MLP at decode's sizes, beside torch's bfloat16 product."""
     import torch
 
-    from local_engine.gpu.product import BITS, QuantisedProduct
-    from local_engine.quantised import quantise
+    from local_engine.kernels.gpu.product import BITS, QuantisedProduct
+    from local_engine.weights.quantised import quantise
 
     weight = torch.randn(3 * HIDDEN_SIZE, HIDDEN_SIZE, device=device)
     plain = weight.bfloat16()
@@ -92,10 +92,10 @@ def attention_cases(device: torch.device) -> Iterator[Case]:
     """Decodes of several batches and lengths, 64 sequences over one prefix, and prompts."""
     import torch
 
-    from local_engine.cascade import Prefix
-    from local_engine.gpu.attention import attend
-    from local_engine.gpu.draw import on_device
-    from local_engine.gpu.plan import Span, plan
+    from local_engine.kernels.gpu.attention import attend
+    from local_engine.kernels.gpu.draw import on_device
+    from local_engine.kernels.gpu.plan import Span, plan
+    from local_engine.kernels.shared_prefixes import Prefix
 
     shape, size = shape_named("8b"), 16
     token_bytes = 2 * shape.kv_heads * shape.head_dim * 2

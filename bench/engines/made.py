@@ -14,10 +14,10 @@ import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from local_engine.checkpoint import WeightPiece
+from local_engine.checkpoints.checkpoint import WeightPiece
+from local_engine.checkpoints.families import model_config_from_hf
 from local_engine.config import ModelConfig
-from local_engine.families import model_config_from_hf
-from local_engine.tokenizer import Tokenizer, Vocabulary
+from local_engine.text.tokenizer import Tokenizer, Vocabulary
 
 _QWEN3 = {"head_dim": 128, "vocab_size": 151_936, "rms_norm_eps": 1e-6, "max_position_embeddings": 40_960}
 _TINY = {"vocab_size": 512, "rms_norm_eps": 1e-6, "max_position_embeddings": 512, "num_hidden_layers": 1}

@@ -18,8 +18,8 @@ from unittest.mock import patch
 
 from bench.engines.files import in_format
 from bench.engines.reorder import reordered
+from local_engine.checkpoints.open import default_model
 from local_engine.config import EngineConfig, ModelError
-from local_engine.loader import default_model
 from local_engine.messages import SamplingParams
 
 _ROOT = Path(__file__).parent.parent.parent
@@ -71,8 +71,8 @@ class Told:
 
 def read(config: EngineConfig, windows: int, window_tokens: int, *, is_native: bool) -> Told:
     """Run the text through an engine of that configuration."""
-    from local_engine import linear
     from local_engine.engine import Engine
+    from local_engine.weights import linear
 
     with patch.object(linear, "kernels", linear.kernels if is_native else lambda: None):
         engine = Engine(config)

@@ -121,7 +121,7 @@ class Kept:
         self.child = self._start()
 
     def _start(self) -> Child:
-        command = [sys.executable, "-m", "local_engine.worker", *self._options]
+        command = [sys.executable, "-m", "local_engine.process.worker", *self._options]
         return Child(command, self.log_path, {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}, Path.cwd())
 
     async def keep(self) -> None:
@@ -311,7 +311,7 @@ class Soak:
 
 def _invariance() -> list[str]:
     """Answers that may be compared, where this machine has the kernels for it."""
-    from local_engine.native import kernels
+    from local_engine.kernels.cpu import kernels
 
     return ["--batch-invariant", "--weights=int8"] if kernels() is not None else []
 

@@ -170,7 +170,7 @@ def load_transformers(model: str | None, dtype: str, device: str) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from local_engine.loader import open_checkpoint
+    from local_engine.checkpoints.open import open_checkpoint
 
     checkpoint = open_checkpoint(model)
     is_folder = model is not None and Path(model).is_dir()

@@ -18,15 +18,15 @@ import torch.nn.functional as functional
 
 from local_engine.attention import PagedKV, StepInput
 from local_engine.config import ModelConfig, ModelError, RopeConfig
-from local_engine.fused import add_norm, rms_norm, row_kernels, softcap
-from local_engine.linear import Linear
 from local_engine.models.mlp import Experts, Mlp
 from local_engine.models.rope import Rotary, rotary
-from local_engine.quantised import Quantised, bits_of
-from local_engine.scaled import Scaled
+from local_engine.weights.fused import add_norm, rms_norm, row_kernels, softcap
+from local_engine.weights.linear import Linear
+from local_engine.weights.quantised import Quantised, bits_of
+from local_engine.weights.scaled import Scaled
 
 if TYPE_CHECKING:
-    from local_engine.gpu.paged_kv import TritonKV
+    from local_engine.kernels.gpu.paged_kv import TritonKV
 
 
 @dataclass(slots=True)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from local_engine import gpu
-from local_engine.fused import gate
-from local_engine.linear import Linear
+from local_engine.kernels import supports
+from local_engine.weights.fused import gate
+from local_engine.weights.linear import Linear
 
 if TYPE_CHECKING:
-    from local_engine.fused import RowKernels
-    from local_engine.gpu.experts import GroupedExperts
+    from local_engine.kernels.gpu.experts import GroupedExperts
+    from local_engine.weights.fused import RowKernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ class Experts:
         one = self.experts[0]
         pairs = [(expert.gate_up.whole, expert.down.whole) for expert in self.experts]
         gate_ups, downs = ([whole for whole in wholes if whole is not None] for wholes in zip(*pairs, strict=True))
-        if not gpu.is_served(device, "experts") or min(len(gate_ups), len(downs)) < len(pairs):
+        if not supports.is_served(device, "experts") or min(len(gate_ups), len(downs)) < len(pairs):
             return
-        from local_engine.gpu.experts import GroupedExperts
+        from local_engine.kernels.gpu.experts import GroupedExperts
 
         stacks = torch.stack(gate_ups), torch.stack(downs)
         for expert, gate_up, down in zip(self.experts, *stacks, strict=True):

@@ -497,7 +497,7 @@ async def test_a_real_engine_answers(tmp_path: Path) -> None:
         "--threads",
         "1",
     ]
-    worker = await asyncio.create_subprocess_exec(sys.executable, "-m", "local_engine.worker", *options)
+    worker = await asyncio.create_subprocess_exec(sys.executable, "-m", "local_engine.process.worker", *options)
     backend = make_local(tmp_path / "e.sock")
     try:
         await backend.start()

@@ -135,7 +135,7 @@ def test_the_image_compiles_the_engines_kernels_before_it_serves(tmp_path: Path)
         for told in (["serve", "--port", "1"], ["check-config", "--config", "a b"])
     ]
     assert [(one.stdout, one.stderr) for one in ran] == [
-        ("sameway serve --port 1\n", "python -m local_engine.native\n"),
+        ("sameway serve --port 1\n", "python -m local_engine.kernels.cpu\n"),
         ("sameway check-config --config a b\n", ""),
     ]
 

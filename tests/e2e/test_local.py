@@ -184,7 +184,7 @@ def test_the_engine_is_killed(local: Gateway) -> None:
     with httpx.stream("POST", f"{local.base_url}/chat/completions", json=body, headers=headers, timeout=60) as reply:
         pieces = reply.iter_text()
         text = next(pieces)
-        dead = local.children("local_engine.worker")
+        dead = local.children("local_engine.process.worker")
         assert len(dead) == 1
         dead[0].kill()
         text += "".join(pieces)
@@ -199,6 +199,6 @@ def test_the_engine_is_killed(local: Gateway) -> None:
         return local.chat(f"Are you back? {time.time()}", model=MODEL, max_tokens=5).status_code == 200
 
     wait_for(answers, 60, local.why_not_ready)
-    pids = {process.pid for process in local.children("local_engine.worker")}
+    pids = {process.pid for process in local.children("local_engine.process.worker")}
     assert pids
     assert dead[0].pid not in pids

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from local_engine import native
 from local_engine.config import EngineConfig
 from local_engine.engine import Engine
+from local_engine.kernels import cpu
 from local_engine.messages import SamplingParams
-from local_engine.pace import Line, Pace
+from local_engine.speculation.timing import Line, Pace
 from tests.engine.checkpoints import make_checkpoint
 
 SMALL: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1, "kv_blocks": 128, "block_tokens": 4}
@@ -31,10 +31,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 
 @pytest.fixture(scope="session")
-def kernels() -> native.Kernels:
+def kernels() -> cpu.Kernels:
     """The compiled functions; compiled here where set-up has not done it."""
-    said = native.compile_kernels()
-    found = native.kernels()
+    said = cpu.compile_kernels()
+    found = cpu.kernels()
     if found is None and ("processor lacks" in said or "no C++ compiler" in said):
         pytest.skip(said)
     assert found is not None, said

@@ -17,9 +17,9 @@ from bench.engines.loads import Request, Run, Scenario, summarise
 from bench.engines.quality import compare, read
 from bench.engines.reorder import reordered
 from bench.engines.soak import Findings, Sample, soak
+from local_engine.checkpoints.open import open_checkpoint
 from local_engine.config import EngineConfig
-from local_engine.loader import open_checkpoint
-from local_engine.quantised import Quantised
+from local_engine.weights.quantised import Quantised
 
 
 @pytest.fixture(scope="module")

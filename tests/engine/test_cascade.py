@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from local_engine.cascade import Prefix, shared_prefixes
+from local_engine.kernels.shared_prefixes import Prefix, shared_prefixes
 
 prompts = st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=8)
 

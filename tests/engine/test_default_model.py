@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import local_engine
+from local_engine.checkpoints.open import default_model
 from local_engine.config import EngineConfig
 from local_engine.engine import Engine
-from local_engine.loader import default_model
 from local_engine.messages import SamplingParams
 from tests.engine.conftest import greedy, run
 

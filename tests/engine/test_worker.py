@@ -32,14 +32,14 @@ from local_engine import (
     PromptTooLong,
     SamplingParams,
 )
-from local_engine import worker as worker_module
 from local_engine.config import EngineConfig
 from local_engine.engine import Engine, StepOutput
-from local_engine.engine_thread import EngineThread, Key
-from local_engine.flight import Flight
 from local_engine.messages import Submit, ToClient, why_ended
+from local_engine.process import worker as worker_module
+from local_engine.process.thread import EngineThread, Key
 from local_engine.runner import ModelRunner
 from local_engine.scheduler import Chunk
+from local_engine.step_in_flight import Flight
 from tests.engine.checkpoints import naive_greedy, random_prompt
 from tests.engine.workers import SMALL_OPTIONS, Worker, connected, start, worker_process
 
@@ -319,7 +319,7 @@ async def test_a_process_that_hangs_is_told_from_one_that_works(
 ) -> None:
     """Stopped, a worker falls silent: its generations end in an honest error, and none begins; continued, it serves again and
     has forgotten them."""
-    monkeypatch.setattr("local_engine.client._LOOK_S", 0.25)
+    monkeypatch.setattr("local_engine.process.client._LOOK_S", 0.25)
     with worker_process(checkpoint("llama")) as own:
         async with connected(own.socket_path) as engine:
             streaming = engine.generate(request(random_prompt(1, 10), 170))
@@ -410,7 +410,7 @@ async def test_the_parent_s_death_ends_it(checkpoint: Folder, tmp_path: Path) ->
     """A worker whose parent was killed ends by itself."""
     program = (
         "import subprocess, sys, time\n"
-        "worker = subprocess.Popen([sys.executable, '-m', 'local_engine.worker', *sys.argv[1:]])\n"
+        "worker = subprocess.Popen([sys.executable, '-m', 'local_engine.process.worker', *sys.argv[1:]])\n"
         "print(worker.pid, flush=True)\n"
         "time.sleep(600)\n"
     )

@@ -29,7 +29,7 @@ class Worker:
 def start(socket_path: Path, log_path: Path, *options: str) -> subprocess.Popen[bytes]:
     """Start the process; its output goes to a file."""
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [sys.executable, "-m", "local_engine.worker", "--socket", str(socket_path), *options]
+    command = [sys.executable, "-m", "local_engine.process.worker", "--socket", str(socket_path), *options]
     with log_path.open("wb") as log:
         return subprocess.Popen(command, stderr=log, stdout=log, env=environment)
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from local_engine.cascade import shared_prefixes
-from local_engine.gpu.attention import Shape, attend
-from local_engine.gpu.plan import SHORT_ROWS_MAX, Span, plan
+from local_engine.kernels.gpu.attention import Shape, attend
+from local_engine.kernels.gpu.plan import SHORT_ROWS_MAX, Span, plan
+from local_engine.kernels.shared_prefixes import shared_prefixes
 
 
 @dataclass(frozen=True)

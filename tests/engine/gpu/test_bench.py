@@ -11,7 +11,7 @@ import torch
 from bench import cuda
 from bench.cuda import Given, Row
 from bench.engines import kernels
-from local_engine.gpu import rows
+from local_engine.kernels.gpu import rows
 
 TINY = Given("cpu", "tiny")
 

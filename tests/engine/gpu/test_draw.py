@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from local_engine import sampler
-from local_engine.gpu import draw
+from local_engine.kernels.gpu import draw
 from local_engine.messages import SamplingParams
 from tests.engine.gpu.sequences import sequence
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from local_engine.engine import Engine
-from local_engine.gpu.experts import GroupedExperts
-from local_engine.gpu.oracle import _one_by_one
+from local_engine.kernels.gpu.experts import GroupedExperts
+from local_engine.kernels.gpu.self_test import _one_by_one
 from tests.engine.checkpoints import naive_greedy, random_prompt
 from tests.engine.conftest import greedy, run
 

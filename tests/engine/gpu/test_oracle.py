@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from local_engine import gpu
 from local_engine.config import ModelConfig, RopeConfig
-from local_engine.gpu import draw, rows
-from local_engine.gpu.oracle import disagreements
-from local_engine.gpu.paged_kv import shape_of
+from local_engine.kernels import supports
+from local_engine.kernels.gpu import draw, rows
+from local_engine.kernels.gpu.paged_kv import shape_of
+from local_engine.kernels.gpu.self_test import disagreements
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig(
@@ -44,7 +44,7 @@ def test_all_kernels_agree_with_torch(dtype: torch.dtype) -> None:
 def test_kernels_that_are_wrong_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that computes something else and one that does not compile are named, and torch does the work of their part."""
     monkeypatch.setenv("SAMEWAY_TRITON", "1")
-    monkeypatch.setattr(gpu, "_left_alone", set())
+    monkeypatch.setattr(supports, "_left_alone", set())
 
     def fails(*_: Any) -> torch.Tensor:
         raise RuntimeError("out of resource: shared memory")
@@ -54,9 +54,9 @@ def test_kernels_that_are_wrong_are_left_alone(monkeypatch: pytest.MonkeyPatch) 
     found = disagreements(shape_of(MODEL, 4), MODEL.hidden_size, torch.float32, CPU)
     assert [one.kernel for one in found] == ["add_norm", "gate"]
     assert "shared memory" in found[0].why
-    assert gpu.is_served(CPU, "rows")
-    gpu.verify(MODEL, 4, torch.float32, CPU)
-    assert [part for part in gpu.PARTS if not gpu.is_served(CPU, part)] == ["rows"]
+    assert supports.is_served(CPU, "rows")
+    supports.verify(MODEL, 4, torch.float32, CPU)
+    assert [part for part in supports.PARTS if not supports.is_served(CPU, part)] == ["rows"]
 
 
 def test_a_token_that_is_a_little_off_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

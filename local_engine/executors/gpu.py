@@ -1,0 +1,273 @@
+"""Steps: scheduled chunks to the tensors of a step on a GPU, and decodes to replayed graphs.
+
+All that a step needs goes to the device in two copies from pinned memory, and nothing is read back: so the host is done
+with a step long before the device is. Rows are ordered so that sequences with a common prefix are neighbours. Steps of
+nothing but single tokens run as CUDA graphs, one for each of a few batch sizes; smaller batches are filled up with rows
+that store nothing and see nothing. On a CPU, where Triton interprets the kernels, the same buffers are filled and
+"replaying" is calling. All graphs are captured before the first answer, and each one's first replay is compared with the
+same computation unrecorded: where that fails or differs, steps run unrecorded.
+
+Knows no queues and no sampling. Invariant: it reads a sequence (tokens, blocks) and never changes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from local_engine.attention import StepInput
+from local_engine.kernels.gpu.attention import TILE_FIELDS
+from local_engine.kernels.gpu.paged_kv import TritonKV
+from local_engine.kernels.gpu.plan import SHORT_ROWS_MAX, Plan, Span, plan
+from local_engine.kernels.shared_prefixes import Prefix, shared_prefixes
+from local_engine.models.decoder import Decoder
+from local_engine.scheduler import Chunk
+from local_engine.step_in_flight import Flight
+
+_GRAPH_ROWS = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
+_SAVED_TOKENS_MIN = 512  # reads that a shared prefix must save before it is worth tiles of its own
+_PREFIXES_MAX = 8  # in a captured graph
+_GRAPH_ERROR_MAX = 0.02  # of the largest logit: a library may choose another kernel while recording
+_TOKENS, _POSITIONS, _SLOTS, _SOURCES, _LOGITS = range(5)
+_log = logging.getLogger(__name__)
+Longs = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """A step's chunks in the order of their rows: the short ones first. `prefixes` are of indices of the short ones."""
+
+    chunks: list[Chunk]
+    short: int
+    prefixes: list[Prefix]
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """What runs a decode of so many rows on the static buffers: step by step, and recorded."""
+
+    compute: Callable[[], None]
+    replay: Callable[[], object]
+
+
+class GpuSteps:
+    """Runs the chunks of a step on a loaded model. `rows_max` bounds the graphs' batch; 0: no graphs."""
+
+    def __init__(self, decoder: Decoder, kv: TritonKV, *, rows_max: int, context_tokens: int) -> None:
+        self._decoder, self._kv, self._device = decoder, kv, decoder.device
+        sizes = [size for size in _GRAPH_ROWS if size < rows_max]
+        self._sizes = [*sizes, min(rows_max, _GRAPH_ROWS[-1])] if rows_max and decoder.has_one_way else []
+        self._graphs: dict[tuple[int, bool], _Graph] = {}
+        self._aside: Any = None  # the stream on which graphs are captured
+        self._memory: Any = None  # one pool for all graphs: only one runs at a time
+        largest = self._sizes[-1] if self._sizes else 0
+        blocks = largest * min(kv.blocks, -(-context_tokens // kv.block_tokens))
+        tiles = largest + self._shared_tiles(largest)
+        with torch.inference_mode():
+            self._longs = torch.zeros(5 * largest, dtype=torch.int64, device=self._device)
+            self._numbers = torch.zeros(TILE_FIELDS * tiles + blocks, dtype=torch.int32, device=self._device)
+            self._latest = torch.zeros(max(1, largest), dtype=torch.int64, device=self._device)
+            self._logits = torch.zeros(
+                largest, decoder.config.vocabulary_size, dtype=decoder.dtype, device=self._device
+            )
+        self._ordered_blocks: list[list[int]] = []
+        self._prefixes: list[Prefix] = []
+
+    @torch.inference_mode()
+    def run(self, chunks: Many[Chunk], before: Flight | None = None) -> torch.Tensor:
+        """The logits [sum of logit_rows, vocabulary], in the order of the chunks; valid until the next call. Tokens that
+        nobody knows yet are taken from what the flight `before` draws, on the device."""
+        order = self._order(chunks)
+        known = torch.zeros(0, dtype=torch.int64, device=self._device) if before is None else before.drawn.ids
+        places = {} if before is None else before.places()
+        is_decode = all(chunk.count == chunk.logit_rows == 1 for chunk in chunks)
+        rows = next((size for size in self._sizes if size >= len(chunks)), 0)
+        if is_decode and rows and len(known) <= len(self._latest):
+            return self._replay(chunks, order, rows, known, places)
+        longs = self._fill(order.chunks, sum(chunk.count for chunk in chunks), places)
+        on_device = self._to_device(longs)
+        tokens = on_device[_TOKENS]
+        if (longs[_SOURCES] >= 0).any():
+            tokens = _known(tokens, on_device[_SOURCES], known)
+        made = plan(self._kv.shape, *_spans(order), order.prefixes)
+        step = StepInput(
+            token_ids=tokens,
+            positions=on_device[_POSITIONS],
+            slots=on_device[_SLOTS],
+            logit_rows=self._to_device(_logit_rows(chunks, order)),
+            tiles=made.on(self._kv.shape, self._to_device(made.numbers)),
+        )
+        return self._decoder(step, self._kv)
+
+    def _replay(
+        self, chunks: Many[Chunk], order: _Order, rows: int, known: torch.Tensor, places: dict[int, int]
+    ) -> torch.Tensor:
+        has_shared = bool(order.prefixes)
+        made = self._padded(_spans(order)[0], order.prefixes, rows, has_shared)
+        longs = self._fill(order.chunks, rows, places)
+        longs[_LOGITS, : len(chunks)] = _logit_rows(chunks, order)
+        self._put(longs, made)
+        self._latest[: len(known)].copy_(known, non_blocking=True)
+        self._graph(rows, has_shared).replay()
+        return self._logits[: len(chunks)]
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Capture all graphs there can be, the largest first, in whose memory the others fit: no answer waits for one.
+        What KV was in the first blocks is lost."""
+        started_s = time.perf_counter()
+        try:
+            for rows in reversed(self._sizes):
+                for has_shared in (False, True) if rows > 1 else (False,):
+                    self._check(rows, has_shared)
+        except RuntimeError as error:
+            _log.error("SLOW: decodes run without CUDA graphs on %s: %s", self._device, error)
+            self._sizes = []
+            self._graphs.clear()
+        _log.info("%d graphs captured in %.1f s", len(self._graphs), time.perf_counter() - started_s)
+
+    def _check(self, rows: int, has_shared: bool) -> None:
+        """A replay of one token in each of some blocks beside the same computed unrecorded. Raises RuntimeError."""
+        count = min(rows, self._kv.blocks)
+        spans = [Span(row, 1, 0, [row]) for row in range(count)]
+        longs = np.zeros((5, rows), np.int64)
+        longs[_TOKENS] = np.arange(rows) % self._decoder.config.vocabulary_size
+        longs[_SLOTS] = longs[_SOURCES] = -1
+        longs[_SLOTS, :count] = np.arange(count) * self._kv.block_tokens
+        longs[_LOGITS] = np.arange(rows)
+        self._put(longs, self._padded(spans, [], rows, has_shared))
+        graph = self._graph(rows, has_shared)
+        graph.compute()
+        wanted = self._logits[:rows].to(torch.float32, copy=True)
+        self._logits.zero_()
+        graph.replay()
+        error = (self._logits[:rows].float() - wanted).abs().max().item()
+        if not error <= _GRAPH_ERROR_MAX * wanted.abs().max().item():
+            raise RuntimeError(f"the graph of {rows} rows gives logits that are wrong by up to {error}")
+
+    def _padded(self, short: list[Span], prefixes: Many[Prefix], rows: int, has_shared: bool) -> Plan:
+        """The tiles of a decode as the graph of so many rows has them."""
+        shared_tiles = self._shared_tiles(rows) if has_shared else 0
+        shape = self._kv.shape
+        return plan(shape, short, [], prefixes, own_tiles=rows, shared_tiles=shared_tiles, split_rows=rows)
+
+    def _put(self, longs: Longs, made: Plan) -> None:
+        """Into the buffers that graphs read."""
+        self._longs[: longs.size].copy_(self._pinned(longs.reshape(-1)), non_blocking=True)
+        self._numbers[: len(made.numbers)].copy_(self._pinned(made.numbers), non_blocking=True)
+
+    def _graph(self, rows: int, has_shared: bool) -> _Graph:
+        """The decode of `rows` rows as a graph, captured where it is not yet; of what the buffers hold nothing matters."""
+        found = self._graphs.get((rows, has_shared))
+        if found is not None:
+            return found
+        skeleton = self._padded([], [], rows, has_shared)
+
+        def compute() -> None:
+            longs = self._longs[: 5 * rows].view(5, rows)
+            step = StepInput(
+                token_ids=_known(longs[_TOKENS], longs[_SOURCES], self._latest),
+                positions=longs[_POSITIONS],
+                slots=longs[_SLOTS],
+                logit_rows=longs[_LOGITS],
+                tiles=skeleton.on(self._kv.shape, self._numbers),
+            )
+            self._logits[:rows].copy_(self._decoder(step, self._kv))
+
+        made = self._graphs[rows, has_shared] = _Graph(compute, self._recorded(compute))
+        return made
+
+    def _recorded(self, compute: Callable[[], None]) -> Callable[[], object]:
+        """What replays `compute`."""
+        if self._device.type != "cuda":
+            return compute
+        if self._memory is None:
+            self._aside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._memory = torch.cuda.graph_pool_handle()
+        current = torch.cuda.current_stream(self._device)
+        self._aside.wait_stream(current)
+        with torch.cuda.stream(self._aside):
+            compute()  # compiles kernels and lets libraries choose theirs, which must not happen while recording
+        current.wait_stream(self._aside)
+        graph = torch.cuda.CUDAGraph()
+        # other threads may use the device meanwhile, which the default mode forbids them
+        with torch.cuda.graph(graph, self._memory, self._aside, capture_error_mode="thread_local"):
+            compute()
+        return graph.replay
+
+    def _order(self, chunks: Many[Chunk]) -> _Order:
+        """Sequences that share a prefix side by side. Who shares what is found out when others run than the step before:
+        a running sequence's first blocks stay what they are, and it gets another list where it is admitted anew."""
+        short = [chunk for chunk in chunks if chunk.count <= SHORT_ROWS_MAX]
+        blocks = [chunk.sequence.blocks for chunk in short]
+        if len(blocks) != len(self._ordered_blocks) or any(
+            one is not other for one, other in zip(blocks, self._ordered_blocks, strict=True)
+        ):
+            found = shared_prefixes(blocks, _SAVED_TOKENS_MIN // self._kv.block_tokens)
+            found.sort(key=lambda prefix: -prefix.blocks * (len(prefix.members) - 1))
+            self._ordered_blocks, self._prefixes = blocks, found[:_PREFIXES_MAX]
+        members = [index for prefix in self._prefixes for index in prefix.members]
+        alone = sorted(set(range(len(short))) - set(members))
+        at = iter(range(len(members)))
+        prefixes = [Prefix(tuple(next(at) for _ in prefix.members), prefix.blocks) for prefix in self._prefixes]
+        long = [chunk for chunk in chunks if chunk.count > SHORT_ROWS_MAX]
+        return _Order([*(short[index] for index in [*members, *alone]), *long], len(short), prefixes)
+
+    def _fill(self, chunks: Many[Chunk], rows: int, places: dict[int, int]) -> Longs:
+        """int64 [5, rows]: tokens, positions, slots, and where in the latest draws a token is; logit rows are left 0."""
+        size = self._kv.block_tokens
+        longs = np.zeros((5, rows), np.int64)
+        longs[_SLOTS] = longs[_SOURCES] = -1
+        at = 0
+        for chunk in chunks:
+            stop = at + chunk.count
+            blocks = np.array(chunk.sequence.blocks[chunk.start // size : -(-chunk.end // size)], np.int64)
+            where = np.arange(chunk.start, chunk.end)
+            longs[_TOKENS, at:stop] = chunk.tokens
+            longs[_POSITIONS, at:stop] = where
+            longs[_SLOTS, at:stop] = blocks[where // size - chunk.start // size] * size + where % size
+            if chunk.sequence.in_flight:  # its first row is the decode of that token
+                longs[_SOURCES, at] = places[chunk.sequence.id]
+            at = stop
+        return longs
+
+    def _shared_tiles(self, rows: int) -> int:
+        return -(-rows // self._kv.shape.tile_rows) + min(_PREFIXES_MAX, rows // 2)
+
+    def _pinned(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory() if self._device.type == "cuda" and array.size else tensor
+
+    def _to_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
+        return self._pinned(array).to(self._device, non_blocking=True)
+
+
+def _known(tokens: torch.Tensor, sources: torch.Tensor, latest: torch.Tensor) -> torch.Tensor:
+    """Tokens, but where a row has a source the one that was drawn there."""
+    return torch.where(sources >= 0, latest[sources.clamp_min(0)], tokens)
+
+
+def _spans(order: _Order) -> tuple[list[Span], list[Span]]:
+    spans, at = [], 0
+    for chunk in order.chunks:
+        spans.append(Span(at, chunk.count, chunk.start, chunk.sequence.blocks))
+        at += chunk.count
+    return spans[: order.short], spans[order.short :]
+
+
+def _logit_rows(chunks: Many[Chunk], order: _Order) -> Longs:
+    """The rows to predict from, in the order of the chunks as they were scheduled."""
+    stops: dict[int, int] = {}
+    at = 0
+    for chunk in order.chunks:
+        at += chunk.count
+        stops[id(chunk)] = at
+    rows = [stops[id(chunk)] - back for chunk in chunks for back in range(chunk.logit_rows, 0, -1)]
+    return np.array(rows, np.int64)

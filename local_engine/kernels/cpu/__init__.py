@@ -1,0 +1,148 @@
+"""Native kernels: the C++ of this folder, compiled for this machine at set-up, and what each function expects.
+
+`python -m local_engine.kernels.cpu` compiles (a few seconds, g++ or clang++, no headers but the compiler's own). Where there is
+no compiler, no AVX-512 VNNI or no compiled file, `kernels()` is None and torch code does the same work: it is the oracle
+too. The file's name carries a digest of source, compiler flags and processor, so that one made for something else is never
+loaded. Knows pointers and sizes, no models.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+PANEL = 16  # output rows that are computed together
+GROUP = 32  # inputs that share a scale and a minimum; 16 share one where codes have 6 bits
+TILE = 16  # tokens of a block that attention looks at together
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
+_NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"}
+_SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
+_HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
+
+_POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+_ARGUMENTS = {
+    "sw_step": [*[_POINTER] * 8, _INT, _INT],
+    "sw_product": [_INT, *[_POINTER] * 3, _INT],
+    "sw_take_rows": [_INT, *[_POINTER] * 3, _INT],
+    "sw_pack": [_INT, *[_POINTER] * 4, _INT, _INT],
+    "sw_pack_pairs": [_POINTER, _POINTER, _INT, _INT],
+    "sw_add_norm": [_INT, *[_POINTER] * 4, _INT, _INT, _FLOAT],
+    "sw_gate": [_INT, _POINTER, _POINTER, *[_INT] * 3],
+    "sw_rotate_write": [_INT, _POINTER, _POINTER, _FLOAT, *[_POINTER] * 5, *[_INT] * 5, _LONG],
+    "sw_attend": [_INT, *[_POINTER] * 5, _LONG, _FLOAT, _FLOAT, _POINTER, _INT, _LONG, *[_INT] * 4, _LONG],
+}
+
+
+class Matrix(ctypes.Structure):
+    """A matrix as products read it (kernels.h). `dequantised_from`: rows from which codes become bfloat16 first."""
+
+    _fields_ = (
+        ("weight", _POINTER),
+        ("bias", _POINTER),
+        ("bits", _INT),
+        ("columns", _INT),
+        ("outputs", _INT),
+        ("dequantised_from", _INT),
+    )
+
+
+class Kernels:
+    """The compiled functions. Every tensor is contiguous; `kind` is a type's number, see `kind_of`."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        for name, arguments in _ARGUMENTS.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, None
+        self.step = library.sw_step
+        self.product = library.sw_product
+        self.take_rows = library.sw_take_rows
+        self.pack = library.sw_pack
+        self.pack_pairs = library.sw_pack_pairs
+        self.add_norm = library.sw_add_norm
+        self.gate = library.sw_gate
+        self.rotate_write = library.sw_rotate_write
+        self.attend = library.sw_attend
+
+
+def kind_of(dtype: torch.dtype) -> int | None:
+    """The number the kernels know a type by; None for one they don't know."""
+    return {"torch.float32": 0, "torch.bfloat16": 1}.get(str(dtype))
+
+
+@cache
+def kernels() -> Kernels | None:
+    """The functions, where they were compiled for this machine; SAMEWAY_NATIVE=0 leaves them alone."""
+    path = _library()
+    if os.environ.get("SAMEWAY_NATIVE") == "0" or not path.is_file():
+        return None
+    return Kernels(path)
+
+
+def lack() -> str | None:
+    """Why `kernels()` is None, and what to do about it; None where they are there."""
+    if kernels() is not None:
+        return None
+    if os.environ.get("SAMEWAY_NATIVE") == "0":
+        return "SAMEWAY_NATIVE is 0"
+    if (unable := _unable()) is not None:
+        return unable
+    others = any(_library().parent.glob("kernels-*.so"))
+    why = "they were compiled from other sources or for another processor" if others else "they are not compiled"
+    return f"{why}: `./run setup` or `{sys.executable} -m local_engine.kernels.cpu` does it in seconds"
+
+
+def _unable() -> str | None:
+    """Why they can't be compiled here."""
+    if missing := sorted(_NEEDED - _cpu_flags()):
+        return f"the processor lacks {', '.join(missing)}"
+    return None if _compiler() else "there is no C++ compiler: install g++ or clang++, then `./run setup`"
+
+
+def _compiler() -> str | None:
+    return next((found for name in ("g++", "clang++", "c++") if (found := shutil.which(name))), None)
+
+
+def compile_kernels() -> str:
+    """Compile for this machine unless that was done before; returns a line that says what is there now."""
+    path, compiler = _library(), _compiler()
+    if path.is_file():
+        return f"native kernels: {path}"
+    if (unable := _unable()) is not None or compiler is None:
+        return f"no native kernels: {unable}; the engine runs on torch alone"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    done = subprocess.run(
+        [compiler, *_FLAGS, "-w", "-o", str(unfinished), *map(str, _SOURCES)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        return f"no native kernels: {compiler} failed: {done.stderr.strip()[-400:]}"
+    unfinished.rename(path)
+    return f"native kernels: {path}"
+
+
+def _library() -> Path:
+    """Where the compiled file lies: with the environment it serves."""
+    digest = blake2b(b"".join(path.read_bytes() for path in (*_SOURCES, *_HEADERS)), digest_size=8)
+    digest.update(" ".join((*_FLAGS, *sorted(_cpu_flags()))).encode())
+    return Path(sys.prefix) / "lib" / "sameway" / f"kernels-{digest.hexdigest()}.so"
+
+
+@cache
+def _cpu_flags() -> frozenset[str]:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), ()))

@@ -1,0 +1,83 @@
+// What stands between products, row by row: sums, norms and gates. Oracle: local_engine/weights/fused.py.
+
+#include "kernels.h"
+
+namespace {
+
+using namespace sameway;
+
+constexpr int kChunk = 256;  // values of a row that one thread gates
+
+template <typename T>
+void add_norm(T* x, const T* more, const float* weight, T* out, int width, float epsilon) {
+  if (more)
+    for (int i = 0; i < width; i += 16) {
+      const int count = std::min(16, width - i);
+      store_some(x + i, _mm512_add_ps(load_some(x + i, count), load_some(more + i, count)), count);
+    }
+  normalise(x, weight, out, width, epsilon);
+}
+
+inline __m512 sigmoid_gate(__m512 x) {
+  const __m512 one = _mm512_set1_ps(1.0f);
+  return _mm512_div_ps(x, _mm512_add_ps(one, exponential(_mm512_min_ps(_mm512_sub_ps(_mm512_setzero_ps(), x), _mm512_set1_ps(88.0f)))));
+}
+inline __m512 gelu_gate(__m512 x) {  // x * sigmoid(2 * inner) is the tanh form
+  const __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
+  const __m512 inner = _mm512_mul_ps(_mm512_set1_ps(1.5957691216f), _mm512_fmadd_ps(cube, _mm512_set1_ps(0.044715f), x));
+  const __m512 down = exponential(_mm512_min_ps(_mm512_sub_ps(_mm512_setzero_ps(), inner), _mm512_set1_ps(88.0f)));
+  return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), down));
+}
+
+template <typename T>
+void gate(const T* gated, const T* up, T* out, int width, bool is_gelu) {
+  for (int i = 0; i < width; i += 16) {
+    const int count = std::min(16, width - i);
+    const __m512 x = load_some(gated + i, count);
+    store_some(out + i, _mm512_mul_ps(is_gelu ? gelu_gate(x) : sigmoid_gate(x), load_some(up + i, count)), count);
+  }
+}
+
+}  // namespace
+
+namespace sameway {
+
+void add_norm(Team& team, int kind, void* x, const void* more, const float* weight, void* out, int rows, int width, float epsilon) {
+  by_type(kind, [&](auto type) {
+    using T = decltype(type);
+    team.share(rows, 1, [&](int64_t row) {
+      const T* added = more ? static_cast<const T*>(more) + row * width : nullptr;
+      ::add_norm(static_cast<T*>(x) + row * width, added, weight, static_cast<T*>(out) + row * width, width, epsilon);
+    });
+  });
+}
+
+void gate(Team& team, int kind, const void* gate_up, void* out, int rows, int width, bool is_gelu) {
+  const int64_t chunks = (width + kChunk - 1) / kChunk;
+  by_type(kind, [&](auto type) {
+    using T = decltype(type);
+    team.share(rows * chunks, 1, [&](int64_t i) {
+      const int64_t row = i / chunks, from = i % chunks * kChunk;
+      const T* gated = static_cast<const T*>(gate_up) + row * 2 * width + from;
+      ::gate(gated, gated + width, static_cast<T*>(out) + row * width + from, std::min<int>(kChunk, width - from), is_gelu);
+    });
+  });
+}
+
+}  // namespace sameway
+
+extern "C" {
+
+void sw_add_norm(int kind, void* x, const void* more, const float* weight, void* out, int rows, int width, float epsilon) {
+  sameway::together(sameway::threads_if(static_cast<int64_t>(rows) * width > 1 << 16), [&](sameway::Team& team) {
+    sameway::add_norm(team, kind, x, more, weight, out, rows, width, epsilon);
+  });
+}
+
+void sw_gate(int kind, const void* gate_up, void* out, int rows, int width, int is_gelu) {
+  sameway::together(sameway::threads_if(static_cast<int64_t>(rows) * width > 1 << 15), [&](sameway::Team& team) {
+    sameway::gate(team, kind, gate_up, out, rows, width, is_gelu);
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,127 @@
+"""Plan: how the attention of one step is cut into tiles.
+
+Rows come in spans, each consecutive tokens of one sequence. Short spans (decodes, with their drafts) are split over their
+keys, and where several begin with the same blocks, that prefix is attended to once for all of them; long spans (prompts)
+are cut into tiles of rows. Knows positions and block ids, no tensors but the one that is copied to the device. Invariant:
+every row's keys up to its own are in exactly one of its tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from local_engine.kernels.gpu.attention import TILE_FIELDS, Partials, Shape, Tiles, splits_for
+from local_engine.kernels.shared_prefixes import Prefix
+
+SHORT_ROWS_MAX = 16  # a span up to which its keys are split over programs instead of its rows
+Numbers = np.ndarray[Any, np.dtype[np.int32]]
+Tile = tuple[int, int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rows `first .. first + rows` of a step, a sequence's tokens from `position` on, whose KV lies in `blocks`."""
+
+    first: int
+    rows: int
+    position: int
+    blocks: list[int]
+
+    @property
+    def end(self) -> int:
+        return self.position + self.rows
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`numbers`: first `own` tiles, then `shared`, then `whole` ones, then block ids; one copy brings all to the device."""
+
+    numbers: Numbers
+    own: int
+    shared: int
+    whole: int
+    split_rows: int
+    rows_max: int
+
+    def on(self, shape: Shape, numbers: torch.Tensor, partials: Partials | None = None) -> Tiles:
+        """The tiles, views of `numbers` on its device; `partials` where there is room already."""
+        device = numbers.device
+        counts = [TILE_FIELDS * count for count in (self.own, self.shared, self.whole)]
+        own, shared, whole, tables = torch.split(numbers, [*counts, len(numbers) - sum(counts)])
+        own_splits = splits_for(self.own, shape.kv_heads, device)
+        shared_splits = splits_for(self.shared, shape.kv_heads, device) if self.shared else 0
+        if partials is None and self.own:
+            partials = shape.partials(own_splits + shared_splits, self.split_rows, device)
+        return Tiles(
+            tables=tables,
+            own=own.view(-1, TILE_FIELDS) if self.own else None,
+            shared=shared.view(-1, TILE_FIELDS) if self.shared else None,
+            whole=whole.view(-1, TILE_FIELDS) if self.whole else None,
+            split_rows=self.split_rows,
+            rows_max=self.rows_max,
+            own_splits=own_splits,
+            shared_splits=shared_splits,
+            partials=partials,
+        )
+
+
+def plan(
+    shape: Shape,
+    short: Many[Span],
+    long: Many[Span],
+    prefixes: Many[Prefix] = (),
+    *,
+    own_tiles: int = 0,
+    shared_tiles: int = 0,
+    split_rows: int = 0,
+) -> Plan:
+    """Tiles for the spans. `prefixes` speak of indices of `short`, each of consecutive ones. There are at least `own_tiles`
+    and `shared_tiles`, of which the rest have no rows, and `split_rows`, so that one captured graph fits many steps."""
+    spans = [*short, *long]
+    starts = np.cumsum([0, *(len(span.blocks) for span in spans)]).tolist()
+    seen_before = [0] * len(short)
+    shared: list[Tile] = []
+    for prefix in prefixes:
+        tokens = prefix.blocks * shape.block_tokens
+        members = [short[index] for index in prefix.members]
+        for index in prefix.members:
+            seen_before[index] = tokens
+        table, first = starts[prefix.members[0]], members[0].first
+        shared += _cut(shape, first, sum(span.rows for span in members), table, [tokens])
+    own = [
+        tile
+        for span, start, before in zip(short, starts, seen_before, strict=False)
+        for tile in _cut(shape, span.first, span.rows, start, range(span.position + 1, span.end + 1), before)
+    ]
+    whole = [
+        tile
+        for span, start in zip(long, starts[len(short) :], strict=False)
+        for tile in _cut(shape, span.first, span.rows, start, range(span.position + 1, span.end + 1))
+    ]
+    own += [(0, 0, 0, 0, 0)] * (own_tiles - len(own))
+    shared += [(0, 0, 0, 0, 0)] * (shared_tiles - len(shared))
+    tiles = np.array([*own, *shared, *whole], np.int32).reshape(-1)
+    blocks = [np.array(span.blocks, np.int32) for span in spans]
+    return Plan(
+        np.concatenate([tiles, *blocks]),
+        own=len(own),
+        shared=len(shared),
+        whole=len(whole),
+        split_rows=max(split_rows, sum(span.rows for span in short)),
+        rows_max=max((count for _, count, *_ in own), default=1) or 1,
+    )
+
+
+def _cut(shape: Shape, first: int, rows: int, table: int, ends: Many[int], begin: int = 0) -> list[Tile]:
+    """Rows in tiles as high as the kernel takes; `ends`: where each row's keys end, or one for all; they start at `begin`."""
+    tiles = []
+    for start in range(0, rows, shape.tile_rows):
+        count = min(shape.tile_rows, rows - start)
+        end = ends[start + count - 1] if len(ends) > 1 else ends[0]
+        tiles.append((first + start, count, table, begin, end))
+    return tiles

@@ -1,0 +1,68 @@
+"""The engine on a GPU: kernels in Triton for what torch does slowly there, and the means to keep the device busy.
+
+`is_served(device, part)` says whether a part of them runs: on CUDA where Triton can be imported, elsewhere torch's plain path
+does the same work and is their oracle. SAMEWAY_TRITON=0 leaves them alone; SAMEWAY_TRITON=1 takes them on a CPU as well, for the tests:
+with TRITON_INTERPRET=1 Triton runs the very same kernels there in numpy, slowly. Nothing here imports triton before it
+is asked for. Knows rows, pages and tiles; no queues, no text.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from functools import cache
+from typing import TYPE_CHECKING, Literal, get_args
+
+if TYPE_CHECKING:
+    import torch
+
+    from local_engine.config import ModelConfig
+
+Part = Literal["attention", "rows", "draw", "product", "experts", "fp8"]
+PARTS: tuple[Part, ...] = get_args(Part)
+
+_log = logging.getLogger(__name__)
+_left_alone: set[tuple[str, Part]] = set()  # devices on which a kernel of that part failed or was wrong
+
+
+def is_served(device: torch.device, part: Part) -> bool:
+    """Whether the kernels of this part run on this device."""
+    wish = os.environ.get("SAMEWAY_TRITON", "")
+    is_wanted = wish != "0" and (device.type == "cuda" or wish == "1") and (str(device), part) not in _left_alone
+    return is_wanted and _has_triton()
+
+
+def verify(model: ModelConfig, block_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Before a model is loaded: compare each kernel with torch in the model's shapes; where one fails or is wrong, its part
+    is left alone on that device until the process ends. Takes seconds, most of them to compile what is needed anyway."""
+    if device.type == "cuda" and not _has_triton():
+        _log.error("Triton is not installed: torch does the kernels' work on %s, several times slower", device)
+    if not any(is_served(device, part) for part in PARTS):
+        return
+    from local_engine.kernels.gpu.paged_kv import shape_of
+    from local_engine.kernels.gpu.self_test import disagreements
+
+    for one in disagreements(shape_of(model, block_tokens), model.hidden_size, dtype, device):
+        _log.error("SLOW: torch does the work of %s on %s: %s is wrong: %s", one.part, device, one.kernel, one.why)
+        _left_alone.add((str(device), one.part))
+
+
+def is_interpreted() -> bool:
+    """Whether Triton runs its kernels in Python; then tl.dot reads bfloat16 as integers and must be given float32."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run side by side; a few where there is no GPU: work is split there too."""
+    if device.type != "cuda":
+        return 2
+    import torch
+
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

@@ -1,0 +1,268 @@
+"""The engine in a process of its own, behind a unix socket: `python -m local_engine.process.worker --socket PATH [--model M]`.
+
+The event loop owns the socket and listens from the start, so that clients learn of the loading; one thread owns the
+engine (`engine_thread`). Knows the wire (`messages`); no HTTP.
+
+Invariants: a client whose connection ends holds nothing in the engine; what one client sends, however broken, closes at
+most its own connection; the process ends when its parent does, on SIGTERM (after a short drain), and by itself with
+status 78 (EX_CONFIG) when the model cannot be loaded, which starting again would not mend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from local_engine.config import EngineConfig, ModelError
+from local_engine.messages import (
+    FRAME_SIZE_MAX_BYTES,
+    Abort,
+    Ended,
+    EngineError,
+    EngineLoading,
+    EngineUnavailable,
+    Outputs,
+    State,
+    Submit,
+    ToClient,
+    ToWorker,
+    ended_path,
+    error_to_wire,
+    tell_ended,
+)
+from local_engine.process.options import EX_CONFIG, arguments, config_from, prepare_environment
+from local_engine.process.thread import EngineThread, Key
+
+_STATE_PERIOD_S = 0.05
+_SAYS_SO_EVERY_S = 1.0
+# a step that takes longer than both never ends: a device that hangs; a slow machine that is busy gets there
+_STEP_S_MAX = 120.0
+_STEP_TIMES_MAX = 30.0  # of what the longest step took of late
+_PARENT_PERIOD_S = 0.5
+_UNREAD_SIZE_MAX_BYTES = 64 * 1024 * 1024
+
+_log = logging.getLogger("local_engine.worker")
+
+
+class Server:
+    """The socket's side: connections in, frames out, and the end of the process."""
+
+    def __init__(self, config: EngineConfig, *, drain_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread = EngineThread(config, self._deliver_from_thread)
+        self._drain_s = drain_s
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._running: set[Key] = set()
+        self._clients = 0
+        self._is_draining = False
+        self._drain: asyncio.Task[None] | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+        self._sent: State | None = None
+        self._is_over = asyncio.Event()
+        self._is_idle = asyncio.Event()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[list[ToWorker]] = msgspec.msgpack.Decoder(list[ToWorker])
+
+    async def serve(self, socket_path: Path) -> int:
+        """Until SIGTERM, the parent's death or a failure to load; returns the exit status."""
+        server = await asyncio.start_unix_server(self._on_connection, socket_path)
+        socket_path.chmod(0o600)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._on_signal)
+        self._thread.start()
+        tasks = [asyncio.create_task(self._push_state()), asyncio.create_task(self._watch_parent())]
+        await self._is_over.wait()
+        server.close()
+        for task in tasks:
+            task.cancel()
+        for writer in list(self._writers.values()):
+            writer.close()
+        if self._connections:
+            await asyncio.wait(self._connections, timeout=1.0)
+        with contextlib.suppress(FileNotFoundError):
+            socket_path.unlink()
+        error = self._thread.error
+        if error is None:
+            return 0
+        if isinstance(error, ModelError | ValueError):
+            return _cannot_run(socket_path, error)
+        _log.error("the engine gave up", exc_info=error)
+        _leave_word(socket_path, Ended(f"{type(error).__name__}: {error}"))
+        return 1
+
+    async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+        self._clients += 1
+        client = self._clients
+        self._writers[client] = writer
+        self._write(writer, [self._state()])
+        try:
+            while True:
+                size_bytes = int.from_bytes(await reader.readexactly(4), "big")
+                if size_bytes > FRAME_SIZE_MAX_BYTES:
+                    _log.warning("a client sent a frame of %d bytes; its connection is closed", size_bytes)
+                    break
+                frame = await reader.readexactly(size_bytes)
+                for message in self._decoder.decode(frame):
+                    self._on_message(Key(client, message.id), message)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # the client left: what follows is all there is to do
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            _log.warning("a client sent what is no message (%s); its connection is closed", error)
+        finally:
+            del self._writers[client]
+            for key in [key for key in self._running if key.client == client]:
+                self._forget(key)
+                self._thread.send((key, Abort(key.id)))
+            writer.close()
+
+    def _on_message(self, key: Key, message: ToWorker) -> None:
+        refusal: EngineError | None = None
+        if self._is_draining:
+            refusal = EngineUnavailable("the engine is shutting down")
+        elif not self._thread.load.is_ready:
+            refusal = EngineLoading("the model is loading", progress=self._thread.load.progress)
+        if isinstance(message, Abort):
+            self._forget(key)
+        elif refusal is not None:
+            self._deliver([(key, error_to_wire(key.id, refusal))])
+            return
+        elif isinstance(message, Submit):
+            self._running.add(key)
+            self._is_idle.clear()
+        self._thread.send((key, message))
+
+    def _forget(self, key: Key) -> None:
+        self._running.discard(key)
+        if not self._running:
+            self._is_idle.set()
+
+    def _deliver_from_thread(self, messages: list[tuple[Key, ToClient]]) -> None:
+        self._loop.call_soon_threadsafe(self._deliver, messages)
+
+    def _deliver(self, messages: list[tuple[Key, ToClient]]) -> None:
+        """One frame per client for all that a step had for it."""
+        by_client: dict[int, list[ToClient]] = {}
+        for key, message in messages:
+            by_client.setdefault(key.client, []).append(message)
+            if not isinstance(message, Outputs) or message.usage is not None:
+                self._forget(key)
+        for client, own in by_client.items():
+            writer = self._writers.get(client)
+            if writer is not None:
+                self._write(writer, own)
+
+    def _write(self, writer: asyncio.StreamWriter, messages: list[ToClient]) -> None:
+        if writer.is_closing():
+            return
+        if writer.transport.get_write_buffer_size() > _UNREAD_SIZE_MAX_BYTES:
+            _log.warning("a client does not read; its connection is closed")
+            writer.transport.abort()
+            return
+        body = self._encoder.encode(messages)
+        writer.write(len(body).to_bytes(4, "big") + body)
+
+    def _state(self) -> State:
+        load = self._thread.load
+        if self._is_draining:
+            load = msgspec.structs.replace(load, is_ready=False, is_draining=True, stage="shutting down")
+        return State(load, self._thread.info)
+
+    async def _push_state(self) -> None:
+        """Tell clients of every change of the load, a few times a second, and at least that there is none; tell the operator
+        of the loading. A step that never ends is the end of the process. It is counted in looks, not by the clock: if the
+        process was stopped, the step was too."""
+        shown, said_at, looks, ended = "", 0.0, 0, 0
+        while True:
+            state, now = self._state(), time.monotonic()
+            if state != self._sent or now - said_at >= _SAYS_SO_EVERY_S:
+                self._sent, said_at = state, now
+                for writer in list(self._writers.values()):
+                    self._write(writer, [state])
+                line = f"{state.load.stage} {10 * int(10 * state.load.progress)}%"
+                if not shown.startswith("ready") and line != shown:
+                    shown = line
+                    print(f"local_engine: {line}", file=sys.stderr, flush=True)
+            thread = self._thread
+            is_same_step = thread.steps_begun > thread.steps_ended == ended
+            looks, ended = looks + 1 if is_same_step else 0, thread.steps_ended
+            if looks * _STATE_PERIOD_S > max(_STEP_S_MAX, _STEP_TIMES_MAX * thread.step_s_expected):
+                thread.error = TimeoutError(f"a step has taken more than {looks * _STATE_PERIOD_S:g} s")
+                self._is_over.set()
+            if not self._thread.is_alive():
+                self._is_over.set()
+            await asyncio.sleep(_STATE_PERIOD_S)
+
+    async def _watch_parent(self) -> None:
+        parent = os.getppid()
+        while not self._is_over.is_set():
+            await asyncio.sleep(_PARENT_PERIOD_S)
+            if os.getppid() != parent:
+                _log.warning("the parent process is gone")
+                self._is_over.set()
+
+    def _on_signal(self) -> None:
+        """The first signal drains, the second one ends."""
+        if self._is_draining:
+            self._is_over.set()
+            return
+        self._is_draining = True
+        self._drain = self._loop.create_task(self._finish_running())
+
+    async def _finish_running(self) -> None:
+        if self._running:
+            self._is_idle.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_idle.wait(), self._drain_s)
+        self._is_over.set()
+
+
+def _cannot_run(socket_path: Path, error: Exception) -> int:
+    """Say why to the operator, and to whoever asks for this engine."""
+    print(f"local_engine: {error}", file=sys.stderr, flush=True)
+    _leave_word(socket_path, Ended(str(error), is_final=True))
+    return EX_CONFIG
+
+
+def _leave_word(socket_path: Path, ended: Ended) -> None:
+    try:
+        tell_ended(socket_path, ended)
+    except OSError as error:
+        _log.warning("why this engine ended is told here alone: %s", error)
+
+
+async def _serve(config: EngineConfig, socket_path: Path, drain_s: float) -> int:
+    return await Server(config, drain_s=drain_s).serve(socket_path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="local_engine.process.worker", description=__doc__, parents=[arguments()])
+    parser.add_argument("--socket", type=Path, required=True, help="path of the unix socket to listen on")
+    parser.add_argument("--drain-s", type=float, default=2.0, help="seconds that running answers have after SIGTERM")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="local_engine: %(message)s", stream=sys.stderr)
+    prepare_environment()
+    try:
+        config = config_from(options)
+    except ValueError as error:
+        return _cannot_run(options.socket, error)
+    ended_path(options.socket).unlink(missing_ok=True)
+    return asyncio.run(_serve(config, options.socket, options.drain_s))
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stderr.flush()
+    os._exit(status)  # the engine's thread may be inside a long step; nothing is left to clean up

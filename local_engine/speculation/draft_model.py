@@ -1,0 +1,139 @@
+"""DraftModel: a smaller model with the same tokenizer that guesses what the large one will say (arXiv:2211.17192).
+
+Its KV lies in the very blocks of the large one's: a pool of the same shape beside it, under the same block ids, so sharing,
+eviction and preemption are decided once. It is behind where nobody asked it for a while, and catches up when it is asked.
+Knows sequences and logits, no queue. Invariants: it changes no token and no block table, only what lies in its own pool and
+`Sequence.foreseen`; guesses are drawn with the noise of the places they are for, so they are right as often as the two models'
+distributions allow (see `sampler`). A block's KV here may be stale without harm: then guesses are worse, and answers the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence as Many
+
+import torch
+
+from local_engine.checkpoints.checkpoint import Checkpoint
+from local_engine.checkpoints.open import open_checkpoint
+from local_engine.config import EngineConfig, ModelError
+from local_engine.runner import ModelRunner, Progress
+from local_engine.sampler import Place, draw
+from local_engine.scheduler import Chunk
+from local_engine.sequence import Sequence
+from local_engine.speculation.timing import Moment, Pace
+from local_engine.text.tokenizer import Tokenizer
+
+
+def check_tokenizers(draft: Tokenizer, main: Tokenizer, draft_name: str, main_name: str) -> None:
+    """Raises ModelError, naming the first token that differs: a guess in another language helps nobody."""
+    for id in range(min(draft.size, main.size)):
+        if draft.spell(id) != main.spell(id) or draft.is_special(id) != main.is_special(id):
+            raise ModelError(
+                f"the draft model {draft_name} has another tokenizer than {main_name}: "
+                f"token {id} is {draft.spell(id)!r} there and {main.spell(id)!r} here"
+            )
+
+
+def open_draft(config: EngineConfig, main: Checkpoint, progress: Progress) -> ModelRunner | None:
+    """The weights of the model that is to draft for `main`, if one is; its pool comes with that of `main`. Raises ModelError."""
+    if config.draft_model is None:
+        return None
+    own = open_checkpoint(config.draft_model)
+    check_tokenizers(own.tokenizer, main.tokenizer, own.config.name, main.config.name)
+    config = dataclasses.replace(config, is_batch_invariant=False)
+    return ModelRunner(config, own, lambda fraction, stage: progress(0.0, "reading the draft model"), is_draft=True)
+
+
+class DraftModel:
+    """Guesses on a runner of its own, whose pool has as many blocks as the large model's. `pace` is told what its steps
+    take; `step_tokens_max` bounds what it catches up in one."""
+
+    def __init__(self, runner: ModelRunner, vocabulary: int, step_tokens_max: int, pace: Pace) -> None:
+        self._runner = runner
+        self._vocabulary = vocabulary
+        self._step_tokens_max = step_tokens_max
+        self._pace = pace
+        self._whole: dict[int, bytes] = {}  # blocks all of whose tokens' KV is here, with the key they had then
+
+    @property
+    def context_tokens(self) -> int:
+        """How many tokens of a sequence it can look at."""
+        return self._runner.context_tokens
+
+    def clear(self) -> None:
+        """Forget everything: nobody knows which KV is good."""
+        self._whole.clear()
+        self._runner.kv.clear()
+
+    def fill(self, chunks: list[Chunk]) -> list[Chunk]:
+        """The chunks with the guesses that they want, or with none where it has to catch up first."""
+        if not any(chunk.wanted for chunk in chunks):
+            return chunks
+        guesses = self._guess([chunk for chunk in chunks if chunk.wanted])
+        return [
+            chunk.with_draft(tuple(guesses.get(chunk.sequence.id, ()))) if chunk.wanted else chunk for chunk in chunks
+        ]
+
+    def _guess(self, asked: Many[Chunk]) -> dict[int, list[int]]:
+        """Token after token, all sequences at once; each until it has what it wants or would end."""
+        guesses: dict[int, list[int]] = {}
+        wanted = {chunk.sequence.id: chunk.wanted for chunk in asked}
+        chunks = self._catch_up([chunk.sequence for chunk in asked])
+        ahead = 0
+        while chunks:
+            ready = [chunk.sequence for chunk in chunks if chunk.logit_rows]
+            start = Moment.now()
+            logits = self._runner.run(chunks)
+            ids = draw(self._fit(logits), [Place(sequence, ahead) for sequence in ready]) if ready else []
+            busy_s = Moment.now().busy_s(start, is_device_here=not self._runner.is_asynchronous)
+            self._pace.draft_steps.observe(sum(chunk.count for chunk in chunks), busy_s)
+            for chunk in chunks:
+                self._note(chunk)
+            chunks = []
+            ahead += 1
+            for sequence, id in zip(ready, ids, strict=True):
+                if id is not None:
+                    own = guesses.setdefault(sequence.id, [])
+                    own.append(id)
+                    if ahead < wanted[sequence.id] and id not in sequence.stop_token_ids:
+                        chunks.append(Chunk(sequence, len(sequence.tokens) + ahead - 1, 1, 1, (id,)))
+        return guesses
+
+    def _catch_up(self, sequences: Many[Sequence]) -> list[Chunk]:
+        """The sequences' tokens that it has not seen yet, as many as one step takes; logits for those that are then even."""
+        chunks = []
+        budget = self._step_tokens_max
+        for sequence in sequences:
+            self._reuse(sequence)
+            count = min(sequence.pending_draft, budget)
+            if count > 0:
+                chunks.append(Chunk(sequence, sequence.foreseen, count, int(count == sequence.pending_draft)))
+                budget -= count
+        return chunks
+
+    def _reuse(self, sequence: Sequence) -> None:
+        """Skip what lies in its blocks already, because another sequence was there."""
+        size = self._runner.kv.block_tokens
+        while sequence.foreseen % size == 0:
+            index = sequence.foreseen // size
+            if index >= sequence.registered or self._whole.get(sequence.blocks[index]) != sequence.keys[index]:
+                return
+            sequence.foreseen += size
+
+    def _note(self, chunk: Chunk) -> None:
+        """Keep what a chunk has written."""
+        sequence, size = chunk.sequence, self._runner.kv.block_tokens
+        sequence.foreseen = chunk.end
+        for index in range(chunk.start // size, -(-chunk.end // size)):
+            if index < min(chunk.end // size, sequence.registered):
+                self._whole[sequence.blocks[index]] = sequence.keys[index]
+            else:
+                self._whole.pop(sequence.blocks[index], None)
+
+    def _fit(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits for the large model's vocabulary: checkpoints pad theirs to different sizes."""
+        missing = self._vocabulary - logits.shape[-1]
+        if missing > 0:
+            return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+        return logits[:, : self._vocabulary]

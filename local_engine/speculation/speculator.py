@@ -1,0 +1,322 @@
+"""Speculation: guess the next tokens, verify them all in one step (arXiv:2211.17192).
+
+Guesses come from three sources. `TEXT` and `REFERENCE` are looked up: where the last few tokens stood before, in the prompt
+and the answer or in a text that came with the request, what followed them then is proposed (prompt lookup decoding).
+`MODEL` is asked of a smaller model (see `draft_model`). Knows token ids and timings, no model.
+
+How much is guessed is decided for a whole step: guess after guess joins it, the likeliest first, while that raises the tokens
+that a step is expected to give for its time (arXiv:2406.14066). How likely a guess is, is learned once for all sequences, by
+its source and by how many tokens before it agree, and corrected by each sequence's own luck.
+
+Invariants: a draft never changes an answer, only how many steps it takes, because each position's token is drawn from the
+model's own distribution and a draft only decides how far one step may go. A source never spends more time than its drafts
+have saved, beside an allowance of half a percent: so where drafts lose, however wrong the forecasts are, they cost no more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from local_engine.speculation.timing import Pace
+
+MATCH_MAX = 17
+_CHAIN_MAX = 8  # earlier places that are compared, the latest first
+_RATE_MAX = 0.98
+_ALLOWANCE = 0.005  # of the time of all steps
+_CREDIT_AT_FIRST, _CREDIT_MAX = 2.0, 50.0  # in plain steps
+_PLAIN_EVERY = 64  # steps: what a plain one takes has to be measured, too
+_MODEL_STEPS = 32  # at most, among which the price of catching up is divided
+
+
+class Source(StrEnum):
+    """Where a draft comes from."""
+
+    TEXT = "text"
+    REFERENCE = "reference"
+    MODEL = "model"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Drafts that are about as likely to be right: of one source, after about as many tokens that agree."""
+
+    source: Source
+    match: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Tokens to verify; of the draft model only how many are `wanted` of it."""
+
+    kind: Kind
+    tokens: tuple[int, ...] = ()
+    wanted: int = 0
+
+    def part(self, count: int) -> Draft | None:
+        """At most `count` of it."""
+        return replace(self, tokens=self.tokens[:count], wanted=min(self.wanted, count)) if count > 0 else None
+
+
+@dataclass(slots=True)
+class Lookup:
+    """Where each pair of tokens ended, over `reference` and then the sequence; grows as the sequence does. `_before[end]` is
+    where the pair that ends there ended the time before (LZ77's hash chains)."""
+
+    reference: list[int] = field(default_factory=list)
+    _text: list[int] = field(default_factory=list)
+    _last: dict[tuple[int, int], int] = field(default_factory=dict)
+    _before: list[int] = field(default_factory=lambda: [0, 0])
+
+    def find(self, tokens: list[int]) -> tuple[int, int] | None:
+        """Where, in the reference and `tokens`, what may follow `tokens` begins, and how many tokens before it agree with the
+        last of `tokens`: of the latest few places the one where most do. None where the last two never stood together."""
+        text, before = self._text, self._before
+        if not text:
+            text.extend(self.reference)
+        text.extend(tokens[len(text) - len(self.reference) :])
+        while len(before) < len(text):  # the pair that ends the text has no continuation yet
+            end = len(before)
+            pair = (text[end - 2], text[end - 1])
+            before.append(self._last.get(pair, 0))
+            self._last[pair] = end
+        place = self._last.get((text[-2], text[-1]), 0) if len(text) > 2 else 0
+        best, match = 0, 0
+        for _ in range(_CHAIN_MAX):
+            if not place or match == MATCH_MAX:
+                break
+            alike = self._alike(place)
+            if alike > match:
+                best, match = place, alike
+            place = before[place]
+        return (best, match) if best else None
+
+    def follow(self, place: int, count: int) -> tuple[int, ...]:
+        """The `count` tokens from there on."""
+        text = self._text
+        period = len(text) - place  # a loop is taken to go on
+        return tuple(text[place + index % period] for index in range(count))
+
+    def _alike(self, place: int) -> int:
+        text, size = self._text, len(self._text)
+        for back in range(2, min(MATCH_MAX, place)):
+            if text[place - 1 - back] != text[size - 1 - back]:
+                return back
+        return min(MATCH_MAX, place)
+
+
+@dataclass(slots=True)
+class Tally:
+    """How often guesses of one kind were right where those before them were. What was counted fades, to an assumption that is
+    worth a try: so what lost is tried again, the later the surer it is."""
+
+    _right: float = 0.0
+    _tried: float = 0.0
+    _at: int = 0
+
+    def rate(self, now: int) -> float:
+        faded = 0.999 ** (now - self._at)
+        return (1.8 + faded * self._right) / (2.0 + faded * self._tried)
+
+    def add(self, right: int, tried: int, now: int) -> None:
+        faded = 0.999 ** (now - self._at) * 0.98**tried
+        self._right, self._tried, self._at = right + faded * self._right, tried + faded * self._tried, now
+
+
+@dataclass(slots=True)
+class Luck:
+    """How much oftener one source's guesses are right in one sequence than in others."""
+
+    _right: float = 3.0
+    _expected: float = 3.0
+
+    @property
+    def factor(self) -> float:
+        return self._right / self._expected
+
+    def add(self, right: int, expected: float) -> None:
+        self._right = 3.0 + right + 0.9 * (self._right - 3.0)
+        self._expected = 3.0 + expected + 0.9 * (self._expected - 3.0)
+
+
+@dataclass(slots=True)
+class Speculation:
+    """What speculation knows of one sequence."""
+
+    lookup: Lookup
+    luck: dict[Source, Luck] = field(default_factory=lambda: {source: Luck() for source in Source})
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A sequence that decodes in the coming step: its `tokens`, the first of which the draft model has `foreseen`, and how many
+    more have `room`. `in_flight` (0 or 1) is a token under way, which a draft has to foresee as well."""
+
+    id: int
+    speculation: Speculation
+    tokens: list[int]
+    room: int
+    in_flight: int = 0
+    foreseen: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What could be drafted for `ask`, at most `room` tokens, each right at `rate` where those before it are; `place` is where
+    they are looked up."""
+
+    ask: Ask
+    kind: Kind
+    rate: float
+    room: int
+    place: int = 0
+
+    def draft(self, count: int) -> Draft:
+        """The first `count` of it."""
+        if self.kind.source is Source.MODEL:
+            return Draft(self.kind, wanted=count)
+        ahead = self.ask.in_flight
+        return Draft(self.kind, self.ask.speculation.lookup.follow(self.place, ahead + count)[ahead:])
+
+
+@dataclass(slots=True)
+class Plan:
+    """A step: the `tokens` it is expected to give, the `ms` it is expected to take, how much is drafted of each offer, and
+    what of the time each source answers for."""
+
+    tokens: float
+    ms: float
+    counts: list[tuple[Offer, int]] = field(default_factory=list)
+    spent_ms: dict[Source, float] = field(default_factory=lambda: dict.fromkeys(Source, 0.0))
+
+    @property
+    def speed(self) -> float:
+        return self.tokens / self.ms
+
+
+class Speculator:
+    """Decides what the sequences of a step draft, and learns from what came of it. `tokens_max`: of one draft;
+    `model_context_tokens`: how far a draft model sees, 0 where there is none."""
+
+    def __init__(self, pace: Pace, tokens_max: int, model_context_tokens: int = 0) -> None:
+        self.pace = pace
+        self._tokens_max = tokens_max
+        self._model_context_tokens = model_context_tokens
+        self._tallies: dict[Kind, Tally] = {}
+        self._credit_ms: dict[Source, float] = {}
+        self._token_ms = 0.0  # what a token takes without drafts
+        self._now = self._plain_at = 0
+
+    def plan(self, rows: int, asks: Many[Ask]) -> dict[int, Draft]:
+        """The drafts of a step that decodes `rows` sequences, by the ids of those that ask."""
+        plain_ms = self.pace.steps.at(rows)
+        self._now += 1
+        if plain_ms is None or self._now - self._plain_at > _PLAIN_EVERY:
+            self._plain_at = self._now
+            return {}
+        self._token_ms = plain_ms / rows
+        for source in Source:
+            credit_ms = self._credit_ms.get(source, _CREDIT_AT_FIRST * plain_ms) + _ALLOWANCE * plain_ms
+            self._credit_ms[source] = min(credit_ms, _CREDIT_MAX * plain_ms)
+        found = [offer for ask in asks if (offer := self._look_up(ask)) is not None]
+        plan = self._extended(Plan(rows, plain_ms), found)
+        if self._model_context_tokens:
+            rates = {offer.ask.id: offer.rate for offer in found}
+            asked = [offer for ask in asks if (offer := self._ask_model(ask)).rate > rates.get(ask.id, 0.0)]
+            modelled = self._modelled(Plan(rows, plain_ms), asked)
+            theirs = {offer.ask.id for offer, _ in modelled.counts}
+            rest = [offer for offer in found if offer.ask.id not in theirs]
+            plan = max(plan, self._extended(modelled, rest), key=lambda one: one.speed)
+        if not plan.counts:
+            self._plain_at = self._now
+        for source, ms in plan.spent_ms.items():
+            self._credit_ms[source] -= ms
+        return {offer.ask.id: offer.draft(count) for offer, count in plan.counts}
+
+    def observe(self, speculation: Speculation, kind: Kind, drafted: int, accepted: int) -> None:
+        """Learn from a verified draft."""
+        tried = min(accepted + 1, drafted)
+        tally = self._tallies.setdefault(kind, Tally())
+        speculation.luck[kind.source].add(accepted, tried * tally.rate(self._now))
+        tally.add(accepted, tried, self._now)
+        self._credit_ms[kind.source] = self._credit_ms.get(kind.source, 0.0) + accepted * self._token_ms
+
+    def forget(self) -> None:
+        """Start anew: what was seen was not typical."""
+        self._tallies.clear()
+        self._credit_ms.clear()
+
+    def _rate(self, ask: Ask, kind: Kind) -> float:
+        tally = self._tallies.get(kind) or Tally()
+        return min(_RATE_MAX, ask.speculation.luck[kind.source].factor * tally.rate(self._now))
+
+    def _look_up(self, ask: Ask) -> Offer | None:
+        found = ask.speculation.lookup.find(ask.tokens)
+        if found is None:
+            return None
+        place, match = found
+        source = Source.REFERENCE if place < len(ask.speculation.lookup.reference) else Source.TEXT
+        kind = Kind(source, (match - 1).bit_length())
+        return Offer(ask, kind, self._rate(ask, kind), min(ask.room, self._tokens_max), place)
+
+    def _ask_model(self, ask: Ask) -> Offer:
+        kind = Kind(Source.MODEL)
+        room = min(ask.room, self._tokens_max, self._model_context_tokens - len(ask.tokens))
+        return Offer(ask, kind, self._rate(ask, kind), room)
+
+    def _extended(self, plan: Plan, offers: Many[Offer]) -> Plan:
+        """The plan with as much of what was looked up as makes it faster, the likeliest guesses first."""
+        row_ms = self.pace.steps.row_ms
+        guesses = []
+        for index, offer in enumerate(offers):
+            likelihood = offer.rate**offer.ask.in_flight
+            for _ in range(offer.room):
+                likelihood *= offer.rate
+                if likelihood <= row_ms * plan.speed:
+                    break
+                guesses.append((likelihood, index))
+        counts: Counter[int] = Counter()
+        for likelihood, index in sorted(guesses, reverse=True):
+            source = offers[index].kind.source
+            if likelihood <= row_ms * plan.speed:
+                break
+            if plan.spent_ms[source] + row_ms <= self._credit_ms[source]:
+                plan.tokens += likelihood
+                plan.ms += row_ms
+                plan.spent_ms[source] += row_ms
+                counts[index] += 1
+        plan.counts += [(offers[index], count) for index, count in counts.items()]
+        return plan
+
+    def _modelled(self, plan: Plan, offers: Many[Offer]) -> Plan:
+        """The plan with drafts of the model, each as deep as its guesses are worth their rows, and all as deep as is worth the
+        model's steps."""
+        pace, credit_ms = self.pace, self._credit_ms[Source.MODEL]
+        best, spent_ms = plan, 0.0
+        tokens, ms = plan.tokens, plan.ms
+        going = []
+        for offer in sorted(offers, key=lambda one: len(one.ask.tokens) - one.ask.foreseen):
+            behind_ms = pace.draft_steps.row_ms * (len(offer.ask.tokens) - offer.ask.foreseen - 1)
+            if offer.room > 0 and spent_ms + behind_ms <= credit_ms:
+                going.append(offer)
+                spent_ms += behind_ms
+                ms += behind_ms / min(_MODEL_STEPS, offer.room)
+        depths: dict[int, int] = {}
+        for depth in range(1, self._tokens_max + 1):
+            least = pace.steps.row_ms * tokens / ms
+            going = [offer for offer in going if offer.room >= depth and offer.rate**depth > least]
+            if not going:
+                break
+            more_ms = (pace.draft_steps.at(len(going)) or 0.0) + len(going) * pace.steps.row_ms
+            tokens += sum(offer.rate**depth for offer in going)
+            ms += more_ms
+            spent_ms += more_ms
+            if spent_ms > credit_ms:
+                break
+            depths |= dict.fromkeys(map(id, going), depth)
+            if tokens / ms > best.speed:
+                counts = [(offer, depths[id(offer)]) for offer in offers if id(offer) in depths]
+                best = Plan(tokens, ms, counts, plan.spent_ms | {Source.MODEL: spent_ms})
+        return best

@@ -1,0 +1,95 @@
+"""Flight: one step from its launch until what it drew has come back.
+
+A device that works by itself is given the next step before anybody has seen what this one draws. Knows chunks, logits and
+places; no queues and no answers. Invariant: what is drawn depends on the sequences as they were at the launch, alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from local_engine.kernels import supports
+from local_engine.messages import TokenLogprob
+from local_engine.sampler import Drawn, Known, Place, Sampled, candidates, sample
+from local_engine.scheduler import Chunk
+from local_engine.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+    from local_engine.speculation.timing import Moment
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """`chunks` and what was drawn after each: `counts` places of `drawn`, which may still be under way. `began`: when its
+    step began to be scheduled."""
+
+    chunks: Many[Chunk]
+    counts: Many[int]
+    drawn: Drawn
+    began: Moment
+
+    @property
+    def decides_next(self) -> bool:
+        """Whether the next step can't be scheduled before this one has landed: how far a draft goes decides where the
+        next token stands, and penalties count every token."""
+        return any(chunk.draft or (count and chunk.sequence.has_penalties) for chunk, count in self._counted())
+
+    def places(self) -> dict[int, int]:
+        """Where in `drawn` the next token of each sequence is, by the sequence's id."""
+        starts = itertools.accumulate(self.counts, initial=0)
+        return {
+            chunk.sequence.id: start for (chunk, count), start in zip(self._counted(), starts, strict=False) if count
+        }
+
+    def land(self) -> list[list[Sampled]]:
+        """Per chunk what was drawn; waits for it."""
+        drawn = iter(self.drawn.read())
+        return [[next(drawn) for _ in range(count)] for count in self.counts]
+
+    def _counted(self) -> zip[tuple[Chunk, int]]:
+        return zip(self.chunks, self.counts, strict=True)
+
+
+def draw(chunks: Many[Chunk], logits: torch.Tensor, tokenizer: Tokenizer, began: Moment) -> Flight:
+    """Draw for each chunk at its places: after its last token and after each of its draft. Prompts' log probabilities are
+    kept where they were asked for."""
+    places: list[Place] = []
+    rows: list[int] = []
+    counts: list[int] = []
+    at = 0
+    for chunk in chunks:
+        stop = at + chunk.logit_rows
+        if chunk.sequence.wants_prompt_logprobs:
+            chunk.sequence.prompt_logprobs += _prompt_logprobs(chunk, logits[at:stop], tokenizer)
+        own = range(len(chunk.draft) + 1 if chunk.is_last else 0)
+        places += [Place(chunk.sequence, ahead) for ahead in own]
+        rows += range(stop - len(own), stop)
+        counts.append(len(own))
+        at = stop
+    return Flight(chunks, counts, _drawn(logits, rows, places), began)
+
+
+def _drawn(logits: torch.Tensor, rows: list[int], places: list[Place]) -> Drawn:
+    if places and supports.is_served(logits.device, "draw"):
+        from local_engine.kernels.gpu.draw import sample as sample_there
+
+        return sample_there(logits, rows, places)
+    sampled = sample(logits if len(rows) == len(logits) else logits[rows], places) if places else []
+    return Known(sampled, logits.device)
+
+
+def _prompt_logprobs(chunk: Chunk, logits: torch.Tensor, tokenizer: Tokenizer) -> list[TokenLogprob]:
+    sequence = chunk.sequence
+    first = len(sequence.prompt_logprobs) - 1  # the row at position p predicts token p + 1; known are those up to first
+    stop = min(chunk.end, sequence.prompt_tokens - 1)
+    if not stop > first >= chunk.start:
+        return []
+    ids = sequence.tokens[first + 1 : stop + 1]
+    wanted = sequence.params.prompt_logprobs or 0
+    found = candidates(logits[first - chunk.start : stop - chunk.start], ids, [wanted] * len(ids))
+    return [spelled for one in found if (spelled := tokenizer.spelled(one)) is not None]

@@ -1,0 +1,276 @@
+"""Text to token ids and back: the only place of the engine that sees text.
+
+Built on `tokenizers` (from a tokenizer.json, or from a GGUF file's vocabulary and merges); `chat` lays out
+conversations. Invariants: what `TextStream` emits, joined, is what decoding all tokens at once gives,
+cut before the first stop string; it never emits part of a character, nor any text of a stop string.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from local_engine.config import ModelError
+from local_engine.messages import InvalidRequest, TokenLogprob
+from local_engine.text.chat import Chat
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+    from local_engine.sampler import Sampled
+
+_SPACE = "▁"
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What surrounds the backend: special tokens' spellings for templates, the chat template, whether BOS is added."""
+
+    bos_token: str = ""
+    eos_token: str = ""
+    chat_template: str | None = None
+    bos_token_id_added: int | None = None
+
+
+class Tokenizer:
+    """Encodes prompts and chats; spells tokens as bytes. `strips_first_space`: SentencePiece spells a word's leading space in
+    its token, and mostly decoding drops it at the very start."""
+
+    def __init__(self, backend: Backend, vocabulary: Vocabulary) -> None:
+        self._backend = backend
+        self._vocabulary = vocabulary
+        self._spelling: dict[int, bytes] = {}
+        # the decoder's own description: that of the whole tokenizer spells out the vocabulary, which takes a while
+        steps = _steps(json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None)
+        kinds = {str(step.get("type")) for step in steps}
+        if kinds and not kinds & {"ByteLevel", "Metaspace", "ByteFallback", "Replace"}:
+            raise ModelError(
+                f"tokenizer decoder {sorted(kinds)} is not supported; supported: that of byte-level BPE, of SentencePiece, "
+                "or none, which puts spaces between tokens"
+            )
+        self._is_byte_level = "ByteLevel" in kinds
+        self._has_spaces_between = not kinds
+        self.strips_first_space = not kinds or any(_strips_first_space(step) for step in steps)
+        added = backend.get_added_tokens_decoder()
+        self._special = frozenset(id for id, token in added.items() if token.special)
+        self._added: dict[int, str] = {id: token.content for id, token in added.items()}
+        self._chat: Chat | None = None
+        if vocabulary.chat_template is not None:
+            control = tuple(token.content for token in added.values() if token.special)
+            self._chat = Chat(vocabulary.chat_template, vocabulary.bos_token, vocabulary.eos_token, control)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat is not None
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether the chat template does anything with tools."""
+        return "tools" in (self._vocabulary.chat_template or "")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends an answer, where the tokenizer names one."""
+        return self._backend.token_to_id(self._vocabulary.eos_token)
+
+    @property
+    def size(self) -> int:
+        """Number of token ids, added ones included."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, *, is_rendered: bool = False) -> list[int]:
+        """Token ids of a prompt; with the tokens the model wants around it, unless a template `is_rendered` them."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=not is_rendered).ids
+        bos = self._vocabulary.bos_token_id_added
+        if bos is not None and not is_rendered and ids[:1] != [bos]:
+            ids.insert(0, bos)
+        return ids
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> list[int]:
+        """Token ids of a conversation, up to where the assistant begins; what its texts spell never becomes a control
+        token. Raises InvalidRequest."""
+        if self._chat is None:
+            raise InvalidRequest(
+                "the model has no chat template; send `prompt` instead of `messages`", param="messages"
+            )
+        first, *rest = self._chat.render(messages, tools)
+        ids = self.encode(first, is_rendered=True)
+        for part in rest:
+            ids += self._encode_middle(part)
+        return ids
+
+    def _encode_middle(self, text: str) -> list[int]:
+        """Token ids of text that stands inside another: without the space SentencePiece puts before a beginning."""
+        if not self.strips_first_space:
+            return self.encode(text, is_rendered=True)
+        before = self.encode("\n", is_rendered=True)
+        ids = self.encode("\n" + text, is_rendered=True)
+        return ids[len(before) :] if ids[: len(before)] == before else self.encode(text, is_rendered=True)
+
+    def spell(self, id: int) -> bytes:
+        """The bytes a token stands for, special tokens included; an id without a token has none."""
+        if id not in self._spelling:
+            self._spelling[id] = self._spell(id)
+        return self._spelling[id]
+
+    def spelled(self, sampled: Sampled) -> TokenLogprob | None:
+        """Log probabilities with their tokens' text; None where none were asked for."""
+        if sampled.chosen is None:
+            return None
+        top = tuple(self.told(candidate.token_id, candidate.logprob) for candidate in sampled.top)
+        return self.told(sampled.chosen.token_id, sampled.chosen.logprob, top)
+
+    def told(self, id: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+        """A token's log probability with its text."""
+        raw = self.spell(id)
+        return TokenLogprob(id, raw.decode(errors="replace"), raw, logprob, top)
+
+    def is_special(self, id: int) -> bool:
+        """Whether the token is a control token, which has no place in an answer's text."""
+        return id in self._special
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these tokens without special ones; bytes that are no character become U+FFFD."""
+        data = b"".join(self.spell(id) for id in ids if id not in self._special)
+        if self.strips_first_space and data.startswith(b" "):
+            data = data[1:]
+        return data.decode("utf-8", errors="replace")
+
+    def _spell(self, id: int) -> bytes:
+        if id in self._added:
+            return self._added[id].encode()
+        token: str | None = self._backend.id_to_token(id)
+        if token is None:
+            return b""
+        if self._is_byte_level:
+            table = byte_of_character()
+            return bytes(table[character] for character in token if character in table)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes([int(token[3:5], 16)])
+        return (" " + token if self._has_spaces_between else token.replace(_SPACE, " ")).encode()
+
+
+def _steps(decoder: Any) -> list[dict[str, Any]]:
+    """What a decoder does one after the other."""
+    if not isinstance(decoder, dict):
+        return []
+    parts = decoder.get("decoders")
+    return [decoder] if parts is None else [step for part in parts for step in _steps(part)]
+
+
+def _strips_first_space(step: Mapping[str, Any]) -> bool:
+    if step.get("type") == "Metaspace":
+        return str(step.get("prepend_scheme")) != "never"
+    return step.get("type") == "Strip" and step.get("content") == " " and int(step.get("start") or 0) > 0
+
+
+_BYTE_OF_CHARACTER: dict[str, int] = {}
+
+
+def byte_of_character() -> dict[str, int]:
+    """GPT-2's printable spelling of the 256 bytes (byte-level BPE), inverted: character to byte."""
+    if not _BYTE_OF_CHARACTER:
+        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        others = [byte for byte in range(256) if byte not in set(printable)]
+        _BYTE_OF_CHARACTER.update({chr(byte): byte for byte in printable})
+        _BYTE_OF_CHARACTER.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
+    return _BYTE_OF_CHARACTER
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text that is final, with the tokens whose text it completes; `is_stopped` when a stop string was met, `stop_token` where
+    a token ended it."""
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    is_stopped: bool = False
+    stop_token: TokenLogprob | None = None
+
+    def joined(self, more: Piece) -> Piece:
+        """Both, one after the other."""
+        logprobs = self.logprobs + more.logprobs
+        return Piece(self.text + more.text, self.token_ids + more.token_ids, logprobs, stop_token=more.stop_token)
+
+
+@dataclass(slots=True)
+class _Held:
+    """A token not emitted yet. `start`: where its text begins, in characters of the whole answer."""
+
+    id: int
+    logprob: TokenLogprob | None
+    start: int
+
+
+@dataclass(slots=True)
+class TextStream:
+    """One answer's text as its tokens arrive: half characters and possible beginnings of stop strings are held back."""
+
+    tokenizer: Tokenizer
+    stop: tuple[str, ...] = ()
+    _held: deque[_Held] = field(default_factory=deque)
+    _text: str = ""
+    _emitted: int = 0
+    _is_at_start: bool = True
+    _utf8: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
+    )
+
+    def push(self, id: int, logprob: TokenLogprob | None, *, can_stop: bool = True) -> Piece:
+        """Add a token; returns what became final. Once a piece `is_stopped`, push no more."""
+        self._held.append(_Held(id, logprob, self._emitted + len(self._text)))
+        if not self.tokenizer.is_special(id):
+            data = self.tokenizer.spell(id)
+            if self._is_at_start and data:
+                self._is_at_start = False
+                if self.tokenizer.strips_first_space and data.startswith(b" "):
+                    data = data[1:]
+            self._text += self._utf8.decode(data)
+        if self.stop and can_stop:
+            found = [at for at in (self._text.find(stop) for stop in self.stop) if at >= 0]
+            if found:
+                return self._emit(min(found), is_stopped=True)
+        kept = self._kept() if can_stop else 0
+        return self._emit(len(self._text) - kept, is_stopped=False)
+
+    def finish(self) -> Piece:
+        """The end without a stop string: everything held is final, but for the bytes of an unfinished character."""
+        piece = self._emit(len(self._text), is_stopped=False)
+        rest = tuple(self._held)
+        self._held.clear()
+        return Piece(
+            piece.text,
+            piece.token_ids + tuple(held.id for held in rest),
+            piece.logprobs + tuple(held.logprob for held in rest if held.logprob is not None),
+        )
+
+    def _kept(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        longest = 0
+        for stop in self.stop:
+            for length in range(min(len(stop) - 1, len(self._text)), longest, -1):
+                if self._text.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest
+
+    def _emit(self, length: int, *, is_stopped: bool) -> Piece:
+        text, self._text = self._text[:length], self._text[length:]
+        self._emitted += length
+        final: list[_Held] = []
+        has_half, _ = self._utf8.getstate()
+        while self._held and (self._held[0].start < self._emitted or not (self._text or has_half or is_stopped)):
+            final.append(self._held.popleft())
+        return Piece(
+            text,
+            tuple(held.id for held in final),
+            tuple(held.logprob for held in final if held.logprob is not None),
+            is_stopped,
+        )

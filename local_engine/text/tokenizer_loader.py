@@ -1,0 +1,252 @@
+"""Builds a Tokenizer from what a checkpoint carries: a folder's tokenizer.json or tokenizer.model, or a GGUF file's metadata.
+
+The only file that constructs `tokenizers` objects. Invariant: the ids are those of the model's reference tokenizer; a
+vocabulary of a kind that cannot be rebuilt exactly is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE, Unigram
+
+from local_engine.config import ModelError
+from local_engine.text.sentencepiece import sentencepiece_metadata
+from local_engine.text.tokenizer import Tokenizer, Vocabulary, byte_of_character
+
+# How text is cut before merging, by GGUF's `tokenizer.ggml.pre`. The expressions are the models' own (tokenizer.json).
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"  # as DeepSeek has it
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")
+_UNNAMED = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")  # what llama.cpp has for it
+_SPLITS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "roberta-bpe", "mellum", "a.x-4.0"), (_GPT2,)
+    ),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), (r"\p{N}", _GPT2)
+    ),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0"), (_LLAMA3,)),
+    **dict.fromkeys(("smaug-bpe", "dbrx", "chatglm-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"), (_QWEN2,)),
+    "tekken": (_TEKKEN,),
+    "deepseek-coder": _DEEPSEEK_CODER,
+    "deepseek-v3": _DEEPSEEK_V3,
+    "falcon": _FALCON,
+    "default": _UNNAMED,
+}
+_CONTROL, _USER_DEFINED = 3, 4
+
+
+def tokenizer_from_folder(folder: Path) -> Tokenizer:
+    """From a Hugging Face checkpoint folder. Raises ModelError."""
+    config = _json(folder / "tokenizer_config.json")
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return _from_sentencepiece(folder, config)
+    try:
+        backend = Backend.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for whatever is wrong with the file
+        raise ModelError(f"{path} cannot be read: {error}") from None
+    backend.no_truncation()
+    backend.no_padding()
+    return Tokenizer(
+        backend,
+        Vocabulary(
+            bos_token=_token_text(config.get("bos_token")),
+            eos_token=_token_text(config.get("eos_token")),
+            chat_template=_chat_template(folder, config),
+        ),
+    )
+
+
+def _from_sentencepiece(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
+    """From tokenizer.model, with the tokens that tokenizer_config.json adds to it. Raises ModelError."""
+    path = folder / "tokenizer.model"
+    if not path.is_file():
+        raise ModelError(f"{folder} has no tokenizer.json and no tokenizer.model")
+    metadata = sentencepiece_metadata(path)
+    backend = _backend(metadata, is_legacy=config.get("legacy") is not False)
+    added = sorted((int(id), token) for id, token in (config.get("added_tokens_decoder") or {}).items())
+    for id, token in added:
+        backend.add_tokens([AddedToken(token["content"], normalized=False, special=bool(token.get("special")))])
+        if backend.token_to_id(token["content"]) != id:
+            raise ModelError(f"{folder}: token {token['content']!r} can't be added to tokenizer.model as number {id}")
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    bos, eos = (
+        _token_text(config.get(f"{name}_token")) or tokens[metadata.get(f"tokenizer.ggml.{name}_token_id", 0)]
+        for name in ("bos", "eos")
+    )
+    adds_bos = config.get("add_bos_token", True)
+    vocabulary = Vocabulary(
+        bos_token=bos,
+        eos_token=eos,
+        chat_template=_chat_template(folder, config),
+        bos_token_id_added=backend.token_to_id(bos) if adds_bos else None,
+    )
+    return Tokenizer(backend, vocabulary)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return content
+
+
+def _token_text(token: Any) -> str:
+    """A special token's spelling: a string, or an object with `content`."""
+    return str(token.get("content", "") if isinstance(token, dict) else token or "")
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """From chat_template.jinja, chat_template.json or tokenizer_config.json; of several named ones, the default, and beside
+    it the one for tools."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text()
+    template = _json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+    if isinstance(template, list):
+        named = {str(entry.get("name")): str(entry.get("template")) for entry in template}
+        template = named.get("default") or next(iter(named.values()), None)
+        if "tool_use" in named:
+            template = f"{{% if tools %}}{named['tool_use']}{{% else %}}{template}{{% endif %}}"
+    return str(template) if template else None
+
+
+def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
+    """From a GGUF file's metadata. Raises ModelError for a kind that cannot be rebuilt."""
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    backend = _backend(metadata)
+
+    def spelled(name: str) -> str:
+        id = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        return tokens[id] if id is not None and 0 <= id < len(tokens) else ""
+
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", metadata["tokenizer.ggml.model"] == "llama")
+    return Tokenizer(
+        backend,
+        Vocabulary(
+            bos_token=spelled("bos"),
+            eos_token=spelled("eos"),
+            chat_template=metadata.get("tokenizer.chat_template"),
+            bos_token_id_added=metadata.get("tokenizer.ggml.bos_token_id") if adds_bos else None,
+        ),
+    )
+
+
+def _backend(metadata: Mapping[str, Any], *, is_legacy: bool = False) -> Backend:
+    """What encodes, from a vocabulary under GGUF's keys. Raises ModelError for a kind that cannot be rebuilt."""
+    kind, tokens = metadata.get("tokenizer.ggml.model"), metadata["tokenizer.ggml.tokens"]
+    if kind == "gpt2":
+        backend = _byte_level(metadata, tokens)
+    elif kind in ("llama", "t5"):
+        backend = _sentencepiece(metadata, tokens, is_legacy=is_legacy)
+    else:
+        raise ModelError(f"tokenizer {kind!r} in a GGUF file is not supported; supported: gpt2, llama, t5")
+    _add_marked_tokens(backend, metadata, tokens, is_byte_level=kind == "gpt2")
+    return backend
+
+
+def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Backend:
+    pre = metadata.get("tokenizer.ggml.pre", "gpt-2")
+    splits = _SPLITS.get(pre)
+    if splits is None:
+        raise ModelError(f"pre-tokenizer {pre!r} is not supported; supported: {', '.join(sorted(_SPLITS))}")
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in metadata["tokenizer.ggml.merges"])]
+    vocabulary = {token: id for id, token in enumerate(tokens)}
+    backend = Backend(BPE(vocabulary, merges, ignore_merges=splits in ((_LLAMA3,), (_TEKKEN,))))
+    steps: list[Any] = [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in splits]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)  # type: ignore[assignment, unused-ignore]
+    if splits == (_QWEN2,):
+        backend.normalizer = normalizers.NFC()  # type: ignore[assignment, unused-ignore]
+    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment, unused-ignore]
+    return backend
+
+
+def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], *, is_legacy: bool) -> Backend:
+    """SentencePiece. What it does to text before cutting it: a table of characters, spaces made one, and one before it. A
+    `legacy` one puts that before every piece between control tokens, and another where text begins with spaces."""
+    scores: list[float] = metadata.get("tokenizer.ggml.scores") or [-float(id) for id in range(len(tokens))]
+    unknown = int(metadata.get("tokenizer.ggml.unknown_token_id", 0))
+    if metadata["tokenizer.ggml.model"] == "t5":
+        has_bytes = "<0x00>" in tokens
+        backend = Backend(Unigram(list(zip(tokens, scores, strict=True)), unknown, has_bytes))
+    else:
+        backend = Backend(_merging(tokens, scores, tokens[unknown]))
+    steps: list[Any] = []
+    if charsmap := bytes(metadata.get("tokenizer.ggml.precompiled_charsmap") or b""):
+        steps.append(normalizers.Precompiled(charsmap))
+    if metadata.get("tokenizer.ggml.remove_extra_whitespaces", False):
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    if has_prefix and is_legacy:
+        steps.append(normalizers.Prepend("▁"))
+    backend.normalizer = normalizers.Sequence(steps)  # type: ignore[assignment, unused-ignore]
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(  # type: ignore[assignment, unused-ignore]
+        replacement="▁", prepend_scheme="first" if has_prefix and not is_legacy else "never", split=False
+    )
+    decoding: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    decoding += [decoders.Strip(" ", 1, 0)] if has_prefix else []
+    backend.decoder = decoders.Sequence(decoding)  # type: ignore[assignment, unused-ignore]
+    return backend
+
+
+def _merging(tokens: list[str], scores: list[float], unknown: str) -> BPE:
+    """BPE by scores: the merges are those pairs of tokens whose join is a token, best score first."""
+    vocabulary = {token: id for id, token in enumerate(tokens)}
+    found: list[tuple[float, int, int, tuple[str, str]]] = []
+    for id, token in enumerate(tokens):
+        for cut in range(1, len(token)):
+            left, right = vocabulary.get(token[:cut]), vocabulary.get(token[cut:])
+            if left is not None and right is not None:
+                found.append((-scores[id], left, right, (token[:cut], token[cut:])))
+    found.sort()
+    return BPE(vocabulary, [pair for *_, pair in found], unk_token=unknown, fuse_unk=True, byte_fallback=True)
+
+
+def _add_marked_tokens(
+    backend: Backend, metadata: Mapping[str, Any], tokens: list[str], *, is_byte_level: bool
+) -> None:
+    """Tokens that the file marks as control or user-defined are matched whole in text, before any merge."""
+    kinds: list[int] = metadata.get("tokenizer.ggml.token_type") or []
+    alphabet = byte_of_character()
+    special, plain = [], []
+    for token, kind in zip(tokens, kinds, strict=False):
+        if kind == _CONTROL and not (is_byte_level and any(character not in alphabet for character in token)):
+            special.append(AddedToken(token, normalized=False, special=True))
+        elif kind == _USER_DEFINED:
+            plain.append(AddedToken(token, normalized=False, special=False))
+    backend.add_special_tokens(special)
+    backend.add_tokens(plain)

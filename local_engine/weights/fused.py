@@ -1,0 +1,74 @@
+"""What stands between matrices, each in one pass where native or Triton kernels serve it and in torch's steps where not.
+
+The torch form is the oracle. Knows rows, no weights' meaning. Each function says what it changes in place.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as functional
+
+from local_engine.kernels import supports
+from local_engine.kernels.cpu import Kernels, kind_of
+from local_engine.weights.linear import native_for
+
+if TYPE_CHECKING:
+    from local_engine.kernels.gpu.rows import TritonRows
+
+    RowKernels = Kernels | TritonRows
+
+
+def row_kernels(device: torch.device, dtype: torch.dtype) -> RowKernels | None:
+    """The kernels for this device and type; None where there is torch alone."""
+    if not supports.is_served(device, "rows"):
+        return native_for(device, dtype)
+    from local_engine.kernels.gpu.rows import TritonRows
+
+    return TritonRows()
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, per_head: torch.Tensor | None = None
+) -> torch.Tensor:
+    """RMSNorm (arXiv:1910.07467) over the last dimension; `per_head` multiplies instead of one row for all."""
+    is_wide = any(w is not None and w.dtype != x.dtype for w in (weight, per_head))
+    y = functional.rms_norm(x.float() if is_wide else x, x.shape[-1:], weight, epsilon)
+    return (y if per_head is None else y * per_head).to(x.dtype)
+
+
+def add_norm(
+    native: RowKernels | None, x: torch.Tensor, more: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+) -> torch.Tensor:
+    """x += more, in place; returns its RMSNorm. [rows, width]; native: `weight` is float32."""
+    if native is None:
+        if more is not None:
+            x += more
+        return rms_norm(x, weight, epsilon)
+    if not isinstance(native, Kernels):
+        return native.add_norm(x, more, weight, epsilon)
+    out = torch.empty_like(x)
+    rows, width = x.shape
+    more_at = None if more is None else more.data_ptr()
+    native.add_norm(kind_of(x.dtype), x.data_ptr(), more_at, weight.data_ptr(), out.data_ptr(), rows, width, epsilon)
+    return out
+
+
+def gate(native: RowKernels | None, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """activation(gate) * up of [rows, gate and up side by side]; `activation` silu or gelu_tanh."""
+    if native is None:
+        gated, up = gate_up.chunk(2, -1)
+        gated = functional.silu(gated) if activation == "silu" else functional.gelu(gated, approximate="tanh")
+        return gated.mul_(up)
+    if not isinstance(native, Kernels):
+        return native.gate(gate_up, activation)
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(rows, width, dtype=gate_up.dtype)
+    native.gate(kind_of(gate_up.dtype), gate_up.data_ptr(), out.data_ptr(), rows, width, activation == "gelu_tanh")
+    return out
+
+
+def softcap(x: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """cap * tanh(x / cap), in place; no cap leaves x as it is."""
+    return x if cap is None else x.div_(cap).tanh_().mul_(cap)

@@ -1,0 +1,338 @@
+"""Linear: one matrix, multiplied by the best means its device has.
+
+Quantised matrices stay quantised where the native product, or Triton's on a GPU, serves them; bfloat16 goes to the native product where the
+processor multiplies bfloat16 pairs and has no matrix unit (AMX), which oneDNN uses better; other matrices on a CPU are
+packed for oneDNN beforehand, which is about twice as fast as repacking at every call (measured at 1 to 8 rows). The plain
+product is the fall-back and the oracle. Knows no model.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as functional
+
+from local_engine.kernels import supports
+from local_engine.kernels.cpu import GROUP, PANEL, Kernels, Matrix, kernels, kind_of
+from local_engine.weights import scaled
+from local_engine.weights.quantised import Quantised, joined, packed, packed_bfloat16, quantise
+from local_engine.weights.scaled import Scaled, ScaledProduct, to_scaled
+
+if TYPE_CHECKING:
+    from local_engine.kernels.gpu.product import QuantisedProduct
+
+_ROWS_HINT = 32  # oneDNN's packing optimises for this many rows; other counts are as exact and about as fast
+_DEQUANTISED_FROM = 16  # rows from which quantised matrices are multiplied panel by panel in bfloat16
+_BFLOAT16_TO_FLOAT32 = 2  # the product's kind beside those of `kind_of`
+_ROWS_ALL = (1 << 31) - 1
+
+
+class Linear:
+    """y = x W^T + b. Its rows come in parts, the checkpoint's tensors. `put` each, `prepare` once, then call.
+
+    `bits`: what wider parts are quantised to, each to its own, where the native product can be used; None leaves all as they are.
+    `has_fp8`: 8-bit floats stay such where a GPU multiplies them; `wants_fp8`: others are rounded to them, on any device.
+    `is_batch_invariant`: one order of sums for any number of rows. `is_head`: its result is float32 where the native
+    product gives it; logits lie so close together that half precision would make some equal.
+    """
+
+    def __init__(
+        self,
+        rows: tuple[int, ...],
+        columns: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        has_bias: bool = False,
+        bits: Many[int] | None = None,
+        wants_fp8: bool = False,
+        has_fp8: bool = False,
+        is_batch_invariant: bool = False,
+        is_head: bool = False,
+    ) -> None:
+        self.rows, self.columns = rows, columns
+        self.bias = torch.empty(sum(rows), dtype=dtype, device=device) if has_bias else None
+        self._is_head = is_head
+        self._dequantised_from = _ROWS_ALL if is_batch_invariant else _DEQUANTISED_FROM
+        self._dtype, self._device = dtype, device
+        self._native = native_for(device, dtype)
+        self._is_on_gpu = supports.is_served(device, "product") and columns % GROUP == 0
+        is_aligned = columns % scaled.ALIGNMENT == 0 and all(count % scaled.ALIGNMENT == 0 for count in rows)
+        self._wants_fp8 = wants_fp8 and is_aligned
+        self._keeps_fp8 = has_fp8 and is_aligned and (wants_fp8 or device.type == "cuda") and scaled.is_served(device)
+        self._can_pack = device.type == "cpu" and not self._is_on_gpu
+        is_native = self._native is not None and columns % GROUP == 0
+        self._bits = bits if is_native or self._is_on_gpu else None
+        self._parts: list[_Part | None] = [None] * len(rows)
+        self._products: list[NativeProduct | _Torch | QuantisedProduct | ScaledProduct] = []
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(product.size_bytes for product in self._products)
+
+    @property
+    def is_native(self) -> bool:
+        return all(isinstance(product, NativeProduct) for product in self._products)
+
+    def native_products(self) -> list[NativeProduct] | None:
+        """What computes it, one part's outputs after the other's; None where that is not the native product alone."""
+        found = [p for p in self._products if isinstance(p, NativeProduct) and p.order is None]
+        return found if len(found) == len(self._products) else None
+
+    @property
+    def whole(self) -> torch.Tensor | None:
+        """The matrix, where it is one of floats, laid out row by row and without a bias; it may be moved elsewhere."""
+        product = self._products[0]
+        is_whole = len(self._products) == 1 and self.bias is None
+        return product.weight if is_whole and isinstance(product, _Torch) and not product.is_packed else None
+
+    @whole.setter
+    def whole(self, weight: torch.Tensor) -> None:
+        product = self._products[0]
+        assert isinstance(product, _Torch)
+        product.weight = weight
+
+    def forms(self) -> list[str]:
+        """What each product's weights are held as: "4 bits", "8 bits", or a number type."""
+        return [product.form for product in self._products]
+
+    def holds(self, index: int, value: torch.Tensor | Quantised | Scaled) -> bool:
+        """Whether a part is held with what it says, but for the number type's rounding: not quantised further."""
+        return self._bits is None or (isinstance(value, Quantised) and value.bits <= self._bits[index])
+
+    def put(self, index: int, value: torch.Tensor | Quantised | Scaled) -> None:
+        """Take a part's weight, [rows[index], columns]. The last one lays all out for the fastest product there is and
+        gives the parts up, so that a model being read is in memory once."""
+        if self._bits is not None and not self.holds(index, value):
+            value = value if isinstance(value, torch.Tensor) else value.dequantised()
+            value = quantise(value.to(self._device), self._bits[index])
+        self._parts[index] = self._as_held(value)
+        if all(part is not None for part in self._parts):
+            for run in _runs([part for part in self._parts if part is not None]):
+                self._products.append(self._product(run))
+            self._parts = []
+
+    def prepare(self) -> None:
+        """After the last part and the bias."""
+        assert self._products, "a part is missing"
+        if self.bias is None:
+            return
+        outputs = [product.outputs for product in self._products]
+        for product, bias in zip(self._products, torch.split(self.bias, outputs), strict=True):
+            product.bias = bias.float() if isinstance(product, NativeProduct) else bias
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether single rows can be read as they are multiplied: an embedding that is tied needs no copy then."""
+        (product, *others) = self._products
+        is_plain = isinstance(product, NativeProduct) and product.order is None
+        return not others and (is_plain or (isinstance(product, _Torch) and not product.is_packed))
+
+    def take_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """These rows of the matrix, [ids, columns]; only where it `has_rows`."""
+        (product,) = self._products
+        assert isinstance(product, NativeProduct | _Torch)
+        return product.take_rows(ids)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if len(self._products) == 1:
+            return self._products[0](x)
+        return torch.cat([product(x) for product in self._products], -1)
+
+    def _as_held(self, value: torch.Tensor | Quantised | Scaled) -> _Part:
+        """A part as its product will read it: nothing of `value` itself is kept, but on a GPU its codes until they go
+        there."""
+        native = self._native
+        if isinstance(value, Scaled) and self._keeps_fp8:
+            return value.on(self._device)
+        if isinstance(value, Scaled) or (self._wants_fp8 and isinstance(value, Quantised)):
+            value = value.dequantised()
+        if isinstance(value, torch.Tensor) and self._wants_fp8:
+            return to_scaled(value.to(self._device))
+        if isinstance(value, Quantised):
+            if self._is_on_gpu and value.bits in (4, 8):
+                return value
+            if native is None or self.columns % GROUP:
+                value.write_to(whole := torch.empty(value.shape, dtype=self._dtype))
+                return self._as_held(whole)
+            return _Panels(packed(value, native), value.shape[0], value.bits, value.order)
+        if native is not None and self._dtype == torch.bfloat16 and has_pairs() and self.columns % 4 == 0:
+            return _Panels(packed_bfloat16(value, native), value.shape[0], 16, None)
+        return self._owned(value)
+
+    def _owned(self, value: torch.Tensor) -> torch.Tensor:
+        """A copy where it will be multiplied; what a file maps crosses to a GPU as it is and changes its type there."""
+        if self._device.type == "cpu":
+            return value.to(self._dtype, copy=True)
+        return value.to(self._device).to(self._dtype)
+
+    def _product(self, run: list[_Part]) -> NativeProduct | _Torch | QuantisedProduct | ScaledProduct:
+        codes = [part for part in run if isinstance(part, Quantised)]
+        if codes:
+            from local_engine.kernels.gpu.product import QuantisedProduct
+
+            return QuantisedProduct(joined(codes), self._device)
+        floats = [part for part in run if isinstance(part, Scaled)]
+        if floats:
+            return ScaledProduct(scaled.joined(floats))
+        panels = [part for part in run if isinstance(part, _Panels)]
+        if not panels:
+            weights = [part for part in run if isinstance(part, torch.Tensor)]
+            weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+            return _Torch(weight, can_pack=self._can_pack and can_pack(self._dtype))
+        assert self._native is not None
+        return NativeProduct(
+            self._native,
+            torch.cat([part.codes for part in panels]) if len(panels) > 1 else panels[0].codes,
+            sum(part.rows for part in panels),
+            self.columns,
+            panels[0].bits,
+            panels[0].order,
+            self._dequantised_from,
+            dtype=self._dtype,
+            out_dtype=torch.float32 if self._is_head else self._dtype,
+        )
+
+
+def _runs(parts: list[_Part]) -> list[list[_Part]]:
+    """Neighbours that one product can serve together."""
+    runs: list[list[_Part]] = []
+    for part in parts:
+        last = runs[-1][-1] if runs else None
+        if isinstance(last, _Panels) and isinstance(part, _Panels):
+            can_join = last.can_go_before(part)
+        elif isinstance(last, Quantised) and isinstance(part, Quantised):
+            can_join = last.bits == part.bits and last.order is None and part.order is None
+        else:
+            can_join = any(isinstance(last, kind) and isinstance(part, kind) for kind in (torch.Tensor, Scaled))
+        if can_join:
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return runs
+
+
+@dataclass(frozen=True, slots=True)
+class _Panels:
+    """A part in the native product's layout; `rows` of its last panel may be padding."""
+
+    codes: torch.Tensor
+    rows: int
+    bits: int
+    order: torch.Tensor | None
+
+    def can_go_before(self, other: _Panels) -> bool:
+        """Whether one product can read both: whole panels, codes as wide, inputs in the same order."""
+        is_plain = self.order is None and other.order is None
+        is_same_order = is_plain or (
+            self.order is not None and other.order is not None and torch.equal(self.order, other.order)
+        )
+        return self.rows % PANEL == 0 and self.bits == other.bits and is_same_order
+
+
+_Part = torch.Tensor | _Panels | Quantised | Scaled
+
+
+@dataclass(slots=True)
+class NativeProduct:
+    """Rows in the layout of the native product. `order`: the inputs in the order of its columns."""
+
+    native: Kernels
+    weight: torch.Tensor
+    outputs: int
+    columns: int
+    bits: int
+    order: torch.Tensor | None
+    dequantised_from: int
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    bias: torch.Tensor | None = None
+
+    @property
+    def kind(self) -> int:
+        """The number of its types."""
+        return _BFLOAT16_TO_FLOAT32 if self.out_dtype != self.dtype else kind_of(self.dtype) or 0
+
+    def matrix(self) -> Matrix:
+        """It points at the weight and the bias."""
+        bias_at = None if self.bias is None else self.bias.data_ptr()
+        shape = (self.bits, self.columns, self.outputs, self.dequantised_from)
+        return Matrix(self.weight.data_ptr(), bias_at, *shape)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous() if self.order is None else x.index_select(1, self.order)
+        out = torch.empty(x.shape[0], self.outputs, dtype=self.out_dtype)
+        self.native.product(self.kind, ctypes.byref(self.matrix()), x.data_ptr(), out.data_ptr(), x.shape[0])
+        return out
+
+    def take_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        kind = kind_of(self.dtype)
+        out = torch.empty(len(ids), self.columns, dtype=self.dtype)
+        self.native.take_rows(kind, ctypes.byref(self.matrix()), ids.data_ptr(), out.data_ptr(), len(ids))
+        return out
+
+    @property
+    def size_bytes(self) -> int:
+        return self.weight.nbytes
+
+    @property
+    def form(self) -> str:
+        return "bfloat16" if self.bits == 16 else f"{self.bits} bits"
+
+
+class _Torch:
+    """Rows for torch's product; packed for oneDNN where that serves."""
+
+    def __init__(self, weight: torch.Tensor, *, can_pack: bool) -> None:
+        self.outputs, self.size_bytes = weight.shape[0], weight.nbytes
+        self.form = str(weight.dtype).removeprefix("torch.")
+        self.bias: torch.Tensor | None = None
+        self.is_packed = can_pack
+        self.weight = _operators()._reorder_linear_weight(weight, _ROWS_HINT) if can_pack else weight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_packed:
+            return _operators()._linear_pointwise(x, self.weight, self.bias, "none", [], "")  # type: ignore[no-any-return]
+        return functional.linear(x, self.weight, self.bias)
+
+    def take_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(ids, self.weight)
+
+
+def native_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
+    """The native kernels, where they serve this device and type."""
+    return kernels() if device.type == "cpu" and kind_of(dtype) is not None else None
+
+
+@cache
+def has_pairs() -> bool:
+    """Whether the native product is the best for bfloat16: the processor multiplies pairs, and has no matrix unit."""
+    info = Path("/proc/cpuinfo")
+    flags = info.read_text() if info.is_file() else ""
+    return "avx512_bf16" in flags and "amx_bf16" not in flags
+
+
+def _operators() -> Any:
+    return torch.ops.mkldnn
+
+
+@cache
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this build and machine multiply matrices packed for oneDNN, and get the same as without packing."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(96, 64, generator=generator).to(dtype)
+    x = torch.randn(3, 64, generator=generator).to(dtype)
+    try:
+        repacked = _operators()._reorder_linear_weight(weight, _ROWS_HINT)
+        found = _operators()._linear_pointwise(x, repacked, None, "none", [], "")
+    except (RuntimeError, AttributeError):  # NotImplementedError is a RuntimeError
+        return False
+    return torch.allclose(found, functional.linear(x, weight), rtol=1e-2, atol=1e-2)

@@ -1,0 +1,240 @@
+"""Quantised: a matrix as small codes with a scale and a minimum for each 32 inputs: value = scale * code + least.
+
+One form holds them all exactly: GGUF's Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0, and but for the rounding of a product to half
+precision Q4_K, Q5_K and, with a scale for each 16 inputs, Q6_K (formats: ggml-org/ggml, ggml-common.h). Any float matrix
+can be brought into it. Knows arrays, no models. Invariant: `dequantised` is the oracle of every product with it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from local_engine.kernels.cpu import GROUP, PANEL, Kernels
+
+_ROWS_AT_ONCE = 1024
+_CUT = 1 / 30  # of a group's range; larger and smaller cuts, more of them and more rounds gain at most 4% of the error
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Halves = np.ndarray[Any, np.dtype[np.float16]]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """`codes` uint8 [rows, columns], below 2 ** bits, of 4, 6 or 8; `scales`, `leasts` float16 [rows, columns / 32]. With
+    6 bits they are for 16 inputs each, and the least is -32 times the scale. Where groups are not of consecutive inputs,
+    `order` int64 [columns] says which input each column of the codes is for."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    leasts: torch.Tensor
+    bits: int
+    order: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    def numel(self) -> int:
+        return self.codes.numel()
+
+    def rows(self, order: torch.Tensor | slice) -> Quantised:
+        """These rows, in this order."""
+        return Quantised(self.codes[order], self.scales[order], self.leasts[order], self.bits, self.order)
+
+    def dequantised(self) -> torch.Tensor:
+        """float32 [rows, columns], the columns in the inputs' order."""
+        values = self.codes.view(*self.scales.shape, -1).float()
+        values.mul_(self.scales.float().unsqueeze(-1)).add_(self.leasts.float().unsqueeze(-1))
+        values = values.view(self.shape)
+        return values if self.order is None else torch.empty_like(values).index_copy_(1, self.order, values)
+
+    def write_to(self, out: torch.Tensor) -> None:
+        """Dequantised into a matrix of any number type, some rows at a time: no whole float32 matrix in between."""
+        for start in range(0, len(out), _ROWS_AT_ONCE):
+            some = slice(start, start + _ROWS_AT_ONCE)
+            out[some].copy_(self.rows(some).dequantised())
+
+
+def bits_of(name: str, bits: int, layers: int) -> int:
+    """What a matrix of a model that is brought to `bits` gets. In 4 bits, values and the head lose most and are small, and
+    what the MLPs give back comes next: those get 8, the last in the layers where llama.cpp's Q4_K_M has more bits too: the
+    first eighth, the last, and of the others every third."""
+    if bits != 4:
+        return bits
+    if name.endswith("down_proj"):
+        layer, eighth = int(name.split(".")[2]), layers // 8
+        return 8 if layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2 else 4
+    return 8 if name.endswith("v_proj") or not name.startswith("model.layers.") else 4
+
+
+def quantise(values: torch.Tensor, bits: int) -> Quantised:
+    """Codes of 8 bits symmetric around 0, nearest to the values; of 4 bits with the scale and least that fit them."""
+    rows, columns = values.shape
+    codes = torch.empty(rows, columns, dtype=torch.uint8, device=values.device)
+    scales, leasts = (torch.empty(rows, columns // GROUP, dtype=torch.float16, device=values.device) for _ in range(2))
+    for start in range(0, rows, _ROWS_AT_ONCE):  # in float32 a large matrix would be many times what comes of it
+        some = slice(start, start + _ROWS_AT_ONCE)
+        groups = values[some].float().view(-1, columns // GROUP, GROUP)
+        if bits == 8:
+            own_scales = (groups.abs().amax(-1) / 127).half()
+            own_leasts = (own_scales.float() * -128).half()
+            own = _nearest(groups, own_scales, 0.0).clamp_(-127, 127).add_(128)
+        else:
+            own_scales, own_leasts = _fitted(groups)
+            own = _nearest(groups, own_scales, own_leasts.float().unsqueeze(-1)).clamp_(0, 15)
+        codes[some], scales[some], leasts[some] = own.view(-1, columns), own_scales, own_leasts
+    return Quantised(codes, scales, leasts, bits)
+
+
+def _fitted(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and leasts for codes of 4 bits, for each group those of three fits with the least square error: to the codes
+    between its ends, and with either end cut by a thirtieth a line is laid through the values by least squares."""
+    least, greatest = groups.aminmax(dim=-1)
+    best = torch.full_like(least, torch.inf)
+    scales, leasts = (torch.zeros_like(least, dtype=torch.float16) for _ in range(2))
+    for below, above in ((0.0, 0.0), (_CUT, 0.0), (0.0, _CUT)):
+        steps, start = (greatest - least) * ((1 - below - above) / 15), least + (greatest - least) * below
+        codes = _nearest(groups, steps, start.unsqueeze(-1)).clamp_(0, 15)
+        sums, products = codes.sum(-1), torch.linalg.vecdot(groups, codes)
+        totals, spread = groups.sum(-1), GROUP * torch.linalg.vecdot(codes, codes) - sums.square()
+        own_scales = ((GROUP * products - totals * sums) / spread.clamp(min=1.0)).half()
+        own_leasts = ((totals - own_scales.float() * sums) / GROUP).half()
+        codes = _nearest(groups, own_scales, own_leasts.float().unsqueeze(-1)).clamp_(0, 15)
+        errors = codes.mul_(own_scales.float().unsqueeze(-1)).add_(own_leasts.float().unsqueeze(-1))
+        errors = errors.sub_(groups).square_().sum(-1)
+        is_better = errors < best
+        best = torch.where(is_better, errors, best)
+        scales, leasts = torch.where(is_better, own_scales, scales), torch.where(is_better, own_leasts, leasts)
+    return scales, leasts
+
+
+def joined(parts: list[Quantised]) -> Quantised:
+    """One below the other: parts with codes as wide, whose groups are of consecutive inputs."""
+    if len(parts) == 1:
+        return parts[0]
+    codes, scales, leasts = (
+        torch.cat(own) for own in zip(*((p.codes, p.scales, p.leasts) for p in parts), strict=True)
+    )
+    return Quantised(codes, scales, leasts, parts[0].bits)
+
+
+def _nearest(groups: torch.Tensor, scales: torch.Tensor, leasts: torch.Tensor | float) -> torch.Tensor:
+    steps = scales.float().unsqueeze(-1)
+    return (groups - leasts).div_(torch.where(steps == 0, 1.0, steps)).round_()
+
+
+def packed(matrix: Quantised, native: Kernels) -> torch.Tensor:
+    """The layout the native product reads, uint8 [panels, groups, bytes]; matmul.cpp says what it is."""
+    rows, columns = matrix.shape
+    size_bytes = PANEL * GROUP * matrix.bits // 8 + 4 * PANEL
+    out = torch.empty(-(-rows // PANEL), columns // GROUP, size_bytes, dtype=torch.uint8)
+    codes, scales, leasts = (t.contiguous() for t in (matrix.codes, matrix.scales, matrix.leasts))
+    native.pack(matrix.bits, codes.data_ptr(), scales.data_ptr(), leasts.data_ptr(), out.data_ptr(), rows, columns)
+    return out
+
+
+def packed_bfloat16(weight: torch.Tensor, native: Kernels) -> torch.Tensor:
+    """Floats [rows, columns] as bfloat16 in the layout of the native product: [panels, columns / 2, 16 rows, 2]."""
+    rows, columns = weight.shape
+    out = torch.empty(-(-rows // PANEL), columns // 2, PANEL, 2, dtype=torch.bfloat16)
+    for start in range(0, rows, _ROWS_AT_ONCE):  # whole panels
+        some = weight[start : start + _ROWS_AT_ONCE].to(torch.bfloat16).contiguous()
+        native.pack_pairs(some.data_ptr(), out[start // PANEL :].data_ptr(), len(some), columns // 2)
+    return out
+
+
+# -- GGUF's blocks -----------------------------------------------------------------------------------------------------
+
+
+def from_gguf(raw: Bytes, kind: str, shape: tuple[int, ...]) -> Quantised | None:
+    """A tensor's raw bytes [rows, bytes of a row] of the ggml type `kind` as it is; None for types that don't fit.
+    More dimensions than two are more rows."""
+    reader = {
+        "Q4_0": _q4,
+        "Q4_1": _q4,
+        "Q5_0": _q5,
+        "Q5_1": _q5,
+        "Q8_0": _q8,
+        "Q4_K": _qk,
+        "Q5_K": _qk,
+        "Q6_K": _q6,
+    }.get(kind)
+    if reader is None or len(shape) < 2:
+        return None
+    codes, scales, leasts = reader(raw, kind)
+    rows, columns = math.prod(shape[:-1]), shape[-1]
+    bits = {"4": 4, "6": 6}.get(kind[1], 8)
+    size = GROUP // 2 if bits == 6 else GROUP
+    return Quantised(
+        torch.from_numpy(np.ascontiguousarray(codes)).view(rows, columns),
+        torch.from_numpy(np.ascontiguousarray(scales)).view(rows, columns // size),
+        torch.from_numpy(np.ascontiguousarray(leasts)).view(rows, columns // size),
+        bits,
+    )
+
+
+Blocks = tuple[Bytes, Halves, Halves]
+
+
+def _halves(blocks: Bytes, at: int) -> Halves:
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16)
+
+
+def _nibbles(packed: Bytes) -> Bytes:
+    """[blocks, n] to [blocks, 2n]: low halves first."""
+    return np.concatenate((packed & 0x0F, packed >> 4), axis=-1).astype(np.uint8, copy=False)
+
+
+def _q4(raw: Bytes, kind: str) -> Blocks:
+    has_least = kind == "Q4_1"
+    blocks = raw.reshape(-1, 20 if has_least else 18)
+    scales = _halves(blocks, 0)
+    leasts: Halves = _halves(blocks, 2) if has_least else (scales * np.float16(-8)).astype(np.float16)
+    return _nibbles(blocks[:, -16:]), scales, leasts
+
+
+def _q5(raw: Bytes, kind: str) -> Blocks:
+    has_least = kind == "Q5_1"
+    blocks = raw.reshape(-1, 24 if has_least else 22)
+    scales = _halves(blocks, 0)
+    leasts: Halves = _halves(blocks, 2) if has_least else (scales * np.float16(-16)).astype(np.float16)
+    fifth = np.unpackbits(blocks[:, -20:-16], axis=1, bitorder="little")
+    return (_nibbles(blocks[:, -16:]) | (fifth << 4)).astype(np.uint8, copy=False), scales, leasts
+
+
+def _q8(raw: Bytes, kind: str) -> Blocks:
+    blocks = raw.reshape(-1, 34)
+    scales = _halves(blocks, 0)
+    return (blocks[:, 2:] ^ 0x80).astype(np.uint8, copy=False), scales, (scales * np.float16(-128)).astype(np.float16)
+
+
+def _qk(raw: Bytes, kind: str) -> Blocks:
+    """256 values: a half-precision scale and minimum for all, 6-bit ones for each 32, and codes of 4 or 5 bits."""
+    blocks = raw.reshape(-1, 144 if kind == "Q4_K" else 176)
+    small = blocks[:, 4:16].reshape(-1, 3, 4)
+    low, middle, high = small[:, 0], small[:, 1], small[:, 2]
+    sixes = np.concatenate((low & 63, (high & 15) | ((low >> 6) << 4)), axis=1)
+    minima = np.concatenate((middle & 63, (high >> 4) | ((middle >> 6) << 4)), axis=1)
+    scales = (_halves(blocks, 0).astype(np.float32) * sixes).astype(np.float16)
+    leasts = (-_halves(blocks, 2).astype(np.float32) * minima).astype(np.float16)
+    codes = _nibbles(blocks[:, -128:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    if kind == "Q5_K":
+        bits = (blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
+        codes = (codes | (bits << 4)).astype(np.uint8, copy=False)
+    return codes, scales, leasts
+
+
+def _q6(raw: Bytes, kind: str) -> Blocks:
+    """256 values: the lower four bits, the upper two, an 8-bit scale for each 16, and one in half precision for all."""
+    blocks = raw.reshape(-1, 210)
+    lower, upper = blocks[:, :128].reshape(-1, 2, 64), blocks[:, 128:192].reshape(-1, 2, 1, 32)
+    twos = (upper >> np.array([0, 2, 4, 6], np.uint8)[:, None]) & 3
+    codes = _nibbles(lower) | (twos.reshape(-1, 2, 128) << 4)
+    small = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
+    scales = (_halves(blocks, 208).astype(np.float32) * small).astype(np.float16)
+    return codes.astype(np.uint8, copy=False), scales, (scales * np.float16(-32)).astype(np.float16)

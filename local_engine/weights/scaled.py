@@ -1,0 +1,104 @@
+"""Scaled: a matrix as 8-bit floats with a scale for each row, multiplied with inputs rounded to the same (W8A8).
+
+The type is e4m3 (arXiv:2209.05433). Each input row gets its own scale as it comes, so that nothing of a step depends on
+another row. Knows arrays and torch's product of 8-bit floats, no models. Invariant: `dequantised` is the oracle of every
+product with it, but for the rounding of the inputs.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from local_engine.kernels import supports
+
+GREATEST = 448.0
+CAPABILITY = (8, 9)  # of a GPU that has the type: Ada, Hopper and later
+ALIGNMENT = 16  # what torch's product wants rows and columns to be multiples of
+_LEAST_SCALE = 1e-12
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """`codes` float8_e4m3fn [rows, columns], `scales` float32 [rows, 1]: value = code * scale."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    def numel(self) -> int:
+        return self.codes.numel()
+
+    def dequantised(self) -> torch.Tensor:
+        """float32 [rows, columns]."""
+        return self.codes.float().mul_(self.scales)
+
+    def write_to(self, out: torch.Tensor) -> None:
+        """Dequantised into a matrix of any number type."""
+        out.copy_(self.dequantised())
+
+    def on(self, device: torch.device) -> Scaled:
+        """A copy on that device."""
+        return Scaled(self.codes.to(device, copy=True), self.scales.to(device, copy=True))
+
+
+def to_scaled(values: torch.Tensor) -> Scaled:
+    """The nearest codes, each row's greatest value at the type's greatest."""
+    if supports.is_served(values.device, "fp8"):
+        from local_engine.kernels.gpu.rows import to_fp8
+
+        return Scaled(*to_fp8(values))
+    wide = values.float()
+    scales = wide.abs().amax(-1, keepdim=True).clamp_min(_LEAST_SCALE) / GREATEST
+    return Scaled((wide / scales).clamp_(-GREATEST, GREATEST).to(torch.float8_e4m3fn), scales)
+
+
+def joined(parts: list[Scaled]) -> Scaled:
+    """One below the other."""
+    codes = torch.cat([part.codes.view(torch.uint8) for part in parts])
+    return Scaled(codes.view(torch.float8_e4m3fn), torch.cat([part.scales for part in parts]))
+
+
+class ScaledProduct:
+    """y = x W^T + b with W and x as 8-bit floats."""
+
+    form = "8-bit floats"
+
+    def __init__(self, matrix: Scaled) -> None:
+        self.outputs = matrix.shape[0]
+        self.size_bytes = matrix.codes.nbytes + matrix.scales.nbytes
+        self.bias: torch.Tensor | None = None
+        self._codes, self._scales = matrix.codes.contiguous().t(), matrix.scales.view(1, -1)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if not len(x):
+            return x.new_empty(0, self.outputs)
+        own = to_scaled(x)
+        out = torch._scaled_mm(
+            own.codes, self._codes, scale_a=own.scales, scale_b=self._scales, out_dtype=torch.bfloat16
+        )
+        return out.to(x.dtype) if self.bias is None else (out + self.bias).to(x.dtype)
+
+
+@cache
+def is_served(device: torch.device) -> bool:
+    """Whether torch multiplies 8-bit floats here, and rightly: Hopper, Ada and later, and CPUs, slowly."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(rows, 64, generator=generator).to(device) for rows in (48, 3))
+    matrix = to_scaled(weight)
+    try:
+        found = ScaledProduct(matrix)(x)
+    except (RuntimeError, AttributeError, TypeError) as error:
+        _log.warning("8-bit floats are not multiplied on %s: %s", device, error)
+        return False
+    wanted = to_scaled(x).dequantised() @ matrix.dequantised().T
+    return bool((found - wanted).abs().max() <= 0.02 * wanted.abs().max())
