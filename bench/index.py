@@ -24,9 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache import Partition, Query
-from cache.embedder import EmbedderInfo, Encoded
-from cache.index import VectorIndex
-from cache.semantic import Added, SemanticCache
+from cache.encoder.embedder import EmbedderInfo, Encoded
+from cache.semantic.cache import Added, SemanticCache
+from cache.semantic.index import VectorIndex
 
 _DIMS, _INNER_DIMS, _GROUP = 384, 48, 8
 _NEAREST, _NEAR = 16, 0.8

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache import Partition, Query, fingerprint
-from cache.embedder import Embedder, EmbedderInfo, Encoded
-from cache.semantic import Added
+from cache.encoder.embedder import Embedder, EmbedderInfo, Encoded
+from cache.semantic.cache import Added
 
 TENANT = Partition(bytes(16))
 _VECTORS = Path(".bench/vectors")

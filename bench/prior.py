@@ -1,4 +1,4 @@
-"""What the verified rule knows before its first verdict: learned offline from labelled sets, written to cache/prior.py.
+"""What the verified rule knows before its first verdict: learned offline from labelled sets, written to cache/decision/prior.py.
 
     ./run bench prior FOLDER... [--write PATH] [--terms TEXT]
 
@@ -22,12 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.labelled import Labelled, Recall, Request, load
-from cache.bound import Learner, Model, Prior, Row
-from cache.embedder import open_embedder
-from cache.evidence import FEATURES
-from cache.rule import VerifiedRule
-from cache.semantic import SemanticCache
-from cache.verifier import Scene
+from cache.decision.features import FEATURES
+from cache.decision.guards import Scene
+from cache.decision.model import Learner, Model, Prior, Row
+from cache.decision.rule import VerifiedRule
+from cache.encoder.embedder import open_embedder
+from cache.semantic.cache import SemanticCache
 
 _REQUESTS = 6_000  # of a set as one namespace
 _SMALL = 3_000  # small namespaces of a set
@@ -191,7 +191,7 @@ No text of these sets is in it: only how much each kind of evidence counts.
 
 import numpy as np
 
-from cache.bound import Prior
+from cache.decision.model import Prior
 
 PRIOR = Prior(
     mean={line(prior.mean)},

@@ -27,13 +27,13 @@ from bench.labelled import Labelled, Recall, Request, load
 from bench.semantic_http import stream_over_http
 from bench.vcache import VCache
 from cache import Hit, MissReason, Query
-from cache.bound import Row
-from cache.embedder import open_embedder
-from cache.evidence import Neighbour
-from cache.prior import PRIOR
-from cache.rule import VerifiedRule
-from cache.semantic import SemanticCache
-from cache.verifier import FixedVerifier, Scene, Verdict, Verifier
+from cache.decision.features import Neighbour
+from cache.decision.guards import FixedVerifier, Scene, Verdict, Verifier
+from cache.decision.model import Row
+from cache.decision.prior import PRIOR
+from cache.decision.rule import VerifiedRule
+from cache.encoder.embedder import open_embedder
+from cache.semantic.cache import SemanticCache
 
 _COSINES = (0.8, 0.9, 0.95)
 

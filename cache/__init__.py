@@ -1,10 +1,9 @@
 """Is there already an answer? An exact-prefix cache in Redis and a semantic cache in a worker process.
 
-Knows no HTTP, teams, money or models. Importing this imports no torch, FAISS or transformers: `cache.semantic`, `cache.embedder`
-and `cache.index` are for the worker and for who runs a `SemanticCache` inline.
+Knows no HTTP, teams, money or models. Importing this imports no torch, FAISS or transformers: the rooms `cache.semantic`
+and `cache.encoder` are for the worker and for who runs a `SemanticCache` inline.
 """
 
-from cache.client import SemanticClient, TextTooLong
 from cache.eligibility import Controls, Outcome, Refusal, store_refusal
 from cache.entry import (
     CacheError,
@@ -15,11 +14,13 @@ from cache.entry import (
     Purge,
     Recorded,
 )
-from cache.exact import CacheLimits, CacheStats, ExactCache, Lookup, LookupMiss, PurgeResult, Sample, StoreResult
-from cache.findings import AnswerRef, Finding, Reply, Scope, Source, Suspension
+from cache.exact.cache import CacheLimits, CacheStats, ExactCache, Lookup, LookupMiss, PurgeResult, Sample, StoreResult
 from cache.fingerprint import FIELDS, FieldKind, Fingerprint, Partition, fingerprint, partition
-from cache.judge import EqualityJudge, Judge, Opinion, Panel, Ruling, Told
-from cache.messages import (
+from cache.verdicts.judges import EqualityJudge, Judge, Opinion, Panel, Ruling, Told
+from cache.verdicts.records import AnswerRef, Finding, Reply, Scope, Source, Suspension
+from cache.verdicts.store import VerdictStore
+from cache.worker.client import SemanticClient, TextTooLong
+from cache.worker.messages import (
     Embedded,
     Hit,
     Miss,
@@ -31,7 +32,6 @@ from cache.messages import (
     Trial,
     WorkerState,
 )
-from cache.verdicts import VerdictStore
 
 __all__ = [
     "FIELDS",

@@ -17,7 +17,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from cache.redis_url import connect
+from cache.redis_client import connect
 from gateway.redis_wire import Command, Pending, Wire, answer, fail, open_wire
 
 _PATIENCE_S = 0.002

@@ -1,0 +1,4 @@
+"""May a cached answer be served? From texts and similarities to a decision with its reasons.
+
+Pure: no Redis, no index, no encoder. Must not import any room but the values at the top of the package. Read `rule.py` first.
+"""

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import msgspec
 
-from cache.evidence import NEIGHBOURS, Neighbour
-from cache.lore import Lore
-from cache.messages import Hit, Miss, MissReason, Near, Neighbourhood, Query, Trial
-from cache.verifier import Assessment, Scene, Verifier
+from cache.decision.features import NEIGHBOURS, Neighbour
+from cache.decision.guards import Assessment, Scene, Verifier
+from cache.semantic.state import Lore
+from cache.worker.messages import Hit, Miss, MissReason, Near, Neighbourhood, Query, Trial
 
 _WOULD_BE_SERVED = (None, MissReason.TIGHTENED, MissReason.AUDIT)
 

@@ -20,8 +20,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.lexical import Reading, is_inverted, is_negated, read
-from cache.words import LIGHT_WORDS
+from cache.decision.text_features import Reading, is_inverted, is_negated, read
+from cache.decision.words import LIGHT_WORDS
 
 T = TypeVar("T")
 

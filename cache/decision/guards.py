@@ -1,7 +1,7 @@
 """Which neighbour may answer a prompt: the seam, and a conservative fixed rule behind it.
 
-Pure: texts and similarities in, a verdict with a reason for each neighbour out. Knows no Redis, no index and no answers. `cache.rule`
-has the rule that learns; this one needs no verdicts, and is its start. Invariant: a neighbour is served only if every guard
+Pure: texts and similarities in, a verdict with a reason for each neighbour out. Knows no Redis, no index and no answers.
+`cache.decision.rule` has the rule that learns; this one needs no verdicts, and is its start. Invariant: a neighbour is served only if every guard
 passes; a caller's `error_max` only ever tightens.
 """
 
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cache.bound import Learner, Row, Vector
-from cache.evidence import Neighbour, WordCounts
-from cache.lexical import Reading, is_inverted, is_negated, read
-from cache.messages import MissReason, Query
-from cache.words import LIGHT_WORDS
+from cache.decision.features import Neighbour, WordCounts
+from cache.decision.model import Learner, Row, Vector
+from cache.decision.text_features import Reading, is_inverted, is_negated, read
+from cache.decision.words import LIGHT_WORDS
+from cache.worker.messages import MissReason, Query
 
 
 @dataclass(slots=True)

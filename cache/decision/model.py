@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.evidence import ToldWords
+from cache.decision.features import ToldWords
 
 Vector = NDArray[np.float64]
 

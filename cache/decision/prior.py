@@ -8,7 +8,7 @@ No text of these sets is in it: only how much each kind of evidence counts.
 
 import numpy as np
 
-from cache.bound import Prior
+from cache.decision.model import Prior
 
 PRIOR = Prior(
     mean=np.array((

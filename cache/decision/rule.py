@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from cache.bound import Learner, Prior, Row, Run, Vector, at_once, audit_chance
-from cache.evidence import Candidate, Neighbour, candidates, evidence
-from cache.lexical import is_exchanged, is_negated, read
-from cache.messages import MissReason, Query
-from cache.verifier import Assessment, FixedVerifier, Scene, Verdict, difference, is_drowned, is_long, is_stale
+from cache.decision.features import Candidate, Neighbour, candidates, evidence
+from cache.decision.guards import Assessment, FixedVerifier, Scene, Verdict, difference, is_drowned, is_long, is_stale
+from cache.decision.model import Learner, Prior, Row, Run, Vector, at_once, audit_chance
+from cache.decision.text_features import is_exchanged, is_negated, read
+from cache.worker.messages import MissReason, Query
 
 ERROR_MAX = 0.01
 _COMPARED = 3  # groups that a fresh answer is compared with

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cache.words import (
+from cache.decision.words import (
     AMOUNTS,
     ASKING_WHETHER,
     BEFORE_PRONOUN_ONE,

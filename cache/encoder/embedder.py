@@ -1,7 +1,7 @@
 """Texts to unit vectors with a sentence-transformers model. The only file that imports sentence_transformers (and torch, lazily).
 
-On a CPU, models of the plain kind run without torch (`cache.bert`); everything else, and a GPU, goes through the library. Knows no cache.
-Invariants: a text longer than the model's window is never truncated: it gets no vector, and its token count says
+On a CPU, models of the plain kind run without torch (`cache.encoder.bert`); everything else, and a GPU, goes through the library.
+Knows no cache. Invariants: a text longer than the model's window is never truncated: it gets no vector, and its token count says
 why; a model's `key` changes with anything that changes its vectors.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.cuda import has_cuda
+from cache.encoder.gpu import has_cuda
 
 DEFAULT = "default"
 _DEFAULT_PACKAGE = (
@@ -69,7 +69,7 @@ def open_embedder(name: str = DEFAULT, device: str = "auto", threads: int = 1) -
     if device == "auto":
         device = "cuda" if has_cuda() else "cpu"
     if device == "cpu" and path.is_dir() and importlib.util.find_spec("openvino") is not None:
-        from cache.bert import BertEmbedder, read_plan
+        from cache.encoder.bert import BertEmbedder, read_plan
 
         plan = read_plan(path)
         if plan is not None:

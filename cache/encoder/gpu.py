@@ -23,7 +23,7 @@ def has_cuda() -> bool:
 
 class TorchFlat:
     """Exact search by inner product as one matrix product and a top-k, on any torch device. The methods are those of FAISS' flat
-    indexes that `cache.index` uses; rows are float32, so cosines are those of the CPU to within rounding."""
+    indexes that `cache.semantic.index` uses; rows are float32, so cosines are those of the CPU to within rounding."""
 
     def __init__(self, dims: int, device: str = "cuda") -> None:
         import torch

@@ -1,6 +1,6 @@
 """Entries on their way to Redis: those of a moment and one partition are stored by one script call.
 
-Knows no keys and no entries, only the script's arguments (`cache.scripts.PUT`). Invariants: what was handed over is sent, whether or
+Knows no keys and no entries, only the script's arguments (`cache.exact.scripts.PUT`). Invariants: what was handed over is sent, whether or
 not its caller still waits; each entry's caller hears its own part of the reply, and all of them a failure; a partition is listed
 before it has an entry, because a purge of everything reads the list.
 """
@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from cache.log import Redis
-from cache.scripts import PUT
+from cache.exact.log import Redis
+from cache.exact.scripts import PUT
 
 _TOGETHER_MAX = 64
 

@@ -2,7 +2,7 @@
 
 Knows no HTTP, teams or models. An answer is looked up in a bounded in-process L1 and then in Redis. Invariants: lookups never
 raise (a failure of Redis is a miss with its reason); an entry is served only under the partition and compat it was made under,
-before its expiry; a purge that returned is never followed by a hit (`cache.purges` keeps the L1 honest).
+before its expiry; a purge that returned is never followed by a hit (`cache.exact.purges` keeps the L1 honest).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import msgspec
 
 from cache.eligibility import Refusal
 from cache.entry import About, Entry, Purge
+from cache.exact.batch import Later
+from cache.exact.l1 import L1
+from cache.exact.log import REDIS_FAILURES, Dropped, Redis, unavailable
+from cache.exact.purges import Purges, Subscribe
+from cache.exact.store import EntryStore, PartitionSize, Stored, pack
 from cache.fingerprint import Fingerprint, Partition
-from cache.l1 import L1
-from cache.log import REDIS_FAILURES, Dropped, Redis, unavailable
-from cache.purges import Purges, Subscribe
-from cache.puts import Later
-from cache.store import EntryStore, PartitionSize, Stored, pack
 
 _LINKS_MAX = 32  # earlier links asked for in one lookup: the latest of the dialogue, and its first
 _TOUCHES_MAX = 4_096

@@ -60,7 +60,7 @@ class Dropped(msgspec.Struct, frozen=True, array_like=True, tag="-"):
 
 
 class Spoke(msgspec.Struct, frozen=True, array_like=True, tag="v"):
-    """A log record: this partition's stream of verdicts has something new (`cache.verdicts`)."""
+    """A log record: this partition's stream of verdicts has something new (`cache.verdicts.store`)."""
 
     partition: Partition
 

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import msgspec
 
 from cache.entry import Purge
-from cache.l1 import L1
-from cache.log import PURGE_CHANNEL, REDIS_FAILURES, Announced, EntryLog
+from cache.exact.l1 import L1
+from cache.exact.log import PURGE_CHANNEL, REDIS_FAILURES, Announced, EntryLog
 
 _HEARTBEAT_S = 2.0
 _HEARTBEAT_MISSED_S = 5.0

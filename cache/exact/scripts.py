@@ -1,6 +1,6 @@
 """The Lua that moves an entry and its accounting together, for Redis 6.2 to 8.
 
-Each script runs alone in Redis, so what it reads is still so when it writes. `cache.store` gives the keys and reads the replies.
+Each script runs alone in Redis, so what it reads is still so when it writes. `cache.exact.store` gives the keys and reads the replies.
 KEYS 1 to 7 are one partition's entries, about, used, expires, bytes, vectors, groups. Invariant: `bytes` is
 the sum of the sizes in `about`.
 """

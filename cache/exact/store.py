@@ -6,7 +6,7 @@
     sameway:{P}:expires   zset    exact by expiry, ms
     sameway:{P}:bytes     string  sum of the sizes
     sameway:{P}:vectors   hash    exact -> embedder's key, vector         written by cache workers, gone with the entry
-    sameway:{P}:groups    hash    which answers are equal                 written by `cache.verdicts`, gone with the entry
+    sameway:{P}:groups    hash    which answers are equal                 written by `cache.verdicts.store`, gone with the entry
     sameway:{P}:warm:L    string  who saw the prefix with digest L last
     sameway:cache:partitions      zset    partition by when it last began to hold entries, s
 
@@ -27,10 +27,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from cache.entry import About, Entry
+from cache.exact.batch import Later, Puts, Terms
+from cache.exact.log import Came, Dropped, EntryLog, Redis
+from cache.exact.scripts import DROP, FORGET_PARTITION, PUT_VECTORS, TOUCH
 from cache.fingerprint import DIGEST_BYTES, Partition
-from cache.log import Came, Dropped, EntryLog, Redis
-from cache.puts import Later, Puts, Terms
-from cache.scripts import DROP, FORGET_PARTITION, PUT_VECTORS, TOUCH
 
 _PARTITIONS = "sameway:cache:partitions"
 
@@ -86,7 +86,7 @@ class EntryStore:
     """Entries in Redis. Everything raises redis.exceptions.RedisError or OSError while Redis is away."""
 
     def __init__(self, redis: Redis, later: Later | None = None) -> None:
-        """`later`: when entries that have gathered are to leave; see `cache.puts`."""
+        """`later`: when entries that have gathered are to leave; see `cache.exact.batch`."""
         self.log = EntryLog(redis)
         self._redis = redis
         self._puts = Puts(redis, later)

@@ -1,8 +1,8 @@
 """The semantic cache: which cached answer means the same? One synchronous object, usable with no process around it.
 
 Encoder, index and verifier inline; entries come and go by the store's log (`fold`), at start-up and afterwards alike. Knows no
-Redis and no answers: a hit is a pointer, and whoever serves it fetches the entry; whether two answers are the same is judged
-elsewhere and comes back as a record (`cache.lore` knows what those taught). Invariants: a hit has the query's partition and compat,
+Redis and no answers: a hit is a pointer, and whoever serves it fetches the entry; whether two answers are the same is
+judged elsewhere and comes back as a record (`cache.semantic.state` knows what those taught). Invariants: a hit has the query's partition and compat,
 byte for byte: they select what is searched; what was dropped, has expired or is out of service is not served; the same records give
 the same answers, whether folded one by one or at a restart. Keys are embedded when somebody asks beside them: a dialogue nobody
 repeats never costs the encoder anything.
@@ -21,18 +21,18 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.decision import decide
-from cache.embedder import Embedder, EmbedderInfo, Encoded, Memo
-from cache.evidence import FEATURES, NEIGHBOURS, Neighbour
-from cache.findings import Cleared, Judged, Suspended, answer_name
+from cache.decision.explain import decide
+from cache.decision.features import FEATURES, NEIGHBOURS, Neighbour
+from cache.decision.guards import Verifier
+from cache.decision.prior import PRIOR
+from cache.decision.rule import VerifiedRule
+from cache.encoder.embedder import Embedder, EmbedderInfo, Encoded, Memo
+from cache.exact.log import Dropped
 from cache.fingerprint import Partition
-from cache.index import Found, VectorIndex
-from cache.log import Dropped
-from cache.lore import Lore
-from cache.messages import Hit, Miss, MissReason, Neighbourhood, Query
-from cache.prior import PRIOR
-from cache.rule import VerifiedRule
-from cache.verifier import Verifier
+from cache.semantic.index import Found, VectorIndex
+from cache.semantic.state import Lore
+from cache.verdicts.records import Cleared, Judged, Suspended, answer_name
+from cache.worker.messages import Hit, Miss, MissReason, Neighbourhood, Query
 
 _INLINE_MAX = 32  # keys still without a vector that one lookup embeds beside its query; the newest first
 

@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.entry import About
-from cache.findings import Suspended
+from cache.exact.log import REDIS_FAILURES, Came, Dropped, LogPosition, LogRecord, Redis, Spoke
+from cache.exact.store import EntryStore
 from cache.fingerprint import Partition
-from cache.log import REDIS_FAILURES, Came, Dropped, LogPosition, LogRecord, Redis, Spoke
-from cache.semantic import Added, EntryKey, Record, SemanticCache
-from cache.store import EntryStore
-from cache.verdicts import VerdictStore
+from cache.semantic.cache import Added, EntryKey, Record, SemanticCache
+from cache.verdicts.records import Suspended
+from cache.verdicts.store import VerdictStore
 
 _FOLDED = 64  # records at a time: a lookup that comes during a rebuild waits for no more
 

@@ -24,9 +24,9 @@ import faiss
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.cuda import TorchFlat, has_cuda
+from cache.encoder.gpu import TorchFlat, has_cuda
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("cache.index")  # not __name__: operators know it by this name
 
 FLAT_MAX = 20_000  # keys searched one by one: about half a millisecond
 MIRROR_MIN = 4_096  # a smaller namespace is searched faster where it is than on a GPU

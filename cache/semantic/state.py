@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cache.bound import Row
-from cache.findings import Cleared, Judged, Suspended
+from cache.decision.guards import Scene, Verifier
+from cache.decision.model import Row
 from cache.fingerprint import Partition
-from cache.verifier import Scene, Verifier
+from cache.verdicts.records import Cleared, Judged, Suspended
 
 _GROUPS_MAX = 20_000  # of a namespace, whose tallies are kept; the oldest go first
 _TAUGHT_MAX = 5_000  # namespaces with a model of their own: about 10 kB each, before their verdicts

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from cache.embedder import Encoded
-from cache.judge import Opinion, Ruling
-from cache.lexical import Reading, read
-from cache.messages import MissReason
-from cache.verifier import difference
+from cache.decision.guards import difference
+from cache.decision.text_features import Reading, read
+from cache.encoder.embedder import Encoded
+from cache.verdicts.judges import Opinion, Ruling
+from cache.worker.messages import MissReason
 
 SHORT_WORDS = 25  # of an answer that states a fact; a longer one explains
 _SAME_COSINE = 0.93

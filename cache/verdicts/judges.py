@@ -1,7 +1,7 @@
 """Are two answers the same? The seam of a judge, and the one that costs nothing: equality up to form.
 
 Knows texts, no HTTP, models or Redis. That short answers agree is found in the cache worker, which has the encoder
-(`cache.agreement`); a judge that asks a model is the gateway's. Invariant: what can't be told is UNKNOWN, and nothing is learned
+(`cache.verdicts.agreement`); a judge that asks a model is the gateway's. Invariant: what can't be told is UNKNOWN, and nothing is learned
 from it.
 """
 

@@ -6,7 +6,7 @@
     sameway:{P}:told:I       string   a verdict with the id I has been taken
     sameway:{P}:reply:R      string   Reply: what response R served, for who reports on it; R is its id, or that of its answer
 
-Knows no answers and no texts: digests, numbers and times. The log (`cache.log`) says in which partition there is something new, and
+Knows no answers and no texts: digests, numbers and times. The log (`cache.exact.log`) says in which partition there is something new, and
 a follower reads the stream from where it was: what a process that died did not say is read with the next. Invariants: one
 script takes a verdict with all that follows from it, once for an id; a group holds answers, not entries: one made anew is in none.
 """
@@ -19,9 +19,9 @@ from typing import Any
 
 import msgspec
 
-from cache.findings import AnswerRef, Cleared, Finding, Judged, Reply, Scope, Source, Suspended, Suspension
+from cache.exact.log import EntryLog, Redis, Spoke
 from cache.fingerprint import DIGEST_BYTES, Partition
-from cache.log import EntryLog, Redis, Spoke
+from cache.verdicts.records import AnswerRef, Cleared, Finding, Judged, Reply, Scope, Source, Suspended, Suspension
 
 VERDICTS_MAX = 10_000  # about, of a partition; a rebuild learns from these
 KEPT_S = 30 * 86_400.0  # after the last verdict of a partition

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from cache.entry import CacheError, CacheWorkerUnavailable
-from cache.judge import Opinion, Ruling
-from cache.messages import (
+from cache.verdicts.judges import Opinion, Ruling
+from cache.worker.messages import (
     FRAME_BYTES_MAX,
     LENGTH_BYTES,
     Agreed,

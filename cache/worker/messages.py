@@ -11,7 +11,7 @@ from enum import StrEnum
 import msgspec
 
 from cache.fingerprint import Partition
-from cache.judge import Opinion
+from cache.verdicts.judges import Opinion
 
 FRAME_BYTES_MAX = 32 << 20
 LENGTH_BYTES = 4

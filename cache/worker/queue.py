@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from cache.messages import Answer, AskAgree, AskEmbed, AskLookup, AskNear, Reply, frame
+from cache.worker.messages import Answer, AskAgree, AskEmbed, AskLookup, AskNear, Reply, frame
 
 _UNSENT_BYTES_MAX = 64 << 20
 

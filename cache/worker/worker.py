@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import uvloop
 
-from cache.messages import (
+from cache.redis_client import connect
+from cache.worker.messages import (
     FRAME_BYTES_MAX,
     LENGTH_BYTES,
     Agreed,
@@ -48,15 +49,14 @@ from cache.messages import (
     WorkerState,
     read_ask,
 )
-from cache.redis_url import connect
-from cache.start import Options, read_options
-from cache.waiting import Connection, Job, fitting
+from cache.worker.options import Options, read_options
+from cache.worker.queue import Connection, Job, fitting
 
 if TYPE_CHECKING:
-    from cache.follower import Follower
-    from cache.semantic import SemanticCache
+    from cache.semantic.cache import SemanticCache
+    from cache.semantic.follower import Follower
 
-_log = logging.getLogger("cache.worker")  # not __name__: this file runs as __main__
+_log = logging.getLogger("cache.worker")  # not __name__: operators know the process by this name
 
 _LOOKUPS, _LOOKUP_CHARS = (
     64,
@@ -131,7 +131,7 @@ class Worker:
                 continue
             _log.info("the embedder is loaded, %.1f s", time.monotonic() - started)
             self._failure = ""
-            from cache.follower import Follower
+            from cache.semantic.follower import Follower
 
             redis = connect(self._options.redis_url, _REDIS_TIMEOUT_S)
             self._follower = Follower(redis, cache, self._thread, key)
@@ -241,7 +241,7 @@ class Worker:
         job.answer(Embedded(tuple(vectors), tuple(counts), cache.embedder.dims))
 
     async def _agree(self, job: Job) -> None:
-        from cache.agreement import agree
+        from cache.verdicts.agreement import agree
 
         assert isinstance(job.ask, AskAgree)
         assert self._cache is not None
@@ -328,12 +328,12 @@ def _describe(is_following: bool, is_up: bool) -> str:
 
 def _load(options: Options) -> tuple[SemanticCache, bytes]:
     """Heavy: imports OpenVINO (or torch) and FAISS and loads the model. Runs in the worker's thread."""
-    from cache.bound import beside
-    from cache.embedder import open_embedder
-    from cache.index import VectorIndex, on_gpu
-    from cache.prior import PRIOR
-    from cache.rule import VerifiedRule
-    from cache.semantic import SemanticCache
+    from cache.decision.model import beside
+    from cache.decision.prior import PRIOR
+    from cache.decision.rule import VerifiedRule
+    from cache.encoder.embedder import open_embedder
+    from cache.semantic.cache import SemanticCache
+    from cache.semantic.index import VectorIndex, on_gpu
 
     embedder = open_embedder(options.embedder, options.device, options.threads)
     embedder.encode(["warm up"])  # the first pass allocates
@@ -367,9 +367,3 @@ def main(argv: list[str] | None = None) -> int:
     with contextlib.suppress(KeyboardInterrupt):
         uvloop.run(Worker(options).run())
     return 0
-
-
-if __name__ == "__main__":
-    status = main()
-    logging.shutdown()
-    os._exit(status)  # a model may still be loading in the thread, which the interpreter would wait for

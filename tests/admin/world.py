@@ -36,7 +36,7 @@ from cache import (
     WorkerState,
     fingerprint,
 )
-from cache.messages import LENGTH_BYTES, Answer, AskNear, frame, read_ask
+from cache.worker.messages import LENGTH_BYTES, Answer, AskNear, frame, read_ask
 from gateway.accounts import Accounts, Ledger, LedgerRow
 from gateway.admin.routes import admin_router
 from gateway.admin.services import AdminServices, DeploymentView, Health, Part

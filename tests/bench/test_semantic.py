@@ -11,7 +11,7 @@ import pytest
 
 from bench import prior, semantic
 from bench.labelled import load
-from cache.bound import Prior
+from cache.decision.model import Prior
 from tests.cache.fakes import FakeEmbedder
 
 

@@ -13,9 +13,9 @@ import pytest
 from redis.asyncio import Redis
 
 from cache import CacheLimits, ExactCache, Hit, Purge, fingerprint
-from cache.follower import Follower
-from cache.redis_url import connect
-from cache.semantic import SemanticCache
+from cache.redis_client import connect
+from cache.semantic.cache import SemanticCache
+from cache.semantic.follower import Follower
 from tests.cache.fakes import ACME, OTHER, FakeEmbedder, ask, entry_for, query
 from tests.services import run_redis
 

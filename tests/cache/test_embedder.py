@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache.bert import BertEmbedder, read_plan
-from cache.embedder import Embedder, Memo, SentenceEmbedder, _packaged, open_embedder
-from cache.semantic import Added, SemanticCache
+from cache.encoder.bert import BertEmbedder, read_plan
+from cache.encoder.embedder import Embedder, Memo, SentenceEmbedder, _packaged, open_embedder
+from cache.semantic.cache import Added, SemanticCache
 from tests.cache.fakes import FakeEmbedder
 
 
@@ -150,7 +150,7 @@ def test_loading_calls_nobody() -> None:
     """No socket is asked for an address while the default loads and encodes: nothing is told to anybody."""
     code = (
         "import sys; sys.addaudithook(lambda name, _: name.startswith('socket.') and print(name));"
-        "from cache.embedder import open_embedder; open_embedder(device='cpu').encode(['hello']);"
+        "from cache.encoder.embedder import open_embedder; open_embedder(device='cpu').encode(['hello']);"
         "import time; time.sleep(0.2)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -26,7 +26,7 @@ from cache import (
     Refusal,
     fingerprint,
 )
-from cache.store import EntryStore
+from cache.exact.store import EntryStore
 from tests.cache.fakes import ACME, OTHER, Clock, ask, entry_for
 from tests.services import RedisServer, run_redis
 

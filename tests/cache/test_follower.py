@@ -11,11 +11,11 @@ from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-import cache.log
+import cache.exact.log
 from cache import CacheLimits, ExactCache, Hit, MissReason, Purge
-from cache.follower import Follower
-from cache.index import FLAT_MAX, VectorIndex
-from cache.semantic import SemanticCache
+from cache.semantic.cache import SemanticCache
+from cache.semantic.follower import Follower
+from cache.semantic.index import FLAT_MAX, VectorIndex
 from tests.cache.fakes import ACME, OTHER, FakeEmbedder, ask, entry_for, query
 from tests.services import run_redis
 
@@ -151,8 +151,8 @@ async def test_a_follower_that_fell_behind_the_log_rebuilds(
     redis: Redis, exact: ExactCache, thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Records that were trimmed away unread are made up for by a scan."""
-    monkeypatch.setattr(cache.log, "LOG_LENGTH_MAX", 50)
-    monkeypatch.setattr(cache.log, "_READ_COUNT", 10)
+    monkeypatch.setattr(cache.exact.log, "LOG_LENGTH_MAX", 50)
+    monkeypatch.setattr(cache.exact.log, "_READ_COUNT", 10)
     host = Host(redis, thread)
     await put(exact, "gone", "kept")
     assert await host.sees("gone", "kept") == [True, True]

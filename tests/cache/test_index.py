@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import cache.index
-from cache.cuda import TorchFlat
-from cache.index import VectorIndex
-from cache.messages import Hit
-from cache.semantic import SemanticCache
+import cache.semantic.index
+from cache.encoder.gpu import TorchFlat
+from cache.semantic.cache import SemanticCache
+from cache.semantic.index import VectorIndex
+from cache.worker.messages import Hit
 from tests.cache.fakes import ACME, OTHER, FakeEmbedder, query
 from tests.cache.test_semantic import Yes, added, dropped
 
@@ -67,7 +67,10 @@ def test_search_is_exact_whatever_came_and_went(kind: Any, steps: list[tuple[str
     later = Later()
     index = VectorIndex(DIMS, run=later, **kind)
     model: dict[tuple[str, int], Any] = {}
-    with mock.patch.object(cache.index, "_DEAD_MAX", 2), mock.patch.object(cache.index, "_REPLAYED_MAX", 1):
+    with (
+        mock.patch.object(cache.semantic.index, "_DEAD_MAX", 2),
+        mock.patch.object(cache.semantic.index, "_REPLAYED_MAX", 1),
+    ):
         for name, number, what in steps:
             key = number * 3 + "ABC".index(name)
             if what == "ask":

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache import EqualityJudge, Opinion, Panel, Ruling, Told
-from cache.agreement import agree
-from cache.embedder import Encoded
-from cache.judge import normalised
+from cache.encoder.embedder import Encoded
+from cache.verdicts.agreement import agree
+from cache.verdicts.judges import normalised
 
 SAME, DIFFERENT, UNKNOWN = Ruling.SAME, Ruling.DIFFERENT, Ruling.UNKNOWN
 LONG = "It depends on many things, and each of them would have to be told in full before anybody could say more. " * 2

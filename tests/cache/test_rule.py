@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from bench.vcache import VCache
 from cache import Hit, Miss, MissReason, Neighbourhood
-from cache.bound import Learner, Prior, Row, audit_chance
-from cache.evidence import FEATURES, ONE_SIDED_MAX, Neighbour, ToldWords, WordCounts, candidates, evidence
-from cache.findings import Judged, Suspended, answer_name
-from cache.log import Dropped
-from cache.prior import PRIOR
-from cache.rule import VerifiedRule
-from cache.semantic import Added, SemanticCache
-from cache.verifier import Scene
+from cache.decision.features import FEATURES, ONE_SIDED_MAX, Neighbour, ToldWords, WordCounts, candidates, evidence
+from cache.decision.guards import Scene
+from cache.decision.model import Learner, Prior, Row, audit_chance
+from cache.decision.prior import PRIOR
+from cache.decision.rule import VerifiedRule
+from cache.exact.log import Dropped
+from cache.semantic.cache import Added, SemanticCache
+from cache.verdicts.records import Judged, Suspended, answer_name
 from tests.cache.fakes import ACME, Clock, FakeEmbedder, ask, query
 
 CAPITAL = "What is the capital of France?"

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache import Hit, Miss, MissReason, Partition, Query
-from cache.bound import Row
-from cache.evidence import Neighbour
-from cache.log import Dropped
-from cache.semantic import Added, Record, SemanticCache
-from cache.verifier import Scene, Verdict
+from cache.decision.features import Neighbour
+from cache.decision.guards import Scene, Verdict
+from cache.decision.model import Row
+from cache.exact.log import Dropped
+from cache.semantic.cache import Added, Record, SemanticCache
 from tests.cache.fakes import ACME, OTHER, Clock, FakeEmbedder, ask, query
 
 

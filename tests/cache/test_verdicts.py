@@ -12,13 +12,13 @@ import pytest
 from redis.asyncio import Redis
 
 from cache import ExactCache, Hit, Miss, MissReason, Neighbourhood, Partition, Purge
-from cache.evidence import FEATURES
-from cache.findings import AnswerRef, Finding, Reply, Scope, Source, Suspension
-from cache.follower import Follower
-from cache.prior import PRIOR
-from cache.rule import VerifiedRule
-from cache.semantic import SemanticCache
-from cache.verdicts import VerdictStore
+from cache.decision.features import FEATURES
+from cache.decision.prior import PRIOR
+from cache.decision.rule import VerifiedRule
+from cache.semantic.cache import SemanticCache
+from cache.semantic.follower import Follower
+from cache.verdicts.records import AnswerRef, Finding, Reply, Scope, Source, Suspension
+from cache.verdicts.store import VerdictStore
 from tests.cache.fakes import ACME, OTHER, FakeEmbedder, ask, entry_for, query
 
 TEXTS = [f"open the {thing} please" for thing in ["box", "crate", "door", "chest", "lid"]]

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache import MissReason, Query
-from cache.lexical import is_exchanged, read
-from cache.verifier import FixedVerifier, Neighbour, difference
+from cache.decision.guards import FixedVerifier, Neighbour, difference
+from cache.decision.text_features import is_exchanged, read
 from tests.cache.fakes import ACME
 
 CAPITAL = "What is the capital of France?"

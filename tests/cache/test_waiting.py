@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.waiting import fitting
+from cache.worker.queue import fitting
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(1, 10), st.integers(0, 120))

@@ -30,7 +30,7 @@ from cache import (
     TextTooLong,
     WorkerState,
 )
-from cache.messages import LENGTH_BYTES, Answer, AskLookup, frame
+from cache.worker.messages import LENGTH_BYTES, Answer, AskLookup, frame
 from tests.cache.fakes import OTHER, ask, entry_for, query
 from tests.services import RedisServer, run_redis
 
