@@ -1,7 +1,8 @@
 """Which neighbour may answer a prompt: the seam, and a conservative fixed rule behind it.
 
 Pure: texts and similarities in, a verdict with a reason for each neighbour out. Knows no Redis, no index and no answers.
-`cache.decision.rule` has the rule that learns; this one needs no verdicts, and is its start. Invariant: a neighbour is served only if every guard
+`cache.decision.rule` has the rule that learns; this one needs no verdicts, and is its start. Invariant: a neighbour is served
+only if every guard
 passes; a caller's `error_max` only ever tightens.
 """
 

@@ -2,7 +2,8 @@
 
 Encoder, index and verifier inline; entries come and go by the store's log (`fold`), at start-up and afterwards alike. Knows no
 Redis and no answers: a hit is a pointer, and whoever serves it fetches the entry; whether two answers are the same is
-judged elsewhere and comes back as a record (`cache.semantic.state` knows what those taught). Invariants: a hit has the query's partition and compat,
+judged elsewhere and comes back as a record (`cache.semantic.state` knows what those taught). Invariants: a hit has the query's
+partition and compat,
 byte for byte: they select what is searched; what was dropped, has expired or is out of service is not served; the same records give
 the same answers, whether folded one by one or at a restart. Keys are embedded when somebody asks beside them: a dialogue nobody
 repeats never costs the encoder anything.
