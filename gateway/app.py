@@ -27,35 +27,35 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from cache import CacheLimits, CacheUnavailable, ExactCache, SemanticClient
 from gateway.accounts import Accounts, Ledger, LedgerWriter
 from gateway.admin.routes import admin_router
-from gateway.admin.services import AdminServices
 from gateway.api.chat import Chat
 from gateway.api.completions import Completions
 from gateway.api.embeddings import Embeddings
 from gateway.api.feedback import Feedback
-from gateway.api.fold import fold
 from gateway.api.front import Front, Routes, document, no_such_route
 from gateway.api.models import Models
+from gateway.api.openapi import PATHS
 from gateway.api.responses import Responses
-from gateway.api.schema import PATHS
 from gateway.backends.base import Chunk
-from gateway.by_meaning import ByMeaning
-from gateway.errors import ApiError, BadRequest
-from gateway.first_start import prepare
-from gateway.fleet import Fleet, build_fleet
-from gateway.health import Watch
-from gateway.learning.parts import Learning, open_learning
-from gateway.learning.truth import Truth
-from gateway.limits import Limits
-from gateway.money import Money
+from gateway.data_dir import prepare
+from gateway.deployments.fleet import Fleet, build_fleet
+from gateway.journey.budget import Money
+from gateway.journey.rate_limits import Limits
+from gateway.journey.record import Record
+from gateway.journey.semantic import ByMeaning
+from gateway.journey.turn import Turn
+from gateway.learning.build import Learning, open_learning
 from gateway.pipeline import Pipeline
-from gateway.record import Record
-from gateway.redis_link import RedisLink
 from gateway.settings import Settings
-from gateway.stats import Stats
 from gateway.telemetry import logs
-from gateway.telemetry.definitions import LOG_DROPPED
+from gateway.telemetry.health import Watch
+from gateway.telemetry.measured_error import Truth
+from gateway.telemetry.metric_names import LOG_DROPPED
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
-from gateway.turn import Turn
+from gateway.telemetry.parts import AdminServices
+from gateway.telemetry.stats import Stats
+from gateway.transport.redis_link import RedisLink
+from gateway.wire.errors import ApiError, BadRequest
+from gateway.wire.fold import fold
 from policies import BorrowedRateLimits, Budgets, LocalRateLimits, RateLimits
 
 VERSION = "0.1.0"

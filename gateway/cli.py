@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from gateway.configuration import check_settings, load_settings
+from gateway.config_file import check_settings, load_settings
 from gateway.settings import Settings, SettingsError, deployment_name
 
 
@@ -74,7 +74,7 @@ def _settings(arguments: argparse.Namespace, load: Callable[..., Settings] = loa
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from gateway.first_start import prepare
+    from gateway.data_dir import prepare
     from gateway.supervisor import Supervisor
 
     settings = prepare(_settings(arguments))

@@ -27,22 +27,22 @@ from cache import (
     fingerprint,
     partition,
 )
-from gateway import near_answer
 from gateway.accounts import Accounts, Identity, LedgerRow
-from gateway.attempt import attempt
 from gateway.backends.base import BackendError, BackendTimeout, Chunk
-from gateway.begun import Begun
-from gateway.by_meaning import ByMeaning
-from gateway.errors import ApiError, BadRequest, Forbidden, NotCached, Unauthenticated, from_backend, no_route
-from gateway.fleet import Alias, Deployment, Fleet, pause_before_retry
-from gateway.flight import Flight, Flights, Reader
-from gateway.job import Answer, Facts, Job, Learner, count_saved
-from gateway.limits import Limits
-from gateway.money import Money
-from gateway.record import Record, Rejection
+from gateway.deployments.fleet import Alias, Deployment, Fleet, pause_before_retry
+from gateway.journey import near_answer
+from gateway.journey.attempt import attempt
+from gateway.journey.budget import Money
+from gateway.journey.flight import Flight, Flights, Reader
+from gateway.journey.generation import Answer, Facts, Job, Learner, count_saved
+from gateway.journey.rate_limits import Limits
+from gateway.journey.record import Record, Rejection
+from gateway.journey.semantic import ByMeaning
+from gateway.journey.storing import refusal_of
+from gateway.journey.turn import Turn, elapsed_ms_since
 from gateway.settings import Settings
-from gateway.storing import refusal_of
-from gateway.turn import Turn, elapsed_ms_since
+from gateway.transport.eager import Begun
+from gateway.wire.errors import ApiError, BadRequest, Forbidden, NotCached, Unauthenticated, from_backend, no_route
 
 _STARTING_AWAITED_S = 60.0
 _STARTING_POLL_S = 0.1

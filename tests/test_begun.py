@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from gateway.begun import Begun
+from gateway.transport.eager import Begun
 
 
 async def test_two_that_were_begun_wait_together() -> None:

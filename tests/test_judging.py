@@ -14,11 +14,11 @@ from redis.asyncio import Redis
 
 from cache import ExactCache, Opinion, Recorded, Ruling, Source, Told, Trial, VerdictStore
 from gateway.backends.base import Chunk
-from gateway.flight import Flight
-from gateway.job import Facts, Job
-from gateway.learning.judging import _QUEUE_MAX, Check, Judging
-from gateway.record import Record
-from gateway.turn import Turn, read_turn
+from gateway.journey.flight import Flight
+from gateway.journey.generation import Facts, Job
+from gateway.journey.record import Record
+from gateway.journey.turn import Turn, read_turn
+from gateway.learning.comparisons import _QUEUE_MAX, Check, Judging
 from tests.cache.fakes import ask, entry_for
 
 BODY = b'{"model": "m", "messages": [{"role": "user", "content": "open the box"}]}'

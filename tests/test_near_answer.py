@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from cache import Recorded
-from gateway.near_answer import text_of
+from gateway.journey.near_answer import text_of
 from tests.cache.fakes import ask, entry_for
 
 DELTA = b'{"id":"c",%b"choices":[{"index":0,"delta":%b,"finish_reason":null}]}'

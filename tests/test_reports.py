@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 from redis.asyncio import Redis
 
+from gateway.journey.record import arrived_at, new_id
 from gateway.learning import reports
 from gateway.learning.reports import Reports
-from gateway.record import arrived_at, new_id
-from gateway.stats import Stats
+from gateway.telemetry.stats import Stats
 from tests.telemetry.records import hit
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.configuration import check_settings, load_settings
+from gateway.config_file import check_settings, load_settings
 from gateway.settings import Settings, SettingsError
 
 LOCAL = "{backend: local, engine: default}"

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from gateway.record import Attempt
-from gateway.stats import Stats
-from gateway.summary import Window, percentiles, step
+from gateway.journey.record import Attempt
+from gateway.telemetry.stats import Stats
+from gateway.telemetry.summary import Window, percentiles, step
 from tests.services import run_redis
 from tests.telemetry.records import AT_S, hit, miss
 

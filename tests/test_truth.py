@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from scipy.stats import beta
 
 from gateway.accounts import Team
-from gateway.learning.truth import Sample, Truth, clopper_pearson, error_max_of, measure
 from gateway.settings import CacheSettings, DeploymentSettings, ModelSettings, Settings
+from gateway.telemetry.measured_error import Sample, Truth, clopper_pearson, error_max_of, measure
 
 TEAM = Team(1, "acme", 0.0)
 

@@ -37,8 +37,8 @@ from gateway.admin.models import (
     WrongOut,
     WrongsOut,
 )
-from gateway.admin.services import AdminServices, Health
-from gateway.errors import BadRequest, NotFound
+from gateway.telemetry.parts import AdminServices, Health
+from gateway.wire.errors import BadRequest, NotFound
 
 _NEIGHBOURS = 8
 _WRONG_MAX = 200

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from gateway.admin import format as fmt
 from gateway.admin.charts import Axis, Series, log_lines, parts_bar, stacked_bars
 from gateway.admin.models import PercentilesOut, StatsOut, TallyOut
-from gateway.summary import HITS, KINDS, Window
+from gateway.telemetry.summary import HITS, KINDS, Window
 
 LABELS = {
     "exact": "exact hit",

@@ -21,8 +21,8 @@ from gateway.admin import cache_views, views
 from gateway.admin.guard import COOKIE, SESSION_S, Guard
 from gateway.admin.html import LOGIN, Pages, back_to, is_own_path
 from gateway.admin.models import BudgetIn, BudgetPatch, ClearIn, FeedbackIn, KeyIn, PurgeIn, TeamIn, TryIn
-from gateway.admin.services import AdminServices
-from gateway.errors import BadRequest
+from gateway.telemetry.parts import AdminServices
+from gateway.wire.errors import BadRequest
 
 Render = Callable[..., Awaitable[Response]]
 _Body = TypeVar("_Body", bound=BaseModel)

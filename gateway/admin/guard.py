@@ -23,7 +23,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from cache import CacheUnavailable
 from gateway import accounts
-from gateway.errors import ApiError, BadRequest, Forbidden, NotFound, Unauthenticated, Unavailable
+from gateway.wire.errors import ApiError, BadRequest, Forbidden, NotFound, Unauthenticated, Unavailable
 
 COOKIE = "sameway_admin"
 SESSION_S = 12 * 3_600

@@ -20,7 +20,7 @@ from fastapi.routing import APIRoute
 
 from gateway.admin import format as fmt
 from gateway.admin.guard import Guard, as_api_error, check_same_site
-from gateway.errors import ApiError, Unauthenticated
+from gateway.wire.errors import ApiError, Unauthenticated
 
 _FOLDER = Path(__file__).parent
 _HEADERS = {

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from gateway.admin.services import Health
-from gateway.summary import Window
+from gateway.telemetry.parts import Health
+from gateway.telemetry.summary import Window
 from policies import MICROUSD_MAX, WindowKind
 
 _Id = Annotated[int, Field(ge=0, le=2**31 - 1)]

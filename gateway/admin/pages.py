@@ -17,10 +17,10 @@ from gateway.admin.forms import add_cache_forms, add_session_forms, add_team_for
 from gateway.admin.guard import Guard
 from gateway.admin.html import Pages, page_route, static_file, with_query
 from gateway.admin.models import StatsOut, TeamOut
-from gateway.admin.services import AdminServices
 from gateway.admin.views import RouteFilter
-from gateway.errors import NotFound
-from gateway.summary import NEAR_SIMILARITY_MIN, Window
+from gateway.telemetry.parts import AdminServices
+from gateway.telemetry.summary import NEAR_SIMILARITY_MIN, Window
+from gateway.wire.errors import NotFound
 
 _ROUTES_PER_PAGE = 50
 _LEDGER_PER_PAGE = 50

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence, Set
 
 from gateway.admin.format import usd, window
 from gateway.admin.models import BudgetOut, ProblemOut
-from gateway.admin.services import DeploymentView, Health, Part
-from gateway.learning.truth import Live
-from gateway.summary import Summary
+from gateway.telemetry.measured_error import Live
+from gateway.telemetry.parts import DeploymentView, Health, Part
+from gateway.telemetry.summary import Summary
 
 _FAILED_SHARE_MAX = 0.05
 _REFUSED_SHARE_MAX = 0.5

@@ -53,9 +53,9 @@ from gateway.admin.models import (
     WrongsOut,
 )
 from gateway.admin.pages import pages_router
-from gateway.admin.services import AdminServices
 from gateway.admin.views import RouteFilter
-from gateway.summary import Window
+from gateway.telemetry.parts import AdminServices
+from gateway.telemetry.summary import Window
 
 _Id = Annotated[int, Field(ge=0, le=2**31 - 1)]
 _Limit = Annotated[int, Field(ge=1, le=500)]

@@ -40,10 +40,10 @@ from gateway.admin.models import (
     TeamTally,
 )
 from gateway.admin.problems import problems
-from gateway.admin.services import AdminServices
-from gateway.learning.truth import error_max_of, measure
-from gateway.record import Record
-from gateway.summary import KINDS, Summary, Tally, Window, kind_of
+from gateway.journey.record import Record
+from gateway.telemetry.measured_error import error_max_of, measure
+from gateway.telemetry.parts import AdminServices
+from gateway.telemetry.summary import KINDS, Summary, Tally, Window, kind_of
 from policies import Budget, BudgetState
 
 _LEDGER_PAGE = 500

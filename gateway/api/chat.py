@@ -10,9 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from cache import Entry, ExactCache
-from gateway.api.fold import fold
-from gateway.api.headers import EVENT_STREAM, JSON, answer_headers, cost_header
-from gateway.api.request import (
+from gateway.api.asgi import (
     ClientGone,
     Receive,
     Scope,
@@ -25,17 +23,19 @@ from gateway.api.request import (
     send_failure,
     send_whole,
 )
-from gateway.api.sse import DONE, frame, frames
-from gateway.api.wire import unfold
+from gateway.api.headers import EVENT_STREAM, JSON, answer_headers, cost_header
 from gateway.backends.base import CHAT, Chunk
-from gateway.errors import ApiError, DeadlineExceeded
-from gateway.exchange import WHEN_GONE
-from gateway.flight import Reader
-from gateway.job import Answer
+from gateway.journey.flight import Reader
+from gateway.journey.generation import Answer
+from gateway.journey.record import Record
+from gateway.journey.storing import chunks_of
+from gateway.journey.turn import Turn, read_turn
 from gateway.pipeline import Pipeline
-from gateway.record import Record
-from gateway.storing import chunks_of
-from gateway.turn import Turn, read_turn
+from gateway.transport.http_server import WHEN_GONE
+from gateway.wire.chunks import unfold
+from gateway.wire.errors import ApiError, DeadlineExceeded
+from gateway.wire.fold import fold
+from gateway.wire.sse import DONE, frame, frames
 
 
 class Form(Protocol):

@@ -14,11 +14,11 @@ from msgspec import Meta
 from cache import CacheWorkerUnavailable, SemanticClient, TextTooLong
 from gateway.accounts import Identity
 from gateway.api.endpoint import JsonEndpoint
-from gateway.errors import BadRequest, NotFound, Unavailable
+from gateway.journey.record import Record
+from gateway.journey.turn import convert
 from gateway.pipeline import Pipeline, may_use
-from gateway.record import Record
 from gateway.settings import Settings
-from gateway.turn import convert
+from gateway.wire.errors import BadRequest, NotFound, Unavailable
 
 _INPUTS_MAX = 2048
 

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from gateway.accounts import Identity
-from gateway.api.headers import JSON, base_headers
-from gateway.api.request import (
+from gateway.api.asgi import (
     Receive,
     Scope,
     Send,
@@ -22,10 +21,11 @@ from gateway.api.request import (
     send_failure,
     send_whole,
 )
+from gateway.api.headers import JSON, base_headers
+from gateway.journey.record import Record
+from gateway.journey.turn import decode_object
 from gateway.pipeline import Pipeline
-from gateway.record import Record
 from gateway.settings import Settings
-from gateway.turn import decode_object
 
 
 class JsonEndpoint(ABC):

@@ -13,12 +13,12 @@ from redis.exceptions import RedisError
 from cache import CacheUnavailable, partition
 from gateway.accounts import Identity
 from gateway.api.endpoint import JsonEndpoint
-from gateway.errors import Unavailable
+from gateway.journey.record import Record
+from gateway.journey.turn import convert
 from gateway.learning.reports import Outcome, Reports
 from gateway.pipeline import Pipeline
-from gateway.record import Record
 from gateway.settings import Settings
-from gateway.turn import convert
+from gateway.wire.errors import Unavailable
 
 
 class _Feedback(msgspec.Struct, forbid_unknown_fields=True):

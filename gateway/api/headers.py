@@ -7,8 +7,8 @@ Invariant: every header of our own is listed in README, and a test compares.
 import time
 
 from cache import Entry, HitKind
-from gateway.job import Answer, Facts
-from gateway.turn import Turn
+from gateway.journey.generation import Answer, Facts
+from gateway.journey.turn import Turn
 
 Headers = list[tuple[bytes, bytes]]
 

@@ -9,11 +9,11 @@ from urllib.parse import unquote
 import msgspec
 
 from gateway.accounts import Identity
+from gateway.api.asgi import Receive, Scope, Send, bearer_of, headers_of, new_record, send_error, send_whole
 from gateway.api.headers import JSON, base_headers
-from gateway.api.request import Receive, Scope, Send, bearer_of, headers_of, new_record, send_error, send_whole
-from gateway.errors import ApiError, NotFound
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
+from gateway.wire.errors import ApiError, NotFound
 
 
 class Models:

@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 
 from cache import Entry
-from gateway.api.wire import UNREADABLE, read, unfold
 from gateway.backends.base import Chunk, Usage
-from gateway.errors import ApiError, error_object
-from gateway.record import Record
-from gateway.storing import chunks_of
+from gateway.journey.record import Record
+from gateway.journey.storing import chunks_of
+from gateway.wire.chunks import UNREADABLE, read, unfold
+from gateway.wire.errors import ApiError, error_object
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from msgspec import Meta
 
 from gateway.api.chat import Chat, Form
 from gateway.api.response_events import Response
-from gateway.errors import BadRequest
-from gateway.record import Record
-from gateway.turn import MESSAGES_MAX, Turn, convert, decode_object, read_turn
+from gateway.journey.record import Record
+from gateway.journey.turn import MESSAGES_MAX, Turn, convert, decode_object, read_turn
+from gateway.wire.errors import BadRequest
 
 _Content = str | list[dict[str, Any]]
 

@@ -1,5 +1,5 @@
 """Everything that generates, behind one seam: `Backend.stream(request)`, an asynchronous iterator of chunks."""
 
-from gateway.backends.build import Facts, build_backend, describe
+from gateway.deployments.build import Facts, build_backend, describe
 
 __all__ = ["Facts", "build_backend", "describe"]

@@ -23,7 +23,6 @@ from typing import Any
 
 import msgspec
 
-from gateway.api.wire import Ending, parse, to_chunk
 from gateway.backends.base import (
     BackendBroken,
     BackendError,
@@ -35,6 +34,7 @@ from gateway.backends.base import (
     Load,
 )
 from gateway.backends.refusals import Refused, error_body, refusal, retry_after_s, scrubbed
+from gateway.wire.chunks import Ending, parse, to_chunk
 
 # What may be handed over as litellm's own arguments: OpenAI's fields, and sampling parameters that providers share.
 # Everything else would let a request set `api_base` and have our key sent there.

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from cache import Opinion, Ruling, Told
-from gateway.storing import answer_text
+from gateway.journey.storing import answer_text
 
 Ask = Callable[[dict[str, Any]], Awaitable[bytes | None]]
 

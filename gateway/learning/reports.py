@@ -26,9 +26,9 @@ from cache import (
     Suspension,
     VerdictStore,
 )
-from gateway.errors import ApiError, NotFound
-from gateway.record import Record, arrived_at
-from gateway.stats import Stats
+from gateway.journey.record import Record, arrived_at
+from gateway.telemetry.stats import Stats
+from gateway.wire.errors import ApiError, NotFound
 
 _FLUSHED_S = 1.2  # workers hand the latest requests over once a second
 _ANSWERED_S = 3_600.0  # no answer takes longer: a request that came before that was handed over, or never was

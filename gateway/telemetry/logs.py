@@ -19,7 +19,7 @@ import msgspec
 import structlog
 from structlog.typing import EventDict, FilteringBoundLogger
 
-from gateway.record import Record
+from gateway.journey.record import Record
 from gateway.settings import Settings
 
 _LINES_MAX = 20_000

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from gateway.record import Record
-from gateway.telemetry.definitions import (
+from gateway.journey.record import Record
+from gateway.telemetry.metric_names import (
     ACCEPTED,
     ATTEMPT_DURATION,
     ATTEMPTS,
@@ -49,7 +49,7 @@ from gateway.telemetry.definitions import (
     Kind,
     Merge,
 )
-from gateway.telemetry.slots import Key, Slots
+from gateway.telemetry.shared_numbers import Key, Slots
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from gateway.accounts import LedgerRow
-from gateway.money import Money
-from gateway.redis_link import RedisLink
+from gateway.journey.budget import Money
 from gateway.settings import BudgetSettings
+from gateway.transport.redis_link import RedisLink
 from policies import Budgets
 from policies.budget_keys import LEDGER_STREAM
 from tests.services import run_redis

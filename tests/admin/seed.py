@@ -7,8 +7,8 @@ import random
 from dataclasses import replace
 
 from cache import AnswerRef, Finding, Scope, Source, Suspension
-from gateway.admin.services import Health, Part
-from gateway.record import Attempt, Record, Rejection
+from gateway.journey.record import Attempt, Record, Rejection
+from gateway.telemetry.parts import Health, Part
 from policies import WindowKind
 from tests.admin.world import LOCAL, NOW_S, REMOTE, World
 

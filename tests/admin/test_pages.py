@@ -11,8 +11,8 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway.admin.guard import COOKIE, SESSION_S, Guard
-from gateway.admin.services import Health, Part
-from gateway.record import Attempt, Rejection
+from gateway.journey.record import Attempt, Rejection
+from gateway.telemetry.parts import Health, Part
 from policies import WindowKind
 from tests.admin.seed import HOSTILE, seed
 from tests.admin.world import ADMIN_KEY, NOW_S, SECRET, World, open_world

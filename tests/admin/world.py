@@ -39,11 +39,11 @@ from cache import (
 from cache.worker.messages import LENGTH_BYTES, Answer, AskNear, frame, read_ask
 from gateway.accounts import Accounts, Ledger, LedgerRow
 from gateway.admin.routes import admin_router
-from gateway.admin.services import AdminServices, DeploymentView, Health, Part
 from gateway.learning.reports import Reports
-from gateway.learning.truth import Truth
 from gateway.settings import Settings
-from gateway.stats import Stats
+from gateway.telemetry.measured_error import Truth
+from gateway.telemetry.parts import AdminServices, DeploymentView, Health, Part
+from gateway.telemetry.stats import Stats
 from local_engine import EngineLoad
 from policies import Budgets
 from policies.budget_keys import LEDGER_LOCK

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.backends.base import BackendRequest, Chunk, ChunkStream
-from gateway.backends.openai_http import OpenAIBackend
+from gateway.backends.openai.backend import OpenAIBackend
 from tests.upstream import Seen, Upstream, run_upstream
 
 

@@ -15,11 +15,11 @@ import uvloop
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gateway.backends import http1, http1_pool
 from gateway.backends.base import BackendBroken, BackendError, BackendTimeout, BackendUnavailable
-from gateway.backends.http1 import Connection, Disconnected, Exchange
-from gateway.backends.http1_pool import Origin, Pool
-from gateway.backends.openai_http import OpenAIBackend
+from gateway.backends.openai.backend import OpenAIBackend
+from gateway.transport import http_client, http_pool
+from gateway.transport.http_client import Connection, Disconnected, Exchange
+from gateway.transport.http_pool import Origin, Pool
 from tests.backends.conftest import ask, collect, make_backend
 from tests.backends.servers import CERTIFICATE, GOOD, WHOLE, Served, Wire, proxying_to, serve, tls_server
 

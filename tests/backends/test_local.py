@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from gateway.backends.local.backend.backend import LocalBackend
+from gateway.backends.local.backend.request import engine_requests
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from gateway.api.fold import fold
-from gateway.api.wire import read
 from gateway.backends.base import (
     COMPLETION,
     BackendBroken,
@@ -28,8 +28,8 @@ from gateway.backends.base import (
     Chunk,
     Usage,
 )
-from gateway.backends.local import LocalBackend
-from gateway.backends.local_request import engine_requests
+from gateway.wire.chunks import read
+from gateway.wire.fold import fold
 from local_engine import EngineLoad, GenerateRequest, ModelInfo, Output, TokenLogprob
 from local_engine import Usage as EngineUsage
 from local_engine.messages import Abort, Ended, Failed, Outputs, State, Submit, ToWorker, tell_ended

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from gateway.api.fold import fold
 from gateway.backends.base import (
     BackendBroken,
     BackendError,
@@ -23,6 +22,7 @@ from gateway.backends.base import (
     Usage,
 )
 from gateway.backends.managed import ManagedBackend
+from gateway.wire.fold import fold
 from tests.backends.conftest import SECRET, ask, collect, collect_into, until
 from tests.upstream import Upstream, run_upstream
 

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from gateway.api.fold import fold
-from gateway.api.wire import read, unfold
 from gateway.backends.base import (
     COMPLETION,
     BackendBroken,
@@ -24,7 +22,9 @@ from gateway.backends.base import (
     Chunk,
     Usage,
 )
-from gateway.backends.openai_http import OpenAIBackend
+from gateway.backends.openai.backend import OpenAIBackend
+from gateway.wire.chunks import read, unfold
+from gateway.wire.fold import fold
 from tests.backends.conftest import SECRET, ask, collect, collect_into, make_backend, until
 from tests.backends.servers import Wire, serve
 from tests.upstream import Upstream, run_upstream
@@ -301,7 +301,7 @@ async def test_an_answer_is_complete_with_its_finish(
     upstream: Upstream, backend: OpenAIBackend, plan: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What fails after every choice's finish costs the usage at most."""
-    monkeypatch.setattr("gateway.backends.openai_stream._TAIL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("gateway.backends.openai.stream._TAIL_TIMEOUT_S", 0.05)
     upstream.plan(plan)
     chunks = await collect(backend.stream(ask()))
     assert chunks[-1].finish_reasons == ("stop",)

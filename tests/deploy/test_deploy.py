@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.configuration import load_settings
-from gateway.telemetry.definitions import DEFINITIONS, Kind
+from gateway.config_file import load_settings
+from gateway.telemetry.metric_names import DEFINITIONS, Kind
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -24,9 +24,9 @@ from sqlalchemy import event
 
 from cache import ExactCache
 from gateway import app as app_module
-from gateway import redis_link
 from gateway.app import Parts, create_app
 from gateway.settings import Settings
+from gateway.transport import redis_link
 from gateway.worker import server_of
 from policies import WindowKind
 from tests.gateway import API_KEY, Gateway, deployment

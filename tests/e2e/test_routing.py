@@ -11,8 +11,8 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway import app as app_module
-from gateway import fleet as fleet_module
 from gateway.app import create_app
+from gateway.deployments import fleet as fleet_module
 from gateway.settings import Settings
 from tests.gateway import API_KEY, Gateway, deployment, wait_for
 from tests.services import RedisServer

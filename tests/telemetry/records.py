@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gateway.record import Attempt, Record
+from gateway.journey.record import Attempt, Record
 
 AT_S = 1_763_726_400.0  # 2025-11-21 12:00:00 UTC
 

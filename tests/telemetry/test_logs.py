@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gateway.record import Attempt, Rejection
+from gateway.journey.record import Attempt, Rejection
 from gateway.settings import Settings
 from gateway.telemetry import logs
 from tests.telemetry.records import hit, miss

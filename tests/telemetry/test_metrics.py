@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.record import Attempt
-from gateway.telemetry import definitions as names
+from gateway.journey.record import Attempt
+from gateway.telemetry import metric_names as names
 from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.slots import CAPACITY, Slots
+from gateway.telemetry.shared_numbers import CAPACITY, Slots
 from tests.telemetry.records import hit, miss
 
 _ROOT = Path(__file__).parents[2]

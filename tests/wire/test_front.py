@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.api.asgi import Receive, Scope, Send, send_whole
 from gateway.api.front import Front
-from gateway.api.request import Receive, Scope, Send, send_whole
 
 
 async def _echo(scope: Scope, receive: Receive, send: Send) -> None:

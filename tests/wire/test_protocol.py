@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import uvicorn
 
-from gateway import protocol
-from gateway.exchange import WHEN_GONE
-from gateway.protocol import CarefulProtocol
+from gateway.transport import http_protocol
+from gateway.transport.http_protocol import CarefulProtocol
+from gateway.transport.http_server import WHEN_GONE
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]

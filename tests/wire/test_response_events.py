@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.api.response_events import Response
-from gateway.api.wire import read, unfold
-from gateway.errors import Unavailable
-from gateway.record import Record
+from gateway.journey.record import Record
+from gateway.wire.chunks import read, unfold
+from gateway.wire.errors import Unavailable
 
 _DONE = {"output_item": "item", "content_part": "part", "reasoning_summary_part": "part"}
 _texts = st.text(max_size=90)

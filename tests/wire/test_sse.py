@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gateway.api import sse
-from gateway.api.sse import PayloadTooLarge, Splitter, frame, frames
+from gateway.wire import sse
+from gateway.wire.sse import PayloadTooLarge, Splitter, frame, frames
 
 
 def by_the_standard(stream: bytes) -> list[bytes]:

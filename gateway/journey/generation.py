@@ -11,11 +11,11 @@ import msgspec
 from cache import Entry, Fingerprint, HitKind, Trial
 from gateway.accounts import Identity, LedgerRow
 from gateway.backends.base import Usage
-from gateway.fleet import Alias, Deployment
-from gateway.flight import Flight, Reader
-from gateway.record import Attempt, Record
-from gateway.storing import Generated, entry_of
-from gateway.turn import Turn
+from gateway.deployments.fleet import Alias, Deployment
+from gateway.journey.flight import Flight, Reader
+from gateway.journey.record import Attempt, Record
+from gateway.journey.storing import Generated, entry_of
+from gateway.journey.turn import Turn
 from policies import Hold, Tokens
 
 

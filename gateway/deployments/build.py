@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from gateway.backends.base import Backend
-from gateway.backends.catalog import Known, known, microusd
+from gateway.deployments.catalog import Known, known, microusd
 from gateway.settings import DeploymentSettings, PriceSettings, Settings, SettingsError, deployment_name
 from policies import FREE, Price
 
@@ -63,7 +63,7 @@ def build_backend(
     name = deployment_name(alias, deployment)
     facts = describe(deployment)
     if deployment.backend == "local":
-        from gateway.backends.local import LocalBackend
+        from gateway.backends.local.backend.backend import LocalBackend
 
         assert deployment.engine is not None, "the settings see to it"
         return LocalBackend(
@@ -86,7 +86,7 @@ def build_backend(
             headers=deployment.headers,
             unready=unready,
         )
-    from gateway.backends.openai_http import OpenAIBackend
+    from gateway.backends.openai.backend import OpenAIBackend
 
     assert deployment.base_url is not None, "the settings see to it"
     return OpenAIBackend(

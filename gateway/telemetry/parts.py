@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from cache import ExactCache, SemanticClient, VerdictStore
     from gateway.accounts import Accounts, Ledger
     from gateway.learning.reports import Reports
-    from gateway.learning.truth import Truth
     from gateway.settings import Settings
-    from gateway.stats import Stats
+    from gateway.telemetry.measured_error import Truth
+    from gateway.telemetry.stats import Stats
     from local_engine import EngineLoad
     from policies import Budgets
 

@@ -12,9 +12,9 @@ import msgspec
 from redis.exceptions import RedisError
 
 from gateway.accounts import Identity
-from gateway.begun import Begun
-from gateway.errors import RateLimited
-from gateway.turn import Turn
+from gateway.journey.turn import Turn
+from gateway.transport.eager import Begun
+from gateway.wire.errors import RateLimited
 from policies import BorrowedRateLimits, Limited, LocalRateLimits, RateLimit, Verdict
 
 _OUTPUT_TOKENS_EXPECTED = 256

@@ -18,7 +18,7 @@ from redis.exceptions import NoScriptError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from cache.redis_client import connect
-from gateway.redis_wire import Command, Pending, Wire, answer, fail, open_wire
+from gateway.transport.redis_connection import Command, Pending, Wire, answer, fail, open_wire
 
 _PATIENCE_S = 0.002
 _PROBE_AFTER_S = (0.05, 0.2, 0.5, 1.0)  # growing pauses between probes of a Redis that is away

@@ -15,8 +15,8 @@ from msgspec import Meta
 
 from cache import Controls
 from gateway.backends.base import CHAT, COMPLETION, Kind, prompts_of
-from gateway.errors import BadRequest
-from gateway.record import Record
+from gateway.journey.record import Record
+from gateway.wire.errors import BadRequest
 
 # A token of a byte-level BPE is at least one byte, so bytes bound tokens from above; a chat template adds a few to each message
 # and a default system prompt to a conversation without one.

@@ -18,14 +18,14 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from cache import SemanticClient, Status, WorkerState
 from gateway.accounts import Accounts, LedgerWriter
-from gateway.admin.services import PROMPT_TOKENS_SHOWN, DeploymentView, Health, Part
-from gateway.fleet import Alias, Deployment, Fleet
-from gateway.money import Money
+from gateway.deployments.fleet import Alias, Deployment, Fleet
+from gateway.journey.budget import Money
 from gateway.pipeline import Pipeline
-from gateway.redis_link import RedisLink
 from gateway.settings import Settings
-from gateway.telemetry import definitions as m
+from gateway.telemetry import metric_names as m
 from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.parts import PROMPT_TOKENS_SHOWN, DeploymentView, Health, Part
+from gateway.transport.redis_link import RedisLink
 
 _LOOK_EVERY_S = 0.5
 _LOOK_TIMEOUT_S = 6.0  # above the time-outs of Redis and of the cache worker: what is late is the database

@@ -9,11 +9,11 @@ keeps it from no eviction.
 import msgspec
 
 from cache import Entry, ExactCache, Lookup
-from gateway.api.fold import fold
-from gateway.begun import Begun
-from gateway.job import Job
-from gateway.storing import answer_text, chunks_of
-from gateway.summary import NEAR_SIMILARITY_MIN
+from gateway.journey.generation import Job
+from gateway.journey.storing import answer_text, chunks_of
+from gateway.telemetry.summary import NEAR_SIMILARITY_MIN
+from gateway.transport.eager import Begun
+from gateway.wire.fold import fold
 
 _CHUNKS_BYTES_MAX = 64 << 10  # reading a longer one would hold others up
 _TEXT_CHARS_MAX = 16 << 10

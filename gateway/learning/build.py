@@ -21,18 +21,18 @@ from cache import (
     VerdictStore,
 )
 from gateway.accounts import Accounts
-from gateway.learning.judging import Check, Judging
+from gateway.journey.turn import Turn
+from gateway.learning.comparisons import Check, Judging
+from gateway.learning.internal_requests import OwnRequests, own_identity
 from gateway.learning.llm_judge import LlmJudge
-from gateway.learning.own_requests import OwnRequests, own_identity
 from gateway.learning.reports import Reports
-from gateway.learning.truth import Live, Truth
 from gateway.pipeline import Pipeline
-from gateway.redis_link import RedisLink
 from gateway.settings import Settings
-from gateway.stats import Stats
-from gateway.telemetry import definitions as m
+from gateway.telemetry import metric_names as m
+from gateway.telemetry.measured_error import Live, Truth
 from gateway.telemetry.metrics import Metrics
-from gateway.turn import Turn
+from gateway.telemetry.stats import Stats
+from gateway.transport.redis_link import RedisLink
 
 _log = structlog.get_logger(__name__)
 

@@ -7,12 +7,12 @@ stream is closed on every exit; what has not begun can be tried elsewhere withou
 import asyncio
 
 from gateway.backends.base import BackendBroken, BackendError, BackendRejected, BackendRequest, BackendTimeout, Chunk
-from gateway.errors import from_backend
-from gateway.fleet import Deployment
-from gateway.job import Job
-from gateway.near_answer import text_of
-from gateway.record import Attempt
-from gateway.storing import Generated
+from gateway.deployments.fleet import Deployment
+from gateway.journey.generation import Job
+from gateway.journey.near_answer import text_of
+from gateway.journey.record import Attempt
+from gateway.journey.storing import Generated
+from gateway.wire.errors import from_backend
 
 _ANSWER_BYTES_MAX = (
     64 << 20

@@ -10,7 +10,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from gateway.exchange import Exchange
+from gateway.transport.http_server import Exchange
 
 HEAD_BYTES_MAX = 64 << 10
 HEAD_WITHIN_S = 20.0

@@ -12,15 +12,15 @@ import msgspec
 import structlog
 
 from gateway.accounts import Accounts, Conflict, Identity, Key
-from gateway.api.fold import fold
-from gateway.api.request import new_record
+from gateway.api.asgi import new_record
 from gateway.backends.base import Chunk
-from gateway.errors import ApiError
-from gateway.flight import Reader
-from gateway.job import Answer
+from gateway.journey.flight import Reader
+from gateway.journey.generation import Answer
+from gateway.journey.turn import read_turn
 from gateway.pipeline import Pipeline
 from gateway.settings import CacheSettings
-from gateway.turn import read_turn
+from gateway.wire.errors import ApiError
+from gateway.wire.fold import fold
 from policies import WindowKind
 
 TEAM = "sameway judge"

@@ -14,8 +14,8 @@ import structlog
 
 from gateway.api.headers import JSON, Headers, base_headers
 from gateway.backends.base import BackendBroken
-from gateway.errors import ApiError, TooLarge, Unavailable, UnsupportedMediaType, from_backend
-from gateway.record import Record, new_id
+from gateway.journey.record import Record, new_id
+from gateway.wire.errors import ApiError, TooLarge, Unavailable, UnsupportedMediaType, from_backend
 
 _log = structlog.get_logger(__name__)
 

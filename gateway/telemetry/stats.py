@@ -18,9 +18,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from gateway.learning.truth import Sample
-from gateway.record import Record
-from gateway.summary import (
+from gateway.journey.record import Record
+from gateway.telemetry.measured_error import Sample
+from gateway.telemetry.summary import (
     NEAR_SIMILARITY_MIN,
     SAMPLE_SCALE,
     DeploymentTally,

@@ -9,10 +9,10 @@ import contextlib
 from collections.abc import Iterator
 
 from cache import ExactCache, Fingerprint, HitKind, Miss, MissReason, Query, SemanticClient
-from gateway.job import Job
-from gateway.learning.truth import Truth
+from gateway.journey.generation import Job
+from gateway.journey.storing import chunks_of
 from gateway.settings import Settings
-from gateway.storing import chunks_of
+from gateway.telemetry.measured_error import Truth
 
 _STORES_AWAITED_S = 0.25
 

@@ -12,7 +12,7 @@ import msgspec
 
 from cache import Controls, Entry, Fingerprint, Outcome, Recorded, store_refusal
 from gateway.backends.base import Chunk, Kind, Usage
-from gateway.record import Record
+from gateway.journey.record import Record
 
 
 class Generated(msgspec.Struct):

@@ -14,8 +14,8 @@ import structlog
 from redis.exceptions import RedisError, ResponseError
 
 from gateway.accounts import Identity, LedgerRow, encode_row
-from gateway.errors import BudgetExceeded, Unavailable
 from gateway.settings import BudgetSettings
+from gateway.wire.errors import BudgetExceeded, Unavailable
 from policies import MICROUSD_MAX, Budgets, Hold, NotReady, Refused
 
 _RETRY_EVERY_S = 0.5

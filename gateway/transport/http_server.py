@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 if TYPE_CHECKING:
-    from gateway.protocol import CarefulProtocol
+    from gateway.transport.http_protocol import CarefulProtocol
 
 WHEN_GONE = "sameway.when_gone"
 """The ASGI extension under which an endpoint finds a function that takes a callback for when the client leaves."""

@@ -21,10 +21,10 @@ from gateway.backends.base import (
     BackendRejected,
     BackendTimeout,
 )
-from gateway.errors import NotFound
+from gateway.journey.storing import Generated
+from gateway.journey.turn import Ask
 from gateway.settings import DeploymentSettings, ModelSettings, Settings, deployment_name
-from gateway.storing import Generated
-from gateway.turn import Ask
+from gateway.wire.errors import NotFound
 from policies import Breaker, Candidate, Cause, Demand, Estimate, Price, Route, RoutingPolicy
 
 _log = structlog.get_logger(__name__)

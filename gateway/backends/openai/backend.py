@@ -16,10 +16,10 @@ from urllib.parse import SplitResult, quote, urlsplit
 import msgspec
 
 from gateway.backends.base import CHAT, COMPLETION, BackendError, BackendRejected, BackendRequest, Load
-from gateway.backends.http1 import Exchange
-from gateway.backends.http1_pool import Origin, Pool, basic, proxy_authorization
-from gateway.backends.openai_stream import OpenAIStream
+from gateway.backends.openai.stream import OpenAIStream
 from gateway.backends.refusals import Refused, in_band, refusal, retry_after_s, scrubbed
+from gateway.transport.http_client import Exchange
+from gateway.transport.http_pool import Origin, Pool, basic, proxy_authorization
 
 _OWN_FIELDS = ("cache",)  # Sameway's extensions of a request
 _FRAMING = frozenset({"connection", "content-length", "transfer-encoding", "upgrade", "expect", "te", "trailer"})

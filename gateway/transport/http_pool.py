@@ -19,7 +19,7 @@ from urllib.parse import SplitResult, unquote
 
 from aiohappyeyeballs import start_connection
 
-from gateway.backends.http1 import Connection, Disconnected, Exchange, TransportError, Unreachable
+from gateway.transport.http_client import Connection, Disconnected, Exchange, TransportError, Unreachable
 
 KEEP_ALIVE_S = 60.0
 _DNS_TTL_S = 30.0

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import msgspec
 
-from gateway.learning.truth import Sample
+from gateway.telemetry.measured_error import Sample
 
 HITS = ("exact", "semantic", "coalesced")
 # What became of a request, so that errors never count as misses.

@@ -21,9 +21,9 @@ from gateway.backends.base import (
     Chunk,
     Load,
 )
-from gateway.backends.local_answer import ChatWriter, TextWriter, Writer
-from gateway.backends.local_request import engine_requests, rejected
-from gateway.backends.suspects import Suspects
+from gateway.backends.local.backend.answer import ChatWriter, TextWriter, Writer
+from gateway.backends.local.backend.quarantine import Suspects
+from gateway.backends.local.backend.request import engine_requests, rejected
 from local_engine import AsyncEngine, EngineLoad, GenerateRequest, Generation
 
 _ANSWERS_AT_ONCE = 64  # of one request for many prompts: more would fill the engine's queue

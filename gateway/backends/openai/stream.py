@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from gateway.api.sse import PayloadTooLarge, Splitter
-from gateway.api.wire import Ending, TextRun, parse, to_chunk
 from gateway.backends.base import (
     BackendBroken,
     BackendError,
@@ -29,11 +27,13 @@ from gateway.backends.base import (
     BackendUnavailable,
     Chunk,
 )
-from gateway.backends.http1 import Disconnected, Exchange, TransportError, Unreachable
 from gateway.backends.refusals import scrubbed
+from gateway.transport.http_client import Disconnected, Exchange, TransportError, Unreachable
+from gateway.wire.chunks import Ending, TextRun, parse, to_chunk
+from gateway.wire.sse import PayloadTooLarge, Splitter
 
 if TYPE_CHECKING:
-    from gateway.backends.openai_http import OpenAIBackend
+    from gateway.backends.openai.backend import OpenAIBackend
 
 _TAIL_TIMEOUT_S = 5.0
 _ERROR_BYTES_MAX = 64 << 10
