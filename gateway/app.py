@@ -27,6 +27,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from cache import CacheLimits, CacheUnavailable, ExactCache, SemanticClient
 from gateway.accounts import Accounts, Ledger, LedgerWriter
 from gateway.admin.routes import admin_router
+from gateway.admin.services import AdminServices
 from gateway.api.chat import Chat
 from gateway.api.completions import Completions
 from gateway.api.embeddings import Embeddings
@@ -35,13 +36,12 @@ from gateway.api.front import Front, Routes, document, no_such_route
 from gateway.api.models import Models
 from gateway.api.openapi import PATHS
 from gateway.api.responses import Responses
-from gateway.backends.base import Chunk
 from gateway.data_dir import prepare
 from gateway.deployments.fleet import Fleet, build_fleet
 from gateway.journey.budget import Money
 from gateway.journey.rate_limits import Limits
 from gateway.journey.record import Record
-from gateway.journey.semantic import ByMeaning
+from gateway.journey.semantic import Bounds, ByMeaning
 from gateway.journey.turn import Turn
 from gateway.learning.build import Learning, open_learning
 from gateway.pipeline import Pipeline
@@ -51,11 +51,11 @@ from gateway.telemetry.health import Watch
 from gateway.telemetry.measured_error import Truth
 from gateway.telemetry.metric_names import LOG_DROPPED
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
-from gateway.telemetry.parts import AdminServices
 from gateway.telemetry.stats import Stats
 from gateway.transport.redis_link import RedisLink
 from gateway.wire.errors import ApiError, BadRequest
 from gateway.wire.fold import fold
+from gateway.wire.types import Chunk
 from policies import BorrowedRateLimits, Budgets, LocalRateLimits, RateLimits
 
 VERSION = "0.1.0"
@@ -222,10 +222,10 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
         stats.add(record)
 
     limits = Limits(BorrowedRateLimits(RateLimits(link)), LocalRateLimits())
-    truth = Truth(settings)
-    by_meaning = ByMeaning(settings, semantic, exact, truth)
+    bounds = Bounds(settings)
+    by_meaning = ByMeaning(settings, semantic, exact, bounds)
     pipeline = Pipeline(settings, accounts, limits, exact, by_meaning, money, fleet, emit)
-    learning = await open_learning(settings, accounts, exact, semantic, link, stats, metrics, pipeline, truth)
+    learning = await open_learning(settings, accounts, exact, semantic, link, stats, metrics, pipeline, Truth(bounds))
     stack.push_async_callback(learning.judging.aclose)
     stack.push_async_callback(pipeline.drain)
     writer = LedgerWriter(link, ledger, budgets)

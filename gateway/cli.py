@@ -96,7 +96,7 @@ def _check_config(arguments: argparse.Namespace) -> int:
 
 
 def _without_price(settings: Settings) -> list[str]:
-    from gateway.backends import describe
+    from gateway.deployments.build import describe
 
     return [
         deployment_name(alias, deployment)

@@ -28,8 +28,9 @@ from cache import (
     partition,
 )
 from gateway.accounts import Accounts, Identity, LedgerRow
-from gateway.backends.base import BackendError, BackendTimeout, Chunk
-from gateway.deployments.fleet import Alias, Deployment, Fleet, pause_before_retry
+from gateway.backends.base import BackendError, BackendTimeout
+from gateway.backends.refusals import from_backend
+from gateway.deployments.fleet import Alias, Deployment, Fleet, no_route, pause_before_retry
 from gateway.journey import near_answer
 from gateway.journey.attempt import attempt
 from gateway.journey.budget import Money
@@ -42,7 +43,8 @@ from gateway.journey.storing import refusal_of
 from gateway.journey.turn import Turn, elapsed_ms_since
 from gateway.settings import Settings
 from gateway.transport.eager import Begun
-from gateway.wire.errors import ApiError, BadRequest, Forbidden, NotCached, Unauthenticated, from_backend, no_route
+from gateway.wire.errors import ApiError, BadRequest, Forbidden, NotCached, Unauthenticated
+from gateway.wire.types import Chunk
 
 _STARTING_AWAITED_S = 60.0
 _STARTING_POLL_S = 0.1

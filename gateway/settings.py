@@ -320,3 +320,6 @@ SECTIONS: tuple[type[BaseModel], ...] = (
     DeploymentSettings,
     PriceSettings,
 )
+
+
+NEAR_SIMILARITY_MIN = 0.6  # below, the nearest cached prompt is about something else

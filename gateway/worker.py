@@ -16,7 +16,7 @@ from gateway.api.front import Front
 from gateway.app import create_app
 from gateway.settings import Settings
 from gateway.supervisor import WORKER_SETTINGS
-from gateway.transport.http_protocol import CarefulProtocol
+from gateway.transport.http_server import CarefulProtocol
 
 _KEEP_ALIVE_S = 75  # longer than the SDKs' pools keep an idle connection, so that it is the client who closes it
 _BACKLOG = 2048

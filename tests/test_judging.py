@@ -13,12 +13,12 @@ import pytest
 from redis.asyncio import Redis
 
 from cache import ExactCache, Opinion, Recorded, Ruling, Source, Told, Trial, VerdictStore
-from gateway.backends.base import Chunk
 from gateway.journey.flight import Flight
 from gateway.journey.generation import Facts, Job
 from gateway.journey.record import Record
 from gateway.journey.turn import Turn, read_turn
 from gateway.learning.comparisons import _QUEUE_MAX, Check, Judging
+from gateway.wire.types import Chunk
 from tests.cache.fakes import ask, entry_for
 
 BODY = b'{"model": "m", "messages": [{"role": "user", "content": "open the box"}]}'

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from scipy.stats import beta
 
 from gateway.accounts import Team
+from gateway.journey.semantic import Bounds, error_max_of
 from gateway.settings import CacheSettings, DeploymentSettings, ModelSettings, Settings
-from gateway.telemetry.measured_error import Sample, Truth, clopper_pearson, error_max_of, measure
+from gateway.telemetry.measured_error import Sample, Truth, clopper_pearson, measure
 
 TEAM = Team(1, "acme", 0.0)
 
@@ -103,26 +104,26 @@ def wrong_day(wrong: int, checks: int = 200) -> Sample:
 
 def test_a_bound_tightens_itself_and_relaxes() -> None:
     """Past its interval's low end by as much as the estimate; until the estimate, not the interval, is back within."""
-    truth = Truth(settings())
+    truth = Truth(Bounds(settings()))
     key = (1, "m")
     assert truth.update({key: wrong_day(6)}, [TEAM]) == []  # 1.5% estimated, and perhaps within
-    assert truth.bound(TEAM, "m", None).untightened is None
+    assert truth.bounds.bound(TEAM, "m", None).untightened is None
     (tight,) = truth.update({key: wrong_day(20)}, [TEAM])  # 5%
     assert tight.strictness == pytest.approx(0.2)
-    bound = truth.bound(TEAM, "m", 0.005)
+    bound = truth.bounds.bound(TEAM, "m", 0.005)
     assert (bound.error_max, bound.untightened) == (pytest.approx(0.001), 0.005)
-    assert truth.bound(TEAM, "other", None).untightened is None
+    assert truth.bounds.bound(TEAM, "other", None).untightened is None
     assert truth.update({key: wrong_day(6)}, [TEAM]) == []
-    assert truth.bound(TEAM, "m", None).error_max < 0.01
+    assert truth.bounds.bound(TEAM, "m", None).error_max < 0.01
     (relaxed,) = truth.update({key: wrong_day(3)}, [TEAM])
     assert relaxed.strictness == 1.0
-    assert truth.bound(TEAM, "m", None) == truth.bound(TEAM, "other", None)
+    assert truth.bounds.bound(TEAM, "m", None) == truth.bounds.bound(TEAM, "other", None)
 
 
 def test_one_wrong_answer_is_no_pattern() -> None:
     """Among the first few requests a single report does not tighten anything; a second does."""
-    truth = Truth(settings())
+    truth = Truth(Bounds(settings()))
     assert truth.update({(1, "m"): Sample(requests=2, hits=1, reported_wrong=1)}, [TEAM]) == []
     assert len(truth.update({(1, "m"): Sample(requests=4, hits=2, reported_wrong=2)}, [TEAM])) == 1
     truth.update({}, [TEAM])
-    assert truth.bound(TEAM, "m", None).untightened is None
+    assert truth.bounds.bound(TEAM, "m", None).untightened is None

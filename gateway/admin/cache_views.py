@@ -37,7 +37,8 @@ from gateway.admin.models import (
     WrongOut,
     WrongsOut,
 )
-from gateway.telemetry.parts import AdminServices, Health
+from gateway.admin.services import AdminServices
+from gateway.telemetry.parts import Health
 from gateway.wire.errors import BadRequest, NotFound
 
 _NEIGHBOURS = 8
@@ -121,7 +122,7 @@ async def try_prompt(services: AdminServices, what: TryIn) -> TryOut:
     body = {"model": what.model, "messages": [{"role": "user", "content": what.prompt}]}
     asked = fingerprint(body, services.partition_of(what.team_id))
     entry = (await services.exact.lookup(asked)).entry
-    bound = services.truth.bound(team, what.model, None)
+    bound = services.truth.bounds.bound(team, what.model, None)
     out = TryOut(
         decision="miss", reason="not_eligible", similarity=None, neighbours=[], p=None, p_min=None, verdicts=0,
         error_max=bound.error_max,

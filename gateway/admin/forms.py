@@ -21,7 +21,7 @@ from gateway.admin import cache_views, views
 from gateway.admin.guard import COOKIE, SESSION_S, Guard
 from gateway.admin.html import LOGIN, Pages, back_to, is_own_path
 from gateway.admin.models import BudgetIn, BudgetPatch, ClearIn, FeedbackIn, KeyIn, PurgeIn, TeamIn, TryIn
-from gateway.telemetry.parts import AdminServices
+from gateway.admin.services import AdminServices
 from gateway.wire.errors import BadRequest
 
 Render = Callable[..., Awaitable[Response]]

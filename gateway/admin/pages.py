@@ -17,9 +17,10 @@ from gateway.admin.forms import add_cache_forms, add_session_forms, add_team_for
 from gateway.admin.guard import Guard
 from gateway.admin.html import Pages, page_route, static_file, with_query
 from gateway.admin.models import StatsOut, TeamOut
+from gateway.admin.services import AdminServices
 from gateway.admin.views import RouteFilter
-from gateway.telemetry.parts import AdminServices
-from gateway.telemetry.summary import NEAR_SIMILARITY_MIN, Window
+from gateway.settings import NEAR_SIMILARITY_MIN
+from gateway.telemetry.summary import Window
 from gateway.wire.errors import NotFound
 
 _ROUTES_PER_PAGE = 50

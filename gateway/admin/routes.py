@@ -53,8 +53,8 @@ from gateway.admin.models import (
     WrongsOut,
 )
 from gateway.admin.pages import pages_router
+from gateway.admin.services import AdminServices
 from gateway.admin.views import RouteFilter
-from gateway.telemetry.parts import AdminServices
 from gateway.telemetry.summary import Window
 
 _Id = Annotated[int, Field(ge=0, le=2**31 - 1)]

@@ -40,9 +40,10 @@ from gateway.admin.models import (
     TeamTally,
 )
 from gateway.admin.problems import problems
+from gateway.admin.services import AdminServices
 from gateway.journey.record import Record
-from gateway.telemetry.measured_error import error_max_of, measure
-from gateway.telemetry.parts import AdminServices
+from gateway.journey.semantic import error_max_of
+from gateway.telemetry.measured_error import measure
 from gateway.telemetry.summary import KINDS, Summary, Tally, Window, kind_of
 from policies import Budget, BudgetState
 

@@ -4,7 +4,6 @@ Format: ASGI HTTP specification 2.5. Knows no routes. Invariant: a body is never
 """
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from itertools import chain
 from typing import Any
@@ -14,8 +13,9 @@ import structlog
 
 from gateway.api.headers import JSON, Headers, base_headers
 from gateway.backends.base import BackendBroken
-from gateway.journey.record import Record, new_id
-from gateway.wire.errors import ApiError, TooLarge, Unavailable, UnsupportedMediaType, from_backend
+from gateway.backends.refusals import from_backend
+from gateway.journey.record import Record
+from gateway.wire.errors import ApiError, TooLarge, Unavailable, UnsupportedMediaType
 
 _log = structlog.get_logger(__name__)
 
@@ -49,11 +49,6 @@ def bearer_of(headers: Mapping[str, str]) -> str | None:
     """The key in `Authorization: Bearer ...`; None where there is none."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" and token.strip() else None
-
-
-def new_record(route: str) -> Record:
-    at_s = time.time()
-    return Record(request_id=new_id(at_s), at_s=at_s, route=route)
 
 
 async def read_body(receive: Receive, headers: Mapping[str, str], bytes_max: int) -> bytes:

@@ -18,16 +18,14 @@ from gateway.api.asgi import (
     bearer_of,
     failure,
     headers_of,
-    new_record,
     read_body,
     send_failure,
     send_whole,
 )
 from gateway.api.headers import EVENT_STREAM, JSON, answer_headers, cost_header
-from gateway.backends.base import CHAT, Chunk
 from gateway.journey.flight import Reader
 from gateway.journey.generation import Answer
-from gateway.journey.record import Record
+from gateway.journey.record import Record, new_record
 from gateway.journey.storing import chunks_of
 from gateway.journey.turn import Turn, read_turn
 from gateway.pipeline import Pipeline
@@ -36,6 +34,7 @@ from gateway.wire.chunks import unfold
 from gateway.wire.errors import ApiError, DeadlineExceeded
 from gateway.wire.fold import fold
 from gateway.wire.sse import DONE, frame, frames
+from gateway.wire.types import CHAT, Chunk
 
 
 class Form(Protocol):

@@ -4,7 +4,7 @@ Shapes: OpenAI API reference, "Create completion".
 """
 
 from gateway.api.chat import Chat
-from gateway.backends.base import COMPLETION
+from gateway.wire.types import COMPLETION
 
 
 class Completions(Chat):

@@ -15,10 +15,10 @@ from cache import CacheWorkerUnavailable, SemanticClient, TextTooLong
 from gateway.accounts import Identity
 from gateway.api.endpoint import JsonEndpoint
 from gateway.journey.record import Record
-from gateway.journey.turn import convert
 from gateway.pipeline import Pipeline, may_use
 from gateway.settings import Settings
 from gateway.wire.errors import BadRequest, NotFound, Unavailable
+from gateway.wire.requests import convert
 
 _INPUTS_MAX = 2048
 

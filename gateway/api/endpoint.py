@@ -10,22 +10,12 @@ from typing import Any
 import msgspec
 
 from gateway.accounts import Identity
-from gateway.api.asgi import (
-    Receive,
-    Scope,
-    Send,
-    bearer_of,
-    headers_of,
-    new_record,
-    read_body,
-    send_failure,
-    send_whole,
-)
+from gateway.api.asgi import Receive, Scope, Send, bearer_of, headers_of, read_body, send_failure, send_whole
 from gateway.api.headers import JSON, base_headers
-from gateway.journey.record import Record
-from gateway.journey.turn import decode_object
+from gateway.journey.record import Record, new_record
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
+from gateway.wire.requests import decode_object
 
 
 class JsonEndpoint(ABC):

@@ -14,11 +14,11 @@ from cache import CacheUnavailable, partition
 from gateway.accounts import Identity
 from gateway.api.endpoint import JsonEndpoint
 from gateway.journey.record import Record
-from gateway.journey.turn import convert
 from gateway.learning.reports import Outcome, Reports
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
 from gateway.wire.errors import Unavailable
+from gateway.wire.requests import convert
 
 
 class _Feedback(msgspec.Struct, forbid_unknown_fields=True):

@@ -13,7 +13,8 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 
-from gateway.api.asgi import Message, Receive, Scope, Send, new_record, send_error
+from gateway.api.asgi import Message, Receive, Scope, Send, send_error
+from gateway.journey.record import new_record
 from gateway.wire.errors import MethodNotAllowed, NotFound
 
 _ADMIN_BODY_BYTES_MAX = 1 << 20

@@ -9,8 +9,9 @@ from urllib.parse import unquote
 import msgspec
 
 from gateway.accounts import Identity
-from gateway.api.asgi import Receive, Scope, Send, bearer_of, headers_of, new_record, send_error, send_whole
+from gateway.api.asgi import Receive, Scope, Send, bearer_of, headers_of, send_error, send_whole
 from gateway.api.headers import JSON, base_headers
+from gateway.journey.record import new_record
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
 from gateway.wire.errors import ApiError, NotFound

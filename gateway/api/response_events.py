@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 
 from cache import Entry
-from gateway.backends.base import Chunk, Usage
 from gateway.journey.record import Record
 from gateway.journey.storing import chunks_of
 from gateway.wire.chunks import UNREADABLE, read, unfold
 from gateway.wire.errors import ApiError, error_object
+from gateway.wire.types import Chunk, Usage
 
 
 @dataclass(frozen=True, slots=True)

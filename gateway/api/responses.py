@@ -14,8 +14,9 @@ from msgspec import Meta
 from gateway.api.chat import Chat, Form
 from gateway.api.response_events import Response
 from gateway.journey.record import Record
-from gateway.journey.turn import MESSAGES_MAX, Turn, convert, decode_object, read_turn
+from gateway.journey.turn import Turn, read_turn
 from gateway.wire.errors import BadRequest
+from gateway.wire.requests import MESSAGES_MAX, convert, decode_object
 
 _Content = str | list[dict[str, Any]]
 

@@ -1,5 +1,4 @@
-"""Everything that generates, behind one seam: `Backend.stream(request)`, an asynchronous iterator of chunks."""
+"""One seam to all that generates: `Backend.stream(request)`, an asynchronous iterator of chunks.
 
-from gateway.deployments.build import Facts, build_backend, describe
-
-__all__ = ["Facts", "build_backend", "describe"]
+It must not import deployments, the journey or money. Read `base.py` first.
+"""

@@ -30,11 +30,11 @@ from gateway.backends.base import (
     BackendRequest,
     BackendTimeout,
     BackendUnavailable,
-    Chunk,
     Load,
 )
 from gateway.backends.refusals import Refused, error_body, refusal, retry_after_s, scrubbed
 from gateway.wire.chunks import Ending, parse, to_chunk
+from gateway.wire.types import Chunk
 
 # What may be handed over as litellm's own arguments: OpenAI's fields, and sampling parameters that providers share.
 # Everything else would let a request set `api_base` and have our key sent there.

@@ -13,11 +13,14 @@ from typing import Any
 import msgspec
 
 from gateway.backends.base import (
+    BackendBroken,
     BackendError,
     BackendOverloaded,
     BackendRejected,
+    BackendTimeout,
     BackendUnavailable,
 )
+from gateway.wire.errors import ApiError, Upstream, error_object, retry_after
 
 RETRY_AFTER_MAX_S = 3600.0
 _DETAIL_CHARACTERS = 500
@@ -161,3 +164,29 @@ def error_body(message: str, kind: Any, param: Any, code: Any) -> bytes:
         "code": code if isinstance(code, str) else None,
     }
     return msgspec.json.encode({"error": fields})
+
+
+def from_backend(error: BackendError) -> ApiError:
+    """What a client is told of a deployment's failure. A rejection keeps the deployment's own words and status."""
+    if isinstance(error, BackendRejected):
+        rejected = Upstream(error.message, code="upstream_rejected")  # for the log; the client is sent the body
+        rejected.http_status = error.status or 400
+        rejected.raw_body = error.body or msgspec.json.encode(
+            error_object(error.message, "invalid_request_error", None, None)
+        )
+        return rejected
+    translated = Upstream(error.message, code=_UPSTREAM_CODES.get(type(error), "upstream_unavailable"))
+    translated.http_status = _UPSTREAM_STATUS.get(type(error), 503)
+    if error.retry_after_s is not None:
+        translated.headers |= retry_after(error.retry_after_s)
+    return translated
+
+
+_UPSTREAM_STATUS = {BackendOverloaded: 429, BackendTimeout: 504, BackendBroken: 502}
+
+
+_UPSTREAM_CODES = {
+    BackendOverloaded: "upstream_overloaded",
+    BackendTimeout: "upstream_timeout",
+    BackendBroken: "upstream_broken",
+}

@@ -63,7 +63,7 @@ def build_backend(
     name = deployment_name(alias, deployment)
     facts = describe(deployment)
     if deployment.backend == "local":
-        from gateway.backends.local.backend.backend import LocalBackend
+        from gateway.backends.local.backend import LocalBackend
 
         assert deployment.engine is not None, "the settings see to it"
         return LocalBackend(

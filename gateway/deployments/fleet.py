@@ -13,7 +13,6 @@ import msgspec
 import structlog
 
 import policies
-from gateway.backends import build_backend, describe
 from gateway.backends.base import (
     Backend,
     BackendError,
@@ -21,10 +20,11 @@ from gateway.backends.base import (
     BackendRejected,
     BackendTimeout,
 )
-from gateway.journey.storing import Generated
-from gateway.journey.turn import Ask
+from gateway.deployments.build import build_backend, describe
+from gateway.deployments.progress import Generated
 from gateway.settings import DeploymentSettings, ModelSettings, Settings, deployment_name
-from gateway.wire.errors import NotFound
+from gateway.wire.errors import ApiError, BadRequest, DeadlineExceeded, NotFound, Unavailable
+from gateway.wire.requests import Ask
 from policies import Breaker, Candidate, Cause, Demand, Estimate, Price, Route, RoutingPolicy
 
 _log = structlog.get_logger(__name__)
@@ -254,3 +254,33 @@ def _build(alias: str, deployment: DeploymentSettings, settings: Settings, clock
         breaker=Breaker(clock, random.random),
         estimate=Estimate(clock),
     )
+
+
+def no_route(route: Route, prompt: str) -> ApiError:
+    """What a client is told where no deployment may even be tried. `prompt` is the field that would be answered."""
+    match route.cause:
+        case Cause.CONTEXT | Cause.OUTPUT:
+            return BadRequest(_sentence(route.refusal), param=prompt, code="context_length_exceeded")
+        case Cause.CAPABILITY:
+            lacking = min(what for rejected in route.rejected for what in rejected.lacks)
+            return BadRequest(
+                _sentence(route.refusal), param=_ASKED_IN.get(lacking, prompt), code="unsupported_feature"
+            )
+        case Cause.DEADLINE:
+            return DeadlineExceeded(_sentence(route.refusal))
+        case Cause.LIMIT:
+            return Unavailable(_sentence(route.refusal), code="no_deployment_within_limits")
+        case _:
+            return Unavailable(_sentence(route.refusal), code="no_deployment_available")
+
+
+# The fields that need a capability; what is in the prompt itself (images, sounds, files) is not here.
+_ASKED_IN = {name: name for name in ("tools", "logprobs", "n", "suffix")} | {
+    "completions": "model",
+    "json_object": "response_format",
+    "json_schema": "response_format",
+}
+
+
+def _sentence(words: str) -> str:
+    return f"{words[:1].upper()}{words[1:]}"

@@ -6,13 +6,14 @@ stream is closed on every exit; what has not begun can be tried elsewhere withou
 
 import asyncio
 
-from gateway.backends.base import BackendBroken, BackendError, BackendRejected, BackendRequest, BackendTimeout, Chunk
+from gateway.backends.base import BackendBroken, BackendError, BackendRejected, BackendRequest, BackendTimeout
+from gateway.backends.refusals import from_backend
 from gateway.deployments.fleet import Deployment
+from gateway.deployments.progress import Generated
 from gateway.journey.generation import Job
 from gateway.journey.near_answer import text_of
 from gateway.journey.record import Attempt
-from gateway.journey.storing import Generated
-from gateway.wire.errors import from_backend
+from gateway.wire.types import Chunk
 
 _ANSWER_BYTES_MAX = (
     64 << 20

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from gateway.backends.base import Chunk
+from gateway.wire.types import Chunk
 
 
 class Flight:

@@ -10,12 +10,13 @@ import msgspec
 
 from cache import Entry, Fingerprint, HitKind, Trial
 from gateway.accounts import Identity, LedgerRow
-from gateway.backends.base import Usage
 from gateway.deployments.fleet import Alias, Deployment
+from gateway.deployments.progress import Generated
 from gateway.journey.flight import Flight, Reader
 from gateway.journey.record import Attempt, Record
-from gateway.journey.storing import Generated, entry_of
+from gateway.journey.storing import entry_of
 from gateway.journey.turn import Turn
+from gateway.wire.types import Usage
 from policies import Hold, Tokens
 
 

@@ -11,7 +11,7 @@ import msgspec
 from cache import Entry, ExactCache, Lookup
 from gateway.journey.generation import Job
 from gateway.journey.storing import answer_text, chunks_of
-from gateway.telemetry.summary import NEAR_SIMILARITY_MIN
+from gateway.settings import NEAR_SIMILARITY_MIN
 from gateway.transport.eager import Begun
 from gateway.wire.fold import fold
 

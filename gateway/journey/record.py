@@ -2,10 +2,11 @@
 value and of nothing else, so they can't disagree."""
 
 import random
+import time
 
 import msgspec
 
-from gateway.backends.base import Usage
+from gateway.wire.types import Usage
 
 _random = random.Random()  # seeded by the operating system; an id is unique, not secret
 
@@ -93,3 +94,8 @@ def arrived_at(request_id: str) -> float | None:
         return int(digits[:12], 16) / 1000.0 if len(digits) == 32 else None
     except ValueError:
         return None
+
+
+def new_record(route: str) -> Record:
+    at_s = time.time()
+    return Record(request_id=new_id(at_s), at_s=at_s, route=route)

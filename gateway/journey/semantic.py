@@ -7,24 +7,59 @@ Invariant: a lookup that fails, or that points at an answer which is gone, is a 
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from cache import ExactCache, Fingerprint, HitKind, Miss, MissReason, Query, SemanticClient
+from gateway.accounts.teams import Team
 from gateway.journey.generation import Job
 from gateway.journey.storing import chunks_of
 from gateway.settings import Settings
-from gateway.telemetry.measured_error import Truth
 
 _STORES_AWAITED_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What a lookup by meaning must keep to. `untightened` is what it was before it tightened itself; None where it did not."""
+
+    error_max: float
+    untightened: float | None = None
+
+
+def error_max_of(settings: Settings, team: Team, alias: str, asked: float | None = None) -> float:
+    """The least of all bounds that are given."""
+    model = settings.models.get(alias)
+    of_alias = model.semantic_error_max if model is not None else None
+    given = (settings.cache.error_max, team.semantic_error_max, of_alias, asked)
+    return min(bound for bound in given if bound is not None)
+
+
+class Bounds:
+    """The error bounds of one worker, tightened where the measured error passed them."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.strictness: dict[tuple[int, str], float] = {}  # by team and alias, below 1; without an entry: 1
+
+    def error_max(self, team: Team, alias: str, asked: float | None = None) -> float:
+        """The least of all bounds that are given."""
+        return error_max_of(self._settings, team, alias, asked)
+
+    def bound(self, team: Team, alias: str, asked: float | None) -> Bound:
+        """The bound for a request of a team for an alias."""
+        error_max = self.error_max(team, alias, asked)
+        strictness = self.strictness.get((team.id, alias))
+        return Bound(error_max) if strictness is None else Bound(error_max * strictness, error_max)
 
 
 class ByMeaning:
     """Finds answers that were given to other words of the same meaning. One per worker."""
 
-    def __init__(self, settings: Settings, semantic: SemanticClient, exact: ExactCache, truth: Truth) -> None:
+    def __init__(self, settings: Settings, semantic: SemanticClient, exact: ExactCache, bounds: Bounds) -> None:
         self._settings = settings
         self._semantic = semantic
         self._exact = exact
-        self._truth = truth
+        self._bounds = bounds
         self._stores: dict[bytes, asyncio.Future[None]] = {}  # by compat: the latest answer on its way to Redis
 
     async def find(self, job: Job) -> bool:
@@ -38,7 +73,7 @@ class ByMeaning:
         storing = self._stores.get(found.compat)
         if storing is not None:  # what this worker is storing right now may be what is asked for
             await asyncio.wait((storing,), timeout=_STORES_AWAITED_S)
-        bound = self._truth.bound(job.identity.team, job.alias.name, controls.error_max)
+        bound = self._bounds.bound(job.identity.team, job.alias.name, controls.error_max)
         result = await self._semantic.lookup(
             Query(found.partition, found.compat, text, bound.error_max, bound.untightened)
         )

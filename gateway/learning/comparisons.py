@@ -35,13 +35,13 @@ from cache import (
     Trial,
     VerdictStore,
 )
-from gateway.backends.base import Chunk
 from gateway.journey.generation import Job
 from gateway.journey.record import Record
 from gateway.journey.storing import answer_id, answer_text, chunks_of
 from gateway.journey.turn import Turn
-from gateway.telemetry.summary import NEAR_SIMILARITY_MIN
+from gateway.settings import NEAR_SIMILARITY_MIN
 from gateway.wire.fold import fold
+from gateway.wire.types import Chunk
 
 _QUEUE_MAX = 256
 _AT_ONCE = 4

@@ -12,15 +12,15 @@ import msgspec
 import structlog
 
 from gateway.accounts import Accounts, Conflict, Identity, Key
-from gateway.api.asgi import new_record
-from gateway.backends.base import Chunk
 from gateway.journey.flight import Reader
 from gateway.journey.generation import Answer
+from gateway.journey.record import new_record
 from gateway.journey.turn import read_turn
 from gateway.pipeline import Pipeline
 from gateway.settings import CacheSettings
 from gateway.wire.errors import ApiError
 from gateway.wire.fold import fold
+from gateway.wire.types import Chunk
 from policies import WindowKind
 
 TEAM = "sameway judge"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import msgspec
 
 from gateway.accounts import Team
-from gateway.settings import Settings
+from gateway.journey.semantic import Bounds
 
 CONFIDENCE = 0.95
 _STRICTNESS_MIN = 0.05
@@ -51,14 +51,6 @@ class Measured(msgspec.Struct, frozen=True):
     low: float
     high: float
     checks: int
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """What a lookup by meaning must keep to. `untightened` is what it was before it tightened itself; None where it did not."""
-
-    error_max: float
-    untightened: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,49 +127,34 @@ def _beta(x: float, a: float, b: float) -> float:
     return math.exp(log_front) * (fraction - 1.0) / a
 
 
-def error_max_of(settings: Settings, team: Team, alias: str, asked: float | None = None) -> float:
-    """The least of all bounds that are given."""
-    model = settings.models.get(alias)
-    of_alias = model.semantic_error_max if model is not None else None
-    given = (settings.cache.error_max, team.semantic_error_max, of_alias, asked)
-    return min(bound for bound in given if bound is not None)
-
-
 class Truth:
     """One worker's view of all teams' and aliases' live errors, and the bounds that follow."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._strictness: dict[tuple[int, str], float] = {}
+    def __init__(self, bounds: Bounds) -> None:
+        self.bounds = bounds
         self.live: tuple[Live, ...] = ()
-
-    def bound(self, team: Team, alias: str, asked: float | None) -> Bound:
-        """What a request of a team for an alias must keep to."""
-        error_max = error_max_of(self._settings, team, alias, asked)
-        strictness = self._strictness.get((team.id, alias))
-        return Bound(error_max) if strictness is None else Bound(error_max * strictness, error_max)
 
     def update(self, samples: Mapping[tuple[int, str], Sample], teams: Iterable[Team]) -> list[Live]:
         """Take in what was counted lately. What comes back are those whose bound has tightened or relaxed by it."""
-        names = {team.id: team for team in teams}
+        names, tightened = {team.id: team for team in teams}, self.bounds.strictness
         live, changed = [], []
         for (team_id, alias), sample in samples.items():
             team = names.get(team_id)
             if team is None or not (sample.hits or sample.checks or sample.reported_wrong):
                 continue
-            measured, error_max = measure(sample), error_max_of(self._settings, team, alias)
-            before = self._strictness.get((team_id, alias))
+            measured, error_max = measure(sample), self.bounds.error_max(team, alias)
+            before = tightened.get((team_id, alias))
             after = _strictness(sample, measured, error_max, is_tight=before is not None)
             one = Live(team_id, team.name, alias, sample, measured, error_max, after)
             live.append(one)
             if after < 1.0:
-                self._strictness[team_id, alias] = after
+                tightened[team_id, alias] = after
             else:
-                self._strictness.pop((team_id, alias), None)
+                tightened.pop((team_id, alias), None)
             if (before is None) != (after == 1.0):
                 changed.append(one)
-        for gone in self._strictness.keys() - {(one.team_id, one.alias) for one in live}:
-            del self._strictness[gone]
+        for gone in tightened.keys() - {(one.team_id, one.alias) for one in live}:
+            del tightened[gone]
         self.live = tuple(live)
         return changed
 

@@ -1,26 +1,9 @@
-"""What the admin plane needs of the gateway, as one value; and what it is told of parts it can't see into.
+"""The parts of a worker as an operator sees them: Redis, the database, the cache worker, each deployment."""
 
-Knows no HTTP. Whoever builds the application fills this in; nothing here starts or closes anything.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
-from cache import Partition, partition
-
-if TYPE_CHECKING:
-    from cache import ExactCache, SemanticClient, VerdictStore
-    from gateway.accounts import Accounts, Ledger
-    from gateway.learning.reports import Reports
-    from gateway.settings import Settings
-    from gateway.telemetry.measured_error import Truth
-    from gateway.telemetry.stats import Stats
-    from local_engine import EngineLoad
-    from policies import Budgets
+from local_engine import EngineLoad
 
 
 class Health(StrEnum):
@@ -62,28 +45,3 @@ class DeploymentView:
 
 
 PROMPT_TOKENS_SHOWN = 500
-
-
-@dataclass(frozen=True, slots=True)
-class AdminServices:
-    """Everything the pages and the API read and change. `settings` has its `admin_key` and `secret` filled in."""
-
-    settings: Settings
-    accounts: Accounts
-    ledger: Ledger
-    budgets: Budgets
-    stats: Stats
-    exact: ExactCache
-    semantic: SemanticClient
-    verdicts: VerdictStore
-    reports: Reports
-    truth: Truth
-    deployments: Callable[[], Sequence[DeploymentView]]
-    parts: Callable[[], Sequence[Part]]  # deployments may be among them
-    clock: Callable[[], float]  # unix seconds
-    version: str
-    started_at_s: float
-
-    def partition_of(self, team_id: int) -> Partition:
-        """The cache partition of a team, as the pipeline computes it."""
-        return partition((self.settings.secret or "").encode(), f"team:{team_id}")

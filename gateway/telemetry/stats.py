@@ -19,9 +19,9 @@ from typing import Any, Protocol
 import msgspec
 
 from gateway.journey.record import Record
+from gateway.settings import NEAR_SIMILARITY_MIN
 from gateway.telemetry.measured_error import Sample
 from gateway.telemetry.summary import (
-    NEAR_SIMILARITY_MIN,
     SAMPLE_SCALE,
     DeploymentTally,
     Folded,

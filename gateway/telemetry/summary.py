@@ -18,7 +18,6 @@ HITS = ("exact", "semantic", "coalesced")
 # What became of a request, so that errors never count as misses.
 KINDS = (*HITS, "miss", "bypass", "refused", "failed")
 _RULED_OUT = frozenset({"not_cached", "deadline_exceeded"})  # 504s by the caller's own wish: nothing of ours failed
-NEAR_SIMILARITY_MIN = 0.6  # below, the nearest cached prompt is about something else
 
 
 def kind_of(cache: str, status: int, error: str) -> str:

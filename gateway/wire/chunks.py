@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.backends.base import Chunk, Usage
+from gateway.wire.types import Chunk, Usage
 
 # -- reading, once and lightly ---------------------------------------------------------------------------------------
 

@@ -23,15 +23,6 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from gateway.backends.base import (
-    BackendBroken,
-    BackendError,
-    BackendOverloaded,
-    BackendRejected,
-    BackendTimeout,
-)
-from policies import Cause, Route
-
 
 class ApiError(Exception):
     """Base: what is sent instead of an answer. `headers` are lower-case names."""
@@ -177,57 +168,3 @@ class Unavailable(ApiError):
 def retry_after(seconds: float) -> dict[str, str]:
     """`retry-after` in whole seconds and `retry-after-ms`, which the official SDKs read first."""
     return {"retry-after": str(max(1, math.ceil(seconds))), "retry-after-ms": str(max(1, math.ceil(seconds * 1000)))}
-
-
-def from_backend(error: BackendError) -> ApiError:
-    """What a client is told of a deployment's failure. A rejection keeps the deployment's own words and status."""
-    if isinstance(error, BackendRejected):
-        rejected = Upstream(error.message, code="upstream_rejected")  # for the log; the client is sent the body
-        rejected.http_status = error.status or 400
-        rejected.raw_body = error.body or msgspec.json.encode(
-            error_object(error.message, "invalid_request_error", None, None)
-        )
-        return rejected
-    translated = Upstream(error.message, code=_UPSTREAM_CODES.get(type(error), "upstream_unavailable"))
-    translated.http_status = _UPSTREAM_STATUS.get(type(error), 503)
-    if error.retry_after_s is not None:
-        translated.headers |= retry_after(error.retry_after_s)
-    return translated
-
-
-def no_route(route: Route, prompt: str) -> ApiError:
-    """What a client is told where no deployment may even be tried. `prompt` is the field that would be answered."""
-    match route.cause:
-        case Cause.CONTEXT | Cause.OUTPUT:
-            return BadRequest(_sentence(route.refusal), param=prompt, code="context_length_exceeded")
-        case Cause.CAPABILITY:
-            lacking = min(what for rejected in route.rejected for what in rejected.lacks)
-            return BadRequest(
-                _sentence(route.refusal), param=_ASKED_IN.get(lacking, prompt), code="unsupported_feature"
-            )
-        case Cause.DEADLINE:
-            return DeadlineExceeded(_sentence(route.refusal))
-        case Cause.LIMIT:
-            return Unavailable(_sentence(route.refusal), code="no_deployment_within_limits")
-        case _:
-            return Unavailable(_sentence(route.refusal), code="no_deployment_available")
-
-
-# The fields that need a capability; what is in the prompt itself (images, sounds, files) is not here.
-_ASKED_IN = {name: name for name in ("tools", "logprobs", "n", "suffix")} | {
-    "completions": "model",
-    "json_object": "response_format",
-    "json_schema": "response_format",
-}
-
-
-def _sentence(words: str) -> str:
-    return f"{words[:1].upper()}{words[1:]}"
-
-
-_UPSTREAM_STATUS = {BackendOverloaded: 429, BackendTimeout: 504, BackendBroken: 502}
-_UPSTREAM_CODES = {
-    BackendOverloaded: "upstream_overloaded",
-    BackendTimeout: "upstream_timeout",
-    BackendBroken: "upstream_broken",
-}

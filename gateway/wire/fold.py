@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.backends.base import Chunk
 from gateway.wire.chunks import TEXT, UNREADABLE, TextRun, is_text
+from gateway.wire.types import Chunk
 
 _FIRST = frozenset({"id", "created", "model"})  # Azure opens with a chunk where these are empty
 _DROPPED = frozenset({"object", "choices", "obfuscation"})  # obfuscation pads chunks against eavesdroppers

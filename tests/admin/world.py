@@ -39,10 +39,12 @@ from cache import (
 from cache.worker.messages import LENGTH_BYTES, Answer, AskNear, frame, read_ask
 from gateway.accounts import Accounts, Ledger, LedgerRow
 from gateway.admin.routes import admin_router
+from gateway.admin.services import AdminServices
+from gateway.journey.semantic import Bounds
 from gateway.learning.reports import Reports
 from gateway.settings import Settings
 from gateway.telemetry.measured_error import Truth
-from gateway.telemetry.parts import AdminServices, DeploymentView, Health, Part
+from gateway.telemetry.parts import DeploymentView, Health, Part
 from gateway.telemetry.stats import Stats
 from local_engine import EngineLoad
 from policies import Budgets
@@ -191,7 +193,7 @@ async def open_world(redis: Redis, folder: Path) -> AsyncIterator[World]:
     budgets = Budgets(redis, lambda: world.now_s)
     exact = ExactCache(redis, CacheLimits(size_bytes_max=64 << 20), lambda: world.now_s)
     stats, ledger = Stats(redis, lambda: world.now_s), Ledger(accounts.database)
-    verdicts, truth = VerdictStore(redis), Truth(settings)
+    verdicts, truth = VerdictStore(redis), Truth(Bounds(settings))
     await redis.set(LEDGER_LOCK, "tests")
     await budgets.mark_ready("tests")
     services = AdminServices(

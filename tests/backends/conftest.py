@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from gateway.backends.base import BackendRequest, Chunk, ChunkStream
+from gateway.backends.base import BackendRequest, ChunkStream
 from gateway.backends.openai.backend import OpenAIBackend
+from gateway.wire.types import Chunk
 from tests.upstream import Seen, Upstream, run_upstream
 
 

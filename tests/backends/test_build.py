@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.backends import build_backend, describe
+from gateway.deployments.build import build_backend, describe
 from gateway.deployments.catalog import known, microusd
 from gateway.settings import DeploymentSettings, Settings, SettingsError
 from policies import FREE, Price

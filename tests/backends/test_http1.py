@@ -193,7 +193,7 @@ async def parts_of(exchange: Exchange) -> AsyncIterator[bytes]:
         b"HTTP/1.1 2x0 OK\r\n\r\n",
         b"HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n",
         HEAD + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabc",
-        HEAD + b"X: " + b"y" * (http1.HEAD_BYTES_MAX + 300_000),
+        HEAD + b"X: " + b"y" * (http_client.HEAD_BYTES_MAX + 300_000),
         b"HTTP/1.1 100 Continue\r\n\r\n" * 20_000,
     ],
     ids=["ssh", "tls", "status", "upgrade", "two lengths", "huge head", "endless interim"],
@@ -231,7 +231,7 @@ async def test_a_body_that_is_none_is_a_broken_answer(body: bytes, is_stream: bo
 
 async def test_a_small_body_cannot_inflate_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a compressed body may become is bounded, whatever its size on the wire."""
-    monkeypatch.setattr(http1, "INFLATED_BYTES_MAX", 100_000)
+    monkeypatch.setattr(http_client, "INFLATED_BYTES_MAX", 100_000)
     bomb = gzip.compress(b" " * 1_000_000)
     head = HEAD + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(bomb)
     async with serve(always(head + bomb)) as served, started(served.url) as backend:
@@ -346,7 +346,7 @@ async def test_a_kept_connection_that_closes_unanswered_is_tried_once_more() -> 
 
 async def test_what_waits_for_work_is_bounded_and_used_last_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three connections at once two are kept, the last used serves next, and after a while nothing is left open."""
-    monkeypatch.setattr(http1_pool, "KEEP_ALIVE_S", 0.2)
+    monkeypatch.setattr(http_pool, "KEEP_ALIVE_S", 0.2)
     gate = asyncio.Event()
 
     async def gated(wire: Wire) -> None:

@@ -12,12 +12,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from gateway.backends.local.backend.backend import LocalBackend
-from gateway.backends.local.backend.request import engine_requests
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from gateway.backends.base import (
-    COMPLETION,
     BackendBroken,
     BackendError,
     BackendOverloaded,
@@ -25,11 +22,12 @@ from gateway.backends.base import (
     BackendRequest,
     BackendTimeout,
     BackendUnavailable,
-    Chunk,
-    Usage,
 )
+from gateway.backends.local.backend import LocalBackend
+from gateway.backends.local.request import engine_requests
 from gateway.wire.chunks import read
 from gateway.wire.fold import fold
+from gateway.wire.types import COMPLETION, Chunk, Usage
 from local_engine import EngineLoad, GenerateRequest, ModelInfo, Output, TokenLogprob
 from local_engine import Usage as EngineUsage
 from local_engine.messages import Abort, Ended, Failed, Outputs, State, Submit, ToWorker, tell_ended

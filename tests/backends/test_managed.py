@@ -18,11 +18,10 @@ from gateway.backends.base import (
     BackendRejected,
     BackendTimeout,
     BackendUnavailable,
-    Chunk,
-    Usage,
 )
 from gateway.backends.managed import ManagedBackend
 from gateway.wire.fold import fold
+from gateway.wire.types import Chunk, Usage
 from tests.backends.conftest import SECRET, ask, collect, collect_into, until
 from tests.upstream import Upstream, run_upstream
 

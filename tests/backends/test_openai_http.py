@@ -11,7 +11,6 @@ import pytest
 from msgspec.structs import replace
 
 from gateway.backends.base import (
-    COMPLETION,
     BackendBroken,
     BackendError,
     BackendOverloaded,
@@ -19,12 +18,11 @@ from gateway.backends.base import (
     BackendRequest,
     BackendTimeout,
     BackendUnavailable,
-    Chunk,
-    Usage,
 )
 from gateway.backends.openai.backend import OpenAIBackend
 from gateway.wire.chunks import read, unfold
 from gateway.wire.fold import fold
+from gateway.wire.types import COMPLETION, Chunk, Usage
 from tests.backends.conftest import SECRET, ask, collect, collect_into, make_backend, until
 from tests.backends.servers import Wire, serve
 from tests.upstream import Upstream, run_upstream

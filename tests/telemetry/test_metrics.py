@@ -114,7 +114,7 @@ def test_a_gauge_nobody_set_is_not_shown() -> None:
 _WORKER = """
 import sys, time
 from pathlib import Path
-from gateway.telemetry import definitions as names
+from gateway.telemetry import metric_names as names
 from gateway.telemetry.metrics import Metrics
 from tests.telemetry.records import hit
 metrics = Metrics(Path(sys.argv[1]))

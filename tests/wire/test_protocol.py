@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from gateway.transport import http_protocol
-from gateway.transport.http_protocol import CarefulProtocol
-from gateway.transport.http_server import WHEN_GONE
+from gateway.transport import http_server
+from gateway.transport.http_server import WHEN_GONE, CarefulProtocol
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -211,7 +210,7 @@ async def test_an_idle_connection_is_closed_and_a_used_one_is_not(client: Client
 
 async def test_a_head_is_bounded_in_time_and_size(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second head that never ends is cut off; one that is too long is refused."""
-    monkeypatch.setattr(protocol, "HEAD_WITHIN_S", 0.2)
+    monkeypatch.setattr(http_server, "HEAD_WITHIN_S", 0.2)
     client.send(post("/v1/echo", b"x"))
     await client.response()
     client.send(b"POST /v1/echo HTTP/1.1\r\nX-Slow: ")
@@ -220,7 +219,7 @@ async def test_a_head_is_bounded_in_time_and_size(client: Client, monkeypatch: p
 
 async def test_a_head_that_is_too_long_is_refused(client: Client) -> None:
     """A head beyond the bound is answered by 431 and the connection's end."""
-    client.send(post("/v1/echo", b"", b"X-Long: " + b"x" * protocol.HEAD_BYTES_MAX))
+    client.send(post("/v1/echo", b"", b"X-Long: " + b"x" * http_server.HEAD_BYTES_MAX))
     assert (await client.reader.read()).startswith(b"HTTP/1.1 431 ")
 
 
@@ -238,7 +237,7 @@ async def test_an_offer_to_upgrade_is_ignored_however_it_comes(client: Client, n
 
 async def test_a_head_may_be_cut_anywhere_before_a_large_body(client: Client) -> None:
     """Also inside the line breaks that end it: what follows them is no head, and is not counted as one."""
-    body = b"x" * (2 * protocol.HEAD_BYTES_MAX)
+    body = b"x" * (2 * http_server.HEAD_BYTES_MAX)
     request = post("/v1/echo", body)
     end = request.index(b"\r\n\r\n")
     for cut in range(end, end + 5):

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from gateway.backends.base import Chunk, Usage
 from gateway.wire.chunks import Ending, TextRun, parse, read, unfold
 from gateway.wire.fold import fold
+from gateway.wire.types import Chunk, Usage
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=120)
 anything = st.recursive(

@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 import local_engine
-from gateway.backends.base import BackendRequest, Chunk, Usage, prompts_of
+from gateway.backends.base import BackendRequest
+from gateway.wire.types import Chunk, Usage, prompts_of
 from local_engine import ModelInfo, Output, TokenLogprob
 
 _LOGPROB_MIN = -9999.0  # what OpenAI sends for "never"; JSON has no infinity

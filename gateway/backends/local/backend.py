@@ -11,19 +11,18 @@ from pathlib import Path
 
 import local_engine
 from gateway.backends.base import (
-    CHAT,
     BackendBroken,
     BackendError,
     BackendOverloaded,
     BackendRequest,
     BackendTimeout,
     BackendUnavailable,
-    Chunk,
     Load,
 )
-from gateway.backends.local.backend.answer import ChatWriter, TextWriter, Writer
-from gateway.backends.local.backend.quarantine import Suspects
-from gateway.backends.local.backend.request import engine_requests, rejected
+from gateway.backends.local.answer import ChatWriter, TextWriter, Writer
+from gateway.backends.local.quarantine import Suspects
+from gateway.backends.local.request import engine_requests, rejected
+from gateway.wire.types import CHAT, Chunk
 from local_engine import AsyncEngine, EngineLoad, GenerateRequest, Generation
 
 _ANSWERS_AT_ONCE = 64  # of one request for many prompts: more would fill the engine's queue

@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
-from gateway.backends.base import CHAT, BackendRejected, BackendRequest, prompts_of
+from gateway.backends.base import BackendRejected, BackendRequest
 from gateway.backends.refusals import error_body
+from gateway.wire.types import CHAT, prompts_of
 from local_engine import GenerateRequest, SamplingParams
 
 _SEED_MASK = (1 << 63) - 1

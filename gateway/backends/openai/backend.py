@@ -15,11 +15,12 @@ from urllib.parse import SplitResult, quote, urlsplit
 
 import msgspec
 
-from gateway.backends.base import CHAT, COMPLETION, BackendError, BackendRejected, BackendRequest, Load
+from gateway.backends.base import BackendError, BackendRejected, BackendRequest, Load
 from gateway.backends.openai.stream import OpenAIStream
 from gateway.backends.refusals import Refused, in_band, refusal, retry_after_s, scrubbed
 from gateway.transport.http_client import Exchange
 from gateway.transport.http_pool import Origin, Pool, basic, proxy_authorization
+from gateway.wire.types import CHAT, COMPLETION
 
 _OWN_FIELDS = ("cache",)  # Sameway's extensions of a request
 _FRAMING = frozenset({"connection", "content-length", "transfer-encoding", "upgrade", "expect", "te", "trailer"})

@@ -25,12 +25,12 @@ from gateway.backends.base import (
     BackendRequest,
     BackendTimeout,
     BackendUnavailable,
-    Chunk,
 )
 from gateway.backends.refusals import scrubbed
 from gateway.transport.http_client import Disconnected, Exchange, TransportError, Unreachable
 from gateway.wire.chunks import Ending, TextRun, parse, to_chunk
 from gateway.wire.sse import PayloadTooLarge, Splitter
+from gateway.wire.types import Chunk
 
 if TYPE_CHECKING:
     from gateway.backends.openai.backend import OpenAIBackend

@@ -1,0 +1,255 @@
+"""Requests as OpenAI writes them: the known fields with type and range, and the demand that follows from a request.
+
+Shapes: OpenAI API reference, "Create chat completion" and "Create completion". Unknown fields pass through untouched.
+"""
+
+import re
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from gateway.wire.errors import BadRequest
+from gateway.wire.types import CHAT, COMPLETION, prompts_of
+
+# A token of a byte-level BPE is at least one byte, so bytes bound tokens from above; a chat template adds a few to each message
+# and a default system prompt to a conversation without one.
+_TEMPLATE_TOKENS = 64
+
+
+_MESSAGE_TOKENS = 12
+
+
+_BYTES_PER_TOKEN_MAX = 10.0  # long words; below this many tokens hardly any prompt can be
+
+
+_BYTES_PER_TOKEN = 4.0  # English prose; for expectations only, never for bounds
+
+
+_TOKENS_MAX = 2**31 - 1
+
+
+_PROMPTS_MAX = 2_048
+
+
+MESSAGES_MAX = 20_000  # each costs the event loop a little: many tiny ones would hold up everybody else
+
+
+_MEDIA_TOKENS_MAX = 50_000  # of one image, sound or file: what no provider's largest exceeds
+
+
+class _Message(msgspec.Struct):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class _Tool(msgspec.Struct):
+    type: str
+    function: dict[str, Any] | None = None
+
+
+class _ResponseFormat(msgspec.Struct):
+    type: str
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class _Request(msgspec.Struct, kw_only=True):
+    """The known fields of every generation, each with its type and range."""
+
+    model: Annotated[str, Meta(min_length=1)]
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    user: str | None = None
+
+    @property
+    def candidates(self) -> int:
+        """How many answers to a prompt are generated, of which `n` are given. Raises BadRequest."""
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise BadRequest("`best_of` must be at least `n`", param="best_of", code="invalid_value")
+        return self.best_of or self.n or 1
+
+
+class ChatRequest(_Request, kw_only=True):
+    """The known fields of a chat completion."""
+
+    messages: Annotated[list[_Message], Meta(min_length=1, max_length=MESSAGES_MAX)]
+    max_tokens: Annotated[int, Meta(ge=1, le=_TOKENS_MAX)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=_TOKENS_MAX)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: _ResponseFormat | None = None
+
+    def ask(self, raw: bytes, body: dict[str, Any]) -> "Ask":
+        """What it needs. Raises BadRequest."""
+        for index, message in enumerate(self.messages):
+            if message.content is None and message.role in _SPEAKERS:
+                raise _without_content(f"messages[{index}].content", is_null="content" in body["messages"][index])
+        needs: set[str] = set()
+        if self.tools:
+            needs.add("tools")
+        if self.response_format is not None and self.response_format.type != "text":
+            needs.add(self.response_format.type)
+        if self.logprobs:
+            needs.add("logprobs")
+        candidates = self.candidates
+        if candidates > 1:
+            needs.add("n")
+        media = [kind for message in self.messages if type(message.content) is list for kind in _media(message.content)]
+        needs.update(media)
+        # the body's bytes are at least the bytes of every text in it: escapes only make them longer. But an escape may also
+        # stand for more bytes of UTF-8 than its own (never: \uXXXX is 6 bytes for at most 3), so this bounds the tokens from above
+        bound = len(raw) + _TEMPLATE_TOKENS + _MESSAGE_TOKENS * len(self.messages) + _MEDIA_TOKENS_MAX * len(media)
+        return Ask(
+            prompt_tokens=int(len(raw) / _BYTES_PER_TOKEN) + _MESSAGE_TOKENS,
+            prompt_tokens_min=0 if media else int(len(raw) / _BYTES_PER_TOKEN_MAX),
+            prompt_tokens_max=bound,
+            output_tokens_max=max(self.max_completion_tokens or 0, self.max_tokens or 0)
+            or None,  # a server may know only one
+            choices=candidates,
+            needs=frozenset(needs) if needs else _NO_NEEDS,
+        )
+
+
+class CompletionRequest(_Request, kw_only=True):
+    """The known fields of a completion. A `prompt` is a text, token ids, or a list of either."""
+
+    prompt: str | list[str | Annotated[int, Meta(ge=0)] | list[Annotated[int, Meta(ge=0)]]]
+    messages: None = None  # a chat's: no completion may have the fingerprint of one
+    suffix: str | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=_TOKENS_MAX)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
+
+    def ask(self, raw: bytes, body: dict[str, Any]) -> "Ask":
+        """What it needs. Raises BadRequest."""
+        if not isinstance(self.prompt, str) and len(set(map(type, self.prompt))) != 1:
+            message = "`prompt` must be a text, token ids, or a list of texts or of token ids, and not empty"
+            raise BadRequest(message, param="prompt", code="invalid_type" if self.prompt else "invalid_value")
+        prompts = prompts_of(body)
+        if len(prompts) > _PROMPTS_MAX:
+            raise BadRequest(f"`prompt` holds more than {_PROMPTS_MAX} prompts", param="prompt", code="invalid_value")
+        candidates = self.candidates
+        needs = {"completions"}
+        if self.suffix:
+            needs.add("suffix")
+        if self.logprobs is not None:
+            needs.add("logprobs")
+        if candidates > 1:
+            needs.add("n")
+        expected = [len(one) / (_BYTES_PER_TOKEN if isinstance(one, str) else 1) for one in prompts]
+        least = [len(one) / (_BYTES_PER_TOKEN_MAX if isinstance(one, str) else 1) for one in prompts]
+        return Ask(
+            prompt_tokens=int(sum(expected)) + len(prompts),
+            prompt_tokens_min=int(max(least)),  # each has the whole context to itself
+            prompt_tokens_max=len(raw) + len(prompts),
+            output_tokens_max=self.max_tokens or 1,
+            choices=candidates * len(prompts),
+            needs=frozenset(needs),
+        )
+
+
+SHAPES: dict[str, type[ChatRequest | CompletionRequest]] = {
+    CHAT.name: ChatRequest,
+    COMPLETION.name: CompletionRequest,
+}
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """What a request needs from whoever answers it. Token counts: `prompt_tokens` is expected, `..._min` and `..._max` are bounds.
+    `choices` are all that are generated."""
+
+    prompt_tokens: int
+    prompt_tokens_min: int
+    prompt_tokens_max: int
+    output_tokens_max: int | None
+    choices: int
+    needs: frozenset[str]
+
+
+# An assistant may have called tools, refused or spoken instead; all others have nothing but their content.
+_SPEAKERS = frozenset({"system", "developer", "user", "tool"})
+
+
+def _without_content(param: str, is_null: bool) -> BadRequest:
+    if is_null:
+        return BadRequest(f"Invalid {param}: Expected `str | array`, got `null`", param=param, code="invalid_type")
+    return BadRequest(f"Missing required field: {param}", param=param, code="missing_required_parameter")
+
+
+def decode_object(raw: bytes) -> dict[str, Any]:
+    """The JSON object in `raw`. Raises BadRequest."""
+    try:
+        body = msgspec.json.decode(raw.removeprefix(_BOM))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        half = _HALF_A_PAIR.search(raw) if "truncated" in str(error) else None  # which msgspec takes for the end
+        why = f"a surrogate without its pair stands for no character (byte {half.start()})" if half else error
+        raise BadRequest(f"The body is not valid JSON: {why}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise BadRequest(f"The body must be a JSON object, not {json_name(body)}", code="invalid_json")
+    return body
+
+
+_HALF_A_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
+
+
+def convert(body: dict[str, Any], shape: type[Any], prefix: str = "") -> Any:
+    """`body` as a struct. Raises BadRequest with the path of the first field that does not fit."""
+    try:
+        return msgspec.convert(body, shape)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$")
+        param = (prefix + path.rstrip("`")).lstrip(".") or None
+        if what.startswith("Object missing required field"):
+            param = ".".join(part for part in (param, what.split("`")[1]) if part)
+            raise BadRequest(
+                f"Missing required field: {param}", param=param, code="missing_required_parameter"
+            ) from None
+        if what.startswith("Object contains unknown field"):
+            param = ".".join(part for part in (param, what.split("`")[1]) if part)
+            raise BadRequest(f"Unknown field: {param}", param=param, code="unknown_parameter") from None
+        code = "invalid_type" if "got" in what else "invalid_value"
+        raise BadRequest(f"Invalid {param or 'body'}: {what}", param=param, code=code) from None
+
+
+_BOM = b"\xef\xbb\xbf"  # which RFC 8259, section 8.1 lets a parser ignore, and .NET's writers send
+
+
+def _media(parts: list[dict[str, Any]]) -> list[str]:
+    """What it takes to read each part that is no text."""
+    return [_PART_NEEDS[kind] for part in parts if isinstance(kind := part.get("type"), str) and kind in _PART_NEEDS]
+
+
+_NO_NEEDS: frozenset[str] = frozenset()
+
+
+_PART_NEEDS = {"image_url": "vision", "input_audio": "audio", "file": "files"}
+
+
+def json_name(value: Any) -> str:
+    names = {
+        list: "an array",
+        str: "a string",
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+        type(None): "null",
+    }
+    return names.get(type(value), "an object")
