@@ -1,0 +1,198 @@
+"""Answers found by the semantic cache: hits, the reasons of misses, and drafts for a local engine."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.journey.conftest import OpenWorld
+from tests.world import Finish, Tokens, World
+
+ABSENT = "00" * 16
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_semantic_hit_is_replayed(world: World, is_stream: bool) -> None:
+    """A hit gives the recorded answer to other words, says how similar they were, and costs nothing."""
+    miss = await world.ask("the first wording")
+    generated = await world.record(miss)
+    world.semantic.hits(generated.entry, similarity=0.9712)
+    hit = await world.ask("the second wording", stream=is_stream)
+    assert (hit.status, hit.cache, hit.content) == (200, "semantic", miss.content)
+    assert hit.headers["x-sameway-similarity"] == "0.9712"
+    assert hit.headers["x-sameway-cost-usd"] == "0"
+    assert hit.headers["x-sameway-saved-usd"] == "0.000020"
+    assert hit.headers["x-sameway-backend"] == "plain"
+    assert hit.headers["cache-status"].endswith("; detail=semantic")
+    assert hit.is_done or not is_stream
+    assert len(world.backends["plain"].calls) == 1
+    record = await world.record(hit)
+    assert (record.cache, record.similarity, record.entry) == ("semantic", 0.9712, generated.entry)
+    assert (record.deployment, record.saved_microusd, record.cost_microusd) == ("plain", 20, 0)
+    assert (record.prompt_tokens, record.completion_tokens) == (10, 5)
+    assert (record.store, record.miss_reason, record.attempts) == ("", "", ())
+    assert record.ttft_ms is not None
+    assert len(await world.ledger()) == 1
+
+
+async def test_readers_of_a_semantic_hit_share_it(world: World) -> None:
+    """Two at once: one lookup, one replay, and both have the entry's headers."""
+    entry = (await world.record(await world.ask("the first wording"))).entry
+    world.semantic.hits(entry)
+    world.semantic.asked.clear()
+    clients = [world.begin("the second wording") for _ in range(2)]
+    first, second = [await client.reply() for client in clients]
+    assert (first.cache, second.cache) == ("semantic", "coalesced")
+    assert second.headers["x-sameway-similarity"] == first.headers["x-sameway-similarity"]
+    assert second.headers["x-sameway-saved-usd"] == "0.000020"
+    assert len(world.semantic.asked) == 1
+    record = await world.record(second)
+    assert (record.cache, record.entry, record.saved_microusd) == ("coalesced", entry, 20)
+
+
+async def test_only_if_cached_takes_a_semantic_hit(world: World) -> None:
+    """only-if-cached is served by meaning as well."""
+    world.semantic.hits((await world.record(await world.ask("the first wording"))).entry)
+    hit = await world.ask("the second wording", headers={"cache-control": "only-if-cached"})
+    assert (hit.status, hit.cache) == (200, "semantic")
+
+
+async def test_a_hit_whose_answer_is_gone_is_a_miss(world: World) -> None:
+    """What the semantic cache points at may have been dropped: the request is generated, and says why."""
+    world.semantic.hits(ABSENT)
+    reply = await world.ask()
+    assert (reply.cache, reply.content) == ("miss", "answer of plain")
+    record = await world.record(reply)
+    assert (record.miss_reason, record.similarity, record.store) == ("absent", 0.97, "stored")
+    assert world.lessons == []
+
+
+async def test_a_hit_that_is_too_old_is_a_miss(world: World) -> None:
+    """max-age bounds a semantic hit as it bounds an exact one."""
+    world.semantic.hits((await world.record(await world.ask("the first wording"))).entry)
+    world.clock.passes(60)
+    reply = await world.ask("the second wording", headers={"cache-control": "max-age=5"})
+    assert (reply.cache, (await world.record(reply)).miss_reason) == ("miss", "too_old")
+
+
+@pytest.mark.parametrize(
+    ("reason", "degraded"),
+    [("far", ()), ("numbers", ()), ("audit", ()), ("timeout", ("cache_worker",)), ("unavailable", ("cache_worker",))],
+)
+async def test_a_miss_has_its_reason(world: World, reason: str, degraded: tuple[str, ...]) -> None:
+    """Why the semantic cache did not answer is in the record; a worker that is away or slow is named as well."""
+    world.semantic.misses(reason)
+    reply = await world.ask()
+    assert (reply.status, reply.cache) == (200, "miss")
+    record = await world.record(reply)
+    assert (record.miss_reason, record.survived, record.store) == (reason, degraded, "stored")
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"model": "exact-only"}, "off"),
+        ({"cache": {"no-cache": True}}, "no-cache"),
+        ({"messages": [{"role": "assistant", "content": "not a question"}]}, "not_eligible"),
+    ],
+)
+async def test_what_is_not_looked_up(world: World, fields: dict[str, object], reason: str) -> None:
+    """Where a semantic answer is not wanted the worker is not asked, and the record says why."""
+    reply = await world.ask(**fields)
+    assert world.semantic.asked == []
+    assert (await world.record(reply)).miss_reason == reason
+
+
+async def test_a_team_may_have_it_off(world: World) -> None:
+    """A team without the semantic cache is never served by meaning."""
+    team = await world.team(is_semantic_enabled=False)
+    reply = await world.ask(key=team.key)
+    assert world.semantic.asked == []
+    assert (await world.record(reply)).miss_reason == "off_for_team"
+
+
+async def test_the_strictest_error_bound_is_asked_for(world: World) -> None:
+    """Of the gateway's, the team's and the request's bounds the lowest goes to the worker."""
+    team = await world.team(semantic_error_max=0.005)
+    await world.ask("one")
+    await world.ask("two", key=team.key)
+    await world.ask("three", key=team.key, cache={"error_max": 0.001})
+    await world.ask("four", key=team.key, cache={"error_max": 0.5})
+    assert [one.error_max for one in world.semantic.asked] == [0.01, 0.005, 0.001, 0.005]
+
+
+async def test_the_nearest_prompt_is_kept_only_where_prompts_may_be_logged(
+    open_a_world: OpenWorld, world: World, tmp_path: Path
+) -> None:
+    """The text of the nearest entry is another user's prompt: it is recorded only where the operator allows it."""
+    entry = (await world.record(await world.ask("the first wording"))).entry
+    world.semantic.misses("names", near=entry, similarity=0.93)
+    record = await world.record(await world.ask("the second wording"))
+    assert (record.similarity, record.nearest) == (0.93, "")
+    told = await open_a_world(log_prompts=True)
+    told.semantic.misses("names", near=entry, similarity=0.93)
+    assert (await told.record(await told.ask("the second wording"))).nearest == "a near prompt"
+    await told.is_released()
+
+
+async def test_what_can_be_learned_is_reported(world: World) -> None:
+    """A generation beside a near entry, a hit, and a generation past the cache are lessons; a plain miss is none."""
+    first = await world.ask("the first wording")
+    assert world.lessons == []
+    entry = (await world.record(first)).entry
+    world.semantic.misses("names", near=entry)
+    miss = await world.ask("the second wording")
+    world.semantic.hits(entry)
+    hit = await world.ask("the third wording")
+    past = await world.ask("the third wording", cache={"no-cache": True})
+    stored = {(await world.record(reply)).entry for reply in (miss, past)}
+    assert [one.request_id for one in world.lessons] == [miss.id, hit.id, past.id]
+    assert {world.lessons[0].stored, world.lessons[2].stored} == stored
+    assert world.lessons[1].stored is None
+
+
+# -- drafts ----------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_near_answer_is_a_draft_for_an_engine(world: World) -> None:
+    """An engine gets the answer to the nearest prompt, which was not served; the record names it."""
+    entry = (await world.record(await world.ask("the first wording", model="engine"))).entry
+    world.semantic.misses("names", near=entry, similarity=0.95)
+    reply = await world.ask("the second wording", model="engine")
+    assert [call.draft for call in world.backends["engine"].calls] == ["", "answer of engine"]
+    record = await world.record(reply)
+    assert (record.draft, record.similarity) == (entry, 0.95)
+
+
+async def test_a_managed_deployment_gets_no_draft(world: World) -> None:
+    """Only an engine can verify a guess: others are not given any, and no answer is fetched for one."""
+    entry = (await world.record(await world.ask("the first wording"))).entry
+    world.semantic.misses("names", near=entry, similarity=0.95)
+    reply = await world.ask("the second wording")
+    assert [call.draft for call in world.backends["plain"].calls] == ["", ""]
+    assert (await world.record(reply)).draft == ""
+
+
+@pytest.mark.parametrize("gone", [False, True])
+async def test_what_is_far_or_gone_is_no_draft(world: World, gone: bool) -> None:
+    """An answer that is not near enough, or that was dropped, is none."""
+    entry = (await world.record(await world.ask("the first wording", model="engine"))).entry
+    world.semantic.misses("far", near=ABSENT if gone else entry, similarity=0.95 if gone else 0.3)
+    assert (await world.ask("the second wording", model="engine")).status == 200
+    assert world.backends["engine"].calls[-1].draft == ""
+
+
+async def test_a_lookup_waits_for_an_answer_that_is_being_stored(world: World) -> None:
+    """What this worker is storing right now may be what is asked for: the lookup comes after the store."""
+    go = asyncio.Event()
+    world.backends["plain"].plays("an answer", go, Finish(), Tokens())
+    first = world.begin("the first wording", stream=True)
+    await first.sees("an answer")
+    go.set()
+    await first.reply()
+    before = len(world.semantic.asked)
+    second = await world.ask("the second wording")
+    assert len(world.semantic.asked) == before + 1
+    assert second.status == 200

@@ -1,0 +1,77 @@
+"""Which answers become entries, and why the others do not."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.journey.conftest import OpenWorld
+from tests.world import Finish, Step, Tokens, Whole, World, broken
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    ("steps", "reason"),
+    [
+        (("cut", Finish("length"), Tokens()), "truncated"),
+        (("not that", Finish("content_filter"), Tokens()), "filtered"),
+        (("and then", broken()), "incomplete"),
+        ((Finish(), Tokens()), "empty"),
+        (("odd", Finish("paused"), Tokens()), "unfinished"),
+        (("no end", Tokens()), "unfinished"),
+        ((Whole("cut", "length"),), "truncated"),
+        ((Whole(""),), "empty"),
+    ],
+    ids=["length", "filter", "broken", "no text", "unknown end", "no end", "whole, length", "whole, no text"],
+)
+async def test_what_is_not_complete_is_not_stored(
+    world: World, steps: tuple[Step, ...], reason: str, is_stream: bool
+) -> None:
+    """The record says why an answer was not stored, and the same request is generated again."""
+    world.backends["plain"].plays_once(*steps)
+    reply = await world.ask(stream=is_stream)
+    assert (await world.record(reply)).store == reason
+    assert (await world.ask()).cache == "miss"
+
+
+@pytest.mark.parametrize("reason", ["stop", "tool_calls", "function_call"])
+async def test_what_is_complete_is_stored(world: World, reason: str) -> None:
+    """Every way in which an answer may end well makes an entry."""
+    world.backends["plain"].plays("whole", Finish(reason), Tokens())
+    assert (await world.record(await world.ask())).store == "stored"
+    assert (await world.ask()).cache == "exact"
+
+
+async def test_the_callers_wish_comes_first(world: World) -> None:
+    """Of several reasons the first counts: no-store before anything that is wrong with the answer."""
+    world.backends["plain"].plays("cut", Finish("length"), Tokens())
+    assert (await world.record(await world.ask(cache={"no-store": True}))).store == "no_store"
+
+
+async def test_an_answer_that_is_too_large_is_not_stored(open_a_world: OpenWorld) -> None:
+    """An entry is bounded: a longer answer is served and not kept."""
+    world = await open_a_world(cache={"entry_bytes_max": 2_000})
+    world.backends["plain"].plays_once("x" * 5_000, Finish(), Tokens())
+    reply = await world.ask()
+    assert (reply.content, (await world.record(reply)).store) == ("x" * 5_000, "too_large")
+    assert (await world.ask()).cache == "miss"
+    await world.is_released()
+
+
+async def test_a_ttl_is_bounded(open_a_world: OpenWorld) -> None:
+    """A request may ask for a longer life than the default, up to the longest that is configured."""
+    world = await open_a_world(cache={"ttl_s": 10, "ttl_s_max": 100})
+    await world.ask("default")
+    await world.ask("longest", cache={"ttl": 1_000})
+    world.clock.passes(50)
+    assert (await world.ask("default")).cache == "miss"
+    assert (await world.ask("longest")).cache == "exact"
+    world.clock.passes(80)
+    assert (await world.ask("longest")).cache == "miss"
+    await world.is_released()
+
+
+async def test_a_completion_that_ran_its_length_is_stored(world: World) -> None:
+    """A text completion is asked for with a length: one that used it is whole."""
+    world.backends["plain"].plays("x", Finish("length"), Tokens())
+    reply = await world.ask(path="/v1/completions", prompt="one", max_tokens=1)
+    assert (await world.record(reply)).store == "stored"

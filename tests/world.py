@@ -1,0 +1,694 @@
+"""The heart of the gateway in one process: endpoints, pipeline, real Redis, real accounts; scripted backends and a clock.
+
+Every object of the product that a test of the journey needs is made in this file, and nowhere else: tests speak to `World`,
+`Client`, `Reply` and `ScriptedBackend`. Invariant: when a world closes, nothing is under way and nothing is held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import shutil
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from redis.asyncio import Redis
+
+from cache import CacheLimits, ExactCache, Hit, Miss, MissReason, Near, Query, SemanticClient, Trial
+from gateway.accounts import Accounts, LedgerRow, decode_row
+from gateway.api.chat import Chat
+from gateway.api.completions import Completions
+from gateway.backends.base import (
+    BackendBroken,
+    BackendError,
+    BackendOverloaded,
+    BackendRejected,
+    BackendRequest,
+    BackendTimeout,
+    BackendUnavailable,
+    Chunk,
+    Load,
+    Usage,
+)
+from gateway.by_meaning import ByMeaning
+from gateway.fleet import Fleet, build_fleet
+from gateway.learning.truth import Truth
+from gateway.limits import Limits
+from gateway.money import Money
+from gateway.pipeline import Pipeline
+from gateway.record import Record
+from gateway.redis_link import RedisLink
+from gateway.settings import Settings
+from policies import BorrowedRateLimits, Budget, Budgets, LocalRateLimits, RateLimits, WindowKind
+from policies.budget_keys import LEDGER_LOCK, LEDGER_STREAM
+from tests.services import RedisServer
+
+KEY = "sk-sw-world-0123456789abcdef0123456789abcdef"
+WITHIN_S = 5.0  # whatever a test waits for takes milliseconds: this is when it has failed
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Wait until something is so. Raises TimeoutError when it is not in time."""
+    async with asyncio.timeout(WITHIN_S):
+        while not is_so():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.001)
+
+
+# -- what a backend does ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Finish:
+    """A chunk with a finish reason."""
+
+    reason: str = "stop"
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The last chunk: what was counted."""
+
+    prompt: int = 10
+    completion: int = 5
+    cached: int = 0
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A complete answer in one piece, with its usage."""
+
+    text: str
+    reason: str = "stop"
+
+
+Step = str | Finish | Tokens | Whole | asyncio.Event | BaseException
+"""A text is a delta, an event is waited for, an exception is raised."""
+
+
+def unavailable(detail: str = "out of order") -> BackendUnavailable:
+    return BackendUnavailable("The deployment is out of order", detail=detail)
+
+
+def overloaded(retry_after_s: float | None = None) -> BackendOverloaded:
+    return BackendOverloaded("The deployment is overloaded", retry_after_s=retry_after_s)
+
+
+def timed_out() -> BackendTimeout:
+    return BackendTimeout("The deployment did not answer in time")
+
+
+def broken() -> BackendBroken:
+    return BackendBroken("The deployment's answer broke off")
+
+
+def rejected(status: int = 400, words: str = "Bad field") -> BackendRejected:
+    error = {"error": {"message": words, "type": "invalid_request_error", "param": "x", "code": "bad"}}
+    return BackendRejected(words, status=status, body=json.dumps(error).encode())
+
+
+@dataclass
+class Call:
+    """One request that a backend was given, and what became of it."""
+
+    body: dict[str, Any]
+    is_stream: bool
+    partition: bytes
+    request_id: str
+    draft: str
+    idle_timeout_s: float
+    is_cancelled: bool = False  # while it was at work
+    is_closed: bool = False
+
+
+class ScriptedBackend:
+    """A deployment that does what a test says, and remembers what it was asked."""
+
+    def __init__(self, name: str, capabilities: frozenset[str] = frozenset()) -> None:
+        self.name = name
+        self.capabilities = capabilities
+        self.calls: list[Call] = []
+        self.state = Load()
+        self.bug: Exception | None = None  # raised where the gateway asks how busy it is
+        self._always: tuple[Step, ...] = ("answer ", f"of {name}", Finish(), Tokens())
+        self._next: list[tuple[Step, ...]] = []
+
+    def plays(self, *steps: Step) -> None:
+        """From now on every answer is this one."""
+        self._always = steps
+
+    def plays_once(self, *steps: Step) -> None:
+        """The next answer is this one; several calls queue several answers."""
+        self._next.append(steps)
+
+    def is_down(self, reason: str, *, is_starting: bool = False) -> None:
+        """It says of itself that it is not ready."""
+        self.state = Load(is_ready=False, reason=reason, is_starting=is_starting)
+
+    def is_up(self) -> None:
+        self.state = Load()
+
+    async def called(self, times: int = 1) -> Call:
+        """The call of this number, once it has come."""
+        await until(lambda: len(self.calls) >= times)
+        return self.calls[times - 1]
+
+    async def start(self) -> None:
+        """Nothing to connect."""
+
+    async def aclose(self) -> None:
+        """Nothing to close."""
+
+    def load(self, prompt_tokens: int) -> Load:
+        if self.bug is not None:
+            raise self.bug
+        return self.state
+
+    def stream(self, request: BackendRequest) -> _Playing:
+        call = Call(
+            body=request.body,
+            is_stream=request.is_stream,
+            partition=request.salt,
+            request_id=request.request_id,
+            draft=request.draft,
+            idle_timeout_s=request.idle_timeout_s,
+        )
+        self.calls.append(call)
+        return _Playing(call, self._next.pop(0) if self._next else self._always, request.kind.name != "chat")
+
+
+class _Playing:
+    """A script on its way."""
+
+    def __init__(self, call: Call, steps: Sequence[Step], is_text: bool) -> None:
+        self._call = call
+        self._steps = iter(steps)
+        self._is_text = is_text
+
+    def __aiter__(self) -> _Playing:
+        return self
+
+    async def __anext__(self) -> list[Chunk]:
+        await asyncio.sleep(0)
+        for step in self._steps:
+            if isinstance(step, asyncio.Event):
+                try:
+                    await step.wait()
+                except asyncio.CancelledError:
+                    self._call.is_cancelled = True
+                    raise
+            elif isinstance(step, BaseException):
+                raise step
+            else:
+                return [_chunk(step, self._is_text)]
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        self._call.is_closed = True
+
+
+def _chunk(step: str | Finish | Tokens | Whole, is_text: bool) -> Chunk:
+    head: dict[str, Any] = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+    if is_text:
+        head["object"] = "text_completion"
+    if isinstance(step, Tokens):
+        usage = Usage(step.prompt, step.completion, step.cached)
+        counted = {"prompt_tokens": step.prompt, "completion_tokens": step.completion}
+        return Chunk(_json({**head, "choices": [], "usage": counted}), usage=usage, is_usage_only=True)
+    if isinstance(step, Whole):
+        said: dict[str, Any] = (
+            {"text": step.text} if is_text else {"message": {"role": "assistant", "content": step.text}}
+        )
+        usage = Usage(10, 5)
+        counted = {"prompt_tokens": 10, "completion_tokens": 5}
+        head["object"] = "text_completion" if is_text else "chat.completion"
+        data = _json({**head, "choices": [{"index": 0, **said, "finish_reason": step.reason}], "usage": counted})
+        return Chunk(data, is_whole=True, has_content=bool(step.text), finish_reasons=(step.reason,), usage=usage)
+    delta = step if isinstance(step, str) else ""
+    reason = step.reason if isinstance(step, Finish) else None
+    part: dict[str, Any] = {"text": delta} if is_text else {"delta": {"content": delta} if delta else {}}
+    data = _json({**head, "choices": [{"index": 0, **part, "finish_reason": reason}]})
+    return Chunk(data, has_content=bool(delta), finish_reasons=(reason,) if reason else ())
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def deployment(name: str, model: str = "m", usd: tuple[float, float] = (1.0, 2.0), **more: Any) -> dict[str, Any]:
+    """The settings of a deployment; `usd` are its prices for a million tokens, read and written."""
+    price = {"input_usd_per_mtok": usd[0], "output_usd_per_mtok": usd[1]}
+    kind = {"backend": "local"} if "engine" in more else {"backend": "openai", "base_url": "http://0.0.0.0/v1"}
+    own = {} if "engine" in more else {"model": model}
+    return {"name": name, "price": price, **kind, **own, **more}
+
+
+# -- the semantic cache, scripted ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A semantic lookup as it came."""
+
+    text: str
+    error_max: float | None
+
+
+class ScriptedSemantic:
+    """A cache worker that answers what a test says; nothing is near until it says otherwise."""
+
+    def __init__(self) -> None:
+        self.asked: list[Asked] = []
+        self.bug: Exception | None = None
+        self._reply: Hit | Miss = Miss(MissReason.EMPTY)
+
+    def hits(self, entry: str, similarity: float = 0.97) -> None:
+        """From now on the entry of this id answers everything."""
+        exact = bytes.fromhex(entry)
+        self._reply = Hit(exact, similarity, "a near prompt", _trial(exact))
+
+    def misses(self, reason: str, near: str | None = None, similarity: float = 0.9) -> None:
+        """From now on nothing may be served; `near` is the entry that came nearest."""
+        if near is None:
+            self._reply = Miss(MissReason(reason))
+            return
+        exact = bytes.fromhex(near)
+        nearest = Near(similarity, "a near prompt", exact, MissReason(reason))
+        self._reply = Miss(MissReason(reason), nearest, _trial(exact))
+
+    async def lookup(self, query: Query, timeout_s: float | None = None) -> Hit | Miss:
+        self.asked.append(Asked(query.text, query.error_max))
+        await asyncio.sleep(0)
+        if self.bug is not None:
+            raise self.bug
+        return self._reply
+
+
+def _trial(exact: bytes) -> Trial:
+    return Trial((exact,), b"", 0.9, 1.0, b"rule")
+
+
+# -- a client ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a client got."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def id(self) -> str:
+        return self.headers["x-request-id"]
+
+    @property
+    def cache(self) -> str:
+        return self.headers["x-sameway-cache"]
+
+    @property
+    def text(self) -> str:
+        return self.body.decode()
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> Any:
+        """The error object, of a response or of the event that ended a stream."""
+        return (self.events[-1] if self.is_stream else self.json)["error"]
+
+    @property
+    def is_stream(self) -> bool:
+        return self.headers["content-type"].startswith("text/event-stream")
+
+    @property
+    def events(self) -> list[Any]:
+        """Each event's JSON; `[DONE]` as it is."""
+        lines = [line.removeprefix("data: ") for line in self.text.split("\n\n") if line]
+        return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+    @property
+    def is_done(self) -> bool:
+        return self.text.endswith("data: [DONE]\n\n")
+
+    @property
+    def content(self) -> str:
+        """The answer's text, however it came."""
+        if not self.is_stream:
+            choice = self.json["choices"][0]
+            return str(choice["message"]["content"] if "message" in choice else choice["text"])
+        choices = [choice for event in self.events if event != "[DONE]" for choice in event.get("choices", ())]
+        return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
+
+
+class Client:
+    """One request under way, over ASGI."""
+
+    def __init__(self, endpoint: Any, path: str, headers: dict[str, str], body: bytes) -> None:
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": raw}
+        self._to_come = [{"type": "http.request", "body": body, "more_body": False}]
+        self._gone = asyncio.Event()
+        self._status = 0
+        self._headers: dict[str, str] = {}
+        self._body = bytearray()
+        self._task = asyncio.create_task(endpoint(scope, self._receive, self._send))
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._to_come:
+            return self._to_come.pop()
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            assert not self._status, "a request got two responses"
+            self._status = message["status"]
+            self._headers = {name.decode(): value.decode("latin-1") for name, value in message["headers"]}
+        else:
+            self._body += message.get("body", b"")
+
+    def leave(self) -> None:
+        """Go away."""
+        self._gone.set()
+
+    async def sees(self, text: str) -> None:
+        """Wait until this has come."""
+        await until(lambda: text.encode() in self._body)
+
+    async def reply(self) -> Reply:
+        """All of it."""
+        async with asyncio.timeout(WITHIN_S):
+            await self._task
+        return Reply(self._status, self._headers, bytes(self._body))
+
+
+# -- the world -----------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self._passed_s = 0.0
+
+    def passes(self, seconds: float) -> None:
+        self._passed_s += seconds
+
+    def steady(self) -> float:
+        """A clock that stands still in between: rates can be counted."""
+        return 1_000.0 + self._passed_s
+
+    def going(self) -> float:
+        """A clock that also goes by itself: a deployment's rest ends."""
+        return time.monotonic() + self._passed_s
+
+    def unix(self) -> float:
+        """The time of day, which also goes by itself: Redis has its own."""
+        return time.time() + self._passed_s
+
+
+@dataclass(frozen=True)
+class Team:
+    """A team with one key."""
+
+    id: int
+    key: str
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A finished request that the semantic cache may learn from, and the id of the entry that keeps its answer."""
+
+    request_id: str
+    stored: str | None
+
+
+class _Learner:
+    def __init__(self) -> None:
+        self.lessons: list[Lesson] = []
+
+    def recorded(self, job: Any, stored: Any) -> None:
+        self.lessons.append(Lesson(job.turn.record.request_id, stored.id if stored is not None else None))
+
+
+@dataclass
+class World:
+    """One worker's heart, and the knobs a test turns."""
+
+    clock: Clock
+    redis: Redis
+    backends: dict[str, ScriptedBackend]
+    semantic: ScriptedSemantic
+    records: list[Record]
+    _pipeline: Pipeline
+    _accounts: Accounts
+    _budgets: Budgets
+    _exact: ExactCache
+    _money: Money
+    _link: RedisLink
+    _learner: _Learner
+    _endpoints: dict[str, Any]
+    _asked_budgets: list[Budget] = field(default_factory=list)
+    _clients: list[Client] = field(default_factory=list)
+
+    # -- asking
+
+    def begin(
+        self,
+        content: str | None = "hello",
+        *,
+        model: str = "mock",
+        key: str | None = KEY,
+        headers: dict[str, str] | None = None,
+        path: str = "/v1/chat/completions",
+        raw: bytes | None = None,
+        **fields: Any,
+    ) -> Client:
+        """A request that is on its way; `raw` instead of a body that is made of the others."""
+        is_chat = path.endswith("chat/completions") and "messages" not in fields
+        said = {"messages": [{"role": "user", "content": content}]} if is_chat else {}
+        sent = {**({"authorization": f"Bearer {key}"} if key else {}), **(headers or {})}
+        body = json.dumps({"model": model, **said, **fields}).encode() if raw is None else raw
+        client = Client(self._endpoints[path], path, sent, body)
+        self._clients.append(client)
+        return client
+
+    async def ask(self, content: str | None = "hello", **how: Any) -> Reply:
+        """A request and its reply, once it is recorded. As `begin`."""
+        reply = await self.begin(content, **how).reply()
+        await self.quiet()
+        return reply
+
+    async def quiet(self) -> None:
+        """Until nothing is under way."""
+        async with asyncio.timeout(WITHIN_S):
+            await self._pipeline.drain()
+
+    async def record(self, reply: Reply) -> Record:
+        """The one record of a request."""
+        await self.quiet()
+        (found,) = [record for record in self.records if record.request_id == reply.id]
+        return found
+
+    # -- teams and money
+
+    async def team(self, name: str = "another", *, models: tuple[str, ...] | None = None, **limits: Any) -> Team:
+        """A new team; `limits` are its requests_per_min, tokens_per_min, is_semantic_enabled, semantic_error_max."""
+        team = await self._accounts.create_team(name, **limits)
+        made = await self._accounts.create_key(team.id, "key", **({} if models is None else {"models": models}))
+        return Team(team.id, made.plaintext)
+
+    async def budget(self, team: Team, microusd: int, *, window: str = "day", is_hard: bool = True) -> None:
+        """A new budget of a team."""
+        made = await self._accounts.create_budget(team.id, WindowKind(window), microusd, is_hard)
+        self._asked_budgets.append(made)
+
+    async def money_of(self, team: Team) -> tuple[int, int]:
+        """What the team has spent of its budget, and what is held, in µUSD."""
+        (state,) = await self._budgets.spent([one for one in self._asked_budgets if one.team_id == team.id])
+        return state.spent_microusd, state.held_microusd
+
+    async def ledger(self) -> list[LedgerRow]:
+        """The rows on the books, oldest first."""
+        await self.quiet()
+        entries: Any = await self.redis.xrange(LEDGER_STREAM)
+        return [decode_row(fields[b"row"]) for _, fields in entries]
+
+    async def retry_settling(self) -> None:
+        """What the worker does twice a second: settle what Redis could not take."""
+        await self._money.retry()
+
+    @property
+    def unsettled(self) -> int:
+        return self._money.unsettled
+
+    # -- what is under way
+
+    @property
+    def flights(self) -> int:
+        """Generations that others may join."""
+        return len(self._pipeline.flights)
+
+    @property
+    def generations(self) -> int:
+        return self._pipeline.generations
+
+    @property
+    def lessons(self) -> list[Lesson]:
+        return self._learner.lessons
+
+    # -- bugs
+
+    def breaks(self, stage: str) -> None:
+        """From now on a stage fails by a bug: `keep`, `store` or `settle`."""
+
+        async def fail(*_: Any, **__: Any) -> Any:
+            raise RuntimeError(f"a bug in {stage}")
+
+        def fail_now(*_: Any, **__: Any) -> Any:
+            raise RuntimeError(f"a bug in {stage}")
+
+        part: Any = {"keep": self._exact, "store": self._exact, "settle": self._money}[stage]
+        setattr(part, stage, fail_now if stage == "keep" else fail)
+
+    # -- the end
+
+    async def is_released(self) -> None:
+        """Nothing is under way, and nothing is held. Raises AssertionError."""
+        await self.quiet()
+        assert self.generations == 0
+        assert self.flights == 0
+        assert self._money.holds == 0
+        calls = [call for backend in self.backends.values() for call in backend.calls]
+        assert [call for call in calls if not call.is_closed] == []
+        with contextlib.suppress(ConnectionError, OSError):
+            for state in await self._budgets.spent(self._asked_budgets):
+                assert state.held_microusd == 0
+        ids = [record.request_id for record in self.records]
+        assert len(ids) == len(set(ids)), "a request was recorded twice"
+
+    async def aclose(self) -> None:
+        for client in self._clients:
+            client.leave()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await self.quiet()
+        await self._link.aclose()
+        await self._accounts.close()
+
+
+@functools.cache
+def _database() -> Path:
+    """A database with team `default` and `KEY`: migrating takes longer than most tests."""
+    folder = tempfile.TemporaryDirectory(prefix="sameway-world-")
+    weakref.finalize(_database, folder.cleanup)
+    path = Path(folder.name) / "sameway.db"
+
+    async def make() -> None:
+        accounts = Accounts(f"sqlite:///{path}")
+        await accounts.open()
+        await accounts.ensure_first(plaintext=KEY)
+        await accounts.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(make()))
+    thread.start()
+    thread.join()
+    return path
+
+
+MODELS: dict[str, Any] = {
+    "mock": {"deployments": [deployment("plain")]},
+    "pair": {"policy": "cheapest", "deployments": [deployment("first", usd=(0, 0)), deployment("second")]},
+    "mixed": {"policy": "cheapest", "deployments": [deployment("big", "big", (0, 0)), deployment("small", "small")]},
+    "twins": {"policy": "fastest", "deployments": [deployment("left"), deployment("right")]},
+    "dear": {"deployments": [deployment("dear", output_tokens_max=1000)]},
+    "engine": {"deployments": [deployment("engine", engine="default", usd=(0, 0))]},
+    "narrow": {"deployments": [deployment("narrow", context_tokens_max=50)]},
+    "simple": {"deployments": [deployment("simple", capabilities=[])]},
+    "exact-only": {"is_semantic": False, "deployments": [deployment("exact-only")]},
+}
+
+
+@asynccontextmanager
+async def open_world(server: RedisServer, folder: Path, **settings: Any) -> AsyncIterator[World]:
+    """A world on an empty Redis; `settings` are those that differ."""
+    folder.mkdir(exist_ok=True, parents=True)
+    shutil.copy(_database(), folder / "sameway.db")
+    redis = Redis.from_url(server.url, decode_responses=False)
+    await redis.flushall()
+    values = {"data_dir": folder, "redis_url": server.url, "secret": "of the tests", "models": MODELS, **settings}
+    world = await _build(Settings(**values), redis)
+    try:
+        yield world
+    finally:
+        await world.aclose()
+        await redis.aclose()
+
+
+async def _build(settings: Settings, redis: Redis) -> World:
+    """The parts of a worker, as the application puts them together."""
+    clock, learner, semantic, records = Clock(), _Learner(), ScriptedSemantic(), list[Record]()
+    link = RedisLink(settings.redis_target, settings.redis_timeout_ms / 1000.0)
+    accounts = Accounts(settings.sql_url, clock=clock.unix)
+    await accounts.open()
+    budgets = Budgets(link, later=link.later)
+    money = Money(budgets, settings.budgets)
+    await redis.set(LEDGER_LOCK, "tests")
+    await budgets.mark_ready("tests")
+    limits = CacheLimits(entry_bytes_max=settings.cache.entry_bytes_max, ttl_s_max=settings.cache.ttl_s_max)
+    exact = ExactCache(link, limits, clock.unix, clock.going, link.later)
+    fleet, backends = _fleet(settings, clock)
+    rates = Limits(
+        BorrowedRateLimits(RateLimits(link, lambda: int(clock.steady() * 1e6)), clock.steady),
+        LocalRateLimits(clock.steady),
+        clock.steady,
+    )
+
+    def emit(record: Record, turn: object, chunks: object) -> None:
+        records.append(record)
+
+    scripted: Any = semantic
+    client: SemanticClient = scripted
+    by_meaning = ByMeaning(settings, client, exact, Truth(settings))
+    pipeline = Pipeline(settings, accounts, rates, exact, by_meaning, money, fleet, emit)
+    pipeline.judging = learner
+    endpoints = {
+        "/v1/chat/completions": Chat(pipeline, settings.body_bytes_max),
+        "/v1/completions": Completions(pipeline, settings.body_bytes_max),
+    }
+    return World(
+        clock=clock,
+        redis=redis,
+        backends=backends,
+        semantic=semantic,
+        records=records,
+        _pipeline=pipeline,
+        _accounts=accounts,
+        _budgets=budgets,
+        _exact=exact,
+        _money=money,
+        _link=link,
+        _learner=learner,
+        _endpoints=endpoints,
+    )
+
+
+def _fleet(settings: Settings, clock: Clock) -> tuple[Fleet, dict[str, ScriptedBackend]]:
+    """The fleet that the settings describe, with a script behind each deployment."""
+    fleet = build_fleet(settings, clock.going)
+    backends: dict[str, ScriptedBackend] = {}
+    for one in fleet.deployments:
+        backends[one.name] = ScriptedBackend(one.name, one.capabilities)
+        one.backend = backends[one.name]
+    return fleet, backends
