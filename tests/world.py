@@ -29,25 +29,22 @@ from gateway.api.chat import Chat
 from gateway.api.completions import Completions
 from gateway.backends.base import (
     BackendBroken,
-    BackendError,
     BackendOverloaded,
     BackendRejected,
     BackendRequest,
     BackendTimeout,
     BackendUnavailable,
-    Chunk,
     Load,
-    Usage,
 )
-from gateway.by_meaning import ByMeaning
-from gateway.fleet import Fleet, build_fleet
-from gateway.learning.truth import Truth
-from gateway.limits import Limits
-from gateway.money import Money
+from gateway.deployments.fleet import Fleet, build_fleet
+from gateway.journey.budget import Money
+from gateway.journey.rate_limits import Limits
+from gateway.journey.record import Record
+from gateway.journey.semantic import Bounds, ByMeaning
 from gateway.pipeline import Pipeline
-from gateway.record import Record
-from gateway.redis_link import RedisLink
 from gateway.settings import Settings
+from gateway.transport.redis_link import RedisLink
+from gateway.wire.types import Chunk, Usage
 from policies import BorrowedRateLimits, Budget, Budgets, LocalRateLimits, RateLimits, WindowKind
 from policies.budget_keys import LEDGER_LOCK, LEDGER_STREAM
 from tests.services import RedisServer
@@ -660,7 +657,7 @@ async def _build(settings: Settings, redis: Redis) -> World:
 
     scripted: Any = semantic
     client: SemanticClient = scripted
-    by_meaning = ByMeaning(settings, client, exact, Truth(settings))
+    by_meaning = ByMeaning(settings, client, exact, Bounds(settings))
     pipeline = Pipeline(settings, accounts, rates, exact, by_meaning, money, fleet, emit)
     pipeline.judging = learner
     endpoints = {
