@@ -1,7 +1,7 @@
 """`python -m tests.golden`: writes the golden files anew. Look at `git diff tests/golden` before you commit them."""
 
+from tests.golden import live, source
 from tests.golden.files import write
-from tests.golden.source import COLLECTORS
 
-for name, collect in COLLECTORS.items():
+for name, collect in {**source.COLLECTORS, **live.COLLECTORS}.items():
     write(name, collect())
