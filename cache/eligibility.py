@@ -68,6 +68,7 @@ def store_refusal(outcome: Outcome, controls: Controls, entry_bytes_max: int) ->
         return Refusal.ERROR
     if not outcome.is_complete:
         return Refusal.INCOMPLETE
+    # decision: doubtful-not-stored
     if outcome.is_fallback:
         return Refusal.FALLBACK
     if outcome.is_filtered or "content_filter" in reasons:

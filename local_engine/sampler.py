@@ -130,6 +130,7 @@ def draw(logits: torch.Tensor, places: Many[Place]) -> list[int | None]:
 def noise(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Exponentially distributed numbers with mean 1 for keys [rows, 1] and tokens [rows, any] (int64): SplitMix64 (Steele,
     Lea and Flood, OOPSLA 2014) from the state `key` on, of which a token takes the number at its own place."""
+    # decision: noise-by-position
     z = keys + (tokens + 1) * _GOLDEN
     z = (z ^ (z >> 30 & _MASK_34)) * _MIX_1
     z = (z ^ (z >> 27 & _MASK_37)) * _MIX_2

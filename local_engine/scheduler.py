@@ -109,6 +109,7 @@ class Scheduler:
         if sequence.turn < 0.0:
             flow = (sequence.priority, sequence.salt)
             sequence.turn = max(self._now, self._turn_ends.get(flow, 0.0))
+            # decision: fair-by-tokens
             self._turn_ends[flow] = sequence.turn + len(sequence.tokens) + sequence.answer_tokens_max
         sequence.status = Status.WAITING
         insort(self.waiting, sequence, key=lambda s: s.order)

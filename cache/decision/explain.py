@@ -34,7 +34,9 @@ def decide(query: Query, known: Sequence[Neighbour], count: int, verifier: Verif
     for place, reason in enumerate(reasons):
         if reason in _WOULD_BE_SERVED and known[place].is_suspended:
             reasons[place] = MissReason.SUSPENDED
+    # decision: withdrawn-until-cleared
     served = verdict.served if verdict.served is not None and not known[verdict.served].is_suspended else None
+    # decision: trial-in-the-reply
     trial = _trial(verdict.assessment, known, lore.rule)
     nears = [
         _near(one, reasons[place] if place < len(reasons) else MissReason.FAR)

@@ -177,6 +177,7 @@ def _compile(plan: BertPlan, weights: dict[str, NDArray[np.float32]], threads: i
         x = normed(op.add(x, linear(wide, name + "output.dense")), name + "output.LayerNorm")
     model = openvino.Model([op.matmul(pooling, x, False, False)], [ids, positions, mask, pooling])
     how = {
+        # decision: embedder-in-float32
         "INFERENCE_PRECISION_HINT": "f32",
         "INFERENCE_NUM_THREADS": threads,
         "NUM_STREAMS": 1,

@@ -27,6 +27,7 @@ end
 # every half-life. What an entry has, as S = now + half_life log2(sum), orders entries alike at every later moment, for all of them fade
 # alike: nothing is ever scored anew, and what has least is found in O(log n). (LRFU, Lee et al., IEEE Transactions on Computers
 # 50(12), 2001, weighed by saving over size as in GreedyDual-Size, Cao and Irani, USITS 1997.)
+# decision: eviction-by-worth
 _USED_AT = """
 local function used_at(score, now, half_life, worth)
   worth = tonumber(worth)

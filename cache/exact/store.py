@@ -252,6 +252,7 @@ def pack(entry: Entry) -> Packed:
 
 @lru_cache(maxsize=4096)
 def _keys(partition: Partition) -> tuple[str, ...]:
+    # decision: cache-budget-per-partition
     tag = "sameway:{" + partition.hex() + "}:"
     return (
         tag + "entries",

@@ -84,6 +84,7 @@ class VectorIndex:
         self._run = run
         self._whole = faiss.IndexFlatIP(dims)  # the one centroid of every small namespace
         self._whole.add(np.zeros((1, dims), dtype=np.float32))
+        # decision: lists-per-namespace
         self._blocks: dict[bytes, _Block] = {}
         self._count = 0
         self._lock = (

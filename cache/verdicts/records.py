@@ -87,6 +87,7 @@ class AnswerRef:
 
 def answer_name(exact: bytes, created_at: float) -> bytes:
     """The name of one answer: 16 bytes of its entry's id, and when it was made as a big-endian double."""
+    # decision: groups-hold-answers
     return exact + struct.pack(">d", created_at)
 
 

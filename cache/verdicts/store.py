@@ -144,6 +144,7 @@ class VerdictStore:
         """Everything said after a position of the stream (`0-0`: all that is kept), and the position then."""
         records: Read = []
         while True:
+            # decision: verdicts-in-one-stream
             items: list[Any] = await self._redis.execute_command(
                 "XRANGE", _tag(partition) + "verdicts", b"(" + after, "+", "COUNT", _READ_COUNT
             )

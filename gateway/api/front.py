@@ -48,6 +48,7 @@ class Front:
                 return
             scope = {**scope, "path": plain}
         if b"origin" in map(_NAME, scope["headers"]):
+            # decision: any-origin
             send = _readable_anywhere(send)
         if scope["method"] == "OPTIONS":
             await _say_options(scope, methods or ("GET", "POST"), send)  # a page may ask, and read why not

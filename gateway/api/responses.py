@@ -67,6 +67,7 @@ class Responses(Chat):
 
     def read(self, raw: bytes, headers: Mapping[str, str], record: Record) -> tuple[Turn, Form]:
         body = decode_object(raw)
+        # decision: one-shape-on-the-journey
         turn = read_turn(msgspec.json.encode(_chat(body)), headers, record)
         return turn, Response(body, record)
 

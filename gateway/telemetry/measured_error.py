@@ -78,6 +78,7 @@ def measure(sample: Sample) -> Measured:
         reported_low, _ = clopper_pearson(min(sample.reported_wrong, sample.requests), sample.requests)
     if not sample.weight:
         return Measured(reported or None, reported_low, max(share, reported), 0)
+    # decision: reports-only-raise
     wrong = sample.wrong_weight / sample.weight
     effective = sample.weight**2 / sample.weight2
     low, high = clopper_pearson(wrong * effective, effective)

@@ -213,6 +213,7 @@ class Connection(asyncio.Protocol):
         # the parser's callbacks: those that only keep what they are given cost no Python at all
         self.on_header = self._headers.__setitem__
         self.on_body = self._parts.append
+        # decision: own-http-client
         self._parser: Any = HttpResponseParser(self)
         # what servers get wrong and every client overlooks
         self._parser.set_dangerous_leniencies(

@@ -231,6 +231,7 @@ class CarefulProtocol(HttpToolsProtocol):
         scope["raw_path"] = url
         scope["query_string"] = b""
         assert self._direct is not None
+        # decision: own-http-server
         self.cycle = Exchange(self, self._direct, version == "1.1" and parser.should_keep_alive())
         self._start_asgi_task(self.cycle, self.app)
 

@@ -36,6 +36,7 @@ class RedisLink:
         self.round_trips = 0  # and what they carried, for who counts what a request costs
         self.commands = 0
         self._timeout_s = timeout_s
+        # decision: own-redis-connection
         self._is_direct = "+" not in url.partition("://")[0]
         # what redis-py makes of replies: the wire's are the same as a client's
         self._callbacks = self.client.response_callbacks if self._is_direct else {}

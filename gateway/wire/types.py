@@ -54,6 +54,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     finish_reasons: tuple[str, ...] = ()
     usage: Usage | None = None
     is_usage_only: bool = False  # `choices: []`: sent on only to clients that asked for usage
+    # decision: chunks-in-lists
     count: int = 1
 
     def each(self) -> list[bytes]:

@@ -194,6 +194,7 @@ def _text_config(config: Mapping[str, Any], source: str) -> tuple[Family, Mappin
 def _refuse_other_functions(config: Mapping[str, Any], family: Family, source: str) -> None:
     """Raises ModelError for a field that makes the model another function than the family's."""
     caps = () if family.is_gemma else ("attn_logit_softcapping", "final_logit_softcapping")
+    # decision: exact-or-refused
     odd = [key for key in (*_MUST_BE_UNSET, *caps) if config.get(key)]
     odd += [key for key in _MUST_BE_ONE if config.get(key) not in (None, 1)]
     odd += [key for key in ("no_rope_layers",) if not all(config.get(key) or ())]

@@ -59,6 +59,7 @@ class Linear:
         self.rows, self.columns = rows, columns
         self.bias = torch.empty(sum(rows), dtype=dtype, device=device) if has_bias else None
         self._is_head = is_head
+        # decision: batch-invariant
         self._dequantised_from = _ROWS_ALL if is_batch_invariant else _DEQUANTISED_FROM
         self._dtype, self._device = dtype, device
         self._native = native_for(device, dtype)

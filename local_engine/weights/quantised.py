@@ -29,6 +29,7 @@ class Quantised:
     6 bits they are for 16 inputs each, and the least is -32 times the scale. Where groups are not of consecutive inputs,
     `order` int64 [columns] says which input each column of the codes is for."""
 
+    # decision: one-quantised-form
     codes: torch.Tensor
     scales: torch.Tensor
     leasts: torch.Tensor

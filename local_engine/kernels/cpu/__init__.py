@@ -60,6 +60,7 @@ class Kernels:
     """The compiled functions. Every tensor is contiguous; `kind` is a type's number, see `kind_of`."""
 
     def __init__(self, path: Path) -> None:
+        # decision: kernels-in-cpp
         library = ctypes.CDLL(str(path))
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)

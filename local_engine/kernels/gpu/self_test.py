@@ -42,6 +42,7 @@ class Disagreement:
 def disagreements(shape: Shape, hidden_size: int, dtype: torch.dtype, device: torch.device) -> list[Disagreement]:
     """What fails or differs from torch by more than the type's rounding explains. Raises ModelError where a kernel has
     broken the device for all that follows."""
+    # decision: kernels-in-triton
     checks: dict[tuple[Part, str], Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]]] = {
         ("rows", "add_norm"): lambda: _add_norm(hidden_size, dtype, device),
         ("rows", "gate"): lambda: _gate(hidden_size, dtype, device),
