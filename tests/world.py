@@ -523,12 +523,16 @@ class World:
         entries: Any = await self.redis.xrange(LEDGER_STREAM)
         return [decode_row(fields[b"row"]) for _, fields in entries]
 
-    async def retry_settling(self) -> None:
-        """What the worker does twice a second: settle what Redis could not take."""
-        await self._money.retry()
+    async def settles(self) -> None:
+        """Until Redis has taken what it could not take before, as the worker tries twice a second."""
+        async with asyncio.timeout(WITHIN_S):
+            while self.unsettled:
+                await self._money.retry()
+                await asyncio.sleep(0.01)
 
     @property
     def unsettled(self) -> int:
+        """Rows that wait for Redis."""
         return self._money.unsettled
 
     # -- what is under way

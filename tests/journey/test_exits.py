@@ -1,0 +1,189 @@
+"""Every way out of the journey: refusals before it, bugs in it, a client that leaves; one response and one record each."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.journey.conftest import OpenWorld
+from tests.services import RedisServer
+from tests.world import Finish, Tokens, World
+
+INTERNAL = "The gateway failed while it answered this request"
+
+
+@pytest.mark.parametrize("key", [None, "sk-sw-unknown"])
+async def test_without_a_key_nothing_is_read(world: World, key: str | None) -> None:
+    """A caller who is not known gets 401, also with a body that is no JSON, and a record without a team."""
+    reply = await world.ask(key=key, raw=b"{no json")
+    assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
+    assert reply.headers["www-authenticate"] == "Bearer"
+    record = await world.record(reply)
+    assert (record.status, record.error, record.team, record.alias) == (401, "invalid_api_key", "", "")
+    assert record.duration_ms >= 0
+
+
+async def test_a_key_may_be_kept_to_some_models(world: World) -> None:
+    """A key that is limited to other models gets 403, and the record names whose it was."""
+    team = await world.team(models=("mock",))
+    assert (await world.ask(key=team.key)).status == 200
+    reply = await world.ask(model="pair", key=team.key)
+    assert (reply.status, reply.error["code"], reply.error["param"]) == (403, "model_not_allowed", "model")
+    record = await world.record(reply)
+    assert (record.status, record.error, record.team, record.alias) == (403, "model_not_allowed", "another", "pair")
+
+
+@pytest.mark.parametrize(
+    ("raw", "param", "code"),
+    [
+        (b"{no json", None, "invalid_json"),
+        (b"[]", None, "invalid_json"),
+        (b'{"messages": [{"role": "user", "content": "x"}]}', "model", "missing_required_parameter"),
+        (b'{"model": "mock", "messages": []}', "messages", "invalid_value"),
+        (b'{"model": "mock", "messages": [{"role": "user"}]}', "messages[0].content", "missing_required_parameter"),
+        (b'{"model": "mock", "messages": [{"role": "user", "content": "x"}], "cache": 1}', "cache", "invalid_type"),
+    ],
+    ids=["no json", "no object", "no model", "no messages", "no content", "cache"],
+)
+async def test_what_is_asked_wrongly_is_refused(world: World, raw: bytes, param: str | None, code: str) -> None:
+    """A body that can't be used gets 400 with the field, before a limit is charged or a deployment asked."""
+    reply = await world.ask(raw=raw)
+    assert (reply.status, reply.error["param"], reply.error["code"]) == (400, param, code)
+    record = await world.record(reply)
+    assert (record.status, record.error, record.team) == (400, code, "default")
+    assert record.attempts == ()
+
+
+async def test_a_body_that_is_too_large(open_a_world: OpenWorld) -> None:
+    """A body beyond the limit is refused with 413, and the connection is closed."""
+    world = await open_a_world(body_bytes_max=1_000)
+    reply = await world.ask("x" * 2_000)
+    assert (reply.status, reply.error["code"], reply.headers["connection"]) == (413, "request_too_large", "close")
+    assert (await world.record(reply)).status == 413
+    await world.is_released()
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("where", ["semantic", "route", "backend"])
+async def test_a_bug_in_a_stage(world: World, logged: list[Any], where: str, is_stream: bool) -> None:
+    """A bug before the first chunk is a 500 that tells no details; it is logged, nothing stays held, and nothing is paid."""
+    team = await world.team()
+    await world.budget(team, 1_000_000)
+    bug = RuntimeError("a secret detail")
+    if where == "semantic":
+        world.semantic.bug = bug
+    elif where == "route":
+        world.backends["plain"].bug = bug
+    else:
+        world.backends["plain"].plays(bug)
+    reply = await world.ask(key=team.key, stream=is_stream)
+    assert (reply.status, reply.error["code"], reply.error["message"]) == (500, "internal_error", INTERNAL)
+    record = await world.record(reply)
+    assert (record.status, record.error, record.store) == (500, "internal_error", "")
+    assert await world.money_of(team) == (0, 0)
+    assert await world.ledger() == []
+    assert [one["event"] for one in logged if one["log_level"] == "error"] == ["generation_failed"]
+
+
+async def test_a_bug_after_the_first_chunk(world: World) -> None:
+    """A stream that is cut by a bug ends with an error event; what had come is paid, and not stored."""
+    world.backends["plain"].plays("half ", RuntimeError("a bug"))
+    reply = await world.ask(stream=True)
+    assert (reply.status, reply.error["code"], reply.is_done) == (200, "internal_error", False)
+    record = await world.record(reply)
+    assert (record.status, record.store, record.completion_tokens) == (500, "incomplete", 1)
+    assert [row.completion_tokens for row in await world.ledger()] == [1]
+
+
+async def test_a_bug_is_no_fault_of_the_deployment(world: World) -> None:
+    """A deployment is not rested for a bug of the gateway's."""
+    world.backends["first"].plays(RuntimeError("a bug"))
+    for number in range(10):
+        assert (await world.ask(f"question {number}", model="pair")).status == 500
+    world.backends["first"].plays("well", Finish(), Tokens())
+    assert (await world.ask("again", model="pair")).headers["x-sameway-backend"] == "first"
+
+
+@pytest.mark.parametrize("stage", ["store", "settle"])
+async def test_a_bug_while_recording_takes_nothing_from_the_client(world: World, logged: list[Any], stage: str) -> None:
+    """The answer has left by then: the client has all of it, the failure is logged, and the other work is done."""
+    world.breaks(stage)
+    reply = await world.ask(stream=True)
+    assert (reply.status, reply.content, reply.is_done) == (200, "answer of plain", True)
+    record = await world.record(reply)
+    assert (record.status, record.cost_microusd) == (200, 20)
+    assert "record_failed" in [one["event"] for one in logged]
+    if stage == "settle":
+        assert (await world.ask()).cache == "exact"
+    else:
+        assert len(await world.ledger()) == 1
+
+
+async def test_a_bug_before_the_answer_is_kept(world: World) -> None:
+    """A record stage that fails at once ends the flight: no reader waits for ever."""
+    world.breaks("keep")
+    reply = await world.begin(stream=True).reply()
+    assert (reply.status, reply.error["code"], reply.is_done) == (200, "internal_error", False)
+    assert "recorded" in reply.error["message"]
+
+
+async def test_a_client_that_leaves_at_once(world: World) -> None:
+    """A client that has gone before its request was read leaves a record of it and nothing else."""
+    client = world.begin(model="mock")
+    client.leave()
+    await client.reply()
+    await world.quiet()
+    assert len(world.records) == 1
+
+
+async def test_a_client_that_reads_a_hit_and_leaves(world: World) -> None:
+    """A hit is sent in one piece: leaving changes neither the answer nor the record."""
+    await world.ask()
+    client = world.begin(stream=True)
+    client.leave()
+    reply = await client.reply()
+    assert (await world.record(reply)).cache == "exact"
+
+
+async def test_the_journey_without_redis(open_a_world: OpenWorld, own_redis: RedisServer) -> None:
+    """Without Redis a request is generated, answered and recorded: a cache that fails is a miss."""
+    world = await open_a_world(own_redis)
+    await world.ask()
+    own_redis.kill()
+    replies = [await world.ask(), await world.ask("another", stream=True)]
+    assert [(reply.status, reply.content) for reply in replies] == [(200, "answer of plain")] * 2
+    record = await world.record(replies[1])
+    assert (record.survived, record.store) == (("redis",), "unavailable")
+
+
+async def test_a_redis_that_hangs_costs_its_time_out(open_a_world: OpenWorld, own_redis: RedisServer) -> None:
+    """A Redis that takes commands and answers none is given up after its time-out, and then not asked for a while."""
+    world = await open_a_world(own_redis, redis_timeout_ms=50)
+    own_redis.pause()
+    try:
+        replies = [await world.ask(f"question {number}") for number in range(3)]
+    finally:
+        own_redis.resume()
+    assert [reply.status for reply in replies] == [200] * 3
+
+
+async def test_many_at_once_leave_nothing(world: World) -> None:
+    """A hundred requests, some leaving early, some failing, some the same: each has one record, and nothing stays."""
+    world.backends["first"].plays("", RuntimeError("a bug"))
+    world.backends["first"].plays_once("one ", "two", Finish(), Tokens())
+    clients = [
+        world.begin(
+            f"question {number % 20}", model=("mock", "pair", "dear", "nothing")[number % 4], stream=number % 3 == 0
+        )
+        for number in range(100)
+    ]
+    for number, client in enumerate(clients):
+        if number % 7 == 0:
+            await asyncio.sleep(0)
+            client.leave()
+    for client in clients:
+        await client.reply()
+    await world.quiet()
+    assert len(world.records) == 100
