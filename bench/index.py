@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache import Partition, Query
-from cache.encoder.embedder import EmbedderInfo, Encoded
+from cache.encoder.types import EmbedderInfo, Encoded
 from cache.semantic.cache import Added, SemanticCache
 from cache.semantic.index import VectorIndex
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache import Partition, Query, fingerprint
-from cache.encoder.embedder import Embedder, EmbedderInfo, Encoded
+from cache.encoder.types import Embedder, EmbedderInfo, Encoded
 from cache.semantic.cache import Added
 
 TENANT = Partition(bytes(16))

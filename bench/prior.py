@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from bench.labelled import Labelled, Recall, Request, load
 from cache.decision.features import FEATURES
-from cache.decision.guards import Scene
 from cache.decision.model import Learner, Model, Prior, Row
 from cache.decision.rule import VerifiedRule
 from cache.encoder.embedder import open_embedder
@@ -54,10 +53,11 @@ class Watching(VerifiedRule):
         super().__init__(_BLANK, error_max=0.0)
         self.rows: list[Row] = []
 
-    def learn(self, row: Row, scene: Scene) -> None:
-        scene.learner = scene.learner or Learner(_BLANK)
-        scene.learner.told.learn(row.evidence, row.is_right)
+    def learn(self, row: Row, learner: Learner | None) -> Learner:
+        learner = learner or Learner(_BLANK)
+        learner.told.learn(row.features, row.is_right)
         self.rows.append(row)
+        return learner
 
 
 def watch(requests: Sequence[Request], embedder: Recall, rule: Watching) -> None:
@@ -110,7 +110,7 @@ def rows_of(one: Labelled, embedder: Recall, seed: int = 1) -> list[Rows]:
         else:
             watch(requests, embedder, rule)
         if rule.rows:
-            evidence = np.stack([row.evidence[:_COUNT] for row in rule.rows])
+            evidence = np.stack([row.features[:_COUNT] for row in rule.rows])
             found.append(Rows(evidence, np.array([row.is_right for row in rule.rows], dtype=np.float64)))
     return found
 

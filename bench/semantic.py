@@ -28,10 +28,9 @@ from bench.semantic_http import stream_over_http
 from bench.vcache import VCache
 from cache import Hit, MissReason, Query
 from cache.decision.features import Neighbour
-from cache.decision.guards import FixedVerifier, Scene, Verdict, Verifier
-from cache.decision.model import Row
+from cache.decision.model import Learner, Row
 from cache.decision.prior import PRIOR
-from cache.decision.rule import VerifiedRule
+from cache.decision.rule import Decision, FixedRule, NamespaceCounters, NamespaceState, Rule, VerifiedRule
 from cache.encoder.embedder import open_embedder
 from cache.semantic.cache import SemanticCache
 
@@ -59,16 +58,19 @@ class Cosine:
     def __init__(self, least: float) -> None:
         self._least = least
 
-    def decide(self, query: Query, neighbours: Sequence[Neighbour], scene: Scene) -> Verdict:
+    def decide(
+        self, query: Query, neighbours: Sequence[Neighbour], state: NamespaceState
+    ) -> tuple[Decision, NamespaceCounters]:
         reasons = tuple(None if one.similarity >= self._least else MissReason.FAR for one in neighbours)
-        return Verdict(0 if reasons[0] is None else None, reasons)
+        return Decision(0 if reasons[0] is None else None, reasons), state.counters
 
-    def learn(self, row: Row, scene: Scene) -> None:
+    def learn(self, row: Row, learner: Learner | None) -> Learner | None:
         """It does not."""
+        return learner
 
 
 def stream(
-    requests: Sequence[Request], embedder: Recall, rule: Verifier, noise: float, draw: random.Random
+    requests: Sequence[Request], embedder: Recall, rule: Rule, noise: float, draw: random.Random
 ) -> tuple[int, int, int, float]:
     """Hits, wrong hits, possible hits, and the median time of a decision, search and bookkeeping included, in ms."""
     cache = SemanticCache(embedder, rule, clock=lambda: 1.0)
@@ -123,11 +125,11 @@ def vcache(
     return hits, wrong, possible, statistics.median(times)
 
 
-def rules(error_max: float, seed: int) -> dict[str, Callable[[], Verifier]]:
-    made: dict[str, Callable[[], Verifier]] = {
+def rules(error_max: float, seed: int) -> dict[str, Callable[[], Rule]]:
+    made: dict[str, Callable[[], Rule]] = {
         "verified": lambda: VerifiedRule(PRIOR, error_max, random.Random(seed).random),
         "cold": lambda: VerifiedRule(PRIOR, error_max),
-        "guards": FixedVerifier,
+        "guards": FixedRule,
     }
     for least in _COSINES:
         made[f"cosine {least}"] = lambda least=least: Cosine(least)  # type: ignore[misc]
@@ -170,15 +172,18 @@ def measure_over_http(one: Labelled, options: argparse.Namespace) -> list[Result
 class Unjudged:
     """A rule to which no verdict ever comes."""
 
-    def __init__(self, rule: Verifier) -> None:
+    def __init__(self, rule: Rule) -> None:
         self._rule = rule
 
-    def decide(self, query: Query, neighbours: Sequence[Neighbour], scene: Scene) -> Verdict:
-        verdict = self._rule.decide(query, neighbours, scene)
-        return Verdict(verdict.served, verdict.reasons)
+    def decide(
+        self, query: Query, neighbours: Sequence[Neighbour], state: NamespaceState
+    ) -> tuple[Decision, NamespaceCounters]:
+        decision, counters = self._rule.decide(query, neighbours, state)
+        return Decision(decision.served, decision.reasons), counters
 
-    def learn(self, row: Row, scene: Scene) -> None:
+    def learn(self, row: Row, learner: Learner | None) -> Learner | None:
         """None comes."""
+        return learner
 
 
 def _line(one: Result) -> str:

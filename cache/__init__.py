@@ -16,22 +16,12 @@ from cache.entry import (
 )
 from cache.exact.cache import CacheLimits, CacheStats, ExactCache, Lookup, LookupMiss, PurgeResult, Sample, StoreResult
 from cache.fingerprint import FIELDS, FieldKind, Fingerprint, Partition, fingerprint, partition
+from cache.query import Hit, Miss, MissReason, Near, Neighbourhood, Query, Trial
 from cache.verdicts.judges import EqualityJudge, Judge, Opinion, Panel, Ruling, Told
 from cache.verdicts.records import AnswerRef, Finding, Reply, Scope, Source, Suspension
 from cache.verdicts.store import VerdictStore
 from cache.worker.client import SemanticClient, TextTooLong
-from cache.worker.messages import (
-    Embedded,
-    Hit,
-    Miss,
-    MissReason,
-    Near,
-    Neighbourhood,
-    Query,
-    Status,
-    Trial,
-    WorkerState,
-)
+from cache.worker.messages import Embedded, Status, WorkerState
 
 __all__ = [
     "FIELDS",

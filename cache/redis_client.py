@@ -1,9 +1,41 @@
-"""A redis-py client from a URL: a server, a unix socket, Sentinel or Cluster. Nothing is sent until it is used."""
+"""The Redis that the cache needs: the part of a client that it uses, and a redis-py client from a URL.
+
+Knows no keys. Nothing is sent until a client is used.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
 from urllib.parse import urlsplit
+
+from redis.exceptions import RedisError
+
+from cache.entry import CacheUnavailable
+
+REDIS_FAILURES = (RedisError, OSError, TimeoutError)
+
+
+def unavailable(error: BaseException) -> CacheUnavailable:
+    return CacheUnavailable(f"Redis: {error}")
+
+
+class Redis(Protocol):
+    """What is needed of redis.asyncio.Redis (decode_responses=False) or of anything that batches for it. Replies are as redis-py
+    parses them: HSCAN a cursor and a dict, XRANGE pairs of id and dict."""
+
+    def execute_command(self, *args: Any) -> Awaitable[Any]: ...
+    def eval(self, script: str, numkeys: int, *keys_and_args: Any) -> Awaitable[Any]: ...
+
+
+class Subscription(Protocol):
+    """The part of redis-py's PubSub that is used: messages are dicts with `type` and `data`."""
+
+    def listen(self) -> AsyncIterator[dict[str, Any]]: ...
+
+
+Subscribe = Callable[[str], AbstractAsyncContextManager[Subscription]]
 
 
 def connect(url: str, timeout_s: float) -> Any:

@@ -1,79 +1,76 @@
-"""From neighbours to a decision that explains itself: the verifier's verdict, what is out of service, and what a judge will need.
+"""From neighbours to a decision that explains itself: the rule's decision, what is out of service, and what a judge will need.
 
-Knows no index and no Redis. Invariants: an answer that is out of service is not served, and no other takes its place: what lies
-behind it was not what the evidence spoke for; a bound that has tightened itself says so where it alone refused.
+Knows no index and no Redis, and writes nothing. Invariants: an answer that is out of service is not served, and no other takes its
+place: what lies behind it was not what the features spoke for; a bound that has tightened itself says so where it alone refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import msgspec
 
 from cache.decision.features import NEIGHBOURS, Neighbour
-from cache.decision.guards import Assessment, Scene, Verifier
-from cache.semantic.state import Lore
-from cache.worker.messages import Hit, Miss, MissReason, Near, Neighbourhood, Query, Trial
+from cache.decision.rule import NamespaceCounters, NamespaceState, Rule
+from cache.query import Hit, Miss, MissReason, Near, Neighbourhood, Query, Trial
 
 _WOULD_BE_SERVED = (None, MissReason.TIGHTENED, MissReason.AUDIT)
 
 
-def decide(query: Query, known: Sequence[Neighbour], count: int, verifier: Verifier, lore: Lore) -> Neighbourhood:
-    """The decision with the `count` nearest of `known`, which come nearest first, at least one."""
-    scene = lore.scene(query.partition + query.compat)
-    if query.is_try:
-        scene = replace(scene)  # what it counts is counted in a copy
+def decide(
+    query: Query, known: Sequence[Neighbour], count: int, state: NamespaceState, rule: Rule, rule_name: bytes
+) -> tuple[Neighbourhood, NamespaceCounters]:
+    """The decision with the `count` nearest of `known`, which come nearest first, at least one; and the counters after it."""
     seen = known[:NEIGHBOURS]
-    verdict = verifier.decide(query, seen, scene)
-    reasons = list(verdict.reasons)
-    if verdict.served is None and MissReason.AUDIT not in reasons and query.untightened is not None:
-        loose = _untightened(query, seen, verifier, scene)
+    decision, counters = rule.decide(query, seen, state)
+    reasons = list(decision.reasons)
+    if decision.served is None and MissReason.AUDIT not in reasons and query.untightened is not None:
+        loose = _untightened(query, seen, rule, state)
         if loose is not None:
             reasons[loose] = MissReason.TIGHTENED
     for place, reason in enumerate(reasons):
         if reason in _WOULD_BE_SERVED and known[place].is_suspended:
             reasons[place] = MissReason.SUSPENDED
     # decision: withdrawn-until-cleared
-    served = verdict.served if verdict.served is not None and not known[verdict.served].is_suspended else None
+    served = decision.served if decision.served is not None and not known[decision.served].is_suspended else None
     # decision: trial-in-the-reply
-    trial = _trial(verdict.assessment, known, lore.rule)
+    trial = _trial(decision.trial, known, rule_name)
     nears = [
         _near(one, reasons[place] if place < len(reasons) else MissReason.FAR)
         for place, one in enumerate(known[: max(1, count)])
     ]
-    decision: Hit | Miss
+    answer: Hit | Miss
     if served is not None:
-        decision = Hit(seen[served].exact, seen[served].similarity, seen[served].text, trial)
+        answer = Hit(seen[served].exact, seen[served].similarity, seen[served].text, trial)
     else:
-        told = [reason for reason in reasons if reason in (MissReason.TIGHTENED, MissReason.SUSPENDED)]
-        decision = Miss(told[0] if told else reasons[0] or MissReason.FAR, nears[0], trial)
+        named = [reason for reason in reasons if reason in (MissReason.TIGHTENED, MissReason.SUSPENDED)]
+        answer = Miss(named[0] if named else reasons[0] or MissReason.FAR, nears[0], trial)
     if not count:
-        return Neighbourhood(decision, ())
-    return Neighbourhood(decision, tuple(nears[:count]), *_bar(query, scene))
+        return Neighbourhood(answer, ()), counters
+    return Neighbourhood(answer, tuple(nears[:count]), *_bar(query, state)), counters
 
 
-def _untightened(query: Query, seen: Sequence[Neighbour], verifier: Verifier, scene: Scene) -> int | None:
+def _untightened(query: Query, seen: Sequence[Neighbour], rule: Rule, state: NamespaceState) -> int | None:
     """What would be served at the bound as it was."""
     looser = msgspec.structs.replace(query, error_max=query.untightened, untightened=None, is_try=True)
-    return verifier.decide(looser, seen, replace(scene)).served
+    decision, _ = rule.decide(looser, seen, state)
+    return decision.served
 
 
-def _trial(made: Assessment | None, known: Sequence[Neighbour], rule: bytes) -> Trial | None:
+def _trial(made: Trial | None, known: Sequence[Neighbour], rule_name: bytes) -> Trial | None:
     if made is None:
         return None
     is_out = any(one.is_suspended and one.exact == made.ranked[0] for one in known)  # generated for certain
-    evidence = b"" if made.is_vetoed else made.evidence.astype("<f4").tobytes()
-    return Trial(made.ranked, evidence, made.p, 1.0 if is_out else made.chance, rule)
+    return msgspec.structs.replace(made, chance=1.0 if is_out else made.chance, rule=rule_name)
 
 
 def _near(one: Neighbour, reason: MissReason | None) -> Near:
     return Near(one.similarity, one.text, one.exact, reason, one.group, one.keys, one.right, one.wrong)
 
 
-def _bar(query: Query, scene: Scene) -> tuple[float | None, int]:
+def _bar(query: Query, state: NamespaceState) -> tuple[float | None, int]:
     """The least p that would be served, and how many verdicts say so."""
-    learner = scene.learner
+    learner = state.learner
     if learner is None:
         return None, 0
     is_known = learner.is_fitted and query.error_max is not None

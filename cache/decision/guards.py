@@ -1,65 +1,16 @@
-"""Which neighbour may answer a prompt: the seam, and a conservative fixed rule behind it.
+"""What forbids that the answer to one prompt answers another: guards on pairs of texts, and thresholds by lexical relation.
 
-Pure: texts and similarities in, a verdict with a reason for each neighbour out. Knows no Redis, no index and no answers.
-`cache.decision.rule` has the rule that learns; this one needs no verdicts, and is its start. Invariant: a neighbour is served
-only if every guard
-passes; a caller's `error_max` only ever tightens.
+Pure: the features of two texts, a similarity and an age in; a reason or None out. Knows no neighbours and no model. Invariant: two
+texts that commit to different things differ here, however similar they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
-from cache.decision.features import Neighbour, WordCounts
-from cache.decision.model import Learner, Row, Vector
-from cache.decision.text_features import Reading, is_inverted, is_negated, read
+from cache.decision.text_features import Reading, is_exchanged, is_inverted, is_negated
 from cache.decision.words import LIGHT_WORDS
-from cache.worker.messages import MissReason, Query
-
-
-@dataclass(slots=True)
-class Scene:
-    """What a namespace knows beside its keys: its words, what verdicts have taught (None: none yet), how many would-be hits
-    there were, and how many hits since the last request that was generated, with the errors to expect of them."""
-
-    words: WordCounts = field(default_factory=WordCounts)
-    learner: Learner | None = None
-    accepted: int = 0
-    served: int = 0
-    risked: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Assessment:
-    """What a decision was made of, for the verdict that may follow. `ranked` has the entries that a fresh answer should be
-    compared with, the likeliest first, each of another group; `evidence`, `p` and `is_vetoed` are of the first. `chance` is with
-    which probability a request like this one is generated: 1 where it was not to be served."""
-
-    ranked: tuple[bytes, ...]
-    evidence: Vector
-    p: float
-    chance: float
-    is_vetoed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """`served` is the place of the neighbour whose answer may be served; `reasons` has, for each, why not (None: it may)."""
-
-    served: int | None
-    reasons: tuple[MissReason | None, ...]
-    assessment: Assessment | None = None
-
-
-class Verifier(Protocol):
-    """Decides from evidence. The neighbours come nearest first, at least one."""
-
-    def decide(self, query: Query, neighbours: Sequence[Neighbour], scene: Scene) -> Verdict: ...
-
-    def learn(self, row: Row, scene: Scene) -> None:
-        """Take in what a comparison told."""
+from cache.query import MissReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,32 +22,36 @@ class Thresholds:
     changed: float  # each has content words that the other lacks
 
 
-class FixedVerifier:
-    """Fixed thresholds by lexical relation, and guards. A smaller `error_max` takes a stricter row, below the last one nothing."""
+def fixed_reason(
+    asked: Reading, known: Reading, similarity: float, age_s: float, thresholds: Thresholds
+) -> MissReason | None:
+    """Why the fixed thresholds do not let a neighbour of at least `thresholds.same` answer; None where they do."""
+    guard = difference(asked, known)
+    if guard is not None:
+        return guard
+    if is_stale(asked, age_s):
+        return MissReason.TIME
+    return _too_different(asked, known, similarity, thresholds)
 
-    def decide(self, query: Query, neighbours: Sequence[Neighbour], scene: Scene | None = None) -> Verdict:
-        """Needs no scene."""
-        thresholds = _thresholds(query.error_max)
-        if thresholds is None:
-            return Verdict(None, (MissReason.STRICT,) * len(neighbours))
-        asked = read(query.text)
-        reasons = tuple(self._reason(asked, neighbour, thresholds) for neighbour in neighbours)
-        served = next((place for place, reason in enumerate(reasons) if reason is None), None)
-        return Verdict(served, reasons)
 
-    def learn(self, row: Row, scene: Scene) -> None:
-        """It does not."""
+def veto(asked: Reading, known: Reading, age_s: float) -> MissReason | None:
+    """What no similarity and no verdict crosses."""
+    if asked.numbers != known.numbers:
+        return MissReason.NUMBERS
+    if is_negated(asked, known):
+        return MissReason.POLARITY
+    if is_exchanged(asked, known):
+        return MissReason.DIRECTION
+    if is_stale(asked, age_s):
+        return MissReason.TIME
+    if is_long(asked, known) and asked.words != known.words:
+        return MissReason.WORDS
+    return None
 
-    def _reason(self, asked: Reading, neighbour: Neighbour, thresholds: Thresholds) -> MissReason | None:
-        if neighbour.similarity < thresholds.same:
-            return MissReason.FAR
-        known = read(neighbour.text)
-        guard = difference(asked, known)
-        if guard is not None:
-            return guard
-        if is_stale(asked, neighbour):
-            return MissReason.TIME
-        return _too_different(asked, known, neighbour.similarity, thresholds)
+
+def is_free(asked: Reading, known: Reading) -> bool:
+    """Whether every guard passes."""
+    return difference(asked, known) is None and not is_drowned(asked, known)
 
 
 def difference(asked: Reading, known: Reading) -> MissReason | None:
@@ -140,9 +95,9 @@ def _too_different(asked: Reading, known: Reading, similarity: float, thresholds
     return None if similarity >= (thresholds.same if is_same else thresholds.added) else MissReason.FAR
 
 
-def is_stale(asked: Reading, neighbour: Neighbour) -> bool:
+def is_stale(asked: Reading, age_s: float) -> bool:
     """The prompt is about now, and the answer was given too long ago."""
-    return bool(asked.times) and neighbour.age_s > FRESH_S
+    return bool(asked.times) and age_s > FRESH_S
 
 
 def is_drowned(asked: Reading, known: Reading) -> bool:
@@ -169,7 +124,7 @@ _TABLE: tuple[tuple[float, Thresholds], ...] = (
 )
 
 
-def _thresholds(error_max: float | None) -> Thresholds | None:
+def thresholds_of(error_max: float | None) -> Thresholds | None:
     """The row for an error bound: the default's where none is given, None where no row is strict enough."""
     if error_max is None:
         return _TABLE[0][1]

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.decision.features import ToldWords
+from cache.query import Trial
 
 Vector = NDArray[np.float64]
 
@@ -57,22 +58,16 @@ class Prior:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One comparison: the evidence, whether the answers were the same, the chance that it was made at all (1 on a miss, that
-    of the audit on a would-be hit), and the p at the time. `evidence` ends with how many hits there were since the row before,
-    and the errors to expect of them by the p that each had."""
+    """One comparison: what the decision was made of, and whether the answers were the same. The trial's `chance` is that of the
+    comparison: 1 on a miss, that of the audit on a would-be hit. Its features end with how many hits there were since the row
+    before, and the errors to expect of them by the p that each had."""
 
-    evidence: Vector
+    trial: Trial
     is_right: bool
-    chance: float
-    p: float
 
     @property
-    def served(self) -> float:
-        return float(self.evidence[-2])
-
-    @property
-    def risked(self) -> float:
-        return float(self.evidence[-1])
+    def features(self) -> Vector:
+        return np.frombuffer(self.trial.evidence, "<f4").astype(np.float64)
 
 
 class Model:
@@ -168,11 +163,12 @@ class Learner:
         """Take in a verdict. Refits at the first forty, then for every tenth more, at most 400."""
         self._rows.append(row)
         self._seen += 1
-        self.told.learn(row.evidence, row.is_right)
-        self._requests += 1 + row.served
-        self._risked += row.risked
-        if row.p >= _NEARLY_SURE:
-            self._expected += 1 - row.p
+        features, p = row.features, row.trial.p
+        self.told.learn(features, row.is_right)
+        self._requests += 1 + float(features[-2])
+        self._risked += float(features[-1])
+        if p >= _NEARLY_SURE:
+            self._expected += 1 - p
             self._wrong += not row.is_right
         if len(self._rows) > ROWS_MAX + ROWS_MAX // 8:
             del self._rows[: ROWS_MAX // 8]
@@ -201,13 +197,14 @@ class Learner:
         return min(_KAPPA_MAX, max(_KAPPA_MIN, kappa))
 
     def _refit(self, rows: Sequence[Row], kappa: float) -> None:
-        evidence = np.stack([row.evidence for row in rows])
+        evidence = np.frombuffer(b"".join([row.trial.evidence for row in rows]), "<f4").astype(np.float64)
+        evidence = evidence.reshape(len(rows), -1)
         is_right = np.array([row.is_right for row in rows], dtype=np.float64)
-        weights = 1 / np.array([row.chance for row in rows])
+        weights = 1 / np.array([row.trial.chance for row in rows])
         model = self.model.fitted(evidence, is_right, np.minimum(_WEIGHT_MAX, weights))
         # each audit stands for 1 / chance would-be hits; of these there were as many as were served and audited (Hajek's estimator)
         p, weights = model.lower(evidence[-_REQUESTS:]), weights[-_REQUESTS:]
-        served = sum(row.served for row in rows[-_REQUESTS:])
+        served = sum(evidence[-_REQUESTS:, -2].tolist())
         audits = weights > 1
         if audits.any():
             weights[audits] *= (served + audits.sum()) / weights[audits].sum()

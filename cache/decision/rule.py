@@ -1,25 +1,94 @@
-"""The verified rule: serve the likeliest answer where a lower bound on its being right permits it.
+"""Which neighbour may answer a prompt: the seam of a rule, the fixed rule, and the verified rule that learns from verdicts.
 
-Pure, but for the injected randomness of audits. Until verdicts have come from a namespace it serves what the fixed rule would, and
-what the shipped prior is sure of with every guard passed; from then on what the namespace's own model is sure of. Source:
-docs/semantic-cache.md. Invariants: no similarity and no verdict crosses a veto (numbers, polarity, an answer about now that has
-aged, a long template); a caller's `error_max` only tightens.
+Pure, but for the injected randomness of audits: `decide` returns the namespace's new counters and writes nothing. Until verdicts have
+come from a namespace the verified rule serves what the fixed rule would, and what the shipped prior is sure of with every guard
+passed; from then on what the namespace's own model is sure of. Source: docs/semantic-cache.md. Invariants: no similarity and no
+verdict crosses a veto (numbers, polarity, an answer about now that has aged, a long template); a caller's `error_max` only tightens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
-from cache.decision.features import Candidate, Neighbour, candidates, evidence
-from cache.decision.guards import Assessment, FixedVerifier, Scene, Verdict, difference, is_drowned, is_long, is_stale
+from cache.decision.features import Candidate, Neighbour, WordCounts, candidates, evidence
+from cache.decision.guards import fixed_reason, is_free, thresholds_of, veto
 from cache.decision.model import Learner, Prior, Row, Run, Vector, at_once, audit_chance
-from cache.decision.text_features import is_exchanged, is_negated, read
-from cache.worker.messages import MissReason, Query
+from cache.decision.text_features import read
+from cache.query import MissReason, Query, Trial
 
 ERROR_MAX = 0.01
 _COMPARED = 3  # groups that a fresh answer is compared with
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceCounters:
+    """How many would-be hits there were, and how many hits since the last request that was generated, with the errors to expect
+    of them."""
+
+    accepted: int = 0
+    served: int = 0
+    risked: float = 0.0
+
+
+@dataclass(slots=True)
+class NamespaceState:
+    """What a namespace has beside its keys: its words, the model that verdicts have fitted (None: no verdict yet), and counters."""
+
+    words: WordCounts = field(default_factory=WordCounts)
+    learner: Learner | None = None
+    counters: NamespaceCounters = NamespaceCounters()
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """`served` is the place of the neighbour whose answer may be served; `reasons` has, for each, why not (None: it may)."""
+
+    served: int | None
+    reasons: tuple[MissReason | None, ...]
+    trial: Trial | None = None
+
+
+class Rule(Protocol):
+    """Decides about the neighbours of a prompt, which come nearest first, at least one."""
+
+    def decide(
+        self, query: Query, neighbours: Sequence[Neighbour], state: NamespaceState
+    ) -> tuple[Decision, NamespaceCounters]:
+        """The decision, and the counters of the namespace after it."""
+
+    def learn(self, row: Row, learner: Learner | None) -> Learner | None:
+        """Take in one comparison; the model of its namespace from now on."""
+
+
+class FixedRule:
+    """Fixed thresholds by lexical relation, and guards. A smaller `error_max` takes a stricter row, below the last one nothing."""
+
+    def decide(
+        self, query: Query, neighbours: Sequence[Neighbour], state: NamespaceState
+    ) -> tuple[Decision, NamespaceCounters]:
+        return self.at(query.error_max, query.text, neighbours), state.counters
+
+    def learn(self, row: Row, learner: Learner | None) -> Learner | None:
+        """It does not."""
+        return learner
+
+    def at(self, error_max: float | None, text: str, neighbours: Sequence[Neighbour]) -> Decision:
+        """The decision at an error bound, which needs no state."""
+        thresholds = thresholds_of(error_max)
+        if thresholds is None:
+            return Decision(None, (MissReason.STRICT,) * len(neighbours))
+        asked = read(text)
+        reasons = tuple(
+            MissReason.FAR
+            if one.similarity < thresholds.same
+            else fixed_reason(asked, read(one.text), one.similarity, one.age_s, thresholds)
+            for one in neighbours
+        )
+        return Decision(next((place for place, reason in enumerate(reasons) if reason is None), None), reasons)
 
 
 class VerifiedRule:
@@ -37,98 +106,76 @@ class VerifiedRule:
         self._error_max = error_max
         self._random = random
         self._run = run
-        self._fixed = FixedVerifier()
+        self._fixed = FixedRule()
         self._cold = Learner(prior)
 
-    def decide(self, query: Query, neighbours: Sequence[Neighbour], scene: Scene) -> Verdict:
+    def decide(
+        self, query: Query, neighbours: Sequence[Neighbour], state: NamespaceState
+    ) -> tuple[Decision, NamespaceCounters]:
         error_max = self._error_max if query.error_max is None else min(query.error_max, self._error_max)
-        fixed = self._fixed.decide(_bounded(query, ERROR_MAX), neighbours)
+        fixed = self._fixed.at(ERROR_MAX, query.text, neighbours)
         ranked = _ranked(query.text, neighbours, fixed.served)
         first = ranked[0]
-        learner = scene.learner or self._cold
-        seen = evidence(query.text, neighbours, first, scene.words, learner.told, fixed.served is not None)
-        p = learner.model.p(seen)
         witness = neighbours[first.place]
-        veto = _veto(query.text, witness)
-        if veto is not None:
-            is_sure = False
-        elif learner.is_fitted:
-            is_sure = p >= learner.threshold(error_max)
-        else:
-            least = self.prior.threshold(error_max)
-            is_free = _is_free(query.text, witness.text)
-            is_sure = (is_free and least is not None and p >= least) or (
-                fixed.served is not None
-                and (
-                    error_max >= ERROR_MAX
-                    or self._fixed.decide(_bounded(query, error_max), neighbours).served == fixed.served
-                )
-            )
-        chance = audit_chance(scene.accepted, p) if is_sure and self._random is not None else 1.0
+        learner = state.learner or self._cold
+        seen = evidence(query.text, neighbours, first, state.words, learner.told, fixed.served is not None)
+        p = learner.model.p(seen)
+        vetoed = veto(read(query.text), read(witness.text), witness.age_s)
+        is_sure = vetoed is None and (
+            p >= learner.threshold(error_max)
+            if learner.is_fitted
+            else self._is_prior_sure(query.text, witness.text, p, error_max)
+            or self._is_fixed_sure(query.text, neighbours, fixed, error_max)
+        )
+        counters = state.counters
+        chance = audit_chance(counters.accepted, p) if is_sure and self._random is not None else 1.0
         names = tuple(neighbours[one.place].exact for one in ranked[:_COMPARED])
-        if is_sure:
-            scene.accepted += 1
-            if self._random is None or query.is_try or self._random() >= chance:
-                scene.served, scene.risked = scene.served + 1, scene.risked + 1 - p
-                reasons = tuple(None if place == first.place else reason for place, reason in enumerate(fixed.reasons))
-                return Verdict(first.place, reasons, Assessment(names, _telling(seen, 0, 0.0), p, chance, False))
-        assessment = Assessment(names, _telling(seen, scene.served, scene.risked), p, chance, veto is not None)
-        if veto is None:
-            scene.served, scene.risked = 0, 0.0
-        why = MissReason.AUDIT if is_sure else veto or MissReason.UNSURE
+        if is_sure and (self._random is None or query.is_try or self._random() >= chance):
+            reasons = tuple(None if place == first.place else reason for place, reason in enumerate(fixed.reasons))
+            served = NamespaceCounters(counters.accepted + 1, counters.served + 1, counters.risked + 1 - p)
+            trial = Trial(names, _row_features(seen, NamespaceCounters()), p, chance, b"")
+            return Decision(first.place, reasons, trial), served
+        why = MissReason.AUDIT if is_sure else vetoed or MissReason.UNSURE
         reasons = tuple(
             reason or (why if place == first.place else MissReason.UNSURE) for place, reason in enumerate(fixed.reasons)
         )
-        return Verdict(None, reasons, assessment)
+        trial = Trial(names, _row_features(seen, counters) if vetoed is None else b"", p, chance, b"")
+        after = counters if vetoed is not None else NamespaceCounters(counters.accepted + is_sure)
+        return Decision(None, reasons, trial), after
 
-    def learn(self, row: Row, scene: Scene) -> None:
+    def learn(self, row: Row, learner: Learner | None) -> Learner:
         """The first verdict of a namespace gives it a model of its own."""
-        if scene.learner is None:
-            scene.learner = Learner(self.prior, self._run)
-        scene.learner.learn(row)
+        learner = learner or Learner(self.prior, self._run)
+        learner.learn(row)
+        return learner
+
+    def _is_prior_sure(self, asked: str, known: str, p: float, error_max: float) -> bool:
+        least = self.prior.threshold(error_max)
+        return least is not None and p >= least and is_free(read(asked), read(known))
+
+    def _is_fixed_sure(self, asked: str, neighbours: Sequence[Neighbour], fixed: Decision, error_max: float) -> bool:
+        """Whether the fixed rule would serve the same neighbour at this bound too."""
+        if fixed.served is None:
+            return False
+        return error_max >= ERROR_MAX or self._fixed.at(error_max, asked, neighbours).served == fixed.served
 
 
-def _telling(seen: Vector, served: int, risked: float) -> Vector:
-    """The evidence as a row has it."""
-    return np.append(seen, (served, risked))
-
-
-def _bounded(query: Query, error_max: float) -> Query:
-    return Query(query.partition, query.compat, query.text, error_max)
+def _row_features(seen: Vector, counters: NamespaceCounters) -> bytes:
+    """The features as a row has them: with what was served since the row before."""
+    return np.append(seen, (counters.served, counters.risked)).astype("<f4").tobytes()
 
 
 def _ranked(asked: str, neighbours: Sequence[Neighbour], guarded: int | None) -> list[Candidate]:
     """The groups by their votes. The witness of each is its nearest key that no veto stops; groups without one come last, that of
     the neighbour which the fixed rule would serve comes first, with it as the witness."""
     found = []
+    text = read(asked)
     for one in candidates(neighbours):
         keys = (place for place, near in enumerate(neighbours) if (near.group or near.exact) == one.group)
-        free = next((place for place in keys if _veto(asked, neighbours[place]) is None), None)
+        free = next((at for at in keys if veto(text, read(neighbours[at].text), neighbours[at].age_s) is None), None)
         is_first = guarded is not None and (neighbours[guarded].group or neighbours[guarded].exact) == one.group
         place = guarded if guarded is not None and is_first else one.place if free is None else free
         made = Candidate(one.group, place, one.share, one.count, one.rival)
         found.append((0 if is_first else 1 if free is not None else 2, made))
     found.sort(key=lambda pair: pair[0])
     return [one for _, one in found]
-
-
-def _is_free(asked: str, known: str) -> bool:
-    """Whether every guard passes."""
-    one, other = read(asked), read(known)
-    return difference(one, other) is None and not is_drowned(one, other)
-
-
-def _veto(asked: str, neighbour: Neighbour) -> MissReason | None:
-    """What nothing crosses."""
-    one, other = read(asked), read(neighbour.text)
-    if one.numbers != other.numbers:
-        return MissReason.NUMBERS
-    if is_negated(one, other):
-        return MissReason.POLARITY
-    if is_exchanged(one, other):
-        return MissReason.DIRECTION
-    if is_stale(one, neighbour):
-        return MissReason.TIME
-    if is_long(one, other) and one.words != other.words:
-        return MissReason.WORDS
-    return None

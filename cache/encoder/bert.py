@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.encoder.embedder import EmbedderInfo, Encoded, folder_key
+from cache.encoder.types import EmbedderInfo, Encoded, folder_key
 
 _PACK_TOKENS = 128  # texts go into one pass up to this; more only makes the mask, which grows with its square, dearer
 _MEAN, _CLS = ("mean", "pooling_mode_mean_tokens"), ("cls", "pooling_mode_cls_token")

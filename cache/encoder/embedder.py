@@ -12,14 +12,15 @@ import importlib
 import importlib.util
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cache.encoder.bert import BertEmbedder, read_plan
 from cache.encoder.gpu import has_cuda
+from cache.encoder.types import KEY_BYTES, Embedder, EmbedderInfo, Encoded, folder_key
 
 DEFAULT = "default"
 _DEFAULT_PACKAGE = (
@@ -28,33 +29,6 @@ _DEFAULT_PACKAGE = (
 _DEFAULT_NAME = "all-MiniLM-L6-v2"
 _WINDOW_MAX = 8_192  # for models that state none, or an absurd one
 _BATCH = 32
-_MODEL_SUFFIXES = (".json", ".txt", ".safetensors", ".bin", ".model")
-KEY_BYTES = 8
-
-
-@dataclass(frozen=True, slots=True)
-class EmbedderInfo:
-    """Which model makes the vectors. `key` (8 bytes) differs wherever vectors may differ: weights, pooling, window, precision."""
-
-    name: str
-    dims: int
-    tokens_max: int
-    key: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """`vectors` is float32 (n, dims), of unit length; `tokens` int32 (n,). A text over the window has a vector of zeros."""
-
-    vectors: NDArray[np.float32]
-    tokens: NDArray[np.int32]
-
-
-class Embedder(Protocol):
-    @property
-    def info(self) -> EmbedderInfo: ...
-
-    def encode(self, texts: Sequence[str]) -> Encoded: ...
 
 
 def open_embedder(name: str = DEFAULT, device: str = "auto", threads: int = 1) -> Embedder:
@@ -69,8 +43,6 @@ def open_embedder(name: str = DEFAULT, device: str = "auto", threads: int = 1) -
     if device == "auto":
         device = "cuda" if has_cuda() else "cpu"
     if device == "cpu" and path.is_dir() and importlib.util.find_spec("openvino") is not None:
-        from cache.encoder.bert import BertEmbedder, read_plan
-
         plan = read_plan(path)
         if plan is not None:
             return BertEmbedder(plan, shown, threads)
@@ -114,15 +86,6 @@ class SentenceEmbedder:
             return np.array([len(one.ids) for one in tokenizer.encode_batch(list(texts))], dtype=np.int32)
         ids = tokenizer(list(texts), truncation=False, padding=False, verbose=False)["input_ids"]
         return np.array([len(one) for one in ids], dtype=np.int32)
-
-
-def folder_key(folder: Path) -> bytes:
-    """A digest of a model's files: whoever runs them, the vectors are the same to within float32's rounding."""
-    digest = hashlib.blake2b(digest_size=KEY_BYTES)
-    for path in sorted(path for path in folder.rglob("*") if path.suffix in _MODEL_SUFFIXES):
-        digest.update(f"{path.relative_to(folder).as_posix()} {path.stat().st_size} ".encode())
-        digest.update(path.read_bytes())
-    return digest.digest()
 
 
 def _packaged() -> Path:

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from cache.exact.log import Redis
 from cache.exact.scripts import PUT
+from cache.redis_client import Redis
 
 _TOGETHER_MAX = 64
 

@@ -18,12 +18,13 @@ import msgspec
 
 from cache.eligibility import Refusal
 from cache.entry import About, Entry, Purge
+from cache.events import Dropped
 from cache.exact.batch import Later
 from cache.exact.l1 import L1
-from cache.exact.log import REDIS_FAILURES, Dropped, Redis, unavailable
-from cache.exact.purges import Purges, Subscribe
+from cache.exact.purges import Purges
 from cache.exact.store import EntryStore, PartitionSize, Stored, pack
 from cache.fingerprint import Fingerprint, Partition
+from cache.redis_client import REDIS_FAILURES, Redis, Subscribe, unavailable
 
 _LINKS_MAX = 32  # earlier links asked for in one lookup: the latest of the dialogue, and its first
 _TOUCHES_MAX = 4_096

@@ -12,15 +12,13 @@ read everything is told so.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import msgspec
-from redis.exceptions import RedisError
 
-from cache.entry import CacheUnavailable, Purge
-from cache.fingerprint import Partition
+from cache.entry import Purge
+from cache.events import LogRecord
+from cache.redis_client import Redis
 
 PURGE_CHANNEL = "sameway:cache:purge"
 _LOG = "sameway:cache:log"
@@ -29,43 +27,6 @@ _EPOCH = "sameway:cache:epoch"
 LOG_LENGTH_MAX = 100_000  # about; a follower that falls further behind rebuilds
 _READ_COUNT = 1_000
 _RECEIPT_TTL_S = 60
-
-REDIS_FAILURES = (RedisError, OSError, TimeoutError)
-
-
-def unavailable(error: BaseException) -> CacheUnavailable:
-    return CacheUnavailable(f"Redis: {error}")
-
-
-class Redis(Protocol):
-    """What is needed of redis.asyncio.Redis (decode_responses=False) or of anything that batches for it. Replies are as redis-py
-    parses them: HSCAN a cursor and a dict, XRANGE pairs of id and dict."""
-
-    def execute_command(self, *args: Any) -> Awaitable[Any]: ...
-    def eval(self, script: str, numkeys: int, *keys_and_args: Any) -> Awaitable[Any]: ...
-
-
-class Came(msgspec.Struct, frozen=True, array_like=True, tag="+"):
-    """A log record: this entry is there and can be found by meaning."""
-
-    partition: Partition
-    exact: bytes
-
-
-class Dropped(msgspec.Struct, frozen=True, array_like=True, tag="-"):
-    """A log record: these entries of a partition are gone."""
-
-    partition: Partition
-    exacts: tuple[bytes, ...]
-
-
-class Spoke(msgspec.Struct, frozen=True, array_like=True, tag="v"):
-    """A log record: this partition's stream of verdicts has something new (`cache.verdicts.store`)."""
-
-    partition: Partition
-
-
-LogRecord = Came | Dropped | Spoke
 
 
 class Announced(msgspec.Struct, frozen=True, array_like=True):

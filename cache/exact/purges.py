@@ -10,30 +10,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol
+from collections.abc import Callable
 
 import msgspec
 
 from cache.entry import Purge
 from cache.exact.l1 import L1
-from cache.exact.log import PURGE_CHANNEL, REDIS_FAILURES, Announced, EntryLog
+from cache.exact.log import PURGE_CHANNEL, Announced, EntryLog
+from cache.redis_client import REDIS_FAILURES, Subscribe, Subscription
 
 _HEARTBEAT_S = 2.0
 _HEARTBEAT_MISSED_S = 5.0
 _RESUBSCRIBE_S = 0.5
 _SIGNED_POLL_S = 0.002
 _ANNOUNCED = msgspec.msgpack.Decoder(Announced)
-
-
-class Subscription(Protocol):
-    """The part of redis-py's PubSub that is used: messages are dicts with `type` and `data`."""
-
-    def listen(self) -> AsyncIterator[dict[str, Any]]: ...
-
-
-Subscribe = Callable[[str], AbstractAsyncContextManager[Subscription]]
 
 
 class Purges:

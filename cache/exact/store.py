@@ -27,10 +27,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from cache.entry import About, Entry
+from cache.events import Came, Dropped
 from cache.exact.batch import Later, Puts, Terms
-from cache.exact.log import Came, Dropped, EntryLog, Redis
+from cache.exact.log import EntryLog
 from cache.exact.scripts import DROP, FORGET_PARTITION, PUT_VECTORS, TOUCH
 from cache.fingerprint import DIGEST_BYTES, Partition
+from cache.redis_client import Redis
 
 _PARTITIONS = "sameway:cache:partitions"
 

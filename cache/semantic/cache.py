@@ -24,16 +24,16 @@ from numpy.typing import NDArray
 
 from cache.decision.explain import decide
 from cache.decision.features import FEATURES, NEIGHBOURS, Neighbour
-from cache.decision.guards import Verifier
 from cache.decision.prior import PRIOR
-from cache.decision.rule import VerifiedRule
-from cache.encoder.embedder import Embedder, EmbedderInfo, Encoded, Memo
-from cache.exact.log import Dropped
+from cache.decision.rule import Rule, VerifiedRule
+from cache.encoder.embedder import Memo
+from cache.encoder.types import Embedder, EmbedderInfo, Encoded
+from cache.events import Dropped
 from cache.fingerprint import Partition
+from cache.query import Hit, Miss, MissReason, Neighbourhood, Query
 from cache.semantic.index import Found, VectorIndex
-from cache.semantic.state import Lore
+from cache.semantic.state import NamespaceStates
 from cache.verdicts.records import Cleared, Judged, Suspended, answer_name
-from cache.worker.messages import Hit, Miss, MissReason, Neighbourhood, Query
 
 _INLINE_MAX = 32  # keys still without a vector that one lookup embeds beside its query; the newest first
 
@@ -95,13 +95,13 @@ class SemanticCache:
     def __init__(
         self,
         embedder: Embedder,
-        verifier: Verifier | None = None,
+        rule: Rule | None = None,
         clock: Callable[[], float] = time.time,
         keys_max: int = 1_000_000,
         index: VectorIndex | None = None,
     ) -> None:
         self._encoder = Memo(embedder)
-        self._verifier = verifier or VerifiedRule(PRIOR)
+        self._rule = rule or VerifiedRule(PRIOR)
         self._clock = clock
         self._keys_max = keys_max
         self._index = index if index is not None else VectorIndex(embedder.info.dims)
@@ -112,8 +112,8 @@ class SemanticCache:
         self._expiries: list[tuple[float, int]] = []
         self._settling: dict[bytes, None] = {}  # namespaces where keys wait for a vector beside others
         self._unsaved: list[tuple[Partition, bytes, bytes]] = []
-        rule = hashlib.blake2b("\n".join(FEATURES).encode() + embedder.info.key, digest_size=8).digest()
-        self._lore = Lore(self._verifier, rule)
+        self.rule_name = hashlib.blake2b("\n".join(FEATURES).encode() + embedder.info.key, digest_size=8).digest()
+        self._states = NamespaceStates(self._rule, self.rule_name)
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -125,11 +125,6 @@ class SemanticCache:
     @property
     def dims(self) -> int:
         return self._encoder.info.dims
-
-    @property
-    def rule(self) -> bytes:
-        """Names the evidence that this cache's model learns from."""
-        return self._lore.rule
 
     @property
     def namespaces(self) -> int:
@@ -180,13 +175,17 @@ class SemanticCache:
         neighbours = self._neighbours(query, found)
         if not neighbours:
             return Neighbourhood(Miss(MissReason.EMPTY), ())
-        return decide(query, neighbours, count, self._verifier, self._lore)
+        state = self._states.of(query.partition + query.compat)
+        near, counters = decide(query, neighbours, count, state, self._rule, self.rule_name)
+        if not query.is_try:
+            state.counters = counters
+        return near
 
     def _neighbours(self, query: Query, found: Found) -> list[Neighbour]:
         now = self._clock()
         name = query.partition + query.compat
-        counts, tallies = self._namespaces[name].groups, self._lore.tallies(name)
-        out = self._lore.suspended(query.partition)
+        counts, tallies = self._namespaces[name].groups, self._states.tallies(name)
+        out = self._states.suspended(query.partition)
         neighbours = []
         for number, similarity in zip(found.keys.tolist(), found.similarities.tolist(), strict=True):
             key = self._keys[number]
@@ -228,7 +227,7 @@ class SemanticCache:
         )  # fmt: skip
 
     def _learn(self, record: Judged | Suspended | Cleared) -> None:
-        self._lore.learn(record)
+        self._states.learn(record)
         if isinstance(record, Judged) and record.joined is not None:
             key = self._keys.get(self._by_entry.get((record.partition, record.exact), -1))
             if key is not None and key.created_at == record.created_at:  # not answered anew since
@@ -236,7 +235,7 @@ class SemanticCache:
 
     def forget_verdicts(self) -> None:
         """Before all verdicts are told anew. What the entries say of their groups stays."""
-        self._lore.clear()
+        self._states.clear()
 
     def _regroup(self, key: _Key, name: bytes | None) -> None:
         """Move a key to a group of its namespace; None: out of all."""
@@ -337,12 +336,12 @@ class SemanticCache:
         namespace.pending.pop(key.number, None)
         if key.number in namespace.embedded:
             namespace.embedded.remove(key.number)
-            self._lore.scene(key.namespace).words.add(key.text, -1)
+            self._states.of(key.namespace).words.add(key.text, -1)
         self._regroup(key, None)
         self._index.remove(key.namespace, key.number)
         if not namespace.pending and not namespace.embedded:
             del self._namespaces[key.namespace]
-            self._lore.leave(key.namespace)
+            self._states.leave(key.namespace)
 
     def _expire(self) -> None:
         now = self._clock()
@@ -380,5 +379,5 @@ class SemanticCache:
         if key.number in namespace.pending:
             del namespace.pending[key.number]
             namespace.embedded.add(key.number)
-            self._lore.scene(key.namespace).words.add(key.text)
+            self._states.of(key.namespace).words.add(key.text)
             self._index.add(key.namespace, key.number, vector)

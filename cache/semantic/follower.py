@@ -20,9 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.entry import About
-from cache.exact.log import REDIS_FAILURES, Came, Dropped, LogPosition, LogRecord, Redis, Spoke
+from cache.events import Came, Dropped, LogRecord, Spoke
+from cache.exact.log import LogPosition
 from cache.exact.store import EntryStore
 from cache.fingerprint import Partition
+from cache.redis_client import REDIS_FAILURES, Redis
 from cache.semantic.cache import Added, EntryKey, Record, SemanticCache
 from cache.verdicts.records import Suspended
 from cache.verdicts.store import VerdictStore

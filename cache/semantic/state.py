@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from cache.decision.guards import Scene, Verifier
 from cache.decision.model import Row
+from cache.decision.rule import NamespaceCounters, NamespaceState, Rule
 from cache.fingerprint import Partition
+from cache.query import Trial
 from cache.verdicts.records import Cleared, Judged, Suspended
 
 _GROUPS_MAX = 20_000  # of a namespace, whose tallies are kept; the oldest go first
@@ -30,18 +29,22 @@ class _Taught:
     audited: float = 0.0
 
 
-class Lore:
-    """`rule` names the evidence that the verifier can learn from; that of another one is passed over."""
+class NamespaceStates:
+    """`rule_name` names the features that `rule` can learn from; those of another one are passed over."""
 
-    def __init__(self, verifier: Verifier, rule: bytes) -> None:
-        self.rule = rule
-        self._verifier = verifier
-        self._scenes: dict[bytes, Scene] = {}
+    def __init__(self, rule: Rule, rule_name: bytes) -> None:
+        self._rule = rule
+        self._rule_name = rule_name
+        self._states: dict[bytes, NamespaceState] = {}
         self._taught: dict[bytes, _Taught] = {}
         self._suspended: dict[Partition, set[bytes]] = {}
 
-    def scene(self, namespace: bytes) -> Scene:
-        return self._scenes.setdefault(namespace, Scene())
+    def of(self, namespace: bytes) -> NamespaceState:
+        """The state of a namespace, empty where it has none yet."""
+        state = self._states.get(namespace)
+        if state is None:
+            state = self._states[namespace] = NamespaceState()
+        return state
 
     def tallies(self, namespace: bytes) -> Mapping[bytes, tuple[float, float]]:
         """Right and wrong verdicts on serving the answer of each group that had any."""
@@ -65,20 +68,22 @@ class Lore:
 
     def _judge(self, record: Judged) -> None:
         name = record.partition + record.compat
-        scene, taught = self.scene(name), self._taught.pop(name, None) or _Taught()
+        state, taught = self.of(name), self._taught.pop(name, None) or _Taught()
         self._taught[name] = taught  # the latest at the end
         if record.chance < 1.0:
             taught.audited += (1.0 if record.is_right is not None else _UNTOLD_COUNTS) / record.chance
-            scene.accepted = max(scene.accepted, int(taught.audited))
+            before = state.counters
+            accepted = max(before.accepted, int(taught.audited))
+            state.counters = NamespaceCounters(accepted, before.served, before.risked)
         if record.is_right is not None:
             right, wrong = taught.tallies.get(record.other, (0.0, 0.0))
             more = (record.weight, 0.0) if record.is_right else (0.0, record.weight)
             taught.tallies[record.other] = (right + more[0], wrong + more[1])
             if len(taught.tallies) > _GROUPS_MAX:
                 del taught.tallies[next(iter(taught.tallies))]
-            if record.evidence and record.rule == self.rule:
-                evidence = np.frombuffer(record.evidence, "<f4").astype(np.float64)
-                self._verifier.learn(Row(evidence, record.is_right, record.chance, record.p), scene)
+            if record.evidence and record.rule == self._rule_name:
+                trial = Trial((), record.evidence, record.p, record.chance, record.rule)
+                state.learner = self._rule.learn(Row(trial, record.is_right), state.learner)
         if len(self._taught) > _TAUGHT_MAX:
             self._unlearn(next(iter(self._taught)))
 
@@ -90,9 +95,9 @@ class Lore:
                 taught.tallies[group] = (taught.tallies[group][0], 0.0)
 
     def leave(self, namespace: bytes) -> None:
-        """The namespace has no keys any more: its scene goes, unless verdicts have made something of it."""
+        """The namespace has no keys any more: its state goes, unless verdicts have made something of it."""
         if namespace not in self._taught:
-            self._scenes.pop(namespace, None)
+            self._states.pop(namespace, None)
 
     def clear(self) -> None:
         """Before everything is told anew. Words belong to the keys and stay."""
@@ -102,7 +107,7 @@ class Lore:
 
     def _unlearn(self, namespace: bytes) -> None:
         del self._taught[namespace]
-        scene = self._scenes[namespace]
-        scene.learner, scene.accepted, scene.served, scene.risked = None, 0, 0, 0.0
-        if not scene.words.texts:
-            del self._scenes[namespace]
+        state = self._states[namespace]
+        state.learner, state.counters = None, NamespaceCounters()
+        if not state.words.texts:
+            del self._states[namespace]

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 from cache.decision.guards import difference
 from cache.decision.text_features import Reading, read
-from cache.encoder.embedder import Encoded
+from cache.encoder.types import Encoded
+from cache.query import MissReason
 from cache.verdicts.judges import Opinion, Ruling
-from cache.worker.messages import MissReason
 
 SHORT_WORDS = 25  # of an answer that states a fact; a longer one explains
 _SAME_COSINE = 0.93

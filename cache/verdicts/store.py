@@ -19,8 +19,10 @@ from typing import Any
 
 import msgspec
 
-from cache.exact.log import EntryLog, Redis, Spoke
+from cache.events import Spoke
+from cache.exact.log import EntryLog
 from cache.fingerprint import DIGEST_BYTES, Partition
+from cache.redis_client import Redis
 from cache.verdicts.records import AnswerRef, Cleared, Finding, Judged, Reply, Scope, Source, Suspended, Suspension
 
 VERDICTS_MAX = 10_000  # about, of a partition; a rebuild learns from these

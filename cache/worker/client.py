@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from cache.entry import CacheError, CacheWorkerUnavailable
+from cache.query import Hit, Miss, MissReason, Neighbourhood, Query
 from cache.verdicts.judges import Opinion, Ruling
 from cache.worker.messages import (
     FRAME_BYTES_MAX,
@@ -30,11 +31,6 @@ from cache.worker.messages import (
     Cancel,
     Embedded,
     Failed,
-    Hit,
-    Miss,
-    MissReason,
-    Neighbourhood,
-    Query,
     Reply,
     Status,
     TooLong,

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import uvloop
 
+from cache.query import Miss, MissReason, Neighbourhood
 from cache.redis_client import connect
 from cache.worker.messages import (
     FRAME_BYTES_MAX,
@@ -40,9 +41,6 @@ from cache.worker.messages import (
     Cancel,
     Embedded,
     Failed,
-    Miss,
-    MissReason,
-    Neighbourhood,
     Reply,
     Status,
     TooLong,

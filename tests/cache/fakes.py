@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cache import Entry, Fingerprint, Partition, Query, Recorded, fingerprint, partition
-from cache.encoder.embedder import EmbedderInfo, Encoded
+from cache.encoder.types import EmbedderInfo, Encoded
 
 ACME, OTHER = partition(b"secret", "team:1"), partition(b"secret", "team:2")
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from cache.encoder.bert import BertEmbedder, read_plan
-from cache.encoder.embedder import Embedder, Memo, SentenceEmbedder, _packaged, open_embedder
+from cache.encoder.embedder import Memo, SentenceEmbedder, _packaged, open_embedder
+from cache.encoder.types import Embedder
 from cache.semantic.cache import Added, SemanticCache
 from tests.cache.fakes import FakeEmbedder
 

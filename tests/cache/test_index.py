@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 import cache.semantic.index
 from cache.encoder.gpu import TorchFlat
+from cache.query import Hit
 from cache.semantic.cache import SemanticCache
 from cache.semantic.index import VectorIndex
-from cache.worker.messages import Hit
 from tests.cache.fakes import ACME, OTHER, FakeEmbedder, query
 from tests.cache.test_semantic import Yes, added, dropped
 

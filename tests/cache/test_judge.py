@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache import EqualityJudge, Opinion, Panel, Ruling, Told
-from cache.encoder.embedder import Encoded
+from cache.encoder.types import Encoded
 from cache.verdicts.agreement import agree
 from cache.verdicts.judges import normalised
 

@@ -13,13 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.vcache import VCache
-from cache import Hit, Miss, MissReason, Neighbourhood
+from cache import Hit, Miss, MissReason, Neighbourhood, Trial
 from cache.decision.features import FEATURES, ONE_SIDED_MAX, Neighbour, ToldWords, WordCounts, candidates, evidence
-from cache.decision.guards import Scene
 from cache.decision.model import Learner, Prior, Row, audit_chance
 from cache.decision.prior import PRIOR
-from cache.decision.rule import VerifiedRule
-from cache.exact.log import Dropped
+from cache.decision.rule import NamespaceCounters, NamespaceState, VerifiedRule
+from cache.events import Dropped
 from cache.semantic.cache import Added, SemanticCache
 from cache.verdicts.records import Judged, Suspended, answer_name
 from tests.cache.fakes import ACME, Clock, FakeEmbedder, ask, query
@@ -74,9 +73,9 @@ def test_verdicts_tell_which_words_may_be_left_out() -> None:
 def test_the_witness_of_a_group_is_a_key_that_no_veto_stops() -> None:
     """The nearest key of the group has another number; the next of the same answer has the same."""
     some = [near(0.95, "wake me at 8", b"g"), near(0.90, "get me up at 7", b"g")]
-    scene = sure_scene("wake me at 7", some[1])
-    verdict = VerifiedRule(PRIOR).decide(query("wake me at 7"), some, scene)
-    assert verdict.served == 1
+    state = sure_state("wake me at 7", some[1])
+    decision, _ = VerifiedRule(PRIOR).decide(query("wake me at 7"), some, state)
+    assert decision.served == 1
 
 
 @given(st.lists(st.text(), max_size=10))
@@ -99,13 +98,17 @@ def row_of(features: Any, served: int = 0, risked: float = 0.0) -> Any:
     return np.concatenate([features[: len(FEATURES)], np.zeros(ONE_SIDED_MAX), (served, risked)])
 
 
+def compared(features: Any, is_right: bool, chance: float, p: float) -> Row:
+    return Row(Trial((), features.astype("<f4").tobytes(), p, chance, b"rule"), is_right)
+
+
 def rows(count: int, seed: int, wrong: float = 0.02) -> list[Row]:
     """Where the first number is positive the answer is right, but for a share of `wrong`."""
     rng = np.random.default_rng(seed)
     made = []
     for _ in range(count):
         seen = row_of(rng.normal(size=len(FEATURES)))
-        made.append(Row(seen, bool((seen[0] > 0) != (rng.random() < wrong)), 1.0, 0.5))
+        made.append(compared(seen, bool((seen[0] > 0) != (rng.random() < wrong)), 1.0, 0.5))
     return made
 
 
@@ -116,7 +119,7 @@ def test_what_passes_the_threshold_is_wrong_less_than_the_bound(error_max: float
     for row in rows(3_000, 1):
         learner.learn(row)
     fresh = rows(4_000, 2)
-    served = [row for row in fresh if learner.model.p(row.evidence) >= learner.threshold(error_max)]
+    served = [row for row in fresh if learner.model.p(row.features) >= learner.threshold(error_max)]
     assert len(served) > 200
     assert sum(not row.is_right for row in served) <= error_max * len(fresh)
     assert learner.threshold(error_max) >= learner.threshold(2 * error_max)
@@ -126,8 +129,8 @@ def test_answers_that_are_never_right_are_never_served() -> None:
     """Nothing reaches the threshold, at any bound."""
     learner = Learner(prior())
     for row in rows(500, 3):
-        learner.learn(Row(row.evidence, False, 1.0, 0.5))
-    assert not any(learner.model.p(row.evidence) >= learner.threshold(0.01) for row in rows(500, 4))
+        learner.learn(compared(row.features, False, 1.0, 0.5))
+    assert not any(learner.model.p(row.features) >= learner.threshold(0.01) for row in rows(500, 4))
 
 
 def test_surprises_among_the_sure_raise_the_expected_errors() -> None:
@@ -135,7 +138,7 @@ def test_surprises_among_the_sure_raise_the_expected_errors() -> None:
     learners = [Learner(prior()), Learner(prior())]
     for place, learner in enumerate(learners):
         for row in rows(200, 5):
-            learner.learn(Row(row.evidence, place == 0, 0.2, 0.95))
+            learner.learn(compared(row.features, place == 0, 0.2, 0.95))
     assert learners[0].kappa == 1 < learners[1].kappa
 
 
@@ -159,7 +162,7 @@ def test_a_fit_may_run_later_and_comes_out_the_same() -> None:
     for work in waiting:
         work()
     assert late.threshold(0.01) == prompt.threshold(0.01)
-    assert [late.model.p(row.evidence) for row in made] == [prompt.model.p(row.evidence) for row in made]
+    assert [late.model.p(row.features) for row in made] == [prompt.model.p(row.features) for row in made]
 
 
 def test_what_was_left_of_the_budget_is_spent_and_what_was_overspent_is_saved() -> None:
@@ -167,33 +170,35 @@ def test_what_was_left_of_the_budget_is_spent_and_what_was_overspent_is_saved() 
     learners = [Learner(prior()) for _ in range(3)]
     for learner, risk in zip(learners, (0.0, 0.01, 0.05), strict=True):
         for row in rows(1_000, 1):
-            learner.learn(Row(row_of(row.evidence, 1, 2 * risk), row.is_right, 1.0, 0.5))
+            learner.learn(compared(row_of(row.features, 1, 2 * risk), row.is_right, 1.0, 0.5))
     frugal, even, lavish = (learner.threshold(0.01) for learner in learners)
     assert frugal < even < lavish
 
 
-def decide(text: str, known: Sequence[Neighbour], scene: Scene, error_max: float | None = None) -> MissReason | None:
-    verdict = VerifiedRule(PRIOR).decide(query(text, error_max=error_max), known, scene)
-    return None if verdict.served is not None else verdict.reasons[0]
+def decide(
+    text: str, known: Sequence[Neighbour], state: NamespaceState, error_max: float | None = None
+) -> MissReason | None:
+    decision, _ = VerifiedRule(PRIOR).decide(query(text, error_max=error_max), known, state)
+    return None if decision.served is not None else decision.reasons[0]
 
 
 def test_cold_it_serves_a_paraphrase_with_one_entry_there() -> None:
     """What the fixed rule would; names, polarity and numbers are still guarded."""
     one = [near(0.9, "tell me the capital of France", b"g")]
-    assert decide(CAPITAL, one, Scene()) is None
-    assert decide("What is the capital of Italy?", one, Scene()) is MissReason.NAMES
-    assert decide("What is not the capital of France?", one, Scene()) is MissReason.POLARITY
-    assert decide(CAPITAL, one, Scene(), error_max=0.0001) is not None
+    assert decide(CAPITAL, one, NamespaceState()) is None
+    assert decide("What is the capital of Italy?", one, NamespaceState()) is MissReason.NAMES
+    assert decide("What is not the capital of France?", one, NamespaceState()) is MissReason.POLARITY
+    assert decide(CAPITAL, one, NamespaceState(), error_max=0.0001) is not None
 
 
-def sure_scene(asked: str, known: Neighbour) -> Scene:
+def sure_state(asked: str, known: Neighbour) -> NamespaceState:
     """A namespace where every verdict on such a pair said right."""
-    scene = Scene(learner=Learner(PRIOR))
-    assert scene.learner is not None
+    state = NamespaceState(learner=Learner(PRIOR))
+    assert state.learner is not None
     seen = evidence(asked, [known], candidates([known])[0], WordCounts(), None, False)
     for _ in range(400):
-        scene.learner.learn(Row(row_of(seen), True, 1.0, 0.9))
-    return scene
+        state.learner.learn(compared(row_of(seen), True, 1.0, 0.9))
+    return state
 
 
 @pytest.mark.parametrize(
@@ -210,17 +215,20 @@ def test_no_verdict_crosses_a_veto(asked: str, known: str, reason: MissReason | 
     """Four hundred right ones: other words are served; another number, a negation, the other direction or an old
     answer about now are not."""
     one = Neighbour(0.99, known, b"e", 10_000.0, b"g")
-    assert decide(asked, [one], sure_scene(asked, one)) is reason
+    assert decide(asked, [one], sure_state(asked, one)) is reason
 
 
 def test_an_audit_is_a_miss_that_says_so() -> None:
     """With its chance, by which its verdict counts."""
     rule = VerifiedRule(PRIOR, random=lambda: 0.0)
-    verdict = rule.decide(query(CAPITAL), [near(0.9, "tell me the capital of France", b"g")], Scene())
-    assert verdict.served is None
-    assert verdict.reasons == (MissReason.AUDIT,)
-    assert verdict.assessment is not None
-    assert verdict.assessment.chance == 0.2
+    decision, counters = rule.decide(
+        query(CAPITAL), [near(0.9, "tell me the capital of France", b"g")], NamespaceState()
+    )
+    assert decision.served is None
+    assert decision.reasons == (MissReason.AUDIT,)
+    assert decision.trial is not None
+    assert decision.trial.chance == 0.2
+    assert counters == NamespaceCounters(accepted=1)
 
 
 INTENTS = ("alarm wake clock", "music play song", "weather rain forecast", "lamp light room")

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from cache import Hit, Miss, MissReason, Partition, Query
 from cache.decision.features import Neighbour
-from cache.decision.guards import Scene, Verdict
-from cache.decision.model import Row
-from cache.exact.log import Dropped
+from cache.decision.model import Learner, Row
+from cache.decision.rule import Decision, NamespaceCounters, NamespaceState
+from cache.events import Dropped
 from cache.semantic.cache import Added, Record, SemanticCache
 from tests.cache.fakes import ACME, OTHER, Clock, FakeEmbedder, ask, query
 
@@ -22,11 +22,14 @@ from tests.cache.fakes import ACME, OTHER, Clock, FakeEmbedder, ask, query
 class Yes:
     """Serves the nearest, whatever it is."""
 
-    def decide(self, query: Query, neighbours: Sequence[Neighbour], scene: Scene) -> Verdict:
-        return Verdict(0, (None,) * len(neighbours))
+    def decide(
+        self, query: Query, neighbours: Sequence[Neighbour], state: NamespaceState
+    ) -> tuple[Decision, NamespaceCounters]:
+        return Decision(0, (None,) * len(neighbours)), state.counters
 
-    def learn(self, row: Row, scene: Scene) -> None:
+    def learn(self, row: Row, learner: Learner | None) -> Learner | None:
         """It does not."""
+        return learner
 
 
 def added(text: str, now: float, tenant: Partition = ACME, ttl_s: float = 60.0, **fields: Any) -> Added:

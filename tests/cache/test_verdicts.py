@@ -68,7 +68,7 @@ def finding(is_right: bool | None, asked: AnswerRef | None = None, seed: int = 0
     evidence = np.random.default_rng(seed).random(len(FEATURES))
     evidence[0] = 1.0 if is_right else -1.0
     exact, at = (asked.exact, asked.created_at) if asked is not None else (b"", 0.0)
-    rule = SemanticCache(FakeEmbedder(is_constant=True)).rule
+    rule = SemanticCache(FakeEmbedder(is_constant=True)).rule_name
     data = evidence.astype("<f4").tobytes()
     return Finding(Source.MISS, ask("open it").compat, exact, at, is_right, data, 0.8, 1.0, rule, time.time())
 

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache import MissReason, Query
-from cache.decision.guards import FixedVerifier, Neighbour, difference
+from cache import MissReason
+from cache.decision.features import Neighbour
+from cache.decision.guards import difference
+from cache.decision.rule import FixedRule
 from cache.decision.text_features import is_exchanged, read
-from tests.cache.fakes import ACME
 
 CAPITAL = "What is the capital of France?"
 
@@ -93,9 +94,7 @@ def test_each_guard_sees_its_difference(one: str, other: str, reason: MissReason
 def decide(
     text: str, known: str, similarity: float, age_s: float = 0.0, error_max: float | None = None
 ) -> MissReason | None:
-    verdict = FixedVerifier().decide(
-        Query(ACME, b"compat", text, error_max), [Neighbour(similarity, known, b"exact", age_s)]
-    )
+    verdict = FixedRule().at(error_max, text, [Neighbour(similarity, known, b"exact", age_s)])
     assert (verdict.served == 0) is (verdict.reasons[0] is None)
     return verdict.reasons[0]
 
@@ -182,7 +181,7 @@ def test_the_first_neighbour_that_passes_is_served() -> None:
         Neighbour(0.95, "tell me the capital of France", b"2", 0),
         Neighbour(0.20, "bake bread", b"3", 0),
     ]
-    verdict = FixedVerifier().decide(Query(ACME, b"c", CAPITAL), neighbours)
+    verdict = FixedRule().at(None, CAPITAL, neighbours)
     assert verdict.served == 1
     assert verdict.reasons == (MissReason.NAMES, None, MissReason.FAR)
 

@@ -1,0 +1,54 @@
+"""What every encoder is and gives: plain values, the seam, and the name of a model's vectors.
+
+Imports no model library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MODEL_SUFFIXES = (".json", ".txt", ".safetensors", ".bin", ".model")
+
+
+KEY_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedderInfo:
+    """Which model makes the vectors. `key` (8 bytes) differs wherever vectors may differ: weights, pooling, window, precision."""
+
+    name: str
+    dims: int
+    tokens_max: int
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """`vectors` is float32 (n, dims), of unit length; `tokens` int32 (n,). A text over the window has a vector of zeros."""
+
+    vectors: NDArray[np.float32]
+    tokens: NDArray[np.int32]
+
+
+class Embedder(Protocol):
+    @property
+    def info(self) -> EmbedderInfo: ...
+
+    def encode(self, texts: Sequence[str]) -> Encoded: ...
+
+
+def folder_key(folder: Path) -> bytes:
+    """A digest of a model's files: whoever runs them, the vectors are the same to within float32's rounding."""
+    digest = hashlib.blake2b(digest_size=KEY_BYTES)
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in _MODEL_SUFFIXES):
+        digest.update(f"{path.relative_to(folder).as_posix()} {path.stat().st_size} ".encode())
+        digest.update(path.read_bytes())
+    return digest.digest()

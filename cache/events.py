@@ -1,0 +1,33 @@
+"""What the log tells the semantic indexes of all hosts: plain values, encoded as msgpack.
+
+Knows no Redis and no entries: digests only, no prompt, so that a purge leaves nothing to read in the log.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from cache.fingerprint import Partition
+
+
+class Came(msgspec.Struct, frozen=True, array_like=True, tag="+"):
+    """A log record: this entry is there and can be found by meaning."""
+
+    partition: Partition
+    exact: bytes
+
+
+class Dropped(msgspec.Struct, frozen=True, array_like=True, tag="-"):
+    """A log record: these entries of a partition are gone."""
+
+    partition: Partition
+    exacts: tuple[bytes, ...]
+
+
+class Spoke(msgspec.Struct, frozen=True, array_like=True, tag="v"):
+    """A log record: this partition's stream of verdicts has something new (`cache.verdicts.store`)."""
+
+    partition: Partition
+
+
+LogRecord = Came | Dropped | Spoke

@@ -1,0 +1,102 @@
+"""A prompt to look up by meaning, and the decision that answers it: plain msgspec values, in a process and on a socket.
+
+Knows no rule, no index and no socket.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from cache.fingerprint import Partition
+
+
+class Query(msgspec.Struct, frozen=True, array_like=True):
+    """One prompt to look up by meaning. `error_max` tightens the configured bound, as a share of requests; where it was tightened
+    because too many answers were wrong, `untightened` is what it would have been. `is_try`: somebody only wants to see the
+    decision; nothing is audited or counted."""
+
+    partition: Partition
+    compat: bytes
+    text: str
+    error_max: float | None = None
+    untightened: float | None = None
+    is_try: bool = False
+
+
+class Trial(msgspec.Struct, frozen=True, array_like=True):
+    """What a decision was made of, for the verdict that may follow. `ranked` has the entries that a fresh answer should be compared
+    with, the likeliest first, each of another group; `evidence` (float32, little-endian) and `p` are of the first, and empty evidence
+    means that a veto decided. `chance` is with which probability a request like this one is generated: 1 where it was not to
+    be served. `rule` names whose evidence it is."""
+
+    ranked: tuple[bytes, ...]
+    evidence: bytes
+    p: float
+    chance: float
+    rule: bytes
+
+
+class MissReason(StrEnum):
+    """Why the semantic cache did not answer; counted by this name."""
+
+    EMPTY = "empty"  # nothing is cached for this partition and compat
+    TOO_LONG = "too_long"  # the prompt does not fit the encoder's window
+    FAR = "far"  # the nearest entry is not similar enough
+    NUMBERS = "numbers"  # near, but numbers, dates or units differ
+    POLARITY = "polarity"  # near, but one negates, or turns on what the other turns off
+    NAMES = "names"  # near, but names, identifiers or quoted strings differ
+    DIRECTION = "direction"  # near, but from and to are swapped
+    FORM = "form"  # near, but another language, format, length or kind of answer is asked for
+    WORDS = "words"  # near, but words that carry the question differ
+    UNSURE = "unsure"  # near, but too likely to be wrong for the error bound
+    AUDIT = "audit"  # would be served, and is generated to see whether that would be right
+    STRICT = "strict"  # near, but the error bound asked for is stricter than anything measured
+    TIME = "time"  # asks about now, and the answer was not given now
+    SUSPENDED = "suspended"  # would be served, but its answer was found wrong and nobody has cleared it
+    TIGHTENED = "tightened"  # would be served, but too many answers were wrong lately: the bound has tightened itself
+    LOADING = "loading"  # the encoder is not ready
+    TIMEOUT = "timeout"  # the worker did not answer in time
+    UNAVAILABLE = "unavailable"  # the worker is away
+
+
+class Near(msgspec.Struct, frozen=True, array_like=True):
+    """A cached prompt of the same partition and compat. `similarity` is the cosine; `reason` is why it may not be served. `group`
+    names the prompts with an equal answer, of which there are `keys`; `right` and `wrong` are the verdicts on serving that answer."""
+
+    similarity: float
+    text: str
+    exact: bytes
+    reason: MissReason | None = None
+    group: bytes = b""
+    keys: int = 1
+    right: float = 0.0
+    wrong: float = 0.0
+
+
+class Hit(msgspec.Struct, frozen=True, array_like=True, tag="hit"):
+    """Entry `exact` answers the prompt; it was stored for `text`."""
+
+    exact: bytes
+    similarity: float
+    text: str
+    trial: Trial | None = None
+
+
+class Miss(msgspec.Struct, frozen=True, array_like=True, tag="miss"):
+    """Nothing may be served; `nearest` is what came closest."""
+
+    reason: MissReason
+    nearest: Near | None = None
+    trial: Trial | None = None
+
+
+class Neighbourhood(msgspec.Struct, frozen=True, array_like=True, tag="near"):
+    """The decision for a prompt and its neighbours, the nearest first. `p_min` is the p that would be served, None while too few
+    verdicts have come to say; `verdicts` is how many have."""
+
+    decision: Hit | Miss
+    neighbours: tuple[Near, ...]
+    p_min: float | None = None
+    verdicts: int = 0
