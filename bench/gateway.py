@@ -3,9 +3,11 @@
     ./run bench gateway [--quick] [--peers litellm,tensorzero,portkey,nginx] [--scenario NAME,...] [--json FILE]
     ./run bench gateway --profile SCENARIO
     ./run bench gateway --soak REQUESTS
+    ./run bench gateway --against CHECKOUT [--quick] [--repeats ROUNDS] [--scenario NAME,...] [--json FILE]
 
 Starts a compiled instant upstream, then one system after the other, asks each with a compiled load tool, and reads what its
-processes used. docs/benchmarks.md tells the method. Everything stays on loopback and is stopped at the end.
+processes used. --against compares this tree with another checkout. docs/benchmarks.md tells the method. Everything stays on
+loopback and is stopped at the end.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bench.lab import against
 from bench.lab.measure import Plan, Row, measure
-from bench.lab.native import WORK, Stub, build
+from bench.lab.native import BENCH, WORK, Stub, build
 from bench.lab.processes import BenchError
 from bench.lab.profile import Profiler
 from bench.lab.report import render, write_json
-from bench.lab.scenarios import SCENARIOS, Scenario
+from bench.lab.scenarios import SCENARIOS, Scenario, Traffic
 from bench.lab.systems import Running, System
 from bench.peers import PEERS
 from bench.peers.direct import Direct
@@ -121,6 +124,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.soak:
             return _soak(arguments.soak, arguments.duration or 10.0)
+        if arguments.against is not None:
+            return _against(arguments)
         return _profile(arguments) if arguments.profile else _compare(arguments)
     except BenchError as error:
         print(f"bench: {error}", file=sys.stderr)
@@ -160,6 +165,14 @@ def _parser() -> argparse.ArgumentParser:
         default=None,
         metavar="REQUESTS",
         help="so many requests, hits and misses: does memory grow?",
+    )
+    parser.add_argument(
+        "--against",
+        type=Path,
+        default=None,
+        metavar="CHECKOUT",
+        help="this tree and another in turn, seven rounds (quick: three): the ratio of CPU a request and its spread;\n"
+        "CHECKOUT: a folder in which ./run setup was called; `.` shows the noise of the machine",
     )
     parser.add_argument("--without-sameway", action="store_true", help="measure only the upstream and the peers")
     return parser
@@ -256,6 +269,34 @@ def _soak(requests: int, duration_s: float) -> int:
                 print(f"{done:>9,} requests  {scenario.name:18} {row.errors} errors  RSS MB: {memory}", flush=True)
         finally:
             running.stop()
+    return 0
+
+
+def _against(arguments: argparse.Namespace) -> int:
+    """This tree and the other checkout, in turn, on one core."""
+    started = time.monotonic()
+    checkout, python = against.checkout_of(arguments.against)
+    wanted = set(arguments.scenario or _SOAKED)
+    scenarios = [s for s in SCENARIOS if s.name in wanted]
+    unfit = [s.name for s in scenarios if s.rate_of or s.pace_ms or s.traffic not in (Traffic.UNIQUE, Traffic.REPEATED)]
+    if unfit:
+        raise BenchError(f"--against: {', '.join(unfit)}: neither closed-loop misses nor closed-loop exact hits")
+    effort = against.Effort(rounds=arguments.repeats or (3 if arguments.quick else 7))
+
+    def this(start: int) -> System:
+        return Sameway(environ={"PYTHONHASHSEED": str(start + 1)})
+
+    def other(start: int) -> System:
+        return Sameway(checkout=checkout, python=python, environ={"PYTHONHASHSEED": str(start + 1)})
+
+    with against.one_core(), _workspace() as (folder, stub):
+        connections = (arguments.connections or [32])[0]
+        rows = against.compare(this, other, scenarios, connections, effort, stub, folder)
+    names = [f"{path} ({against.revision_of(path)})" for path in (BENCH.parent, checkout)]
+    print(against.render(rows, *names))
+    print(f"\n{time.monotonic() - started:.0f} s in all", flush=True)
+    if arguments.json is not None:
+        write_json(rows, arguments.json)
     return 0
 
 

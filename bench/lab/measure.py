@@ -116,16 +116,18 @@ def measure(
     return _row(name, running, scenario, connections, rate, samples)
 
 
-def _target(running: Running, scenario: Scenario) -> Target:
+def target_of(running: Running, scenario: Scenario) -> Target:
+    """What the scenario's requests name on this system."""
     if scenario.pace_ms:
         return running.paced
     return running.instant if scenario.is_budgeted or running.unbudgeted is None else running.unbudgeted
 
 
-def _load_of(
+def load_of(
     running: Running, scenario: Scenario, bodies: Bodies, connections: int, rate: float | None, plan: Plan
 ) -> Load:
-    target = _target(running, scenario)
+    """The options of the load tool for one repetition."""
+    target = target_of(running, scenario)
     return Load(
         port=running.port,
         bodies=bodies.asked,
@@ -154,8 +156,8 @@ def _sample(
     folder: Path,
     salt: str,
 ) -> Sample:
-    bodies = write_bodies(scenario, _target(running, scenario).model, salt, folder)
-    load = _load_of(running, scenario, bodies, connections, rate, plan)
+    bodies = write_bodies(scenario, target_of(running, scenario).model, salt, folder)
+    load = load_of(running, scenario, bodies, connections, rate, plan)
     if bodies.first is not None:
         _prime(load, bodies)
     meter = Meter(running.roots, running.role_of)

@@ -29,7 +29,7 @@ _COLUMNS = (
 )
 
 
-def write_json(rows: Sequence[Row], path: Path) -> None:
+def write_json(rows: Sequence[msgspec.Struct], path: Path) -> None:
     """One JSON object a line."""
     path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 

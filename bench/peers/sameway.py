@@ -29,11 +29,24 @@ _BUDGET = {"window": "day", "limit_microusd": 10**14, "is_hard": True}
 
 
 class Sameway:
-    """The checkout that this bench lies in. `cache`: settings of that section, beside the setup's."""
+    """The gateway of `checkout`, run by the interpreter `python`; by default those of this bench.
+
+    `environ`: variables beside those of the bench. `cache`: settings of that section, beside the setup's.
+    """
 
     name = "sameway"
 
-    def __init__(self, **cache: object) -> None:
+    def __init__(
+        self,
+        *,
+        checkout: Path = BENCH.parent,
+        python: str = sys.executable,
+        environ: Mapping[str, str] | None = None,
+        **cache: object,
+    ) -> None:
+        self._checkout = checkout
+        self._python = python
+        self._environ = environ or {}
         self._cache = cache
 
     def install(self) -> None:
@@ -48,9 +61,9 @@ class Sameway:
     def start(self, setup: Setup, stub: Upstream, folder: Path) -> Running:
         config = folder / "sameway.yaml"
         config.write_text(yaml.safe_dump(_settings(setup, stub, folder, self._cache)))
-        command = [sys.executable, "-m", "gateway", "serve", "--config", str(config), "--port", "0"]
-        environ = clean_environment(SAMEWAY_ADMIN_KEY=_ADMIN_KEY)
-        child = Child(command, folder / "sameway.log", environ, BENCH.parent)
+        command = [self._python, "-m", "gateway", "serve", "--config", str(config), "--port", "0"]
+        environ = clean_environment(SAMEWAY_ADMIN_KEY=_ADMIN_KEY, **self._environ)
+        child = Child(command, folder / "sameway.log", environ, self._checkout)
         try:
             child.wait_until(lambda: _port(child) is not None, _START_TIMEOUT_S)
             port = _port(child)
