@@ -121,7 +121,20 @@ def test_one_core_is_left_again() -> None:
 
 def test_the_table_names_trees_ratio_spread_and_memory() -> None:
     """A line has all that a statement about a change needs."""
-    row = Comparison("miss", 32, 9, 0.3, 0.31, 104.6, 106.0, 0.968, 0.95, 1.01, [0.968] * 7, "within 2%")
+    row = Comparison(
+        scenario="miss",
+        connections=32,
+        requests=9,
+        cpu_ms=0.3,
+        other_cpu_ms=0.31,
+        rss_mb=104.6,
+        other_rss_mb=106.0,
+        ratio=0.968,
+        ratio_min=0.95,
+        ratio_max=1.01,
+        ratios=[0.968] * 7,
+        verdict="within 2%",
+    )
     text = render([row], "here (abc)", "there (def)")
     assert "here (abc) by there (def): medians of 7 rounds" in text
     assert "0.3000   0.3100  0.968  0.950..1.010     105 / 106  within 2%" in text
