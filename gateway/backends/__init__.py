@@ -1,4 +1,5 @@
 """One seam to all that generates: `Backend.stream(request)`, an asynchronous iterator of chunks.
 
-It must not import deployments, the journey or money. Read `base.py` first.
+Must not import `deployments`, `journey` or any room above them: a backend knows one deployment and
+no money. Read `base.py` first; then `openai/`, `local/` and `managed.py`, one kind of backend each.
 """

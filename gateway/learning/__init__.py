@@ -1,4 +1,5 @@
-"""What makes the semantic cache learn: judging what was answered, hearing who reports, measuring how often it was wrong.
+"""What the semantic cache learns from: comparisons of answers, checks of hits, reports of clients.
 
-Read `judging.py` first; `parts.py` puts everything together.
+Must not import `api` or `admin`; no request waits for anything here. Read `comparisons.py` first;
+`build.py` puts the parts together.
 """

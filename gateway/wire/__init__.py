@@ -1,0 +1,5 @@
+"""OpenAI's shapes: requests, chunks, errors, server-sent events; streams folded into whole answers.
+
+Must not import any other room: no sockets, no services, no settings. Read `types.py` first, then
+`chunks.py` and `fold.py`.
+"""
