@@ -4,7 +4,7 @@ Knows no HTTP, no torch, no prompts' text. What is pure (`route`, `Price.cost`, 
 keeps state in Redis takes an injected client; time and randomness are injected everywhere.
 """
 
-from policies.borrowed_limits import BorrowedRateLimits, Limited
+from policies.breaker import Breaker, BreakerLimits
 from policies.budgets import (
     Budgets,
     BudgetState,
@@ -17,7 +17,7 @@ from policies.budgets import (
     Restated,
 )
 from policies.estimate import Estimate, EstimatePrior
-from policies.health import Breaker, BreakerLimits
+from policies.leased_limits import BorrowedRateLimits, Limited
 from policies.local_limits import LocalRateLimits
 from policies.prices import FREE, MICROUSD_MAX, MicroUSD, Price, Tokens
 from policies.rate_limits import LimitState, RateLimit, RateLimits, Verdict

@@ -28,12 +28,12 @@ from typing import Any
 
 import msgspec
 
-from policies import budget_keys as keys_of
-from policies import budget_scripts as scripts
-from policies.budget_keys import LEDGER_LOCK, LEDGER_SET_ASIDE, LEDGER_STREAM, READY_KEY, SETTLED_KEPT_S
+from policies import holds as keys_of
+from policies import scripts as scripts
+from policies.holds import LEDGER_LOCK, LEDGER_SET_ASIDE, LEDGER_STREAM, READY_KEY, SETTLED_KEPT_S
 from policies.prices import MICROUSD_MAX, MicroUSD
 from policies.redis import Redis
-from policies.settlements import Later, Settlements
+from policies.settle_batch import Later, Settlements
 from policies.windows import Budget, Window, WindowKind, window_at
 
 _RESTATE_BATCH = 200

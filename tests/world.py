@@ -46,7 +46,7 @@ from gateway.settings import Settings
 from gateway.transport.redis_link import RedisLink
 from gateway.wire.types import Chunk, Usage
 from policies import BorrowedRateLimits, Budget, Budgets, LocalRateLimits, RateLimits, WindowKind
-from policies.budget_keys import LEDGER_LOCK, LEDGER_STREAM
+from policies.holds import LEDGER_LOCK, LEDGER_STREAM
 from tests.services import RedisServer
 
 KEY = "sk-sw-world-0123456789abcdef0123456789abcdef"

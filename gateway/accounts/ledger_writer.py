@@ -29,7 +29,7 @@ from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
 from gateway.accounts.ledger import Ledger
 from gateway.accounts.row import LedgerRow, decode_row
 from policies import Budgets, LockLost, MicroUSD, Redis, windows_at
-from policies.budget_keys import LEDGER_LOCK, LEDGER_SET_ASIDE, LEDGER_STREAM
+from policies.holds import LEDGER_LOCK, LEDGER_SET_ASIDE, LEDGER_STREAM
 
 _BATCH = 500
 _LOCK_MS = 5_000

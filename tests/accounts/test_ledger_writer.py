@@ -16,7 +16,7 @@ from gateway.accounts.database import Database
 from gateway.accounts.ledger import Ledger, LedgerFilter
 from gateway.accounts.ledger_writer import LedgerWriter
 from policies import Budget, Budgets, LockLost, NotReady, WindowKind
-from policies.budget_keys import LEDGER_LOCK, LEDGER_SET_ASIDE, LEDGER_STREAM, READY_KEY
+from policies.holds import LEDGER_LOCK, LEDGER_SET_ASIDE, LEDGER_STREAM, READY_KEY
 
 NOW_S = 4_000_000_000.0  # far enough from the present that Redis does not expire its windows
 DAY = Budget(1, 7, WindowKind.DAY, 10**9)

@@ -16,7 +16,7 @@ from gateway.accounts.accounts import Accounts
 from gateway.accounts.ledger import Ledger, LedgerFilter
 from gateway.accounts.ledger_writer import LedgerWriter
 from policies import Budget, Budgets, WindowKind
-from policies.budget_keys import LEDGER_LOCK, LEDGER_SET_ASIDE
+from policies.holds import LEDGER_LOCK, LEDGER_SET_ASIDE
 from tests.accounts.spender import LEASE_S, TEAM
 from tests.services import run_redis
 

@@ -30,7 +30,7 @@ from gateway.accounts.ledger import Ledger, LedgerFilter
 from gateway.accounts.ledger_writer import LedgerWriter
 from gateway.accounts.row import decode_row
 from policies import Budget, Budgets, Hold, NotReady, Refused, WindowKind, window_at
-from policies.budget_keys import LEDGER_LOCK, LEDGER_STREAM
+from policies.holds import LEDGER_LOCK, LEDGER_STREAM
 from tests.services import RedisServer
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from gateway.journey.budget import Money
 from gateway.settings import BudgetSettings
 from gateway.transport.redis_link import RedisLink
 from policies import Budgets
-from policies.budget_keys import LEDGER_STREAM
+from policies.holds import LEDGER_STREAM
 from tests.services import run_redis
 
 

@@ -48,7 +48,7 @@ from gateway.telemetry.parts import DeploymentView, Health, Part
 from gateway.telemetry.stats import Stats
 from local_engine import EngineLoad
 from policies import Budgets
-from policies.budget_keys import LEDGER_LOCK
+from policies.holds import LEDGER_LOCK
 
 ADMIN_KEY = "sk-admin-for-tests-0123456789"
 SECRET = "secret of the tests"

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from policies import Budget, Budgets, DrainedSpend, Hold, HoldClosed, LockLost, NotReady, Refused, WindowKind, window_at
-from policies.budget_keys import LEDGER_LOCK, LEDGER_STREAM, READY_KEY, spend_key
+from policies.holds import LEDGER_LOCK, LEDGER_STREAM, READY_KEY, spend_key
 
 # far enough from the present that Redis does not expire the windows
 NOON_S = datetime(2096, 11, 21, 12, 0, tzinfo=UTC).timestamp()

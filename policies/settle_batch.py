@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from policies import budget_keys as keys_of
-from policies.budget_scripts import SETTLE
+from policies import holds as keys_of
 from policies.prices import MICROUSD_MAX, MicroUSD
 from policies.redis import Redis
+from policies.scripts import SETTLE
 from policies.windows import HOUR_MS
 
 if TYPE_CHECKING:
