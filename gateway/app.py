@@ -56,7 +56,7 @@ from gateway.transport.redis_link import RedisLink
 from gateway.wire.errors import ApiError, BadRequest
 from gateway.wire.fold import fold
 from gateway.wire.types import Chunk
-from policies import BorrowedRateLimits, Budgets, LocalRateLimits, RateLimits
+from policies import Budgets, LeasedRateLimits, LocalRateLimits, RateLimits
 
 VERSION = "0.1.0"
 ACCOUNTS_CHANNEL = "sameway:accounts"
@@ -199,7 +199,7 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
         shown = "as preset in SAMEWAY_API_KEY" if settings.api_key else first_key
         print(f"  API key    {shown} (shown this once; team `default`)", flush=True)
     ledger = Ledger(accounts.database)
-    budgets = Budgets(link, later=link.later)
+    budgets = Budgets(link, defer=link.later)
     money = Money(budgets, settings.budgets)
     stack.push_async_callback(money.aclose)
     exact = ExactCache(link, _cache_limits(settings), later=link.later)
@@ -221,7 +221,7 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
         metrics.observe(record)
         stats.add(record)
 
-    limits = Limits(BorrowedRateLimits(RateLimits(link)), LocalRateLimits())
+    limits = Limits(LeasedRateLimits(RateLimits(link)), LocalRateLimits())
     bounds = Bounds(settings)
     by_meaning = ByMeaning(settings, semantic, exact, bounds)
     pipeline = Pipeline(settings, accounts, limits, exact, by_meaning, money, fleet, emit)

@@ -1,7 +1,7 @@
-"""A deployment's health: a breaker that stops calling what fails, and probes it one call at a time.
+"""A circuit breaker: stops calls to a failing deployment and probes it with one call at a time.
 
-Knows no HTTP and no deployments; one breaker lives in one process. Invariant: while it is open at most one call is
-under way that `begin` let through after the opening, and a probe whose outcome never arrives gives its place back.
+Knows no HTTP and no deployments; each process has its own. Invariant: while the breaker is open, at most one call
+that `begin` allowed after the opening is running; a probe without an outcome frees its place after `probe_s`.
 
 Closed, open, half-open as in Nygard, "Release It!" (2007), chapter 5; exponential backoff with jitter as in
 Brooker, "Exponential Backoff And Jitter" (AWS Architecture Blog, 2015).
@@ -18,11 +18,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BreakerLimits:
-    """When to open, and for how long.
+    """When a breaker opens, and for how long.
 
-    Opens after `failures_max` failures in a row, or when of at least `calls_min` recent calls (weighted by age,
-    halving every `half_life_s`) a share of `failure_rate_max` failed. Stays open `open_s`, doubled for each opening
-    that follows a failed probe up to `open_s_max`, each spread by +-`jitter`. A probe has `probe_s` to report.
+    It opens after `failures_max` failures in a row, or if a share of `failure_rate_max` failed of at least
+    `calls_min` recent calls (a call's weight halves every `half_life_s`). It stays open for `open_s`, doubled after
+    each failed probe up to `open_s_max` and spread by +-`jitter`. A probe has `probe_s` to report.
+    A deployment's own retry-after replaces `open_s`, up to `retry_after_s_max`.
     """
 
     failures_max: int = 5
@@ -37,9 +38,9 @@ class BreakerLimits:
 
 
 class Breaker:
-    """Ask with `allows` (changes nothing), act with `begin`, and report each begun call exactly once.
+    """Ask with `allows`, which changes nothing; act with `begin`; report each begun call exactly once.
 
-    `clock` gives seconds that only grow, `random` floats in [0, 1).
+    `clock` gives seconds that never decrease, `random` floats in [0, 1).
     """
 
     def __init__(
@@ -61,13 +62,8 @@ class Breaker:
         self._cause = ""
 
     @property
-    def is_open(self) -> bool:
-        """Whether a call now would be refused: resting, or another call is probing."""
-        return not self.allows()
-
-    @property
     def reason(self) -> str:
-        """Why it is open, in words; empty while it allows calls."""
+        """Why it is open, as text for people; empty while it allows calls."""
         now = self._clock()
         if self.allows():
             return ""
@@ -76,13 +72,14 @@ class Breaker:
         return f"{self._cause}, one call is probing it"
 
     def allows(self) -> bool:
+        """Whether a call may begin now."""
         now = self._clock()
         if self._open_until is None:
             return True
         return now >= self._open_until and (self._probe_until is None or now >= self._probe_until)
 
     def begin(self) -> bool:
-        """Take the right to make one call; False where `allows` would say no. In half-open this is the one probe."""
+        """Take the right to make one call; returns False if `allows` would. A half-open breaker grants one probe."""
         if not self.allows():
             return False
         if self._open_until is not None:
@@ -90,7 +87,7 @@ class Breaker:
         return True
 
     def record_success(self) -> None:
-        """The call served. Also closes an open breaker: a late success is as good a proof as a probe's."""
+        """Report a success. It closes an open breaker, even if the call began before the opening."""
         self._weigh(0.0)
         self._in_a_row = 0
         if self._open_until is not None:
@@ -99,7 +96,7 @@ class Breaker:
         self._open_until = self._probe_until = None
 
     def record_failure(self, retry_after_s: float | None = None) -> None:
-        """The call failed by the deployment's fault. `retry_after_s` is its own word on when to come back."""
+        """Report a failure of the deployment. `retry_after_s` is the delay that the deployment asked for."""
         self._weigh(1.0)
         self._in_a_row += 1
         was_probe = self._probe_until is not None
@@ -109,14 +106,14 @@ class Breaker:
         elif was_probe:
             self._back_off("its last probe failed")
         elif self._open_until is not None:
-            return  # a call that began before the opening: it says nothing new
+            return  # this call began before the opening: no new evidence
         elif self._in_a_row >= limits.failures_max:
             self._back_off(f"it failed {self._in_a_row} times in a row")
         elif self._calls >= limits.calls_min and self._failures >= limits.failure_rate_max * self._calls:
             self._back_off(f"{self._failures / self._calls:.0%} of its recent calls failed")
 
     def record_cancelled(self) -> None:
-        """The call ended without a verdict (the client left): the next one may probe."""
+        """Report a call without an outcome (the client left): the next call may probe."""
         self._probe_until = None
 
     def _back_off(self, cause: str) -> None:

@@ -1,14 +1,14 @@
-"""How fast a deployment is lately: TTFT as a line in the prompt's length, TPOT, and how long to wait for a first token.
+"""A deployment's recent speed: TTFT as a line in the prompt's length, TPOT, and a time-out for the first token.
 
-Knows no deployments' names and no requests, only their figures. Invariant: always answers, from priors before
-anything was seen; forgets by count and by age, so that what was slow once is tried again.
+Knows no deployments' names and no requests, only figures. Invariant: always has an estimate, from priors before the
+first call; forgets by count and by age, so a deployment that was slow is tried again.
 
 TTFT is `a + b * prompt tokens` by weighted least squares under exponential forgetting (Ljung, "System
-Identification", 2nd ed. 1999, section 11.2, in its two-parameter closed form), the slope drawn to its prior by a
-ridge (Hoerl and Kennard 1970), which decides it while all prompts have one length. Latency's noise grows with its
-length, so a long prompt's call weighs less. The priors fade as calls come in. TPOT is an exponentially weighted mean.
-The time-out is a normal quantile of the logarithm of observed over predicted TTFT: latencies are skewed to the
-right, their logarithms much less.
+Identification", 2nd ed. 1999, section 11.2, in its two-parameter closed form). A ridge (Hoerl and Kennard 1970)
+pulls the slope to its prior, and determines it while all prompts have one length. A long prompt's latency is
+noisier, so its call weighs less. The priors fade with each call. TPOT is an exponentially weighted mean. The
+time-out is a normal quantile of ln(observed TTFT / predicted TTFT): latencies are skewed to the right, their
+logarithms much less.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import msgspec
 
 @dataclass(frozen=True, slots=True)
 class EstimatePrior:
-    """What is believed of a deployment that nobody has called: a TTFT for an empty prompt, its slope, and TPOT.
+    """The figures of a deployment before its first call: TTFT of an empty prompt, its slope, and TPOT.
 
-    `weight` is how many observations the belief counts for.
+    `weight` is the number of observations that the prior counts for.
     """
 
     ttft_ms: float = 600.0
@@ -35,8 +35,11 @@ class EstimatePrior:
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """An estimate at one moment. `weight` is how many recent calls it rests on; a first token that takes `timeout_ratio` times
-    what is predicted is not to be waited for any longer."""
+    """An estimate at one moment.
+
+    `weight` is the number of recent calls behind it. A first token times out after `timeout_ratio` times its
+    prediction.
+    """
 
     weight: float
     base_ms: float
@@ -45,12 +48,12 @@ class Figures(msgspec.Struct, frozen=True):
     timeout_ratio: float = math.inf
 
     def ttft_ms(self, prompt_tokens: int) -> float:
-        """Predicted TTFT for a prompt of which nothing is warm."""
+        """Predicted TTFT for a prompt without warm tokens."""
         return max(self.base_ms + self.prefill_ms_per_token * prompt_tokens, 1.0)
 
 
 _FIGURES_KEPT_S = 1.0
-_CALLS_FIGURED_EACH = 100  # the first ones at once
+_CALLS_FIGURED_EACH = 100  # the first calls update the figures one by one
 _CALLS_FIGURED_TOGETHER = 16
 _NOISE_SPAN_TOKENS = 1000.0
 _KEEP_PER_OBSERVATION = 0.95
@@ -62,7 +65,7 @@ _OUTLIER_RATIO = 10.0
 
 
 class Estimate:
-    """Live figures of one deployment in one process. `clock` gives seconds that only grow."""
+    """Live figures of one deployment in one process. `clock` gives seconds that never decrease."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, prior: EstimatePrior | None = None) -> None:
         self._clock = clock
@@ -79,13 +82,13 @@ class Estimate:
         self._tpot_weight = 0.0
         self._tpot_sum = 0.0
         self._calls_seen = 0
-        self._calls_unfigured = 0  # since the figures were worked out
+        self._calls_unfigured = 0  # since the figures were computed
         self._figures: Figures | None = None
         self._figured_at_s = 0.0
 
     @property
     def weight(self) -> float:
-        """How many recent calls the figures rest on; 0 before the first, shrinking with time."""
+        """The number of recent calls behind the figures; 0 before the first, decreasing with time."""
         return self.figures().weight
 
     @property
@@ -95,16 +98,19 @@ class Estimate:
 
     @property
     def prefill_ms_per_token(self) -> float:
-        """What one more prompt token adds to TTFT, and a warm one saves."""
+        """The time that one more prompt token adds to TTFT, and that a warm one saves."""
         return self.figures().prefill_ms_per_token
 
     def ttft_ms(self, prompt_tokens: int) -> float:
-        """Predicted TTFT for a prompt of which nothing is warm."""
+        """Predicted TTFT for a prompt without warm tokens."""
         return self.figures().ttft_ms(prompt_tokens)
 
     def figures(self) -> Figures:
-        """All of them at once, worked out at most a second ago. Between two calls they only fade, over minutes; and where there
-        have been many calls, a few more change little (`_CALLS_FIGURED_TOGETHER`)."""
+        """All figures, computed at most a second ago.
+
+        Between calls they only fade, over minutes. After many calls, a few more change them little
+        (`_CALLS_FIGURED_TOGETHER`).
+        """
         now_s = self._clock()
         if self._figures is None or not 0.0 <= now_s - self._figured_at_s < _FIGURES_KEPT_S:
             kept = self._kept(now_s)
@@ -117,9 +123,11 @@ class Estimate:
         return self._figures
 
     def ttft_timeout_ms(self, prompt_tokens: int, floor_ms: float, ceiling_ms: float) -> float:
-        """How long to wait for the first token before the next candidate is tried: a wait that about one call in
-        thirty thousand of a healthy deployment would exceed, within [floor_ms, ceiling_ms]; the ceiling before
-        enough calls were seen to know."""
+        """How long to wait for the first token before the next candidate is tried.
+
+        About one call in thirty thousand of a healthy deployment exceeds this wait. It lies within
+        [floor_ms, ceiling_ms], and is the ceiling before `_CALLS_BEFORE_TIMEOUT` calls.
+        """
         figures = self.figures()
         if figures.weight < _CALLS_BEFORE_TIMEOUT:
             return ceiling_ms
@@ -133,8 +141,10 @@ class Estimate:
         return math.exp(min(mean + _TIMEOUT_SIGMAS * spread, 20.0))
 
     def observe(self, ttft_ms: float, tpot_ms: float | None, prompt_tokens: int) -> None:
-        """One finished call. `prompt_tokens` are those it had to prefill (cached ones left out); `tpot_ms` None
-        where fewer than two tokens came. Negative and non-finite figures are ignored."""
+        """Add one finished call. Negative and non-finite figures are ignored.
+
+        `prompt_tokens` are those it prefilled, without cached ones; `tpot_ms` is None for fewer than two tokens.
+        """
         if not (math.isfinite(ttft_ms) and ttft_ms >= 0 and prompt_tokens >= 0):
             return
         predicted_ms = self.ttft_ms(prompt_tokens)
@@ -142,7 +152,7 @@ class Estimate:
         self._calls_unfigured += 1
         if self._calls_seen < _CALLS_FIGURED_EACH or self._calls_unfigured >= _CALLS_FIGURED_TOGETHER:
             self._figures = None
-        # one freak call moves the line by as much as ten times the prediction, a deployment that stays slow all the way
+        # bounds an outlier's weight: one call counts as at most ten times its prediction
         bounded_ms = min(max(ttft_ms, 1.0), predicted_ms * _OUTLIER_RATIO)
         now_s = self._clock()
         kept = self._kept(now_s)
@@ -167,7 +177,7 @@ class Estimate:
             self._tpot_sum *= kept
 
     def observe_timeout(self, waited_ms: float, prompt_tokens: int) -> None:
-        """No first token within `waited_ms`: TTFT was at least that, so the prediction may rise but never fall."""
+        """Add a call without a first token within `waited_ms`: the prediction may rise, but not fall."""
         self.observe(max(waited_ms, self.ttft_ms(prompt_tokens)), None, prompt_tokens)
 
     def _line(self, kept: float, belief: float) -> tuple[float, float]:
@@ -181,12 +191,12 @@ class Estimate:
         ridge = belief * _NOISE_SPAN_TOKENS**2
         slope = max((xy + ridge * prior.prefill_ms_per_token) / (max(xx, 0.0) + ridge), 0.0)
         base_ms = y_mean - slope * x_mean
-        if base_ms < 0.0:  # a line through the origin, rather than one that promises tokens before the request
+        if base_ms < 0.0:  # TTFT cannot be negative: take the line through the origin
             return 0.0, y_mean / x_mean
         return base_ms, slope
 
     def _belief(self, kept: float) -> float:
-        """How many calls the prior counts for now."""
+        """The number of calls that the prior counts for now."""
         return self._prior.weight / (1.0 + self._calls * kept)
 
     def _kept(self, now_s: float) -> float:

@@ -1,22 +1,23 @@
-"""Where money lies in Redis: one slot (`{money}`), so that a script can move all of it in one step.
+"""A hold's value, and the keys of money in Redis: one slot (`{money}`), so that one script can move all of it.
 
     {money}:spend:TEAM:WINDOW   hash    `spent` and `held`, µUSD
     {money}:holds:TEAM:WINDOW   zset    `id|amount` of each hold by the end of its lease, ms
-    {money}:done:HOLD           string  a hold that was settled or released, for a while
+    {money}:done:HOLD           string  marks a settled or released hold, for SETTLED_KEPT_S
     {money}:ledger              stream  rows on their way to SQL
-    {money}:ready               string  there once the ledger is counted
+    {money}:ready               string  exists once the ledger is counted
 
-Knows no Redis. Invariant: a window's id is in its keys, so nothing has to be reset.
+Does not call Redis. Invariant: a key contains its window's id, so no key is ever reset.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import msgspec
 
 from policies.prices import MICROUSD_MAX, MicroUSD
-from policies.windows import HOUR_MS, Window, WindowKind, windows_at
+from policies.windows import HOUR_MS, Budget, Window, WindowKind, windows_at
 
 _PREFIX = "sameway:{money}:"
 READY_KEY = _PREFIX + "ready"
@@ -25,17 +26,46 @@ LEDGER_SET_ASIDE = _PREFIX + "ledger:set-aside"
 LEDGER_LOCK = _PREFIX + "ledger:lock"
 
 SETTLED_KEPT_S = 900
-"""How long a settled or released hold is remembered, to make a repeated call a no-op."""
+"""How long Redis remembers a settled or released hold; a repeated call within this time changes nothing."""
 
 WINDOW_KEPT_S = 2 * 86_400
-"""How long a window's count outlives the window: longer than any generation runs."""
+"""How long a window's count outlives its window: longer than any generation runs."""
 
-PLACES = {kind: place for place, kind in enumerate(WindowKind)}
-"""Where a kind of window is among all of a moment's."""
+
+@dataclass(frozen=True, slots=True)
+class BudgetState:
+    """A budget, and the amounts that counted against it when Redis was asked."""
+
+    budget: Budget
+    window: Window
+    spent_microusd: MicroUSD
+    held_microusd: MicroUSD
+
+    def resets_in_s(self, now_s: float) -> float | None:
+        """Seconds until the window ends; None where it never does."""
+        return None if self.window.end_ms is None else max(0.0, self.window.end_ms / 1000 - now_s)
+
+
+class Hold(msgspec.Struct, frozen=True):
+    """Money reserved for one generation that began at `at_ms`, unix milliseconds.
+
+    A team without budgets gets `amount_microusd` 0 and no `held` windows.
+    `warnings` are the soft budgets that this hold exceeds.
+    """
+
+    id: str
+    team_id: int
+    at_ms: int
+    amount_microusd: MicroUSD = 0
+    held: tuple[WindowKind, ...] = ()
+    warnings: tuple[BudgetState, ...] = ()
 
 
 class Hour(msgspec.Struct, frozen=True):
-    """The windows of all kinds that hold an hour, a team's keys for each, and until when to keep them (unix ms, 0: for ever)."""
+    """The windows that contain one hour, with one team's keys for each.
+
+    `keeps` are the keys' expiry times in unix milliseconds; 0 means that a key never expires.
+    """
 
     windows: tuple[Window, ...]
     spends: tuple[str, ...]
@@ -44,7 +74,7 @@ class Hour(msgspec.Struct, frozen=True):
 
 
 def hour_at(team_id: int, at_ms: int) -> Hour:
-    """The hour that holds a moment, as one team sees it."""
+    """The windows and keys of `team_id` for the hour that contains `at_ms`, unix milliseconds."""
     return _hour(team_id, at_ms // HOUR_MS)
 
 
@@ -72,11 +102,12 @@ def done_key(hold_id: str) -> str:
 
 
 def member(hold_id: str, amount_microusd: MicroUSD) -> str:
-    """A hold among those of a window. Raises ValueError for what could not be read back."""
+    """The sorted set's member for a hold. Raises ValueError where it could not be parsed again."""
     if "|" in hold_id or not 0 <= amount_microusd <= MICROUSD_MAX:
         raise ValueError(f"not a hold: {hold_id!r} over {amount_microusd} µUSD")
     return f"{hold_id}|{amount_microusd}"
 
 
 def keep_until(window: Window) -> int:
+    """When to expire the keys of `window`, unix milliseconds; 0 for never."""
     return 0 if window.end_ms is None else window.end_ms + WINDOW_KEPT_S * 1000

@@ -1,9 +1,12 @@
-"""Rate limits of which this process holds a small share: most requests are charged in memory, and Redis hears of many at once.
+"""Rate limits without a round trip: leases from Redis's limits, and limits of one process for when Redis is away.
 
-Knows no HTTP, keys or teams. Invariants: what is used was charged in Redis before; one five-hundredth of a limit (`_SHARES`), and
-at most twice that, lies unused in each process, so no minute exceeds a limit by more than that per process and none falls short of
-it by more. A limit too small to be shared out is asked of Redis each time, exactly. What is shown as remaining is at most a second
-old.
+Knows no HTTP, keys or teams. A process leases a five-hundredth of a limit (`_SHARES`) from Redis and charges most
+requests to its lease in memory. Invariants: Redis was charged before a lease is used; each process holds at most two
+five-hundredths unused, so no minute exceeds or misses a limit by more than that per process; the remaining room
+shown is at most a second old. A limit too small for leases asks Redis each time.
+
+`LocalRateLimits` uses no Redis: a subject gets at most its limit from each process, which is bounded; failing open
+would not be.
 """
 
 from __future__ import annotations
@@ -12,17 +15,17 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from policies.rate_limits import MINUTE_US, LimitState, RateLimit, RateLimits, Verdict
+from policies.rate_limits import MINUTE_US, Decision, LimitState, RateLimit, RateLimits, decision_of
 
 _SHARES = 500
-_HEARD_WITHIN_S = 1.0
+_FRESH_S = 1.0
 _SUBJECTS_MAX = 10_000
 
 
-class _Share:
-    """What this process holds of one limit. `left` below 0 is a debt: more was used than was expected."""
+class _Lease:
+    """This process's lease of one limit. A negative `left` is a debt: requests used more than was expected."""
 
-    __slots__ = ("heard_at_s", "is_asking", "is_tokens", "lead_us", "left", "per_min", "quantum", "subject", "unit")
+    __slots__ = ("is_asking", "is_tokens", "lead_us", "left", "per_min", "quantum", "subject", "synced_at_s", "unit")
 
     def __init__(self, subject: str, unit: str, per_min: int) -> None:
         self.subject = subject
@@ -32,108 +35,160 @@ class _Share:
         self.quantum = per_min // _SHARES
         self.left = 0
         self.lead_us = 0
-        self.heard_at_s = float("-inf")
-        self.is_asking = False  # for a quantum: one at a time
+        self.synced_at_s = float("-inf")
+        self.is_asking = False  # one request at a time asks for a quantum
 
     def state(self, now_s: float) -> LimitState:
-        lead_us = max(0, self.lead_us - int((now_s - self.heard_at_s) * 1e6))
+        lead_us = max(0, self.lead_us - int((now_s - self.synced_at_s) * 1e6))
         room = (MINUTE_US - lead_us) * self.per_min // MINUTE_US + self.left
         return LimitState(self.subject, self.unit, self.per_min, max(0, room), lead_us / 1e6)
 
 
 class Limited:
-    """The limits that one sort of request counts against, with this process's shares of them. Made by `limited`."""
+    """The limits that one kind of request counts against, with this process's leases. Made by `limited`."""
 
-    __slots__ = ("_scope", "_shares")
+    __slots__ = ("_leases", "_scope")
 
-    def __init__(self, scope: str, shares: tuple[_Share, ...]) -> None:
+    def __init__(self, scope: str, leases: tuple[_Lease, ...]) -> None:
         self._scope = scope
-        self._shares = shares
+        self._leases = leases
 
     def __bool__(self) -> bool:
-        return bool(self._shares)
+        return bool(self._leases)
 
 
-class BorrowedRateLimits:
-    """`clock` gives seconds that never jump. Costs are by unit: None leaves limits of that unit alone, 0 only asks."""
+class LeasedRateLimits:
+    """Charges leases of `shared`. `clock` gives seconds that never jump.
+
+    Costs are by unit: None skips the limits of that unit, 0 asks without charging.
+    """
 
     def __init__(self, shared: RateLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._shared = shared
         self._clock = clock
-        self._shares: dict[tuple[str, str, str, int], _Share] = {}
+        self._leases: dict[tuple[str, str, str, int], _Lease] = {}
 
     def limited(self, scope: str, limits: Sequence[tuple[str, str, int]]) -> Limited:
-        """A handle on (subject, unit, per minute) limits; keep it for as long as they stay what they are."""
-        if len(self._shares) > _SUBJECTS_MAX:
-            self._shares.clear()  # handles that are kept go on with theirs: at worst a share is held twice for a while
+        """A handle on (subject, unit, per minute) limits; keep it until one of them changes."""
+        if len(self._leases) > _SUBJECTS_MAX:
+            self._leases.clear()  # kept handles keep their leases: at worst a lease is held twice for a while
         keys = [(scope, *limit) for limit in limits]
-        return Limited(scope, tuple(self._shares.setdefault(key, _Share(*key[1:])) for key in keys))
+        return Limited(scope, tuple(self._leases.setdefault(key, _Lease(*key[1:])) for key in keys))
 
     def take_now(self, limited: Limited, requests: int | None, tokens: int | None) -> bool:
-        """Charge what this process holds, if that suffices; False where Redis must be asked (`take`), and nothing is charged."""
-        heard_since_s = self._clock() - _HEARD_WITHIN_S
-        for share in limited._shares:
-            cost = tokens if share.is_tokens else requests
-            if cost is not None and (share.left < cost or share.heard_at_s < heard_since_s or not share.quantum):
+        """Charge this process's leases if they suffice. Otherwise charges nothing and returns False: call `take`."""
+        synced_since_s = self._clock() - _FRESH_S
+        for lease in limited._leases:
+            cost = tokens if lease.is_tokens else requests
+            if cost is not None and (lease.left < cost or lease.synced_at_s < synced_since_s or not lease.quantum):
                 return False
-        for share in limited._shares:
-            share.left -= (tokens if share.is_tokens else requests) or 0
+        for lease in limited._leases:
+            lease.left -= (tokens if lease.is_tokens else requests) or 0
         return True
 
-    def shown(self, limited: Limited, requests: int | None, tokens: int | None) -> Verdict:
-        """The verdict on what `take_now` has charged: what remains of the limits in these units."""
+    def shown(self, limited: Limited, requests: int | None, tokens: int | None) -> Decision:
+        """The decision on a request that `take_now` charged, with the remaining room in these units."""
         now_s = self._clock()
-        asked = [share for share in limited._shares if (tokens if share.is_tokens else requests) is not None]
-        return Verdict(True, 0.0, tuple([share.state(now_s) for share in asked]))
+        asked = [lease for lease in limited._leases if (tokens if lease.is_tokens else requests) is not None]
+        return Decision(True, 0.0, tuple([lease.state(now_s) for lease in asked]))
 
-    async def take(self, limited: Limited, requests: int | None, tokens: int | None) -> Verdict:
-        """As `RateLimits.take`, and a quantum of each limit that has room for it besides."""
-        asked: list[tuple[_Share, RateLimit, int]] = []  # with what is paid from the share itself
-        for share in limited._shares:
-            cost = tokens if share.is_tokens else requests
+    async def take(self, limited: Limited, requests: int | None, tokens: int | None) -> Decision:
+        """Charge as `RateLimits.take` does, and lease a quantum of each limit that has room for it."""
+        asked: list[tuple[_Lease, RateLimit, int]] = []  # with the part that the lease pays
+        for lease in limited._leases:
+            cost = tokens if lease.is_tokens else requests
             if cost is None:
                 continue
-            charge = max(0, cost - share.left) if share.quantum else cost
+            charge = max(0, cost - lease.left) if lease.quantum else cost
             own = cost - charge
-            share.left -= own
-            borrow = 0 if share.is_asking else max(0, share.quantum - share.left)
-            share.is_asking = share.is_asking or borrow > 0
-            asked.append((share, RateLimit(share.subject, share.unit, share.per_min, charge, borrow), own))
-        verdict = None
+            lease.left -= own
+            more = 0 if lease.is_asking else max(0, lease.quantum - lease.left)
+            lease.is_asking = lease.is_asking or more > 0
+            asked.append((lease, RateLimit(lease.subject, lease.unit, lease.per_min, charge, more), own))
+        decision = None
         try:
-            verdict = await self._shared.take(limited._scope, [limit for _, limit, _ in asked])
+            decision = await self._shared.take(limited._scope, [limit for _, limit, _ in asked])
         finally:
-            for i, (share, limit, own) in enumerate(asked):
-                if limit.borrow:
-                    share.is_asking = False
-                if verdict is None or not verdict.is_allowed:
-                    share.left += own
-                if verdict is not None:
-                    state = verdict.states[i]
-                    share.left += state.borrowed
-                    share.lead_us, share.heard_at_s = int(state.reset_s * 1e6), self._clock()
-        if not verdict.is_allowed:
-            return verdict
+            for i, (lease, limit, own) in enumerate(asked):
+                if limit.lease:
+                    lease.is_asking = False
+                if decision is None or not decision.is_allowed:
+                    lease.left += own
+                if decision is not None:
+                    state = decision.states[i]
+                    lease.left += state.leased
+                    lease.lead_us, lease.synced_at_s = int(state.reset_s * 1e6), self._clock()
+        if not decision.is_allowed:
+            return decision
         now_s = self._clock()
-        return Verdict(True, 0.0, tuple([share.state(now_s) for share, _, _ in asked]))
+        return Decision(True, 0.0, tuple([lease.state(now_s) for lease, _, _ in asked]))
 
     def correct(self, limited: Limited, expected: int, actual: int) -> Coroutine[Any, Any, None] | None:
-        """A request that was charged `expected` tokens has used `actual`: what to await where Redis must hear of it; None where
-        the difference is small beside what this process holds, and stays here."""
-        charges: list[tuple[_Share, int]] = []
-        for share in limited._shares:
-            if not share.is_tokens or expected == actual:
+        """Correct the charge of a request that was charged `expected` tokens and used `actual`.
+
+        Returns a coroutine to await if Redis must be charged, None if the lease absorbs the difference.
+        """
+        charges: list[tuple[_Lease, int]] = []
+        for lease in limited._leases:
+            if not lease.is_tokens or expected == actual:
                 continue
-            share.left += expected - actual
-            if not share.quantum or not -share.quantum <= share.left <= 2 * share.quantum:
-                charges.append((share, -share.left))
+            lease.left += expected - actual
+            if not lease.quantum or not -lease.quantum <= lease.left <= 2 * lease.quantum:
+                charges.append((lease, -lease.left))
         return self._charge(limited._scope, charges) if charges else None
 
-    async def _charge(self, scope: str, charges: Sequence[tuple[_Share, int]]) -> None:
-        """Have Redis charge or give back these amounts: the shares are even then."""
-        for share, amount in charges:
-            share.left += amount
-            share.lead_us += amount * MINUTE_US // share.per_min  # as Redis will say: what remains is shown from it
+    async def _charge(self, scope: str, charges: Sequence[tuple[_Lease, int]]) -> None:
+        """Charge or return these amounts in Redis, which evens the leases."""
+        for lease, amount in charges:
+            lease.left += amount
+            lease.lead_us += (
+                amount * MINUTE_US // lease.per_min
+            )  # as Redis will reply: the remaining room is shown from it
         await self._shared.charge(
-            scope, [(RateLimit(share.subject, share.unit, share.per_min, 0), amount) for share, amount in charges]
+            scope, [(RateLimit(lease.subject, lease.unit, lease.per_min, 0), amount) for lease, amount in charges]
         )
+
+
+class LocalRateLimits:
+    """GCRA in this process's memory, with the decisions of `RateLimits`. `clock` gives seconds that never jump."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._arrivals_us: dict[tuple[str, str, str], float] = {}
+        self._prune_at = _SUBJECTS_MAX
+
+    def take(self, scope: str, limits: Sequence[RateLimit]) -> Decision:
+        """Charge every limit its cost, or none if one has no room."""
+        now_us = self._clock() * 1e6
+        leads_us = [max(self._arrivals_us.get(_key(scope, limit), 0.0) - now_us, 0.0) for limit in limits]
+        steps_us = [limit.cost * MINUTE_US / limit.per_min for limit in limits]
+        is_allowed = all(lead + step <= MINUTE_US for lead, step in zip(leads_us, steps_us, strict=True))
+        if is_allowed:
+            leads_us = [lead + step for lead, step in zip(leads_us, steps_us, strict=True)]
+            self._keep(scope, limits, leads_us, now_us)
+        return decision_of(limits, [int(lead) for lead in leads_us], is_allowed=is_allowed)
+
+    def correct(self, scope: str, limits: Sequence[RateLimit], unit: str, actual: int) -> None:
+        """Correct the charge of a request that `take` charged and that used `actual` of `unit`."""
+        now_us = self._clock() * 1e6
+        changed = [limit for limit in limits if limit.unit == unit and limit.cost != actual]
+        leads_us = [
+            max(
+                max(self._arrivals_us.get(_key(scope, limit), 0.0) - now_us, 0.0)
+                + (actual - limit.cost) * MINUTE_US / limit.per_min,
+                0.0,
+            )
+            for limit in changed
+        ]
+        self._keep(scope, changed, leads_us, now_us)
+
+    def _keep(self, scope: str, limits: Sequence[RateLimit], leads_us: Sequence[float], now_us: float) -> None:
+        if len(self._arrivals_us) > self._prune_at:  # a past arrival time limits nothing
+            self._arrivals_us = {key: at for key, at in self._arrivals_us.items() if at > now_us}
+            self._prune_at = max(_SUBJECTS_MAX, 2 * len(self._arrivals_us))
+        for limit, lead_us in zip(limits, leads_us, strict=True):
+            self._arrivals_us[_key(scope, limit)] = now_us + lead_us
+
+
+def _key(scope: str, limit: RateLimit) -> tuple[str, str, str]:
+    return scope, limit.subject, limit.unit

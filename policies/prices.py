@@ -1,4 +1,4 @@
-"""What tokens cost: integers of µUSD, rounded up.
+"""The price of tokens: integers of µUSD, rounded up.
 
 Knows no deployments, teams or limits. Invariant: no float ever carries money, and a cost is never less than the
 exact product of tokens and price.
@@ -14,13 +14,16 @@ MicroUSD = int
 """A millionth of a US dollar, always a whole number."""
 
 MICROUSD_MAX = 2**53 - 1
-"""The largest amount that Lua's numbers in Redis carry exactly: about nine billion dollars."""
+"""The largest amount that Lua's numbers in Redis represent exactly: about nine billion dollars."""
 
 _PER_MTOK = 1_000_000
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """Tokens of one generation. `cached` of the `prompt` tokens were read from a prefix cache; it is part of `prompt`."""
+    """Tokens of one generation. `cached` of the `prompt` tokens came from a prefix cache.
+
+    Raises ValueError for negative numbers and for `cached` above `prompt`.
+    """
 
     prompt: int
     completion: int
@@ -35,7 +38,8 @@ class Tokens(msgspec.Struct, frozen=True):
 class Price:
     """A deployment's price in µUSD per million tokens, plus a flat amount per request.
 
-    `cached_input_microusd_per_mtok` None means that cached prompt tokens are charged like the others.
+    `cached_input_microusd_per_mtok` None charges cached prompt tokens like the others.
+    Raises ValueError for a negative price.
     """
 
     input_microusd_per_mtok: MicroUSD
@@ -64,9 +68,9 @@ class Price:
         return self.request_microusd - (-scaled // _PER_MTOK)
 
     def cost_max(self, prompt_tokens: int, completion_tokens: int) -> MicroUSD:
-        """The most that a request of these sizes can cost, however much of its prompt turns out to be cached.
+        """The highest possible cost of a request of these sizes, for any share of cached prompt tokens.
 
-        A cached price above the plain one (a provider that charges for writing its cache) is the worst case then.
+        A provider that charges for writing its cache has a cached price above the plain one.
         """
         dearest = max(self.input_microusd_per_mtok, self.cached_input_microusd_per_mtok or 0)
         scaled = prompt_tokens * dearest + completion_tokens * self.output_microusd_per_mtok

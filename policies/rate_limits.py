@@ -1,14 +1,14 @@
-"""Requests and tokens per minute, for a key and its team at once.
+"""Limits on requests and tokens per minute, for several subjects at once.
 
-Knows no HTTP, keys or teams, only subjects. Invariant: a request is charged against all of its limits or none.
+Knows no HTTP, keys or teams. Invariant: a request is charged against all of its limits or none.
 
-The algorithm is the generic cell rate algorithm (ITU-T Recommendation I.371, annex A, virtual scheduling): one
-number per limit, the theoretical arrival time, moves ahead by cost / rate with each request and may lead the
-present by a minute at most. So a quiet minute's worth may come at once, then the rate holds; nothing is reset, and
-one number tells the remaining room and when it is full again. The clock is Redis's own, one for all hosts.
+The algorithm is the generic cell rate algorithm (ITU-T Recommendation I.371, annex A, virtual scheduling). Each
+limit has one number, the theoretical arrival time. A request moves it ahead by cost / rate; it may lead the present
+by at most a minute. So an idle subject may spend a minute's worth at once; after that the rate applies. The number
+gives both the remaining room and the time until all of it is free. Redis's clock serves all hosts.
 
-Token charges are an estimate first; `correct` moves the arrival time by the difference. A request that turned out
-larger than the room was lends from the future: the next ones wait it off.
+Token charges are estimates at first; `charge` moves the arrival time by the difference. A request that used more
+than the room delays the following requests.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ local now = tonumber(ARGV[1])
 if not now then local t = redis.call('TIME'); now = t[1] * 1000000 + t[2] end
 """
 
-# KEYS one arrival time per limit. ARGV now, then per limit: cost, rate per minute, and how much more to take where there is room.
-# Replies {1 or 0, then per limit how many µs its arrival time leads the present, after the charge if there was one, and
-# whether the more was taken}.
+# KEYS one arrival time per limit. ARGV now, then per limit: cost, rate per minute, and how much more to take if it fits.
+# Replies {1 or 0, then per limit how many µs its arrival time leads the present, after the charge if there was one,
+# and whether the additional amount was taken}.
 _TAKE = (
     _NOW
     + """
@@ -56,8 +56,9 @@ return reply
 """
 )
 
-# KEYS one arrival time per limit. ARGV now, then per limit: cost and rate per minute. Costs may be negative, and nothing is refused.
-_CORRECT = (
+# KEYS one arrival time per limit. ARGV now, then per limit: cost and rate per minute. Costs may be negative; the script
+# refuses nothing.
+_CHARGE = (
     _NOW
     + """
 for i = 1, #KEYS do
@@ -75,34 +76,43 @@ return 1
 
 
 class RateLimit(msgspec.Struct, frozen=True):
-    """`per_min` of `unit` ("requests", "tokens") for `subject` ("key:5", "team:2"); this request costs `cost`, and `borrow`
-    more are taken for later ones where there is room for all of them."""
+    """`per_min` of `unit` ("requests", "tokens") for `subject` ("key:5", "team:2").
+
+    This request costs `cost`. `lease` more are taken for later requests, if all of them fit.
+    Raises ValueError for a rate below 1 and for a negative cost or lease.
+    """
 
     subject: str
     unit: str
     per_min: int
     cost: int
-    borrow: int = 0
+    lease: int = 0
 
     def __post_init__(self) -> None:
-        if self.per_min < 1 or self.cost < 0 or self.borrow < 0:
+        if self.per_min < 1 or self.cost < 0 or self.lease < 0:
             raise ValueError(f"a rate limit is at least 1 per minute and a cost at least 0: {self}")
 
 
 class LimitState(msgspec.Struct, frozen=True):
-    """A limit after the decision: how much could be taken now, and in how many seconds all of it. `borrowed` were taken besides."""
+    """A limit after a decision: `remaining` can be taken now, all of it in `reset_s` seconds.
+
+    `leased` is the additional amount that this decision took.
+    """
 
     subject: str
     unit: str
     limit: int
     remaining: int
     reset_s: float
-    borrowed: int = 0
+    leased: int = 0
 
 
-class Verdict(msgspec.Struct, frozen=True):
-    """Whether the request may pass. `retry_after_s` is 0 where it may, None where it never will: it costs more than
-    a whole minute's worth. `refused_by` is the limit that takes longest."""
+class Decision(msgspec.Struct, frozen=True):
+    """Whether a request may pass.
+
+    `retry_after_s` is 0 if it may, None if it never can because it costs more than a minute's worth.
+    `refused_by` is the limit with the longest wait.
+    """
 
     is_allowed: bool
     retry_after_s: float | None
@@ -110,7 +120,7 @@ class Verdict(msgspec.Struct, frozen=True):
     refused_by: LimitState | None = None
 
     def tightest(self, unit: str) -> LimitState | None:
-        """Of several limits in one unit the one with least room, to be shown in `x-ratelimit-*`."""
+        """The limit in `unit` with the least room; the gateway shows it in `x-ratelimit-*`."""
         tightest = None
         for state in self.states:
             if state.unit == unit and (
@@ -121,55 +131,51 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class RateLimits:
-    """All rate limits in Redis. Failures of Redis pass through as its client raises them.
+    """All rate limits in Redis. Errors of the Redis client pass through.
 
-    `scope` names what the limits of one request share (its team) and keeps their keys in one slot.
-    `clock_us` None: Redis's own clock.
+    `scope` is common to the limits of one request (its team) and keeps their keys in one slot.
+    `clock_us` None uses Redis's clock.
     """
 
     def __init__(self, redis: Redis, clock_us: Callable[[], int] | None = None) -> None:
         self._redis = redis
         self._clock_us = clock_us
 
-    async def take(self, scope: str, limits: Sequence[RateLimit]) -> Verdict:
-        """Charge every limit its cost, or none where one has no room. Without limits: allowed, no round trip."""
+    async def take(self, scope: str, limits: Sequence[RateLimit]) -> Decision:
+        """Charge every limit its cost, or none if one has no room. Without limits: allowed, without a round trip."""
         if not limits:
-            return Verdict(True, 0.0, ())
+            return Decision(True, 0.0, ())
         reply = await self._redis.eval(_TAKE, len(limits), *_keys(scope, limits), self._now(), *_charges(limits))
-        granted = [limit.borrow * more for limit, more in zip(limits, reply[2::2], strict=True)]
-        return verdict_of(limits, [int(lead) for lead in reply[1::2]], is_allowed=reply[0] == 1, granted=granted)
-
-    async def correct(self, scope: str, limits: Sequence[RateLimit], unit: str, actual: int) -> None:
-        """The request that `take` charged turned out to cost `actual` of `unit`: charge or give back the difference."""
-        changed = [(limit, actual - limit.cost) for limit in limits if limit.unit == unit and limit.cost != actual]
-        if changed:
-            await self.charge(scope, changed)
+        granted = [limit.lease * more for limit, more in zip(limits, reply[2::2], strict=True)]
+        return decision_of(limits, [int(lead) for lead in reply[1::2]], is_allowed=reply[0] == 1, granted=granted)
 
     async def charge(self, scope: str, amounts: Sequence[tuple[RateLimit, int]]) -> None:
-        """Charge what is known by now, or give it back where it is negative, room or not."""
+        """Charge each amount, or return it where it is negative; refuses nothing."""
         limits = [limit for limit, _ in amounts]
         charges = [value for limit, amount in amounts for value in (amount, limit.per_min)]
-        await self._redis.eval(_CORRECT, len(limits), *_keys(scope, limits), self._now(), *charges)
+        await self._redis.eval(_CHARGE, len(limits), *_keys(scope, limits), self._now(), *charges)
 
     def _now(self) -> int | str:
         return "" if self._clock_us is None else self._clock_us()
 
 
-def verdict_of(
+def decision_of(
     limits: Sequence[RateLimit], leads_us: Sequence[int], *, is_allowed: bool, granted: Sequence[int] = ()
-) -> Verdict:
-    """The verdict that follows from how far each limit's arrival time leads the present, after the charge if there was one.
-    `granted` is what was taken of each besides."""
+) -> Decision:
+    """The decision that follows from `leads_us`: how far each arrival time leads the present, after any charge.
+
+    `granted` is the additional amount taken of each limit.
+    """
     states = tuple(
         _state(limit, lead_us, more)
         for limit, lead_us, more in zip(limits, leads_us, granted or [0] * len(limits), strict=True)
     )
     if is_allowed:
-        return Verdict(True, 0.0, states)
+        return Decision(True, 0.0, states)
     waits_s = [_wait_s(limit, lead_us) for limit, lead_us in zip(limits, leads_us, strict=True)]
     longest = max(range(len(limits)), key=lambda i: waits_s[i])
     wait_s = waits_s[longest]
-    return Verdict(False, None if math.isinf(wait_s) else wait_s, states, states[longest])
+    return Decision(False, None if math.isinf(wait_s) else wait_s, states, states[longest])
 
 
 def _keys(scope: str, limits: Sequence[RateLimit]) -> list[str]:
@@ -177,12 +183,12 @@ def _keys(scope: str, limits: Sequence[RateLimit]) -> list[str]:
 
 
 def _charges(limits: Sequence[RateLimit]) -> list[int]:
-    return [value for limit in limits for value in (limit.cost, limit.per_min, limit.borrow)]
+    return [value for limit in limits for value in (limit.cost, limit.per_min, limit.lease)]
 
 
-def _state(limit: RateLimit, lead_us: int, borrowed: int) -> LimitState:
+def _state(limit: RateLimit, lead_us: int, leased: int) -> LimitState:
     room = max(0, (MINUTE_US - lead_us) * limit.per_min // MINUTE_US)
-    return LimitState(limit.subject, limit.unit, limit.per_min, room, lead_us / 1e6, borrowed)
+    return LimitState(limit.subject, limit.unit, limit.per_min, room, lead_us / 1e6, leased)
 
 
 def _wait_s(limit: RateLimit, lead_us: int) -> float:

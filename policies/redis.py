@@ -1,7 +1,7 @@
 """The two methods this package needs of a Redis client.
 
-Knows no client library: redis-py's `redis.asyncio.Redis` fits as it is (decode_responses off), and so does a link
-that shares pipelines and bounds every call by a time-out. What a failed call raises passes through untouched.
+Knows no client library: redis-py's `redis.asyncio.Redis` with decode_responses off fits, and so does a link that
+shares pipelines and bounds every call by a time-out. Errors of a call pass through unchanged.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 
 class Redis(Protocol):
-    """Raw replies: bytes, integers, lists, None. Servers from 6.2 on; every key a script touches is in its KEYS."""
+    """A client with raw replies: bytes, integers, lists, None. For servers from 6.2; a script's KEYS are complete."""
 
     def execute_command(self, *args: Any) -> Awaitable[Any]: ...
 

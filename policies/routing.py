@@ -1,10 +1,10 @@
-"""Where a request goes: a pure function from demand, candidates and policy to a ranking that explains itself.
+"""Routing: a pure function from a demand, candidates and a policy to a ranking with reasons.
 
-Knows no HTTP, no prompts' text, no clocks; never awaits. Invariant: the same inputs in any order give the same
-route, and every candidate appears in it exactly once, ranked or rejected with its reason in words.
+Knows no HTTP, no prompts' text and no clocks; never awaits. Invariant: the same inputs in any order give the same
+route, and every candidate appears in it exactly once, ranked or rejected with a reason.
 
-The cost model is one for money and time, cold or warm. With `w` the prompt tokens a deployment is known to hold
-warm (0 where unknown), `p` the prompt tokens, `o` the output tokens expected:
+The cost model covers money and time, cold or warm. With `w` the prompt tokens that a deployment is known to hold
+warm (0 if unknown), `p` the prompt tokens, `o` the output tokens expected:
 
     cost     = price of (p - w) tokens + w at the cached price + o output tokens for each choice
     ttft     = predicted TTFT of the whole prompt - w * prefill time per token      (never below a twentieth of it)
@@ -16,13 +16,12 @@ warm (0 where unknown), `p` the prompt tokens, `o` the output tokens expected:
 
 the weighted product model of multi-criteria decisions (Bridgman 1922; Triantaphyllou, "Multi-Criteria Decision
 Making Methods", 2000, section 2.2) with equal weights: twice the price weighs as much as twice the wait, whatever
-the scale of either, so no exchange rate between dollars and seconds has to be invented. The two constants make
-free and instant finite and say what nobody minds: a hundredth of a cent, and the 100 ms under which an answer
-feels immediate (Miller 1968). Each score depends on its own candidate only, so adding or removing one never
+the scale of either, so the formula needs no exchange rate between dollars and seconds. The two constants keep
+free and instant finite; below them differences do not matter: a hundredth of a cent, and the 100 ms under which an
+answer feels immediate (Miller 1968). A score depends only on its own candidate, so adding or removing one never
 swaps two others.
 
-A deployment without estimates is judged as if it were as fast as the median of those that have them, and is never
-rejected for a time that nobody knows.
+A deployment without estimates counts as fast as the median of those with estimates, and is never rejected for time.
 """
 
 from __future__ import annotations
@@ -44,16 +43,16 @@ _TPOT_PRIOR_MS = 25.0
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """What one request asks of a deployment.
+    """What one request needs from a deployment.
 
-    `output_tokens_max` bounds the answer; `is_output_asked` says that the caller set it, so that a deployment which
-    cannot give so many is rejected; otherwise the bound shrinks to what fits.
+    `output_tokens_max` bounds the answer. If the caller set it (`is_output_asked`), a deployment with a lower bound
+    is rejected; otherwise the bound shrinks to the deployment's.
     `warm` maps a deployment's name to the prompt tokens it saw last; `excluded` are the names already tried.
-    `choices` answers are generated side by side: each costs its own output, and they take the time of one; the output
-    tokens are those of one.
-    `prompt_tokens` is what the prompt is expected to have, `prompt_tokens_min` what it surely has (None: the same): only
-    what surely does not fit is rejected, since the deployment itself counts exactly.
-    `deadline_ms` is for the whole answer, `ttft_deadline_ms` for its first token; None where the caller has none.
+    `choices` answers are generated side by side: each costs its own output, together they take the time of one.
+    Output tokens are those of one choice.
+    `prompt_tokens` is the expected length of the prompt, `prompt_tokens_min` its certain length (None: the same).
+    Only a prompt that certainly does not fit is rejected, because the deployment counts exactly.
+    `ttft_deadline_ms` is the time left until the first token; None if the caller set no deadline.
     """
 
     prompt_tokens: int
@@ -61,7 +60,6 @@ class Demand(msgspec.Struct, frozen=True):
     output_tokens_expected: int
     needs: frozenset[str] = frozenset()
     warm: Mapping[str, int] = {}
-    deadline_ms: float | None = None
     ttft_deadline_ms: float | None = None
     excluded: frozenset[str] = frozenset()
     is_output_asked: bool = True
@@ -70,10 +68,10 @@ class Demand(msgspec.Struct, frozen=True):
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """One deployment as routing sees it.
+    """One deployment and its present figures.
 
-    `ttft_ms` is predicted for this prompt as if nothing of it were warm, the queue included; `prefill_ms_per_token`
-    is the part of it that a warm token saves. Of two that are otherwise equal the larger `priority` goes first.
+    `ttft_ms` is predicted for this prompt without warm tokens, the queue included; each warm token saves
+    `prefill_ms_per_token` of it. Between equal candidates the larger `priority` ranks first.
     """
 
     name: str
@@ -83,7 +81,7 @@ class Candidate(msgspec.Struct, frozen=True):
     output_tokens_max: int | None = None
     ttft_ms: float | None = None
     tpot_ms: float | None = None
-    is_open: bool = False
+    is_unavailable: bool = False
     health_reason: str = ""
     priority: int = 0
     prefill_ms_per_token: float = 0.0
@@ -96,7 +94,7 @@ class PolicyKind(StrEnum):
 
 
 class RoutingPolicy(msgspec.Struct, frozen=True):
-    """How to order, and what not to exceed: predicted TTFT, and expected cost of one request."""
+    """The order, and the limits on the predicted TTFT and on the expected cost of one request."""
 
     kind: PolicyKind = PolicyKind.BALANCED
     ttft_ms_max: float | None = None
@@ -104,7 +102,7 @@ class RoutingPolicy(msgspec.Struct, frozen=True):
 
 
 class Cause(StrEnum):
-    """Why a candidate was rejected, from the first check to the last: a later one means that it got further."""
+    """Why a candidate was rejected, in the order of the checks."""
 
     CAPABILITY = "capability"
     CONTEXT = "context"
@@ -116,15 +114,10 @@ class Cause(StrEnum):
 
 
 class Ranked(msgspec.Struct, frozen=True):
-    """A candidate that may serve. `cost_microusd` is expected; `cost_max_microusd` the worst case, to be reserved.
-
-    `output_tokens_max` is the bound to send, for which the worst case holds. A smaller `score` is better.
-    """
+    """A candidate that may serve, with its expected cost and times. A smaller `score` is better."""
 
     name: str
     cost_microusd: MicroUSD
-    cost_max_microusd: MicroUSD
-    output_tokens_max: int
     ttft_ms: float
     total_ms: float
     score: float
@@ -132,7 +125,7 @@ class Ranked(msgspec.Struct, frozen=True):
 
 
 class Rejected(msgspec.Struct, frozen=True):
-    """`lacks` are the needs that a candidate without the capability for them cannot meet."""
+    """A candidate that may not serve. `lacks` are the demand's needs that are not among its capabilities."""
 
     name: str
     cause: Cause
@@ -141,21 +134,21 @@ class Rejected(msgspec.Struct, frozen=True):
 
 
 class Route(msgspec.Struct, frozen=True):
-    """The ranking, best first, and what was rejected, by name."""
+    """The ranking, best first, and the rejected candidates by name."""
 
     ranked: tuple[Ranked, ...]
     rejected: tuple[Rejected, ...]
 
     @property
     def cause(self) -> Cause | None:
-        """Why nobody can serve: the cause of the candidate that got furthest. None where somebody can, or none exist."""
+        """The cause of the candidate that passed the most checks; None if the ranking or the fleet is not empty."""
         if self.ranked or not self.rejected:
             return None
         return max((r.cause for r in self.rejected), key=_CAUSES.index)
 
     @property
     def refusal(self) -> str:
-        """The empty ranking in one sentence for the caller; empty where somebody can serve."""
+        """An empty ranking explained in one sentence; empty if a candidate can serve."""
         if self.ranked:
             return ""
         if not self.rejected:
@@ -167,12 +160,10 @@ _CAUSES = tuple(Cause)
 
 
 class _Forecast(msgspec.Struct, frozen=True):
-    """What the cost model says of one candidate. Times are None where they rest on no estimate at all."""
+    """One candidate's figures by the cost model. The flags say which times rest on estimates."""
 
     warm_tokens: int
-    output_tokens_max: int
     cost_microusd: MicroUSD
-    cost_max_microusd: MicroUSD
     ttft_ms: float
     total_ms: float
     is_ttft_known: bool
@@ -180,7 +171,7 @@ class _Forecast(msgspec.Struct, frozen=True):
 
 
 def route(demand: Demand, candidates: Sequence[Candidate], policy: RoutingPolicy) -> Route:
-    """Rank `candidates` for `demand` under `policy`. Total and deterministic; names must differ.
+    """Rank `candidates` for `demand` under `policy`.
 
     Raises ValueError for two candidates of one name.
     """
@@ -226,9 +217,7 @@ def _forecast(demand: Demand, candidate: Candidate, ttft_prior_ms: float, tpot_p
     tpot_ms = tpot_prior_ms if candidate.tpot_ms is None else candidate.tpot_ms
     return _Forecast(
         warm_tokens=warm,
-        output_tokens_max=room,
         cost_microusd=candidate.price.cost(Tokens(demand.prompt_tokens, expected * demand.choices, warm)),
-        cost_max_microusd=candidate.price.cost_max(demand.prompt_tokens, room * demand.choices),
         ttft_ms=ttft_ms,
         total_ms=ttft_ms + tpot_ms * expected,
         is_ttft_known=candidate.ttft_ms is not None,
@@ -237,7 +226,7 @@ def _forecast(demand: Demand, candidate: Candidate, ttft_prior_ms: float, tpot_p
 
 
 def _unable(demand: Demand, candidate: Candidate) -> Rejected | None:
-    """What no policy can mend: it was tried, lacks something, is too small, or is not healthy."""
+    """The rejection of a candidate that cannot serve under any policy, if any."""
     name = candidate.name
     if name in demand.excluded:
         return Rejected(name, Cause.TRIED, "was already tried")
@@ -253,19 +242,16 @@ def _unable(demand: Demand, candidate: Candidate) -> Rejected | None:
     limit = candidate.output_tokens_max
     if limit is not None and output > limit:
         return Rejected(name, Cause.OUTPUT, f"answers with at most {limit} tokens, {output} were asked for")
-    if candidate.is_open:
+    if candidate.is_unavailable:
         return Rejected(name, Cause.HEALTH, f"is resting: {candidate.health_reason or 'it failed repeatedly'}")
     return None
 
 
 def _beyond(demand: Demand, policy: RoutingPolicy, candidate: Candidate, forecast: _Forecast) -> Rejected | None:
-    """What the caller's deadline or the policy's limits forbid."""
+    """The rejection of a candidate beyond the caller's deadline or the policy's limits, if any."""
     name = candidate.name
     if demand.ttft_deadline_ms is not None and forecast.is_ttft_known and forecast.ttft_ms > demand.ttft_deadline_ms:
         detail = f"{forecast.ttft_ms:.0f} ms to the first token, {demand.ttft_deadline_ms:.0f} ms are left"
-        return Rejected(name, Cause.DEADLINE, f"would take about {detail}")
-    if demand.deadline_ms is not None and forecast.is_total_known and forecast.total_ms > demand.deadline_ms:
-        detail = f"{forecast.total_ms:.0f} ms in all, {demand.deadline_ms:.0f} ms are left"
         return Rejected(name, Cause.DEADLINE, f"would take about {detail}")
     if policy.ttft_ms_max is not None and forecast.is_ttft_known and forecast.ttft_ms > policy.ttft_ms_max:
         detail = f"TTFT of {forecast.ttft_ms:.0f} ms is over the policy's limit of {policy.ttft_ms_max:.0f} ms"
@@ -294,8 +280,6 @@ def _ranked(candidate: Candidate, forecast: _Forecast, score: float, demand: Dem
     return Ranked(
         name=candidate.name,
         cost_microusd=forecast.cost_microusd,
-        cost_max_microusd=forecast.cost_max_microusd,
-        output_tokens_max=forecast.output_tokens_max,
         ttft_ms=forecast.ttft_ms,
         total_ms=forecast.total_ms,
         score=score,

@@ -1,7 +1,7 @@
 """Budgets and the windows of time they count over.
 
-Knows no Redis. Windows are calendar windows in UTC, a week is an ISO week. Invariant: every moment lies in exactly
-one window of each kind, the window's id names it for ever, and so nothing has to be reset when one ends.
+Knows no Redis. Windows are calendar windows in UTC; a week is an ISO week. Invariant: every moment lies in exactly
+one window of each kind, and a window's id never names another, so no count is reset when a window ends.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ class WindowKind(StrEnum):
     TOTAL = "total"
 
 
-_ORDER = {kind: place for place, kind in enumerate(WindowKind)}
+PLACES = {kind: place for place, kind in enumerate(WindowKind)}
+"""The position of each kind among a moment's windows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """One window: [start_ms, end_ms) in unix milliseconds; `end_ms` None for the one that never ends."""
+    """One window: [start_ms, end_ms) in unix milliseconds; `end_ms` is None for the window that never ends."""
 
     kind: WindowKind
     id: str
@@ -37,12 +38,13 @@ class Window:
     end_ms: int | None
 
     def holds(self, at_ms: int) -> bool:
+        """Whether `at_ms`, unix milliseconds, lies in the window."""
         return self.start_ms <= at_ms and (self.end_ms is None or at_ms < self.end_ms)
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A team may spend `limit_microusd` per window. A hard budget refuses what could exceed it; a soft one warns."""
+    """A limit on a team's spend per window. A hard budget refuses requests that could exceed it; a soft one warns."""
 
     id: int
     team_id: int
@@ -52,18 +54,18 @@ class Budget:
 
 
 def window_at(kind: WindowKind, at_ms: int) -> Window:
-    """The window of `kind` that holds the moment `at_ms` (unix milliseconds, UTC)."""
-    return windows_at(at_ms)[_ORDER[kind]]
+    """The window of `kind` that contains `at_ms`, unix milliseconds."""
+    return windows_at(at_ms)[PLACES[kind]]
 
 
 def windows_at(at_ms: int) -> tuple[Window, ...]:
-    """The windows of all kinds that hold the moment `at_ms`, in the order of `WindowKind`."""
+    """The windows of all kinds that contain `at_ms`, unix milliseconds, in the order of `WindowKind`."""
     return _windows_of_hour(at_ms // HOUR_MS)
 
 
 @lru_cache(maxsize=64)
 def _windows_of_hour(hour: int) -> tuple[Window, ...]:
-    """Every window begins with an hour, so all moments of an hour (counted since 1970) share their windows."""
+    """The windows of an hour, counted since 1970: every window begins with an hour, so an hour has one of each."""
     start = datetime.fromtimestamp(hour * 3600, UTC)
     midnight = start.replace(hour=0)
     monday = midnight - timedelta(days=midnight.weekday())

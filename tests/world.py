@@ -45,7 +45,7 @@ from gateway.pipeline import Pipeline
 from gateway.settings import Settings
 from gateway.transport.redis_link import RedisLink
 from gateway.wire.types import Chunk, Usage
-from policies import BorrowedRateLimits, Budget, Budgets, LocalRateLimits, RateLimits, WindowKind
+from policies import Budget, Budgets, LeasedRateLimits, LocalRateLimits, RateLimits, WindowKind
 from policies.holds import LEDGER_LOCK, LEDGER_STREAM
 from tests.services import RedisServer
 
@@ -643,7 +643,7 @@ async def _build(settings: Settings, redis: Redis) -> World:
     link = RedisLink(settings.redis_target, settings.redis_timeout_ms / 1000.0)
     accounts = Accounts(settings.sql_url, clock=clock.unix)
     await accounts.open()
-    budgets = Budgets(link, later=link.later)
+    budgets = Budgets(link, defer=link.later)
     money = Money(budgets, settings.budgets)
     await redis.set(LEDGER_LOCK, "tests")
     await budgets.mark_ready("tests")
@@ -651,7 +651,7 @@ async def _build(settings: Settings, redis: Redis) -> World:
     exact = ExactCache(link, limits, clock.unix, clock.going, link.later)
     fleet, backends = _fleet(settings, clock)
     rates = Limits(
-        BorrowedRateLimits(RateLimits(link, lambda: int(clock.steady() * 1e6)), clock.steady),
+        LeasedRateLimits(RateLimits(link, lambda: int(clock.steady() * 1e6)), clock.steady),
         LocalRateLimits(clock.steady),
         clock.steady,
     )

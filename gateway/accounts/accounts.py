@@ -36,7 +36,8 @@ from gateway.accounts.teams import (
     new_plaintext,
     shown_prefix,
 )
-from policies import Budget, MicroUSD, WindowKind
+from policies import Budget, WindowKind
+from policies.prices import MicroUSD
 
 _T = TypeVar("_T")
 _ROWS_AT_ONCE = 200

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gateway.accounts.errors import Invalid
-from policies import MICROUSD_MAX
+from policies.prices import MICROUSD_MAX
 
 _NAME_CHARS_MAX = 200
 _RATE_MAX = 10**12

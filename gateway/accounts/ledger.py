@@ -20,7 +20,9 @@ from gateway.accounts import schema
 from gateway.accounts.database import Database, uncancelled
 from gateway.accounts.errors import Invalid
 from gateway.accounts.row import LedgerRow
-from policies import DrainedSpend, Window, WindowKind
+from policies import WindowKind
+from policies.budgets import DrainedSpend
+from policies.windows import Window
 
 _DAY_MS = 86_400_000
 _SUMS = ("prompt_tokens", "cached_tokens", "completion_tokens", "cost_microusd")

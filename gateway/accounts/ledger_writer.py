@@ -28,8 +28,12 @@ from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
 
 from gateway.accounts.ledger import Ledger
 from gateway.accounts.row import LedgerRow, decode_row
-from policies import Budgets, LockLost, MicroUSD, Redis, windows_at
+from policies import Budgets
+from policies.budgets import LockLost
 from policies.holds import LEDGER_LOCK, LEDGER_SET_ASIDE, LEDGER_STREAM
+from policies.prices import MicroUSD
+from policies.redis import Redis
+from policies.windows import windows_at
 
 _BATCH = 500
 _LOCK_MS = 5_000

@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from gateway.telemetry.parts import Health
 from gateway.telemetry.summary import Window
-from policies import MICROUSD_MAX, WindowKind
+from policies import WindowKind
+from policies.prices import MICROUSD_MAX
 
 _Id = Annotated[int, Field(ge=0, le=2**31 - 1)]
 _Name = Annotated[str, Field(min_length=1, max_length=200)]

@@ -45,7 +45,8 @@ from gateway.journey.record import Record
 from gateway.journey.semantic import error_max_of
 from gateway.telemetry.measured_error import measure
 from gateway.telemetry.summary import KINDS, Summary, Tally, Window, kind_of
-from policies import Budget, BudgetState
+from policies import Budget
+from policies.holds import BudgetState
 
 _LEDGER_PAGE = 500
 

@@ -13,7 +13,8 @@ import msgspec
 from gateway.backends.base import Backend
 from gateway.deployments.catalog import Known, known, microusd
 from gateway.settings import DeploymentSettings, PriceSettings, Settings, SettingsError, deployment_name
-from policies import FREE, Price
+from policies import Price
+from policies.prices import FREE
 
 # What a server of the kind can do where nobody says otherwise. The local engine samples what it likes: no tool calls are
 # parsed from it, no grammar holds it to JSON, and nothing follows what it says.

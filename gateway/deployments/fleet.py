@@ -26,6 +26,7 @@ from gateway.settings import DeploymentSettings, ModelSettings, Settings, deploy
 from gateway.wire.errors import ApiError, BadRequest, DeadlineExceeded, NotFound, Unavailable
 from gateway.wire.requests import Ask
 from policies import Breaker, Candidate, Cause, Demand, Estimate, Price, Route, RoutingPolicy
+from policies.routing import PolicyKind
 
 _log = structlog.get_logger(__name__)
 
@@ -57,7 +58,7 @@ class Deployment:
     def candidate(self, prompt_tokens: int) -> Candidate:
         """This deployment as routing sees it, now."""
         load = self.backend.load(prompt_tokens)
-        is_open = not (load.is_ready and self.breaker.allows())
+        is_unavailable = not (load.is_ready and self.breaker.allows())
         figures = self.estimate.figures()
         is_measured = figures.weight > 0  # a prior is no reason to reject anybody
         return Candidate(
@@ -68,8 +69,8 @@ class Deployment:
             output_tokens_max=load.output_tokens_max or self.output_tokens_max,
             ttft_ms=load.ttft_ms if load.ttft_ms is not None or not is_measured else figures.ttft_ms(prompt_tokens),
             tpot_ms=load.tpot_ms if load.tpot_ms is not None or not is_measured else figures.tpot_ms,
-            is_open=is_open,
-            health_reason=(load.reason if not load.is_ready else self.breaker.reason) if is_open else "",
+            is_unavailable=is_unavailable,
+            health_reason=(load.reason if not load.is_ready else self.breaker.reason) if is_unavailable else "",
             priority=self.settings.priority,
             prefill_ms_per_token=figures.prefill_ms_per_token,
         )
@@ -185,7 +186,7 @@ class Alias:
 
 
 def _well(candidate: Candidate) -> Candidate:
-    return msgspec.structs.replace(candidate, is_open=False)
+    return msgspec.structs.replace(candidate, is_unavailable=False)
 
 
 def pause_before_retry(failure: BackendError, attempts: int) -> float | None:
@@ -229,7 +230,7 @@ def build_fleet(settings: Settings, clock: Callable[[], float]) -> Fleet:
     for alias, model in settings.models.items():
         deployments = [_build(alias, d, settings, clock) for d in model.deployments]
         policy = RoutingPolicy(
-            kind=policies.PolicyKind(model.policy),
+            kind=PolicyKind(model.policy),
             ttft_ms_max=model.ttft_ms_max,
             cost_microusd_max=model.cost_microusd_max,
         )

@@ -16,7 +16,8 @@ from redis.exceptions import RedisError, ResponseError
 from gateway.accounts import Identity, LedgerRow, encode_row
 from gateway.settings import BudgetSettings
 from gateway.wire.errors import BudgetExceeded, Unavailable
-from policies import MICROUSD_MAX, Budgets, Hold, NotReady, Refused
+from policies import Budgets, Hold, NotReady, Refused
+from policies.prices import MICROUSD_MAX
 
 _RETRY_EVERY_S = 0.5
 _log = structlog.get_logger(__name__)

@@ -15,7 +15,9 @@ from gateway.accounts import Identity
 from gateway.journey.turn import Turn
 from gateway.transport.eager import Begun
 from gateway.wire.errors import RateLimited
-from policies import BorrowedRateLimits, Limited, LocalRateLimits, RateLimit, Verdict
+from policies import LeasedRateLimits, LocalRateLimits, RateLimit
+from policies.leased_limits import Limited
+from policies.rate_limits import Decision
 
 _OUTPUT_TOKENS_EXPECTED = 256
 _IDENTITIES_MAX = 10_000
@@ -40,7 +42,7 @@ class Limits:
     at once where it must be."""
 
     def __init__(
-        self, shared: BorrowedRateLimits, local: LocalRateLimits, clock: Callable[[], float] = time.monotonic
+        self, shared: LeasedRateLimits, local: LocalRateLimits, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._shared = shared
         self._local = local
@@ -116,7 +118,7 @@ class Limits:
         return headers
 
 
-def _refusal(verdict: Verdict, headers: Headers) -> RateLimited:
+def _refusal(verdict: Decision, headers: Headers) -> RateLimited:
     refused = verdict.refused_by
     assert refused is not None
     whose, unit = refused.subject.partition(":")[0], refused.unit
@@ -164,7 +166,7 @@ _HEADERS = {
 }
 
 
-def _headers(verdict: Verdict) -> Headers:
+def _headers(verdict: Decision) -> Headers:
     """`x-ratelimit-*` for the tightest limit of each unit, as the OpenAI API writes them."""
     headers: Headers = {}
     for unit, (limit, remaining, reset) in _HEADERS.items():

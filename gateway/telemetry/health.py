@@ -199,7 +199,7 @@ def _view(alias: Alias, deployment: Deployment) -> DeploymentView:
         backend=deployment.settings.backend,
         model=deployment.model,
         policy=alias.settings.policy,
-        is_available=not seen.is_open,
+        is_available=not seen.is_unavailable,
         reason=load.why if not load.is_ready else seen.health_reason,
         running=load.running,
         waiting=load.waiting,

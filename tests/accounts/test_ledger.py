@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from gateway.accounts import Invalid, LedgerRow, decode_row, encode_row
 from gateway.accounts.accounts import Accounts
 from gateway.accounts.ledger import Group, Ledger, LedgerFilter
-from policies import WindowKind, window_at, windows_at
+from policies import WindowKind
+from policies.windows import window_at, windows_at
 
 NOON_MS = int(datetime(2026, 11, 21, 12, tzinfo=UTC).timestamp() * 1000)
 DAY_MS = 86_400_000

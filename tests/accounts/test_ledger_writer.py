@@ -15,7 +15,8 @@ from gateway.accounts.accounts import Accounts
 from gateway.accounts.database import Database
 from gateway.accounts.ledger import Ledger, LedgerFilter
 from gateway.accounts.ledger_writer import LedgerWriter
-from policies import Budget, Budgets, LockLost, NotReady, WindowKind
+from policies import Budget, Budgets, NotReady, WindowKind
+from policies.budgets import LockLost
 from policies.holds import LEDGER_LOCK, LEDGER_SET_ASIDE, LEDGER_STREAM, READY_KEY
 
 NOW_S = 4_000_000_000.0  # far enough from the present that Redis does not expire its windows

@@ -29,8 +29,9 @@ from gateway.accounts.accounts import Accounts
 from gateway.accounts.ledger import Ledger, LedgerFilter
 from gateway.accounts.ledger_writer import LedgerWriter
 from gateway.accounts.row import decode_row
-from policies import Budget, Budgets, Hold, NotReady, Refused, WindowKind, window_at
+from policies import Budget, Budgets, Hold, NotReady, Refused, WindowKind
 from policies.holds import LEDGER_LOCK, LEDGER_STREAM
+from policies.windows import window_at
 from tests.services import RedisServer
 
 T = TypeVar("T")

@@ -9,7 +9,8 @@ import pytest
 from gateway.deployments.build import build_backend, describe
 from gateway.deployments.catalog import known, microusd
 from gateway.settings import DeploymentSettings, Settings, SettingsError
-from policies import FREE, Price
+from policies import Price
+from policies.prices import FREE
 
 
 def deployment(**fields: Any) -> DeploymentSettings:

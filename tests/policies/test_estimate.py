@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies import Estimate, EstimatePrior
+from policies import Estimate
+from policies.estimate import EstimatePrior
 
 
 class Clock:

@@ -1,4 +1,4 @@
-"""Borrowed rate limits: most requests cost no round trip, and a limit is kept to a five-hundredth per process."""
+"""Leased rate limits: most requests cost no round trip, and a limit is kept to a five-hundredth per process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from policies import BorrowedRateLimits, Limited, RateLimits, Verdict
+from policies import LeasedRateLimits, RateLimits
+from policies.leased_limits import Limited
+from policies.rate_limits import Decision
 from tests.services import RedisServer
 
 
@@ -40,17 +42,17 @@ class Process:
         self.now_s = 1_700_000_000.0
         self.redis = Counting(client)
         shared = RateLimits(self.redis, lambda: int(self.now_s * 1e6))
-        self.limits = BorrowedRateLimits(shared, lambda: self.now_s)
+        self.limits = LeasedRateLimits(shared, lambda: self.now_s)
         self.limited: Limited = self.limits.limited("t", [("team:1", unit, per_min)])
 
-    async def take(self, requests: int | None = 1, tokens: int | None = 0) -> Verdict:
+    async def take(self, requests: int | None = 1, tokens: int | None = 0) -> Decision:
         if self.limits.take_now(self.limited, requests, tokens):
             return self.limits.shown(self.limited, requests, tokens)
         return await self.limits.take(self.limited, requests, tokens)
 
 
 async def test_most_requests_cost_no_round_trip(redis: Redis) -> None:
-    """A large limit is borrowed a five-hundredth at a time, and what is shown as remaining counts down all the while."""
+    """A large limit is leased a five-hundredth at a time, and what is shown as remaining counts down all the while."""
     process = Process(redis, per_min=50_000)
     seen = [(await process.take()).states[0].remaining for _ in range(1_000)]
     assert seen == list(range(49_999, 48_999, -1))
@@ -60,8 +62,8 @@ async def test_most_requests_cost_no_round_trip(redis: Redis) -> None:
 async def test_a_small_limit_is_asked_for_each_time(redis: Redis) -> None:
     """What can't be shared out is exact: of six a minute six pass."""
     process = Process(redis, per_min=6)
-    verdicts = [(await process.take()).is_allowed for _ in range(8)]
-    assert verdicts == [True] * 6 + [False] * 2
+    decisions = [(await process.take()).is_allowed for _ in range(8)]
+    assert decisions == [True] * 6 + [False] * 2
     assert process.redis.scripts == 8
 
 

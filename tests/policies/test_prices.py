@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies import FREE, Price, Tokens
+from policies import Price, Tokens
+from policies.prices import FREE
 
 amounts = st.integers(0, 10**9)
 counts = st.integers(0, 10**7)

@@ -42,9 +42,9 @@ def limits(redis: Redis, clock: Clock) -> RateLimits:
 async def test_a_minute_at_once_then_the_rate(limits: RateLimits, clock: Clock) -> None:
     """Six a minute: six at once, then one every ten seconds."""
     for left in (5, 4, 3, 2, 1, 0):
-        verdict = await limits.take("t", (KEY,))
-        assert verdict.is_allowed
-        assert verdict.states[0].remaining == left
+        decision = await limits.take("t", (KEY,))
+        assert decision.is_allowed
+        assert decision.states[0].remaining == left
     refused = await limits.take("t", (KEY,))
     assert not refused.is_allowed
     assert refused.retry_after_s == pytest.approx(10)
@@ -90,15 +90,15 @@ async def test_charges_are_corrected(limits: RateLimits, clock: Clock) -> None:
     """An estimate too high is given back, one too low is owed; never more back than was taken."""
     taken = (KEY, TOKENS)
     await limits.take("t", taken)
-    await limits.correct("t", taken, "tokens", 400)
+    await limits.charge("t", [(TOKENS, 400 - TOKENS.cost)])
     assert (await limits.take("t", (replace(TOKENS, cost=0),))).states[0].remaining == 5600
-    await limits.correct("t", taken, "tokens", 10_000)
+    await limits.charge("t", [(TOKENS, 10_000 - TOKENS.cost)])
     after = await limits.take("t", (replace(TOKENS, cost=0),))
     assert not after.is_allowed
     assert after.states[0].remaining == 0
     assert after.retry_after_s == pytest.approx((400 + 9000 - 6000) / 100)
     clock.wait(3600)
-    await limits.correct("t", taken, "tokens", 0)
+    await limits.charge("t", [(TOKENS, -TOKENS.cost)])
     assert (await limits.take("t", (replace(TOKENS, cost=0),))).states[0].remaining == 6000
 
 
@@ -113,8 +113,8 @@ async def test_keys_end_when_they_are_full_again(limits: RateLimits, redis: Redi
 async def test_redis_own_clock_serves_all_hosts(redis: Redis) -> None:
     """Without an injected clock the limit holds too."""
     limits = RateLimits(redis)
-    verdicts = await asyncio.gather(*(limits.take("t", (KEY,)) for _ in range(20)))
-    assert sum(v.is_allowed for v in verdicts) == 6
+    decisions = await asyncio.gather(*(limits.take("t", (KEY,)) for _ in range(20)))
+    assert sum(v.is_allowed for v in decisions) == 6
 
 
 async def test_no_limits_no_round_trip(clock: Clock) -> None:
@@ -152,7 +152,9 @@ def test_alone_or_on_redis_the_verdicts_are_alike(redis_server: RedisServer, ste
                 assert (one.retry_after_s or other.retry_after_s) == pytest.approx(0, abs=1e-3)
                 break
             if actual is not None:
-                await shared.correct("t", asked, "tokens", actual)
+                changed = [(limit, actual - limit.cost) for limit in asked if limit.cost != actual]
+                if changed:
+                    await shared.charge("t", changed)
                 local.correct("t", asked, "tokens", actual)
         await client.aclose()
 
@@ -168,12 +170,12 @@ def test_no_stretch_of_time_gets_more_than_a_burst_and_its_rate(per_min: int, ga
     limit = RateLimit("a", "requests", per_min, 1)
     for gap in gaps:
         now_s += gap
-        verdict = limits.take("t", (limit,))
-        if verdict.is_allowed:
+        decision = limits.take("t", (limit,))
+        if decision.is_allowed:
             passed.append(now_s)
         else:
-            assert verdict.retry_after_s is not None
-            now_s += verdict.retry_after_s + 1e-5
+            assert decision.retry_after_s is not None
+            now_s += decision.retry_after_s + 1e-5
             assert limits.take("t", (limit,)).is_allowed
             passed.append(now_s)
     for first in range(len(passed)):

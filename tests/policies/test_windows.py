@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies import WindowKind, window_at, windows_at
+from policies import WindowKind
+from policies.windows import window_at, windows_at
 
 moments_ms = st.integers(0, 4_000_000_000_000)
 
