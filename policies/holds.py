@@ -19,6 +19,7 @@ import msgspec
 from policies.prices import MICROUSD_MAX, MicroUSD
 from policies.windows import HOUR_MS, Budget, Window, WindowKind, windows_at
 
+# decision: money-one-slot
 _PREFIX = "sameway:{money}:"
 READY_KEY = _PREFIX + "ready"
 LEDGER_STREAM = _PREFIX + "ledger"

@@ -17,6 +17,7 @@ from typing import Any
 
 from policies.rate_limits import MINUTE_US, Decision, LimitState, RateLimit, RateLimits, decision_of
 
+# decision: limits-are-leased
 _SHARES = 500
 _FRESH_S = 1.0
 _SUBJECTS_MAX = 10_000

@@ -72,6 +72,7 @@ class SettleBatch:
         for (team_id, _, held, _), some in groups.items():
             hour = hour_at(team_id, some[0].hold.at_ms)
             places = [PLACES[kind] for kind in held]
+            # decision: spend-always-counted
             keys += hour.spends
             keys += [hour.holds[place] for place in places]
             keys += [done_key(one.hold.id) for one in some]
