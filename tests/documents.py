@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 
 from gateway.admin.routes import admin_router
 from gateway.settings import SECTIONS, Settings
-from gateway.telemetry.definitions import DEFINITIONS
+from gateway.telemetry.metric_names import DEFINITIONS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -71,9 +71,9 @@ def _annotation(annotation: Any) -> str:
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments)
     if origin is list:
-        return f"list of {_annotation(arguments[0])}"
+        return f"list of {_annotation(arguments[0])}s"
     if origin is dict:
-        return f"{_annotation(arguments[1])} by name"
+        return f"{_annotation(arguments[1])}s by name"
     return _NAMES.get(annotation, "section")
 
 
@@ -98,7 +98,9 @@ def _admin_routes() -> Iterable[str]:
 
 def admin_paths() -> dict[str, Any]:
     """The paths under /admin/api with their operations, as `/docs` lists them."""
-    services = MagicMock(settings=Settings(admin_key="sk-admin", secret="secret"))  # routes need none of them to be listed
+    services = MagicMock(
+        settings=Settings(admin_key="sk-admin", secret="secret")
+    )  # routes need none of them to be listed
     app = FastAPI()
     app.include_router(admin_router(services))
     return {path: methods for path, methods in app.openapi()["paths"].items() if path.startswith("/admin/api/")}

@@ -1,53 +1,245 @@
-"""What the documents promise is what there is: settings, headers and routes."""
+"""The documents agree with the code: what they list is all there is, their samples work, their links and paths resolve."""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
-from gateway.api.openapi import PATHS
-from gateway.app import create_app
+import pytest
+import yaml
+
+from cache.fingerprint import FIELDS, FieldKind
+from gateway.cli import main
 from gateway.settings import SECTIONS, Settings
+from tests.documents import DOCUMENTS, ROOT, generated, with_generated, without_generated
+from tests.golden.source import COLLECTORS, PACKAGES
 
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in DOCUMENTS}
+README, API, REASONS, OPERATIONS, CONFIGURATION = (
+    TEXTS[name]
+    for name in ("README.md", "docs/api.md", "docs/reasons.md", "docs/operations.md", "docs/configuration.md")
+)
+LINKED = {**TEXTS, **{path.name: path.read_text() for path in ROOT.glob("*.md")}}
+
+# HTTP's own, and those between the gateway and a provider
+_HEADERS_UNDOCUMENTED = {"content-type", "x-content-type-options", "x-gzip"}
+_OLD_VOICE = re.compile(r"\b(nobody|somebody|whoever|whom)\b", re.IGNORECASE)
+_TO_BE_REWRITTEN = ("docs/benchmarks.md", "docs/semantic-cache.md")
+_COLUMNS_MAX = 100
+_README_LINES_MAX = 120
 
 
-def test_every_setting_is_documented() -> None:
-    """README has a row for each setting of each section, with its sentence, and none for a setting that is gone."""
-    rows = re.findall(r"^\| `([a-z0-9_]+)` \| .* \| (.*) \|$", README, re.MULTILINE)
-    expected = [(n, (f.description or "").replace("|", "/")) for s in SECTIONS for n, f in s.model_fields.items()]
-    assert sorted(rows) == sorted(expected)
-    assert all(description for _, description in expected if _ not in ("cache", "budgets"))
+def _cells(text: str, heading: str) -> list[list[str]]:
+    """The rows of the first table under `heading`, without its head."""
+    _, _, rest = text.partition(f"\n{heading}\n")
+    assert rest, f"there is no heading {heading!r}"
+    table = re.search(r"^\|.*?\n(?!\|)", rest, re.DOTALL | re.MULTILINE)
+    assert table is not None, f"there is no table under {heading!r}"
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[0].splitlines()[2:]]
+
+
+def _names(text: str, heading: str, column: int = 0) -> list[str]:
+    """The names in backticks of one column, in order."""
+    return [name for row in _cells(text, heading) for name in re.findall(r"`([^`]+)`", row[column])]
+
+
+def _words(member: str) -> set[str]:
+    """The enumeration with this member."""
+    (found,) = [one.split(", ") for one in COLLECTORS["words"]() if member in one.split(", ")]
+    return set(found)
+
+
+def _fences(text: str, language: str) -> list[str]:
+    return [textwrap.dedent(found) for found in re.findall(rf"^ *```{language}\n(.*?)^ *```$", text, re.M | re.S)]
+
+
+def _trees() -> Iterator[ast.AST]:
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if path.name not in ("settings.py", "config_file.py"):
+                yield from ast.walk(ast.parse(path.read_text()))
+
+
+# -- lists ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_generated_parts_are_current(name: str) -> None:
+    """Names, types, defaults and sentences of settings, admin routes and metrics are the code's; `./run docs` writes them."""
+    assert with_generated(TEXTS[name], generated()) == TEXTS[name]
+
+
+def test_every_generated_part_is_shown_once() -> None:
+    """No list of settings, routes or metrics is left out."""
+    marks = [mark for text in TEXTS.values() for mark in re.findall(r"<!-- generated: (.+?) -->", text)]
+    assert sorted(marks) == sorted(generated())
+
+
+def test_every_setting_has_a_sentence() -> None:
+    """But for sections, which have a table of their own."""
+    without = [n for s in SECTIONS for n, f in s.model_fields.items() if not f.description]
+    assert without == ["cache", "budgets"]
+
+
+def test_every_setting_is_read() -> None:
+    """A setting that no code reads has no effect; nor has one that is not part of the whole."""
+    read = {node.attr for node in _trees() if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+    whole = ast.parse((ROOT / "gateway/settings.py").read_text())
+    for node in ast.walk(whole):  # what the settings make of each other: paths, URLs, names
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            read |= {inner.attr for inner in ast.walk(node) if isinstance(inner, ast.Attribute)}
+    assert [name for section in SECTIONS for name in section.model_fields if name not in read] == []
+
+
+def test_every_variable_is_documented() -> None:
+    """A variable is a setting of the top level, or has a row; but for what the supervisor hands to its children."""
+    found = {name[1:] for name in COLLECTORS["settings"]() if name.startswith("$")}
+    settings = {f"SAMEWAY_{name.upper()}" for name in Settings.model_fields}
+    documented = set(_names(CONFIGURATION, "## Environment variables that are not settings"))
+    assert found - settings - documented == {"SAMEWAY_WORKER_SETTINGS"}
 
 
 def test_every_header_is_documented() -> None:
-    """README names every response header that the code sends."""
-    sent: set[str] = set()
-    for path in (
-        "gateway/api/headers.py",
-        "gateway/wire/errors.py",
-        "gateway/journey/rate_limits.py",
-        "gateway/api/chat.py",
-    ):
-        for node in ast.walk(ast.parse((ROOT / path).read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, bytes | str):
-                text = node.value.decode("latin-1") if isinstance(node.value, bytes) else node.value
-                if re.fullmatch(r"(x-[a-z-]+[a-z]|age|cache-status|server-timing|retry-after(-ms)?)", text):
-                    sent.add(text)
-    assert {"x-sameway-cache", "x-should-retry", "age"} <= sent
-    assert [name for name in sorted(sent) if f"`{name}`" not in README] == []
+    """docs/api.md has all headers that the code reads or sends."""
+    documented = {*_names(API, "## Request headers"), *_names(API, "## Response headers")}
+    patterns = [re.escape(name).replace(r"\{\}", "[a-z]+") for name in COLLECTORS["headers"]()]
+    missing = {p for p in patterns if not any(re.fullmatch(p, name) for name in documented)}
+    assert missing <= {re.escape(name) for name in _HEADERS_UNDOCUMENTED}
+    assert [
+        name for name in documented if name.startswith("x-") and not any(re.fullmatch(p, name) for p in patterns)
+    ] == []
 
 
 def test_every_route_is_documented() -> None:
-    """README and the OpenAPI description name the routes under /v1; README names every admin route."""
-    routes = (ROOT / "gateway/app.py").read_text()
-    served = set(re.findall(r'"(/v1/[a-z/*]+)": \{', routes))
-    assert {path.replace("{model}", "*") for path in PATHS} == served
-    assert all(path in README for path in PATHS)
-    assert set(PATHS) <= set(create_app(Settings()).openapi()["paths"])
-    admin = re.findall(r'@api\.(get|post|patch|delete)\("([^"]+)"', (ROOT / "gateway/admin/routes.py").read_text())
-    assert len(admin) > 20
-    missing = [f"{m.upper()} /admin/api{p}" for m, p in admin if f"`{m.upper()} /admin/api{p}`" not in README]
-    assert missing == []
+    """docs/api.md has each path outside the admin plane with its method. (Admin routes are generated.)"""
+    documented = set(_names(API, "## Endpoints"))
+    served = {one for one in COLLECTORS["routes"]() if not one.startswith(("decorated", "prefix"))}
+    assert served - documented == set()
+    assert documented - served == {"GET /docs", "GET /openapi.json", "GET /admin", "/admin/api/..."}
+
+
+def test_every_error_code_is_documented() -> None:
+    """docs/api.md has each code with its status, and none that the code does not have."""
+    rows = {(row[0], code) for row in _cells(API, "## Errors") for code in re.findall(r"`([^`]+)`", row[1])}
+    for line in COLLECTORS["errors"]():
+        first, *_, code = line.split()
+        if code == "None":
+            continue
+        assert any(known == code and (first in ("code", status)) for status, known in rows), line
+    strings = {node.value for node in _trees() if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    strings |= {"headers_too_large"}  # stands inside the bytes of a ready response
+    assert [code for _, code in rows if code not in strings] == []
+
+
+def test_every_reason_is_documented() -> None:
+    """docs/reasons.md has each store refusal, each miss and each rejection's cause; the dashboard has words for all misses."""
+    refusals = _words("no_store") - {"status", "error"}  # which can't occur
+    assert set(_names(REASONS, "## Why an answer was not stored")) == refusals | {"stored", "unavailable"}
+    assert set(_names(REASONS, "## Why the exact cache did not answer")) == _words("too_old")
+    misses = set(_names(REASONS, "## Why the semantic cache did not answer"))
+    assert _words("polarity") <= misses
+    dashboard = (ROOT / "gateway/admin/templates/parts.html").read_text()
+    shown = re.search(r"set reasons = \{(.*?)\}", dashboard, re.DOTALL)
+    assert shown is not None
+    assert misses == set(re.findall(r'^  "([a-z_-]+)":', shown[1], re.MULTILINE))
+    assert set(_names(REASONS, "## Why a deployment was not used")) >= _words("capability")
+    assert set(_names(API, "## Feedback")) == _words("purged")
+
+
+def test_fields_outside_the_cache_key_are_documented() -> None:
+    """docs/api.md names each field of a request that does not change the answer."""
+    delivery = {name for name, kind in FIELDS.items() if kind is FieldKind.DELIVERY}
+    (named,) = re.findall(r"These fields may differ, because.*?`user`", API, re.DOTALL)
+    assert set(re.findall(r"`([a-z_]+)`", named)) == delivery
+
+
+def test_every_log_event_is_documented() -> None:
+    """docs/operations.md has each event of a gateway worker, and each field of a request's line."""
+    text = OPERATIONS.partition("\nOther events:\n")
+    fields, events = set(_names(OPERATIONS, "## Log lines")), set(_names("\n# x\n" + text[2], "# x"))
+    logged = {line.split()[0] for line in COLLECTORS["log_events"]()} - {
+        "stopping"
+    }  # the cache worker's, in plain text
+    assert logged <= events
+    record = {line.split()[1] for line in COLLECTORS["stored"]() if line.startswith("record ")}
+    assert record - {"at_s"} <= fields
+
+
+def test_every_alert_is_documented() -> None:
+    """docs/operations.md has each alert with its severity."""
+    rules = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text())["groups"][0]["rules"]
+    assert [row[:2] for row in _cells(OPERATIONS, "## Metrics and alerts")] == [
+        [f"`{rule['alert']}`", rule["labels"]["severity"]] for rule in rules
+    ]
+
+
+# -- samples --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name, text in TEXTS.items() if _fences(text, "yaml")])
+def test_sample_configurations_pass_the_check(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`check-config` finds nothing wrong with any configuration that a document shows."""
+    for number, sample in enumerate(_fences(TEXTS[name], "yaml")):
+        for variable in re.findall(r"api_key_env: ([A-Z_]+)", sample):
+            monkeypatch.setenv(variable, "sk-1")
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(sample)
+        assert main(["check-config", "--config", str(path)]) == 0, capsys.readouterr().err
+
+
+def test_sample_programs_compile() -> None:
+    """What a document shows as Python is Python, and as JSON is JSON. tests/e2e/test_local.py runs README's program."""
+    for name, text in TEXTS.items():
+        for sample in _fences(text, "python"):
+            compile(sample, name, "exec")
+        for sample in _fences(text, "json"):
+            json.loads(sample)
+
+
+# -- form -----------------------------------------------------------------------------------------------------------------
+
+
+def _anchors(text: str) -> set[str]:
+    """The anchors of headings as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_links_resolve(name: str) -> None:
+    """Each link to a file of this repository has its file, and its heading."""
+    folder = (ROOT / name).parent
+    for target in re.findall(r"\]\((?!https?://)([^)\s]+)\)", LINKED[name]):
+        path, _, anchor = target.partition("#")
+        file = (folder / path).resolve() if path else ROOT / name
+        assert file.exists(), f"{name}: {target}"
+        assert not anchor or anchor in _anchors(file.read_text()), f"{name}: {target}"
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_paths_exist(name: str) -> None:
+    """Each file that a document names is there, and so is each test in it."""
+    folders = "gateway|cache|policies|local_engine|tests|bench|deploy|docs"
+    for path, test in re.findall(rf"`((?:{folders})/[\w./-]+)(?:::(\w+))?`", TEXTS[name]):
+        assert (ROOT / path).exists(), f"{name}: {path}"
+        assert not test or f"def {test}(" in (ROOT / path).read_text(), f"{name}: {path}::{test}"
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_prose_is_narrow_and_plain(name: str) -> None:
+    """100 columns but for tables; none of the words of an older voice. Lists from the code have the code's words."""
+    wide = [line for line in TEXTS[name].splitlines() if len(line) > _COLUMNS_MAX and not line.startswith("|")]
+    assert wide == []
+    if name not in _TO_BE_REWRITTEN:
+        assert _OLD_VOICE.findall(without_generated(TEXTS[name])) == []
+
+
+def test_readme_is_short() -> None:
+    """It is a first page; docs/ has the rest."""
+    assert len(README.splitlines()) <= _README_LINES_MAX

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -47,6 +49,20 @@ def test_the_capital_of_france(client: OpenAI) -> None:
     assert again.choices[0].finish_reason == "stop"
     assert again.usage is not None
     assert again.usage.prompt_tokens > 5
+
+
+def test_the_program_of_the_readme(local: Gateway, capsys: pytest.CaptureFixture[str]) -> None:
+    """It prints what README shows: the source of each answer, and its last word (other words depend on the processor)."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    program, shown = (re.findall(rf"^```{kind}\n(.*?)^```$", readme, re.M | re.S) for kind in ("python", "text"))
+    team = local.admin("POST", "/teams", json={"name": "readme"})
+    key = local.admin("POST", f"/teams/{team['id']}/keys", json={"name": "k"})["plaintext"]
+    exec(program[0].replace("http://127.0.0.1:8080/v1", local.base_url).replace("sk-sw-...", key), {})
+    ends = [
+        [(line.split()[0], line.split()[-1]) for line in text.splitlines()]
+        for text in (capsys.readouterr().out, shown[0])
+    ]
+    assert ends[0] == ends[1]
 
 
 def test_what_the_engine_can_do(client: OpenAI) -> None:
