@@ -1,6 +1,6 @@
 """The command line: `sameway serve | check-config | demo`, and `worker`, which the supervisor starts.
 
-Knows no requests. Nothing heavy is imported before the command is known: `serve` itself must be up in a blink.
+Knows no requests. Invariant: no heavy module is imported before the command is known, so `serve` starts fast.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from gateway.settings import Settings, SettingsError, deployment_name
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the process's exit status. A wrong setting is 2, told on stderr."""
+    """Run one command; returns the process's exit status. Writes wrong settings to stderr and returns 2."""
     arguments = _parser().parse_args(argv)
     try:
         status: int = arguments.run(arguments)
@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
 
     worker = commands.add_parser("worker")  # one gateway process; started by the supervisor
     worker.add_argument("--fd", type=int, required=True)
-    worker.add_argument("--heart", type=Path, required=True, help="path of the unix socket where it says that it lives")
+    worker.add_argument("--heartbeat", type=Path, required=True, help="path of the unix socket of its heartbeat")
     worker.set_defaults(run=_worker)
     return parser
 
@@ -80,7 +80,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     settings = prepare(_settings(arguments))
     try:
         return asyncio.run(Supervisor(settings).run())
-    except OSError as error:  # nothing else is written here; what can't be started is tried again
+    except OSError as error:  # the supervisor writes nowhere else, and retries what it cannot start
         raise SettingsError(f"data_dir: {error.filename or settings.data_dir}: {error.strerror}") from None
 
 
@@ -113,18 +113,18 @@ def _demo(_: argparse.Namespace) -> int:
 
 
 def _worker(arguments: argparse.Namespace) -> int:
-    with _absent("rich", "better_exceptions"):  # structlog's console would take 7 MB for what no worker prints
+    with _absent("rich", "better_exceptions"):  # structlog's console renderer takes 7 MB; no worker uses it
         import structlog  # noqa: F401
     from gateway.worker import serve_fd
 
-    return serve_fd(arguments.fd, arguments.heart)
+    return serve_fd(arguments.fd, arguments.heartbeat)
 
 
 @contextlib.contextmanager
 def _absent(*names: str) -> Iterator[None]:
-    """Import what is imported in here as if these libraries were not installed; afterwards they are again."""
+    """Hide the libraries `names` from imports inside the block."""
     blocked = [name for name in names if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(blocked))  # type: ignore[arg-type]  # None: "halted", as the import system has it
+    sys.modules.update(dict.fromkeys(blocked))  # type: ignore[arg-type]  # None makes an import raise
     try:
         yield
     finally:

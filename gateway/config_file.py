@@ -1,7 +1,7 @@
-"""How the operator's settings are read: a YAML file, then the environment, then the command line's flags.
+"""Reads the operator's settings: a YAML file, then the environment, then the command line's flags.
 
-Knows where values come from and how to say what is wrong with them; what each means is in `settings`. Invariant: whatever is
-wrong is told at once, each with its name, what was found and what was expected.
+Does not know what a setting means; `settings` defines that. Invariant: an error lists every wrong setting, with its
+name, the value found and the value expected.
 """
 
 import difflib
@@ -14,15 +14,15 @@ from pydantic import ValidationError
 
 from gateway.settings import SECTIONS, Settings, SettingsError
 
-_SECRETS = ("admin_key", "api_key", "secret")  # from the environment alone: they have no place in a file
+_SECRETS = ("admin_key", "api_key", "secret")  # only from the environment
 
 
 def load_settings(
     path: Path | None, environ: Mapping[str, str] = os.environ, *, model: str | None = None, **overrides: Any
 ) -> Settings:
-    """Settings from a YAML file, then `SAMEWAY_<NAME>` variables for top-level scalars, then a command line's flags: `overrides`,
-    and the `model` that the engine named `default` loads.
+    """Settings from the YAML file at `path`, then `SAMEWAY_<NAME>` variables for top-level scalars, then flags.
 
+    `overrides` are the flags; `model` is loaded by the engine named `default`.
     Raises SettingsError naming every wrong setting.
     """
     settings, wrong = _read(path, environ, model, overrides)
@@ -34,8 +34,11 @@ def load_settings(
 def check_settings(
     path: Path | None, environ: Mapping[str, str] = os.environ, *, model: str | None = None, **overrides: Any
 ) -> Settings:
-    """As `load_settings`, and what they name must be there on this host, models' files and providers' keys; nor may a
-    `SAMEWAY_` variable be a setting's name but for a letter: a start passes over what is none."""
+    """Settings as from `load_settings`, with further checks on this host.
+
+    Model files and the variables of providers' keys must exist, and no `SAMEWAY_` variable may be a misspelt setting.
+    Raises SettingsError naming every wrong setting.
+    """
     settings, wrong = _read(path, environ, model, overrides)
     if settings is not None:
         wrong += [*_missing_files(settings), *_missing_variables(settings, environ)]
@@ -48,7 +51,7 @@ def check_settings(
 def _read(
     path: Path | None, environ: Mapping[str, str], model: str | None, overrides: Mapping[str, Any]
 ) -> tuple[Settings | None, list[str]]:
-    """The settings, where there is a way to understand them, and what is wrong, which may be something all the same."""
+    """The settings, None if they are invalid, and the list of errors, which may also accompany valid settings."""
     values, wrong = ({}, []) if path is None else _read_yaml(path)
     wrong += [
         f"{path}: {secret}: found in the file, expected in the environment as SAMEWAY_{secret.upper()}"
@@ -74,8 +77,8 @@ def _read(
 
 
 def _read_yaml(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """A file's values, and the keys that are in it twice: YAML forbids them, and PyYAML keeps the last without a word."""
-    import yaml  # a megabyte of each worker, and a worker is handed JSON
+    """A file's values, and its duplicate keys: YAML forbids them, but PyYAML keeps the last one. Raises SettingsError."""
+    import yaml  # takes 1 MB, and workers do not need it: they read JSON
 
     twice: list[str] = []
 
@@ -109,7 +112,7 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _missing_files(settings: Settings) -> list[str]:
-    """Models that are named by a path where there is nothing."""
+    """An error for each model whose path does not exist."""
     named = [(f"engines.{name}.model", engine.model) for name, engine in settings.engines.items()]
     named += [(f"engines.{name}.draft_model", e.draft_model) for name, e in settings.engines.items() if e.draft_model]
     return [
@@ -120,7 +123,7 @@ def _missing_files(settings: Settings) -> list[str]:
 
 
 def _missing_variables(settings: Settings, environ: Mapping[str, str]) -> list[str]:
-    """Providers' keys that are in no variable."""
+    """An error for each provider's key whose variable is not set."""
     return [
         f"models.{alias}.deployments.{index}.api_key_env: the environment variable {deployment.api_key_env} is not set"
         for alias, model in settings.models.items()
@@ -130,7 +133,7 @@ def _missing_variables(settings: Settings, environ: Mapping[str, str]) -> list[s
 
 
 def _misspelt_variables(environ: Mapping[str, str]) -> list[str]:
-    """Variables that are nobody's, and nearly a setting's."""
+    """An error for each unknown variable whose name is close to a setting's."""
     names = [f"SAMEWAY_{name.upper()}" for name in _scalars()]
     found = sorted(name for name in environ if name.startswith("SAMEWAY_") and name not in names)
     near = {name: difflib.get_close_matches(name, names, n=1, cutoff=0.92) for name in found}
@@ -142,12 +145,12 @@ def _misspelt_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def _scalars() -> set[str]:
-    """The settings that a variable may hold."""
+    """The settings that an environment variable may set."""
     return {name for name in Settings.model_fields if name not in ("cache", "budgets", "engines", "models")}
 
 
 def _explain(issue: Any) -> list[str]:
-    """A line for each wrong setting: its path, what was found, what was expected."""
+    """A line for each wrong setting: its path, the value found, the value expected."""
     where = ".".join(str(part) for part in issue["loc"])
     if issue["type"] == "extra_forbidden":
         return [f"{where}: found, but there is no such setting{_nearest(issue['loc'])}"]
@@ -166,5 +169,7 @@ def _explain(issue: Any) -> list[str]:
 
 def _nearest(loc: tuple[Any, ...]) -> str:
     names = {name for section in SECTIONS for name in section.model_fields}
-    close = difflib.get_close_matches(str(loc[-1]), names - {loc[-1]}, n=1)  # not itself: it may be another section's
+    close = difflib.get_close_matches(
+        str(loc[-1]), names - {loc[-1]}, n=1
+    )  # the name itself may exist in another section
     return f"; did you mean {close[0]}?" if close else ""

@@ -1,6 +1,7 @@
-"""What a data directory must hold before anything else starts: the directory itself, the installation's secret and the admin's key.
+"""Prepares the data directory: creates it, and the installation's secret and admin key.
 
-Knows no processes and no network. Invariant: a secret is made once, is readable by its owner alone, and never changes.
+Knows no processes and no network. Invariant: a secret is created once, readable by its owner only, and never
+changes.
 """
 
 import contextlib
@@ -13,8 +14,10 @@ from gateway.settings import Settings, SettingsError
 
 
 def prepare(settings: Settings) -> Settings:
-    """`settings` with `secret` and `admin_key` filled in, from the data directory or new. Raises SettingsError where it can't
-    be written."""
+    """`settings` with `secret` and `admin_key` from the data directory; creates missing ones.
+
+    Raises SettingsError if the directory cannot be written.
+    """
     try:
         settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         settings.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -30,12 +33,12 @@ def prepare(settings: Settings) -> Settings:
 
 
 def _kept(path: Path, make: Callable[[], str]) -> str:
-    """The file's text; written first if there is none. Two processes that race end up with the same text."""
+    """The file's text; `make` creates it if there is none. Processes that race read the same text."""
     if not path.exists():
         draft = path.with_name(f"{path.name}.{os.getpid()}")
         draft.touch(mode=0o600)
         draft.write_text(make() + "\n")
-        with contextlib.suppress(FileExistsError):  # another process was first: its text counts
+        with contextlib.suppress(FileExistsError):  # another process was first
             os.link(draft, path)
         draft.unlink()
     return path.read_text().strip()

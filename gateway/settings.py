@@ -1,8 +1,7 @@
-"""What an operator can set: one YAML file, plus the environment for secrets and for containers.
+"""The settings: one YAML file, plus environment variables for secrets and containers.
 
-Every setting is a field below with its default and a sentence; README lists the same and a test compares. Unknown or wrong
-settings stop the start: `SettingsError` names each one, what was found and what was expected. Nothing here connects,
-opens or creates anything.
+Each setting is a field with its default and a description; README lists the same, and a test compares. Unknown or
+wrong settings prevent the start: `SettingsError` names each of them. This module opens and creates nothing.
 """
 
 import hashlib
@@ -19,7 +18,7 @@ DEFAULT_EMBEDDER_ALIAS = "all-minilm-l6-v2"
 
 
 class SettingsError(Exception):
-    """The configuration can't be used; `str()` lists each wrong setting on a line of its own."""
+    """The configuration is invalid; `str()` has one line for each wrong setting."""
 
 
 class _Section(BaseModel):
@@ -254,22 +253,25 @@ class Settings(_Section):
 
     @property
     def names(self) -> list[str]:
-        """What a request may name in `model`."""
+        """The names that requests may use as `model`."""
         return [*self.models, self.embedding_alias]
 
     @property
     def sql_url(self) -> str:
-        """The database's URL, the default spelled out."""
+        """The database's URL; by default, a file in the data directory."""
         return self.database_url or f"sqlite:///{self.data_dir.absolute() / 'sameway.db'}"
 
     @property
     def redis_target(self) -> str:
-        """The Redis URL, the embedded one's unix socket spelled out."""
+        """The Redis URL; by default, the embedded server's unix socket."""
         return self.redis_url or f"unix://{self.run_dir / 'redis.sock'}"
 
     @property
     def run_dir(self) -> Path:
-        """Where the processes' unix sockets are. Socket paths are limited to about 100 bytes, so a deep data_dir gets a short stand-in."""
+        """The directory of the processes' unix sockets.
+
+        A socket's path has at most about 100 bytes, so a deep `data_dir` gets a short directory elsewhere.
+        """
         path = self.data_dir.absolute() / "run"
         if len(str(path)) <= 80:
             return path
@@ -277,19 +279,24 @@ class Settings(_Section):
         return Path(tempfile.gettempdir()) / f"sameway-{os.getuid()}-{digest}"
 
     def worker_socket(self, index: int) -> Path:
+        """The socket of a gateway worker's heartbeat."""
         return self.run_dir / f"gateway-{index}.sock"
 
     def engine_socket(self, name: str) -> Path:
+        """The socket of an engine worker."""
         return self.run_dir / f"engine-{name}.sock"
 
     @property
     def cache_socket(self) -> Path:
+        """The socket of the cache worker."""
         return self.run_dir / "cache.sock"
 
 
 def deployment_name(alias: str, deployment: DeploymentSettings) -> str:
-    """The name a deployment goes by in routes, headers, logs and metrics; unique over all aliases. Of a URL only the host is
-    shown: it may hold credentials."""
+    """The deployment's name in headers, logs and metrics, unique over all aliases.
+
+    A name made from a URL has only its host: the rest may contain credentials.
+    """
     if deployment.name:
         return deployment.name
     url = urlsplit(deployment.base_url or "")

