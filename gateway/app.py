@@ -199,10 +199,10 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
         shown = "as preset in SAMEWAY_API_KEY" if settings.api_key else first_key
         print(f"  API key    {shown} (shown this once; team `default`)", flush=True)
     ledger = Ledger(accounts.database)
-    budgets = Budgets(link, defer=link.later)
+    budgets = Budgets(link, defer=link.defer)
     money = Money(budgets, settings.budgets)
     stack.push_async_callback(money.aclose)
-    exact = ExactCache(link, _cache_limits(settings), later=link.later)
+    exact = ExactCache(link, _cache_limits(settings), later=link.defer)
     semantic = SemanticClient(settings.cache_socket, settings.cache.semantic_timeout_ms / 1000.0)
     semantic.start()
     stack.push_async_callback(semantic.aclose)

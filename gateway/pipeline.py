@@ -42,7 +42,7 @@ from gateway.journey.semantic import ByMeaning
 from gateway.journey.storing import refusal_of
 from gateway.journey.turn import Turn, elapsed_ms_since
 from gateway.settings import Settings
-from gateway.transport.eager import Begun
+from gateway.transport.eager import Eager
 from gateway.wire.errors import ApiError, BadRequest, Forbidden, NotCached, Unauthenticated
 from gateway.wire.types import Chunk
 
@@ -291,7 +291,7 @@ class Pipeline:
         works = (self._account(job, row), self._store(entry, job), correcting)
         try:
             with self._by_meaning.storing(job.fingerprint):
-                for work in [Begun(work) for work in works if work is not None]:
+                for work in [Eager(work) for work in works if work is not None]:
                     try:
                         await work
                     except Exception:

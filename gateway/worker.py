@@ -16,7 +16,7 @@ from gateway.api.front import Front
 from gateway.app import create_app
 from gateway.settings import Settings
 from gateway.supervisor import WORKER_SETTINGS
-from gateway.transport.http_server import CarefulProtocol
+from gateway.transport.http_server import ServerProtocol
 
 _KEEP_ALIVE_S = 75  # longer than the SDKs keep an idle connection, so that the client closes it first
 _BACKLOG = 2048
@@ -53,7 +53,7 @@ def server_of(app: FastAPI, settings: Settings) -> uvicorn.Server:
     config = uvicorn.Config(
         Front(app, lambda: app.state.routes),  # before FastAPI's middleware, for speed
         loop="uvloop",
-        http=CarefulProtocol,
+        http=ServerProtocol,
         ws="none",
         lifespan="on",
         interface="asgi3",

@@ -48,7 +48,7 @@ async def test_what_may_leave_later_leaves_together(redis_server: RedisServer) -
     await link.execute_command("DEL", "counter")
     before, calls = link.round_trips, []
     for _ in range(5):
-        link.later(lambda: calls.append(link.execute_command("INCR", "counter")))
+        link.defer(lambda: calls.append(link.execute_command("INCR", "counter")))
         await asyncio.sleep(0)
     assert await link.execute_command("GET", "counter") is None
     async with asyncio.timeout(5):
@@ -56,7 +56,7 @@ async def test_what_may_leave_later_leaves_together(redis_server: RedisServer) -
             await asyncio.sleep(0.001)
     assert [await call for call in calls] == [1, 2, 3, 4, 5]
     assert link.round_trips - before == 2
-    link.later(lambda: calls.append(link.execute_command("INCR", "counter")))
+    link.defer(lambda: calls.append(link.execute_command("INCR", "counter")))
     await link.aclose()
     assert await calls[-1] == 6
 

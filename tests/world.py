@@ -643,12 +643,12 @@ async def _build(settings: Settings, redis: Redis) -> World:
     link = RedisLink(settings.redis_target, settings.redis_timeout_ms / 1000.0)
     accounts = Accounts(settings.sql_url, clock=clock.unix)
     await accounts.open()
-    budgets = Budgets(link, defer=link.later)
+    budgets = Budgets(link, defer=link.defer)
     money = Money(budgets, settings.budgets)
     await redis.set(LEDGER_LOCK, "tests")
     await budgets.mark_ready("tests")
     limits = CacheLimits(entry_bytes_max=settings.cache.entry_bytes_max, ttl_s_max=settings.cache.ttl_s_max)
-    exact = ExactCache(link, limits, clock.unix, clock.going, link.later)
+    exact = ExactCache(link, limits, clock.unix, clock.going, link.defer)
     fleet, backends = _fleet(settings, clock)
     rates = Limits(
         LeasedRateLimits(RateLimits(link, lambda: int(clock.steady() * 1e6)), clock.steady),

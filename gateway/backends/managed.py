@@ -33,7 +33,7 @@ from gateway.backends.base import (
     Load,
 )
 from gateway.backends.refusals import Refused, error_body, refusal, retry_after_s, scrubbed
-from gateway.wire.chunks import Ending, parse, to_chunk
+from gateway.wire.chunks import FinishTracker, parse, to_chunk
 from gateway.wire.types import Chunk
 
 # What may be handed over as litellm's own arguments: OpenAI's fields, and sampling parameters that providers share.
@@ -207,7 +207,7 @@ class ManagedStream:
         self._backend = backend
         self._request = request
         self._is_stream = request.is_stream and request.choices == 1
-        self._ending = Ending(request.choices)
+        self._ending = FinishTracker(request.choices)
         self._litellm: Any = None  # set once the provider has been asked
         self._source: Any = None  # litellm's stream
         self._whole: Chunk | None = None
@@ -312,7 +312,7 @@ def _has_invented_finish(piece: Any, source: Any) -> bool:
     return source.received_finish_reason is None and source.intermittent_finish_reason is None
 
 
-def _chunk(piece: Any, ending: Ending) -> Chunk:
+def _chunk(piece: Any, ending: FinishTracker) -> Chunk:
     fields = piece.model_dump(exclude_none=True)
     for choice in fields["choices"]:
         _tidy(choice)
@@ -326,7 +326,7 @@ def _chunk(piece: Any, ending: Ending) -> Chunk:
     return to_chunk(data, answer)
 
 
-def _whole(reply: Any, ending: Ending) -> Chunk:
+def _whole(reply: Any, ending: FinishTracker) -> Chunk:
     fields = reply.model_dump(exclude_none=True)
     for choice in fields["choices"]:
         _tidy(choice)

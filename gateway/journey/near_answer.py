@@ -12,21 +12,21 @@ from cache import Entry, ExactCache, Lookup
 from gateway.journey.generation import Job
 from gateway.journey.storing import answer_text, chunks_of
 from gateway.settings import NEAR_SIMILARITY_MIN
-from gateway.transport.eager import Begun
+from gateway.transport.eager import Eager
 from gateway.wire.fold import fold
 
 _CHUNKS_BYTES_MAX = 64 << 10  # reading a longer one would hold others up
 _TEXT_CHARS_MAX = 16 << 10
 
 
-def begin(job: Job, exact: ExactCache) -> Begun[Lookup] | None:
+def begin(job: Job, exact: ExactCache) -> Eager[Lookup] | None:
     """Ask for the nearest answer, where one is near and a deployment could use it."""
     trial, similarity = job.trial, job.turn.record.similarity
     if trial is None or not trial.ranked or similarity is None or similarity < NEAR_SIMILARITY_MIN:
         return None
     if not job.alias.has_engine:
         return None
-    return Begun(exact.get(job.fingerprint, trial.ranked[0], is_served=False))
+    return Eager(exact.get(job.fingerprint, trial.ranked[0], is_served=False))
 
 
 def text_of(entry: Entry | None) -> str:

@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 
 from gateway.accounts import Identity
 from gateway.journey.turn import Turn
-from gateway.transport.eager import Begun
+from gateway.transport.eager import Eager
 from gateway.wire.errors import RateLimited
 from policies import LeasedRateLimits, LocalRateLimits, RateLimit
 from policies.leased_limits import Limited
@@ -49,15 +49,15 @@ class Limits:
         self._clock = clock
         self._known: dict[int, _Known] = {}
 
-    def take(self, identity: Identity) -> Begun[Headers]:
+    def take(self, identity: Identity) -> Eager[Headers]:
         """2. One request. Raises RateLimited."""
         return self._take(identity, 1, 0)
 
-    def take_tokens(self, turn: Turn, identity: Identity) -> Begun[Headers]:
+    def take_tokens(self, turn: Turn, identity: Identity) -> Eager[Headers]:
         """The tokens that a generation is expected to need; hits need none. Raises RateLimited."""
         return self._take(identity, None, _expected_tokens(turn))
 
-    def take_requests(self, identity: Identity) -> Begun[Headers]:
+    def take_requests(self, identity: Identity) -> Eager[Headers]:
         """One request that is not a chat: its tokens are not limited. Raises RateLimited."""
         return self._take(identity, 1, None)
 
@@ -87,14 +87,14 @@ class Limits:
             known = self._known[identity.key.id] = _Known(identity, scope, self._shared.limited(scope, limits))
         return known
 
-    def _take(self, identity: Identity, requests: int | None, tokens: int | None) -> Begun[Headers]:
+    def _take(self, identity: Identity, requests: int | None, tokens: int | None) -> Eager[Headers]:
         """Of what this worker holds, without waiting; from Redis where that does not suffice."""
         known = self._of(identity)
         if not known.limited:
-            return Begun.over({})
+            return Eager.done({})
         if self._shared.take_now(known.limited, requests, tokens):
-            return Begun.over(self._shown(known, requests, tokens))
-        return Begun(self._ask(known, requests, tokens))
+            return Eager.done(self._shown(known, requests, tokens))
+        return Eager(self._ask(known, requests, tokens))
 
     async def _ask(self, known: _Known, requests: int | None, tokens: int | None) -> Headers:
         try:

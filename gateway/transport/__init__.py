@@ -6,5 +6,5 @@ redis_connection   and redis_link replace redis-py's asyncio connection, which t
 eager              replaces tasks for calls that are begun together: a task costs several calls
 
 Figures: docs/benchmarks.md, "What a request costs". Each is held to the library's behaviour by
-tests: test_protocol, test_http1, test_redis_link, test_begun. Read `redis_link.py` first.
+tests: test_protocol, test_http1, test_redis_link, test_eager. Read `redis_link.py` first.
 """

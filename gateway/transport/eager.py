@@ -1,9 +1,9 @@
-"""A coroutine begun now and awaited later, in the same task.
+"""A coroutine eager now and awaited later, in the same task.
 
 What a stage of the pipeline issues to Redis before it waits shares one round trip. `asyncio.gather` would make a task of each call,
 and a task costs several times what the call does; Python 3.12's eager tasks come closer, on 3.11 this is the part of them that is
-needed. Knows no Redis. Invariant: awaiting a `Begun` is awaiting its coroutine, errors and cancellation included. It is for coroutines
-that wait for futures: one that asks which task it is in (a time-out does) must not be begun here and awaited elsewhere.
+needed. Knows no Redis. Invariant: awaiting a `Eager` is awaiting its coroutine, errors and cancellation included. It is for coroutines
+that wait for futures: one that asks which task it is in (a time-out does) must not be eager here and awaited elsewhere.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 
-class Begun(Generic[T]):
+class Eager(Generic[T]):
     """Await it once. One that is never awaited is closed where it waits, without a word."""
 
     __slots__ = ("_coroutine", "_error", "_result", "_waits_for")
@@ -32,12 +32,12 @@ class Begun(Generic[T]):
             self._coroutine = coroutine
 
     @staticmethod
-    def over(result: T) -> "Begun[T]":
+    def done(result: T) -> "Eager[T]":
         """One that had nothing to wait for."""
-        begun: Begun[T] = Begun.__new__(Begun)
-        begun._coroutine = begun._waits_for = begun._error = None
-        begun._result = result
-        return begun
+        eager: Eager[T] = Eager.__new__(Eager)
+        eager._coroutine = eager._waits_for = eager._error = None
+        eager._result = result
+        return eager
 
     def __await__(self) -> Generator[Any, Any, T]:
         coroutine, waits_for = self._coroutine, self._waits_for

@@ -25,10 +25,10 @@ _LF, _CR = b"\n\r"
 _name = itemgetter(0)
 
 
-class Exchange(RequestResponseCycle):
+class RequestCycle(RequestResponseCycle):
     """As uvicorn's, for what is asked of `/v1`; `run_asgi` and the 500 for a bug are uvicorn's own."""
 
-    def __init__(self, protocol: CarefulProtocol, transport: asyncio.Transport, keep_alive: bool) -> None:
+    def __init__(self, protocol: ServerProtocol, transport: asyncio.Transport, keep_alive: bool) -> None:
         scope: Any = protocol.scope
         scope["extensions"] = {WHEN_GONE: self._when_gone}
         self.scope = scope
@@ -49,7 +49,7 @@ class Exchange(RequestResponseCycle):
         self._on_gone: Callable[[], None] | None = None
 
     @property
-    def message_event(self) -> Exchange:  # type: ignore[override]  # the protocol sets it when something has come
+    def message_event(self) -> RequestCycle:  # type: ignore[override]  # the protocol sets it when something has come
         return self
 
     def set(self) -> None:
@@ -144,7 +144,7 @@ _TOO_LARGE = (
 )
 
 
-class Gathering:
+class BufferedTransport:
     """A transport whose writes of one tick leave in one system call: uvicorn writes a response's head and body apart."""
 
     __slots__ = ("_loop", "_parts", "_transport")
@@ -172,8 +172,8 @@ class Gathering:
         return getattr(self._transport, name)
 
 
-class CarefulProtocol(HttpToolsProtocol):
-    """One connection. Requests to `/v1` are answered through `Exchange`, everything else as uvicorn does."""
+class ServerProtocol(HttpToolsProtocol):
+    """One connection. Requests to `/v1` are answered through `RequestCycle`, everything else as uvicorn does."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -189,7 +189,7 @@ class CarefulProtocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._direct = transport
-        self.transport = Gathering(transport, self.loop)  # type: ignore[assignment]  # it is one, by delegation
+        self.transport = BufferedTransport(transport, self.loop)  # type: ignore[assignment]  # it is one, by delegation
         self._head_timer = self.loop.call_later(HEAD_WITHIN_S, self._head_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -232,7 +232,7 @@ class CarefulProtocol(HttpToolsProtocol):
         scope["query_string"] = b""
         assert self._direct is not None
         # decision: own-http-server
-        self.cycle = Exchange(self, self._direct, version == "1.1" and parser.should_keep_alive())
+        self.cycle = RequestCycle(self, self._direct, version == "1.1" and parser.should_keep_alive())
         self._start_asgi_task(self.cycle, self.app)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:

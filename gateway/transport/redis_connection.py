@@ -48,7 +48,7 @@ class Pending(msgspec.Struct):
     sent_at: float = 0.0  # on the loop's clock
 
 
-class Wire(asyncio.Protocol):
+class RedisWire(asyncio.Protocol):
     """A connection. `on_lost(error, unanswered)` is called once, when it ends by itself; `on_refused` with each error reply."""
 
     def __init__(
@@ -144,19 +144,19 @@ class Wire(asyncio.Protocol):
             self._transport.abort()
 
 
-async def open_wire(
+async def open_connection(
     url: str,
     timeout_s: float,
     on_lost: Callable[[RedisError, list[Pending]], None],
     on_refused: Callable[[Pending, RedisError], None],
-) -> Wire:
+) -> RedisWire:
     """A connection to `redis://[user[:password]@]host[:port][/db]`, `rediss://` or `unix://[user[:password]@]path[?db=N]`,
     authenticated. Raises RedisError."""
     parts = urlsplit(url)
     loop = asyncio.get_running_loop()
 
-    def make() -> Wire:
-        return Wire(timeout_s, _fail_all, on_refused)  # a greeting that is lost is an error, and not asked again
+    def make() -> RedisWire:
+        return RedisWire(timeout_s, _fail_all, on_refused)  # a greeting that is lost is an error, and not asked again
 
     try:
         async with asyncio.timeout(timeout_s):

@@ -18,7 +18,7 @@ from redis.exceptions import NoScriptError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from cache.redis_client import connect
-from gateway.transport.redis_connection import Command, Pending, Wire, answer, fail, open_wire
+from gateway.transport.redis_connection import Command, Pending, RedisWire, answer, fail, open_connection
 
 _PATIENCE_S = 0.002
 _PROBE_AFTER_S = (0.05, 0.2, 0.5, 1.0)  # growing pauses between probes of a Redis that is away
@@ -40,7 +40,7 @@ class RedisLink:
         self._is_direct = "+" not in url.partition("://")[0]
         # what redis-py makes of replies: the wire's are the same as a client's
         self._callbacks = self.client.response_callbacks if self._is_direct else {}
-        self._wire: Wire | None = None
+        self._wire: RedisWire | None = None
         self._waiting: list[Pending] = []
         self._is_scheduled = False
         self._pump: asyncio.Task[None] | None = None
@@ -82,7 +82,7 @@ class RedisLink:
             future.get_loop().call_soon(self._flush)
         return future
 
-    def later(self, leave: Callable[[], None]) -> None:
+    def defer(self, leave: Callable[[], None]) -> None:
         """Call `leave` in a few milliseconds, with all others for which that is soon enough: what they send leaves in one
         round trip."""
         self._leaving.append(leave)
@@ -124,7 +124,7 @@ class RedisLink:
 
     async def _connect(self) -> None:
         try:
-            self._wire = await open_wire(self.url, self._timeout_s, self._lost, self._refused)
+            self._wire = await open_connection(self.url, self._timeout_s, self._lost, self._refused)
         except Exception as error:
             self._failed([], error if isinstance(error, RedisError) else RedisConnectionError(str(error)))
         finally:

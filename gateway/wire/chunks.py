@@ -123,8 +123,8 @@ def read(data: bytes, is_whole: bool = False) -> Chunk:
 _FAILED_REASONS = frozenset({"error", "abort"})
 
 
-class Ending:
-    """Which choices of an answer have finished, seen chunk by chunk."""
+class FinishTracker:
+    """Tracks which choices of an answer have finished, from its chunks."""
 
     __slots__ = ("_choices", "_finished", "_prompts", "_seen", "failed_reason")
 
@@ -174,13 +174,13 @@ def is_text(choice: Mapping[str, Any]) -> bool:
 _decode_texts = msgspec.json.Decoder(list[str]).decode
 
 
-class TextRun:
-    """Chunks that differ in their one text alone, as most servers write them: known by their bytes, many at once.
+class DeltaTemplate:
+    """The bytes before and after the text in chunks that differ only in that text, as most servers send them.
 
-    To read such a chunk again tells nothing but its text, so chunks with the same bytes around other text need no parse.
+    A chunk with these bytes around another text needs no parse; many are compared at once.
     """
 
-    RUNS_MAX = 4  # in one answer: where every chunk is padded differently, none is looked for any more
+    PER_ANSWER_MAX = 4  # templates tried in one answer: a server may pad every chunk differently
 
     __slots__ = ("_after", "_before", "_inside")
 
@@ -190,8 +190,8 @@ class TextRun:
         self._inside = slice(len(before), -len(after))
 
     @staticmethod
-    def begun(data: bytes, piece: Mapping[str, Any] | None = None) -> "TextRun | None":
-        """The run that a chunk may have begun, decoded as `piece` where somebody has done so."""
+    def of(data: bytes, piece: Mapping[str, Any] | None = None) -> "DeltaTemplate | None":
+        """The template of the chunk `data`, decoded as `piece` if the caller has it; None if it has none."""
         try:
             piece = msgspec.json.decode(data) if piece is None else piece
         except UNREADABLE:  # the light view overlooks what is wrong in fields that it does not need
@@ -214,10 +214,10 @@ class TextRun:
             return None
         other = {"text": "?"} if said is choice else {"delta": {"content": "?"}}
         is_alike = probe == {**piece, "choices": [{**choice, **other}]}
-        return TextRun(before, after) if is_alike else None
+        return DeltaTemplate(before, after) if is_alike else None
 
     def texts(self, payloads: Sequence[bytes]) -> list[str]:
-        """The texts of the leading payloads that go on with the run; none is empty. By maps: a stream has thousands of chunks."""
+        """The texts of the leading payloads that match; none is empty. Uses maps: a stream has thousands of chunks."""
         goes_on = list(map(bytes.startswith, payloads, repeat(self._before)))
         count = goes_on.index(False) if False in goes_on else len(goes_on)
         ends = list(map(bytes.endswith, payloads[:count], repeat(self._after)))

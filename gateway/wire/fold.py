@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.wire.chunks import TEXT, UNREADABLE, TextRun, is_text
+from gateway.wire.chunks import TEXT, UNREADABLE, DeltaTemplate, is_text
 from gateway.wire.types import Chunk
 
 _FIRST = frozenset({"id", "created", "model"})  # Azure opens with a chunk where these are empty
@@ -53,7 +53,7 @@ def _fold(payloads: Sequence[bytes]) -> bytes:
             kind = TEXT
         for choice in piece.get("choices") or ():
             _fold_choice(choices, choice)
-        run = TextRun.begun(payloads[position], piece) if runs < TextRun.RUNS_MAX else None
+        run = DeltaTemplate.of(payloads[position], piece) if runs < DeltaTemplate.PER_ANSWER_MAX else None
         position += 1
         if run is not None:
             runs += 1
@@ -66,7 +66,7 @@ def _fold(payloads: Sequence[bytes]) -> bytes:
     return msgspec.json.encode({**head, "object": kind, "choices": body, **top})
 
 
-def _fold_run(run: TextRun, payloads: Sequence[bytes], said: dict[str, Any], key: str) -> int:
+def _fold_run(run: DeltaTemplate, payloads: Sequence[bytes], said: dict[str, Any], key: str) -> int:
     """How many chunks go on with a run that ends in `said[key]`: folded by their texts alone, at a fifth of the cost."""
     if not isinstance(said[key], str | _Text):
         return 0

@@ -15,7 +15,7 @@ async def test_what_redis_has_no_memory_for_is_settled_later() -> None:
     """Redis is there and refuses every write, more than once: no row is given up, and each is in the ledger once."""
     with run_redis() as server:
         link = RedisLink(server.url, 5.0)
-        budgets = Budgets(link, defer=link.later)
+        budgets = Budgets(link, defer=link.defer)
         money = Money(budgets, BudgetSettings())
         await link.execute_command("CONFIG", "SET", "maxmemory", "1")
         for name in ("a", "b"):

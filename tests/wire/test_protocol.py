@@ -10,7 +10,7 @@ import pytest
 import uvicorn
 
 from gateway.transport import http_server
-from gateway.transport.http_server import WHEN_GONE, CarefulProtocol
+from gateway.transport.http_server import WHEN_GONE, ServerProtocol
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -91,7 +91,7 @@ async def app() -> App:
 async def client(app: App) -> AsyncIterator[Client]:
     config = uvicorn.Config(
         app,  # type: ignore[arg-type]
-        http=CarefulProtocol,
+        http=ServerProtocol,
         port=0,
         lifespan="off",
         log_config=None,

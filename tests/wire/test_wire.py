@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from gateway.wire.chunks import Ending, TextRun, parse, read, unfold
+from gateway.wire.chunks import DeltaTemplate, FinishTracker, parse, read, unfold
 from gateway.wire.fold import fold
 from gateway.wire.types import Chunk, Usage
 
@@ -275,7 +275,7 @@ INSIDES = st.one_of(
 )
 def test_a_run_takes_what_differs_in_its_text_alone(piece: bytes, insides: list[bytes], others: list[bytes]) -> None:
     """Whatever stands where the text was: what is taken is the same chunk with another text, and all of it at the front."""
-    run = TextRun.begun(piece % b"hello")
+    run = DeltaTemplate.of(piece % b"hello")
     assert run is not None
     payloads = [*(piece % inside for inside in insides), *others, piece % b"later"]
     texts = run.texts(payloads)
@@ -428,7 +428,7 @@ def test_an_ending_needs_every_choice() -> None:
     def piece(index: int, reason: str | None) -> bytes:
         return json.dumps({"choices": [{"index": index, "delta": {}, "finish_reason": reason}]}).encode()
 
-    ending = Ending(2)
+    ending = FinishTracker(2)
     assert not ending.is_finished
     ending.add(parse(piece(0, "stop")))
     assert (ending.is_finished, ending.is_complete) == (True, False)

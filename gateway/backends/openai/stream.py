@@ -28,7 +28,7 @@ from gateway.backends.base import (
 )
 from gateway.backends.refusals import scrubbed
 from gateway.transport.http_client import Disconnected, Exchange, TransportError, Unreachable
-from gateway.wire.chunks import Ending, TextRun, parse, to_chunk
+from gateway.wire.chunks import DeltaTemplate, FinishTracker, parse, to_chunk
 from gateway.wire.sse import PayloadTooLarge, Splitter
 from gateway.wire.types import Chunk
 
@@ -67,10 +67,10 @@ class OpenAIStream:
         self._backend = backend
         self._request = request
         self._ready: list[Chunk] = []
-        self._ending = Ending(request.choices, request.prompts)
+        self._ending = FinishTracker(request.choices, request.prompts)
         self._splitter = Splitter()
-        self._run: TextRun | None = None
-        self._runs_left = TextRun.RUNS_MAX
+        self._run: DeltaTemplate | None = None
+        self._runs_left = DeltaTemplate.PER_ANSWER_MAX
         self._exchange: Exchange | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._error: BackendError | None = None  # to raise once what came before it has been read
@@ -253,7 +253,7 @@ class OpenAIStream:
             self._ready.append(Chunk(payload, has_content=True))
             if self._runs_left:
                 self._runs_left -= 1
-                self._run = TextRun.begun(payload)
+                self._run = DeltaTemplate.of(payload)
             return True
         if answer.error or answer.object == "error":
             self._fail(self._backend.in_band(answer.error or msgspec.json.decode(payload)))
@@ -337,7 +337,7 @@ class OpenAIStream:
         return BackendTimeout(f"The deployment sent nothing within {silence_s:g} s")
 
 
-def _unfinished(ending: Ending) -> BackendBroken:
+def _unfinished(ending: FinishTracker) -> BackendBroken:
     if ending.failed_reason:
         return BackendBroken("The deployment gave its answer up", detail=f"finish_reason {ending.failed_reason!r}")
     return BackendBroken("The deployment's answer ended before its finish")

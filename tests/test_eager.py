@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from gateway.transport.eager import Begun
+from gateway.transport.eager import Eager
 
 
 async def test_two_that_were_begun_wait_together() -> None:
@@ -23,7 +23,7 @@ async def test_two_that_were_begun_wait_together() -> None:
         return 10
 
     tasks = len(asyncio.all_tasks())
-    one, other = Begun(ask()), Begun(ask())
+    one, other = Eager(ask()), Eager(ask())
     assert len(asked) == 2
     asyncio.get_running_loop().call_soon(asked[1].set_result, 2)
     asyncio.get_running_loop().call_soon(asked[0].set_result, 1)
@@ -40,7 +40,7 @@ async def test_one_that_need_not_wait_has_its_result() -> None:
     async def fail() -> int:
         raise KeyError("no")
 
-    one, other = Begun(seven()), Begun(fail())
+    one, other = Eager(seven()), Eager(fail())
     assert await one == 7
     with pytest.raises(KeyError):
         await other
@@ -62,12 +62,12 @@ async def test_errors_and_cancellation_reach_the_coroutine() -> None:
 
     loop = asyncio.get_running_loop()
     broken: asyncio.Future[int] = loop.create_future()
-    begun = Begun(ask(broken))
+    begun = Eager(ask(broken))
     broken.set_exception(ValueError())
     assert await begun == -1
 
     async def wait() -> None:
-        await Begun(ask(loop.create_future()))
+        await Eager(ask(loop.create_future()))
 
     task = asyncio.create_task(wait())
     await asyncio.sleep(0)
