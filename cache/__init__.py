@@ -18,7 +18,7 @@ from cache.exact.cache import CacheLimits, CacheStats, ExactCache, Lookup, Looku
 from cache.fingerprint import FIELDS, FieldKind, Fingerprint, Partition, fingerprint, partition
 from cache.query import Hit, Miss, MissReason, Near, Neighbourhood, Query, Trial
 from cache.verdicts.judges import EqualityJudge, Judge, Opinion, Panel, Ruling, Told
-from cache.verdicts.records import AnswerRef, Finding, Reply, Scope, Source, Suspension
+from cache.verdicts.records import AnswerRef, Reply, Scope, Source, Suspension, Verdict
 from cache.verdicts.store import VerdictStore
 from cache.worker.client import SemanticClient, TextTooLong
 from cache.worker.messages import Embedded, Status, WorkerState
@@ -37,7 +37,6 @@ __all__ = [
     "EqualityJudge",
     "ExactCache",
     "FieldKind",
-    "Finding",
     "Fingerprint",
     "Hit",
     "HitKind",
@@ -69,6 +68,7 @@ __all__ = [
     "TextTooLong",
     "Told",
     "Trial",
+    "Verdict",
     "VerdictStore",
     "WorkerState",
     "fingerprint",

@@ -33,7 +33,7 @@ from cache.fingerprint import Partition
 from cache.query import Hit, Miss, MissReason, Neighbourhood, Query
 from cache.semantic.index import Found, VectorIndex
 from cache.semantic.state import NamespaceStates
-from cache.verdicts.records import Cleared, Judged, Suspended, answer_name
+from cache.verdicts.records import AnswerJudged, Source, Verdict, VerdictRecord, answer_name
 
 _INLINE_MAX = 32  # keys still without a vector that one lookup embeds beside its query; the newest first
 
@@ -54,7 +54,7 @@ class Added:
     group: bytes = b""
 
 
-Record = Added | Dropped | Judged | Suspended | Cleared
+Record = Added | Dropped | VerdictRecord
 
 
 @dataclass(slots=True)
@@ -203,7 +203,7 @@ class SemanticCache:
 
     def judge(
         self, query: Query, answer: Hit | Miss, exact: bytes, same: Callable[[bytes], bool | None]
-    ) -> Judged | None:
+    ) -> AnswerJudged | None:
         """Compare the fresh answer to a query that was answered so, stored as `exact`, with those that its neighbours have.
         `same` says whether it is the answer of another entry, None where that can't be told. What comes out is for `fold`; None
         where there was nothing to compare with, or no verdict."""
@@ -220,17 +220,22 @@ class SemanticCache:
         if is_right is None or exact not in groups:
             return None
         equal = first if is_right else next((o for o in trial.ranked[1:] if o in groups and same(o)), None)
-        created_at = self._keys[self._by_entry[query.partition, exact]].created_at
-        return Judged(
-            query.partition, query.compat, exact, created_at, groups[first], groups[equal] if equal else None, is_right,
-            trial.evidence, trial.p, trial.chance, trial.rule,
-        )  # fmt: skip
+        verdict = Verdict(
+            source=Source.AUDIT if trial.chance < 1.0 else Source.MISS,
+            compat=query.compat,
+            is_right=is_right,
+            trial=trial,
+            at=self._clock(),
+            exact=exact,
+            created_at=self._keys[self._by_entry[query.partition, exact]].created_at,
+        )
+        return AnswerJudged(query.partition, verdict, groups[first], groups[equal] if equal else None)
 
-    def _learn(self, record: Judged | Suspended | Cleared) -> None:
+    def _learn(self, record: VerdictRecord) -> None:
         self._states.learn(record)
-        if isinstance(record, Judged) and record.joined is not None:
-            key = self._keys.get(self._by_entry.get((record.partition, record.exact), -1))
-            if key is not None and key.created_at == record.created_at:  # not answered anew since
+        if isinstance(record, AnswerJudged) and record.joined is not None:
+            key = self._keys.get(self._by_entry.get((record.partition, record.verdict.exact), -1))
+            if key is not None and key.created_at == record.verdict.created_at:  # not answered anew since
                 self._regroup(key, record.joined)
 
     def forget_verdicts(self) -> None:

@@ -26,7 +26,7 @@ from cache.exact.store import EntryStore
 from cache.fingerprint import Partition
 from cache.redis_client import REDIS_FAILURES, Redis
 from cache.semantic.cache import Added, EntryKey, Record, SemanticCache
-from cache.verdicts.records import Suspended
+from cache.verdicts.records import AnswerSuspended
 from cache.verdicts.store import VerdictStore
 
 _FOLDED = 64  # records at a time: a lookup that comes during a rebuild waits for no more
@@ -156,8 +156,8 @@ class Follower:
         said, self._heard[partition] = await self._verdicts.read(partition, after or b"0-0")
         if after is not None:
             return [*said]
-        before = [record for record in said if not isinstance(record, Suspended)]
-        return [*before, *(Suspended(partition, name) for name in await self._verdicts.suspended(partition))]
+        before = [record for record in said if not isinstance(record, AnswerSuspended)]
+        return [*before, *(AnswerSuspended(partition, name) for name in await self._verdicts.suspended(partition))]
 
     async def _added(self, partition: Partition, entries: Iterable[tuple[bytes, About | None]]) -> list[Added]:
         """Those that can be found by meaning, with the groups of their answers."""

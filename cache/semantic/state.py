@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from cache.decision.model import Row
 from cache.decision.rule import NamespaceCounters, NamespaceState, Rule
 from cache.fingerprint import Partition
-from cache.query import Trial
-from cache.verdicts.records import Cleared, Judged, Suspended
+from cache.verdicts.records import AnswerCleared, AnswerJudged, AnswerSuspended, VerdictRecord
 
 _GROUPS_MAX = 20_000  # of a namespace, whose tallies are kept; the oldest go first
 _TAUGHT_MAX = 5_000  # namespaces with a model of their own: about 10 kB each, before their verdicts
@@ -55,35 +54,35 @@ class NamespaceStates:
         """The names of what is out of service."""
         return self._suspended.get(partition, frozenset())
 
-    def learn(self, record: Judged | Suspended | Cleared) -> None:
+    def learn(self, record: VerdictRecord) -> None:
         """Take in one record."""
-        if isinstance(record, Suspended):
+        if isinstance(record, AnswerSuspended):
             self._suspended.setdefault(record.partition, set()).add(record.name)
-        elif isinstance(record, Cleared):
+        elif isinstance(record, AnswerCleared):
             self._suspended.get(record.partition, set()).discard(record.name)
             if record.name.startswith(b"g"):
                 self._take_back(record.partition, record.name[1:])
         else:
             self._judge(record)
 
-    def _judge(self, record: Judged) -> None:
-        name = record.partition + record.compat
+    def _judge(self, record: AnswerJudged) -> None:
+        verdict = record.verdict
+        name, trial = record.partition + verdict.compat, verdict.trial
         state, taught = self.of(name), self._taught.pop(name, None) or _Taught()
         self._taught[name] = taught  # the latest at the end
-        if record.chance < 1.0:
-            taught.audited += (1.0 if record.is_right is not None else _UNTOLD_COUNTS) / record.chance
+        if trial.chance < 1.0:
+            taught.audited += (1.0 if verdict.is_right is not None else _UNTOLD_COUNTS) / trial.chance
             before = state.counters
             accepted = max(before.accepted, int(taught.audited))
             state.counters = NamespaceCounters(accepted, before.served, before.risked)
-        if record.is_right is not None:
+        if verdict.is_right is not None:
             right, wrong = taught.tallies.get(record.other, (0.0, 0.0))
-            more = (record.weight, 0.0) if record.is_right else (0.0, record.weight)
+            more = (verdict.weight, 0.0) if verdict.is_right else (0.0, verdict.weight)
             taught.tallies[record.other] = (right + more[0], wrong + more[1])
             if len(taught.tallies) > _GROUPS_MAX:
                 del taught.tallies[next(iter(taught.tallies))]
-            if record.evidence and record.rule == self._rule_name:
-                trial = Trial((), record.evidence, record.p, record.chance, record.rule)
-                state.learner = self._rule.learn(Row(trial, record.is_right), state.learner)
+            if trial.evidence and trial.rule == self._rule_name:
+                state.learner = self._rule.learn(Row(trial, verdict.is_right), state.learner)
         if len(self._taught) > _TAUGHT_MAX:
             self._unlearn(next(iter(self._taught)))
 

@@ -13,6 +13,7 @@ from enum import StrEnum
 import msgspec
 
 from cache.fingerprint import Partition
+from cache.query import Trial
 
 
 class Source(StrEnum):
@@ -33,8 +34,42 @@ class Scope(StrEnum):
     GROUP = "g"
 
 
-class Finding(msgspec.Struct, frozen=True, array_like=True, tag="f1"):
-    """One verdict as it is kept. Fields as in `Judged`; `judge` and `why` say who found so, `at` is unix seconds."""
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether a cached answer was right for a request, None where no judge could say, on the trial of that request.
+
+    `exact` and `created_at` name the fresh answer it was compared with (empty: there is none). The trial's `chance` is with which
+    probability this comparison was made; its features are empty where the model has nothing to learn. `at` is unix seconds; `judge`
+    and `why` say which judge found so; it counts `weight` in the tally of the answer's group."""
+
+    source: Source
+    compat: bytes
+    is_right: bool | None
+    trial: Trial
+    at: float
+    exact: bytes = b""
+    created_at: float = 0.0
+    judge: str = ""
+    why: str = ""
+    weight: float = 1.0
+
+    def encode(self) -> bytes:
+        """As it is kept, flat: what was made of the trial's `ranked` entries, the stream says itself."""
+        trial, own = self.trial, msgspec.structs.asdict(self)
+        del own["trial"]
+        return _ENCODER.encode(
+            _StoredVerdict(evidence=trial.evidence, p=trial.p, chance=trial.chance, rule=trial.rule, **own)
+        )
+
+    @staticmethod
+    def decode(data: bytes) -> Verdict:
+        """Raises msgspec.DecodeError for anything but a verdict of this version."""
+        own = msgspec.structs.asdict(_VERDICTS.decode(data))
+        trial = Trial((), own.pop("evidence"), own.pop("p"), own.pop("chance"), own.pop("rule"))
+        return Verdict(trial=trial, **own)
+
+
+class _StoredVerdict(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="f1"):
+    """The fields of a verdict in the order in which Redis has them."""
 
     source: Source
     compat: bytes
@@ -51,7 +86,7 @@ class Finding(msgspec.Struct, frozen=True, array_like=True, tag="f1"):
     weight: float = 1.0
 
 
-class Suspension(msgspec.Struct, frozen=True, array_like=True, tag="s1"):
+class Suspension(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="s1"):
     """Why an answer is out of service. `exact` is the entry that was served; `request_id` who was served it."""
 
     exact: bytes
@@ -63,8 +98,33 @@ class Suspension(msgspec.Struct, frozen=True, array_like=True, tag="s1"):
     alias: str = ""
 
 
-class Reply(msgspec.Struct, frozen=True, array_like=True, tag="r1"):
-    """What response `id` served: the answer of entry `exact`, made at `created_at`, on this trial's evidence."""
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """What response `id` served: the answer of entry `exact`, made at `created_at`, on this trial."""
+
+    id: str
+    exact: bytes
+    created_at: float
+    compat: bytes
+    alias: str
+    at: float
+    trial: Trial
+
+    def encode(self) -> bytes:
+        """As it is kept, flat, without the trial's `ranked` and `chance`."""
+        trial, own = self.trial, msgspec.structs.asdict(self)
+        del own["trial"]
+        return _ENCODER.encode(_StoredReply(evidence=trial.evidence, p=trial.p, rule=trial.rule, **own))
+
+    @staticmethod
+    def decode(data: bytes) -> Reply:
+        """Raises msgspec.DecodeError. The trial of what comes out has no `ranked`, and a `chance` of 1."""
+        own = msgspec.structs.asdict(_REPLIES.decode(data))
+        trial = Trial((), own.pop("evidence"), own.pop("p"), 1.0, own.pop("rule"))
+        return Reply(trial=trial, **own)
+
+
+class _StoredReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="r1"):
+    """The fields of a reply in the order in which Redis has them."""
 
     id: str
     exact: bytes
@@ -75,6 +135,11 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag="r1"):
     evidence: bytes
     p: float
     rule: bytes
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_VERDICTS = msgspec.msgpack.Decoder(_StoredVerdict)
+_REPLIES = msgspec.msgpack.Decoder(_StoredReply)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,28 +157,18 @@ def answer_name(exact: bytes, created_at: float) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """What comparing the fresh answer of entry `exact` (empty: it has none) with cached ones told, or what somebody said of a served
-    one. `other` names the group of the first comparison and `is_right` says whether the answers were the same, None where nobody
-    could tell; it counts `weight` in the group's tally. `joined` names the group whose answer the fresh one equals, if any. `evidence`
-    (float32), `p`, `chance` and `rule` are the trial's, evidence empty where the model has nothing to learn from it."""
+class AnswerJudged:
+    """A verdict as the indexes learn it: `other` names the group of the answer that it is on, `joined` the group whose answer the
+    fresh one equals, if any."""
 
     partition: Partition
-    compat: bytes
-    exact: bytes
-    created_at: float
+    verdict: Verdict
     other: bytes
     joined: bytes | None
-    is_right: bool | None
-    evidence: bytes
-    p: float
-    chance: float
-    rule: bytes
-    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Suspended:
+class AnswerSuspended:
     """An answer (`name` is `a` and its name) or a whole group of equal ones (`g` and its name) is out of service."""
 
     partition: Partition
@@ -121,8 +176,11 @@ class Suspended:
 
 
 @dataclass(frozen=True, slots=True)
-class Cleared:
+class AnswerCleared:
     """Somebody has looked at it: it may be served again."""
 
     partition: Partition
     name: bytes
+
+
+VerdictRecord = AnswerJudged | AnswerSuspended | AnswerCleared

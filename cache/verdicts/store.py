@@ -23,7 +23,18 @@ from cache.events import Spoke
 from cache.exact.log import EntryLog
 from cache.fingerprint import DIGEST_BYTES, Partition
 from cache.redis_client import Redis
-from cache.verdicts.records import AnswerRef, Cleared, Finding, Judged, Reply, Scope, Source, Suspended, Suspension
+from cache.verdicts.records import (
+    AnswerCleared,
+    AnswerJudged,
+    AnswerRef,
+    AnswerSuspended,
+    Reply,
+    Scope,
+    Source,
+    Suspension,
+    Verdict,
+    VerdictRecord,
+)
 
 VERDICTS_MAX = 10_000  # about, of a partition; a rebuild learns from these
 KEPT_S = 30 * 86_400.0  # after the last verdict of a partition
@@ -33,12 +44,9 @@ _SUSPENDED_MAX = 10_000
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_FINDINGS = msgspec.msgpack.Decoder(Finding)
 _SUSPENSIONS = msgspec.msgpack.Decoder(Suspension)
-_REPLIES = msgspec.msgpack.Decoder(Reply)
-Read = list[Judged | Suspended | Cleared]
 
-# KEYS: verdicts, groups, about, suspended, told. ARGV: finding, once_ms, kept_ms, length_max, other, its time, same as (or empty),
+# KEYS: verdicts, groups, about, suspended, told. ARGV: verdict, once_ms, kept_ms, length_max, other, its time, same as (or empty),
 # its time, asked (or empty), its time, scope, suspension, suspended_max. Answers whether it was new. A group is resolved here, where
 # nothing can move it meanwhile.
 _TAKE = """
@@ -91,7 +99,7 @@ class VerdictStore:
         self,
         partition: Partition,
         id: str,
-        finding: Finding,
+        verdict: Verdict,
         other: AnswerRef,
         same_as: AnswerRef | None = None,
         scope: Scope = Scope.NOTHING,
@@ -103,8 +111,8 @@ class VerdictStore:
         keys = (tag + "verdicts", tag + "groups", tag + "about", tag + "suspended", tag + "told:" + id)
         equal = (same_as.exact, _double(same_as.created_at)) if same_as is not None else (b"", b"")
         argv = (
-            _ENCODER.encode(finding), _ms(_ONCE_S), _ms(KEPT_S), VERDICTS_MAX, other.exact, _double(other.created_at), *equal,
-            finding.exact, _double(finding.created_at), scope.value, _ENCODER.encode(suspension) if suspension else b"",
+            verdict.encode(), _ms(_ONCE_S), _ms(KEPT_S), VERDICTS_MAX, other.exact, _double(other.created_at), *equal,
+            verdict.exact, _double(verdict.created_at), scope.value, _ENCODER.encode(suspension) if suspension else b"",
             _SUSPENDED_MAX,
         )  # fmt: skip
         is_new = bool(await self._redis.eval(_TAKE, len(keys), *keys, *argv))
@@ -138,13 +146,13 @@ class VerdictStore:
                 try:
                     found[name] = _SUSPENSIONS.decode(value)
                 except msgspec.DecodeError:  # of another version: out of service all the same
-                    found[name] = Suspension(name[1 : 1 + DIGEST_BYTES], Source.FEEDBACK, 0.0)
+                    found[name] = Suspension(exact=name[1 : 1 + DIGEST_BYTES], source=Source.FEEDBACK, at=0.0)
             if cursor == 0:
                 return found
 
-    async def read(self, partition: Partition, after: bytes) -> tuple[Read, bytes]:
+    async def read(self, partition: Partition, after: bytes) -> tuple[list[VerdictRecord], bytes]:
         """Everything said after a position of the stream (`0-0`: all that is kept), and the position then."""
-        records: Read = []
+        records: list[VerdictRecord] = []
         while True:
             # decision: verdicts-in-one-stream
             items: list[Any] = await self._redis.execute_command(
@@ -163,28 +171,25 @@ class VerdictStore:
 
     async def remember_reply(self, partition: Partition, reply: Reply, names: Iterable[str], ttl_s: float) -> None:
         """Under its id, and under other names that its reader may know it by; a name means the latest reply that had it."""
-        value = _ENCODER.encode(reply)
+        value = reply.encode()
         for name in (reply.id, *names):
             await self._redis.execute_command("SET", _tag(partition) + "reply:" + name, value, "PX", _ms(ttl_s))
 
     async def reply(self, partition: Partition, id: str) -> Reply | None:
         """What a response served; None where nobody remembers."""
         value = await self._redis.execute_command("GET", _tag(partition) + "reply:" + id)
-        return _REPLIES.decode(value) if value is not None else None
+        return Reply.decode(value) if value is not None else None
 
 
-def _records(partition: Partition, fields: dict[bytes, bytes]) -> Read:
+def _records(partition: Partition, fields: dict[bytes, bytes]) -> list[VerdictRecord]:
     if b"c" in fields:
-        return [Cleared(partition, fields[b"c"])]
+        return [AnswerCleared(partition, fields[b"c"])]
     try:
-        found = _FINDINGS.decode(fields[b"f"])
+        verdict = Verdict.decode(fields[b"f"])
     except (msgspec.DecodeError, KeyError):
         return []  # of another version of Sameway beside this one
-    judged = Judged(
-        partition, found.compat, found.exact, found.created_at, fields[b"o"], fields[b"j"] or None, found.is_right,
-        found.evidence, found.p, found.chance, found.rule, found.weight,
-    )  # fmt: skip
-    return [judged, Suspended(partition, fields[b"s"])] if fields[b"s"] else [judged]
+    judged = AnswerJudged(partition, verdict, fields[b"o"], fields[b"j"] or None)
+    return [judged, AnswerSuspended(partition, fields[b"s"])] if fields[b"s"] else [judged]
 
 
 def _tag(partition: Partition) -> str:

@@ -21,7 +21,6 @@ from cache import (
     CacheUnavailable,
     Entry,
     ExactCache,
-    Finding,
     Judge,
     MissReason,
     Opinion,
@@ -33,6 +32,7 @@ from cache import (
     Suspension,
     Told,
     Trial,
+    Verdict,
     VerdictStore,
 )
 from gateway.journey.generation import Job
@@ -75,9 +75,9 @@ class _Asked:
     compat: bytes
     chunks: Sequence[Chunk]  # of the answer; none where it is still to be generated
     entry: Entry | None  # what was stored, or what was served
-    trial: Trial | None
+    trial: Trial
     source: Source
-    chance: float
+    chance: float  # with which probability this comparison is made
     served: AnswerRef | None = None  # AGAIN: the answer that was not taken
 
 
@@ -88,7 +88,7 @@ class _Served:
     at: float
     words: frozenset[str]
     answer: AnswerRef
-    trial: Trial | None
+    trial: Trial
 
 
 class Judging:
@@ -153,15 +153,13 @@ class Judging:
         if len(self._served) > _AGAIN_KEYS_MAX:
             self._served.popitem(last=False)
         reply = Reply(
-            record.request_id,
-            entry.exact,
-            entry.created_at,
-            found.compat,
-            record.alias,
-            record.at_s,
-            trial.evidence,
-            trial.p,
-            trial.rule,
+            id=record.request_id,
+            exact=entry.exact,
+            created_at=entry.created_at,
+            compat=found.compat,
+            alias=record.alias,
+            at=record.at_s,
+            trial=trial,
         )
         self._start(self._remember(found.partition, reply, answer_id(entry)))
         if self._share and self._random() < self._share:
@@ -186,7 +184,7 @@ class Judging:
         self,
         job: Job,
         entry: Entry | None,
-        trial: Trial | None,
+        trial: Trial,
         source: Source,
         chance: float,
         served: AnswerRef | None = None,
@@ -196,8 +194,18 @@ class Judging:
             return None
         fresh = () if source is Source.SHADOW else chunks
         return _Asked(
-            job.turn.record, job.turn, found.text, found.partition, found.compat, fresh, entry, trial, source, chance, served
-        )  # fmt: skip
+            record=job.turn.record,
+            turn=job.turn,
+            text=found.text,
+            partition=found.partition,
+            compat=found.compat,
+            chunks=fresh,
+            entry=entry,
+            trial=trial,
+            source=source,
+            chance=chance,
+            served=served,
+        )
 
     def _put(self, asked: _Asked | None) -> None:
         if asked is None:
@@ -249,7 +257,6 @@ class Judging:
     async def _compare(self, asked: _Asked) -> None:
         """A fresh answer with those near it: the first comparison is the verdict, an equal one makes a group."""
         trial, fresh = asked.trial, _told(asked.text, asked.chunks)
-        assert trial is not None
         entries = await self._exact.several(asked.partition, asked.compat, trial.ranked)
         first = entries[0]
         if first is None or fresh is None:
@@ -263,10 +270,10 @@ class Judging:
         self._say(asked, opinion, _is_same(opinion))
         if is_right is None and asked.source is Source.MISS:
             return
-        finding = self._finding(asked, opinion, is_right)
+        verdict = self._verdict(asked, opinion, is_right, entry=asked.entry)
         ref = AnswerRef(equal.exact, equal.created_at) if equal is not None else None
         other_ref = AnswerRef(first.exact, first.created_at)
-        await self._verdicts.take(asked.partition, f"{asked.record.request_id}:{asked.source}", finding, other_ref, ref)
+        await self._verdicts.take(asked.partition, f"{asked.record.request_id}:{asked.source}", verdict, other_ref, ref)
 
     async def _check_served(self, asked: _Asked) -> None:
         """Generate what was served by meaning, and compare. A wrong one is served no more until somebody clears it."""
@@ -279,9 +286,9 @@ class Judging:
         opinion = await self._opinion(fresh, asked.entry, 1.0)
         is_right = _is_same(opinion)
         self._say(asked, opinion, is_right)
-        finding = self._finding(asked, opinion, is_right, has_entry=False)
+        verdict = self._verdict(asked, opinion, is_right)
         ref = AnswerRef(asked.entry.exact, asked.entry.created_at)
-        await self._take_served(asked, finding, ref, opinion, is_wrong=is_right is False)
+        await self._take_served(asked, verdict, ref, opinion, is_wrong=is_right is False)
 
     async def _check_again(self, asked: _Asked) -> None:
         """Somebody did not take what was served: a different fresh answer is a wrong verdict, one nobody can compare a weak one."""
@@ -295,43 +302,48 @@ class Judging:
         self._say(asked, opinion, is_right)
         if is_right:
             return
-        finding = self._finding(asked, opinion, False, has_entry=False)
+        verdict = self._verdict(asked, opinion, False)
         if is_right is None:
-            finding = _weak(finding)
-        await self._take_served(asked, finding, served, opinion, is_wrong=is_right is False)
+            verdict = _weak(verdict)
+        await self._take_served(asked, verdict, served, opinion, is_wrong=is_right is False)
 
     async def _take_served(
-        self, asked: _Asked, finding: Finding, ref: AnswerRef, opinion: Opinion, *, is_wrong: bool
+        self, asked: _Asked, verdict: Verdict, ref: AnswerRef, opinion: Opinion, *, is_wrong: bool
     ) -> None:
         record = asked.record
         out = Suspension(
-            ref.exact, asked.source, finding.at, opinion.judge, opinion.why, record.request_id, record.alias
+            exact=ref.exact,
+            source=asked.source,
+            at=verdict.at,
+            judge=opinion.judge,
+            why=opinion.why,
+            request_id=record.request_id,
+            alias=record.alias,
         )
         scope = Scope.ANSWER if is_wrong else Scope.NOTHING
         await self._verdicts.take(
-            asked.partition, f"{record.request_id}:{asked.source}", finding, ref, None, scope, out if is_wrong else None
+            asked.partition, f"{record.request_id}:{asked.source}", verdict, ref, None, scope, out if is_wrong else None
         )
 
-    def _finding(self, asked: _Asked, opinion: Opinion, is_right: bool | None, *, has_entry: bool = True) -> Finding:
-        trial, entry = asked.trial, asked.entry if has_entry else None
-        return Finding(
-            asked.source,
-            asked.compat,
-            entry.exact if entry is not None else b"",
-            entry.created_at if entry is not None else 0.0,
-            is_right,
-            trial.evidence if trial is not None else b"",
-            trial.p if trial is not None else 0.0,
-            asked.chance,
-            trial.rule if trial is not None else b"",
-            time.time(),
-            opinion.judge,
-            opinion.why,
+    def _verdict(
+        self, asked: _Asked, opinion: Opinion, is_right: bool | None, *, entry: Entry | None = None
+    ) -> Verdict:
+        """`entry` is the fresh answer, where it was stored."""
+        return Verdict(
+            source=asked.source,
+            compat=asked.compat,
+            is_right=is_right,
+            trial=msgspec.structs.replace(asked.trial, chance=asked.chance),
+            at=time.time(),
+            exact=entry.exact if entry is not None else b"",
+            created_at=entry.created_at if entry is not None else 0.0,
+            judge=opinion.judge,
+            why=opinion.why,
         )
 
     def _say(self, asked: _Asked, opinion: Opinion, is_right: bool | None) -> None:
         self._count(asked.source, opinion.ruling, opinion.judge)
-        if is_right is not None and asked.trial is not None and asked.source in (Source.AUDIT, Source.SHADOW):
+        if is_right is not None and asked.source in (Source.AUDIT, Source.SHADOW):
             # of the would-be hits like this one a share of 1 - audited was served, and a share of `chance` compared
             self._note(Check(asked.record, not is_right, (1.0 - _audited(asked.trial)) / asked.chance))
 
@@ -371,9 +383,10 @@ def _told(prompt: str, chunks: Sequence[Chunk]) -> Told | None:
     return Told(prompt, answer) if answer is not None else None
 
 
-def _weak(finding: Finding) -> Finding:
+def _weak(verdict: Verdict) -> Verdict:
     """Counted in the group's tally as a part of a verdict; the model learns nothing from it."""
-    return msgspec.structs.replace(finding, evidence=b"", weight=_AGAIN_WEIGHT)
+    trial = msgspec.structs.replace(verdict.trial, evidence=b"")
+    return msgspec.structs.replace(verdict, trial=trial, weight=_AGAIN_WEIGHT)
 
 
 def _words(text: str) -> frozenset[str]:

@@ -16,7 +16,6 @@ import msgspec
 from cache import (
     AnswerRef,
     ExactCache,
-    Finding,
     Partition,
     Purge,
     Reply,
@@ -24,6 +23,7 @@ from cache import (
     Scope,
     Source,
     Suspension,
+    Verdict,
     VerdictStore,
 )
 from gateway.journey.record import Record, arrived_at
@@ -90,15 +90,28 @@ class Reports:
         id = reply.id
         if is_right and await self._verdicts.was_taken(partition, f"{id}:wrong"):
             raise AlreadyWrong("This response was reported wrong before; an admin can clear that")
-        finding = Finding(
-            Source.FEEDBACK, reply.compat, b"", 0.0, is_right, b"" if is_right else reply.evidence, reply.p, 1.0, reply.rule,
-            time.time(), who, "reported",
-        )  # fmt: skip
-        out = Suspension(reply.exact, Source.FEEDBACK, finding.at, who, "reported wrong", id, reply.alias)
+        verdict = Verdict(
+            source=Source.FEEDBACK,
+            compat=reply.compat,
+            is_right=is_right,
+            trial=msgspec.structs.replace(reply.trial, evidence=b"") if is_right else reply.trial,
+            at=time.time(),
+            judge=who,
+            why="reported",
+        )
+        out = Suspension(
+            exact=reply.exact,
+            source=Source.FEEDBACK,
+            at=verdict.at,
+            judge=who,
+            why="reported wrong",
+            request_id=id,
+            alias=reply.alias,
+        )
         scope, told = (Scope.NOTHING, "right") if is_right else (Scope.GROUP, "wrong")
         answer = AnswerRef(reply.exact, reply.created_at)
         is_new = await self._verdicts.take(
-            partition, f"{id}:{told}", finding, answer, None, scope, None if is_right else out
+            partition, f"{id}:{told}", verdict, answer, None, scope, None if is_right else out
         )
         if is_new:
             self._note(team_id, reply.alias, not is_right)

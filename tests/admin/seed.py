@@ -6,7 +6,7 @@ import math
 import random
 from dataclasses import replace
 
-from cache import AnswerRef, Finding, Scope, Source, Suspension
+from cache import AnswerRef, Scope, Source, Suspension, Trial, Verdict
 from gateway.journey.record import Attempt, Record, Rejection
 from gateway.telemetry.parts import Health, Part
 from policies import WindowKind
@@ -58,8 +58,17 @@ async def seed(world: World) -> dict[str, int]:
 async def _suspend(world: World, team_id: int, prompt: str, source: Source, scope: Scope) -> None:
     """A cached answer that was found wrong."""
     entry = await world.cache_answer(team_id, prompt)
-    found = Finding(source, entry.compat, b"", 0.0, False, b"", 0.9, 1.0, b"", NOW_S - 3_000)
-    out = Suspension(entry.exact, source, NOW_S - 3_000, "agreement", "numbers differ", "req_00042", "small")
+    at = NOW_S - 3_000
+    found = Verdict(source=source, compat=entry.compat, is_right=False, trial=Trial((), b"", 0.9, 1.0, b""), at=at)
+    out = Suspension(
+        exact=entry.exact,
+        source=source,
+        at=at,
+        judge="agreement",
+        why="numbers differ",
+        request_id="req_00042",
+        alias="small",
+    )
     answer = AnswerRef(entry.exact, entry.created_at)
     await world.services.verdicts.take(entry.partition, prompt, found, answer, None, scope, out)
 

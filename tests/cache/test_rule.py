@@ -20,7 +20,7 @@ from cache.decision.prior import PRIOR
 from cache.decision.rule import NamespaceCounters, NamespaceState, VerifiedRule
 from cache.events import Dropped
 from cache.semantic.cache import Added, SemanticCache
-from cache.verdicts.records import Judged, Suspended, answer_name
+from cache.verdicts.records import AnswerJudged, AnswerSuspended, answer_name
 from tests.cache.fakes import ACME, Clock, FakeEmbedder, ask, query
 
 CAPITAL = "What is the capital of France?"
@@ -251,8 +251,8 @@ class BagEmbedder(FakeEmbedder):
         return (vector / np.linalg.norm(vector)).astype(np.float32)
 
 
-def run(count: int, cache: SemanticCache, clock: Clock) -> tuple[list[Added | Dropped | Judged], int]:
-    records: list[Added | Dropped | Judged] = []
+def run(count: int, cache: SemanticCache, clock: Clock) -> tuple[list[Added | Dropped | AnswerJudged], int]:
+    records: list[Added | Dropped | AnswerJudged] = []
     answers: dict[bytes, int] = {}
     hits = 0
     for number, (text, intent) in enumerate(requests(count, 7)):
@@ -385,7 +385,7 @@ def test_an_audit_stays_one_where_a_bound_has_tightened_and_not_where_its_answer
     assert audit.trial is not None
     assert audit.reason is MissReason.AUDIT
     assert audit.trial.chance < 1
-    cache.fold([Suspended(ACME, b"a" + answer_name(fp.exact, clock.now))])
+    cache.fold([AnswerSuspended(ACME, b"a" + answer_name(fp.exact, clock.now))])
     (out,) = cache.lookup([asked])
     assert isinstance(out, Miss)
     assert out.trial is not None

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from redis.asyncio import Redis
 
-from cache import ExactCache, Hit, Miss, MissReason, Neighbourhood, Partition, Purge
+from cache import ExactCache, Hit, Miss, MissReason, Neighbourhood, Partition, Purge, Trial
 from cache.decision.features import FEATURES
 from cache.decision.prior import PRIOR
 from cache.decision.rule import VerifiedRule
 from cache.semantic.cache import SemanticCache
 from cache.semantic.follower import Follower
-from cache.verdicts.records import AnswerRef, Finding, Reply, Scope, Source, Suspension
+from cache.verdicts.records import AnswerRef, Reply, Scope, Source, Suspension, Verdict
 from cache.verdicts.store import VerdictStore
 from tests.cache.fakes import ACME, OTHER, FakeEmbedder, ask, entry_for, query
 
@@ -63,18 +63,26 @@ async def put(exact: ExactCache, text: str, tenant: Partition = ACME) -> AnswerR
     return AnswerRef(fp.exact, now)
 
 
-def finding(is_right: bool | None, asked: AnswerRef | None = None, seed: int = 0) -> Finding:
+def verdict(is_right: bool | None, asked: AnswerRef | None = None, seed: int = 0) -> Verdict:
     """A verdict; the first number of its evidence is positive where it says right."""
     evidence = np.random.default_rng(seed).random(len(FEATURES))
     evidence[0] = 1.0 if is_right else -1.0
     exact, at = (asked.exact, asked.created_at) if asked is not None else (b"", 0.0)
     rule = SemanticCache(FakeEmbedder(is_constant=True)).rule_name
-    data = evidence.astype("<f4").tobytes()
-    return Finding(Source.MISS, ask("open it").compat, exact, at, is_right, data, 0.8, 1.0, rule, time.time())
+    trial = Trial((), evidence.astype("<f4").tobytes(), 0.8, 1.0, rule)
+    return Verdict(
+        source=Source.MISS,
+        compat=ask("open it").compat,
+        is_right=is_right,
+        trial=trial,
+        at=time.time(),
+        exact=exact,
+        created_at=at,
+    )
 
 
 def suspension(answer: AnswerRef) -> Suspension:
-    return Suspension(answer.exact, Source.FEEDBACK, time.time())
+    return Suspension(exact=answer.exact, source=Source.FEEDBACK, at=time.time())
 
 
 async def test_hosts_and_a_rebuild_learn_the_same(
@@ -100,7 +108,7 @@ async def test_hosts_and_a_rebuild_learn_the_same(
                 asked, other = draw.sample(list(living.values()), 2)
                 is_right = draw.random() < 0.6
                 scope = draw.choice(list(Scope)) if draw.random() < 0.1 else Scope.NOTHING
-                found = finding(is_right, asked, number)
+                found = verdict(is_right, asked, number)
                 equal = other if is_right else None
                 await verdicts.take(ACME, str(number), found, other, equal, scope, suspension(other))
         if number % 3 == 0:
@@ -118,7 +126,7 @@ async def test_a_verdict_is_taken_once(
 ) -> None:
     """Told again with its id it changes nothing."""
     one, other = await put(exact, TEXTS[0]), await put(exact, TEXTS[1])
-    assert [await verdicts.take(ACME, "v", finding(True, one), other, other) for _ in range(3)] == [True, False, False]
+    assert [await verdicts.take(ACME, "v", verdict(True, one), other, other) for _ in range(3)] == [True, False, False]
     host = Host(redis, thread)
     near = (await host.sees())[0].neighbours[0]
     assert (near.keys, near.right, near.wrong) == (2, 1.0, 0.0)
@@ -131,11 +139,11 @@ async def test_what_nobody_announced_is_read_with_the_next(
     one, other = await put(exact, TEXTS[0]), await put(exact, TEXTS[1])
     host = Host(redis, thread)
     await host.follower.follow()
-    await verdicts.take(ACME, "first", finding(True, one), other, other)
+    await verdicts.take(ACME, "first", verdict(True, one), other, other)
     await redis.xtrim("sameway:cache:log", maxlen=2)  # the record of the verdict is the last of three
     await redis.execute_command("XDEL", "sameway:cache:log", (await redis.xrevrange("sameway:cache:log"))[0][0])
     assert (await host.sees())[0].neighbours[0].right == 0.0
-    await verdicts.take(ACME, "second", finding(False, one), other)
+    await verdicts.take(ACME, "second", verdict(False, one), other)
     near = (await host.sees())[0].neighbours[0]
     assert (near.right, near.wrong) == (1.0, 1.0)
     assert (await host.sees()) == await Host(redis, thread).sees()
@@ -150,11 +158,11 @@ async def test_out_of_service_until_cleared(
     host = Host(redis, thread)
     first, second = await put(exact, TEXTS[0]), await put(exact, "open the box")
     await put(exact, TEXTS[0], OTHER)
-    await verdicts.take(ACME, "equal", finding(True, second), first, first)
+    await verdicts.take(ACME, "equal", verdict(True, second), first, first)
     served = await host.asks(asked)
     assert isinstance(served, Hit)
     answer = first if served.exact == first.exact else second
-    await verdicts.take(ACME, "wrong", finding(False), answer, None, scope, suspension(answer))
+    await verdicts.take(ACME, "wrong", verdict(False), answer, None, scope, suspension(answer))
     for one in (host, Host(redis, thread)):
         miss = await one.asks(asked)
         assert isinstance(miss, Miss)
@@ -182,7 +190,7 @@ async def test_an_answer_made_anew_starts_anew(
 ) -> None:
     """Neither out of service nor equal to what its predecessor was equal to."""
     first, second = await put(exact, TEXTS[0]), await put(exact, TEXTS[1])
-    await verdicts.take(ACME, "1", finding(True, second), first, first, Scope.ANSWER, suspension(first))
+    await verdicts.take(ACME, "1", verdict(True, second), first, first, Scope.ANSWER, suspension(first))
     host = Host(redis, thread)
     assert (await host.sees())[0].neighbours[0].keys == 2
     await put(exact, TEXTS[0])
@@ -198,7 +206,7 @@ async def test_verdicts_leave_no_text_and_groups_leave_with_their_entries(
 ) -> None:
     """After a purge there is nothing to read of what was asked."""
     one, other = await put(exact, "the secret word"), await put(exact, TEXTS[1])
-    await verdicts.take(ACME, "1", finding(True, one), other, other, Scope.GROUP, suspension(other))
+    await verdicts.take(ACME, "1", verdict(True, one), other, other, Scope.GROUP, suspension(other))
     await exact.purge(Purge(partition=ACME))
     kept = b""
     for key in await redis.keys("*"):
@@ -211,8 +219,32 @@ async def test_verdicts_leave_no_text_and_groups_leave_with_their_entries(
 
 async def test_a_reply_is_remembered_for_a_while(redis: Redis, verdicts: VerdictStore) -> None:
     """By its id and its answer's, of its own partition alone."""
-    reply = Reply("req_1", b"e" * 16, 1.5, b"c" * 16, "m", 2.5, b"", 0.9, b"rule")
+    trial = Trial((), b"", 0.9, 1.0, b"rule")
+    reply = Reply(id="req_1", exact=b"e" * 16, created_at=1.5, compat=b"c" * 16, alias="m", at=2.5, trial=trial)
     await verdicts.remember_reply(ACME, reply, ["chatcmpl-1"], 60.0)
     assert await verdicts.reply(ACME, "req_1") == await verdicts.reply(ACME, "chatcmpl-1") == reply
     assert await verdicts.reply(OTHER, "req_1") is None
     assert 0 < await redis.pttl(f"sameway:{{{ACME.hex()}}}:reply:req_1") <= 60_000
+
+
+def test_verdicts_and_replies_are_kept_as_they_always_were() -> None:
+    """Bytes that an earlier version stored are read, and written again the same."""
+    kept = bytes.fromhex(
+        "9ea26631a56175646974c41063636363636363636363636363636363c41065656565656565656565656565656565cb3ff8000000000000c2c4040000"
+        "803fcb3fe8000000000000cb3fc999999999999ac40472756c65cb4004000000000000a8657175616c697479ab6f7468657220776f726473cb3fd000"
+        "0000000000"
+    )
+    trial = Trial((), b"\0\0\x80?", 0.75, 0.2, b"rule")
+    found = Verdict.decode(kept)
+    assert (found.source, found.compat, found.is_right, found.trial) == (Source.AUDIT, b"c" * 16, False, trial)
+    assert (found.exact, found.created_at, found.at) == (b"e" * 16, 1.5, 2.5)
+    assert (found.judge, found.why, found.weight) == ("equality", "other words", 0.25)
+    assert found.encode() == kept
+    kept = bytes.fromhex(
+        "9aa27231a57265715f31c41065656565656565656565656565656565cb3ff8000000000000c41063636363636363636363636363636363a16dcb4004"
+        "000000000000c4040000803fcb3fe8000000000000c40472756c65"
+    )
+    reply = Reply.decode(kept)
+    assert (reply.id, reply.exact, reply.created_at, reply.compat) == ("req_1", b"e" * 16, 1.5, b"c" * 16)
+    assert (reply.alias, reply.at, reply.trial) == ("m", 2.5, Trial((), b"\0\0\x80?", 0.75, 1.0, b"rule"))
+    assert reply.encode() == kept
