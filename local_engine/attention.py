@@ -15,15 +15,13 @@ import contextlib
 import math
 import mmap
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as functional
 
 from local_engine.config import ModelConfig
-from local_engine.kernels.cpu import TILE, Kernels, kind_of
-from local_engine.models.rope import Rotary
-from local_engine.weights.linear import native_for
+from local_engine.kernels.cpu import TILE, Kernels, kind_of, native_for
 
 if TYPE_CHECKING:
     from local_engine.kernels.gpu.attention import Tiles
@@ -88,6 +86,30 @@ class StepInput:
     tiles: Tiles | None = None
 
 
+class KV(Protocol):
+    """The pools of all layers, as a decoder uses them."""
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether `rotate_write` does what is between projections and attention in one pass."""
+
+    def rotate_write(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        qk_norm: torch.Tensor | None,
+        epsilon: float,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        step: StepInput,
+    ) -> None:
+        """Normalise and rotate the q and k of qkv [rows, heads + 2 kv_heads, head_dim] in place, and store k and v. `cos`
+        and `sin` are of all positions."""
+
+    def attend(self, layer: int, queries: torch.Tensor, step: StepInput) -> torch.Tensor:
+        """[rows, heads, head_dim] queries to [rows, heads * head_dim] outputs."""
+
+
 class PagedKV:
     """The pools of all layers and attention over them. `windows` are the distinct ones of the model's layers."""
 
@@ -129,11 +151,12 @@ class PagedKV:
         qkv: torch.Tensor,
         qk_norm: torch.Tensor | None,
         epsilon: float,
-        rotary: Rotary,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
         step: StepInput,
     ) -> None:
         """Native only. Normalise and rotate the q and k of qkv [rows, heads + 2 kv_heads, head_dim] in place, and store
-        k and v. `rotary` is of all positions, `qk_norm` float32."""
+        k and v. `cos` and `sin` are of all positions, `qk_norm` float32."""
         assert self.native is not None
         norm_at = None if qk_norm is None else qk_norm.data_ptr()
         heads, kv_heads, size, block_tokens = self._sizes
@@ -142,8 +165,8 @@ class PagedKV:
             qkv.data_ptr(),
             norm_at,
             epsilon,
-            rotary.cos.data_ptr(),
-            rotary.sin.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
             step.positions.data_ptr(),
             step.slots.data_ptr(),
             self.pools[layer].data_ptr(),

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from local_engine.block_pool import BlockPool
 from local_engine.checkpoints.open import open_checkpoint
 from local_engine.config import EngineConfig
+from local_engine.draft_model import DraftModel, open_draft
 from local_engine.messages import (
     EngineError,
     EngineFailed,
@@ -32,10 +33,8 @@ from local_engine.messages import (
     Usage,
 )
 from local_engine.runner import ModelRunner, default_sequences, default_step_tokens
-from local_engine.sampler import Sampled
-from local_engine.scheduler import Chunk, Scheduler
-from local_engine.sequence import Sequence, Status
-from local_engine.speculation.draft_model import DraftModel, open_draft
+from local_engine.scheduler import Scheduler
+from local_engine.sequence import Chunk, Sampled, Sequence, Status
 from local_engine.speculation.speculator import MATCH_MAX, Lookup, Speculation, Speculator
 from local_engine.speculation.timing import Moment, Pace
 from local_engine.step_in_flight import Flight, draw
@@ -356,7 +355,7 @@ class Engine:
     def _add(self, sequence: Sequence, sampled: Sampled) -> tuple[Piece, FinishReason | None]:
         assert sampled.token_id is not None
         self._totals.answer_tokens += 1
-        return sequence.add(sampled.token_id, self.tokenizer.spelled(sampled))
+        return sequence.add(sampled.token_id, sampled.spelled(self.tokenizer))
 
     def _fail(self, sequence: Sequence, error: EngineError) -> StepOutput:
         self.abort(sequence.id)

@@ -18,19 +18,17 @@ import torch
 from local_engine import machine
 from local_engine.attention import DecodeGroup, PagedKV, PagedRows, PrefillSpan, StepInput, block_size_bytes
 from local_engine.checkpoints.checkpoint import Checkpoint
-from local_engine.config import EngineConfig, ModelError
+from local_engine.config import EngineConfig, ModelConfig, ModelError
 from local_engine.executors.native import native_step
 from local_engine.kernels import supports
-from local_engine.kernels.cpu import lack
+from local_engine.kernels.cpu import lack, native_for
 from local_engine.models.decoder import Decoder
-from local_engine.scheduler import Chunk
+from local_engine.sequence import Chunk
 from local_engine.step_in_flight import Flight
 from local_engine.weights import scaled
-from local_engine.weights.linear import native_for
 
 if TYPE_CHECKING:
-    from local_engine.executors.gpu import GpuSteps
-    from local_engine.kernels.gpu.paged_kv import TritonKV
+    from local_engine.executors.gpu import GpuSteps, TritonKV
 
 _SPAN_TOKENS = 256  # what of a shared prefix the native kernel looks at in one piece
 _log = logging.getLogger(__name__)
@@ -63,7 +61,7 @@ class ModelRunner:
         context_tokens = min(model.context_tokens, config.context_tokens_max or model.context_tokens)
         if self.device.type == "cuda":
             progress(0.0, "checking kernels")
-            supports.verify(model, config.block_tokens, self.dtype, self.device)
+            _verify_kernels(model, config.block_tokens, self.dtype, self.device)
         with torch.inference_mode():
             try:
                 self.decoder = Decoder(
@@ -167,7 +165,7 @@ class ModelRunner:
     def _take_kv(self, config: EngineConfig, blocks: int) -> None:
         kind: type[PagedKV | TritonKV] = PagedKV
         if supports.is_served(self.device, "attention"):
-            from local_engine.kernels.gpu.paged_kv import TritonKV as kind  # noqa: N813
+            from local_engine.executors.gpu import TritonKV as kind  # noqa: N813
         size, model = config.block_tokens, self.decoder.config
         with torch.inference_mode():
             self.kv = kind(model, blocks=blocks, block_tokens=size, dtype=self.dtype, device=self.device)
@@ -295,6 +293,16 @@ class ModelRunner:
     def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> torch.Tensor:
         tensor = torch.from_numpy(array)
         return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
+
+
+def _verify_kernels(model: ModelConfig, block_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ModelError where a kernel broke the device."""
+    if not supports.has_triton():
+        _log.error("Triton is not installed: torch does the kernels' work on %s, several times slower", device)
+    elif any(supports.is_served(device, part) for part in supports.PARTS):
+        from local_engine.executors.gpu import verify
+
+        verify(model, block_tokens, dtype, device)
 
 
 def _bits(config: EngineConfig, runner: ModelRunner) -> int | None:

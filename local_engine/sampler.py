@@ -19,32 +19,12 @@ from typing import Protocol
 
 import torch
 
+from local_engine.kernels.noise import noise
 from local_engine.messages import SamplingParams
-from local_engine.sequence import Sequence
+from local_engine.sequence import Candidate, Place, Sampled
 
 _CANDIDATES = (256, 4096)
 TEMPERATURE_MIN = 1e-6  # colder is greedy anyway, and would pass what a float can hold
-# SplitMix64's constants as signed numbers, and what is left of the sign after a shift
-_GOLDEN, _MIX_1, _MIX_2 = (n - (1 << 64) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-_MASK_33, _MASK_34, _MASK_37, _MASK_53 = ((1 << bits) - 1 for bits in (33, 34, 37, 53))
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A token with its log probability under the model's own distribution."""
-
-    token_id: int
-    logprob: float
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """One sequence's next token; `chosen` and `top` where log probabilities were asked for. `token_id` is None when the
-    logits were not finite."""
-
-    token_id: int | None
-    chosen: Candidate | None = None
-    top: tuple[Candidate, ...] = ()
 
 
 class Drawn(Protocol):
@@ -71,24 +51,6 @@ class Known:
 
     def read(self) -> list[Sampled]:
         return self.sampled
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A row of logits to draw from: the sequence's next token, or the one `ahead` places after it, were its draft right."""
-
-    sequence: Sequence
-    ahead: int = 0
-
-    @property
-    def position(self) -> int:
-        """Of the token, counted in the answer."""
-        return self.sequence.answer_tokens + self.sequence.in_flight + self.ahead
-
-    @property
-    def changes_logits(self) -> bool:
-        params = self.sequence.params
-        return self.sequence.has_penalties or bool(params.logit_bias) or self.position < params.min_tokens
 
 
 @torch.inference_mode()
@@ -125,18 +87,6 @@ def draw(logits: torch.Tensor, places: Many[Place]) -> list[int | None]:
             for row, id in zip(drawn, _race(rows, [places[row] for row in drawn]), strict=True):
                 ids[row] = id
     return [id if good else None for id, good in zip(ids, is_finite, strict=True)]
-
-
-def noise(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Exponentially distributed numbers with mean 1 for keys [rows, 1] and tokens [rows, any] (int64): SplitMix64 (Steele,
-    Lea and Flood, OOPSLA 2014) from the state `key` on, of which a token takes the number at its own place."""
-    # decision: noise-by-position
-    z = keys + (tokens + 1) * _GOLDEN
-    z = (z ^ (z >> 30 & _MASK_34)) * _MIX_1
-    z = (z ^ (z >> 27 & _MASK_37)) * _MIX_2
-    z = z ^ (z >> 31 & _MASK_33)
-    uniform = ((z >> 11 & _MASK_53).double() + 0.5) * 2.0**-53
-    return -uniform.log()
 
 
 def _change(row: torch.Tensor, place: Place) -> None:

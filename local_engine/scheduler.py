@@ -21,47 +21,11 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Collection
-from dataclasses import dataclass, replace
 
 from local_engine.block_pool import BlockPool
 from local_engine.messages import DeadlineExceeded, EngineError, Overloaded
-from local_engine.sequence import Sequence, Status
-from local_engine.speculation.speculator import Ask, Draft, Kind, Speculator
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens `start .. start + count` (half open) of a sequence, to be computed in this step; the last of them are
-    `draft`, guesses of a `kind` at what follows its tokens. `wanted`: how many guesses there is room for that the draft
-    model is yet to make. `logit_rows`: how many of the last tokens need logits."""
-
-    sequence: Sequence
-    start: int
-    count: int
-    logit_rows: int
-    draft: tuple[int, ...] = ()
-    kind: Kind | None = None
-    wanted: int = 0
-
-    @property
-    def end(self) -> int:
-        return self.start + self.count
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the next token can be sampled after this chunk."""
-        return self.end - len(self.draft) == len(self.sequence.tokens) + self.sequence.in_flight
-
-    @property
-    def tokens(self) -> list[int]:
-        """Its token ids; 0 for the one that a step under way will give."""
-        known = self.sequence.tokens[self.start : self.end - len(self.draft)]
-        return [*known, *[0] * (self.count - len(self.draft) - len(known)), *self.draft]
-
-    def with_draft(self, draft: tuple[int, ...]) -> Chunk:
-        """The same with the draft model's guesses."""
-        count, logit_rows = self.count + len(draft), self.logit_rows + len(draft)
-        return replace(self, count=count, logit_rows=logit_rows, draft=draft, wanted=0)
+from local_engine.sequence import Chunk, Sequence, Status
+from local_engine.speculation.speculator import Ask, Draft, Speculator
 
 
 class Scheduler:

@@ -12,8 +12,8 @@ from enum import Enum
 from hashlib import blake2b
 
 from local_engine.messages import FinishReason, SamplingParams, TokenLogprob, Usage
-from local_engine.speculation.speculator import Speculation
-from local_engine.text.tokenizer import Piece, TextStream
+from local_engine.speculation.speculator import Kind, Speculation
+from local_engine.text.tokenizer import Piece, TextStream, Tokenizer
 
 
 class Status(Enum):
@@ -130,3 +130,81 @@ class Sequence:
     def has_penalties(self) -> bool:
         params = self.params
         return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens `start .. start + count` (half open) of a sequence, to be computed in this step; the last of them are
+    `draft`, guesses of a `kind` at what follows its tokens. `wanted`: how many guesses there is room for that the draft
+    model is yet to make. `logit_rows`: how many of the last tokens need logits."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    logit_rows: int
+    draft: tuple[int, ...] = ()
+    kind: Kind | None = None
+    wanted: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the next token can be sampled after this chunk."""
+        return self.end - len(self.draft) == len(self.sequence.tokens) + self.sequence.in_flight
+
+    @property
+    def tokens(self) -> list[int]:
+        """Its token ids; 0 for the one that a step under way will give."""
+        known = self.sequence.tokens[self.start : self.end - len(self.draft)]
+        return [*known, *[0] * (self.count - len(self.draft) - len(known)), *self.draft]
+
+    def with_draft(self, draft: tuple[int, ...]) -> Chunk:
+        """The same with the draft model's guesses."""
+        count, logit_rows = self.count + len(draft), self.logit_rows + len(draft)
+        return replace(self, count=count, logit_rows=logit_rows, draft=draft, wanted=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A row of logits to draw from: the sequence's next token, or the one `ahead` places after it, were its draft right."""
+
+    sequence: Sequence
+    ahead: int = 0
+
+    @property
+    def position(self) -> int:
+        """Of the token, counted in the answer."""
+        return self.sequence.answer_tokens + self.sequence.in_flight + self.ahead
+
+    @property
+    def changes_logits(self) -> bool:
+        params = self.sequence.params
+        return self.sequence.has_penalties or bool(params.logit_bias) or self.position < params.min_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A token with its log probability under the model's own distribution."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One sequence's next token; `chosen` and `top` where log probabilities were asked for. `token_id` is None when the
+    logits were not finite."""
+
+    token_id: int | None
+    chosen: Candidate | None = None
+    top: tuple[Candidate, ...] = ()
+
+    def spelled(self, tokenizer: Tokenizer) -> TokenLogprob | None:
+        """Its log probabilities with their tokens' text; None where none were asked for."""
+        if self.chosen is None:
+            return None
+        top = tuple(tokenizer.told(candidate.token_id, candidate.logprob) for candidate in self.top)
+        return tokenizer.told(self.chosen.token_id, self.chosen.logprob, top)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from local_engine.kernels import supports
 from local_engine.messages import TokenLogprob
-from local_engine.sampler import Drawn, Known, Place, Sampled, candidates, sample
-from local_engine.scheduler import Chunk
+from local_engine.sampler import Drawn, Known, candidates, sample
+from local_engine.sequence import Chunk, Place, Sampled
 from local_engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def draw(chunks: Many[Chunk], logits: torch.Tensor, tokenizer: Tokenizer, began:
 
 def _drawn(logits: torch.Tensor, rows: list[int], places: list[Place]) -> Drawn:
     if places and supports.is_served(logits.device, "draw"):
-        from local_engine.kernels.gpu.draw import sample as sample_there
+        from local_engine.gpu_sampler import sample as sample_there
 
         return sample_there(logits, rows, places)
     sampled = sample(logits if len(rows) == len(logits) else logits[rows], places) if places else []
@@ -92,4 +92,4 @@ def _prompt_logprobs(chunk: Chunk, logits: torch.Tensor, tokenizer: Tokenizer) -
     ids = sequence.tokens[first + 1 : stop + 1]
     wanted = sequence.params.prompt_logprobs or 0
     found = candidates(logits[first - chunk.start : stop - chunk.start], ids, [wanted] * len(ids))
-    return [spelled for one in found if (spelled := tokenizer.spelled(one)) is not None]
+    return [spelled for one in found if (spelled := one.spelled(tokenizer)) is not None]

@@ -73,8 +73,8 @@ def product_cases(device: torch.device) -> Iterator[Case]:
     """Quantised matrices of an 8B model's MLP at decode's sizes, beside torch's bfloat16 product."""
     import torch
 
-    from local_engine.kernels.gpu.product import BITS, QuantisedProduct
-    from local_engine.weights.quantised import quantise
+    from local_engine.kernels.gpu.product import BITS
+    from local_engine.weights.quantised import QuantisedProduct, quantise
 
     weight = torch.randn(3 * HIDDEN_SIZE, HIDDEN_SIZE, device=device)
     plain = weight.bfloat16()

@@ -23,12 +23,15 @@ import numpy as np
 import torch
 
 from local_engine.attention import StepInput
-from local_engine.kernels.gpu.attention import TILE_FIELDS
-from local_engine.kernels.gpu.paged_kv import TritonKV
+from local_engine.config import ModelConfig
+from local_engine.kernels import supports
+from local_engine.kernels.gpu.attention import TILE_FIELDS, Shape, attend
 from local_engine.kernels.gpu.plan import SHORT_ROWS_MAX, Plan, Span, plan
+from local_engine.kernels.gpu.rows import rotate_write
+from local_engine.kernels.gpu.self_test import disagreements
 from local_engine.kernels.shared_prefixes import Prefix, shared_prefixes
 from local_engine.models.decoder import Decoder
-from local_engine.scheduler import Chunk
+from local_engine.sequence import Chunk
 from local_engine.step_in_flight import Flight
 
 _GRAPH_ROWS = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
@@ -38,6 +41,73 @@ _GRAPH_ERROR_MAX = 0.02  # of the largest logit: a library may choose another ke
 _TOKENS, _POSITIONS, _SLOTS, _SOURCES, _LOGITS = range(5)
 _log = logging.getLogger(__name__)
 Longs = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def shape_of(model: ModelConfig, block_tokens: int) -> Shape:
+    """What attention depends on in this model."""
+    return Shape(
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        block_tokens=block_tokens,
+        scale=model.attention_scale,
+        softcap=model.attention_softcap,
+        windows=model.windows,
+    )
+
+
+def verify(model: ModelConfig, block_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Before a model is loaded: compare each kernel with torch in the model's shapes; where one fails or is wrong, its part
+    is left alone on that device until the process ends. Takes seconds, most of them to compile what is needed anyway."""
+    for one in disagreements(shape_of(model, block_tokens), model.hidden_size, dtype, device):
+        _log.error("SLOW: torch does the work of %s on %s: %s is wrong: %s", one.part, device, one.kernel, one.why)
+        supports.leave_alone(device, one.part)
+
+
+class TritonKV:
+    """Room for `blocks` blocks in every layer."""
+
+    native = None
+    is_fused = True
+
+    def __init__(
+        self, model: ModelConfig, *, blocks: int, block_tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.blocks = blocks
+        self.block_tokens = block_tokens
+        self.windows = model.windows
+        self.shape = shape_of(model, block_tokens)
+        shape = (2 * model.kv_heads, blocks, block_tokens, model.head_dim)
+        self._pools = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(model.layers)]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(pool.nbytes for pool in self._pools)
+
+    @torch.inference_mode()
+    def clear(self) -> None:
+        """All zeros again."""
+        for pool in self._pools:
+            pool.zero_()
+
+    def rotate_write(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        qk_norm: torch.Tensor | None,
+        epsilon: float,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        step: StepInput,
+    ) -> None:
+        """Normalise and rotate the q and k of qkv [rows, heads + 2 kv_heads, head_dim] in place, and store k and v.
+        `cos` and `sin` are of all positions."""
+        rotate_write(qkv, self._pools[layer], qk_norm, epsilon, cos, sin, step.positions, step.slots)
+
+    def attend(self, layer: int, queries: torch.Tensor, step: StepInput) -> torch.Tensor:
+        """[rows, heads, head_dim] queries to [rows, heads * head_dim] outputs."""
+        assert step.tiles is not None, "the step was not prepared for tiles"
+        return attend(self.shape, layer, queries, self._pools[layer], step.positions, step.tiles)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ import torch
 
 from local_engine.attention import PagedKV, StepInput
 from local_engine.kernels.cpu import Kernels, Matrix, kind_of
+from local_engine.kernels.fused import softcap
 from local_engine.models.decoder import Decoder, Layer
 from local_engine.models.mlp import Mlp
-from local_engine.weights.fused import softcap
 from local_engine.weights.linear import Linear, NativeProduct
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float

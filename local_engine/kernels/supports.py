@@ -9,7 +9,6 @@ is asked for. Knows rows, pages and tiles; no queues, no text.
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
 from functools import cache
 from typing import TYPE_CHECKING, Literal, get_args
@@ -17,12 +16,10 @@ from typing import TYPE_CHECKING, Literal, get_args
 if TYPE_CHECKING:
     import torch
 
-    from local_engine.config import ModelConfig
-
 Part = Literal["attention", "rows", "draw", "product", "experts", "fp8"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
-_log = logging.getLogger(__name__)
+FP8_CAPABILITY = (8, 9)  # of a GPU that has 8-bit floats: Ada, Hopper and later
 _left_alone: set[tuple[str, Part]] = set()  # devices on which a kernel of that part failed or was wrong
 
 
@@ -30,22 +27,12 @@ def is_served(device: torch.device, part: Part) -> bool:
     """Whether the kernels of this part run on this device."""
     wish = os.environ.get("SAMEWAY_TRITON", "")
     is_wanted = wish != "0" and (device.type == "cuda" or wish == "1") and (str(device), part) not in _left_alone
-    return is_wanted and _has_triton()
+    return is_wanted and has_triton()
 
 
-def verify(model: ModelConfig, block_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Before a model is loaded: compare each kernel with torch in the model's shapes; where one fails or is wrong, its part
-    is left alone on that device until the process ends. Takes seconds, most of them to compile what is needed anyway."""
-    if device.type == "cuda" and not _has_triton():
-        _log.error("Triton is not installed: torch does the kernels' work on %s, several times slower", device)
-    if not any(is_served(device, part) for part in PARTS):
-        return
-    from local_engine.kernels.gpu.paged_kv import shape_of
-    from local_engine.kernels.gpu.self_test import disagreements
-
-    for one in disagreements(shape_of(model, block_tokens), model.hidden_size, dtype, device):
-        _log.error("SLOW: torch does the work of %s on %s: %s is wrong: %s", one.part, device, one.kernel, one.why)
-        _left_alone.add((str(device), one.part))
+def leave_alone(device: torch.device, part: Part) -> None:
+    """From now on torch does this part's work on that device."""
+    _left_alone.add((str(device), part))
 
 
 def is_interpreted() -> bool:
@@ -64,5 +51,5 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None

@@ -11,22 +11,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as functional
 
-from local_engine.attention import PagedKV, StepInput
+from local_engine.attention import KV, PagedKV, StepInput
 from local_engine.config import ModelConfig, ModelError, RopeConfig
+from local_engine.kernels.fused import add_norm, rms_norm, row_kernels, softcap
 from local_engine.models.mlp import Experts, Mlp
 from local_engine.models.rope import Rotary, rotary
-from local_engine.weights.fused import add_norm, rms_norm, row_kernels, softcap
 from local_engine.weights.linear import Linear
 from local_engine.weights.quantised import Quantised, bits_of
 from local_engine.weights.scaled import Scaled
-
-if TYPE_CHECKING:
-    from local_engine.kernels.gpu.paged_kv import TritonKV
 
 
 @dataclass(slots=True)
@@ -201,7 +197,7 @@ class Decoder:
         local = rope if config.window_rope is None else self._table(config.window_rope, context_tokens, None)
         self.rotary = [local if window else rope for window in config.windows]
 
-    def __call__(self, step: StepInput, kv: PagedKV | TritonKV) -> torch.Tensor:
+    def __call__(self, step: StepInput, kv: KV) -> torch.Tensor:
         """Logits [len(logit_rows), vocabulary] of one step; the step's KV is in the pool afterwards."""
         config = self.config
         x = self.embed(step.token_ids)
@@ -231,14 +227,14 @@ class Decoder:
         return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype)
 
     def _attend(
-        self, index: int, layer: Layer, x: torch.Tensor, table: Rotary, step: StepInput, kv: PagedKV | TritonKV
+        self, index: int, layer: Layer, x: torch.Tensor, table: Rotary, step: StepInput, kv: KV
     ) -> torch.Tensor:
         """One layer's attention up to its output matrix: project, normalise, rotate, remember, look back."""
         config = self.config
         heads, kv_heads, size = config.heads, config.kv_heads, config.head_dim
         qkv = layer.qkv(x).view(-1, heads + 2 * kv_heads, size)
         if kv.is_fused:
-            kv.rotate_write(index, qkv, layer.qk_norm, config.rms_epsilon, table, step)
+            kv.rotate_write(index, qkv, layer.qk_norm, config.rms_epsilon, table.cos, table.sin, step)
             return kv.attend(index, qkv[:, :heads], step)
         qk = qkv[:, : heads + kv_heads]
         if layer.qk_norm is not None:

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from local_engine.kernels import supports
-from local_engine.weights.fused import gate
+from local_engine.kernels.fused import gate
 from local_engine.weights.linear import Linear
 
 if TYPE_CHECKING:
+    from local_engine.kernels.fused import RowKernels
     from local_engine.kernels.gpu.experts import GroupedExperts
-    from local_engine.weights.fused import RowKernels
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,22 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from local_engine.scheduler import Chunk
+from typing import Protocol
 
 _SHARE, _SLOPE_SHARE = 0.05, 0.2  # of what is new in a measurement that is believed: contexts grow, batches change
 _OFF_MIN = 32.0  # squared rows: steps that differ by less say little of what a row takes
 _FORGETS = 0.003  # of what is known of a row, with each step
 _SLOW_SHARE = 0.25  # of what a step took too long: as likely as not it waited for a busy machine
+
+
+class Rows(Protocol):
+    """What a step computed of one sequence: `count` tokens, the last of them `draft`."""
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def draft(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -86,7 +93,7 @@ class Pace:
     steps: Line = field(default_factory=Line)
     draft_steps: Line = field(default_factory=Line)
 
-    def observe(self, chunks: Many[Chunk], duration_s: float, busy_s: float) -> None:
+    def observe(self, chunks: Many[Rows], duration_s: float, busy_s: float) -> None:
         """Learn from one step that took `duration_s`, and were nobody else at work on the machine `busy_s`."""
         tokens = sum(chunk.count for chunk in chunks)
         if all(chunk.count == 1 + len(chunk.draft) for chunk in chunks):

@@ -21,7 +21,6 @@ from local_engine.text.chat import Chat
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
-    from local_engine.sampler import Sampled
 
 _SPACE = "▁"
 
@@ -118,13 +117,6 @@ class Tokenizer:
         if id not in self._spelling:
             self._spelling[id] = self._spell(id)
         return self._spelling[id]
-
-    def spelled(self, sampled: Sampled) -> TokenLogprob | None:
-        """Log probabilities with their tokens' text; None where none were asked for."""
-        if sampled.chosen is None:
-            return None
-        top = tuple(self.told(candidate.token_id, candidate.logprob) for candidate in sampled.top)
-        return self.told(sampled.chosen.token_id, sampled.chosen.logprob, top)
 
     def told(self, id: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
         """A token's log probability with its text."""

@@ -13,19 +13,16 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as functional
 
 from local_engine.kernels import supports
-from local_engine.kernels.cpu import GROUP, PANEL, Kernels, Matrix, kernels, kind_of
+from local_engine.kernels.cpu import GROUP, PANEL, Kernels, Matrix, kind_of, native_for
 from local_engine.weights import scaled
-from local_engine.weights.quantised import Quantised, joined, packed, packed_bfloat16, quantise
+from local_engine.weights.quantised import Quantised, QuantisedProduct, joined, packed, packed_bfloat16, quantise
 from local_engine.weights.scaled import Scaled, ScaledProduct, to_scaled
-
-if TYPE_CHECKING:
-    from local_engine.kernels.gpu.product import QuantisedProduct
 
 _ROWS_HINT = 32  # oneDNN's packing optimises for this many rows; other counts are as exact and about as fast
 _DEQUANTISED_FROM = 16  # rows from which quantised matrices are multiplied panel by panel in bfloat16
@@ -176,8 +173,6 @@ class Linear:
     def _product(self, run: list[_Part]) -> NativeProduct | _Torch | QuantisedProduct | ScaledProduct:
         codes = [part for part in run if isinstance(part, Quantised)]
         if codes:
-            from local_engine.kernels.gpu.product import QuantisedProduct
-
             return QuantisedProduct(joined(codes), self._device)
         floats = [part for part in run if isinstance(part, Scaled)]
         if floats:
@@ -304,11 +299,6 @@ class _Torch:
 
     def take_rows(self, ids: torch.Tensor) -> torch.Tensor:
         return functional.embedding(ids, self.weight)
-
-
-def native_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
-    """The native kernels, where they serve this device and type."""
-    return kernels() if device.type == "cpu" and kind_of(dtype) is not None else None
 
 
 @cache

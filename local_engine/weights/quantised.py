@@ -149,6 +149,38 @@ def packed_bfloat16(weight: torch.Tensor, native: Kernels) -> torch.Tensor:
     return out
 
 
+class QuantisedProduct:
+    """y = x W^T + b with W as codes of 4 or 8 bits on a GPU (kernels/gpu/product.py)."""
+
+    def __init__(self, matrix: Quantised, device: torch.device) -> None:
+        """`matrix` is of whole groups; raises ValueError for codes of another width."""
+        from local_engine.kernels.gpu.product import BITS, halves, product
+
+        if matrix.bits not in BITS:
+            raise ValueError(f"codes of {matrix.bits} bits are not served")
+        self.outputs = matrix.shape[0]
+        self.bias: torch.Tensor | None = None
+        self._bits = matrix.bits
+        codes = matrix.codes.to(device)
+        self._codes = (codes if matrix.bits == 8 else halves(codes)).contiguous()
+        self._scales = matrix.scales.contiguous().to(device)
+        self._leasts = matrix.leasts.contiguous().to(device)
+        self._order = None if matrix.order is None else matrix.order.to(device)
+        self._product = product
+
+    @property
+    def size_bytes(self) -> int:
+        return self._codes.nbytes + self._scales.nbytes + self._leasts.nbytes
+
+    @property
+    def form(self) -> str:
+        return f"{self._bits} bits"
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous() if self._order is None else x.index_select(1, self._order)
+        return self._product(x, self._codes, self._scales, self._leasts, self.bias, self._bits)
+
+
 # -- GGUF's blocks -----------------------------------------------------------------------------------------------------
 
 

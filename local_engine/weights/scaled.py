@@ -16,7 +16,6 @@ import torch
 from local_engine.kernels import supports
 
 GREATEST = 448.0
-CAPABILITY = (8, 9)  # of a GPU that has the type: Ada, Hopper and later
 ALIGNMENT = 16  # what torch's product wants rows and columns to be multiples of
 _LEAST_SCALE = 1e-12
 _log = logging.getLogger(__name__)
@@ -90,7 +89,7 @@ class ScaledProduct:
 @cache
 def is_served(device: torch.device) -> bool:
     """Whether torch multiplies 8-bit floats here, and rightly: Hopper, Ada and later, and CPUs, slowly."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < supports.FP8_CAPABILITY:
         return False
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(rows, 64, generator=generator).to(device) for rows in (48, 3))

@@ -18,7 +18,7 @@ from local_engine.attention import StepInput
 from local_engine.config import EngineConfig, ModelError
 from local_engine.engine import Engine
 from local_engine.kernels import cpu
-from local_engine.weights.fused import add_norm, gate
+from local_engine.kernels.fused import add_norm, gate
 from local_engine.weights.linear import Linear, has_pairs
 from local_engine.weights.quantised import Quantised, from_gguf, quantise
 from tests.engine.checkpoints import random_prompt, reference
@@ -283,7 +283,7 @@ def test_the_plain_path_gives_the_same_answers(
         ids = [engine.submit(prompt, greedy(16)) for prompt in prompts]
         found = run(engine)
         answers.append([found[id] for id in ids])
-        monkeypatch.setattr("local_engine.weights.linear.kernels", lambda: None)
+        monkeypatch.setattr("local_engine.kernels.cpu.kernels", lambda: None)
     assert engine._runner.kv.native is None
     assert answers[0] == answers[1]
 
@@ -311,7 +311,7 @@ def test_weights_can_be_quantised_at_load(
 
 def test_quantising_where_nothing_serves_it_is_refused(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine without the kernels says so instead of running something else."""
-    monkeypatch.setattr("local_engine.weights.linear.kernels", lambda: None)
+    monkeypatch.setattr("local_engine.kernels.cpu.kernels", lambda: None)
     for options in ({"weights": "int8"}, {"is_batch_invariant": True}):
         with pytest.raises(ModelError, match="native kernels"):
             make_engine("llama-wide", **options)
@@ -322,8 +322,7 @@ def test_an_engine_without_kernels_says_what_to_do(
 ) -> None:
     """Not compiled, or compiled from other sources: the log names the way to have them, and the engine runs."""
     uncached = cpu.kernels.__wrapped__
-    for module in ("local_engine.kernels.cpu", "local_engine.weights.linear"):
-        monkeypatch.setattr(f"{module}.kernels", uncached)
+    monkeypatch.setattr(cpu, "kernels", uncached)
     monkeypatch.setattr(cpu, "_NEEDED", frozenset[str]())
     monkeypatch.setattr(cpu, "_compiler", lambda: "g++")
     monkeypatch.setattr("sys.prefix", str(tmp_path))
@@ -376,7 +375,7 @@ def test_a_quantised_file_stays_quantised(
         engine.submit(prompt, greedy(1, logprobs=5))
         (step,) = engine.step()
         found.append((engine.info.weights_size_bytes, {t.token_id: t.logprob for t in step.output.logprobs[0].top}))
-        monkeypatch.setattr("local_engine.weights.linear.kernels", lambda: None)
+        monkeypatch.setattr("local_engine.kernels.cpu.kernels", lambda: None)
     (small, quantised), (large, plain) = found
     assert small < 0.6 * large
     for id in quantised.keys() & plain.keys():

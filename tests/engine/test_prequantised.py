@@ -132,7 +132,7 @@ def test_without_kernels_the_values_are_the_same(
     checkpoint: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """Where no native product serves, matrices are dequantised and give the same answers."""
-    monkeypatch.setattr("local_engine.weights.linear.kernels", lambda: None)
+    monkeypatch.setattr("local_engine.kernels.cpu.kernels", lambda: None)
     folder = packers.rewrite(checkpoint("llama-wide"), tmp_path / "packed", *METHODS[method])
     prompt = random_prompt(5, 30)
     _, ours = said(folder, prompt)

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from local_engine.engine import Engine
+from local_engine.kernels.noise import noise
 from local_engine.messages import InvalidRequest, SamplingParams
-from local_engine.sampler import Place, Sampled, noise
 from local_engine.sampler import sample as sample_places
-from local_engine.sequence import Sequence
+from local_engine.sequence import Place, Sampled, Sequence
 from local_engine.text.tokenizer import TextStream
 from tests.engine.checkpoints import random_prompt
 from tests.engine.conftest import greedy, run

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from local_engine.engine import Engine
 from local_engine.messages import SamplingParams
-from local_engine.scheduler import Chunk
+from local_engine.sequence import Chunk
 from local_engine.speculation.speculator import MATCH_MAX, Ask, Lookup, Source, Speculation, Speculator
 from local_engine.speculation.timing import Pace
 from tests.engine.checkpoints import naive_greedy, random_prompt

@@ -38,7 +38,7 @@ from local_engine.messages import Submit, ToClient, why_ended
 from local_engine.process import worker as worker_module
 from local_engine.process.thread import EngineThread, Key
 from local_engine.runner import ModelRunner
-from local_engine.scheduler import Chunk
+from local_engine.sequence import Chunk
 from local_engine.step_in_flight import Flight
 from tests.engine.checkpoints import naive_greedy, random_prompt
 from tests.engine.workers import SMALL_OPTIONS, Worker, connected, start, worker_process

@@ -90,6 +90,11 @@ def kernels() -> Kernels | None:
     return Kernels(path)
 
 
+def native_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
+    """The native kernels, where they serve this device and type."""
+    return kernels() if device.type == "cpu" and kind_of(dtype) is not None else None
+
+
 def lack() -> str | None:
     """Why `kernels()` is None, and what to do about it; None where they are there."""
     if kernels() is not None:

@@ -14,11 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
+from local_engine.kernels.fused import gate
 from local_engine.kernels.supports import is_interpreted
-from local_engine.weights.fused import gate
 
 if TYPE_CHECKING:
-    from local_engine.weights.fused import RowKernels
+    from local_engine.kernels.fused import RowKernels
 
 _SCANNED = 1024  # pairs that are looked at together
 

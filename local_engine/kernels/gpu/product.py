@@ -1,8 +1,8 @@
 """Products with quantised matrices on a GPU: codes are read as they are and become numbers in registers, in Triton.
 
 For decodes, which wait for weights to arrive: half the bytes of bfloat16 at 8 bits, a quarter at 4. Knows a matrix as
-codes with a scale and a minimum for each 32 inputs (`local_engine.weights.quantised`), no model. Invariant: what is multiplied is
-what `Quantised.dequantised` says, rounded to the input's type.
+codes with a scale and a minimum for each 32 inputs, no model. Invariant: what is multiplied is scale * code + minimum,
+rounded to the input's type.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import triton.language as tl
 
 from local_engine.kernels.cpu import GROUP
 from local_engine.kernels.supports import is_interpreted
-from local_engine.weights.quantised import Quantised
 
 _OUTPUTS = 64  # of a program
 _GROUPS = 4  # of a round: 128 bytes of 8-bit codes in a row of memory
@@ -91,61 +90,45 @@ def _product(
     tl.store(to, acc.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
 
 
-class QuantisedProduct:
-    """y = x W^T + b with W as codes of 4 or 8 bits on the device."""
-
-    def __init__(self, matrix: Quantised, device: torch.device) -> None:
-        """`matrix` is of whole groups; raises ValueError for codes of another width."""
-        if matrix.bits not in BITS:
-            raise ValueError(f"codes of {matrix.bits} bits are not served")
-        self.outputs, self._columns = matrix.shape
-        self._bits = matrix.bits
-        self._codes = (matrix.codes.to(device) if matrix.bits == 8 else _halves(matrix.codes.to(device))).contiguous()
-        self._scales = matrix.scales.contiguous().to(device)
-        self._leasts = matrix.leasts.contiguous().to(device)
-        self._order = None if matrix.order is None else matrix.order.to(device)
-        self.bias: torch.Tensor | None = None
-
-    @property
-    def size_bytes(self) -> int:
-        return self._codes.nbytes + self._scales.nbytes + self._leasts.nbytes
-
-    @property
-    def form(self) -> str:
-        return f"{self._bits} bits"
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.contiguous() if self._order is None else x.index_select(1, self._order)
-        rows = x.shape[0]
-        out = torch.empty(rows, self.outputs, dtype=x.dtype, device=x.device)
-        lanes = min(64, max(16, triton.next_power_of_2(rows)))
-        if rows:
-            _product[(triton.cdiv(self.outputs, _OUTPUTS), triton.cdiv(rows, lanes))](
-                x,
-                self._codes,
-                self._scales,
-                self._leasts,
-                self._scales if self.bias is None else self.bias,
-                out,
-                rows,
-                self._columns,
-                self._codes.shape[1],
-                self._scales.shape[1],
-                self.outputs,
-                HAS_BIAS=self.bias is not None,
-                BITS=self._bits,
-                GROUP=GROUP,
-                BLOCK_M=lanes,
-                BLOCK_N=_OUTPUTS,
-                BLOCK_K=GROUP * _GROUPS,
-                WIDEN=is_interpreted() and x.dtype is torch.bfloat16,
-                num_warps=4,
-                num_stages=3,
-            )
-        return out
+def product(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    leasts: torch.Tensor,
+    bias: torch.Tensor | None,
+    bits: int,
+) -> torch.Tensor:
+    """x [rows, columns] times a matrix of codes, as `halves` packs those of 4 bits: [rows, outputs] of x's type."""
+    (rows, columns), outputs = x.shape, len(codes)
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    lanes = min(64, max(16, triton.next_power_of_2(rows)))
+    if rows:
+        _product[(triton.cdiv(outputs, _OUTPUTS), triton.cdiv(rows, lanes))](
+            x,
+            codes,
+            scales,
+            leasts,
+            scales if bias is None else bias,
+            out,
+            rows,
+            columns,
+            codes.shape[1],
+            scales.shape[1],
+            outputs,
+            HAS_BIAS=bias is not None,
+            BITS=bits,
+            GROUP=GROUP,
+            BLOCK_M=lanes,
+            BLOCK_N=_OUTPUTS,
+            BLOCK_K=GROUP * _GROUPS,
+            WIDEN=is_interpreted() and x.dtype is torch.bfloat16,
+            num_warps=4,
+            num_stages=3,
+        )
+    return out
 
 
-def _halves(codes: torch.Tensor) -> torch.Tensor:
+def halves(codes: torch.Tensor) -> torch.Tensor:
     """Codes below 16, two a byte: of each group the first half in the low bits, the second in the high ones."""
     groups = codes.view(codes.shape[0], -1, 2, GROUP // 2)
     return (groups[:, :, 0] | groups[:, :, 1] << 4).view(codes.shape[0], -1)

@@ -1,6 +1,6 @@
 """What stands between a layer's matrices, each in one pass over its rows: norm, gate, and rotate-and-store, in Triton.
 
-The torch forms in `local_engine.weights.fused` are the oracle. Sums and products are in float32 and rounded once. Knows rows, no
+The torch forms in `local_engine.kernels.fused` are the oracle. Sums and products are in float32 and rounded once. Knows rows, no
 weights' meaning. Each function says what it changes in place.
 """
 

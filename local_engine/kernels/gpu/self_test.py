@@ -13,18 +13,17 @@ from dataclasses import dataclass
 
 import torch
 
-from local_engine.config import ModelError, RopeConfig
+from local_engine.config import ModelError
+from local_engine.kernels import fused
+from local_engine.kernels.cpu import GROUP
 from local_engine.kernels.gpu import draw, rows
 from local_engine.kernels.gpu.attention import Shape, attend
 from local_engine.kernels.gpu.experts import GroupedExperts
 from local_engine.kernels.gpu.plan import SHORT_ROWS_MAX, Span, plan
-from local_engine.kernels.gpu.product import BITS, QuantisedProduct
+from local_engine.kernels.gpu.product import BITS, halves, product
+from local_engine.kernels.noise import noise
 from local_engine.kernels.shared_prefixes import Prefix
-from local_engine.kernels.supports import Part
-from local_engine.models.rope import rotary
-from local_engine.sampler import noise
-from local_engine.weights import fused, scaled
-from local_engine.weights.quantised import quantise
+from local_engine.kernels.supports import FP8_CAPABILITY, Part
 
 _TOLERANCE = {torch.float32: 2e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 _VOCABULARY = 5003
@@ -52,7 +51,7 @@ def disagreements(shape: Shape, hidden_size: int, dtype: torch.dtype, device: to
         ("product", "product"): lambda: _product(dtype, device),
         ("experts", "product_each"): lambda: _experts(dtype, device),
     }
-    if device.type == "cpu" or torch.cuda.get_device_capability(device) >= scaled.CAPABILITY:
+    if device.type == "cpu" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY:
         checks["fp8", "to_fp8"] = lambda: _to_fp8(hidden_size, dtype, device)
     found = []
     for (part, kernel), check in checks.items():
@@ -103,16 +102,18 @@ def _rotate_write(
     shape: Shape, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     heads, kv_heads, size = shape.heads, shape.kv_heads, shape.head_dim
-    table = rotary(RopeConfig(), size, 64, factors=None, dtype=dtype, device=device)
+    angles = torch.rand(64, 1, size // 2, device=device) * 6.3
+    cos = torch.cat((angles.cos(), angles.cos()), -1).to(dtype)
+    sin = torch.cat((-angles.sin(), angles.sin()), -1).to(dtype)
     positions, slots = torch.tensor([[0, 9, 63], [5, -1, 2]], device=device)
     for norm in (None, torch.rand(heads + kv_heads, size, device=device)):
         qkv = torch.randn(3, heads + 2 * kv_heads, size, device=device).to(dtype)
         qk, values = qkv[:, : heads + kv_heads].float(), qkv[:, heads + kv_heads :].clone()
         qk = qk if norm is None else fused.rms_norm(qk, None, 1e-6, norm)
-        qk = qk * table.cos[positions].float() + qk.roll(size // 2, -1) * table.sin[positions].float()
+        qk = qk * cos[positions].float() + qk.roll(size // 2, -1) * sin[positions].float()
         blocks = -(-6 // shape.block_tokens)
         pool = torch.zeros(2 * kv_heads, blocks, shape.block_tokens, size, dtype=dtype, device=device)
-        rows.rotate_write(qkv, pool, norm, 1e-6, table.cos, table.sin, positions, slots)
+        rows.rotate_write(qkv, pool, norm, 1e-6, cos, sin, positions, slots)
         stored = pool.view(2 * kv_heads, -1, size)
         yield qkv[:, :heads], qk[:, :heads]
         for row, slot in ((0, 5), (2, 2)):
@@ -175,11 +176,15 @@ def _draw(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.Tens
 def _product(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Weights of a model's size, so that sums are too, for one row and for more than a tile has."""
     for bits in BITS:
-        matrix = quantise(torch.randn(100, 256) / 16, bits)
-        weight = matrix.dequantised().to(dtype).float().to(device)
+        codes = torch.randint(0, 1 << bits, (100, 256), dtype=torch.uint8, device=device)
+        scales = ((0.5 + torch.rand(100, 256 // GROUP, device=device)) * 2.0 ** (-2 - bits)).half()
+        leasts = (scales.float() * -(1 << bits - 1)).half()
+        weight = codes.view(*scales.shape, -1) * scales.float().unsqueeze(-1) + leasts.float().unsqueeze(-1)
+        weight = weight.view(codes.shape).to(dtype).float()
+        held = codes if bits == 8 else halves(codes)
         for count in (1, 70):
             x = torch.randn(count, 256, device=device).to(dtype)
-            yield QuantisedProduct(matrix, device)(x), x.float() @ weight.T
+            yield product(x, held, scales, leasts, None, bits), x.float() @ weight.T
 
 
 def _experts(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

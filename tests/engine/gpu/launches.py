@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from local_engine.gpu_sampler import sample
 from local_engine.kernels.gpu import rows
 from local_engine.kernels.gpu.attention import Shape, attend
-from local_engine.kernels.gpu.draw import sample
 from local_engine.kernels.gpu.experts import GroupedExperts
 from local_engine.kernels.gpu.plan import Span, plan
-from local_engine.kernels.gpu.product import QuantisedProduct
 from local_engine.kernels.shared_prefixes import Prefix
 from local_engine.messages import SamplingParams
-from local_engine.sampler import Place
-from local_engine.weights.quantised import quantise
+from local_engine.sequence import Place
+from local_engine.weights.quantised import QuantisedProduct, quantise
 from tests.engine.gpu.sequences import sequence
 
 

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from local_engine import sampler
-from local_engine.kernels.gpu import draw
+from local_engine import gpu_sampler, sampler
 from local_engine.messages import SamplingParams
 from tests.engine.gpu.sequences import sequence
 
@@ -39,7 +38,7 @@ def test_the_kernel_draws_what_the_sampler_draws(wishes: list[SamplingParams], s
     rows = list(range(0, 2 * len(wishes), 2))
     places = [sampler.Place(sequence(wish), int(is_ahead)) for wish in wishes]
     wanted = sampler.sample(logits[rows], places)
-    drawn = draw.sample(logits.clone(), rows, places)
+    drawn = gpu_sampler.sample(logits.clone(), rows, places)
     assert drawn.ids.tolist() == [one.token_id for one in wanted]
     for one, other in zip(drawn.read(), wanted, strict=True):
         assert one.token_id == other.token_id
@@ -53,10 +52,10 @@ def test_ties_and_half_precision() -> None:
     """Of equally likely tokens the first is the greedy one, a filter lets all of them in or none, and bfloat16 is read."""
     logits = torch.zeros(1, 9, dtype=torch.bfloat16)
     logits[0, [2, 4, 6]] = 3.0
-    greedy = draw.sample(logits, [0], [sampler.Place(sequence(SamplingParams(temperature=0.0)))])
+    greedy = gpu_sampler.sample(logits, [0], [sampler.Place(sequence(SamplingParams(temperature=0.0)))])
     assert greedy.ids.tolist() == [2]
     wishes = [SamplingParams(temperature=1.0, top_k=1, seed=seed) for seed in range(20)]
-    drawn = draw.sample(logits, [0] * 20, [sampler.Place(sequence(wish)) for wish in wishes])
+    drawn = gpu_sampler.sample(logits, [0] * 20, [sampler.Place(sequence(wish)) for wish in wishes])
     assert set(drawn.ids.tolist()) == {2, 4, 6}
 
 
@@ -66,4 +65,4 @@ def test_what_is_not_finite_is_told() -> None:
     logits[0, 3], logits[1, 3], logits[3, 3] = torch.nan, torch.inf, 1.0
     logits[2] = -torch.inf
     places = [sampler.Place(sequence(SamplingParams(temperature=t, logprobs=1))) for t in (0.0, 1.0, 1.0, 0.0)]
-    assert [one.token_id for one in draw.sample(logits, [0, 1, 2, 3], places).read()] == [None, None, None, 3]
+    assert [one.token_id for one in gpu_sampler.sample(logits, [0, 1, 2, 3], places).read()] == [None, None, None, 3]

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from local_engine.config import ModelConfig, RopeConfig
+from local_engine.executors.gpu import shape_of, verify
 from local_engine.kernels import supports
 from local_engine.kernels.gpu import draw, rows
-from local_engine.kernels.gpu.paged_kv import shape_of
 from local_engine.kernels.gpu.self_test import disagreements
 
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ def test_kernels_that_are_wrong_are_left_alone(monkeypatch: pytest.MonkeyPatch) 
     assert [one.kernel for one in found] == ["add_norm", "gate"]
     assert "shared memory" in found[0].why
     assert supports.is_served(CPU, "rows")
-    supports.verify(MODEL, 4, torch.float32, CPU)
+    verify(MODEL, 4, torch.float32, CPU)
     assert [part for part in supports.PARTS if not supports.is_served(CPU, part)] == ["rows"]
 
 

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from local_engine.kernels.gpu.product import QuantisedProduct
 from local_engine.weights.linear import Linear
-from local_engine.weights.quantised import Quantised, quantise
+from local_engine.weights.quantised import Quantised, QuantisedProduct, quantise
 
 CPU = torch.device("cpu")
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from local_engine.config import RopeConfig
+from local_engine.kernels import fused
 from local_engine.kernels.gpu import rows as kernels
 from local_engine.models.rope import rotary
-from local_engine.weights import fused
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 dtypes = st.sampled_from(list(TOLERANCE))

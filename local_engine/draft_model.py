@@ -18,9 +18,8 @@ from local_engine.checkpoints.checkpoint import Checkpoint
 from local_engine.checkpoints.open import open_checkpoint
 from local_engine.config import EngineConfig, ModelError
 from local_engine.runner import ModelRunner, Progress
-from local_engine.sampler import Place, draw
-from local_engine.scheduler import Chunk
-from local_engine.sequence import Sequence
+from local_engine.sampler import draw
+from local_engine.sequence import Chunk, Place, Sequence
 from local_engine.speculation.timing import Moment, Pace
 from local_engine.text.tokenizer import Tokenizer
 

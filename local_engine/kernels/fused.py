@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as functional
 
 from local_engine.kernels import supports
-from local_engine.kernels.cpu import Kernels, kind_of
-from local_engine.weights.linear import native_for
+from local_engine.kernels.cpu import Kernels, kind_of, native_for
 
 if TYPE_CHECKING:
     from local_engine.kernels.gpu.rows import TritonRows

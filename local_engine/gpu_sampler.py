@@ -1,0 +1,116 @@
+"""Drawing tokens on a GPU: the same race as in `sampler`, in one kernel, and nothing read back to decide.
+
+Ids stay on the device for the next step; they and what log probabilities were asked for come back in copies that nobody
+waits for before `read`. Knows places and their parameters, no text. Invariant: what is drawn depends on a row's logits,
+parameters and key alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from local_engine.kernels.gpu.draw import draw, on_device
+from local_engine.sampler import TEMPERATURE_MIN
+from local_engine.sequence import Candidate, Place, Sampled
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceDrawn:
+    """Ids on the device, and on their way to the host. `told` are the places with log probabilities, `counts` of how many."""
+
+    ids: torch.Tensor
+    copies: tuple[torch.Tensor, ...]
+    arrived: torch.cuda.Event | None
+    told: list[int]
+    counts: list[int]
+
+    def read(self) -> list[Sampled]:
+        """Wait for the copies."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        ids, *others = (copy.tolist() for copy in self.copies)
+        sampled = [Sampled(id if id >= 0 else None) for id in ids]
+        if self.told:
+            for place, count, chosen, values, tops in zip(self.told, self.counts, *others, strict=True):
+                if ids[place] >= 0:
+                    top = tuple(Candidate(*pair) for pair in zip(tops[:count], values[:count], strict=True))
+                    sampled[place] = Sampled(ids[place], Candidate(ids[place], chosen), top)
+        return sampled
+
+
+@torch.inference_mode()
+def sample(logits: torch.Tensor, rows: Many[int], places: Many[Place]) -> DeviceDrawn:
+    """The token at each place from logits[rows[place]]; on the device alone."""
+    device = logits.device
+    params = [place.sequence.params for place in places]
+    own = on_device(np.array(rows, np.int64), device)
+    plain, plain_rows = logits, own
+    if any(place.changes_logits for place in places):
+        logits = logits[own].float()
+        _change(logits, places)
+        own = torch.arange(len(places), device=device)
+    keys = [place.sequence.noise_key(place.position) for place in places]
+    temperatures = [p.temperature and max(p.temperature, TEMPERATURE_MIN) for p in params]
+    settings = [temperatures, [p.top_p for p in params], [p.min_p for p in params]]
+    ids = draw(
+        logits,
+        own,
+        on_device(np.array(keys, np.int64), device),
+        on_device(np.array([p.top_k for p in params], np.int64), device),
+        on_device(np.array(settings, np.float32), device),
+    )
+    told = [index for index, p in enumerate(params) if p.logprobs is not None]
+    counts = [params[index].logprobs or 0 for index in told]
+    found: tuple[torch.Tensor, ...] = (ids,)
+    if told:
+        at = on_device(np.array(told, np.int64), device)
+        logprobs = plain[plain_rows[at]].float().log_softmax(-1)
+        chosen = logprobs.gather(1, ids[at].clamp_min(0).unsqueeze(1)).squeeze(1)
+        found = (ids, chosen, *logprobs.topk(max(1, *counts), -1))
+    return DeviceDrawn(ids, *_on_their_way(found), told, counts)
+
+
+def _change(logits: torch.Tensor, places: Many[Place]) -> None:
+    """Penalties, bias and the ban on stopping too early, in place on float32 [places, vocabulary]."""
+    penalised: list[tuple[int, int, float]] = []  # row, token, factor
+    moved: list[tuple[int, int, float]] = []  # row, token, what is added
+    for row, place in enumerate(places):
+        sequence, params = place.sequence, place.sequence.params
+        if params.repetition_penalty != 1.0:
+            penalised += [(row, token, params.repetition_penalty) for token in set(sequence.tokens)]
+        if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
+            moved += [
+                (row, token, -params.presence_penalty - params.frequency_penalty * count)
+                for token, count in sequence.counts.items()
+            ]
+        moved += [(row, token, bias) for token, bias in params.logit_bias.items()]
+        if place.position < params.min_tokens:
+            moved += [(row, token, -np.inf) for token in sequence.stop_token_ids]
+    if penalised:
+        at, factors = _places_of(penalised, logits.device)
+        values = logits[at]
+        logits[at] = torch.where(values > 0, values / factors, values * factors)
+    if moved:
+        at, more = _places_of(moved, logits.device)
+        logits.index_put_(at, more, accumulate=True)
+
+
+def _places_of(
+    edits: list[tuple[int, int, float]], device: torch.device
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    row, token = on_device(np.array([edit[:2] for edit in edits], np.int64).T.copy(), device)
+    return (row, token), on_device(np.array([edit[2] for edit in edits], np.float32), device)
+
+
+def _on_their_way(tensors: Many[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], torch.cuda.Event | None]:
+    """Copies to the host that are complete when the event has happened."""
+    if tensors[0].device.type != "cuda":
+        return tuple(tensors), None
+    copies = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors)
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    arrived.record()
+    return copies, arrived
