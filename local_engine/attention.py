@@ -22,6 +22,7 @@ import torch.nn.functional as functional
 
 from local_engine.config import ModelConfig
 from local_engine.kernels.cpu import TILE, Kernels, kind_of, native_for
+from local_engine.kernels.fused import rms_norm
 
 if TYPE_CHECKING:
     from local_engine.kernels.gpu.attention import Tiles
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 class DecodeGroup:
     """Rows `start .. stop` of a step: sequences of similar length with one query each, padded to a common length.
 
-    `blocks` [sequences * blocks each]; `masks` additive, [sequences, 1, tokens], one per window (`PagedKV.windows`).
+    `blocks` [sequences * blocks each]; `masks` additive, [sequences, 1, tokens], one per window (`Pools.windows`).
     """
 
     start: int
@@ -87,13 +88,12 @@ class StepInput:
 
 
 class KV(Protocol):
-    """The pools of all layers, as a decoder uses them."""
+    """The pools of all layers, as the decoder uses them."""
 
-    @property
-    def is_fused(self) -> bool:
-        """Whether `rotate_write` does what is between projections and attention in one pass."""
+    def angles(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """What `attend` is given of a rotary table [context, 1, head_dim]: the rows of these positions, or all."""
 
-    def rotate_write(
+    def attend(
         self,
         layer: int,
         qkv: torch.Tensor,
@@ -102,42 +102,36 @@ class KV(Protocol):
         cos: torch.Tensor,
         sin: torch.Tensor,
         step: StepInput,
-    ) -> None:
-        """Normalise and rotate the q and k of qkv [rows, heads + 2 kv_heads, head_dim] in place, and store k and v. `cos`
-        and `sin` are of all positions."""
-
-    def attend(self, layer: int, queries: torch.Tensor, step: StepInput) -> torch.Tensor:
-        """[rows, heads, head_dim] queries to [rows, heads * head_dim] outputs."""
+    ) -> torch.Tensor:
+        """What is between a layer's projections: normalise (`qk_norm`) and rotate the q and k of qkv [rows, heads + 2 kv_heads,
+        head_dim], maybe in place, store k and v, and look back. Returns [rows, heads * head_dim]. `cos` and `sin` are what
+        `angles` gave."""
 
 
-class PagedKV:
-    """The pools of all layers and attention over them. `windows` are the distinct ones of the model's layers."""
+class Pools:
+    """Room for `blocks` blocks of `block_tokens` tokens in every layer."""
 
     def __init__(
-        self, model: ModelConfig, *, blocks: int, block_tokens: int, dtype: torch.dtype, device: torch.device
+        self,
+        model: ModelConfig,
+        *,
+        blocks: int,
+        block_tokens: int,
+        stored_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
+        """`stored_tokens`: how many tokens a block has room for."""
         self.blocks = blocks
         self.block_tokens = block_tokens
-        self.native = _native(model, dtype, device)
         self.windows = tuple(dict.fromkeys(model.windows))
         self.window_of = [self.windows.index(window) for window in model.windows]
-        self._heads, self._kv_heads, self._head_dim = model.heads, model.kv_heads, model.head_dim
-        self._scale, self._softcap = model.attention_scale, model.attention_softcap
-        self._layer_windows = model.windows
-        self._sizes = (model.heads, model.kv_heads, model.head_dim, block_tokens)
-        shape = (2 * model.kv_heads, blocks, _stored_tokens(block_tokens, self.native), model.head_dim)
+        shape = (2 * model.kv_heads, blocks, stored_tokens, model.head_dim)
         self.pools = [_zeros(shape, dtype, device) for _ in range(model.layers)]
-        self._workspace = torch.empty(0, dtype=dtype, device=device)
-        self._has_slow_sdpa = device.type == "cpu" and dtype != torch.float32
 
     @property
     def size_bytes(self) -> int:
         return sum(pool.nbytes for pool in self.pools)
-
-    @property
-    def is_fused(self) -> bool:
-        """Whether `rotate_write` does what is between projections and attention in one pass."""
-        return self.native is not None
 
     @torch.inference_mode()
     def clear(self) -> None:
@@ -145,7 +139,31 @@ class PagedKV:
         for pool in self.pools:
             pool.zero_()
 
-    def rotate_write(
+
+class NativeKV(Pools):
+    """Pools in the order of the native kernels, which read pages where they lie."""
+
+    def __init__(
+        self, native: Kernels, model: ModelConfig, *, blocks: int, block_tokens: int, dtype: torch.dtype
+    ) -> None:
+        super().__init__(
+            model,
+            blocks=blocks,
+            block_tokens=block_tokens,
+            stored_tokens=_whole_tiles(block_tokens),
+            dtype=dtype,
+            device=torch.device("cpu"),
+        )
+        self.native = native
+        self._scale, self._softcap = model.attention_scale, model.attention_softcap
+        self._layer_windows = model.windows
+        self._sizes = (model.heads, model.kv_heads, model.head_dim, block_tokens, blocks)
+
+    def angles(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """All: the kernel looks positions up."""
+        return table
+
+    def attend(
         self,
         layer: int,
         qkv: torch.Tensor,
@@ -154,57 +172,29 @@ class PagedKV:
         cos: torch.Tensor,
         sin: torch.Tensor,
         step: StepInput,
-    ) -> None:
-        """Native only. Normalise and rotate the q and k of qkv [rows, heads + 2 kv_heads, head_dim] in place, and store
-        k and v. `cos` and `sin` are of all positions, `qk_norm` float32."""
-        assert self.native is not None
-        norm_at = None if qk_norm is None else qk_norm.data_ptr()
-        heads, kv_heads, size, block_tokens = self._sizes
+    ) -> torch.Tensor:
+        """In two passes over the rows. `qk_norm` is float32."""
+        rows, kind, pool = step.paged, kind_of(qkv.dtype), self.pools[layer].data_ptr()
+        assert rows is not None, "the step was not prepared for pages"
+        heads, _, size, *_ = self._sizes
         self.native.rotate_write(
-            kind_of(qkv.dtype),
+            kind,
             qkv.data_ptr(),
-            norm_at,
+            None if qk_norm is None else qk_norm.data_ptr(),
             epsilon,
             cos.data_ptr(),
             sin.data_ptr(),
             step.positions.data_ptr(),
             step.slots.data_ptr(),
-            self.pools[layer].data_ptr(),
-            qkv.shape[0],
-            heads,
-            kv_heads,
-            size,
-            block_tokens,
-            self.blocks,
+            pool,
+            len(qkv),
+            *self._sizes,
         )
-
-    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store a step's [rows, kv_heads, head_dim] keys and values."""
-        pool = self.pools[layer].view(2 * self._kv_heads, -1, self._head_dim)
-        pool[: self._kv_heads].index_copy_(1, slots, keys.transpose(0, 1))
-        pool[self._kv_heads :].index_copy_(1, slots, values.transpose(0, 1))
-
-    def attend(self, layer: int, queries: torch.Tensor, step: StepInput) -> torch.Tensor:
-        """[rows, heads, head_dim] queries to [rows, heads * head_dim] outputs."""
-        output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-        if step.paged is not None:
-            self._attend_natively(layer, queries, output, step, step.paged)
-        for group in step.decodes:
-            self._decode(layer, queries, output, group)
-        for span in step.prefills:
-            self._prefill(layer, queries, output, span)
-        return output.view(output.shape[0], -1)
-
-    def _attend_natively(
-        self, layer: int, queries: torch.Tensor, output: torch.Tensor, step: StepInput, rows: PagedRows
-    ) -> None:
-        assert self.native is not None
-        heads, kv_heads, size, block_tokens = self._sizes
-        assert queries.stride(0) == (heads + 2 * kv_heads) * size, "queries must lie in their qkv"
+        output = torch.empty(len(qkv), heads * size, dtype=qkv.dtype)
         self.native.attend(
-            kind_of(queries.dtype),
-            queries.data_ptr(),
-            self.pools[layer].data_ptr(),
+            kind,
+            qkv.data_ptr(),
+            pool,
             rows.blocks.data_ptr(),
             rows.starts.data_ptr(),
             step.positions.data_ptr(),
@@ -214,12 +204,59 @@ class PagedKV:
             output.data_ptr(),
             rows.stop,
             rows.work,
-            heads,
-            kv_heads,
-            size,
-            block_tokens,
-            self.blocks,
+            *self._sizes,
         )
+        return output
+
+
+class TorchKV(Pools):
+    """Pools that torch's own kernels look at, on any device. `windows` are the distinct ones of the model's layers."""
+
+    def __init__(
+        self, model: ModelConfig, *, blocks: int, block_tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(
+            model, blocks=blocks, block_tokens=block_tokens, stored_tokens=block_tokens, dtype=dtype, device=device
+        )
+        self._heads, self._kv_heads, self._head_dim = model.heads, model.kv_heads, model.head_dim
+        self._scale, self._softcap = model.attention_scale, model.attention_softcap
+        self._workspace = torch.empty(0, dtype=dtype, device=device)
+        self._has_slow_sdpa = device.type == "cpu" and dtype != torch.float32
+
+    def angles(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Those of these positions, [rows, 1, head_dim]."""
+        return table[positions]
+
+    def attend(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        qk_norm: torch.Tensor | None,
+        epsilon: float,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        step: StepInput,
+    ) -> torch.Tensor:
+        """In torch's steps; qkv stays as it is."""
+        rotated = self._heads + self._kv_heads
+        qk = qkv[:, :rotated]
+        if qk_norm is not None:
+            qk = rms_norm(qk, None, epsilon, qk_norm)
+        qk = (qk * cos).addcmul_(qk.roll(self._head_dim // 2, -1), sin)
+        queries = qk[:, : self._heads]
+        self._write(layer, step.slots, qk[:, self._heads :], qkv[:, rotated:])
+        output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+        for group in step.decodes:
+            self._decode(layer, queries, output, group)
+        for span in step.prefills:
+            self._prefill(layer, queries, output, span)
+        return output.view(output.shape[0], -1)
+
+    def _write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store a step's [rows, kv_heads, head_dim] keys and values."""
+        pool = self.pools[layer].view(2 * self._kv_heads, -1, self._head_dim)
+        pool[: self._kv_heads].index_copy_(1, slots, keys.transpose(0, 1))
+        pool[self._kv_heads :].index_copy_(1, slots, values.transpose(0, 1))
 
     def _decode(self, layer: int, queries: torch.Tensor, output: torch.Tensor, group: DecodeGroup) -> None:
         count, heads, size = group.stop - group.start, self._kv_heads, self._head_dim
@@ -281,18 +318,19 @@ class PagedKV:
 
 def block_size_bytes(model: ModelConfig, block_tokens: int, dtype: torch.dtype, device: torch.device) -> int:
     """What a block takes in all layers together."""
-    tokens = _stored_tokens(block_tokens, _native(model, dtype, device))
+    native = attention_kernels(model, dtype, device)
+    tokens = block_tokens if native is None else _whole_tiles(block_tokens)
     return 2 * model.layers * model.kv_heads * model.head_dim * tokens * torch.empty(0, dtype=dtype).element_size()
 
 
-def _native(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Kernels | None:
+def attention_kernels(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Kernels | None:
     """The native kernels, where they serve heads of this size."""
     return native_for(device, dtype) if model.head_dim <= 256 and model.head_dim % 2 == 0 else None
 
 
-def _stored_tokens(block_tokens: int, native: Kernels | None) -> int:
-    """Tokens a block has room for: the native kernels keep whole tiles."""
-    return block_tokens if native is None else -(-block_tokens // TILE) * TILE
+def _whole_tiles(tokens: int) -> int:
+    """Tokens that a block has room for where the native kernels use it."""
+    return -(-tokens // TILE) * TILE
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -12,6 +12,7 @@ Knows no queues and no sampling. Invariant: it reads a sequence (tokens, blocks)
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -22,8 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from local_engine.attention import StepInput
+from local_engine.attention import Pools, StepInput
 from local_engine.config import ModelConfig
+from local_engine.executors.rows import POSITIONS, SLOTS, TOKENS, Longs, fill_rows, logit_rows
 from local_engine.kernels import supports
 from local_engine.kernels.gpu.attention import TILE_FIELDS, Shape, attend
 from local_engine.kernels.gpu.plan import SHORT_ROWS_MAX, Plan, Span, plan
@@ -38,9 +40,8 @@ _GRAPH_ROWS = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
 _SAVED_TOKENS_MIN = 512  # reads that a shared prefix must save before it is worth tiles of its own
 _PREFIXES_MAX = 8  # in a captured graph
 _GRAPH_ERROR_MAX = 0.02  # of the largest logit: a library may choose another kernel while recording
-_TOKENS, _POSITIONS, _SLOTS, _SOURCES, _LOGITS = range(5)
+_SOURCES, _LOGITS = 3, 4  # beside tokens, positions and slots
 _log = logging.getLogger(__name__)
-Longs = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def shape_of(model: ModelConfig, block_tokens: int) -> Shape:
@@ -64,33 +65,23 @@ def verify(model: ModelConfig, block_tokens: int, dtype: torch.dtype, device: to
         supports.leave_alone(device, one.part)
 
 
-class TritonKV:
-    """Room for `blocks` blocks in every layer."""
-
-    native = None
-    is_fused = True
+class TritonKV(Pools):
+    """Pools in the layout of `TorchKV`, but nothing is gathered and nothing masked beforehand: kernels read pages where they
+    lie. What no tile reaches is never read."""
 
     def __init__(
         self, model: ModelConfig, *, blocks: int, block_tokens: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.blocks = blocks
-        self.block_tokens = block_tokens
-        self.windows = model.windows
+        super().__init__(
+            model, blocks=blocks, block_tokens=block_tokens, stored_tokens=block_tokens, dtype=dtype, device=device
+        )
         self.shape = shape_of(model, block_tokens)
-        shape = (2 * model.kv_heads, blocks, block_tokens, model.head_dim)
-        self._pools = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(model.layers)]
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(pool.nbytes for pool in self._pools)
+    def angles(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """All: the kernel looks positions up."""
+        return table
 
-    @torch.inference_mode()
-    def clear(self) -> None:
-        """All zeros again."""
-        for pool in self._pools:
-            pool.zero_()
-
-    def rotate_write(
+    def attend(
         self,
         layer: int,
         qkv: torch.Tensor,
@@ -99,15 +90,12 @@ class TritonKV:
         cos: torch.Tensor,
         sin: torch.Tensor,
         step: StepInput,
-    ) -> None:
-        """Normalise and rotate the q and k of qkv [rows, heads + 2 kv_heads, head_dim] in place, and store k and v.
-        `cos` and `sin` are of all positions."""
-        rotate_write(qkv, self._pools[layer], qk_norm, epsilon, cos, sin, step.positions, step.slots)
-
-    def attend(self, layer: int, queries: torch.Tensor, step: StepInput) -> torch.Tensor:
-        """[rows, heads, head_dim] queries to [rows, heads * head_dim] outputs."""
+    ) -> torch.Tensor:
+        """In two passes over the rows."""
         assert step.tiles is not None, "the step was not prepared for tiles"
-        return attend(self.shape, layer, queries, self._pools[layer], step.positions, step.tiles)
+        pool = self.pools[layer]
+        rotate_write(qkv, pool, qk_norm, epsilon, cos, sin, step.positions, step.slots)
+        return attend(self.shape, layer, qkv[:, : self.shape.heads], pool, step.positions, step.tiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,31 +115,36 @@ class _Graph:
     replay: Callable[[], object]
 
 
-class GpuSteps:
-    """Runs the chunks of a step on a loaded model. `rows_max` bounds the graphs' batch; 0: no graphs."""
+class GpuExecutor:
+    """Runs a loaded model's steps; `kv` is its pools. `rows_max` bounds the graphs' batch; 0: no graphs."""
 
-    def __init__(self, decoder: Decoder, kv: TritonKV, *, rows_max: int, context_tokens: int) -> None:
-        self._decoder, self._kv, self._device = decoder, kv, decoder.device
+    def __init__(self, decoder: Decoder, *, blocks: int, block_tokens: int, rows_max: int, context_tokens: int) -> None:
+        kv = self.kv = TritonKV(
+            decoder.config, blocks=blocks, block_tokens=block_tokens, dtype=decoder.dtype, device=decoder.device
+        )
+        self._decoder, self._device = decoder, decoder.device
         sizes = [size for size in _GRAPH_ROWS if size < rows_max]
         self._sizes = [*sizes, min(rows_max, _GRAPH_ROWS[-1])] if rows_max and decoder.has_one_way else []
         self._graphs: dict[tuple[int, bool], _Graph] = {}
         self._aside: Any = None  # the stream on which graphs are captured
         self._memory: Any = None  # one pool for all graphs: only one runs at a time
         largest = self._sizes[-1] if self._sizes else 0
-        blocks = largest * min(kv.blocks, -(-context_tokens // kv.block_tokens))
+        graph_blocks = largest * min(kv.blocks, -(-context_tokens // kv.block_tokens))
         tiles = largest + self._shared_tiles(largest)
         with torch.inference_mode():
             self._longs = torch.zeros(5 * largest, dtype=torch.int64, device=self._device)
-            self._numbers = torch.zeros(TILE_FIELDS * tiles + blocks, dtype=torch.int32, device=self._device)
+            self._numbers = torch.zeros(TILE_FIELDS * tiles + graph_blocks, dtype=torch.int32, device=self._device)
             self._latest = torch.zeros(max(1, largest), dtype=torch.int64, device=self._device)
             self._logits = torch.zeros(
                 largest, decoder.config.vocabulary_size, dtype=decoder.dtype, device=self._device
             )
         self._ordered_blocks: list[list[int]] = []
         self._prefixes: list[Prefix] = []
+        if self._device.type == "cuda":
+            self.warm_up()
 
     @torch.inference_mode()
-    def run(self, chunks: Many[Chunk], before: Flight | None = None) -> torch.Tensor:
+    def run(self, chunks: Many[Chunk], before: Flight | None) -> torch.Tensor:
         """The logits [sum of logit_rows, vocabulary], in the order of the chunks; valid until the next call. Tokens that
         nobody knows yet are taken from what the flight `before` draws, on the device."""
         order = self._order(chunks)
@@ -163,18 +156,18 @@ class GpuSteps:
             return self._replay(chunks, order, rows, known, places)
         longs = self._fill(order.chunks, sum(chunk.count for chunk in chunks), places)
         on_device = self._to_device(longs)
-        tokens = on_device[_TOKENS]
+        tokens = on_device[TOKENS]
         if (longs[_SOURCES] >= 0).any():
             tokens = _known(tokens, on_device[_SOURCES], known)
-        made = plan(self._kv.shape, *_spans(order), order.prefixes)
+        made = plan(self.kv.shape, *_spans(order), order.prefixes)
         step = StepInput(
             token_ids=tokens,
-            positions=on_device[_POSITIONS],
-            slots=on_device[_SLOTS],
-            logit_rows=self._to_device(_logit_rows(chunks, order)),
-            tiles=made.on(self._kv.shape, self._to_device(made.numbers)),
+            positions=on_device[POSITIONS],
+            slots=on_device[SLOTS],
+            logit_rows=self._to_device(logit_rows(chunks, order.chunks)),
+            tiles=made.on(self.kv.shape, self._to_device(made.numbers)),
         )
-        return self._decoder(step, self._kv)
+        return self._decoder(step, self.kv)
 
     def _replay(
         self, chunks: Many[Chunk], order: _Order, rows: int, known: torch.Tensor, places: dict[int, int]
@@ -182,7 +175,7 @@ class GpuSteps:
         has_shared = bool(order.prefixes)
         made = self._padded(_spans(order)[0], order.prefixes, rows, has_shared)
         longs = self._fill(order.chunks, rows, places)
-        longs[_LOGITS, : len(chunks)] = _logit_rows(chunks, order)
+        longs[_LOGITS, : len(chunks)] = logit_rows(chunks, order.chunks)
         self._put(longs, made)
         self._latest[: len(known)].copy_(known, non_blocking=True)
         self._graph(rows, has_shared).replay()
@@ -205,12 +198,12 @@ class GpuSteps:
 
     def _check(self, rows: int, has_shared: bool) -> None:
         """A replay of one token in each of some blocks beside the same computed unrecorded. Raises RuntimeError."""
-        count = min(rows, self._kv.blocks)
+        count = min(rows, self.kv.blocks)
         spans = [Span(row, 1, 0, [row]) for row in range(count)]
         longs = np.zeros((5, rows), np.int64)
-        longs[_TOKENS] = np.arange(rows) % self._decoder.config.vocabulary_size
-        longs[_SLOTS] = longs[_SOURCES] = -1
-        longs[_SLOTS, :count] = np.arange(count) * self._kv.block_tokens
+        longs[TOKENS] = np.arange(rows) % self._decoder.config.vocabulary_size
+        longs[SLOTS] = longs[_SOURCES] = -1
+        longs[SLOTS, :count] = np.arange(count) * self.kv.block_tokens
         longs[_LOGITS] = np.arange(rows)
         self._put(longs, self._padded(spans, [], rows, has_shared))
         graph = self._graph(rows, has_shared)
@@ -225,7 +218,7 @@ class GpuSteps:
     def _padded(self, short: list[Span], prefixes: Many[Prefix], rows: int, has_shared: bool) -> Plan:
         """The tiles of a decode as the graph of so many rows has them."""
         shared_tiles = self._shared_tiles(rows) if has_shared else 0
-        shape = self._kv.shape
+        shape = self.kv.shape
         return plan(shape, short, [], prefixes, own_tiles=rows, shared_tiles=shared_tiles, split_rows=rows)
 
     def _put(self, longs: Longs, made: Plan) -> None:
@@ -243,13 +236,13 @@ class GpuSteps:
         def compute() -> None:
             longs = self._longs[: 5 * rows].view(5, rows)
             step = StepInput(
-                token_ids=_known(longs[_TOKENS], longs[_SOURCES], self._latest),
-                positions=longs[_POSITIONS],
-                slots=longs[_SLOTS],
+                token_ids=_known(longs[TOKENS], longs[_SOURCES], self._latest),
+                positions=longs[POSITIONS],
+                slots=longs[SLOTS],
                 logit_rows=longs[_LOGITS],
-                tiles=skeleton.on(self._kv.shape, self._numbers),
+                tiles=skeleton.on(self.kv.shape, self._numbers),
             )
-            self._logits[:rows].copy_(self._decoder(step, self._kv))
+            self._logits[:rows].copy_(self._decoder(step, self.kv))
 
         made = self._graphs[rows, has_shared] = _Graph(compute, self._recorded(compute))
         return made
@@ -280,7 +273,7 @@ class GpuSteps:
         if len(blocks) != len(self._ordered_blocks) or any(
             one is not other for one, other in zip(blocks, self._ordered_blocks, strict=True)
         ):
-            found = shared_prefixes(blocks, _SAVED_TOKENS_MIN // self._kv.block_tokens)
+            found = shared_prefixes(blocks, _SAVED_TOKENS_MIN // self.kv.block_tokens)
             found.sort(key=lambda prefix: -prefix.blocks * (len(prefix.members) - 1))
             self._ordered_blocks, self._prefixes = blocks, found[:_PREFIXES_MAX]
         members = [index for prefix in self._prefixes for index in prefix.members]
@@ -292,24 +285,16 @@ class GpuSteps:
 
     def _fill(self, chunks: Many[Chunk], rows: int, places: dict[int, int]) -> Longs:
         """int64 [5, rows]: tokens, positions, slots, and where in the latest draws a token is; logit rows are left 0."""
-        size = self._kv.block_tokens
         longs = np.zeros((5, rows), np.int64)
-        longs[_SLOTS] = longs[_SOURCES] = -1
-        at = 0
-        for chunk in chunks:
-            stop = at + chunk.count
-            blocks = np.array(chunk.sequence.blocks[chunk.start // size : -(-chunk.end // size)], np.int64)
-            where = np.arange(chunk.start, chunk.end)
-            longs[_TOKENS, at:stop] = chunk.tokens
-            longs[_POSITIONS, at:stop] = where
-            longs[_SLOTS, at:stop] = blocks[where // size - chunk.start // size] * size + where % size
+        longs[SLOTS] = longs[_SOURCES] = -1
+        fill_rows(longs, chunks, self.kv.block_tokens)
+        for at, chunk in zip(itertools.accumulate((c.count for c in chunks), initial=0), chunks, strict=False):
             if chunk.sequence.in_flight:  # its first row is the decode of that token
                 longs[_SOURCES, at] = places[chunk.sequence.id]
-            at = stop
         return longs
 
     def _shared_tiles(self, rows: int) -> int:
-        return -(-rows // self._kv.shape.tile_rows) + min(_PREFIXES_MAX, rows // 2)
+        return -(-rows // self.kv.shape.tile_rows) + min(_PREFIXES_MAX, rows // 2)
 
     def _pinned(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
         tensor = torch.from_numpy(array)
@@ -330,14 +315,3 @@ def _spans(order: _Order) -> tuple[list[Span], list[Span]]:
         spans.append(Span(at, chunk.count, chunk.start, chunk.sequence.blocks))
         at += chunk.count
     return spans[: order.short], spans[order.short :]
-
-
-def _logit_rows(chunks: Many[Chunk], order: _Order) -> Longs:
-    """The rows to predict from, in the order of the chunks as they were scheduled."""
-    stops: dict[int, int] = {}
-    at = 0
-    for chunk in order.chunks:
-        at += chunk.count
-        stops[id(chunk)] = at
-    rows = [stops[id(chunk)] - back for chunk in chunks for back in range(chunk.logit_rows, 0, -1)]
-    return np.array(rows, np.int64)

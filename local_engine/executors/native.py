@@ -1,24 +1,32 @@
-"""NativeStep: a decoder's whole step as one native call.
+"""NativeExecutor: a step by the native kernels, all of it in one call where the model allows.
 
-Describes a model to the kernels once, as pointers: its matrices, norms, rotary tables and pools of KV. Serves models all
-of whose products are native and dense; of every other `native_step` is None, and Decoder calls kernels one by one. That is
-the oracle too. Invariant: it computes what the decoder does, to the last bit but for norms after attention and MLP.
+Models all of whose products are native and dense are described to the kernels once, as pointers: matrices, norms, rotary
+tables and pools of KV. Of every other the decoder calls kernels one by one, which is the oracle too. Invariants: one call
+computes what the decoder does, to the last bit but for norms after attention and MLP; a sequence is read, never changed.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
+from collections.abc import Callable
 from collections.abc import Sequence as Many
+from functools import partial
 
+import numpy as np
 import torch
 
-from local_engine.attention import PagedKV, StepInput
+from local_engine.attention import NativeKV, PagedRows, StepInput
+from local_engine.executors.rows import POSITIONS, SLOTS, TOKENS, fill_in_drawn, fill_rows, logit_rows
 from local_engine.kernels.cpu import Kernels, Matrix, kind_of
 from local_engine.kernels.fused import softcap
 from local_engine.models.decoder import Decoder, Layer
 from local_engine.models.mlp import Mlp
+from local_engine.sequence import Chunk
+from local_engine.step_in_flight import Flight
 from local_engine.weights.linear import Linear, NativeProduct
 
+_SPAN_TOKENS = 256  # what of a shared prefix the native kernel looks at in one piece
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 
 
@@ -48,20 +56,42 @@ class _Model(ctypes.Structure):
     )
 
 
-def native_step(decoder: Decoder, kv: PagedKV) -> NativeStep | None:
-    """What runs this model's steps in one native call; None where its products or its MLPs are not all native."""
-    if kv.native is None or any(linear.native_products() is None for linear in decoder.linears()):
-        return None
-    if not all(isinstance(layer.mlp, Mlp) for layer in decoder.layers):
-        return None
-    return NativeStep(decoder, kv, kv.native)
+class NativeExecutor:
+    """Runs a loaded model's steps on a CPU; `kv` is its pools, `step` what computes a step's logits."""
+
+    def __init__(self, native: Kernels, decoder: Decoder, *, blocks: int, block_tokens: int) -> None:
+        self.kv = NativeKV(native, decoder.config, blocks=blocks, block_tokens=block_tokens, dtype=decoder.dtype)
+        self.step: Callable[[StepInput], torch.Tensor] = partial(decoder, kv=self.kv)
+        is_native = all(linear.native_products() is not None for linear in decoder.linears())
+        if is_native and all(isinstance(layer.mlp, Mlp) for layer in decoder.layers):
+            self.step = NativeStep(decoder, self.kv)
+        self._prefix_blocks = max(1, _SPAN_TOKENS // block_tokens)
+
+    @torch.inference_mode()
+    def run(self, chunks: Many[Chunk], before: Flight | None) -> torch.Tensor:
+        """The logits [sum of their logit_rows, vocabulary], in the order of the chunks."""
+        # sequences with a common prefix become neighbours
+        ordered = sorted(chunks, key=lambda chunk: chunk.sequence.blocks[:: self._prefix_blocks])
+        longs = np.empty((3, sum(chunk.count for chunk in ordered)), np.int64)
+        fill_rows(longs, ordered, self.kv.block_tokens)
+        rows = torch.from_numpy(longs)
+        step = StepInput(
+            token_ids=rows[TOKENS],
+            positions=rows[POSITIONS],
+            slots=rows[SLOTS],
+            logit_rows=torch.from_numpy(logit_rows(chunks, ordered)),
+            paged=_paged(ordered),
+        )
+        if before is not None:
+            fill_in_drawn(step.token_ids, ordered, before)
+        return self.step(step)
 
 
 class NativeStep:
-    """Holds what its description points at: the decoder and the pools."""
+    """The model as the kernels know it, and the call. Holds what that description points at: the decoder and the pools."""
 
-    def __init__(self, decoder: Decoder, kv: PagedKV, native: Kernels) -> None:
-        self._decoder, self._kv, self._native = decoder, kv, native
+    def __init__(self, decoder: Decoder, kv: NativeKV) -> None:
+        self._decoder, self._kv = decoder, kv
         config, products = decoder.config, decoder.head.native_products()
         assert products is not None
         self._logits_dtype = products[0].out_dtype
@@ -96,7 +126,7 @@ class NativeStep:
         logits = torch.empty(len(step.logit_rows), config.vocabulary_size, dtype=self._logits_dtype)
         given = (x, step.positions, step.slots, step.paged.blocks, step.paged.starts, step.logit_rows, logits)
         pointers = (tensor.data_ptr() for tensor in given)
-        self._native.step(ctypes.byref(self._model), *pointers, len(x), len(logits))
+        self._kv.native.step(ctypes.byref(self._model), *pointers, len(x), len(logits))
         return softcap(logits, config.logit_softcap)
 
     def _layer(self, index: int, layer: Layer) -> _Layer:
@@ -127,3 +157,15 @@ def _linear(linear: Linear) -> _Linear:
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def _paged(chunks: Many[Chunk]) -> PagedRows:
+    starts = itertools.accumulate((len(chunk.sequence.blocks) for chunk in chunks), initial=0)
+    per_row = [start for chunk, start in zip(chunks, starts, strict=False) for _ in range(chunk.count)]
+    blocks = [block for chunk in chunks for block in chunk.sequence.blocks]
+    return PagedRows(
+        stop=len(per_row),
+        blocks=torch.tensor(blocks, dtype=torch.int64),
+        starts=torch.tensor(per_row, dtype=torch.int64),
+        work=sum(chunk.count * chunk.end for chunk in chunks),
+    )

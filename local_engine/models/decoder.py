@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as functional
 
-from local_engine.attention import KV, PagedKV, StepInput
+from local_engine.attention import KV, StepInput
 from local_engine.config import ModelConfig, ModelError, RopeConfig
 from local_engine.kernels.fused import add_norm, rms_norm, row_kernels, softcap
 from local_engine.models.mlp import Experts, Mlp
@@ -200,16 +200,19 @@ class Decoder:
     def __call__(self, step: StepInput, kv: KV) -> torch.Tensor:
         """Logits [len(logit_rows), vocabulary] of one step; the step's KV is in the pool afterwards."""
         config = self.config
+        heads, epsilon = config.heads + 2 * config.kv_heads, config.rms_epsilon
         x = self.embed(step.token_ids)
         more = torch.zeros_like(x)  # what the layer before adds to x
-        epsilon = config.rms_epsilon
-        tables: dict[int, Rotary] = {}  # this step's rows of each rotary table, where they are looked up beforehand
+        tables = {id(table): table for table in self.rotary}
+        angles = {
+            key: (kv.angles(table.cos, step.positions), kv.angles(table.sin, step.positions))
+            for key, table in tables.items()
+        }
         for index, layer in enumerate(self.layers):
-            table = self.rotary[index]
-            if id(table) not in tables and not kv.is_fused:
-                tables[id(table)] = Rotary(table.cos[step.positions], table.sin[step.positions])
+            cos, sin = angles[id(self.rotary[index])]
             y = add_norm(self.native, x, more, layer.attention_norm, epsilon)
-            y = layer.output(self._attend(index, layer, y, tables.get(id(table), table), step, kv))
+            qkv = layer.qkv(y).view(-1, heads, config.head_dim)
+            y = layer.output(kv.attend(index, qkv, layer.qk_norm, epsilon, cos, sin, step))
             y = y if layer.output_norm is None else rms_norm(y, layer.output_norm, epsilon)
             more = layer.mlp(add_norm(self.native, x, y, layer.mlp_norm, epsilon))
             more = more if layer.down_norm is None else rms_norm(more, layer.down_norm, epsilon)
@@ -225,24 +228,6 @@ class Decoder:
         )
         scale = self.config.embedding_scale
         return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype)
-
-    def _attend(
-        self, index: int, layer: Layer, x: torch.Tensor, table: Rotary, step: StepInput, kv: KV
-    ) -> torch.Tensor:
-        """One layer's attention up to its output matrix: project, normalise, rotate, remember, look back."""
-        config = self.config
-        heads, kv_heads, size = config.heads, config.kv_heads, config.head_dim
-        qkv = layer.qkv(x).view(-1, heads + 2 * kv_heads, size)
-        if kv.is_fused:
-            kv.rotate_write(index, qkv, layer.qk_norm, config.rms_epsilon, table.cos, table.sin, step)
-            return kv.attend(index, qkv[:, :heads], step)
-        qk = qkv[:, : heads + kv_heads]
-        if layer.qk_norm is not None:
-            qk = rms_norm(qk, None, config.rms_epsilon, layer.qk_norm)
-        qk = (qk * table.cos).addcmul_(qk.roll(size // 2, -1), table.sin)
-        assert isinstance(kv, PagedKV)
-        kv.write(index, step.slots, qk[:, heads:], qkv[:, heads + kv_heads :])
-        return kv.attend(index, qk[:, :heads], step)
 
     def _table(self, rope: RopeConfig, context_tokens: int, factors: torch.Tensor | None) -> Rotary:
         size = self.config.head_dim

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from local_engine.attention import PagedKV, PagedRows, StepInput
+from local_engine.attention import NativeKV, PagedRows, StepInput
 from local_engine.config import ModelConfig, RopeConfig
+from local_engine.kernels import cpu
 from local_engine.models.rope import rotary
 
 CPU = torch.device("cpu")
@@ -60,7 +61,9 @@ class Layer:
 
     def __init__(self, model: ModelConfig, blocks: int, block_tokens: int, dtype: torch.dtype) -> None:
         self.model = model
-        self.kv = PagedKV(model, blocks=blocks, block_tokens=block_tokens, dtype=dtype, device=CPU)
+        native = cpu.kernels()
+        assert native is not None
+        self.kv = NativeKV(native, model, blocks=blocks, block_tokens=block_tokens, dtype=dtype)
         self.rotary = rotary(model.rope, model.head_dim, 2048, factors=None, dtype=dtype, device=CPU)
 
     def step(self, parts: list[tuple[Looking, int, int]]) -> torch.Tensor:
@@ -85,8 +88,7 @@ class Layer:
             ),
         )
         qkv = torch.cat([of.qkv[start:stop] for of, start, stop in parts]).contiguous()
-        self.kv.rotate_write(0, qkv, None, EPSILON, self.rotary, step)
-        return self.kv.attend(0, qkv[:, : self.model.heads], step)
+        return self.kv.attend(0, qkv, None, EPSILON, self.rotary.cos, self.rotary.sin, step)
 
 
 def expected(model: ModelConfig, of: Looking) -> torch.Tensor:

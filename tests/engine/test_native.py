@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from local_engine.attention import StepInput
 from local_engine.config import EngineConfig, ModelError
 from local_engine.engine import Engine
+from local_engine.executors.native import NativeExecutor, NativeStep
+from local_engine.executors.torch import TorchExecutor
 from local_engine.kernels import cpu
 from local_engine.kernels.fused import add_norm, gate
 from local_engine.weights.linear import Linear, has_pairs
@@ -237,8 +239,10 @@ def test_a_step_in_one_call_is_the_decoder_s(
         pytest.skip("bfloat16 products are torch's on this processor")
     engine = make_engine(family, dtype="bfloat16", threads=2)
     runner = engine._runner
-    at_once, has_other_norms = runner._native_step, runner.decoder.config.has_post_norms
-    assert at_once is not None
+    executor, has_other_norms = runner._executor, runner.decoder.config.has_post_norms
+    assert isinstance(executor, NativeExecutor)
+    at_once = executor.step
+    assert isinstance(at_once, NativeStep)
     rows: list[int] = []
 
     def both(step: StepInput) -> torch.Tensor:
@@ -248,7 +252,7 @@ def test_a_step_in_one_call_is_the_decoder_s(
         rows.append(len(step.positions))
         return found
 
-    monkeypatch.setattr(runner, "_native_step", both)
+    monkeypatch.setattr(executor, "step", both)
     for seed in range(3):
         engine.submit(random_prompt(seed, 5 + 60 * seed), greedy(6))
     run(engine)
@@ -261,7 +265,9 @@ def test_how_many_threads_there_are_changes_nothing(kernels: cpu.Kernels, make_e
     said = []
     for threads in (1, 3):
         engine = make_engine("qwen3-wide", weights=weights, is_batch_invariant=True, threads=threads)
-        assert engine._runner._native_step is not None
+        executor = engine._runner._executor
+        assert isinstance(executor, NativeExecutor)
+        assert isinstance(executor.step, NativeStep)
         for seed in range(4):
             engine.submit(random_prompt(seed, 100), greedy(4, logprobs=2))
         own: list[Any] = []
@@ -284,7 +290,7 @@ def test_the_plain_path_gives_the_same_answers(
         found = run(engine)
         answers.append([found[id] for id in ids])
         monkeypatch.setattr("local_engine.kernels.cpu.kernels", lambda: None)
-    assert engine._runner.kv.native is None
+    assert isinstance(engine._runner._executor, TorchExecutor)
     assert answers[0] == answers[1]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from local_engine.engine import Engine
+from local_engine.executors.gpu import GpuExecutor
 from local_engine.messages import SamplingParams
 from tests.engine.checkpoints import naive_greedy, random_prompt
 from tests.engine.conftest import at_fixed_prices, greedy, run
@@ -30,8 +31,8 @@ def test_a_mix_of_prompts_gives_the_naive_answers(make_engine: Make, checkpoint:
     ids = [engine.submit(prompt, greedy(4)) for prompt in prompts]
     found = run(engine)
     assert [found[id] for id in ids] == [list(naive_greedy(checkpoint("gemma2"), tuple(p), 4)) for p in prompts]
-    steps = engine._runner._gpu
-    assert steps is not None
+    steps = engine._runner._executor
+    assert isinstance(steps, GpuExecutor)
     assert {has_shared for _, has_shared in steps._graphs} == {False, True}
     assert max(rows for rows, _ in steps._graphs) == 3
 
@@ -42,8 +43,8 @@ def test_graphs_are_checked_before_they_are_used(
     """All sizes are captured and compared at once; where a replay gives something else, decodes run unrecorded and it is
     said."""
     engine = make_engine("qwen3", sequences_max=3, context_tokens_max=16, draft_tokens_max=0)
-    steps = engine._runner._gpu
-    assert steps is not None
+    steps = engine._runner._executor
+    assert isinstance(steps, GpuExecutor)
     steps.warm_up()
     assert {rows for rows, _ in steps._graphs} == {1, 2, 3}
     steps._graphs.clear()

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from local_engine.engine import Engine
+from local_engine.executors.gpu import GpuExecutor
 from local_engine.kernels.gpu.experts import GroupedExperts
 from local_engine.kernels.gpu.self_test import _one_by_one
 from tests.engine.checkpoints import naive_greedy, random_prompt
@@ -47,6 +48,6 @@ def test_a_mixture_is_captured_and_answers_as_naively(
     found = run(engine)
     naive = checkpoint("qwen3-moe-wide")
     assert [found[id] for id in ids] == [list(naive_greedy(naive, tuple(prompt), 4)) for prompt in prompts]
-    steps = engine._runner._gpu
-    assert steps is not None
+    steps = engine._runner._executor
+    assert isinstance(steps, GpuExecutor)
     assert steps._graphs
