@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 
 from gateway.accounts import Group, LedgerFilter
 from gateway.admin import cache_views, views
-from gateway.admin.drawings import answers_bar, kinds_bar, kinds_chart, money_chart, ttft_chart
+from gateway.admin.charts import answers_bar, kinds_bar, kinds_chart, money_chart, ttft_chart
 from gateway.admin.forms import add_cache_forms, add_session_forms, add_team_forms
 from gateway.admin.guard import Guard
 from gateway.admin.html import Pages, page_route, static_file, with_query
