@@ -28,7 +28,6 @@ from gateway.admin.models import (
     FeedbackOut,
     NeighbourOut,
     PartitionOut,
-    PartOut,
     PurgeIn,
     PurgeOut,
     SampleOut,
@@ -38,7 +37,7 @@ from gateway.admin.models import (
     WrongsOut,
 )
 from gateway.admin.services import AdminServices
-from gateway.telemetry.parts import Health
+from gateway.telemetry.parts import Health, Part
 from gateway.wire.errors import BadRequest, NotFound
 
 _NEIGHBOURS = 8
@@ -73,7 +72,7 @@ async def cache(services: AdminServices) -> CacheOut:
         partitions=sorted(partitions, key=lambda one: -one.size_bytes),
         l1_entries=sizes.l1_entries,
         l1_bytes=sizes.l1_bytes,
-        semantic=PartOut(name="semantic index", health=healths.get(worker.state, Health.DOWN), detail=detail),
+        semantic=Part(name="semantic index", health=healths.get(worker.state, Health.DOWN), detail=detail),
     )
 
 

@@ -16,8 +16,8 @@ from datetime import UTC, datetime
 from markupsafe import Markup
 
 from gateway.admin import format as fmt
-from gateway.admin.models import PercentilesOut, StatsOut, TallyOut
-from gateway.telemetry.summary import HITS, KINDS, Window
+from gateway.admin.models import StatsOut, TallyOut
+from gateway.telemetry.summary import HITS, KINDS, Percentiles, Window
 
 _HEIGHT = 100.0
 _STEP = 10.0  # a bar's share of the width, its gap included
@@ -126,7 +126,7 @@ def _kinds_of(tally: TallyOut) -> str:
     return ", ".join(found)
 
 
-def _latency(one: PercentilesOut) -> str:
+def _latency(one: Percentiles) -> str:
     return f"p50 {fmt.ms(one.p50_ms)}, p95 {fmt.ms(one.p95_ms)}" if one.count else "none"
 
 

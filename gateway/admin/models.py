@@ -5,12 +5,15 @@ Money is an integer of µUSD, times are unix seconds, durations are ms; the unit
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model
+from pydantic_core import CoreSchema
 
-from gateway.telemetry.parts import Health
-from gateway.telemetry.summary import Window
+from gateway.accounts import LedgerRow
+from gateway.journey.record import Attempt, Record, Rejection
+from gateway.telemetry.parts import Part
+from gateway.telemetry.summary import Percentiles, Window
 from policies import WindowKind
 from policies.prices import MICROUSD_MAX
 
@@ -33,6 +36,24 @@ class _In(BaseModel):
 
 class _Out(BaseModel):
     model_config = ConfigDict(from_attributes=True, protected_namespaces=())
+
+
+class _Flat:
+    """Lets a plain value out as it is: the schema `name` has the value's own fields, all of them required.
+
+    `without`: fields that stay inside. `changed`: another type, or a type and a description, by field.
+    """
+
+    def __init__(self, name: str, doc: str | None = None, without: tuple[str, ...] = (), **changed: Any) -> None:
+        self._name, self._doc, self._without, self._changed = name, doc, without, changed
+        self._model: type[BaseModel] | None = None  # one a schema: two of a name would be told apart by longer names
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        if self._model is None:
+            types = {name: hint for name, hint in get_type_hints(source).items() if name not in self._without}
+            fields: Any = {name: (hint, ...) for name, hint in (types | self._changed).items()}
+            self._model = create_model(self._name, __base__=_Out, __doc__=self._doc, **fields)
+        return handler.generate_schema(self._model)
 
 
 class ErrorDetail(BaseModel):
@@ -206,19 +227,15 @@ class DeploymentTallyOut(_Out):
     cost_microusd: int
 
 
-class PercentilesOut(_Out):
-    count: int
-    p50_ms: float | None
-    p95_ms: float | None
-    p99_ms: float | None
+_Percentiles = Annotated[Percentiles, _Flat("PercentilesOut")]
 
 
 class PointOut(_Out):
     start_s: int
     length_s: int
     tally: TallyOut
-    ttft_hit: PercentilesOut
-    ttft_miss: PercentilesOut
+    ttft_hit: _Percentiles
+    ttft_miss: _Percentiles
 
 
 class StatsOut(_Out):
@@ -230,8 +247,8 @@ class StatsOut(_Out):
     by_model: list[ModelTally]
     by_deployment: list[DeploymentTallyOut]
     series: list[PointOut]
-    ttft: dict[str, PercentilesOut] = Field(description="by what answered; `hit` and `all` are sums")
-    duration: dict[str, PercentilesOut]
+    ttft: dict[str, _Percentiles] = Field(description="by what answered; `hit` and `all` are sums")
+    duration: dict[str, _Percentiles]
     semantic: list[SemanticOut] = []
 
 
@@ -254,89 +271,42 @@ class SemanticOut(_Out):
     strictness: float = Field(description="what it is multiplied with now; below 1 it has tightened itself")
 
 
-class RejectionOut(_Out):
-    name: str
-    reason: str
+_Rejection = Annotated[Rejection, _Flat("RejectionOut")]
+_Attempt = Annotated[Attempt, _Flat("AttemptOut", without=("is_refusal",))]
+_Route = Annotated[
+    Record,
+    _Flat(
+        "RouteOut",
+        """One finished request and why it went where it went. `nearest` is kept only where prompts may be logged.
 
-
-class AttemptOut(_Out):
-    name: str
-    outcome: str
-    duration_ms: float
-
-
-class RouteOut(_Out):
-    """One finished request and why it went where it went. `nearest` is kept only where prompts may be logged.
-
-    `kind` is what became of it: what `cache` says, or `refused` (4xx; 504 where the caller ruled out what it would have
-    taken) or `failed` (any other 5xx).
-    """
-
-    request_id: str
-    at_s: float
-    route: str
-    team_id: int
-    team: str
-    key_id: int
-    key: str
-    alias: str
-    is_stream: bool
-    status: int
-    error: str
-    cache: str
-    kind: str
-    similarity: float | None
-    miss_reason: str
-    nearest: str
-    store: str
-    entry: str = Field(description="id of the cached answer that was served or stored")
-    deployment: str
-    policy: str
-    why: str
-    rejected: list[RejectionOut]
-    attempts: list[AttemptOut]
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    cost_microusd: int
-    saved_microusd: int
-    saved_ms: float
-    ttft_ms: float | None
-    duration_ms: float
-    is_disconnected: bool
+`kind` is what became of it: what `cache` says, or `refused` (4xx; 504 where the caller ruled out what it would have
+taken) or `failed` (any other 5xx).""",
+        without=("draft", "drafted_tokens", "accepted_tokens", "survived"),
+        kind=str,
+        entry=Annotated[str, Field(description="id of the cached answer that was served or stored")],
+        rejected=list[_Rejection],
+        attempts=list[_Attempt],
+    ),
+]
 
 
 class RoutesOut(_Out):
-    routes: list[RouteOut]
+    routes: list[_Route]
     cursor: str | None
 
 
-class LedgerRowOut(_Out):
-    id: str
-    at_ms: int
-    request_id: str
-    team_id: int
-    key_id: int
-    alias: str
-    deployment: str
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    cost_microusd: int
+_LedgerRow = Annotated[LedgerRow, _Flat("LedgerRowOut", without=("kind",))]
 
 
 class LedgerOut(_Out):
-    rows: list[LedgerRowOut]
+    rows: list[_LedgerRow]
     cursor: str | None
 
 
 # -- the machine
 
 
-class PartOut(_Out):
-    name: str
-    health: Health
-    detail: str
+_Part = Annotated[Part, _Flat("PartOut")]
 
 
 class ProblemOut(_Out):
@@ -350,7 +320,7 @@ class ProblemOut(_Out):
 class StatusOut(_Out):
     version: str
     uptime_s: float
-    parts: list[PartOut]
+    parts: list[_Part]
     problems: list[ProblemOut]
 
 
@@ -422,7 +392,7 @@ class CacheOut(_Out):
     partitions: list[PartitionOut]
     l1_entries: int = Field(description="of the worker that answered")
     l1_bytes: int
-    semantic: PartOut | None
+    semantic: _Part | None
 
 
 class PurgeIn(_In):

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Depends, Response
 from fastapi.responses import StreamingResponse
 from pydantic import Field
 
-from gateway.accounts import LedgerFilter
+from gateway.accounts import LedgerFilter, LedgerRow
 from gateway.admin import cache_views, views
 from gateway.admin.guard import ApiRoute, Guard
 from gateway.admin.models import (
@@ -36,7 +36,6 @@ from gateway.admin.models import (
     KeyPatch,
     KeysOut,
     LedgerOut,
-    LedgerRowOut,
     NewKeyOut,
     OverviewOut,
     PurgeIn,
@@ -227,13 +226,14 @@ def ledger_filter(
     )
 
 
-async def _csv(rows: AsyncIterator[LedgerRowOut]) -> AsyncIterator[str]:
+async def _csv(rows: AsyncIterator[LedgerRow]) -> AsyncIterator[str]:
     buffer = io.StringIO()
     writer = csv.writer(buffer)
-    writer.writerow(["at", *LedgerRowOut.model_fields])
+    names = [name for name in LedgerRow.__struct_fields__ if name != "kind"]
+    writer.writerow(["at", *names])
     async for row in rows:
         at = datetime.fromtimestamp(row.at_ms / 1000, UTC).isoformat(timespec="milliseconds")
-        writer.writerow([at, *(_cell(value) for value in row.model_dump().values())])
+        writer.writerow([at, *(_cell(getattr(row, name)) for name in names)])
         if buffer.tell() > 32_768:
             yield buffer.getvalue()
             buffer.seek(0)

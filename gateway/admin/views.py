@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+import msgspec
 from redis.exceptions import RedisError
 
 from gateway import accounts
-from gateway.accounts import LedgerFilter, Team
+from gateway.accounts import LedgerFilter, LedgerRow, Team
 from gateway.admin.models import (
-    AttemptOut,
     BudgetIn,
     BudgetOut,
     BudgetPatch,
@@ -23,14 +23,9 @@ from gateway.admin.models import (
     DeploymentTallyOut,
     KeyOut,
     LedgerOut,
-    LedgerRowOut,
     ModelTally,
     OverviewOut,
-    PartOut,
-    PercentilesOut,
     PointOut,
-    RejectionOut,
-    RouteOut,
     RoutesOut,
     SemanticOut,
     StatsOut,
@@ -44,6 +39,7 @@ from gateway.admin.services import AdminServices
 from gateway.journey.record import Record
 from gateway.journey.semantic import error_max_of
 from gateway.telemetry.measured_error import measure
+from gateway.telemetry.stats import Page
 from gateway.telemetry.summary import KINDS, Summary, Tally, Window, kind_of
 from policies import Budget
 from policies.holds import BudgetState
@@ -188,8 +184,8 @@ def stats_out(summary: Summary, team_names: dict[int, str]) -> StatsOut:
             for name, tally in sorted(summary.by_deployment.items())
         ],
         series=[PointOut.model_validate(point) for point in summary.series],
-        ttft={name: PercentilesOut.model_validate(one) for name, one in summary.ttft.items()},
-        duration={name: PercentilesOut.model_validate(one) for name, one in summary.duration.items()},
+        ttft=summary.ttft,
+        duration=summary.duration,
     )
 
 
@@ -229,32 +225,28 @@ def _outcomes(record: Record) -> tuple[str, ...]:
 async def routes(services: AdminServices, where: RouteFilter, cursor: str = "", limit: int = 50) -> RoutesOut:
     """The latest requests, each with the reasons for its way. Raises RedisError."""
     page = await services.stats.routes(where.matches, before=cursor, limit=limit)
-    return RoutesOut(routes=[route_out(record) for record in page.records], cursor=page.cursor)
+    return _routes(page)
 
 
 async def near_misses(services: AdminServices, where: RouteFilter, cursor: str = "", limit: int = 50) -> RoutesOut:
     """The latest requests that came close to a cached answer. Raises RedisError."""
     page = await services.stats.near_misses(where.matches, before=cursor, limit=limit)
-    return RoutesOut(routes=[route_out(record) for record in page.records], cursor=page.cursor)
+    return _routes(page)
 
 
-def route_out(record: Record) -> RouteOut:
-    fields: dict[str, Any] = {name: getattr(record, name) for name in record.__struct_fields__}
-    fields["kind"] = kind_of(record.cache, record.status, record.error)
-    fields["rejected"] = [RejectionOut(name=one.name, reason=one.reason) for one in record.rejected]
-    fields["attempts"] = [
-        AttemptOut(name=one.name, outcome=one.outcome, duration_ms=one.duration_ms) for one in record.attempts
-    ]
-    return RouteOut(**fields)
+def _routes(page: Page) -> RoutesOut:
+    """The records as they are, each with what became of it."""
+    found = [{**msgspec.structs.asdict(one), "kind": kind_of(one.cache, one.status, one.error)} for one in page.records]
+    return RoutesOut.model_validate({"routes": found, "cursor": page.cursor})
 
 
 async def ledger(services: AdminServices, where: LedgerFilter, cursor: str | None, limit: int) -> LedgerOut:
     """A page of the ledger, newest first. Raises accounts.Invalid for a cursor that is none."""
     page = await services.ledger.rows(where, limit, cursor)
-    return LedgerOut(rows=[LedgerRowOut.model_validate(row) for row in page.rows], cursor=page.cursor)
+    return LedgerOut(rows=list(page.rows), cursor=page.cursor)
 
 
-async def ledger_rows(services: AdminServices, where: LedgerFilter) -> AsyncIterator[LedgerRowOut]:
+async def ledger_rows(services: AdminServices, where: LedgerFilter) -> AsyncIterator[LedgerRow]:
     """All rows of the ledger that match, newest first, a page in memory at a time."""
     cursor: str | None = None
     while True:
@@ -277,7 +269,7 @@ async def status(services: AdminServices) -> StatusOut:
     return StatusOut(
         version=services.version,
         uptime_s=max(0.0, services.clock() - services.started_at_s),
-        parts=[PartOut.model_validate(part) for part in parts],
+        parts=list(parts),
         problems=problems(parts, services.deployments(), live, names, summary, services.truth.live),
     )
 
