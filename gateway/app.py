@@ -28,6 +28,7 @@ from cache import CacheLimits, CacheUnavailable, ExactCache, SemanticClient
 from gateway.accounts import Accounts, Ledger, LedgerWriter
 from gateway.admin.routes import admin_router
 from gateway.admin.services import AdminServices
+from gateway.admin.views import deployments_of
 from gateway.api.chat import Chat
 from gateway.api.completions import Completions
 from gateway.api.embeddings import Embeddings
@@ -282,7 +283,7 @@ def _admin_services(parts: Parts) -> AdminServices:
         verdicts=parts.learning.verdicts,
         reports=parts.learning.reports,
         truth=parts.learning.truth,
-        deployments=parts.watch.deployments,
+        deployments=lambda: deployments_of(parts.fleet),
         parts=parts.watch.parts,
         clock=time.time,
         version=VERSION,

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 
 from gateway.admin.format import usd, window
-from gateway.admin.models import BudgetOut, ProblemOut
+from gateway.admin.models import BudgetOut, DeploymentOut, ProblemOut
 from gateway.telemetry.measured_error import Live
-from gateway.telemetry.parts import DeploymentView, Health, Part
+from gateway.telemetry.parts import Health, Part
 from gateway.telemetry.summary import Summary
 
 _FAILED_SHARE_MAX = 0.05
@@ -22,7 +22,7 @@ _ATTEMPTS_MIN = 5
 
 def problems(
     parts: Sequence[Part],
-    deployments: Sequence[DeploymentView],
+    deployments: Sequence[DeploymentOut],
     budgets: Sequence[BudgetOut],
     team_names: Mapping[int, str],
     last_hour: Summary | None,
@@ -54,7 +54,7 @@ def _of_parts(parts: Sequence[Part], deployment_names: Set[str]) -> list[Problem
     ]
 
 
-def _of_deployments(deployments: Sequence[DeploymentView], starting: Set[str]) -> list[ProblemOut]:
+def _of_deployments(deployments: Sequence[DeploymentOut], starting: Set[str]) -> list[ProblemOut]:
     found = []
     for alias in dict.fromkeys(view.alias for view in deployments):
         views = [view for view in deployments if view.alias == alias]
@@ -108,7 +108,7 @@ def _of_truth(truths: Sequence[Live]) -> list[ProblemOut]:
     ]
 
 
-def _of_attempts(deployments: Sequence[DeploymentView], last_hour: Summary | None) -> list[ProblemOut]:
+def _of_attempts(deployments: Sequence[DeploymentOut], last_hour: Summary | None) -> list[ProblemOut]:
     """Those that may be tried and never answer: between two tries a breaker looks as if all were well."""
     found = []
     for view in deployments:

@@ -11,10 +11,11 @@ from cache import Partition, partition
 if TYPE_CHECKING:
     from cache import ExactCache, SemanticClient, VerdictStore
     from gateway.accounts import Accounts, Ledger
+    from gateway.admin.models import DeploymentOut
     from gateway.learning.reports import Reports
     from gateway.settings import Settings
     from gateway.telemetry.measured_error import Truth
-    from gateway.telemetry.parts import DeploymentView, Part
+    from gateway.telemetry.parts import Part
     from gateway.telemetry.stats import Stats
     from policies import Budgets
 
@@ -33,7 +34,7 @@ class AdminServices:
     verdicts: VerdictStore
     reports: Reports
     truth: Truth
-    deployments: Callable[[], Sequence[DeploymentView]]
+    deployments: Callable[[], Sequence[DeploymentOut]]
     parts: Callable[[], Sequence[Part]]  # deployments may be among them
     clock: Callable[[], float]  # unix seconds
     version: str

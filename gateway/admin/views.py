@@ -21,6 +21,7 @@ from gateway.admin.models import (
     BudgetPatch,
     DeploymentOut,
     DeploymentTallyOut,
+    EngineOut,
     KeyOut,
     LedgerOut,
     ModelTally,
@@ -36,6 +37,7 @@ from gateway.admin.models import (
 )
 from gateway.admin.problems import problems
 from gateway.admin.services import AdminServices
+from gateway.deployments.fleet import Alias, Deployment, Fleet
 from gateway.journey.record import Record
 from gateway.journey.semantic import error_max_of
 from gateway.telemetry.measured_error import measure
@@ -45,6 +47,7 @@ from policies import Budget
 from policies.holds import BudgetState
 
 _LEDGER_PAGE = 500
+_PROMPT_TOKENS_SHOWN = 500  # of the prompt that predictions are for
 
 
 # -- teams
@@ -290,10 +293,38 @@ async def deployments(services: AdminServices) -> list[DeploymentOut]:
     """Every deployment with its health, its estimates and what it did in the last 24 h (None while Redis is away)."""
     summary = await _or_none(services, Window.DAY)
     found = []
-    for view in services.deployments():
-        out = DeploymentOut.model_validate(view)
-        if summary is not None and view.name in summary.by_deployment:
-            tally = DeploymentTallyOut.model_validate(summary.by_deployment[view.name])
-            out = out.model_copy(update={"last_24h": tally.model_copy(update={"deployment": view.name})})
-        found.append(out)
+    for one in services.deployments():
+        if summary is not None and one.name in summary.by_deployment:
+            tally = DeploymentTallyOut.model_validate(summary.by_deployment[one.name])
+            one = one.model_copy(update={"last_24h": tally.model_copy(update={"deployment": one.name})})
+        found.append(one)
     return found
+
+
+def deployments_of(fleet: Fleet) -> list[DeploymentOut]:
+    """Every deployment as this worker sees it now, without what it did lately."""
+    return [_deployment(alias, one) for alias in fleet.aliases.values() for one in alias.deployments.values()]
+
+
+def _deployment(alias: Alias, deployment: Deployment) -> DeploymentOut:
+    seen = deployment.candidate(_PROMPT_TOKENS_SHOWN)
+    load = deployment.backend.load(_PROMPT_TOKENS_SHOWN)
+    return DeploymentOut(
+        name=deployment.name,
+        alias=alias.name,
+        backend=deployment.settings.backend,
+        model=deployment.model,
+        policy=alias.settings.policy,
+        is_available=not seen.is_unavailable,
+        reason=load.why if not load.is_ready else seen.health_reason,
+        running=load.running,
+        waiting=load.waiting,
+        ttft_ms=seen.ttft_ms,
+        tpot_ms=seen.tpot_ms,
+        input_microusd_per_mtok=deployment.price.input_microusd_per_mtok,
+        output_microusd_per_mtok=deployment.price.output_microusd_per_mtok,
+        capabilities=tuple(sorted(deployment.capabilities)),
+        context_tokens_max=seen.context_tokens_max,
+        output_tokens_max=seen.output_tokens_max,
+        engine=load.engine and EngineOut.model_validate(load.engine),
+    )

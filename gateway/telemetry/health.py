@@ -9,7 +9,6 @@ import asyncio
 import os
 import resource
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import structlog
@@ -18,13 +17,13 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from cache import SemanticClient, Status, WorkerState
 from gateway.accounts import Accounts, LedgerWriter
-from gateway.deployments.fleet import Alias, Deployment, Fleet
+from gateway.deployments.fleet import Deployment, Fleet
 from gateway.journey.budget import Money
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
 from gateway.telemetry import metric_names as m
 from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.parts import PROMPT_TOKENS_SHOWN, DeploymentView, Health, Part
+from gateway.telemetry.parts import Health, Part
 from gateway.transport.redis_link import RedisLink
 
 _LOOK_EVERY_S = 0.5
@@ -162,10 +161,6 @@ class Watch:
             "parts": {part.name: {"health": part.health.value, "detail": part.detail} for part in parts},
         }
 
-    def deployments(self) -> Sequence[DeploymentView]:
-        """Every deployment as this worker sees it."""
-        return [_view(alias, d) for alias in self._fleet.aliases.values() for d in alias.deployments.values()]
-
     def _set_gauges(self, metrics: Metrics) -> None:
         metrics.set(m.LOOP_LAG, self.lag_s)
         metrics.set(m.IN_FLIGHT, self._pipeline.generations)
@@ -188,30 +183,6 @@ class Watch:
 
 def _is_available(deployment: Deployment) -> bool:
     return deployment.backend.load(0).is_ready and deployment.breaker.allows()
-
-
-def _view(alias: Alias, deployment: Deployment) -> DeploymentView:
-    seen = deployment.candidate(PROMPT_TOKENS_SHOWN)
-    load = deployment.backend.load(PROMPT_TOKENS_SHOWN)
-    return DeploymentView(
-        name=deployment.name,
-        alias=alias.name,
-        backend=deployment.settings.backend,
-        model=deployment.model,
-        policy=alias.settings.policy,
-        is_available=not seen.is_unavailable,
-        reason=load.why if not load.is_ready else seen.health_reason,
-        running=load.running,
-        waiting=load.waiting,
-        ttft_ms=seen.ttft_ms,
-        tpot_ms=seen.tpot_ms,
-        input_microusd_per_mtok=deployment.price.input_microusd_per_mtok,
-        output_microusd_per_mtok=deployment.price.output_microusd_per_mtok,
-        capabilities=tuple(sorted(deployment.capabilities)),
-        context_tokens_max=seen.context_tokens_max,
-        output_tokens_max=seen.output_tokens_max,
-        engine=load.engine,
-    )
 
 
 def _memory_bytes() -> float:

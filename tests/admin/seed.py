@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
 
 from cache import AnswerRef, Scope, Source, Suspension, Trial, Verdict
 from gateway.journey.record import Attempt, Record, Rejection
@@ -51,7 +50,11 @@ async def seed(world: World) -> dict[str, int]:
         Part("cache worker", Health.OK, "1,204 prompts, all-MiniLM-L6-v2"),
         Part("small@local", Health.OK),
     ]
-    world.deployments[:] = [LOCAL, REMOTE, replace(REMOTE, name="big@api", alias="big", model="gpt-big")]
+    world.deployments[:] = [
+        LOCAL,
+        REMOTE,
+        REMOTE.model_copy(update={"name": "big@api", "alias": "big", "model": "gpt-big"}),
+    ]
     return ids
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -354,7 +353,7 @@ async def test_status_names_what_is_wrong(world: World, client: httpx.AsyncClien
     """All well is an empty list; a dead part, a dead alias and a spent budget are named, the urgent first."""
     assert (await client.get("/admin/api/status")).json()["problems"] == []
     world.parts.append(Part("cache worker", Health.STARTING, "loading 40%"))
-    world.deployments = [replace(LOCAL, is_available=False, reason="connection refused")]
+    world.deployments = [LOCAL.model_copy(update={"is_available": False, "reason": "connection refused"})]
     team = (await client.post("/admin/api/teams", json={"name": "search"})).json()
     await client.post(f"/admin/api/teams/{team['id']}/budgets", json={"window": "day", "limit_microusd": 100})
     await world.spend(team["id"], 100)
@@ -418,7 +417,7 @@ async def test_a_team_that_is_mostly_turned_away_is_named(world: World, client: 
 async def test_a_gateway_that_starts_is_no_alarm(world: World, client: httpx.AsyncClient) -> None:
     """While a model is loading its refusals and its absence are no emergency; once it is down they are."""
     await _failed_traffic(world, "no_deployment_available", 503)
-    world.deployments = [replace(LOCAL, is_available=False, reason="the model is loading: 40%")]
+    world.deployments = [LOCAL.model_copy(update={"is_available": False, "reason": "the model is loading: 40%"})]
     world.parts.append(Part(LOCAL.name, Health.STARTING, "the model is loading: 40%"))
     (problem,) = (await client.get("/admin/api/status")).json()["problems"]
     assert problem["message"] == "small can't be answered yet: small@local: the model is loading: 40%"
@@ -434,7 +433,7 @@ async def test_a_deployment_that_only_fails_is_named(world: World, client: httpx
         fallback = (Attempt("large@api", "Unreachable", 1.0), Attempt("small@local", "ok", 200.0))
         world.stats.add(miss(at_s=NOW_S, deployment="small@local", attempts=fallback))
     await world.stats.flush()
-    world.deployments = [LOCAL, replace(LOCAL, name="large@api")]
+    world.deployments = [LOCAL, LOCAL.model_copy(update={"name": "large@api"})]
     (problem,) = (await client.get("/admin/api/status")).json()["problems"]
     assert problem["message"] == "large@api has answered none of the last hour's 6 requests it was tried with"
     world.stats.add(miss(at_s=NOW_S, deployment="large@api", attempts=(Attempt("large@api", "ok", 200.0),)))

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -38,15 +38,15 @@ from cache import (
 )
 from cache.worker.messages import LENGTH_BYTES, Answer, AskNear, frame, read_ask
 from gateway.accounts import Accounts, Ledger, LedgerRow
+from gateway.admin.models import DeploymentOut, EngineOut
 from gateway.admin.routes import admin_router
 from gateway.admin.services import AdminServices
 from gateway.journey.semantic import Bounds
 from gateway.learning.reports import Reports
 from gateway.settings import Settings
 from gateway.telemetry.measured_error import Truth
-from gateway.telemetry.parts import DeploymentView, Health, Part
+from gateway.telemetry.parts import Health, Part
 from gateway.telemetry.stats import Stats
-from local_engine import EngineLoad
 from policies import Budgets
 from policies.holds import LEDGER_LOCK
 
@@ -54,7 +54,7 @@ ADMIN_KEY = "sk-admin-for-tests-0123456789"
 SECRET = "secret of the tests"
 NOW_S = 2_220_871_500.0  # 2040-05-17 12:45:00 UTC: ahead of Redis, whose own clock ends what is old
 
-LOCAL = DeploymentView(
+LOCAL = DeploymentOut(
     name="small@local",
     alias="small",
     backend="local",
@@ -71,8 +71,8 @@ LOCAL = DeploymentView(
     capabilities=("json_object", "logprobs"),
     context_tokens_max=8192,
     output_tokens_max=4096,
-    engine=EngineLoad(
-        is_ready=True,
+    engine=EngineOut(
+        kv_usage=0.25,
         kv_blocks_used=25,
         kv_blocks_cached=50,
         kv_blocks_total=100,
@@ -85,19 +85,20 @@ LOCAL = DeploymentView(
         accepted_tokens_total={"text": 20, "reference": 9},
     ),
 )
-REMOTE = replace(
-    LOCAL,
-    name="small@api",
-    backend="openai",
-    model="gpt-small",
-    ttft_ms=420.0,
-    tpot_ms=7.9,
-    running=0,
-    input_microusd_per_mtok=150_000,
-    output_microusd_per_mtok=600_000,
-    capabilities=("json_object", "json_schema", "tools", "vision"),
-    context_tokens_max=128_000,
-    engine=None,
+REMOTE = LOCAL.model_copy(
+    update={
+        "name": "small@api",
+        "backend": "openai",
+        "model": "gpt-small",
+        "ttft_ms": 420.0,
+        "tpot_ms": 7.9,
+        "running": 0,
+        "input_microusd_per_mtok": 150_000,
+        "output_microusd_per_mtok": 600_000,
+        "capabilities": ("json_object", "json_schema", "tools", "vision"),
+        "context_tokens_max": 128_000,
+        "engine": None,
+    }
 )
 
 
@@ -114,7 +115,7 @@ class World:
     budgets: Budgets
     ledger: Ledger
     known_texts: dict[str, bytes]
-    deployments: list[DeploymentView] = field(default_factory=lambda: [LOCAL, REMOTE])
+    deployments: list[DeploymentOut] = field(default_factory=lambda: [LOCAL, REMOTE])
     parts: list[Part] = field(default_factory=lambda: [Part("redis", Health.OK), Part("database", Health.OK)])
     now_s: float = NOW_S
 
