@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +24,17 @@ import msgspec
 
 from bench.lab.measure import Plan, load_of, target_of
 from bench.lab.native import Stub, run_load
-from bench.lab.processes import BenchError, Meter
+from bench.lab.processes import BenchError, Meter, cpu_s, peak_rss_mb
 from bench.lab.scenarios import Scenario, Traffic, write_bodies
 from bench.lab.systems import Running, System
 
 TOLERANCE = 0.02
-_ROUNDS_MIN = 5  # for a verdict: the lowest and the highest of five enclose the true median with 94%
+_CONFIDENCE = 0.875  # of the interval that a verdict goes by; seven rounds reach it without their two extremes
+_ROUNDS_MIN = 5
 _WORKER = "gateway"
 _WARM_REQUESTS = 256  # before each slice; four times what a scenario of hits repeats
 _IDLE_S = 0.03
+_IDLE_SHARE = 0.05  # of a core: what a worker uses that does nothing
 _IDLE_MAX_S = 2.0
 _PLAN = Plan(duration_s=60.0, warmup_s=60.0, repeats=1)
 
@@ -154,49 +158,65 @@ def _start_both(
         groups.setdefault(order[0].system(start).configuration(scenario.setup), []).append(scenario)
     for name, group in groups.items():
         with contextlib.ExitStack() as stack:
-            pair: list[tuple[_Side, Running, Path]] = []
+            pair: list[tuple[_Side, Running, list[int], Path]] = []
             for index, side in enumerate(order):
                 own = folder / f"{name}-{index}"
                 own.mkdir()
                 running = side.system(start).start(group[0].setup, stub, own)
                 stack.callback(running.stop)
-                pair.append((side, running, own))
+                workers = Meter(running.roots, running.role_of).pids(_WORKER)
+                if not workers:
+                    raise BenchError(f"no process below {running.roots} is known as a gateway worker")
+                pair.append((side, running, workers, own))
             for scenario in group:
                 for number in range(-1, effort.slices):  # the first slice is a warm-up
-                    for side, running, own in pair[:: 1 if number % 2 == 0 else -1]:
+                    for side, running, workers, own in pair[:: 1 if number % 2 == 0 else -1]:
                         salt = f"{scenario.name}-{number}"
-                        cpu_s, rss_mb = _slice(running, stub, scenario, connections, effort, salt, own)
+                        used_s, rss_mb = _slice(running, workers, stub, scenario, connections, effort, salt, own)
                         if number >= 0:
-                            side.cpu_s[scenario.name][-1] += cpu_s
+                            side.cpu_s[scenario.name][-1] += used_s
                             side.rss_mb[scenario.name][-1] = max(side.rss_mb[scenario.name][-1], rss_mb)
 
 
 def _slice(
-    running: Running, stub: Stub, scenario: Scenario, connections: int, effort: Effort, salt: str, folder: Path
+    running: Running,
+    workers: Sequence[int],
+    stub: Stub,
+    scenario: Scenario,
+    connections: int,
+    effort: Effort,
+    salt: str,
+    folder: Path,
 ) -> tuple[float, float]:
     """CPU seconds of the workers for one slice, and their peak memory so far in MB."""
     count = effort.misses if scenario.traffic is Traffic.UNIQUE else effort.hits
     bodies = write_bodies(scenario, target_of(running, scenario).model, salt, folder)
     load = load_of(running, scenario, bodies, connections, None, _PLAN)
     load = dataclasses.replace(load, count=count, warmup_count=_WARM_REQUESTS)
-    meter = Meter(running.roots, running.role_of)
     before_s, reached = 0.0, 0
 
     def begin() -> None:
         nonlocal before_s, reached
-        meter.wait_idle(_IDLE_S, _IDLE_MAX_S)
-        before_s, reached = meter.read().cpu_s.get(_WORKER, 0.0), stub.stats().requests
+        before_s, reached = _idle_cpu_s(workers), stub.stats().requests
 
     result = run_load(load, begin)
-    meter.wait_idle(_IDLE_S, _IDLE_MAX_S)
-    cost, reached = meter.read(), stub.stats().requests - reached
+    used_s, reached = _idle_cpu_s(workers) - before_s, stub.stats().requests - reached
     if result.errors or result.requests != count:
         raise BenchError(f"{scenario.name}: {result.errors} of {count} requests failed: {result.first_failure}")
     if scenario.traffic is Traffic.REPEATED and reached:
         raise BenchError(f"{scenario.name}: {reached} of {count} repeated questions reached the upstream")
-    if _WORKER not in cost.cpu_s:
-        raise BenchError(f"{scenario.name}: no process below {running.roots} is known as a gateway worker")
-    return cost.cpu_s[_WORKER] - before_s, cost.peak_rss_mb[_WORKER]
+    return used_s, sum(map(peak_rss_mb, workers))
+
+
+def _idle_cpu_s(workers: Sequence[int]) -> float:
+    """CPU seconds of the workers so far, read once they have nothing to do."""
+    deadline = time.monotonic() + _IDLE_MAX_S
+    used_s = sum(map(cpu_s, workers))
+    while True:
+        time.sleep(_IDLE_S)
+        before_s, used_s = used_s, sum(map(cpu_s, workers))
+        if used_s - before_s < _IDLE_SHARE * _IDLE_S or time.monotonic() > deadline:
+            return used_s
 
 
 def _comparison(scenario: Scenario, connections: int, effort: Effort, this: _Side, other: _Side) -> Comparison:
@@ -222,13 +242,17 @@ def _comparison(scenario: Scenario, connections: int, effort: Effort, this: _Sid
 def verdict_of(ratios: Sequence[float]) -> str:
     """Where the true ratio lies, as far as the rounds can say, against 1 within `TOLERANCE`.
 
-    Of seven rounds the second lowest and the second highest enclose the true median with a probability of 87.5% (sign
-    test). Five and six are taken from end to end, and fewer decide nothing.
+    The interval around the true median is the sign test's: of seven rounds from the second lowest to the second
+    highest. Fewer than five rounds decide nothing.
     """
-    if len(ratios) < _ROUNDS_MIN:
-        return f"UNDECIDED: {len(ratios)} of at least {_ROUNDS_MIN} rounds"
-    cut = 1 if len(ratios) >= 7 else 0
-    inner = sorted(ratios)[cut : len(ratios) - cut]
+    count = len(ratios)
+    if count < _ROUNDS_MIN:
+        return f"UNDECIDED: {count} of at least {_ROUNDS_MIN} rounds"
+    outside, cut = 2.0 / 2**count, 0  # the probability that the true median lies beyond the rounds
+    while outside + 2.0 * math.comb(count, cut + 1) / 2**count <= 1.0 - _CONFIDENCE:
+        cut += 1
+        outside += 2.0 * math.comb(count, cut) / 2**count
+    inner = sorted(ratios)[cut : count - cut]
     low, high = inner[0], inner[-1]
     if low > 1.0 + TOLERANCE or high < 1.0 - TOLERANCE:
         return f"{'more' if low > 1.0 else 'less'} by over {TOLERANCE:.0%}"

@@ -126,10 +126,16 @@ def machine_cpu_s() -> float:
 def _stat(pid: int) -> tuple[float, int]:
     """CPU seconds of all the process's threads, ended ones included, and its parent."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return time.clock_gettime(~pid << 3 | _PROCESS_CLOCK), int(fields[1])
+    return cpu_s(pid), int(fields[1])
 
 
-def _peak_rss_mb(pid: int) -> float:
+def cpu_s(pid: int) -> float:
+    """User and system time of all the process's threads, ended ones included. Raises OSError where there is none."""
+    return time.clock_gettime(~pid << 3 | _PROCESS_CLOCK)
+
+
+def peak_rss_mb(pid: int) -> float:
+    """The high-water mark of its resident memory."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) / 1024
@@ -188,7 +194,7 @@ class Meter:
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 role = self._role_of(command)
                 cpu_s[role] = cpu_s.get(role, 0.0) + _stat(pid)[0] - self._start.get(pid, 0.0)
-                rss_mb[role] = rss_mb.get(role, 0.0) + _peak_rss_mb(pid)
+                rss_mb[role] = rss_mb.get(role, 0.0) + peak_rss_mb(pid)
         return Cost(cpu_s, rss_mb)
 
     def pids(self, role: str) -> list[int]:
