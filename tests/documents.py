@@ -23,7 +23,7 @@ from gateway.settings import SECTIONS, Settings
 from gateway.telemetry.metric_names import DEFINITIONS
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+DOCUMENTS = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
 
 _BLOCK = re.compile(r"(<!-- generated: (?P<name>.+?) -->\n)(?P<lines>.*?)(<!-- end -->)", re.DOTALL)
 _NAMES: dict[Any, str] = {bool: "bool", int: "int", float: "number", str: "text", Path: "path"}

@@ -23,12 +23,10 @@ README, API, REASONS, OPERATIONS, CONFIGURATION = (
     TEXTS[name]
     for name in ("README.md", "docs/api.md", "docs/reasons.md", "docs/operations.md", "docs/configuration.md")
 )
-LINKED = {**TEXTS, **{path.name: path.read_text() for path in ROOT.glob("*.md")}}
 
 # HTTP's own, and those between the gateway and a provider
 _HEADERS_UNDOCUMENTED = {"content-type", "x-content-type-options", "x-gzip"}
 _OLD_VOICE = re.compile(r"\b(nobody|somebody|whoever|whom)\b", re.IGNORECASE)
-_TO_BE_REWRITTEN = ("docs/benchmarks.md", "docs/semantic-cache.md")
 _COLUMNS_MAX = 100
 _README_LINES_MAX = 120
 
@@ -211,11 +209,11 @@ def _anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("name", LINKED)
+@pytest.mark.parametrize("name", TEXTS)
 def test_links_resolve(name: str) -> None:
     """Each link to a file of this repository has its file, and its heading."""
     folder = (ROOT / name).parent
-    for target in re.findall(r"\]\((?!https?://)([^)\s]+)\)", LINKED[name]):
+    for target in re.findall(r"\]\((?!https?://)([^)\s]+)\)", TEXTS[name]):
         path, _, anchor = target.partition("#")
         file = (folder / path).resolve() if path else ROOT / name
         assert file.exists(), f"{name}: {target}"
@@ -236,8 +234,7 @@ def test_prose_is_narrow_and_plain(name: str) -> None:
     """100 columns but for tables; none of the words of an older voice. Lists from the code have the code's words."""
     wide = [line for line in TEXTS[name].splitlines() if len(line) > _COLUMNS_MAX and not line.startswith("|")]
     assert wide == []
-    if name not in _TO_BE_REWRITTEN:
-        assert _OLD_VOICE.findall(without_generated(TEXTS[name])) == []
+    assert _OLD_VOICE.findall(without_generated(TEXTS[name])) == []
 
 
 def test_readme_is_short() -> None:
