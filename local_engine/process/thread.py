@@ -182,6 +182,7 @@ class EngineThread(threading.Thread):
             params = msgspec.structs.replace(params, logprobs=0)  # what the choice is made by
         reference = engine.tokenizer.encode(request.reference, is_rendered=True) if request.reference else ()
         try:
+            # choices share full blocks and compute the last, partial one each: no layout has to copy
             for index in range(candidates):
                 if params.seed is not None and index > 0:
                     params = msgspec.structs.replace(params, seed=params.seed + 1)
