@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 
+import hypothesis
 import pytest
 from redis.asyncio import Redis
 
 from tests.services import PostgresServer, RedisServer, run_postgres, run_redis
+
+# how long an example takes says more of the machine than of the code: tests that bound time do so themselves
+hypothesis.settings.register_profile("sameway", deadline=None)
+hypothesis.settings.load_profile("sameway")
 
 
 @pytest.fixture(scope="session")

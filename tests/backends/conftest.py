@@ -11,7 +11,7 @@ import pytest
 from gateway.backends.base import BackendRequest, ChunkStream
 from gateway.backends.openai.backend import OpenAIBackend
 from gateway.wire.types import Chunk
-from tests.upstream import Seen, Upstream, run_upstream
+from tests.e2e.upstream import Seen, Upstream, run_upstream
 
 
 @pytest.fixture(scope="session")

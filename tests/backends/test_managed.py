@@ -23,7 +23,7 @@ from gateway.backends.managed import ManagedBackend
 from gateway.wire.fold import fold
 from gateway.wire.types import Chunk, Usage
 from tests.backends.conftest import SECRET, ask, collect, collect_into, until
-from tests.upstream import Upstream, run_upstream
+from tests.e2e.upstream import Upstream, run_upstream
 
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("look", "find")]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from openai import OpenAI
 
-from tests.gateway import API_KEY, Gateway, deployment, run_gateway
-from tests.upstream import Upstream, run_upstream
+from tests.e2e.gateway import API_KEY, Gateway, deployment, run_gateway
+from tests.e2e.upstream import Upstream, run_upstream
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.gateway import Gateway, wait_for
-from tests.upstream import Upstream
+from tests.e2e.gateway import Gateway, wait_for
+from tests.e2e.upstream import Upstream
 
 _fresh = itertools.count()
 

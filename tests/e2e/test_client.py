@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from tests.gateway import API_KEY, Gateway
-from tests.upstream import Upstream
+from tests.e2e.gateway import API_KEY, Gateway
+from tests.e2e.upstream import Upstream
 
 _fresh = itertools.count()
 

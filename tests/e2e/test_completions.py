@@ -14,9 +14,9 @@ import torch
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 from tokenizers import Tokenizer
 
+from tests.e2e.gateway import API_KEY, Gateway, run_gateway, wait_for
+from tests.e2e.upstream import Upstream
 from tests.engine.checkpoints import TEXT, make_checkpoint, reference
-from tests.gateway import API_KEY, Gateway, run_gateway, wait_for
-from tests.upstream import Upstream
 
 _fresh = itertools.count(1)
 

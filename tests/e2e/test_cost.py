@@ -29,9 +29,9 @@ from gateway.settings import Settings
 from gateway.transport import redis_link
 from gateway.worker import server_of
 from policies import WindowKind
-from tests.gateway import API_KEY, Gateway, deployment
+from tests.e2e.gateway import API_KEY, Gateway, deployment
+from tests.e2e.upstream import Upstream
 from tests.services import RedisServer
-from tests.upstream import Upstream
 
 TASKS_OF_A_GENERATION = {"RequestResponseCycle.run_asgi": 1, "Pipeline.generate": 1}
 TASKS_OF_A_HIT = {"RequestResponseCycle.run_asgi": 1}

@@ -12,10 +12,10 @@ import pytest
 
 from gateway.app import create_app
 from gateway.settings import Settings
+from tests.e2e.gateway import API_KEY, Gateway
 from tests.e2e.test_routing import record_of
-from tests.gateway import API_KEY, Gateway
+from tests.e2e.upstream import Upstream
 from tests.services import RedisServer
-from tests.upstream import Upstream
 
 USER = {"role": "user", "content": "hello"}
 

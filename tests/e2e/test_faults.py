@@ -20,8 +20,8 @@ import psutil
 import pytest
 from redis import Redis
 
-from tests.gateway import API_KEY, Gateway, deployment, run_gateway, wait_for
-from tests.upstream import Upstream
+from tests.e2e.gateway import API_KEY, Gateway, deployment, run_gateway, wait_for
+from tests.e2e.upstream import Upstream
 
 HEADERS = {"authorization": f"Bearer {API_KEY}"}
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 
-from tests.gateway import API_KEY, Gateway, wait_for
-from tests.upstream import Upstream
+from tests.e2e.gateway import API_KEY, Gateway, wait_for
+from tests.e2e.upstream import Upstream
 
 _fresh = itertools.count()
 HEADERS = {"authorization": f"Bearer {API_KEY}"}

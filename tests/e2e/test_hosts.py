@@ -13,10 +13,10 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.e2e.gateway import Gateway, deployment, run_gateway, wait_for
 from tests.e2e.test_money import budget_of, ledger_microusd, new_team
-from tests.gateway import Gateway, deployment, run_gateway, wait_for
+from tests.e2e.upstream import Upstream
 from tests.services import PostgresServer, run_postgres, run_redis
-from tests.upstream import Upstream
 
 ENV = {"SAMEWAY_SECRET": "one secret for every host, or no host reads the other's cache"}
 

@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.gateway import API_KEY, Gateway, deployment, run_gateway, wait_for
-from tests.upstream import Upstream
+from tests.e2e.gateway import API_KEY, Gateway, deployment, run_gateway, wait_for
+from tests.e2e.upstream import Upstream
 
 ASKED, PARAPHRASE = "What is the capital of France?", "Tell me the capital of France."
 _OPENINGS = ("please", "hey,", "could you", "I want to", "can you", "now")

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
-from tests.gateway import API_KEY, Gateway, run_gateway, wait_for
+from tests.e2e.gateway import API_KEY, Gateway, run_gateway, wait_for
 
 MODEL = "smollm2-135m-instruct"
 KEY = {"authorization": f"Bearer {API_KEY}"}

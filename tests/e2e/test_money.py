@@ -11,8 +11,8 @@ import httpx
 import pytest
 from openai import OpenAI, RateLimitError
 
-from tests.gateway import Gateway, wait_for
-from tests.upstream import Upstream
+from tests.e2e.gateway import Gateway, wait_for
+from tests.e2e.upstream import Upstream
 
 _fresh = itertools.count()
 

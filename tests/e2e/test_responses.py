@@ -10,8 +10,8 @@ import pytest
 from openai import OpenAI
 from pydantic import BaseModel
 
-from tests.gateway import Gateway, wait_for
-from tests.upstream import Upstream
+from tests.e2e.gateway import Gateway, wait_for
+from tests.e2e.upstream import Upstream
 
 _fresh = itertools.count()
 

@@ -14,9 +14,9 @@ from gateway import app as app_module
 from gateway.app import create_app
 from gateway.deployments import fleet as fleet_module
 from gateway.settings import Settings
-from tests.gateway import API_KEY, Gateway, deployment, wait_for
+from tests.e2e.gateway import API_KEY, Gateway, deployment, wait_for
+from tests.e2e.upstream import Upstream
 from tests.services import RedisServer
-from tests.upstream import Upstream
 
 _fresh = itertools.count()
 

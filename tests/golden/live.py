@@ -18,9 +18,9 @@ from typing import Any
 import httpx
 from redis import Redis
 
-from tests.gateway import ADMIN_KEY, API_KEY, Gateway, deployment, run_gateway, wait_for
+from tests.e2e.gateway import ADMIN_KEY, API_KEY, Gateway, deployment, run_gateway, wait_for
+from tests.e2e.upstream import run_upstream
 from tests.services import run_redis
-from tests.upstream import run_upstream
 
 _ASKED, _PARAPHRASE = "What is the capital of France?", "Tell me the capital of France."
 _NEAR = "What is the capital of Germany?"

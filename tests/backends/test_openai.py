@@ -24,8 +24,8 @@ from gateway.wire.chunks import read, unfold
 from gateway.wire.fold import fold
 from gateway.wire.types import COMPLETION, Chunk, Usage
 from tests.backends.conftest import SECRET, ask, collect, collect_into, make_backend, until
-from tests.backends.servers import Wire, serve
-from tests.upstream import Upstream, run_upstream
+from tests.e2e.upstream import Upstream, run_upstream
+from tests.transport.servers import Wire, serve
 
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("look", "find")]
 

@@ -1,6 +1,6 @@
 """A small OpenAI-compatible server, a process of its own, that answers deterministically and misbehaves on command.
 
-    python tests/upstream.py --port 0        prints `listening on PORT`
+    python tests/e2e/upstream.py --port 0        prints `listening on PORT`
 
 What an answer says is a function of the request alone. How it is told is a plan, `key=value;key=value` with the fields of
 `Plan`: from the header `x-plan`, else from the model's name (`mock?status=503;retry_after=2`), else from the control

@@ -21,7 +21,7 @@ from gateway.transport import http_client, http_pool
 from gateway.transport.http_client import Connection, Disconnected, Exchange
 from gateway.transport.http_pool import Origin, Pool
 from tests.backends.conftest import ask, collect, make_backend
-from tests.backends.servers import CERTIFICATE, GOOD, WHOLE, Served, Wire, proxying_to, serve, tls_server
+from tests.transport.servers import CERTIFICATE, GOOD, WHOLE, Served, Wire, proxying_to, serve, tls_server
 
 
 @pytest.fixture(scope="module")
