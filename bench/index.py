@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from cache import Partition, Query
 from cache.encoder.types import EmbedderInfo, Encoded
-from cache.semantic.cache import Added, SemanticCache
+from cache.semantic.cache import PromptAdded, SemanticCache
 from cache.semantic.index import VectorIndex
 
 _DIMS, _INNER_DIMS, _GROUP = 384, 48, 8
@@ -94,7 +94,7 @@ def measure(vectors: NDArray[np.float32], keys_each: int | None) -> Row:
     folds, used_by_all, used_here = [], time.process_time(), time.thread_time()
     for place, compat in enumerate(compats):
         exact = place.to_bytes(16, "big")
-        record = Added(_PARTITION, exact, compat, f"what is the answer to question {place}?", now, now + 86_400)
+        record = PromptAdded(_PARTITION, exact, compat, f"what is the answer to question {place}?", now, now + 86_400)
         folds.append(_timed(lambda: cache.fold([record], {(_PARTITION, exact): vectors[place]})))  # noqa: B023
     fold_cpu_s = time.thread_time() - used_here
     while not index.is_settled:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from cache import Partition, Query, fingerprint
 from cache.encoder.types import Embedder, EmbedderInfo, Encoded
-from cache.semantic.cache import Added
+from cache.semantic.cache import PromptAdded
 
 TENANT = Partition(bytes(16))
 _VECTORS = Path(".bench/vectors")
@@ -35,8 +35,8 @@ class Request:
     label: str
     messages: Sequence[Mapping[str, str]]
 
-    def added(self) -> Added:
-        return Added(TENANT, self.exact, self.query.compat, self.query.text, 0.0, _FOREVER)
+    def added(self) -> PromptAdded:
+        return PromptAdded(TENANT, self.exact, self.query.compat, self.query.text, 0.0, _FOREVER)
 
 
 @dataclass(frozen=True, slots=True)

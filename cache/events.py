@@ -10,24 +10,24 @@ import msgspec
 from cache.fingerprint import Partition
 
 
-class Came(msgspec.Struct, frozen=True, array_like=True, tag="+"):
+class EntryAdded(msgspec.Struct, frozen=True, array_like=True, tag="+"):
     """A log record: this entry is there and can be found by meaning."""
 
     partition: Partition
     exact: bytes
 
 
-class Dropped(msgspec.Struct, frozen=True, array_like=True, tag="-"):
+class EntriesDropped(msgspec.Struct, frozen=True, array_like=True, tag="-"):
     """A log record: these entries of a partition are gone."""
 
     partition: Partition
     exacts: tuple[bytes, ...]
 
 
-class Spoke(msgspec.Struct, frozen=True, array_like=True, tag="v"):
+class VerdictAdded(msgspec.Struct, frozen=True, array_like=True, tag="v"):
     """A log record: this partition's stream of verdicts has something new (`cache.verdicts.store`)."""
 
     partition: Partition
 
 
-LogRecord = Came | Dropped | Spoke
+LogRecord = EntryAdded | EntriesDropped | VerdictAdded

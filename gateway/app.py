@@ -203,7 +203,7 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
     budgets = Budgets(link, defer=link.defer)
     money = Money(budgets, settings.budgets)
     stack.push_async_callback(money.aclose)
-    exact = ExactCache(link, _cache_limits(settings), later=link.defer)
+    exact = ExactCache(link, _cache_limits(settings), defer=link.defer)
     semantic = SemanticClient(settings.cache_socket, settings.cache.semantic_timeout_ms / 1000.0)
     semantic.start()
     stack.push_async_callback(semantic.aclose)

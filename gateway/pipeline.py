@@ -170,7 +170,7 @@ class Pipeline:
         """2 and 4, in one round trip: limits, the exact entry, and which deployment saw this prefix last."""
         controls = turn.controls
         may_look = self.settings.cache.is_exact and not controls.no_cache
-        entry = self.exact.peek(found, controls.max_age_s) if may_look else None
+        entry = self.exact.lookup_local(found, controls.max_age_s) if may_look else None
         taking = self.limits.take(identity)
         if entry is not None or not self.settings.cache.is_exact:
             turn.headers = await taking
@@ -282,7 +282,7 @@ class Pipeline:
             if refusal is None and cache.is_exact:
                 ttl_s = min(turn.controls.ttl_s or cache.ttl_s, cache.ttl_s_max)
                 entry = job.entry(ttl_s, is_by_meaning=self._by_meaning.may_find(job))
-                self.exact.keep(entry)
+                self.exact.store_local(entry)
                 record.entry = entry.id
         record.duration_ms = turn.elapsed_ms()
         flight.finish(error)
@@ -319,7 +319,7 @@ class Pipeline:
                 result = await self.exact.store(entry, warm=warm, chain=job.fingerprint.chain)
                 record.store = result.refusal.value if result.refusal else "stored"
             elif job.generated.has_begun and job.alias.has_choice and self.settings.cache.is_exact:
-                await self.exact.link(job.fingerprint, record.deployment)
+                await self.exact.store_warm(job.fingerprint, record.deployment)
         except CacheUnavailable:
             record.store = "unavailable"
 

@@ -553,7 +553,7 @@ class World:
     # -- bugs
 
     def breaks(self, stage: str) -> None:
-        """From now on a stage fails by a bug: `keep`, `store` or `settle`."""
+        """From now on a stage fails by a bug: `store_local`, `store` or `settle`."""
 
         async def fail(*_: Any, **__: Any) -> Any:
             raise RuntimeError(f"a bug in {stage}")
@@ -561,8 +561,8 @@ class World:
         def fail_now(*_: Any, **__: Any) -> Any:
             raise RuntimeError(f"a bug in {stage}")
 
-        part: Any = {"keep": self._exact, "store": self._exact, "settle": self._money}[stage]
-        setattr(part, stage, fail_now if stage == "keep" else fail)
+        part: Any = {"store_local": self._exact, "store": self._exact, "settle": self._money}[stage]
+        setattr(part, stage, fail_now if stage == "store_local" else fail)
 
     # -- the end
 

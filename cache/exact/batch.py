@@ -20,11 +20,11 @@ from cache.redis_client import Redis
 
 _TOGETHER_MAX = 64
 
-Later = Callable[[Callable[[], None]], object]
+Defer = Callable[[Callable[[], None]], object]
 """Calls back when what has gathered is to leave."""
 
 
-class Terms(msgspec.Struct, frozen=True):
+class BatchTerms(msgspec.Struct, frozen=True):
     """What the entries of one call have in common: the script's keys and limits, and the command that lists their partition."""
 
     keys: tuple[str, ...]
@@ -34,7 +34,7 @@ class Terms(msgspec.Struct, frozen=True):
     listing: tuple[Any, ...]
 
 
-class Putting(msgspec.Struct):
+class BatchItem(msgspec.Struct):
     """One entry: the script's arguments and keys for it."""
 
     argv: tuple[Any, ...]
@@ -43,23 +43,25 @@ class Putting(msgspec.Struct):
     stored: asyncio.Future[list[Any]]
 
 
-class Puts:
-    """`later` None: entries gather until the end of the event loop's tick."""
+class StoreBatch:
+    """`defer` None: entries gather until the end of the event loop's tick."""
 
-    def __init__(self, redis: Redis, later: Later | None) -> None:
+    def __init__(self, redis: Redis, defer: Defer | None) -> None:
         self._redis = redis
-        self._later = later or (lambda leave: asyncio.get_running_loop().call_soon(leave))
-        self._waiting: dict[str, tuple[Terms, list[Putting]]] = {}  # by the first of their keys
+        self._defer = defer or (lambda leave: asyncio.get_running_loop().call_soon(leave))
+        self._waiting: dict[str, tuple[BatchTerms, list[BatchItem]]] = {}  # by the first of their keys
 
-    def put(self, terms: Terms, argv: tuple[Any, ...], warm_keys: Sequence[str], now_ms: int) -> Awaitable[list[Any]]:
+    def store(
+        self, terms: BatchTerms, argv: tuple[Any, ...], warm_keys: Sequence[str], now_ms: int
+    ) -> Awaitable[list[Any]]:
         """`[was there before, evicted...]`. Raises what the client raises."""
         stored = asyncio.get_running_loop().create_future()
         _, together = self._waiting.setdefault(terms.keys[0], (terms, []))
-        together.append(Putting(argv, warm_keys, now_ms, stored))
+        together.append(BatchItem(argv, warm_keys, now_ms, stored))
         if len(together) == _TOGETHER_MAX:
             self._leave()
         elif len(self._waiting) == len(together) == 1:
-            self._later(self._leave)
+            self._defer(self._leave)
         return stored
 
     def _leave(self) -> None:
@@ -67,7 +69,7 @@ class Puts:
         for terms, together in waiting.values():
             self._send(terms, together, is_listed=False)
 
-    def _send(self, terms: Terms, together: list[Putting], is_listed: bool) -> None:
+    def _send(self, terms: BatchTerms, together: list[BatchItem], is_listed: bool) -> None:
         keys = (*terms.keys, *chain.from_iterable(one.warm_keys for one in together))
         now_ms = max(one.now_ms for one in together)
         common = (now_ms, terms.size_max, int(is_listed), terms.warm_ttl_ms, terms.half_life_ms)
@@ -75,7 +77,7 @@ class Puts:
         reply = asyncio.ensure_future(self._redis.eval(PUT, len(keys), *keys, *common, *entries))
         reply.add_done_callback(partial(self._answered, terms, together))
 
-    def _answered(self, terms: Terms, together: list[Putting], reply: asyncio.Future[Any]) -> None:
+    def _answered(self, terms: BatchTerms, together: list[BatchItem], reply: asyncio.Future[Any]) -> None:
         if _failed(together, reply):
             return
         if not reply.result():
@@ -86,12 +88,12 @@ class Puts:
             if not one.stored.done():
                 one.stored.set_result(stored)
 
-    def _listed(self, terms: Terms, together: list[Putting], reply: asyncio.Future[Any]) -> None:
+    def _listed(self, terms: BatchTerms, together: list[BatchItem], reply: asyncio.Future[Any]) -> None:
         if not _failed(together, reply):
             self._send(terms, together, is_listed=True)
 
 
-def _failed(together: list[Putting], reply: asyncio.Future[Any]) -> bool:
+def _failed(together: list[BatchItem], reply: asyncio.Future[Any]) -> bool:
     """Whether there is no reply; everybody has been told then."""
     error = asyncio.CancelledError() if reply.cancelled() else reply.exception()
     if error is None:

@@ -18,8 +18,8 @@ import msgspec
 
 from cache.eligibility import Refusal
 from cache.entry import About, Entry, Purge
-from cache.events import Dropped
-from cache.exact.batch import Later
+from cache.events import EntriesDropped
+from cache.exact.batch import Defer
 from cache.exact.l1 import L1
 from cache.exact.purges import Purges
 from cache.exact.store import EntryStore, PartitionSize, Stored, pack
@@ -110,7 +110,7 @@ class CacheStats:
 
 
 class ExactCache:
-    """The exact cache of one process. `clock` gives unix seconds, `monotonic` seconds that never jump; stores gather until `later`
+    """The exact cache of one process. `clock` gives unix seconds, `monotonic` seconds that never jump; stores gather until `defer`
     calls back (None: the end of the event loop's tick)."""
 
     def __init__(
@@ -119,10 +119,10 @@ class ExactCache:
         limits: CacheLimits | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
-        later: Later | None = None,
+        defer: Defer | None = None,
     ) -> None:
         self.limits = limits = limits or CacheLimits()
-        self._store = EntryStore(redis, later)
+        self._store = EntryStore(redis, defer)
         self._clock = clock
         self._monotonic = monotonic
         self._l1 = L1(limits.l1_entries_max, limits.l1_bytes_max)
@@ -137,9 +137,9 @@ class ExactCache:
 
     # --- lookups: never raise
 
-    def peek(self, fp: Fingerprint, max_age_s: float | None = None) -> Entry | None:
+    def lookup_local(self, fp: Fingerprint, max_age_s: float | None = None) -> Entry | None:
         """The entry if this process holds it: no round trip."""
-        entry = self._l1.get(fp.partition, fp.exact) if self.is_l1_on else None
+        entry = self._l1.lookup(fp.partition, fp.exact) if self.is_l1_on else None
         if entry is None or self._unfit(entry, fp, max_age_s) is not None:
             return None
         self._touch(entry)
@@ -151,55 +151,55 @@ class ExactCache:
 
     async def lookup(self, fp: Fingerprint, max_age_s: float | None = None, *, wants_warm: bool = True) -> Lookup:
         """The entry for this very request and, where `wants_warm`, the warm hint, in one round trip."""
-        entry = self.peek(fp, max_age_s)
+        entry = self.lookup_local(fp, max_age_s)
         if entry is not None:
             return Lookup(entry, None)
         links = _earlier_links(fp.chain) if wants_warm else []
-        heard = self._l1.purges
+        purges_before = self._l1.purges
         labels: list[bytes | None] = []
         try:
-            fetching = self._store.fetch(fp.partition, fp.exact)
+            fetching = self._store.lookup(fp.partition, fp.exact)
             if links:
-                asking = self._store.fetch_warm(fp.partition, [fp.chain[depth - 1] for depth in links])
+                asking = self._store.lookup_warm(fp.partition, [fp.chain[depth - 1] for depth in links])
                 data, labels = await asyncio.gather(fetching, asking)
             else:
                 data = await fetching
         except REDIS_FAILURES:
             return Lookup(None, LookupMiss.UNAVAILABLE)
         warm, depth = next(((label, at) for at, label in zip(links, labels, strict=True) if label), (None, 0))
-        entry, miss = self._read(data, fp, max_age_s, heard)
+        entry, miss = self._read(data, fp, max_age_s, purges_before)
         return Lookup(entry, miss, warm.decode() if warm is not None else None, depth)
 
-    async def get(
+    async def lookup_entry(
         self, fp: Fingerprint, exact: bytes, max_age_s: float | None = None, *, is_served: bool = True
     ) -> Lookup:
         """The entry that a semantic hit for `fp` points at: same partition, same compat. One that is gone is reported to the
         semantic indexes, so that a stale pointer heals at its first use. Only one that `is_served` is worth more for it."""
-        entry = self._l1.get(fp.partition, exact) if self.is_l1_on else None
+        entry = self._l1.lookup(fp.partition, exact) if self.is_l1_on else None
         if entry is not None and self._unfit(entry, fp, max_age_s) is None:
             if is_served:
                 self._touch(entry)
             return Lookup(entry, None)
-        heard = self._l1.purges
+        purges_before = self._l1.purges
         try:
-            data = await self._store.fetch(fp.partition, exact)
-            entry, miss = self._read(data, fp, max_age_s, heard, is_served)
+            data = await self._store.lookup(fp.partition, exact)
+            entry, miss = self._read(data, fp, max_age_s, purges_before, is_served)
             if miss in (LookupMiss.ABSENT, LookupMiss.UNREADABLE):
-                await self._store.log.append(Dropped(fp.partition, (exact,)))
+                await self._store.log.append(EntriesDropped(fp.partition, (exact,)))
         except REDIS_FAILURES:
             return Lookup(None, LookupMiss.UNAVAILABLE)
         return Lookup(entry, miss)
 
-    async def about(self, partition: Partition, exact: bytes) -> About | None:
+    async def lookup_about(self, partition: Partition, exact: bytes) -> About | None:
         """What is kept about one entry. Raises redis.exceptions.RedisError."""
-        found = await self._store.find(partition, exact)
+        found = await self._store.lookup_about(partition, exact)
         return found.about if found is not None else None
 
-    async def several(self, partition: Partition, compat: bytes, exacts: Sequence[bytes]) -> list[Entry | None]:
+    async def lookup_many(self, partition: Partition, compat: bytes, exacts: Sequence[bytes]) -> list[Entry | None]:
         """Entries to compare with, past the L1; None for what is gone, expired or of another partition or compat. Raises
         redis.exceptions.RedisError."""
         entries: list[Entry | None] = []
-        for data in await self._store.fetch_many(partition, exacts) if exacts else ():
+        for data in await self._store.lookup_many(partition, exacts) if exacts else ():
             try:
                 entry = Entry.decode(data) if data is not None else None
             except msgspec.DecodeError:
@@ -209,7 +209,7 @@ class ExactCache:
         return entries
 
     def _read(
-        self, data: bytes | None, fp: Fingerprint, max_age_s: float | None, heard: int, is_served: bool = True
+        self, data: bytes | None, fp: Fingerprint, max_age_s: float | None, purges_before: int, is_served: bool = True
     ) -> tuple[Entry | None, LookupMiss | None]:
         if data is None:
             return None, LookupMiss.ABSENT
@@ -222,8 +222,8 @@ class ExactCache:
             return None, miss
         if not is_served:
             return entry, None
-        if self.is_l1_on and heard == self._l1.purges:  # no purge came between the question and the answer
-            self._l1.put(entry)
+        if self.is_l1_on and purges_before == self._l1.purges:  # no purge came between the question and the answer
+            self._l1.store(entry)
         self._touch(entry)
         return entry, None
 
@@ -239,10 +239,10 @@ class ExactCache:
 
     # --- stores
 
-    def keep(self, entry: Entry) -> None:
+    def store_local(self, entry: Entry) -> None:
         """Put an entry into this process' L1 at once, before Redis has it."""
         if self.is_l1_on and entry.expires_at > self._clock():
-            self._l1.put(entry)
+            self._l1.store(entry)
 
     async def store(self, entry: Entry, warm: str | None = None, chain: Sequence[bytes] = ()) -> StoreResult:
         """Store an answer and, where `warm` says who made it, the warm hint for its prefixes in `chain`.
@@ -260,7 +260,7 @@ class ExactCache:
             return StoreResult(Refusal.TOO_LARGE)
         links = (entry.exact, *chain[-1:], *chain[:1])
         try:
-            put = await self._store.put(
+            put = await self._store.store(
                 packed,
                 now=now,
                 size_bytes_max=limits.size_bytes_max,
@@ -274,10 +274,10 @@ class ExactCache:
             raise unavailable(error) from error
         return StoreResult(None, packed.size_bytes, len(put.evicted))
 
-    async def link(self, fp: Fingerprint, warm: str) -> None:
+    async def store_warm(self, fp: Fingerprint, warm: str) -> None:
         """Remember who saw this dialogue although its answer is not stored. Raises CacheUnavailable."""
         try:
-            await self._store.link(fp.partition, {fp.chain[0], fp.exact}, warm, self.limits.warm_ttl_s)
+            await self._store.store_warm(fp.partition, {fp.chain[0], fp.exact}, warm, self.limits.warm_ttl_s)
         except REDIS_FAILURES as error:
             raise unavailable(error) from error
 
@@ -296,7 +296,7 @@ class ExactCache:
                     if is_dry_run:
                         count, size = count + len(batch), size + sum(one.size_bytes for one in batch)
                     else:
-                        removed, freed = await self._store.drop(partition, [one.exact for one in batch])
+                        removed, freed = await self._store.purge(partition, [one.exact for one in batch])
                         count, size = count + removed, size + freed
             if not is_dry_run:
                 await self._purges.announce(purge)
@@ -308,7 +308,7 @@ class ExactCache:
         now = self._clock()
         if purge.id is not None:
             with contextlib.suppress(ValueError):  # not hex: the id of nothing
-                found = await self._store.find(partition, bytes.fromhex(purge.id))
+                found = await self._store.lookup_about(partition, bytes.fromhex(purge.id))
                 if found is not None and purge.matches(partition, found.exact, found.about, now):
                     yield [found]
             return

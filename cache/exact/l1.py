@@ -38,14 +38,14 @@ class L1:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, partition: Partition, exact: bytes) -> Entry | None:
+    def lookup(self, partition: Partition, exact: bytes) -> Entry | None:
         found = self._entries.get((partition, exact))
         if found is None:
             return None
         self._entries.move_to_end((partition, exact))
         return found.entry
 
-    def put(self, entry: Entry) -> None:
+    def store(self, entry: Entry) -> None:
         self._remove((entry.partition, entry.exact))
         size = _ENTRY_BYTES + entry.chunks_bytes + len(entry.chunks) * _CHUNK_BYTES + len(entry.text or "")
         if size > self._bytes_max:

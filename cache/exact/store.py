@@ -27,8 +27,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from cache.entry import About, Entry
-from cache.events import Came, Dropped
-from cache.exact.batch import Later, Puts, Terms
+from cache.events import EntriesDropped, EntryAdded
+from cache.exact.batch import BatchTerms, Defer, StoreBatch
 from cache.exact.log import EntryLog
 from cache.exact.scripts import DROP, FORGET_PARTITION, PUT_VECTORS, TOUCH
 from cache.fingerprint import DIGEST_BYTES, Partition
@@ -57,7 +57,7 @@ class Packed(msgspec.Struct, frozen=True):
     size_bytes: int
 
 
-class Put(msgspec.Struct, frozen=True):
+class StoreEffect(msgspec.Struct, frozen=True):
     """What storing one entry did."""
 
     is_replaced: bool
@@ -87,28 +87,28 @@ _ENCODER = msgspec.msgpack.Encoder()
 class EntryStore:
     """Entries in Redis. Everything raises redis.exceptions.RedisError or OSError while Redis is away."""
 
-    def __init__(self, redis: Redis, later: Later | None = None) -> None:
-        """`later`: when entries that have gathered are to leave; see `cache.exact.batch`."""
+    def __init__(self, redis: Redis, defer: Defer | None = None) -> None:
+        """`defer`: when entries that have gathered are to leave; see `cache.exact.batch`."""
         self.log = EntryLog(redis)
         self._redis = redis
-        self._puts = Puts(redis, later)
+        self._batch = StoreBatch(redis, defer)
 
     # --- one entry
 
-    def fetch(self, partition: Partition, exact: bytes) -> Awaitable[bytes | None]:
+    def lookup(self, partition: Partition, exact: bytes) -> Awaitable[bytes | None]:
         """The encoded entry, perhaps an expired one."""
         return self._redis.execute_command("HGET", _keys(partition)[0], exact)
 
-    async def fetch_many(self, partition: Partition, exacts: Sequence[bytes]) -> list[bytes | None]:
+    async def lookup_many(self, partition: Partition, exacts: Sequence[bytes]) -> list[bytes | None]:
         """The encoded entries, None for those that are gone."""
         data: list[bytes | None] = await self._redis.execute_command("HMGET", _keys(partition)[0], *exacts)
         return data
 
-    def fetch_warm(self, partition: Partition, links: Sequence[bytes]) -> Awaitable[list[bytes | None]]:
+    def lookup_warm(self, partition: Partition, links: Sequence[bytes]) -> Awaitable[list[bytes | None]]:
         """Who saw each prefix last."""
         return self._redis.execute_command("MGET", *(_warm_key(partition, link) for link in links))
 
-    async def put(
+    async def store(
         self,
         packed: Packed,
         *,
@@ -117,11 +117,11 @@ class EntryStore:
         warm: str | None,
         links: Iterable[bytes],
         warm_ttl_s: float,
-    ) -> Put:
+    ) -> StoreEffect:
         """Store an entry, evicting those of its partition that have been worth least lately until it fits."""
         entry = packed.entry
         warm_keys = [_warm_key(entry.partition, link) for link in dict.fromkeys(links)] if warm is not None else ()
-        terms = Terms(
+        terms = BatchTerms(
             _keys(entry.partition),
             size_bytes_max,
             _ms(warm_ttl_s),
@@ -138,15 +138,15 @@ class EntryStore:
             warm or "",
             len(warm_keys),
         )
-        was_there, *evicted = await self._puts.put(terms, argv, warm_keys, _ms(now))
+        was_there, *evicted = await self._batch.store(terms, argv, warm_keys, _ms(now))
         # and the log tells of an entry that is there: who reads the record fetches what is known about it
         if entry.text is not None:
-            await self.log.append(Came(entry.partition, entry.exact))
+            await self.log.append(EntryAdded(entry.partition, entry.exact))
         if evicted:
-            await self.log.append(Dropped(entry.partition, tuple(evicted)))
-        return Put(bool(was_there), tuple(evicted))
+            await self.log.append(EntriesDropped(entry.partition, tuple(evicted)))
+        return StoreEffect(bool(was_there), tuple(evicted))
 
-    async def link(self, partition: Partition, links: Iterable[bytes], warm: str, warm_ttl_s: float) -> None:
+    async def store_warm(self, partition: Partition, links: Iterable[bytes], warm: str, warm_ttl_s: float) -> None:
         """Remember who saw these prefixes, without an entry."""
         key_of, ttl_ms = _warm_key, _ms(warm_ttl_s)
         commands = (self._redis.execute_command("SET", key_of(partition, one), warm, "PX", ttl_ms) for one in links)
@@ -158,13 +158,13 @@ class EntryStore:
             arguments = [argument for use in some for argument in use]
             await self._redis.eval(TOUCH, 1, _keys(partition)[2], _ms(now), _ms(_HALF_LIFE_S), *arguments)
 
-    async def drop(self, partition: Partition, exacts: Sequence[bytes]) -> tuple[int, int]:
+    async def purge(self, partition: Partition, exacts: Sequence[bytes]) -> tuple[int, int]:
         """Remove entries and say so in the log. The answer is how many there were, and their bytes."""
         keys, count, freed = _keys(partition), 0, 0
         for portion in _portions(exacts, _DROP_COUNT):
             some = tuple(portion)
             removed, _ = await asyncio.gather(
-                self._redis.eval(DROP, len(keys), *keys, *some), self.log.append(Dropped(partition, some))
+                self._redis.eval(DROP, len(keys), *keys, *some), self.log.append(EntriesDropped(partition, some))
             )
             count, freed = count + removed[0], freed + removed[1]
         return count, freed
@@ -205,12 +205,12 @@ class EntryStore:
             if cursor == 0:
                 return
 
-    async def abouts(self, partition: Partition, exacts: Sequence[bytes]) -> list[About | None]:
+    async def lookup_abouts(self, partition: Partition, exacts: Sequence[bytes]) -> list[About | None]:
         """What is known about these entries; None for those that are gone."""
         values: list[bytes | None] = await self._redis.execute_command("HMGET", _keys(partition)[1], *exacts)
         return [_decode_about(value) if value is not None else None for value in values]
 
-    async def find(self, partition: Partition, exact: bytes) -> Stored | None:
+    async def lookup_about(self, partition: Partition, exact: bytes) -> Stored | None:
         value: bytes | None = await self._redis.execute_command("HGET", _keys(partition)[1], exact)
         about = _decode_about(value) if value is not None else None
         return Stored(exact, int(value[:10]), about) if value is not None and about is not None else None
@@ -224,7 +224,7 @@ class EntryStore:
 
     # --- vectors
 
-    async def put_vectors(
+    async def store_vectors(
         self, partition: Partition, embedder_key: bytes, vectors: Sequence[tuple[bytes, bytes]]
     ) -> None:
         """Keep vectors (exact, bytes) beside their entries; those whose entry is gone are not kept."""
@@ -235,7 +235,7 @@ class EntryStore:
                 argv += (exact, embedder_key + vector)
             await self._redis.eval(PUT_VECTORS, 2, keys[5], keys[1], *argv)
 
-    async def fetch_vectors(
+    async def lookup_vectors(
         self, partition: Partition, embedder_key: bytes, exacts: Sequence[bytes]
     ) -> list[bytes | None]:
         """The vectors that this embedder made, None where there is none."""

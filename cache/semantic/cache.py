@@ -28,7 +28,7 @@ from cache.decision.prior import PRIOR
 from cache.decision.rule import Rule, VerifiedRule
 from cache.encoder.embedder import Memo
 from cache.encoder.types import Embedder, EmbedderInfo, Encoded
-from cache.events import Dropped
+from cache.events import EntriesDropped
 from cache.fingerprint import Partition
 from cache.query import Hit, Miss, MissReason, Neighbourhood, Query
 from cache.semantic.index import Found, VectorIndex
@@ -41,7 +41,7 @@ EntryKey = tuple[Partition, bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class Added:
+class PromptAdded:
     """An entry that can be found by meaning, as the log and the store tell of it. `group` names the answers found equal to its own,
     where any was."""
 
@@ -54,7 +54,7 @@ class Added:
     group: bytes = b""
 
 
-Record = Added | Dropped | VerdictRecord
+Record = PromptAdded | EntriesDropped | VerdictRecord
 
 
 @dataclass(slots=True)
@@ -258,10 +258,10 @@ class SemanticCache:
         """Take in what was added, dropped and judged, in order. `vectors` are those already known, by entry."""
         self._expire()
         for record in records:
-            if isinstance(record, Dropped):
+            if isinstance(record, EntriesDropped):
                 for exact in record.exacts:
                     self._drop(self._by_entry.get((record.partition, exact)))
-            elif not isinstance(record, Added):
+            elif not isinstance(record, PromptAdded):
                 self._learn(record)
             elif record.expires_at > self._clock():
                 self._add(record, (vectors or {}).get((record.partition, record.exact)))
@@ -300,7 +300,7 @@ class SemanticCache:
 
     # --- keys
 
-    def _add(self, record: Added, vector: NDArray[np.float32] | None) -> None:
+    def _add(self, record: PromptAdded, vector: NDArray[np.float32] | None) -> None:
         entry = (record.partition, record.exact)
         known = self._by_entry.get(entry)
         if known is not None:

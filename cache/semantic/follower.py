@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.entry import About
-from cache.events import Came, Dropped, LogRecord, Spoke
+from cache.events import EntriesDropped, EntryAdded, LogRecord, VerdictAdded
 from cache.exact.log import LogPosition
 from cache.exact.store import EntryStore
 from cache.fingerprint import Partition
 from cache.redis_client import REDIS_FAILURES, Redis
-from cache.semantic.cache import Added, EntryKey, Record, SemanticCache
+from cache.semantic.cache import EntryKey, PromptAdded, Record, SemanticCache
 from cache.verdicts.records import AnswerSuspended
 from cache.verdicts.store import VerdictStore
 
@@ -127,21 +127,21 @@ class Follower:
     async def _resolve(self, records: Sequence[LogRecord]) -> list[Record]:
         """The records with what the store knows about each entry that came; of those gone again there is nothing to fold. What a
         partition's verdicts taught does not depend on its entries, so they follow at the end."""
-        came: dict[Partition, dict[bytes, Added | None]] = {}
+        came: dict[Partition, dict[bytes, PromptAdded | None]] = {}
         for record in records:
-            if isinstance(record, Came):
+            if isinstance(record, EntryAdded):
                 came.setdefault(record.partition, {})[record.exact] = None
         for partition, added in came.items():
             exacts = list(added)
-            abouts = await self._store.abouts(partition, exacts)
+            abouts = await self._store.lookup_abouts(partition, exacts)
             added.update((one.exact, one) for one in await self._added(partition, zip(exacts, abouts, strict=True)))
         resolved: list[Record] = []
         for record in records:
-            if isinstance(record, Dropped):
+            if isinstance(record, EntriesDropped):
                 resolved.append(record)
-            elif isinstance(record, Came) and (known := came[record.partition][record.exact]) is not None:
+            elif isinstance(record, EntryAdded) and (known := came[record.partition][record.exact]) is not None:
                 resolved.append(known)
-        spoke = [record.partition for record in records if isinstance(record, Spoke)]
+        spoke = [record.partition for record in records if isinstance(record, VerdictAdded)]
         unheard = [
             partition for partition in came if partition not in self._heard
         ]  # had no entries when the rebuild came by
@@ -159,14 +159,14 @@ class Follower:
         before = [record for record in said if not isinstance(record, AnswerSuspended)]
         return [*before, *(AnswerSuspended(partition, name) for name in await self._verdicts.suspended(partition))]
 
-    async def _added(self, partition: Partition, entries: Iterable[tuple[bytes, About | None]]) -> list[Added]:
+    async def _added(self, partition: Partition, entries: Iterable[tuple[bytes, About | None]]) -> list[PromptAdded]:
         """Those that can be found by meaning, with the groups of their answers."""
         known = [(exact, about, about.text) for exact, about in entries if about is not None and about.text is not None]
         if not known:
             return []
         groups = await self._verdicts.groups(partition, [exact for exact, _, _ in known])
         return [
-            Added(
+            PromptAdded(
                 partition, exact, about.compat, text, about.created_at, about.expires_at,
                 group[1] if group is not None and group[0] == about.created_at else b"",
             )
@@ -174,11 +174,11 @@ class Follower:
         ]  # fmt: skip
 
     async def _fold(self, records: Sequence[Record]) -> None:
-        vectors = await self._known_vectors([one for one in records if isinstance(one, Added)])
+        vectors = await self._known_vectors([one for one in records if isinstance(one, PromptAdded)])
         for start in range(0, len(records), _FOLDED):
             await self._run(partial(self._cache.fold, records[start : start + _FOLDED], vectors))
 
-    async def _known_vectors(self, added: Sequence[Added]) -> dict[EntryKey, NDArray[np.float32]]:
+    async def _known_vectors(self, added: Sequence[PromptAdded]) -> dict[EntryKey, NDArray[np.float32]]:
         """Vectors that this or another host made before."""
         wanted: dict[Partition, list[bytes]] = {}
         for record in added:
@@ -186,7 +186,7 @@ class Follower:
                 wanted.setdefault(record.partition, []).append(record.exact)
         vectors = {}
         for partition, exacts in wanted.items():
-            row = await self._store.fetch_vectors(partition, self._embedder_key, exacts)
+            row = await self._store.lookup_vectors(partition, self._embedder_key, exacts)
             for exact, data in zip(exacts, row, strict=True):
                 if data is not None and len(data) == 2 * self._cache.dims:
                     vectors[partition, exact] = np.frombuffer(data, dtype="<f2").astype(np.float32)
@@ -198,7 +198,7 @@ class Follower:
         for partition, exact, vector in unsaved:
             by_partition.setdefault(partition, []).append((exact, vector))
         for partition, vectors in by_partition.items():
-            await self._store.put_vectors(partition, self._embedder_key, vectors)
+            await self._store.store_vectors(partition, self._embedder_key, vectors)
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from cache.events import Spoke
+from cache.events import VerdictAdded
 from cache.exact.log import EntryLog
 from cache.fingerprint import DIGEST_BYTES, Partition
 from cache.redis_client import Redis
@@ -116,7 +116,7 @@ class VerdictStore:
             _SUSPENDED_MAX,
         )  # fmt: skip
         is_new = bool(await self._redis.eval(_TAKE, len(keys), *keys, *argv))
-        await self._log.append(Spoke(partition))
+        await self._log.append(VerdictAdded(partition))
         return is_new
 
     async def take_once(self, partition: Partition, id: str) -> bool:
@@ -131,7 +131,7 @@ class VerdictStore:
         """Put an answer back into service. False where it was not out of it."""
         tag = _tag(partition)
         was = bool(await self._redis.eval(_CLEAR, 2, tag + "verdicts", tag + "suspended", name, VERDICTS_MAX))
-        await self._log.append(Spoke(partition))
+        await self._log.append(VerdictAdded(partition))
         return was
 
     async def suspended(self, partition: Partition) -> dict[bytes, Suspension]:

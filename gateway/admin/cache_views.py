@@ -173,7 +173,7 @@ async def wrong(services: AdminServices) -> WrongsOut:
 
 
 async def _wrong(services: AdminServices, team: Team, partition: Partition, name: bytes, why: Suspension) -> WrongOut:
-    about = await services.exact.about(partition, why.exact)
+    about = await services.exact.lookup_about(partition, why.exact)
     return WrongOut(
         team_id=team.id,
         team=team.name,

@@ -26,7 +26,7 @@ def begin(job: Job, exact: ExactCache) -> Eager[Lookup] | None:
         return None
     if not job.alias.has_engine:
         return None
-    return Eager(exact.get(job.fingerprint, trial.ranked[0], is_served=False))
+    return Eager(exact.lookup_entry(job.fingerprint, trial.ranked[0], is_served=False))
 
 
 def text_of(entry: Entry | None) -> str:

@@ -87,7 +87,7 @@ class ByMeaning:
                 record.nearest = result.nearest.text if self._settings.log_prompts else ""
             return False
         record.similarity = result.similarity
-        pointed = await self._exact.get(found, result.exact, controls.max_age_s)
+        pointed = await self._exact.lookup_entry(found, result.exact, controls.max_age_s)
         if pointed.entry is None:
             record.miss_reason = pointed.miss.value if pointed.miss else "gone"
             job.trial = None  # a would-be hit with nothing to serve: no sample of misses or audits

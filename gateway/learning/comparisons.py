@@ -257,7 +257,7 @@ class Judging:
     async def _compare(self, asked: _Asked) -> None:
         """A fresh answer with those near it: the first comparison is the verdict, an equal one makes a group."""
         trial, fresh = asked.trial, _told(asked.text, asked.chunks)
-        entries = await self._exact.several(asked.partition, asked.compat, trial.ranked)
+        entries = await self._exact.lookup_many(asked.partition, asked.compat, trial.ranked)
         first = entries[0]
         if first is None or fresh is None:
             return
@@ -294,7 +294,7 @@ class Judging:
         """Somebody did not take what was served: a different fresh answer is a wrong verdict, one nobody can compare a weak one."""
         fresh, served = _told(asked.text, asked.chunks), asked.served
         assert served is not None
-        (entry,) = await self._exact.several(asked.partition, asked.compat, (served.exact,))
+        (entry,) = await self._exact.lookup_many(asked.partition, asked.compat, (served.exact,))
         if fresh is None or entry is None or entry.created_at != served.created_at:
             return
         opinion = await self._opinion(fresh, entry, 1.0)

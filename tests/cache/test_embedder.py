@@ -14,7 +14,7 @@ import pytest
 from cache.encoder.bert import BertEmbedder, read_plan
 from cache.encoder.embedder import Memo, SentenceEmbedder, _packaged, open_embedder
 from cache.encoder.types import Embedder
-from cache.semantic.cache import Added, SemanticCache
+from cache.semantic.cache import PromptAdded, SemanticCache
 from tests.cache.fakes import FakeEmbedder
 
 
@@ -190,7 +190,7 @@ def test_the_capital_of_france(embedder: Embedder) -> None:
 
     cache = SemanticCache(embedder)
     stored = ask("What is the capital of France?")
-    cache.fold([Added(ACME, stored.exact, stored.compat, str(stored.text), time.time(), time.time() + 60)])
+    cache.fold([PromptAdded(ACME, stored.exact, stored.compat, str(stored.text), time.time(), time.time() + 60)])
     asked = {
         "What's France's capital city?": True,
         "Tell me the capital of France": True,

@@ -164,7 +164,7 @@ async def test_the_longest_known_prefix_is_the_warm_hint(exact: ExactCache, cloc
     await exact.store(entry_for(first, clock.now), warm="gpu-0", chain=first.chain)
     hinted = await exact.lookup(dialogue(4))
     assert (hinted.warm, hinted.warm_depth) == ("gpu-0", 2)
-    await exact.link(dialogue(4), "gpu-1")
+    await exact.store_warm(dialogue(4), "gpu-1")
     hinted = await exact.lookup(dialogue(6))
     assert (hinted.warm, hinted.warm_depth) == ("gpu-1", 4)
     far = await exact.lookup(dialogue(80))  # too far for the latest links: the first is asked for all the same
@@ -249,7 +249,7 @@ async def test_only_what_is_served_is_worth_more(redis: Redis, clock: Clock, is_
     fp = ask("the one")
     await exact.store(entry_for(fp, clock.now, "x" * 2_000, ttl_s=1e6, saves=1_000))
     for _ in range(20):
-        assert (await exact.get(fp, fp.exact, is_served=is_served)).entry is not None
+        assert (await exact.lookup_entry(fp, fp.exact, is_served=is_served)).entry is not None
     await exact.flush_touches()
     clock.now += 60
     for number in range(12):
@@ -317,17 +317,17 @@ async def test_a_purge_removes_what_matches_everywhere(
             await purger.store(entry_for(fps[name], clock.now, labels=labels.get(name, {})))
         for fp in fps.values():
             assert (await reader.lookup(fp)).entry is not None
-            assert reader.peek(fp) is not None
+            assert reader.lookup_local(fp) is not None
         dry = await purger.purge(purge_at(clock), is_dry_run=True)
         assert (dry.count, dry.is_dry_run) == (len(expected), True)
         assert {sample.id for sample in dry.samples} == {fps[name].id for name in expected}
-        assert all(reader.peek(fp) is not None for fp in fps.values())
+        assert all(reader.lookup_local(fp) is not None for fp in fps.values())
         before = (await purger.stats()).size_bytes
         done = await purger.purge(purge_at(clock))
         assert (done.count, done.size_bytes) == (dry.count, dry.size_bytes)
         for name, fp in fps.items():
-            assert (reader.peek(fp) is None) is (name in expected)
-            assert (purger.peek(fp) is None) or name not in expected
+            assert (reader.lookup_local(fp) is None) is (name in expected)
+            assert (purger.lookup_local(fp) is None) or name not in expected
             assert ((await reader.lookup(fp)).entry is None) is (name in expected)
         assert (await purger.stats()).size_bytes == before - done.size_bytes
 
@@ -361,12 +361,12 @@ async def test_the_l1_is_off_without_a_subscription(redis: Redis, redis_server: 
     """Not before purges are followed, and not after: then peek knows nothing, and lookups ask Redis."""
     exact = ExactCache(redis, clock=clock)
     fp = ask("Why?")
-    exact.keep(entry_for(fp, clock.now))
-    assert exact.peek(fp) is None
+    exact.store_local(entry_for(fp, clock.now))
+    assert exact.lookup_local(fp) is None
     async with following(exact, redis_server.url):
-        exact.keep(entry_for(fp, clock.now))
-        assert exact.peek(fp) is not None
-    assert exact.peek(fp) is None
+        exact.store_local(entry_for(fp, clock.now))
+        assert exact.lookup_local(fp) is not None
+    assert exact.lookup_local(fp) is None
 
 
 async def test_the_l1_goes_off_when_redis_does_and_comes_back() -> None:
@@ -377,18 +377,18 @@ async def test_the_l1_goes_off_when_redis_does_and_comes_back() -> None:
         exact = ExactCache(client, clock=Clock(), monotonic=ticks)
         fp = ask("Why?")
         async with following(exact, server.url):
-            exact.keep(entry_for(fp, Clock().now))
-            assert exact.peek(fp) is not None
+            exact.store_local(entry_for(fp, Clock().now))
+            assert exact.lookup_local(fp) is not None
             server.kill()
-            await until(lambda: exact.peek(fp) is None)
+            await until(lambda: exact.lookup_local(fp) is None)
             server.start()
             await until(lambda: exact.is_l1_on)
-            assert exact.peek(fp) is None
-            exact.keep(entry_for(fp, Clock().now))
+            assert exact.lookup_local(fp) is None
+            exact.store_local(entry_for(fp, Clock().now))
             server.pause()
-            assert exact.peek(fp) is not None
+            assert exact.lookup_local(fp) is not None
             ticks.now += 6
-            assert exact.peek(fp) is None
+            assert exact.lookup_local(fp) is None
             server.resume()
             await until(lambda: exact.is_l1_on)
         await client.aclose()
@@ -426,7 +426,7 @@ async def test_a_purge_during_a_lookup_keeps_the_answer_out_of_the_l1(
         await purger.purge(Purge())
         slow.go.set()
         await pending
-        assert reader.peek(fp) is None
+        assert reader.lookup_local(fp) is None
         assert (await reader.lookup(fp)).miss is LookupMiss.ABSENT
 
 
@@ -436,16 +436,16 @@ async def test_a_semantic_hit_is_checked_and_a_dangling_one_reported(
     """`get` serves only the same partition and compat; what is gone is said to the indexes."""
     stored = ask("Why?")
     await exact.store(entry_for(stored, clock.now))
-    found = await exact.get(ask("How come?"), stored.exact)
+    found = await exact.lookup_entry(ask("How come?"), stored.exact)
     assert found.entry is not None
-    assert (await exact.get(ask("Why?", seed=1), stored.exact)).miss is LookupMiss.UNREADABLE
+    assert (await exact.lookup_entry(ask("Why?", seed=1), stored.exact)).miss is LookupMiss.UNREADABLE
     assert (await exact.lookup(stored)).entry is not None
-    assert (await exact.get(ask("Why?", OTHER), stored.exact)).miss is LookupMiss.ABSENT
+    assert (await exact.lookup_entry(ask("Why?", OTHER), stored.exact)).miss is LookupMiss.ABSENT
     store = EntryStore(redis)
     start = await store.log.end(b"e")
-    assert (await exact.get(ask("Why?"), stored.exact)).entry is not None
+    assert (await exact.lookup_entry(ask("Why?"), stored.exact)).entry is not None
     gone = ask("gone")
-    assert (await exact.get(ask("Why?"), gone.exact)).miss is LookupMiss.ABSENT
+    assert (await exact.lookup_entry(ask("Why?"), gone.exact)).miss is LookupMiss.ABSENT
     records = (await store.log.read(start)).records
     assert [record.exacts for record in records] == [(gone.exact,)]
 
@@ -508,20 +508,20 @@ async def test_a_form_of_an_answer_is_made_once(redis: Redis, redis_server: Redi
     first, second = entry_for(fp, clock.now, "1"), entry_for(fp, clock.now, "2")
     cache.derived(first, "whole", make)
     async with following(cache, redis_server.url):
-        cache.keep(first)
+        cache.store_local(first)
         before = cache.l1_bytes
         assert [cache.derived(first, "whole", make) for _ in range(3)] == [b"x" * 1_000] * 3
         assert cache.derived(first, "events", make) == b"x" * 1_000
         assert made == ["1", "1", "1"]
         assert cache.l1_bytes == before + 2_000
-        cache.keep(second)
+        cache.store_local(second)
         assert cache.l1_bytes == before
         cache.derived(second, "whole", make)
         cache.derived(first, "whole", make)
         assert made[3:] == ["2", "1"]
         for number in range(30):
             other = entry_for(ask(str(number)), clock.now)
-            cache.keep(other)
+            cache.store_local(other)
             cache.derived(other, "whole", make)
             assert cache.l1_bytes <= 10_000
         await cache.purge(Purge())
@@ -535,18 +535,18 @@ async def test_the_l1_is_bounded(redis: Redis, redis_server: RedisServer, clock:
     fps = [ask(str(number)) for number in range(5)]
     async with following(exact, redis_server.url):
         for fp in fps[:3]:
-            exact.keep(entry_for(fp, clock.now))
-        assert exact.peek(fps[0]) is not None
-        exact.keep(entry_for(fps[3], clock.now))
-        assert [exact.peek(fp) is not None for fp in fps[:4]] == [True, False, True, True]
-        exact.keep(entry_for(fps[4], clock.now, "x" * 19_000))
-        exact.keep(entry_for(fps[1], clock.now, "x" * 30_000))
+            exact.store_local(entry_for(fp, clock.now))
+        assert exact.lookup_local(fps[0]) is not None
+        exact.store_local(entry_for(fps[3], clock.now))
+        assert [exact.lookup_local(fp) is not None for fp in fps[:4]] == [True, False, True, True]
+        exact.store_local(entry_for(fps[4], clock.now, "x" * 19_000))
+        exact.store_local(entry_for(fps[1], clock.now, "x" * 30_000))
         stats = await exact.stats()
         assert stats.l1_bytes <= 20_000
-        assert exact.peek(fps[1]) is None
+        assert exact.lookup_local(fps[1]) is None
         clock.now += 61
-        exact.keep(entry_for(fps[2], clock.now - 61))
-        assert all(exact.peek(fp) is None for fp in fps)
+        exact.store_local(entry_for(fps[2], clock.now - 61))
+        assert all(exact.lookup_local(fp) is None for fp in fps)
 
 
 async def test_redis_away_is_a_miss_for_readers_and_an_error_for_writers() -> None:
@@ -560,8 +560,8 @@ async def test_redis_away_is_a_miss_for_readers_and_an_error_for_writers() -> No
         for strike, heal in ((server.kill, server.start), (server.pause, server.resume)):
             strike()
             assert (await exact.lookup(fp)).miss is LookupMiss.UNAVAILABLE
-            assert (await exact.get(fp, fp.exact)).miss is LookupMiss.UNAVAILABLE
-            for attempt in (exact.store(entry), exact.link(fp, "gpu"), exact.purge(Purge()), exact.stats()):
+            assert (await exact.lookup_entry(fp, fp.exact)).miss is LookupMiss.UNAVAILABLE
+            for attempt in (exact.store(entry), exact.store_warm(fp, "gpu"), exact.purge(Purge()), exact.stats()):
                 with pytest.raises(CacheUnavailable):
                     await attempt
             heal()

@@ -18,8 +18,8 @@ from cache.decision.features import FEATURES, ONE_SIDED_MAX, Neighbour, ToldWord
 from cache.decision.model import Learner, Prior, Row, audit_chance
 from cache.decision.prior import PRIOR
 from cache.decision.rule import NamespaceCounters, NamespaceState, VerifiedRule
-from cache.events import Dropped
-from cache.semantic.cache import Added, SemanticCache
+from cache.events import EntriesDropped
+from cache.semantic.cache import PromptAdded, SemanticCache
 from cache.verdicts.records import AnswerJudged, AnswerSuspended, answer_name
 from tests.cache.fakes import ACME, Clock, FakeEmbedder, ask, query
 
@@ -251,8 +251,10 @@ class BagEmbedder(FakeEmbedder):
         return (vector / np.linalg.norm(vector)).astype(np.float32)
 
 
-def run(count: int, cache: SemanticCache, clock: Clock) -> tuple[list[Added | Dropped | AnswerJudged], int]:
-    records: list[Added | Dropped | AnswerJudged] = []
+def run(
+    count: int, cache: SemanticCache, clock: Clock
+) -> tuple[list[PromptAdded | EntriesDropped | AnswerJudged], int]:
+    records: list[PromptAdded | EntriesDropped | AnswerJudged] = []
     answers: dict[bytes, int] = {}
     hits = 0
     for number, (text, intent) in enumerate(requests(count, 7)):
@@ -264,7 +266,7 @@ def run(count: int, cache: SemanticCache, clock: Clock) -> tuple[list[Added | Dr
             continue
         exact = number.to_bytes(16, "big")
         answers[exact] = intent
-        records.append(Added(ACME, exact, asked.compat, text, clock.now, clock.now + 1e6))
+        records.append(PromptAdded(ACME, exact, asked.compat, text, clock.now, clock.now + 1e6))
         cache.fold(records[-1:])
         judged = cache.judge(asked, answer, exact, lambda other, own=intent: answers[other] == own)  # type: ignore[misc]
         if judged is not None:
@@ -306,10 +308,10 @@ def test_what_was_dropped_is_not_served_whatever_was_learned(drops: list[int]) -
         text = texts[number]
         fp = ask(text)
         if text in living:
-            cache.fold([Dropped(ACME, (fp.exact,))])
+            cache.fold([EntriesDropped(ACME, (fp.exact,))])
             living.discard(text)
         else:
-            cache.fold([Added(ACME, fp.exact, fp.compat, text, clock.now, clock.now + 60)])
+            cache.fold([PromptAdded(ACME, fp.exact, fp.compat, text, clock.now, clock.now + 60)])
             living.add(text)
         (answer,) = cache.lookup([query(text)])
         judged = cache.judge(query(text), answer, fp.exact, lambda _: True)
@@ -326,7 +328,7 @@ def test_nothing_is_learned_without_a_verdict() -> None:
     for text in ("alpha", "beta"):
         (answer,) = cache.lookup([query(text)])
         fp = ask(text)
-        cache.fold([Added(ACME, fp.exact, fp.compat, text, clock.now, clock.now + 60)])
+        cache.fold([PromptAdded(ACME, fp.exact, fp.compat, text, clock.now, clock.now + 60)])
         assert cache.judge(query(text), answer, fp.exact, lambda _: None) is None
     assert cache.judge(query("gamma"), Miss(MissReason.EMPTY), b"g" * 16, lambda _: True) is None
 
@@ -349,7 +351,7 @@ def audited_cache(draw: random.Random, clock: Clock) -> tuple[SemanticCache, str
     """A cache with one entry, and a paraphrase of it that would be served."""
     cache = SemanticCache(FakeEmbedder(is_constant=True), VerifiedRule(PRIOR, random=draw.random), clock)
     fp = ask("open the box please")
-    cache.fold([Added(ACME, fp.exact, fp.compat, "open the box please", clock.now, clock.now + 1e6)])
+    cache.fold([PromptAdded(ACME, fp.exact, fp.compat, "open the box please", clock.now, clock.now + 1e6)])
     return cache, "please open the box"
 
 
@@ -378,7 +380,7 @@ def test_an_audit_stays_one_where_a_bound_has_tightened_and_not_where_its_answer
     clock = Clock()
     cache = SemanticCache(FakeEmbedder(is_constant=True), VerifiedRule(PRIOR, random=lambda: 0.0), clock)
     fp = ask("open the box please")
-    cache.fold([Added(ACME, fp.exact, fp.compat, "open the box please", clock.now, clock.now + 1e6)])
+    cache.fold([PromptAdded(ACME, fp.exact, fp.compat, "open the box please", clock.now, clock.now + 1e6)])
     asked = msgspec.structs.replace(query("please open the box", error_max=0.01), untightened=0.05)
     (audit,) = cache.lookup([asked])
     assert isinstance(audit, Miss)
@@ -397,7 +399,7 @@ def test_a_tightened_bound_says_what_it_refused() -> None:
     clock = Clock()
     cache = SemanticCache(FakeEmbedder(is_constant=True), VerifiedRule(PRIOR), clock)
     fp = ask("open the box please")
-    cache.fold([Added(ACME, fp.exact, fp.compat, "open the box please", clock.now, clock.now + 1e6)])
+    cache.fold([PromptAdded(ACME, fp.exact, fp.compat, "open the box please", clock.now, clock.now + 1e6)])
     asked = query("please open the box", error_max=0.01)
     tight = msgspec.structs.replace(asked, error_max=1e-5, untightened=0.01)
     first, second, third = cache.lookup([asked, tight, msgspec.structs.replace(tight, untightened=None)])

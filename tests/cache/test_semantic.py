@@ -14,8 +14,8 @@ from cache import Hit, Miss, MissReason, Partition, Query
 from cache.decision.features import Neighbour
 from cache.decision.model import Learner, Row
 from cache.decision.rule import Decision, NamespaceCounters, NamespaceState
-from cache.events import Dropped
-from cache.semantic.cache import Added, Record, SemanticCache
+from cache.events import EntriesDropped
+from cache.semantic.cache import PromptAdded, Record, SemanticCache
 from tests.cache.fakes import ACME, OTHER, Clock, FakeEmbedder, ask, query
 
 
@@ -32,13 +32,13 @@ class Yes:
         return learner
 
 
-def added(text: str, now: float, tenant: Partition = ACME, ttl_s: float = 60.0, **fields: Any) -> Added:
+def added(text: str, now: float, tenant: Partition = ACME, ttl_s: float = 60.0, **fields: Any) -> PromptAdded:
     fp = ask(text, tenant, **fields)
-    return Added(tenant, fp.exact, fp.compat, text, now, now + ttl_s)
+    return PromptAdded(tenant, fp.exact, fp.compat, text, now, now + ttl_s)
 
 
-def dropped(text: str, tenant: Partition = ACME, **fields: Any) -> Dropped:
-    return Dropped(tenant, (ask(text, tenant, **fields).exact,))
+def dropped(text: str, tenant: Partition = ACME, **fields: Any) -> EntriesDropped:
+    return EntriesDropped(tenant, (ask(text, tenant, **fields).exact,))
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_an_equal_compat_does_not_join_two_partitions(clock: Clock) -> None:
     """Both are compared, though a compat of this software never repeats across partitions."""
     cache = SemanticCache(FakeEmbedder(is_constant=True), Yes(), clock)
     compat = bytes(16)
-    cache.fold([Added(ACME, b"a" * 16, compat, "text", clock.now, clock.now + 60)])
+    cache.fold([PromptAdded(ACME, b"a" * 16, compat, "text", clock.now, clock.now + 60)])
     assert one(cache, Query(OTHER, compat, "text")) == Miss(MissReason.EMPTY)
     assert isinstance(one(cache, Query(ACME, compat, "text")), Hit)
 
@@ -169,11 +169,11 @@ def test_how_records_are_folded_does_not_matter(plan: list[tuple[bool, int, int]
 
     for partition, exact, data in following.take_unsaved():
         saved[partition, exact] = np.frombuffer(data, "<f2").astype(np.float32)
-    state: dict[bytes, Added] = {}
+    state: dict[bytes, PromptAdded] = {}
     for record in records:
-        if isinstance(record, Added):
+        if isinstance(record, PromptAdded):
             state[record.exact] = record
-        elif isinstance(record, Dropped):
+        elif isinstance(record, EntriesDropped):
             state.pop(record.exacts[0], None)
     rebuilt = SemanticCache(FakeEmbedder(), clock=clock)
     rebuilt.fold(sorted(state.values(), key=lambda record: record.exact), saved)

@@ -123,7 +123,7 @@ async def test_a_bug_while_recording_takes_nothing_from_the_client(world: World,
 
 async def test_a_bug_before_the_answer_is_kept(world: World) -> None:
     """A record stage that fails at once ends the flight: no reader waits for ever."""
-    world.breaks("keep")
+    world.breaks("store_local")
     reply = await world.begin(stream=True).reply()
     assert (reply.status, reply.error["code"], reply.is_done) == (200, "internal_error", False)
     assert "recorded" in reply.error["message"]
