@@ -295,15 +295,16 @@ async def test_a_broken_stream_is_never_a_finished_one(
 @pytest.mark.parametrize(
     "plan", ["cut=end", "hang=end", "cut=end;is_until_close=1", "malformed=none;has_done=0;has_usage=0"]
 )
-async def test_an_answer_is_complete_with_its_finish(
-    upstream: Upstream, backend: OpenAIBackend, plan: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_answer_is_complete_with_its_finish(upstream: Upstream, plan: str) -> None:
     """What fails after every choice's finish costs the usage at most."""
-    monkeypatch.setattr("gateway.backends.openai.stream._TAIL_TIMEOUT_S", 0.05)
+    backend = make_backend(upstream.url, tail_timeout_s=0.05)
+    await backend.start()
     upstream.plan(plan)
     chunks = await collect(backend.stream(ask()))
     assert chunks[-1].finish_reasons == ("stop",)
     assert not any(chunk.usage for chunk in chunks)
+    assert backend.running == 0
+    await backend.aclose()
 
 
 async def test_an_unfinished_choice_is_a_broken_answer(upstream: Upstream, backend: OpenAIBackend) -> None:

@@ -1,34 +1,36 @@
-"""OpenAI-compatible servers over HTTP: OpenAI itself, vLLM, SGLang, Ollama, another Sameway. One pooled client for each.
+"""OpenAI-compatible servers over HTTP: OpenAI itself, vLLM, SGLang, Ollama, another Sameway.
 
-Chunks are forwarded as they came: `Chunk.data` is the server's own JSON, looked at once for content, finish, usage and
-errors. A request is sent on as the client wrote it, with the deployment's model; usage is always asked for. Knows no
-teams, caches or routes. Invariant: what goes wrong before the response's headers is a BackendError from here, and never
-carries the deployment's key.
+Each deployment has a pool of connections. A request is forwarded as the client wrote it, with the deployment's model
+and with usage asked for. Chunks are forwarded as the server wrote them, and parsed once, lightly. Knows no teams,
+caches or routes. Invariant: every failure is a BackendError without the deployment's key.
 """
 
 import asyncio
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
-from typing import Any
 from urllib.parse import SplitResult, quote, urlsplit
 
 import msgspec
 
-from gateway.backends.base import BackendError, BackendRejected, BackendRequest, Load
+from gateway.backends.base import BackendOverloaded, BackendRejected, BackendRequest, BackendUnavailable, Load
+from gateway.backends.openai.errors import Translator
 from gateway.backends.openai.stream import OpenAIStream
-from gateway.backends.refusals import Refused, in_band, refusal, retry_after_s, scrubbed
 from gateway.transport.http_client import Exchange
 from gateway.transport.http_pool import Origin, Pool, basic, proxy_authorization
 from gateway.wire.types import CHAT, COMPLETION
 
-_OWN_FIELDS = ("cache",)  # Sameway's extensions of a request
+_OWN_FIELDS = ("cache",)  # Sameway's extensions of a request body
 _FRAMING = frozenset({"connection", "content-length", "transfer-encoding", "upgrade", "expect", "te", "trailer"})
-_IN_PATHS = "/%:@!$&'()*+,;=~-._"  # what a path may hold as it is
+_IN_PATHS = "/%:@!$&'()*+,;=~-._"  # characters that need no quoting in a path
 
 
 class OpenAIBackend:
-    """One deployment behind an OpenAI-compatible server. `unready` says what keeps it from being used at all."""
+    """One deployment behind an OpenAI-compatible server.
+
+    `headers` are sent with each request. `concurrency_max` bounds running requests; more are refused at once.
+    `unready` is the reason why it cannot be used at all, if any. For `tail_timeout_s` see `OpenAIStream`.
+    """
 
     def __init__(
         self,
@@ -42,16 +44,18 @@ class OpenAIBackend:
         connect_timeout_s: float = 3.0,
         concurrency_max: int = 1000,
         unready: str = "",
+        tail_timeout_s: float = 5.0,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.name = name
         self.capabilities = capabilities
         self.running = 0
         self._model = model
-        self.api_key = api_key
+        self._api_key = api_key
         self._connect_timeout_s = connect_timeout_s
-        self.concurrency_max = concurrency_max
-        self._wall_clock = wall_clock
+        self._concurrency_max = concurrency_max
+        self._tail_timeout_s = tail_timeout_s
+        self._translate = Translator(api_key, wall_clock)
         url = urlsplit(base_url)
         host = url.hostname or ""
         self._origin = Origin(
@@ -64,10 +68,10 @@ class OpenAIBackend:
         for path in (CHAT.path, COMPLETION.path):
             self._heads[path], problem = self._written_head(url, path, headers or {})
         self._unready = unready or problem
-        self.pool: Pool | None = None
+        self._pool: Pool | None = None
 
     def _written_head(self, url: SplitResult, path: str, headers: Mapping[str, str]) -> tuple[bytes, str]:
-        """What every request to `path` begins with, and what is wrong with it."""
+        """The beginning of every request to `path`, and the reason why it cannot be sent, if any."""
         target = quote(url.path.rstrip("/") + path, safe=_IN_PATHS) + (f"?{url.query}" if url.query else "")
         if self._origin.is_forwarded:
             target = f"http://{self._origin.authority}{target}"
@@ -75,14 +79,14 @@ class OpenAIBackend:
             "host": ("Host", self._origin.authority),
             "content-type": ("Content-Type", "application/json"),
             "accept": ("Accept", "application/json, text/event-stream"),
-            # nothing to gain on small chunks; one that compresses anyway is understood
+            # compression gains nothing on small chunks; a server that compresses anyway is understood
             "accept-encoding": ("Accept-Encoding", "identity"),
             "user-agent": ("User-Agent", "sameway"),
         }
         if url.username is not None:
             fields["authorization"] = ("Authorization", basic(url).decode())
-        if self.api_key:
-            fields["authorization"] = ("Authorization", f"Bearer {self.api_key}")
+        if self._api_key:
+            fields["authorization"] = ("Authorization", f"Bearer {self._api_key}")
         fields |= {name.lower(): (name, value) for name, value in headers.items()}
         for name, (_, value) in fields.items():
             if name in _FRAMING:
@@ -97,26 +101,34 @@ class OpenAIBackend:
         return head, ""
 
     async def start(self) -> None:
-        """Make the pool; nothing is connected yet."""
-        # This class bounds concurrency itself (`concurrency_max`): a full pool refuses at once instead of queueing.
-        # In a thread, because reading the machine's certificates takes tens of milliseconds.
-        self.pool = await asyncio.to_thread(Pool, self._origin, self._connect_timeout_s, self.concurrency_max)
+        """Make the pool, without connecting."""
+        # in a thread, because reading the machine's certificates takes tens of milliseconds
+        self._pool = await asyncio.to_thread(Pool, self._origin, self._connect_timeout_s, self._concurrency_max)
 
     async def aclose(self) -> None:
         """Close every connection; running streams break."""
-        if self.pool is not None:
-            self.pool.aclose()
-            self.pool = None
+        if self._pool is not None:
+            self._pool.aclose()
+            self._pool = None
 
     def stream(self, request: BackendRequest) -> OpenAIStream:
-        return OpenAIStream(self, request)
+        return OpenAIStream(
+            request,
+            admit=self._admit,
+            send=self._sent,
+            translate=self._translate,
+            on_end=self._left,
+            tail_timeout_s=self._tail_timeout_s,
+        )
 
     def load(self, prompt_tokens: int) -> Load:
         return Load(is_ready=not self._unready, reason=self._unready, running=self.running)
 
-    def payload(self, request: BackendRequest) -> bytes:
-        """The body to send: the client's, with our model, without our extensions, usage asked for on streams. Raises
-        BackendRejected."""
+    def _payload(self, request: BackendRequest) -> bytes:
+        """The body to send: the client's without our extensions, with the deployment's model, and usage for streams.
+
+        Raises BackendRejected.
+        """
         body = {**request.body, "model": self._model}
         for name in (*_OWN_FIELDS, "stream", "stream_options"):
             body.pop(name, None)
@@ -125,30 +137,32 @@ class OpenAIBackend:
             body["stream_options"] = {**(request.body.get("stream_options") or {}), "include_usage": True}
         try:
             return msgspec.json.encode(body)
-        except RecursionError:  # reading it had the stack for as deep a field that nobody looked into
+        except RecursionError:  # decoding skipped a field that is too deep for encoding
             raise BackendRejected("The body is nested too deeply") from None
 
-    def exchange(self, request: BackendRequest) -> Exchange:
-        """The request as it is sent, not sent yet."""
-        body = self.payload(request)
+    def _admit(self, request: BackendRequest) -> Exchange:
+        """The exchange of a request that may be sent now, counted as running. Raises BackendError."""
+        if self._unready:
+            raise BackendUnavailable(f"The deployment is not ready: {self._unready}")
+        if self.running >= self._concurrency_max:
+            raise BackendOverloaded("The deployment has as many requests as it may", retry_after_s=1.0)
+        if self._pool is None:
+            raise BackendUnavailable("The deployment is not started")
+        body = self._payload(request)
         more = f"X-Request-Id: {request.request_id}\r\nContent-Length: {len(body)}\r\n\r\n"
+        self.running += 1
         return Exchange(self._heads[request.kind.path] + more.encode(), body)
 
-    def refused(self, exchange: Exchange, body: bytes) -> BackendError:
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in exchange.headers.items()}
-        after_s = retry_after_s(headers, self._wall_clock())
-        return refusal(Refused(exchange.status, body, after_s, self.api_key))
+    async def _sent(self, exchange: Exchange) -> None:
+        assert self._pool is not None  # `_admit` has checked it
+        await self._pool.send(exchange)
 
-    def in_band(self, error: Any) -> BackendError:
-        return in_band(error, self.api_key)
-
-    def told(self, error: BaseException) -> str:
-        """An exception in words for the log."""
-        return scrubbed(f"{type(error).__name__}: {error}", self.api_key)
+    def _left(self) -> None:
+        self.running -= 1
 
 
 def _proxy_of(scheme: str, host: str) -> SplitResult | None:
-    """The proxy that the environment names for a server (HTTPS_PROXY, NO_PROXY, ...); never one for this machine itself."""
+    """The proxy that the environment names for a server (HTTPS_PROXY, NO_PROXY, ...); None for this machine."""
     if host == "localhost" or host.startswith("127.") or host == "::1" or urllib.request.proxy_bypass(host):
         return None
     proxy = urllib.request.getproxies().get(scheme)

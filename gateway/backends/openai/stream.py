@@ -1,94 +1,108 @@
-"""One answer of an OpenAI-compatible server on its way: its bytes read, its ending checked, its time kept.
+"""One answer of an OpenAI-compatible server: reads its bytes, checks its end, keeps its time limits.
 
-Knows the backend that sends and nothing else. Invariants: base.py's (a stream ends after its finish or raises), and a
-connection goes back to the pool only after its answer's last byte: leaving an answer early closes it, so that the server
-stops generating.
+Knows no backend: it is given functions that admit and send its request. Invariants: those of `base` (a stream ends
+after its finish or raises), and a connection returns to the pool only after the answer's last byte. Leaving an answer
+early closes its connection, so that the server stops generating.
 
-Time: a stream's first chunk has `ttft_timeout_s`, connecting included; after it, silence is bounded by `idle_timeout_s`
-(any byte breaks it, so keep-alive comments count as life). A whole answer comes in one piece after all of its tokens,
-so it has `ttft_timeout_s + idle_timeout_s`. Silence after every choice's finish costs only the usage chunk: the answer is
-complete, and ends after `_TAIL_TIMEOUT_S`.
+    NEW ──admit, send──> WAITING ──first chunk──> STREAMING ──last finish──> TAIL
+     └─────────────────────┴────────────────────────┴────────────────────────┴──> OVER
+
+WAITING lasts at most `ttft_timeout_s`, connecting included; for a whole answer, which arrives after all of its
+tokens, `idle_timeout_s` more. STREAMING bounds silence by `idle_timeout_s`; any byte ends a silence, also a comment
+that keeps the connection alive. TAIL waits only for the usage chunk: the answer is complete without it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Sequence
+from enum import Enum, auto
 
 import msgspec
 
-from gateway.backends.base import (
-    BackendBroken,
-    BackendError,
-    BackendOverloaded,
-    BackendRequest,
-    BackendTimeout,
-    BackendUnavailable,
-)
-from gateway.backends.refusals import scrubbed
-from gateway.transport.http_client import Disconnected, Exchange, TransportError, Unreachable
+from gateway.backends.base import BackendBroken, BackendError, BackendRequest, BackendTimeout
+from gateway.backends.openai.errors import Translator
+from gateway.transport.http_client import Exchange, TransportError
 from gateway.wire.chunks import DeltaTemplate, FinishTracker, parse, to_chunk
 from gateway.wire.sse import PayloadTooLarge, Splitter
 from gateway.wire.types import Chunk
 
-if TYPE_CHECKING:
-    from gateway.backends.openai.backend import OpenAIBackend
-
-_TAIL_TIMEOUT_S = 5.0
 _ERROR_BYTES_MAX = 64 << 10
 _WHOLE_BYTES_MAX = 64 << 20
 
 
+class State(Enum):
+    """Where an answer is; see the module's drawing."""
+
+    NEW = auto()
+    WAITING = auto()
+    STREAMING = auto()
+    TAIL = auto()
+    OVER = auto()
+
+
 class OpenAIStream:
-    """One answer on its way; see base.ChunkStream. One reader at a time; `aclose` from anywhere."""
+    """One answer; see `base.ChunkStream`. One reader at a time; `aclose` from anywhere.
+
+    `admit` counts a request and makes its exchange, `send` sends that and waits for the response's head, `on_end` is
+    called once after a successful `admit`. Silence of `tail_timeout_s` after the last finish ends the answer.
+    """
 
     __slots__ = (
-        "_backend",
-        "_ending",
+        "_admit",
         "_error",
         "_exchange",
-        "_has_begun",
-        "_is_counted",
-        "_is_over",
-        "_is_reading",
-        "_is_silent",
-        "_is_tail",
-        "_read_at",
+        "_finishes",
+        "_on_end",
+        "_reading_since",
         "_ready",
         "_request",
-        "_run",
-        "_runs_left",
+        "_send",
+        "_silence",
         "_splitter",
+        "_state",
+        "_tail_timeout_s",
+        "_template",
+        "_templates_left",
         "_timer",
+        "_translate",
     )
 
-    def __init__(self, backend: OpenAIBackend, request: BackendRequest) -> None:
-        self._backend = backend
+    def __init__(
+        self,
+        request: BackendRequest,
+        *,
+        admit: Callable[[BackendRequest], Exchange],
+        send: Callable[[Exchange], Awaitable[None]],
+        translate: Translator,
+        on_end: Callable[[], None],
+        tail_timeout_s: float,
+    ) -> None:
         self._request = request
+        self._admit = admit
+        self._send = send
+        self._translate = translate
+        self._on_end = on_end
+        self._tail_timeout_s = tail_timeout_s
+        self._state = State.NEW
         self._ready: list[Chunk] = []
-        self._ending = FinishTracker(request.choices, request.prompts)
+        self._finishes = FinishTracker(request.choices, request.prompts)
         self._splitter = Splitter()
-        self._run: DeltaTemplate | None = None
-        self._runs_left = DeltaTemplate.PER_ANSWER_MAX
+        self._template: DeltaTemplate | None = None
+        self._templates_left = DeltaTemplate.PER_ANSWER_MAX
         self._exchange: Exchange | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._error: BackendError | None = None  # to raise once what came before it has been read
-        self._has_begun = False  # the first chunk is there
-        self._is_over = False  # nothing more will be read
-        self._is_counted = False
-        self._is_reading = False
-        self._is_silent = False
-        self._is_tail = False
-        self._read_at = 0.0
+        self._error: BackendError | None = None  # raised after the chunks that came before it
+        self._silence: BackendTimeout | None = None  # set where the timer closed the exchange
+        self._reading_since: float | None = None  # the server is silent only while this stream reads
 
     def __aiter__(self) -> OpenAIStream:
         return self
 
     async def __anext__(self) -> list[Chunk]:
-        if not self._ready and not self._is_over:
+        if not self._ready and self._state is not State.OVER:
             try:
-                if self._exchange is None:
+                if self._state is State.NEW:
                     await self._begin()
                 else:
                     await self._fill()
@@ -105,64 +119,43 @@ class OpenAIStream:
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        """Let go: an unfinished answer's connection is closed now, and the server sees it."""
+        """Drop the answer: an unfinished one's connection is closed at once."""
         self._ready.clear()
-        if not self._is_over:
+        if self._state is not State.OVER:
             self._error = BackendBroken("The answer was given up")
             self._leave()
 
     async def _begin(self) -> None:
         """Connect, send, and wait for the first chunk."""
-        backend, request = self._backend, self._request
-        load = backend.load(0)
-        if not load.is_ready:
-            raise BackendUnavailable(f"The deployment is not ready: {load.reason}")
-        if backend.running >= backend.concurrency_max:
-            raise BackendOverloaded("The deployment has as many requests as it may", retry_after_s=1.0)
-        if backend.pool is None:
-            raise BackendUnavailable("The deployment is not started")
-        backend.running += 1
-        self._is_counted = True
-        exchange = self._exchange = backend.exchange(request)
-        self._read_at, self._is_reading = asyncio.get_running_loop().time(), True
-        self._arm(request.ttft_timeout_s + (0.0 if request.is_stream else request.idle_timeout_s))
+        request = self._request
+        exchange = self._exchange = self._admit(request)
+        self._state = State.WAITING
+        self._reading_since = asyncio.get_running_loop().time()
+        self._arm(self._first_within_s)
         try:
-            await backend.pool.send(exchange)
+            await self._send(exchange)
         except TransportError as error:
-            raise self._unsent(error) from None
+            raise self._error or self._silence or self._translate.unsent(error) from None
         if exchange.status != 200:
-            raise backend.refused(exchange, await self._body(_ERROR_BYTES_MAX, is_cut=True))
+            raise self._translate.refused(exchange, await self._body(exchange, _ERROR_BYTES_MAX, is_cut=True))
         kind = exchange.headers.get(b"content-type", b"").lower()
         is_json_or_page = kind.startswith((b"application/json", b"text/html"))
         if kind.startswith(b"text/event-stream") or (request.is_stream and not is_json_or_page):
             await self._fill()
         else:
-            self._take_whole(await self._body(_WHOLE_BYTES_MAX))
-        self._has_begun, self._is_reading = True, False
-        if not self._is_over:
+            self._take_whole(await self._body(exchange, _WHOLE_BYTES_MAX))
+        self._reading_since = None
+        if self._state is State.WAITING:
+            self._state = State.STREAMING
+        if self._state is not State.OVER:
             self._arm(request.idle_timeout_s)
 
-    def _unsent(self, error: TransportError) -> BackendError:
-        """Why there is no answer, not even its head."""
-        if self._is_over and self._error is not None:
-            return self._error  # given up by `aclose`
-        if self._is_silent:
-            return self._silence()
-        detail = self._backend.told(error)
-        match error:
-            case Unreachable():
-                return BackendUnavailable("The deployment cannot be reached", detail=detail)
-            case Disconnected():
-                return BackendUnavailable("The deployment closed the connection", detail=detail)
-        return BackendUnavailable("The deployment does not speak HTTP", detail=detail)
-
-    async def _body(self, size_bytes_max: int, is_cut: bool = False) -> bytes:
-        """The whole body; of one that is too long its beginning, where `is_cut` allows it."""
-        assert self._exchange is not None
+    async def _body(self, exchange: Exchange, size_bytes_max: int, is_cut: bool = False) -> bytes:
+        """The whole body; with `is_cut`, the beginning of one that is too long or broke off."""
         parts: list[bytes] = []
         size_bytes = 0
         try:
-            while part := await self._exchange.read():
+            while part := await exchange.read():
                 parts.append(part)
                 size_bytes += len(part)
                 if size_bytes > size_bytes_max:
@@ -170,38 +163,35 @@ class OpenAIStream:
                         break
                     raise BackendBroken("The deployment's answer is too long", detail=f"over {size_bytes_max} bytes")
         except TransportError as error:
-            if self._is_over and self._error is not None:
+            if self._error is not None:  # `aclose` was called
                 raise self._error from None
-            if not is_cut and self._is_silent:
-                raise self._silence() from None
             if not is_cut:
-                raise BackendBroken("The deployment's answer broke off", detail=self._backend.told(error)) from None
+                raise self._silence or self._translate.cut(error) from None
         return b"".join(parts)
 
     def _take_whole(self, body: bytes) -> None:
         try:
             answer = parse(body)
         except msgspec.DecodeError as error:
-            excerpt = scrubbed(body[:200].decode("utf-8", "replace"), self._backend.api_key)
-            raise BackendBroken("The deployment's answer is not JSON", detail=f"{error}: {excerpt}") from None
+            raise self._translate.not_json("answer", body, error) from None
         if answer.error or answer.object == "error":
-            raise self._backend.in_band(answer.error or msgspec.json.decode(body))
-        self._ending.add(answer)
-        if self._ending.failed_reason or not self._ending.is_finished:
-            raise _unfinished(self._ending)
+            raise self._translate.in_band(answer.error, body)
+        self._finishes.add(answer)
+        if self._finishes.failed_reason or not self._finishes.is_finished:
+            raise _unfinished(self._finishes)
         self._ready.append(to_chunk(body, answer, is_whole=True))
         self._finish()
 
     async def _fill(self) -> None:
-        """Read until there is a chunk, an error or the end: of what came together, all."""
+        """Read until there is a chunk, an error or the end; takes all events that came together."""
         exchange = self._exchange
         assert exchange is not None
-        while not self._ready and not self._is_over:
-            if self._ending.is_complete and not self._is_tail:
-                self._is_tail = True
-                self._arm(min(_TAIL_TIMEOUT_S, self._request.idle_timeout_s))
-            if self._has_begun:
-                self._read_at, self._is_reading = asyncio.get_running_loop().time(), True
+        while not self._ready and self._state is not State.OVER:
+            if self._state is State.STREAMING and self._finishes.is_complete:
+                self._state = State.TAIL
+                self._arm(min(self._tail_timeout_s, self._request.idle_timeout_s))
+            if self._state is not State.WAITING:
+                self._reading_since = asyncio.get_running_loop().time()
             try:
                 data = await exchange.read()
                 if data:
@@ -213,83 +203,79 @@ class OpenAIStream:
             except PayloadTooLarge as error:
                 self._fail(BackendBroken("The deployment's answer is too long", detail=str(error)))
             finally:
-                if self._has_begun:
-                    self._is_reading = False
+                if self._state is not State.WAITING:
+                    self._reading_since = None
 
     def _take_all(self, payloads: Sequence[bytes]) -> None:
-        """The events that have come together; of text that goes on as it began, all at once."""
+        """Take events that came together; those that differ only in their text at once."""
         position = 0
         while position < len(payloads):
-            if self._run is not None:
+            if self._template is not None:
                 rest = payloads[position:] if position else payloads
-                count = len(self._run.texts(rest))
+                count = len(self._template.texts(rest))
                 if count:
                     self._ready.append(Chunk(b"\n".join(rest[:count]), has_content=True, count=count))
                 position += count
                 if position == len(payloads):
                     return
-                self._run = None
+                self._template = None
             if not self._take(payloads[position]):
                 return
             position += 1
 
     def _take(self, payload: bytes) -> bool:
-        """One event of the stream; True where more is wanted."""
+        """Take one event; returns False if the stream is over."""
         if payload == b"[DONE]":
-            if self._ending.is_finished:
+            if self._finishes.is_finished:
                 self._finish()
             else:
-                self._fail(_unfinished(self._ending))
+                self._fail(_unfinished(self._finishes))
             return False
         if not payload:
             return True
         try:
             answer = parse(payload)
         except msgspec.DecodeError as error:
-            excerpt = scrubbed(payload[:200].decode("utf-8", "replace"), self._backend.api_key)
-            self._fail(BackendBroken("The deployment's stream is not JSON", detail=f"{error}: {excerpt}"))
+            self._fail(self._translate.not_json("stream", payload, error))
             return False
-        if self._ending.is_going_on(answer):
+        if self._finishes.is_going_on(answer):
             self._ready.append(Chunk(payload, has_content=True))
-            if self._runs_left:
-                self._runs_left -= 1
-                self._run = DeltaTemplate.of(payload)
+            if self._templates_left:
+                self._templates_left -= 1
+                self._template = DeltaTemplate.of(payload)
             return True
         if answer.error or answer.object == "error":
-            self._fail(self._backend.in_band(answer.error or msgspec.json.decode(payload)))
+            self._fail(self._translate.in_band(answer.error, payload))
             return False
-        self._ending.add(answer)
-        if self._ending.failed_reason is not None:
-            self._fail(_unfinished(self._ending))
+        self._finishes.add(answer)
+        if self._finishes.failed_reason is not None:
+            self._fail(_unfinished(self._finishes))
             return False
         self._ready.append(to_chunk(payload, answer))
         return True
 
     def _at_end(self) -> None:
-        """The body ended; where that is right depends on what has finished, not on [DONE]."""
+        """The body ended: the answer is complete if its choices have finished, with or without [DONE]."""
         last = self._splitter.end()
         if last is not None and not self._take(last):
             return
-        if self._ending.is_complete:
+        if self._finishes.is_complete:
             self._finish()
         else:
-            self._fail(_unfinished(self._ending))
+            self._fail(_unfinished(self._finishes))
 
     def _at_cut(self, error: TransportError) -> None:
-        """The connection failed, or was closed by `_watch` or `aclose`."""
-        if self._is_over:
+        """The connection failed, or `_watch` or `aclose` closed it."""
+        if self._state is State.OVER:
             return
-        if self._ending.is_complete:
+        if self._finishes.is_complete:
             self._finish()
-        elif self._is_silent:
-            self._fail(self._silence())
         else:
-            self._fail(BackendBroken("The deployment's answer broke off", detail=self._backend.told(error)))
+            self._fail(self._silence or self._translate.cut(error))
 
     def _finish(self) -> None:
-        """Done: what is left of the body is framing, and the connection may serve another."""
-        self._is_over = True
-        self._let_go()
+        """End a complete answer: the rest of the body is framing, and the connection may serve another."""
+        self._end()
         if self._exchange is not None:
             self._exchange.release()
 
@@ -298,46 +284,49 @@ class OpenAIStream:
         self._leave()
 
     def _leave(self) -> None:
-        """End without having finished: close the connection."""
-        self._is_over = True
-        self._let_go()
+        """End an incomplete answer: close the connection."""
+        self._end()
         if self._exchange is not None:
             self._exchange.close()
 
-    def _let_go(self) -> None:
+    def _end(self) -> None:
+        state, self._state = self._state, State.OVER
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._is_counted:
-            self._is_counted = False
-            self._backend.running -= 1
+        if state is not State.NEW and state is not State.OVER:
+            self._on_end()
 
     def _arm(self, timeout_s: float) -> None:
-        """One timer watches the whole stream: cheaper than a time-out around each read."""
+        """Set the stream's only timer, which is cheaper than a time-out around each read."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self._watch, timeout_s)
 
     def _watch(self, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
-        silent_s = loop.time() - self._read_at if self._is_reading else 0.0
-        if silent_s < timeout_s:  # a reader that does not read is not the server's silence
+        since = self._reading_since
+        silent_s = 0.0 if since is None else loop.time() - since
+        if silent_s < timeout_s:
             self._timer = loop.call_later(timeout_s - silent_s, self._watch, timeout_s)
         elif self._exchange is not None:
             self._timer = None
-            self._is_silent = True
+            words = (
+                f"sent nothing within {self._first_within_s:g} s"
+                if self._state is State.WAITING
+                else f"fell silent for {self._request.idle_timeout_s:g} s inside its answer"
+            )
+            self._silence = BackendTimeout(f"The deployment {words}")
             self._exchange.close()
 
-    def _silence(self) -> BackendTimeout:
+    @property
+    def _first_within_s(self) -> float:
+        """Seconds until the first chunk must be there."""
         request = self._request
-        if self._has_begun:
-            silence_s = request.idle_timeout_s
-            return BackendTimeout(f"The deployment fell silent for {silence_s:g} s inside its answer")
-        silence_s = request.ttft_timeout_s + (0.0 if request.is_stream else request.idle_timeout_s)
-        return BackendTimeout(f"The deployment sent nothing within {silence_s:g} s")
+        return request.ttft_timeout_s + (0.0 if request.is_stream else request.idle_timeout_s)
 
 
-def _unfinished(ending: FinishTracker) -> BackendBroken:
-    if ending.failed_reason:
-        return BackendBroken("The deployment gave its answer up", detail=f"finish_reason {ending.failed_reason!r}")
+def _unfinished(finishes: FinishTracker) -> BackendBroken:
+    if finishes.failed_reason:
+        return BackendBroken("The deployment gave its answer up", detail=f"finish_reason {finishes.failed_reason!r}")
     return BackendBroken("The deployment's answer ended before its finish")

@@ -1,0 +1,55 @@
+"""Failures of one OpenAI-compatible server, as BackendErrors.
+
+Knows no stream and no pool. Invariant: no message or detail contains the deployment's key.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from gateway.backends.base import BackendBroken, BackendError, BackendUnavailable
+from gateway.backends.refusals import Refused, in_band, refusal, retry_after_s, scrubbed
+from gateway.transport.http_client import Disconnected, Exchange, TransportError, Unreachable
+
+
+class Translator:
+    """Translates failures of a deployment whose key is `api_key`. `wall_clock` gives unix seconds."""
+
+    def __init__(self, api_key: str, wall_clock: Callable[[], float] = time.time) -> None:
+        self._api_key = api_key
+        self._wall_clock = wall_clock
+
+    def refused(self, exchange: Exchange, body: bytes) -> BackendError:
+        """The error of a response with another status than 200."""
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in exchange.headers.items()}
+        after_s = retry_after_s(headers, self._wall_clock())
+        return refusal(Refused(exchange.status, body, after_s, self._api_key))
+
+    def in_band(self, error: Any, payload: bytes) -> BackendError:
+        """The error of an error object inside a 200; `error` is None where the whole `payload` is that object."""
+        return in_band(error or msgspec.json.decode(payload), self._api_key)
+
+    def unsent(self, error: TransportError) -> BackendError:
+        """The error of a request without a response's head."""
+        match error:
+            case Unreachable():
+                message = "The deployment cannot be reached"
+            case Disconnected():
+                message = "The deployment closed the connection"
+            case _:
+                message = "The deployment does not speak HTTP"
+        return BackendUnavailable(message, detail=self._text(error))
+
+    def cut(self, error: TransportError) -> BackendError:
+        """The error of a response whose body broke off."""
+        return BackendBroken("The deployment's answer broke off", detail=self._text(error))
+
+    def not_json(self, thing: str, payload: bytes, error: Exception) -> BackendError:
+        """The error of an "answer" or "stream" (`thing`) that cannot be decoded."""
+        excerpt = scrubbed(payload[:200].decode("utf-8", "replace"), self._api_key)
+        return BackendBroken(f"The deployment's {thing} is not JSON", detail=f"{error}: {excerpt}")
+
+    def _text(self, error: BaseException) -> str:
+        return scrubbed(f"{type(error).__name__}: {error}", self._api_key)
