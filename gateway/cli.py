@@ -1,6 +1,8 @@
-"""The command line: `sameway serve | check-config | demo`, and `worker`, which the supervisor starts.
+"""The command line: `sameway serve | check-config | demo`, and `worker`, which the supervisor
+starts.
 
-Knows no requests. Invariant: no heavy module is imported before the command is known, so `serve` starts fast.
+Knows no requests. Invariant: no heavy module is imported before the command is known, so `serve`
+starts fast.
 """
 
 import argparse
@@ -16,7 +18,10 @@ from gateway.settings import Settings, SettingsError, deployment_name
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the process's exit status. Writes wrong settings to stderr and returns 2."""
+    """Run one command; returns the process's exit status.
+
+    Writes wrong settings to stderr and returns 2.
+    """
     arguments = _parser().parse_args(argv)
     try:
         status: int = arguments.run(arguments)

@@ -1,7 +1,7 @@
 """Reads the operator's settings: a YAML file, then the environment, then the command line's flags.
 
-Does not know what a setting means; `settings` defines that. Invariant: an error lists every wrong setting, with its
-name, the value found and the value expected.
+Does not know what a setting means; `settings` defines that. Invariant: an error lists every wrong
+setting, with its name, the value found and the value expected.
 """
 
 import difflib
@@ -20,7 +20,8 @@ _SECRETS = ("admin_key", "api_key", "secret")  # only from the environment
 def load_settings(
     path: Path | None, environ: Mapping[str, str] = os.environ, *, model: str | None = None, **overrides: Any
 ) -> Settings:
-    """Settings from the YAML file at `path`, then `SAMEWAY_<NAME>` variables for top-level scalars, then flags.
+    """Settings from the YAML file at `path`, then `SAMEWAY_<NAME>` variables for top-level scalars,
+    then flags.
 
     `overrides` are the flags; `model` is loaded by the engine named `default`.
     Raises SettingsError naming every wrong setting.
@@ -36,8 +37,8 @@ def check_settings(
 ) -> Settings:
     """Settings as from `load_settings`, with further checks on this host.
 
-    Model files and the variables of providers' keys must exist, and no `SAMEWAY_` variable may be a misspelt setting.
-    Raises SettingsError naming every wrong setting.
+    Model files and the variables of providers' keys must exist, and no `SAMEWAY_` variable may be a
+    misspelt setting. Raises SettingsError naming every wrong setting.
     """
     settings, wrong = _read(path, environ, model, overrides)
     if settings is not None:
@@ -51,7 +52,9 @@ def check_settings(
 def _read(
     path: Path | None, environ: Mapping[str, str], model: str | None, overrides: Mapping[str, Any]
 ) -> tuple[Settings | None, list[str]]:
-    """The settings, None if they are invalid, and the list of errors, which may also accompany valid settings."""
+    """The settings, None if they are invalid, and the list of errors, which may also accompany
+    valid settings.
+    """
     values, wrong = ({}, []) if path is None else _read_yaml(path)
     wrong += [
         f"{path}: {secret}: found in the file, expected in the environment as SAMEWAY_{secret.upper()}"
@@ -77,7 +80,10 @@ def _read(
 
 
 def _read_yaml(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """A file's values, and its duplicate keys: YAML forbids them, but PyYAML keeps the last one. Raises SettingsError."""
+    """A file's values, and its duplicate keys: YAML forbids them, but PyYAML keeps the last one.
+
+    Raises SettingsError.
+    """
     import yaml  # takes 1 MB, and workers do not need it: they read JSON
 
     twice: list[str] = []

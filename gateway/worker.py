@@ -1,6 +1,7 @@
 """One gateway process: uvicorn around the application, on the socket that the supervisor bound.
 
-Knows the server, not the application. Invariant: it serves one socket until SIGTERM; the supervisor restarts it.
+Knows the server, not the application. Invariant: it serves one socket until SIGTERM; the supervisor
+restarts it.
 """
 
 import asyncio
@@ -26,7 +27,8 @@ _BEAT_S = 1.0
 def serve_fd(fd: int, heartbeat: Path) -> int:
     """Serve on the listening socket `fd` until SIGTERM; returns the exit status.
 
-    Writes a byte a second to each client of the unix socket `heartbeat`, as long as the event loop runs.
+    Writes a byte a second to each client of the unix socket `heartbeat`, as long as the event loop
+    runs.
     """
     settings = Settings.model_validate_json(Path(os.environ.pop(WORKER_SETTINGS)).read_text())
     server = server_of(create_app(settings), settings)

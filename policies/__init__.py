@@ -1,7 +1,7 @@
 """Decides whether a request may run and where: prices, routing, breakers, budgets and rate limits.
 
-Must not import the gateway, the cache, the engine, an HTTP library or torch; never sees a prompt's text.
-Clients, clocks and randomness are arguments. Read `routing` first, then `budgets`.
+Must not import the gateway, the cache, the engine, an HTTP library or torch; never sees a prompt's
+text. Clients, clocks and randomness are arguments. Read `routing` first, then `budgets`.
 """
 
 from policies.breaker import Breaker

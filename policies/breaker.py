@@ -1,10 +1,11 @@
 """A circuit breaker: stops calls to a failing deployment and probes it with one call at a time.
 
-Knows no HTTP and no deployments; each process has its own. Invariant: while the breaker is open, at most one call
-that `begin` allowed after the opening is running; a probe without an outcome frees its place after `probe_s`.
+Knows no HTTP and no deployments; each process has its own. Invariant: while the breaker is open, at
+most one call that `begin` allowed after the opening is running; a probe without an outcome frees
+its place after `probe_s`.
 
-Closed, open, half-open as in Nygard, "Release It!" (2007), chapter 5; exponential backoff with jitter as in
-Brooker, "Exponential Backoff And Jitter" (AWS Architecture Blog, 2015).
+Closed, open, half-open as in Nygard, "Release It!" (2007), chapter 5; exponential backoff with
+jitter as in Brooker, "Exponential Backoff And Jitter" (AWS Architecture Blog, 2015).
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from dataclasses import dataclass
 class BreakerLimits:
     """When a breaker opens, and for how long.
 
-    It opens after `failures_max` failures in a row, or if a share of `failure_rate_max` failed of at least
-    `calls_min` recent calls (a call's weight halves every `half_life_s`). It stays open for `open_s`, doubled after
-    each failed probe up to `open_s_max` and spread by +-`jitter`. A probe has `probe_s` to report.
-    A deployment's own retry-after replaces `open_s`, up to `retry_after_s_max`.
+    It opens after `failures_max` failures in a row, or if a share of `failure_rate_max` failed of
+    at least `calls_min` recent calls (a call's weight halves every `half_life_s`). It stays open
+    for `open_s`, doubled after each failed probe up to `open_s_max` and spread by +-`jitter`. A
+    probe has `probe_s` to report. A deployment's own retry-after replaces `open_s`, up to
+    `retry_after_s_max`.
     """
 
     failures_max: int = 5
@@ -38,7 +40,8 @@ class BreakerLimits:
 
 
 class Breaker:
-    """Ask with `allows`, which changes nothing; act with `begin`; report each begun call exactly once.
+    """Ask with `allows`, which changes nothing; act with `begin`; report each begun call exactly
+    once.
 
     `clock` gives seconds that never decrease, `random` floats in [0, 1).
     """
@@ -79,7 +82,10 @@ class Breaker:
         return now >= self._open_until and (self._probe_until is None or now >= self._probe_until)
 
     def begin(self) -> bool:
-        """Take the right to make one call; returns False if `allows` would. A half-open breaker grants one probe."""
+        """Take the right to make one call; returns False if `allows` would.
+
+        A half-open breaker grants one probe.
+        """
         if not self.allows():
             return False
         if self._open_until is not None:
@@ -87,7 +93,10 @@ class Breaker:
         return True
 
     def record_success(self) -> None:
-        """Report a success. It closes an open breaker, even if the call began before the opening."""
+        """Report a success.
+
+        It closes an open breaker, even if the call began before the opening.
+        """
         self._weigh(0.0)
         self._in_a_row = 0
         if self._open_until is not None:
@@ -96,7 +105,10 @@ class Breaker:
         self._open_until = self._probe_until = None
 
     def record_failure(self, retry_after_s: float | None = None) -> None:
-        """Report a failure of the deployment. `retry_after_s` is the delay that the deployment asked for."""
+        """Report a failure of the deployment.
+
+        `retry_after_s` is the delay that the deployment asked for.
+        """
         self._weigh(1.0)
         self._in_a_row += 1
         was_probe = self._probe_until is not None

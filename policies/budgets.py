@@ -1,20 +1,23 @@
 """Budgets: reserve the worst case before a generation, settle or release it once after.
 
-Knows no HTTP, models or SQL. Redis counts spend per team in all five windows, with or without a budget on them.
-A budget is only a limit on such a count, so a change in the middle of a window takes effect at once. Invariants:
+Knows no HTTP, models or SQL. Redis counts spend per team in all five windows, with or without a
+budget on them. A budget is only a limit on such a count, so a change in the middle of a window
+takes effect at once. Invariants:
 
 - a reserve succeeds only if spent + held + amount <= limit for every hard budget of the team;
-- a hold is settled or released at most once, even if the call is repeated, and expires with its lease;
+- a hold is settled or released at most once, even if the call is repeated, and expires with its
+  lease;
 - one script writes the spend and its ledger entry: sum(ledger, drained or not) == spent.
 
-A hold belongs to the moment it was taken (`at_ms`, the worker's clock). Its spend and its ledger row carry that
-moment: a settle in a later window counts in the hold's window, and rows alone are enough to sum the ledger.
-Leases use Redis's clock, which all hosts share, so hosts with skewed clocks cannot expire each other's holds.
-A settle after its hold expired still counts. A repeated settle changes nothing for `SETTLED_KEPT_S`; after that the
-ledger's unique row id and `restate` correct a double count.
+A hold belongs to the moment it was taken (`at_ms`, the worker's clock). Its spend and its ledger
+row carry that moment: a settle in a later window counts in the hold's window, and rows alone are
+enough to sum the ledger. Leases use Redis's clock, which all hosts share, so hosts with skewed
+clocks cannot expire each other's holds. A settle after its hold expired still counts. A repeated
+settle changes nothing for `SETTLED_KEPT_S`; after that the ledger's unique row id and `restate`
+correct a double count.
 
-Redis must not evict these keys: `maxmemory-policy noeviction`. If Redis lost them (no `ready` key), `reserve`
-raises NotReady until `restate` and `mark_ready` have counted the ledger again.
+Redis must not evict these keys: `maxmemory-policy noeviction`. If Redis lost them (no `ready` key),
+`reserve` raises NotReady until `restate` and `mark_ready` have counted the ledger again.
 """
 
 from __future__ import annotations
@@ -81,7 +84,9 @@ class DrainedSpend:
 
 @dataclass(frozen=True, slots=True)
 class Restated:
-    """How many counts `restate` corrected, and the sum of the corrections; both 0 unless Redis lost data."""
+    """How many counts `restate` corrected, and the sum of the corrections; both 0 unless Redis lost
+    data.
+    """
 
     windows: int
     drift_microusd: MicroUSD
@@ -90,8 +95,9 @@ class Restated:
 class Budgets:
     """All teams' money in Redis. Errors of the Redis client pass through.
 
-    `clock` gives unix seconds and selects the window. `lease_clock_ms` None uses Redis's clock for leases.
-    `defer` schedules the call that sends gathered settlements; None sends them at the end of the event loop's tick.
+    `clock` gives unix seconds and selects the window. `lease_clock_ms` None uses Redis's clock for
+    leases. `defer` schedules the call that sends gathered settlements; None sends them at the end
+    of the event loop's tick.
     """
 
     def __init__(
@@ -109,15 +115,19 @@ class Budgets:
     async def reserve(
         self, hold_id: str, team_id: int, budgets: Sequence[Budget], amount_microusd: MicroUSD, lease_s: float
     ) -> Hold | Refused:
-        """Hold `amount_microusd` against all of `budgets` (one team's) or none of them. A repeated call holds once.
+        """Hold `amount_microusd` against all of `budgets` (one team's) or none of them. A repeated
+        call holds once.
 
-        A team without budgets gets an empty hold, without a round trip. Raises NotReady, HoldClosed, and ValueError
-        for an amount outside [0, MICROUSD_MAX] or a hold id with a `|`.
+        A team without budgets gets an empty hold, without a round trip. Raises NotReady,
+        HoldClosed, and ValueError for an amount outside [0, MICROUSD_MAX] or a hold id with a `|`.
         """
         return await self.hold(self.intended(hold_id, team_id, budgets, amount_microusd), budgets, lease_s)
 
     def intended(self, hold_id: str, team_id: int, budgets: Sequence[Budget], amount_microusd: MicroUSD) -> Hold:
-        """The hold that `hold` would take now. A caller that lost the reply of `hold` can release this value."""
+        """The hold that `hold` would take now.
+
+        A caller that lost the reply of `hold` can release this value.
+        """
         if not budgets:
             return self.unreserved(hold_id, team_id)
         kinds = (
@@ -128,7 +138,10 @@ class Budgets:
         return Hold(hold_id, team_id, self._now_ms(), amount_microusd, kinds)
 
     async def hold(self, hold: Hold, budgets: Sequence[Budget], lease_s: float) -> Hold | Refused:
-        """Take an intended hold against the `budgets` it was made for. Result and errors are those of `reserve`."""
+        """Take an intended hold against the `budgets` it was made for.
+
+        Result and errors are those of `reserve`.
+        """
         if not hold.held:
             return hold
         amount_microusd, kinds = hold.amount_microusd, hold.held
@@ -169,11 +182,14 @@ class Budgets:
         return msgspec.structs.replace(hold, warnings=warnings) if warnings else hold
 
     def unreserved(self, hold_id: str, team_id: int) -> Hold:
-        """An empty hold taken now: for a team without budgets, or where the gateway may serve without Redis."""
+        """An empty hold taken now: for a team without budgets, or where the gateway may serve
+        without Redis.
+        """
         return Hold(hold_id, team_id, self._now_ms())
 
     async def settle(self, hold: Hold, spend_microusd: MicroUSD, row: bytes) -> bool:
-        """End `hold`, count `spend_microusd` in all windows of its moment, and append `row` to the ledger's stream.
+        """End `hold`, count `spend_microusd` in all windows of its moment, and append `row` to the
+        ledger's stream.
 
         Returns False if the hold was settled or released before. The spend may exceed the hold.
         `row` is opaque here; it must carry the hold's id, team and moment, and the same spend.
@@ -184,7 +200,10 @@ class Budgets:
         return await self._settle_batch.settle(hold, spend_microusd, row)
 
     async def release(self, hold: Hold) -> bool:
-        """End `hold` without spend and ledger row. Returns False if it was settled or released before."""
+        """End `hold` without spend and ledger row.
+
+        Returns False if it was settled or released before.
+        """
         pairs = _pairs(keys_of.hour_at(hold.team_id, hold.at_ms), [PLACES[kind] for kind in hold.held])
         reply = await self._redis.eval(
             scripts.RELEASE,
@@ -200,8 +219,8 @@ class Budgets:
     async def renew(self, holds: Sequence[Hold], lease_s: float) -> None:
         """Extend the leases of running generations, from now; call it a few times per lease.
 
-        Takes a hold again that expired or that Redis lost, without checking the limits: its generation is running.
-        Does not take again a hold that was settled or released.
+        Takes a hold again that expired or that Redis lost, without checking the limits: its
+        generation is running. Does not take again a hold that was settled or released.
         """
         await asyncio.gather(*(self._renew(hold, lease_s) for hold in holds if hold.held))
 
@@ -222,7 +241,9 @@ class Budgets:
         )
 
     async def spent(self, budgets: Sequence[Budget]) -> tuple[BudgetState, ...]:
-        """The amounts that count against each of `budgets` now, in their order; they may belong to several teams."""
+        """The amounts that count against each of `budgets` now, in their order; they may belong to
+        several teams.
+        """
         if not budgets:
             return ()
         at_ms = self._now_ms()
@@ -239,10 +260,11 @@ class Budgets:
         return bool(await self._redis.execute_command("EXISTS", READY_KEY))
 
     async def restate(self, drained: Sequence[DrainedSpend], lock_token: str) -> Restated:
-        """Set the counts of these windows to the ledger's: `drained` plus the entries still in its streams.
+        """Set the counts of these windows to the ledger's: `drained` plus the entries still in its
+        streams.
 
-        Only the holder of `LEDGER_LOCK` (its value is `lock_token`) may call this, and only if it drained nothing
-        since it summed `drained`. Safe under load. Raises LockLost.
+        Only the holder of `LEDGER_LOCK` (its value is `lock_token`) may call this, and only if it
+        drained nothing since it summed `drained`. Safe under load. Raises LockLost.
         """
         windows = drift = 0
         for start in range(0, len(drained), _RESTATE_BATCH):

@@ -1,14 +1,16 @@
-"""A deployment's recent speed: TTFT as a line in the prompt's length, TPOT, and a time-out for the first token.
+"""A deployment's recent speed: TTFT as a line in the prompt's length, TPOT, and a time-out for the
+first token.
 
-Knows no deployments' names and no requests, only figures. Invariant: always has an estimate, from priors before the
-first call; forgets by count and by age, so a deployment that was slow is tried again.
+Knows no deployments' names and no requests, only figures. Invariant: always has an estimate, from
+priors before the first call; forgets by count and by age, so a deployment that was slow is tried
+again.
 
-TTFT is `a + b * prompt tokens` by weighted least squares under exponential forgetting (Ljung, "System
-Identification", 2nd ed. 1999, section 11.2, in its two-parameter closed form). A ridge (Hoerl and Kennard 1970)
-pulls the slope to its prior, and determines it while all prompts have one length. A long prompt's latency is
-noisier, so its call weighs less. The priors fade with each call. TPOT is an exponentially weighted mean. The
-time-out is a normal quantile of ln(observed TTFT / predicted TTFT): latencies are skewed to the right, their
-logarithms much less.
+TTFT is `a + b * prompt tokens` by weighted least squares under exponential forgetting (Ljung,
+"System Identification", 2nd ed. 1999, section 11.2, in its two-parameter closed form). A ridge
+(Hoerl and Kennard 1970) pulls the slope to its prior, and determines it while all prompts have one
+length. A long prompt's latency is noisier, so its call weighs less. The priors fade with each call.
+TPOT is an exponentially weighted mean. The time-out is a normal quantile of ln(observed TTFT /
+predicted TTFT): latencies are skewed to the right, their logarithms much less.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ import msgspec
 
 @dataclass(frozen=True, slots=True)
 class EstimatePrior:
-    """The figures of a deployment before its first call: TTFT of an empty prompt, its slope, and TPOT.
+    """The figures of a deployment before its first call: TTFT of an empty prompt, its slope, and
+    TPOT.
 
     `weight` is the number of observations that the prior counts for.
     """
@@ -37,8 +40,8 @@ class EstimatePrior:
 class Figures(msgspec.Struct, frozen=True):
     """An estimate at one moment.
 
-    `weight` is the number of recent calls behind it. A first token times out after `timeout_ratio` times its
-    prediction.
+    `weight` is the number of recent calls behind it. A first token times out after `timeout_ratio`
+    times its prediction.
     """
 
     weight: float
@@ -143,7 +146,8 @@ class Estimate:
     def observe(self, ttft_ms: float, tpot_ms: float | None, prompt_tokens: int) -> None:
         """Add one finished call. Negative and non-finite figures are ignored.
 
-        `prompt_tokens` are those it prefilled, without cached ones; `tpot_ms` is None for fewer than two tokens.
+        `prompt_tokens` are those it prefilled, without cached ones; `tpot_ms` is None for fewer
+        than two tokens.
         """
         if not (math.isfinite(ttft_ms) and ttft_ms >= 0 and prompt_tokens >= 0):
             return
@@ -177,7 +181,9 @@ class Estimate:
             self._tpot_sum *= kept
 
     def observe_timeout(self, waited_ms: float, prompt_tokens: int) -> None:
-        """Add a call without a first token within `waited_ms`: the prediction may rise, but not fall."""
+        """Add a call without a first token within `waited_ms`: the prediction may rise, but not
+        fall.
+        """
         self.observe(max(waited_ms, self.ttft_ms(prompt_tokens)), None, prompt_tokens)
 
     def _line(self, kept: float, belief: float) -> tuple[float, float]:

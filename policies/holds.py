@@ -1,4 +1,5 @@
-"""A hold's value, and the keys of money in Redis: one slot (`{money}`), so that one script can move all of it.
+"""A hold's value, and the keys of money in Redis: one slot (`{money}`), so that one script can move
+all of it.
 
     {money}:spend:TEAM:WINDOW   hash    `spent` and `held`, µUSD
     {money}:holds:TEAM:WINDOW   zset    `id|amount` of each hold by the end of its lease, ms
@@ -27,7 +28,9 @@ LEDGER_SET_ASIDE = _PREFIX + "ledger:set-aside"
 LEDGER_LOCK = _PREFIX + "ledger:lock"
 
 SETTLED_KEPT_S = 900
-"""How long Redis remembers a settled or released hold; a repeated call within this time changes nothing."""
+"""How long Redis remembers a settled or released hold; a repeated call within this time changes
+nothing.
+"""
 
 WINDOW_KEPT_S = 2 * 86_400
 """How long a window's count outlives its window: longer than any generation runs."""

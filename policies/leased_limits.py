@@ -1,12 +1,14 @@
-"""Rate limits without a round trip: leases from Redis's limits, and limits of one process for when Redis is away.
+"""Rate limits without a round trip: leases from Redis's limits, and limits of one process for when
+Redis is away.
 
-Knows no HTTP, keys or teams. A process leases a five-hundredth of a limit (`_SHARES`) from Redis and charges most
-requests to its lease in memory. Invariants: Redis was charged before a lease is used; each process holds at most two
-five-hundredths unused, so no minute exceeds or misses a limit by more than that per process; the remaining room
-shown is at most a second old. A limit too small for leases asks Redis each time.
+Knows no HTTP, keys or teams. A process leases a five-hundredth of a limit (`_SHARES`) from Redis
+and charges most requests to its lease in memory. Invariants: Redis was charged before a lease is
+used; each process holds at most two five-hundredths unused, so no minute exceeds or misses a limit
+by more than that per process; the remaining room shown is at most a second old. A limit too small
+for leases asks Redis each time.
 
-`LocalRateLimits` uses no Redis: a subject gets at most its limit from each process, which is bounded; failing open
-would not be.
+`LocalRateLimits` uses no Redis: a subject gets at most its limit from each process, which is
+bounded; failing open would not be.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ _SUBJECTS_MAX = 10_000
 
 
 class _Lease:
-    """This process's lease of one limit. A negative `left` is a debt: requests used more than was expected."""
+    """This process's lease of one limit.
+
+    A negative `left` is a debt: requests used more than was expected.
+    """
 
     __slots__ = ("is_asking", "is_tokens", "lead_us", "left", "per_min", "quantum", "subject", "synced_at_s", "unit")
 
@@ -46,7 +51,10 @@ class _Lease:
 
 
 class Limited:
-    """The limits that one kind of request counts against, with this process's leases. Made by `limited`."""
+    """The limits that one kind of request counts against, with this process's leases.
+
+    Made by `limited`.
+    """
 
     __slots__ = ("_leases", "_scope")
 
@@ -77,7 +85,10 @@ class LeasedRateLimits:
         return Limited(scope, tuple(self._leases.setdefault(key, _Lease(*key[1:])) for key in keys))
 
     def take_now(self, limited: Limited, requests: int | None, tokens: int | None) -> bool:
-        """Charge this process's leases if they suffice. Otherwise charges nothing and returns False: call `take`."""
+        """Charge this process's leases if they suffice.
+
+        Otherwise charges nothing and returns False: call `take`.
+        """
         synced_since_s = self._clock() - _FRESH_S
         for lease in limited._leases:
             cost = tokens if lease.is_tokens else requests
@@ -88,7 +99,9 @@ class LeasedRateLimits:
         return True
 
     def shown(self, limited: Limited, requests: int | None, tokens: int | None) -> Decision:
-        """The decision on a request that `take_now` charged, with the remaining room in these units."""
+        """The decision on a request that `take_now` charged, with the remaining room in these
+        units.
+        """
         now_s = self._clock()
         asked = [lease for lease in limited._leases if (tokens if lease.is_tokens else requests) is not None]
         return Decision(True, 0.0, tuple([lease.state(now_s) for lease in asked]))
@@ -127,7 +140,8 @@ class LeasedRateLimits:
     def correct(self, limited: Limited, expected: int, actual: int) -> Coroutine[Any, Any, None] | None:
         """Correct the charge of a request that was charged `expected` tokens and used `actual`.
 
-        Returns a coroutine to await if Redis must be charged, None if the lease absorbs the difference.
+        Returns a coroutine to await if Redis must be charged, None if the lease absorbs the
+        difference.
         """
         charges: list[tuple[_Lease, int]] = []
         for lease in limited._leases:
@@ -151,7 +165,10 @@ class LeasedRateLimits:
 
 
 class LocalRateLimits:
-    """GCRA in this process's memory, with the decisions of `RateLimits`. `clock` gives seconds that never jump."""
+    """GCRA in this process's memory, with the decisions of `RateLimits`.
+
+    `clock` gives seconds that never jump.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

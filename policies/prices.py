@@ -1,7 +1,7 @@
 """The price of tokens: integers of µUSD, rounded up.
 
-Knows no deployments, teams or limits. Invariant: no float ever carries money, and a cost is never less than the
-exact product of tokens and price.
+Knows no deployments, teams or limits. Invariant: no float ever carries money, and a cost is never
+less than the exact product of tokens and price.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Price:
         return self.request_microusd - (-scaled // _PER_MTOK)
 
     def cost_max(self, prompt_tokens: int, completion_tokens: int) -> MicroUSD:
-        """The highest possible cost of a request of these sizes, for any share of cached prompt tokens.
+        """The highest possible cost of a request of these sizes, for any share of cached prompt
+        tokens.
 
         A provider that charges for writing its cache has a cached price above the plain one.
         """

@@ -2,13 +2,14 @@
 
 Knows no HTTP, keys or teams. Invariant: a request is charged against all of its limits or none.
 
-The algorithm is the generic cell rate algorithm (ITU-T Recommendation I.371, annex A, virtual scheduling). Each
-limit has one number, the theoretical arrival time. A request moves it ahead by cost / rate; it may lead the present
-by at most a minute. So an idle subject may spend a minute's worth at once; after that the rate applies. The number
-gives both the remaining room and the time until all of it is free. Redis's clock serves all hosts.
+The algorithm is the generic cell rate algorithm (ITU-T Recommendation I.371, annex A, virtual
+scheduling). Each limit has one number, the theoretical arrival time. A request moves it ahead by
+cost / rate; it may lead the present by at most a minute. So an idle subject may spend a minute's
+worth at once; after that the rate applies. The number gives both the remaining room and the time
+until all of it is free. Redis's clock serves all hosts.
 
-Token charges are estimates at first; `charge` moves the arrival time by the difference. A request that used more
-than the room delays the following requests.
+Token charges are estimates at first; `charge` moves the arrival time by the difference. A request
+that used more than the room delays the following requests.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ local now = tonumber(ARGV[1])
 if not now then local t = redis.call('TIME'); now = t[1] * 1000000 + t[2] end
 """
 
-# KEYS one arrival time per limit. ARGV now, then per limit: cost, rate per minute, and how much more to take if it fits.
-# Replies {1 or 0, then per limit how many µs its arrival time leads the present, after the charge if there was one,
-# and whether the additional amount was taken}.
+# KEYS one arrival time per limit. ARGV now, then per limit: cost, rate per minute, and how much
+# more to take if it fits.
+# Replies {1 or 0, then per limit how many µs its arrival time leads the present, after the charge
+# if there was one, and whether the additional amount was taken}.
 _TAKE = (
     _NOW
     + """
@@ -56,8 +58,8 @@ return reply
 """
 )
 
-# KEYS one arrival time per limit. ARGV now, then per limit: cost and rate per minute. Costs may be negative; the script
-# refuses nothing.
+# KEYS one arrival time per limit. ARGV now, then per limit: cost and rate per minute. Costs may be
+# negative; the script refuses nothing.
 _CHARGE = (
     _NOW
     + """
@@ -110,8 +112,8 @@ class LimitState(msgspec.Struct, frozen=True):
 class Decision(msgspec.Struct, frozen=True):
     """Whether a request may pass.
 
-    `retry_after_s` is 0 if it may, None if it never can because it costs more than a minute's worth.
-    `refused_by` is the limit with the longest wait.
+    `retry_after_s` is 0 if it may, None if it never can because it costs more than a minute's
+    worth. `refused_by` is the limit with the longest wait.
     """
 
     is_allowed: bool
@@ -142,7 +144,10 @@ class RateLimits:
         self._clock_us = clock_us
 
     async def take(self, scope: str, limits: Sequence[RateLimit]) -> Decision:
-        """Charge every limit its cost, or none if one has no room. Without limits: allowed, without a round trip."""
+        """Charge every limit its cost, or none if one has no room.
+
+        Without limits: allowed, without a round trip.
+        """
         if not limits:
             return Decision(True, 0.0, ())
         reply = await self._redis.eval(_TAKE, len(limits), *_keys(scope, limits), self._now(), *_charges(limits))
@@ -162,7 +167,8 @@ class RateLimits:
 def decision_of(
     limits: Sequence[RateLimit], leads_us: Sequence[int], *, is_allowed: bool, granted: Sequence[int] = ()
 ) -> Decision:
-    """The decision that follows from `leads_us`: how far each arrival time leads the present, after any charge.
+    """The decision that follows from `leads_us`: how far each arrival time leads the present, after
+    any charge.
 
     `granted` is the additional amount taken of each limit.
     """

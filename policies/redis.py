@@ -1,7 +1,8 @@
 """The two methods this package needs of a Redis client.
 
-Knows no client library: redis-py's `redis.asyncio.Redis` with decode_responses off fits, and so does a link that
-shares pipelines and bounds every call by a time-out. Errors of a call pass through unchanged.
+Knows no client library: redis-py's `redis.asyncio.Redis` with decode_responses off fits, and so
+does a link that shares pipelines and bounds every call by a time-out. Errors of a call pass through
+unchanged.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from typing import Any, Protocol
 
 
 class Redis(Protocol):
-    """A client with raw replies: bytes, integers, lists, None. For servers from 6.2; a script's KEYS are complete."""
+    """A client with raw replies: bytes, integers, lists, None.
+
+    For servers from 6.2; a script's KEYS are complete.
+    """
 
     def execute_command(self, *args: Any) -> Awaitable[Any]: ...
 

@@ -1,10 +1,11 @@
 """Routing: a pure function from a demand, candidates and a policy to a ranking with reasons.
 
-Knows no HTTP, no prompts' text and no clocks; never awaits. Invariant: the same inputs in any order give the same
-route, and every candidate appears in it exactly once, ranked or rejected with a reason.
+Knows no HTTP, no prompts' text and no clocks; never awaits. Invariant: the same inputs in any order
+give the same route, and every candidate appears in it exactly once, ranked or rejected with a
+reason.
 
-The cost model covers money and time, cold or warm. With `w` the prompt tokens that a deployment is known to hold
-warm (0 if unknown), `p` the prompt tokens, `o` the output tokens expected:
+The cost model covers money and time, cold or warm. With `w` the prompt tokens that a deployment is
+known to hold warm (0 if unknown), `p` the prompt tokens, `o` the output tokens expected:
 
     cost     = price of (p - w) tokens + w at the cached price + o output tokens for each choice
     ttft     = predicted TTFT of the whole prompt - w * prefill time per token      (never below a twentieth of it)
@@ -14,14 +15,16 @@ warm (0 if unknown), `p` the prompt tokens, `o` the output tokens expected:
 
     score = ln((cost + 100 µUSD) / 100 µUSD) + ln((total + 100 ms) / 100 ms)
 
-the weighted product model of multi-criteria decisions (Bridgman 1922; Triantaphyllou, "Multi-Criteria Decision
-Making Methods", 2000, section 2.2) with equal weights: twice the price weighs as much as twice the wait, whatever
-the scale of either, so the formula needs no exchange rate between dollars and seconds. The two constants keep
-free and instant finite; below them differences do not matter: a hundredth of a cent, and the 100 ms under which an
-answer feels immediate (Miller 1968). A score depends only on its own candidate, so adding or removing one never
+the weighted product model of multi-criteria decisions (Bridgman 1922; Triantaphyllou,
+"Multi-Criteria Decision Making Methods", 2000, section 2.2) with equal weights: twice the price
+weighs as much as twice the wait, whatever the scale of either, so the formula needs no exchange
+rate between dollars and seconds. The two constants keep free and instant finite; below them
+differences do not matter: a hundredth of a cent, and the 100 ms under which an answer feels
+immediate (Miller 1968). A score depends only on its own candidate, so adding or removing one never
 swaps two others.
 
-A deployment without estimates counts as fast as the median of those with estimates, and is never rejected for time.
+A deployment without estimates counts as fast as the median of those with estimates, and is never
+rejected for time.
 """
 
 from __future__ import annotations
@@ -45,14 +48,14 @@ _TPOT_PRIOR_MS = 25.0
 class Demand(msgspec.Struct, frozen=True):
     """What one request needs from a deployment.
 
-    `output_tokens_max` bounds the answer. If the caller set it (`is_output_asked`), a deployment with a lower bound
-    is rejected; otherwise the bound shrinks to the deployment's.
-    `warm` maps a deployment's name to the prompt tokens it saw last; `excluded` are the names already tried.
-    `choices` answers are generated side by side: each costs its own output, together they take the time of one.
-    Output tokens are those of one choice.
-    `prompt_tokens` is the expected length of the prompt, `prompt_tokens_min` its certain length (None: the same).
-    Only a prompt that certainly does not fit is rejected, because the deployment counts exactly.
-    `ttft_deadline_ms` is the time left until the first token; None if the caller set no deadline.
+    `output_tokens_max` bounds the answer. If the caller set it (`is_output_asked`), a deployment
+    with a lower bound is rejected; otherwise the bound shrinks to the deployment's. `warm` maps a
+    deployment's name to the prompt tokens it saw last; `excluded` are the names already tried.
+    `choices` answers are generated side by side: each costs its own output, together they take the
+    time of one. Output tokens are those of one choice. `prompt_tokens` is the expected length of
+    the prompt, `prompt_tokens_min` its certain length (None: the same). Only a prompt that
+    certainly does not fit is rejected, because the deployment counts exactly. `ttft_deadline_ms` is
+    the time left until the first token; None if the caller set no deadline.
     """
 
     prompt_tokens: int
@@ -70,8 +73,8 @@ class Demand(msgspec.Struct, frozen=True):
 class Candidate(msgspec.Struct, frozen=True):
     """One deployment and its present figures.
 
-    `ttft_ms` is predicted for this prompt without warm tokens, the queue included; each warm token saves
-    `prefill_ms_per_token` of it. Between equal candidates the larger `priority` ranks first.
+    `ttft_ms` is predicted for this prompt without warm tokens, the queue included; each warm token
+    saves `prefill_ms_per_token` of it. Between equal candidates the larger `priority` ranks first.
     """
 
     name: str
@@ -125,7 +128,10 @@ class Ranked(msgspec.Struct, frozen=True):
 
 
 class Rejected(msgspec.Struct, frozen=True):
-    """A candidate that may not serve. `lacks` are the demand's needs that are not among its capabilities."""
+    """A candidate that may not serve.
+
+    `lacks` are the demand's needs that are not among its capabilities.
+    """
 
     name: str
     cause: Cause
@@ -141,7 +147,9 @@ class Route(msgspec.Struct, frozen=True):
 
     @property
     def cause(self) -> Cause | None:
-        """The cause of the candidate that passed the most checks; None if the ranking or the fleet is not empty."""
+        """The cause of the candidate that passed the most checks; None if the ranking or the fleet
+        is not empty.
+        """
         if self.ranked or not self.rejected:
             return None
         return max((r.cause for r in self.rejected), key=_CAUSES.index)

@@ -1,11 +1,13 @@
-"""The Lua scripts that move money. Each is one atomic step in Redis and touches only the keys it is given.
+"""The Lua scripts that move money. Each is one atomic step in Redis and touches only the keys it is
+given.
 
-They know no windows in time and no SQL. Invariant, for every spend key: `held` is the sum of the amounts of its
-holds, and `spent` the sum of the spends of the ledger rows of its team and window.
+They know no windows in time and no SQL. Invariant, for every spend key: `held` is the sum of the
+amounts of its holds, and `spent` the sum of the spends of the ledger rows of its team and window.
 
-A hold is a member `id|amount` of a sorted set beside each spend key, scored by the end of its lease (ms). The member
-contains all that a script needs to expire the hold, so no script needs a key that it was not given. Amounts stay
-below 2**53, where Lua's numbers are exact. `_NOW` reads Redis's clock unless the caller gave a time (tests do).
+A hold is a member `id|amount` of a sorted set beside each spend key, scored by the end of its lease
+(ms). The member contains all that a script needs to expire the hold, so no script needs a key that
+it was not given. Amounts stay below 2**53, where Lua's numbers are exact. `_NOW` reads Redis's
+clock unless the caller gave a time (tests do).
 """
 
 from __future__ import annotations
@@ -35,10 +37,12 @@ end
 """
 
 # KEYS ready, done, then spend and holds of each window.
-# ARGV now, member, amount, lease_ms, windows, keep_until of each window, then window, limit, is_hard of each budget.
-# Replies {code, spent and held of each window as they were without this hold}: 1 taken, 0 refused, -1 not ready, -2 closed.
-# The script looks for expired holds only if a budget would be exceeded with them; before, they change nothing.
-# It sets a key's expiry when the key begins: without members, `holds` does not exist.
+# ARGV now, member, amount, lease_ms, windows, keep_until of each window, then window, limit,
+# is_hard of each budget.
+# Replies {code, spent and held of each window as they were without this hold}: 1 taken, 0 refused,
+# -1 not ready, -2 closed. The script looks for expired holds only if a budget would be exceeded
+# with them; before, they change nothing. It sets a key's expiry when the key begins: without
+# members, `holds` does not exist.
 RESERVE = (
     _NOW
     + _SWEEP
@@ -88,11 +92,14 @@ end
 """
 
 # Settles many holds, in groups of one team, hour and set of held windows.
-# KEYS ledger, then of each group: spend of the five windows of its moment, holds of each window held, done of each settlement.
-# ARGV done_ms, then of each group: settlements, windows held, team, keep_until of each window, place (0 to 4) of each
-# window held; and of each settlement: member, amount, spend, at_ms, row. A group's sums stay below 2**53.
-# Replies for each settlement 1, or 0 if its hold was settled or released before. A window's first spend sets its
-# count's expiry. Rows come before counts: if Redis refuses a count (a key of another type), the ledger has the row.
+# KEYS ledger, then of each group: spend of the five windows of its moment, holds of each window
+# held, done of each settlement.
+# ARGV done_ms, then of each group: settlements, windows held, team, keep_until of each window,
+# place (0 to 4) of each window held; and of each settlement: member, amount, spend, at_ms, row. A
+# group's sums stay below 2**53.
+# Replies for each settlement 1, or 0 if its hold was settled or released before. A window's first
+# spend sets its count's expiry. Rows come before counts: if Redis refuses a count (a key of another
+# type), the ledger has the row.
 SETTLE = """
 local reply, k, a = {}, 2, 2
 while a <= #ARGV do
@@ -131,7 +138,8 @@ end
 return reply
 """
 
-# KEYS done, then spend and holds of each window held. ARGV done_ms, member, amount. Replies as SETTLE does.
+# KEYS done, then spend and holds of each window held. ARGV done_ms, member, amount. Replies as
+# SETTLE does.
 RELEASE = (
     _LET_GO
     + """
@@ -141,9 +149,10 @@ return 1
 """
 )
 
-# KEYS done, then spend and holds of each window held. ARGV now, member, amount, lease_ms, keep_until of each window.
-# Replies 0 if the hold is closed, else 1. A hold that expired or that Redis lost is taken again, because its
-# generation is running and will be charged.
+# KEYS done, then spend and holds of each window held. ARGV now, member, amount, lease_ms,
+# keep_until of each window.
+# Replies 0 if the hold is closed, else 1. A hold that expired or that Redis lost is taken again,
+# because its generation is running and will be charged.
 RENEW = (
     _NOW
     + _SWEEP
@@ -161,7 +170,8 @@ return 1
 """
 )
 
-# KEYS spend and holds of each window. ARGV now. Replies spent and held of each, without expired holds.
+# KEYS spend and holds of each window. ARGV now. Replies spent and held of each, without expired
+# holds.
 SPENT = (
     _NOW
     + _SWEEP
@@ -176,9 +186,10 @@ return reply
 )
 
 # KEYS lock, ledger, set aside, then the spend key of each window.
-# ARGV token, then team, start_ms, end_ms or 0, drained spend, keep_until of each window.
-# Sets `spent` to the ledger's sum: its drained part as given, plus the entries still in the two streams. Only the
-# holder of the writer's lock may call it, because then nothing is drained between its sum and this step.
+# ARGV token, then team, start_ms, end_ms or 0, drained spend, keep_until of each window. Sets
+# `spent` to the ledger's sum: its drained part as given, plus the entries still in the two streams.
+# Only the holder of the writer's lock may call it, because then nothing is drained between its sum
+# and this step.
 # Replies {-1} if the lock was lost, else {windows that were wrong, sum of the differences}.
 RESTATE = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return {-1} end

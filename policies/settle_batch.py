@@ -1,7 +1,7 @@
 """Gathers settlements and sends them in one script call, which updates each team's windows once.
 
-Knows no budgets. Invariants: a settlement is sent even if its caller was cancelled; each caller gets its own part
-of the reply, and every caller of the call gets its failure.
+Knows no budgets. Invariants: a settlement is sent even if its caller was cancelled; each caller
+gets its own part of the reply, and every caller of the call gets its failure.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from policies.scripts import SETTLE
 from policies.windows import HOUR_MS, PLACES
 
 _TOGETHER_MAX = 64
-# A larger amount is settled in a group of its own: Lua could not represent a sum of such amounts exactly.
+# A larger amount is settled in a group of its own: Lua could not represent a sum of such amounts
+# exactly.
 _SUMMED_MAX = MICROUSD_MAX // _TOGETHER_MAX
 
 Defer = Callable[[Callable[[], None]], object]

@@ -1,7 +1,8 @@
 """Budgets and the windows of time they count over.
 
-Knows no Redis. Windows are calendar windows in UTC; a week is an ISO week. Invariant: every moment lies in exactly
-one window of each kind, and a window's id never names another, so no count is reset when a window ends.
+Knows no Redis. Windows are calendar windows in UTC; a week is an ISO week. Invariant: every moment
+lies in exactly one window of each kind, and a window's id never names another, so no count is reset
+when a window ends.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ PLACES = {kind: place for place, kind in enumerate(WindowKind)}
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """One window: [start_ms, end_ms) in unix milliseconds; `end_ms` is None for the window that never ends."""
+    """One window: [start_ms, end_ms) in unix milliseconds; `end_ms` is None for the window that
+    never ends.
+    """
 
     kind: WindowKind
     id: str
@@ -44,7 +47,10 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A limit on a team's spend per window. A hard budget refuses requests that could exceed it; a soft one warns."""
+    """A limit on a team's spend per window.
+
+    A hard budget refuses requests that could exceed it; a soft one warns.
+    """
 
     id: int
     team_id: int
@@ -59,13 +65,17 @@ def window_at(kind: WindowKind, at_ms: int) -> Window:
 
 
 def windows_at(at_ms: int) -> tuple[Window, ...]:
-    """The windows of all kinds that contain `at_ms`, unix milliseconds, in the order of `WindowKind`."""
+    """The windows of all kinds that contain `at_ms`, unix milliseconds, in the order of
+    `WindowKind`.
+    """
     return _windows_of_hour(at_ms // HOUR_MS)
 
 
 @lru_cache(maxsize=64)
 def _windows_of_hour(hour: int) -> tuple[Window, ...]:
-    """The windows of an hour, counted since 1970: every window begins with an hour, so an hour has one of each."""
+    """The windows of an hour, counted since 1970: every window begins with an hour, so an hour has
+    one of each.
+    """
     start = datetime.fromtimestamp(hour * 3600, UTC)
     midnight = start.replace(hour=0)
     monday = midnight - timedelta(days=midnight.weekday())

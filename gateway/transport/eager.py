@@ -1,9 +1,13 @@
-"""A coroutine eager now and awaited later, in the same task.
+"""A coroutine that starts now and is awaited later, in the same task.
 
-What a stage of the pipeline issues to Redis before it waits shares one round trip. `asyncio.gather` would make a task of each call,
-and a task costs several times what the call does; Python 3.12's eager tasks come closer, on 3.11 this is the part of them that is
-needed. Knows no Redis. Invariant: awaiting a `Eager` is awaiting its coroutine, errors and cancellation included. It is for coroutines
-that wait for futures: one that asks which task it is in (a time-out does) must not be eager here and awaited elsewhere.
+Calls that a stage of the pipeline starts together share one round trip to Redis. Replaces
+`asyncio.gather`, which makes a task of each call; a task costs several times as much as the call.
+Python 3.12 has eager tasks; on 3.11 this is the part of them that the pipeline needs.
+`tests/test_eager.py` holds it to the behaviour of `await`.
+
+Knows no Redis. Invariant: awaiting an `Eager` has the result of awaiting its coroutine, errors and
+cancellation included. The coroutine must wait for futures only: one that asks for its task (a
+time-out does) must not use this.
 """
 
 import asyncio
@@ -14,7 +18,7 @@ T = TypeVar("T")
 
 
 class Eager(Generic[T]):
-    """Await it once. One that is never awaited is closed where it waits, without a word."""
+    """Await it once. If it is never awaited, its coroutine is closed without a warning."""
 
     __slots__ = ("_coroutine", "_error", "_result", "_waits_for")
 
@@ -33,7 +37,7 @@ class Eager(Generic[T]):
 
     @staticmethod
     def done(result: T) -> "Eager[T]":
-        """One that had nothing to wait for."""
+        """An `Eager` that has its result already."""
         eager: Eager[T] = Eager.__new__(Eager)
         eager._coroutine = eager._waits_for = eager._error = None
         eager._result = result
@@ -46,7 +50,7 @@ class Eager(Generic[T]):
                 raise self._error
             return self._result
         if asyncio.isfuture(waits_for) and waits_for.done():
-            waits_for._asyncio_future_blocking = False  # it has come meanwhile: no task need be told to wait for it
+            waits_for._asyncio_future_blocking = False  # the result is here: the task need not wait
             step, argument = coroutine.send, None
         else:
             step, argument = yield from _waited(coroutine, waits_for)
@@ -59,7 +63,7 @@ class Eager(Generic[T]):
 
 
 def _waited(coroutine: Coroutine[Any, Any, Any], waits_for: Any) -> Generator[Any, Any, tuple[Any, Any]]:
-    """Wait; how the coroutine goes on, and with what."""
+    """Wait once; returns the coroutine's method to continue with, and its argument."""
     try:
         yield waits_for
     except BaseException as error:

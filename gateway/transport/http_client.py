@@ -1,13 +1,18 @@
-"""HTTP/1.1 as a client speaks it: one connection, and one exchange (a request and its response) at a time on it.
+"""An HTTP/1.1 client connection, with one exchange (a request and its response) at a time.
 
-Source: RFC 9112; bytes are parsed by llhttp (httptools). Knows no URLs, pools or OpenAI. Invariants: what came before a failure
-is read before the failure is raised; a body that did not end as its head announced is never a whole one; closing an exchange
-closes its connection at once; what is buffered of heads, trailers and unread bodies is bounded.
+Replaces aiohttp's client with `http_pool`: aiohttp takes three to four times the CPU for a whole
+answer and twice for a stream (docs/benchmarks.md, "What a request costs").
+`tests/backends/test_http1.py` holds it to RFC 9112, with servers that misbehave and random bytes;
+llhttp (httptools) parses.
+
+Knows no URLs, pools or OpenAI. Invariants: a reader gets all bytes that arrived before a failure,
+then the failure; a body that ends before its announced end is an error; closing an exchange closes
+its connection at once; buffers of heads, trailers and unread bodies are bounded.
 
     TransportError
     ├── Unreachable     no connection: refused, not found, not trusted, too late
-    ├── Disconnected    the connection ended before its response did
-    └── NotHTTP         what came is no response, or larger than one has a reason to be
+    ├── Disconnected    the connection ended before the response did
+    └── NotHTTP         the bytes are no response, or too many
 """
 
 from __future__ import annotations
@@ -20,17 +25,17 @@ from typing import Any, Protocol, cast
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 HEAD_BYTES_MAX = 64 << 10
-BUFFER_BYTES_MAX = 512 << 10  # of a body that nobody reads: beyond it the server is left waiting
+BUFFER_BYTES_MAX = 512 << 10  # of an unread body; beyond it reading from the server pauses
 INFLATED_BYTES_MAX = 64 << 20
 DRAIN_WITHIN_S = 1.0
 
 
 class TransportError(Exception):
-    """An exchange failed below what its messages say."""
+    """Base: an exchange failed in the transport."""
 
 
 class Unreachable(TransportError):
-    """There is no connection."""
+    """No connection could be made."""
 
 
 class Disconnected(TransportError):
@@ -38,11 +43,14 @@ class Disconnected(TransportError):
 
 
 class NotHTTP(TransportError):
-    """What came is no HTTP/1.1 response."""
+    """The bytes from the server are no HTTP/1.1 response."""
 
 
 class Exchange:
-    """One request and its response. One reader at a time; `close` from anywhere."""
+    """One request and its response. One reader at a time; `close` from anywhere.
+
+    `request` is the head and the body, written together.
+    """
 
     __slots__ = (
         "_buffer",
@@ -60,11 +68,11 @@ class Exchange:
     )
 
     def __init__(self, *request: bytes) -> None:
-        self.request = request  # head and body, written together
-        self.status = 0  # until the response's head is there
-        self.headers: Mapping[bytes, bytes] = {}  # by lower-case name; of repeated ones the last
-        self.is_answered = False  # a byte of the response has come
-        self.opening: asyncio.Timeout | None = None  # while a connection is being made for it
+        self.request = request
+        self.status = 0  # until the response's head has arrived
+        self.headers: Mapping[bytes, bytes] = {}  # by lower-case name; the last of repeated ones
+        self.is_answered = False  # a byte of the response has arrived
+        self.opening: asyncio.Timeout | None = None  # set while the pool connects for it
         self._buffer: list[bytes] = []
         self._connection: Connection | None = None
         self._error: TransportError | None = None
@@ -75,23 +83,26 @@ class Exchange:
 
     @property
     def is_complete(self) -> bool:
-        """The whole response has come, read or not."""
+        """Whether the whole response has arrived, read or not."""
         return self._is_complete
 
     @property
     def is_over(self) -> bool:
-        """Nothing more will come."""
+        """Whether the response is complete or has failed."""
         return self._is_complete or self._error is not None
 
     async def answered(self) -> None:
-        """Until status and headers are there; interim (1xx) responses are passed over. Raises TransportError."""
+        """Wait for status and headers, ignoring interim (1xx) responses. Raises TransportError."""
         while not self.status:
             if self._error is not None:
                 raise self._error
             await self._wait()
 
     async def read(self) -> bytes:
-        """What has come of the body since the last read, at least a byte; empty at its end. Raises TransportError."""
+        """The bytes of the body since the last read, at least one; empty at its end.
+
+        Raises TransportError.
+        """
         while True:
             if self._buffer:
                 data = self._buffer[0] if len(self._buffer) == 1 else b"".join(self._buffer)
@@ -110,7 +121,9 @@ class Exchange:
                 await self._wait()
 
     def release(self) -> None:
-        """The rest does not matter: the connection serves others once it has come, and is closed where that takes long."""
+        """Ignore the rest of the response: its connection serves others afterwards, or closes after
+        DRAIN_WITHIN_S.
+        """
         self._buffer.clear()
         self._is_released = True
         if not self.is_over:
@@ -119,7 +132,10 @@ class Exchange:
                 self._connection.resume()
 
     def close(self) -> None:
-        """Give up what is not over: the server sees its connection closed, now. A read that waits raises Disconnected."""
+        """Close the connection of an unfinished exchange, at once.
+
+        A pending read raises Disconnected.
+        """
         if self.is_over:
             return
         connection = self._connection
@@ -130,13 +146,15 @@ class Exchange:
         if self.opening is not None:
             self.opening.reschedule(0.0)
 
-    # -- for its connection ------------------------------------------------------------------------------------------
+    # -- called by its connection ------------------------------------------------------------------------------------------
 
     def begin(self, connection: Connection) -> None:
         self._connection = connection
 
     def retry(self) -> bool:
-        """Forget a connection that was lost before it answered; False where there is nothing to try again."""
+        """Prepare for another connection after one was lost before it answered; returns False if
+        that is not allowed.
+        """
         if self.is_answered or not isinstance(self._error, Disconnected) or self._is_released:
             return False
         self._error = None
@@ -153,7 +171,7 @@ class Exchange:
             self._is_released = True
 
     def arrive(self, data: bytes) -> bool:
-        """Part of the body; True where more of it should wait until this has been read."""
+        """Take part of the body; returns True if the connection should pause until it was read."""
         if self._is_released:
             return False
         self._buffer.append(data)
@@ -162,7 +180,7 @@ class Exchange:
         )
 
     def end(self, error: TransportError | None = None) -> None:
-        """The first end counts."""
+        """End the exchange; later calls change nothing."""
         if not self.is_over:
             self._error = error
             self._is_complete = error is None
@@ -187,8 +205,8 @@ class Exchange:
         return inflated
 
 
-class Keeper(Protocol):
-    """Who owns a connection and is told what becomes of it."""
+class Owner(Protocol):
+    """The owner of connections; a pool."""
 
     def opened(self, connection: Connection) -> None: ...
     def freed(self, connection: Connection) -> None: ...
@@ -196,31 +214,31 @@ class Keeper(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """One connection. Its keeper hears when it is open, free for another exchange, and gone."""
+    """One connection. Notifies its owner when it is open, free for another exchange, and lost."""
 
-    def __init__(self, keeper: Keeper) -> None:
-        self._keeper = keeper
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
         self._exchange: Exchange | None = None
         self._transport: asyncio.Transport | None = None
         self._is_paused = False
-        self._is_spoilt = False  # a response that nobody asked for has begun
+        self._is_spoilt = False  # a response without a request has begun
         self._is_interim = False
         self._is_kept_alive = False
-        self._quiet_bytes = 0  # since the exchange began or its body went on: heads, trailers, framing
+        self._quiet_bytes = 0  # since the last byte of a body: heads, trailers, framing
         self._parts: list[bytes] = []
-        self._parts_at_end: int | None = None  # how many of them are the response's, once it is complete
+        self._parts_at_end: int | None = None  # those of the response, once it is complete
         self._headers: dict[bytes, bytes] = {}
-        # the parser's callbacks: those that only keep what they are given cost no Python at all
+        # parser callbacks that only store their arguments run no Python code
         self.on_header = self._headers.__setitem__
         self.on_body = self._parts.append
         # decision: own-http-client
         self._parser: Any = HttpResponseParser(self)
-        # what servers get wrong and every client overlooks
+        # common errors of servers, which other clients accept too
         self._parser.set_dangerous_leniencies(
             lenient_headers=True, lenient_optional_cr_before_lf=True, lenient_spaces_after_chunk_size=True
         )
 
-    # -- its keeper --------------------------------------------------------------------------------------------------
+    # -- called by its owner --------------------------------------------------------------------------------------------------
 
     @property
     def transport(self) -> asyncio.Transport:
@@ -232,7 +250,7 @@ class Connection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def begin(self, exchange: Exchange) -> None:
-        """Send a request; this connection is its own until the response is over."""
+        """Send a request; the connection serves no other until the response is over."""
         assert self._exchange is None
         self._exchange = exchange
         self._quiet_bytes = 0
@@ -248,28 +266,28 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def detach(self) -> asyncio.Transport:
-        """Hand the transport over to another protocol: after a CONNECT it is the target's."""
+        """Give the transport to another protocol, after a CONNECT."""
         transport, self._transport = self.transport, None
         self._end(None)
         return transport
 
-    # -- its exchange ------------------------------------------------------------------------------------------------
+    # -- called by its exchange ------------------------------------------------------------------------------------------------
 
     def resume(self) -> None:
         if self._is_paused and self._transport is not None:
             self._is_paused = False
             self._transport.resume_reading()
 
-    # -- its transport -----------------------------------------------------------------------------------------------
+    # -- called by its transport -----------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one without saying so
-        self._keeper.opened(self)
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's class is not declared as one
+        self._owner.opened(self)
 
     def data_received(self, data: bytes) -> None:
         exchange = self._exchange
         if exchange is None:
-            self.abort()  # nobody asked
+            self.abort()  # bytes without a request
             return
         exchange.is_answered = True
         self._quiet_bytes += len(data)
@@ -301,11 +319,11 @@ class Connection(asyncio.Protocol):
             and not self._is_spoilt
             and self._is_kept_alive
             and not transport.is_closing()
-            and not transport.get_write_buffer_size()  # it answered before it had heard everything
+            and not transport.get_write_buffer_size()  # it answered before it had read the whole request
         ):
             self._exchange = None
             exchange.end()
-            self._keeper.freed(self)
+            self._owner.freed(self)
         else:
             self._end(None)
             transport.abort()
@@ -316,7 +334,7 @@ class Connection(asyncio.Protocol):
             framed = (b"content-length", b"transfer-encoding")
             is_until_close = exchange.status and not any(name in exchange.headers for name in framed)
             self._end(None if is_until_close else Disconnected("the server closed the connection"))
-        return False  # and let the transport close
+        return False  # lets the transport close
 
     def connection_lost(self, error: Exception | None) -> None:
         told = f"{type(error).__name__}: {error}" if error is not None else "closed"
@@ -324,15 +342,15 @@ class Connection(asyncio.Protocol):
         self._transport = None
 
     def _end(self, error: TransportError | None) -> None:
-        """No exchange after this one; tells the keeper once."""
+        """End the exchange and the connection; notifies the owner once."""
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.end(error)
         if self._parser is not None:
-            self._parser = None  # it holds this object, as this object held it
-            self._keeper.lost(self)
+            self._parser = None  # breaks a reference cycle
+            self._owner.lost(self)
 
-    # -- its parser --------------------------------------------------------------------------------------------------
+    # -- called by its parser --------------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         if self._parts_at_end is not None:
@@ -349,4 +367,4 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if not self._is_interim and self._parts_at_end is None:
             self._parts_at_end = len(self._parts)
-            self._is_kept_alive = self._parser.should_keep_alive()  # which the parser knows only now
+            self._is_kept_alive = self._parser.should_keep_alive()  # the parser knows it only now

@@ -1,9 +1,11 @@
-"""The connections to one server: made as they are needed, kept alive between exchanges, the last used first.
+"""The connections to one server: opened when needed, kept alive between exchanges, the last used
+first.
 
-Knows one origin and, where the environment names one, the proxy before it; nothing of what is said. Sources: RFC 9110 section 9.3.6
-(CONNECT), RFC 9112 section 9.3.1 (retries), RFC 8305 (happy eyeballs, through aiohappyeyeballs). Invariants: a server is trusted by
-its certificate or not at all; a request is sent a second time only where a kept connection turned out to be closed before a byte
-of an answer came, once, on a fresh connection; names are resolved off the event loop.
+Replaces aiohttp's connector, with `http_client`. Knows one origin and its proxy, and no messages.
+Sources: RFC 9110 section 9.3.6 (CONNECT), RFC 9112 section 9.3.1 (retries), RFC 8305 (happy
+eyeballs, through aiohappyeyeballs). Invariants: a server is trusted only by its certificate; a
+request is sent again at most once, on a new connection, and only if a kept connection closed before
+a byte of the answer; names are resolved off the event loop.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ from aiohappyeyeballs import start_connection
 
 from gateway.transport.http_client import Connection, Disconnected, Exchange, TransportError, Unreachable
 
-KEEP_ALIVE_S = 60.0
 _DNS_TTL_S = 30.0
 _NEXT_ADDRESS_AFTER_S = 0.25
 _PORTS = {"http": 80, "https": 443}
@@ -29,7 +30,7 @@ _PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a server is. `proxy` is an http:// or https:// URL, with credentials where it wants them."""
+    """A server's address. `proxy` is an http:// or https:// URL, possibly with credentials."""
 
     host: str
     port: int
@@ -38,24 +39,30 @@ class Origin:
 
     @property
     def authority(self) -> str:
-        """The origin as `Host` names it."""
+        """The origin as in the `Host` header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == _PORTS["https" if self.is_tls else "http"] else f"{host}:{self.port}"
 
     @property
     def is_forwarded(self) -> bool:
-        """Requests are the proxy's to forward: their target is the whole URL. Through TLS it sees nothing but bytes."""
+        """Whether the proxy forwards requests, whose target is then the whole URL. TLS goes through
+        a tunnel instead.
+        """
         return self.proxy is not None and not self.is_tls
 
 
 class Pool:
-    """Connections to `origin`; at most `idle_max` of them wait for work."""
+    """Connections to `origin`.
 
-    def __init__(self, origin: Origin, connect_timeout_s: float, idle_max: int) -> None:
+    At most `idle_max` stay open without work, each for `keep_alive_s` at most.
+    """
+
+    def __init__(self, origin: Origin, connect_timeout_s: float, idle_max: int, keep_alive_s: float = 60.0) -> None:
         self._origin = origin
         self._connect_timeout_s = connect_timeout_s
         self._idle_max = idle_max
-        self._idle: dict[Connection, float] = {}  # with the time since when; the last used last
+        self._keep_alive_s = keep_alive_s
+        self._idle: dict[Connection, float] = {}  # and since when, on the loop's clock; the last used last
         self._open: set[Connection] = set()
         self._reaper: asyncio.TimerHandle | None = None
         self._addresses: deque[Any] = deque()
@@ -64,7 +71,7 @@ class Pool:
         self._tls = _Resuming.build() if origin.is_tls or (proxy is not None and proxy.scheme == "https") else None
 
     def aclose(self) -> None:
-        """Close every connection; exchanges break."""
+        """Close every connection; running exchanges fail."""
         for connection in list(self._open):
             connection.abort()
         if self._reaper is not None:
@@ -72,7 +79,10 @@ class Pool:
             self._reaper = None
 
     async def send(self, exchange: Exchange) -> None:
-        """Send the request, and wait for the response's head. Raises TransportError; `exchange.close` ends it at any time."""
+        """Send the request and wait for the response's head.
+
+        `exchange.close` ends the wait. Raises TransportError.
+        """
         kept = self._take()
         if kept is not None:
             kept.begin(exchange)
@@ -86,7 +96,7 @@ class Pool:
         connection.begin(exchange)
         await exchange.answered()
 
-    # -- keeping; see http1.Keeper -----------------------------------------------------------------------------------
+    # -- called by connections; see http_client.Owner -----------------------------------------------------------------------------------
 
     def opened(self, connection: Connection) -> None:
         self._open.add(connection)
@@ -99,14 +109,14 @@ class Pool:
         if len(self._idle) > self._idle_max:
             next(iter(self._idle)).abort()
         if self._reaper is None:
-            self._reaper = loop.call_later(KEEP_ALIVE_S, self._reap)
+            self._reaper = loop.call_later(self._keep_alive_s, self._reap)
 
     def lost(self, connection: Connection) -> None:
         self._open.discard(connection)
         self._idle.pop(connection, None)
 
     def _take(self) -> Connection | None:
-        """The connection that was used last: of those that are open it is the likeliest to stay so, and the others may go."""
+        """The last used connection, which is the least likely to have been closed by the server."""
         while self._idle:
             connection, _ = self._idle.popitem()
             if connection.is_usable:
@@ -114,12 +124,12 @@ class Pool:
         return None
 
     def _reap(self) -> None:
-        """Close what nobody has used for a while."""
+        """Close connections that were idle for `keep_alive_s`."""
         self._reaper = None
         loop = asyncio.get_running_loop()
         while self._idle:
             connection, since = next(iter(self._idle.items()))
-            left_s = since + KEEP_ALIVE_S - loop.time()
+            left_s = since + self._keep_alive_s - loop.time()
             if left_s > 0:
                 self._reaper = loop.call_later(left_s, self._reap)
                 return
@@ -135,7 +145,7 @@ class Pool:
             if not exchange.is_over:
                 raise Unreachable(f"no connection within {self._connect_timeout_s:g} s") from None
             raise Disconnected("the exchange was given up") from None
-        except (OSError, UnicodeError) as error:  # UnicodeError: a host name that is none
+        except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
             self._addresses.clear()
             raise Unreachable(f"{type(error).__name__}: {error}") from None
         finally:
@@ -146,7 +156,7 @@ class Pool:
         return connection
 
     async def _dial(self) -> Connection:
-        """A connection that speaks to the origin. Raises OSError, Unreachable."""
+        """A new connection to the origin. Raises OSError, Unreachable."""
         origin, proxy = self._origin, self._origin.proxy
         loop = asyncio.get_running_loop()
         raw = await start_connection(
@@ -166,7 +176,7 @@ class Pool:
         return await self._tunnel(connection, proxy)
 
     async def _tunnel(self, hop: Connection, proxy: SplitResult) -> Connection:
-        """TLS to the origin through a proxy that was asked to CONNECT. Raises Unreachable where it will not."""
+        """TLS to the origin through the proxy's CONNECT. Raises Unreachable if the proxy refuses."""
         host = f"[{self._origin.host}]" if ":" in self._origin.host else self._origin.host
         target = f"{host}:{self._origin.port}".encode()
         exchange = Exchange(b"CONNECT %b HTTP/1.1\r\nHost: %b\r\n%b\r\n" % (target, target, proxy_authorization(proxy)))
@@ -188,13 +198,13 @@ class Pool:
         except BaseException:
             transport.abort()
             raise
-        if secured is None:  # what asyncio returns where the connection ended during the handshake
+        if secured is None:  # the connection ended during the handshake
             raise Unreachable("the proxy closed the connection")
         connection.connection_made(secured)
         return connection
 
     async def _resolve(self) -> list[Any]:
-        """The addresses of the next hop, in another order each time, so that work is spread where there are several."""
+        """The addresses of the next hop, rotated at each call to spread the connections."""
         loop = asyncio.get_running_loop()
         if not self._addresses or loop.time() - self._resolved_at > _DNS_TTL_S:
             proxy = self._origin.proxy
@@ -212,33 +222,35 @@ class Pool:
 
 
 def proxy_authorization(proxy: SplitResult) -> bytes:
-    """The header that gives the proxy the credentials in its URL; nothing where it has none."""
+    """The header with the credentials of the proxy's URL; empty if it has none."""
     if proxy.username is None:
         return b""
     return b"Proxy-Authorization: %b\r\n" % basic(proxy)
 
 
 def basic(url: SplitResult) -> bytes:
-    """The credentials in `url` as RFC 7617 has them."""
+    """The credentials in `url` in the form of RFC 7617."""
     pair = f"{unquote(url.username or '')}:{unquote(url.password or '')}"
     return b"Basic " + base64.b64encode(pair.encode())
 
 
 class _Resuming(ssl.SSLContext):
-    """Verifies, and resumes the last session with each server: a new connection costs it no second key exchange."""
+    """Verifies certificates, and resumes the last session with each server, which saves a key
+    exchange.
+    """
 
     _sessions: dict[str, ssl.SSLSession]
 
     @classmethod
     def build(cls) -> _Resuming:
-        context = cls(ssl.PROTOCOL_TLS_CLIENT)  # which checks certificates and host names
+        context = cls(ssl.PROTOCOL_TLS_CLIENT)  # checks certificates and host names
         context._sessions = {}
         context.load_default_certs()
         context.set_alpn_protocols(["http/1.1"])
         return context
 
     def remember(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the session of a connection that has served: with TLS 1.3, tickets come after the handshake."""
+        """Keep the session of a used connection: in TLS 1.3, tickets follow the handshake."""
         secured: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
         if secured is not None and secured.server_hostname is not None and secured.session is not None:
             self._sessions[secured.server_hostname] = secured.session

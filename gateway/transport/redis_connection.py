@@ -1,9 +1,12 @@
-"""One connection to one Redis server, written to directly: commands leave in one write, replies come back in order.
+"""One connection to one Redis server: commands leave in one write, replies arrive in order.
 
-redis-py serves Cluster and Sentinel; for a plain server its asyncio connection costs several times what Redis itself does
-(docs/benchmarks.md), so here are only a socket, hiredis' reader and a queue. Protocol: RESP3,
-https://redis.io/docs/latest/develop/reference/protocol-spec/. Knows no keys. Invariant: every command handed over ends exactly once,
-with a reply or an error, and none waits longer than its time-out.
+Replaces redis-py's asyncio connection for plain servers with a socket, hiredis's reader and a
+queue; redis-py took a third of a miss's CPU (docs/benchmarks.md, "What a request costs"). redis-py
+still serves Cluster and Sentinel. `tests/test_redis_link.py` compares the replies with redis-py's.
+
+Protocol: RESP3, https://redis.io/docs/latest/develop/reference/protocol-spec/. Knows no keys.
+Invariant: every command ends exactly once, with a reply or an error, and none waits longer than its
+time-out.
 """
 
 import asyncio
@@ -37,8 +40,11 @@ _ERRORS: Mapping[str, type[RedisError]] = {
 
 
 class Pending(msgspec.Struct):
-    """One command on its way. `understand` makes of its reply what redis-py makes of it; `script` is the text behind an
-    EVALSHA's digest; `is_repeated`: it was sent before, on a connection that was lost."""
+    """One command and the future of its reply.
+
+    `understand` converts the reply as redis-py does. `script` is the source of an EVALSHA's digest.
+    `is_repeated` marks a command that was sent before, on a connection that was lost.
+    """
 
     command: Command
     future: "asyncio.Future[Any]"
@@ -49,7 +55,11 @@ class Pending(msgspec.Struct):
 
 
 class RedisWire(asyncio.Protocol):
-    """A connection. `on_lost(error, unanswered)` is called once, when it ends by itself; `on_refused` with each error reply."""
+    """A connection.
+
+    Calls `on_lost(error, unanswered)` once, if the connection is lost, and `on_refused` for each
+    error reply.
+    """
 
     def __init__(
         self,
@@ -70,17 +80,24 @@ class RedisWire(asyncio.Protocol):
         self._transport = cast(asyncio.WriteTransport, transport)
 
     def serve(self, on_lost: Callable[[RedisError, list[Pending]], None]) -> None:
-        """The greeting is over: from here on `on_lost` hears of the end. Raises ConnectionError where it has come already."""
+        """Replace the callback after the greeting.
+
+        Raises ConnectionError if the connection is lost already.
+        """
         if self._on_lost is None:
             raise RedisConnectionError("the connection was lost at once")
         self._on_lost = on_lost
 
     @property
     def unanswered(self) -> "list[asyncio.Future[Any]]":
+        """The futures of the commands that wait for a reply."""
         return [pending.future for pending in self._unanswered]
 
     def send(self, batch: list[Pending]) -> None:
-        """Write all commands at once; their futures get the replies. A command that can't be encoded fails alone."""
+        """Write all commands at once; their futures get the replies.
+
+        A command that cannot be encoded fails alone.
+        """
         assert self._transport is not None
         now = self._loop.time()
         parts = []
@@ -113,7 +130,7 @@ class RedisWire(asyncio.Protocol):
                 answer(pending, reply)
 
     def _check(self) -> None:
-        """The oldest command has waited too long, or the timer is set for the one that is the oldest now."""
+        """End the connection if the oldest command waited too long; otherwise set the timer for it."""
         self._timer = None
         if not self._unanswered:
             return
@@ -134,7 +151,7 @@ class RedisWire(asyncio.Protocol):
             on_lost(error, unanswered)
 
     def close(self) -> None:
-        """End it; nobody is told."""
+        """Close the connection without a callback."""
         self._on_lost = None
         self._unanswered.clear()
         if self._timer is not None:
@@ -150,13 +167,16 @@ async def open_connection(
     on_lost: Callable[[RedisError, list[Pending]], None],
     on_refused: Callable[[Pending, RedisError], None],
 ) -> RedisWire:
-    """A connection to `redis://[user[:password]@]host[:port][/db]`, `rediss://` or `unix://[user[:password]@]path[?db=N]`,
-    authenticated. Raises RedisError."""
+    """An authenticated connection to `url`. For the callbacks see `RedisWire`. Raises RedisError.
+
+    URLs: `redis://[user[:password]@]host[:port][/db]`, `rediss://`,
+    `unix://[user[:password]@]path[?db=N]`.
+    """
     parts = urlsplit(url)
     loop = asyncio.get_running_loop()
 
     def make() -> RedisWire:
-        return RedisWire(timeout_s, _fail_all, on_refused)  # a greeting that is lost is an error, and not asked again
+        return RedisWire(timeout_s, _fail_all, on_refused)  # a lost greeting is an error, and is not repeated
 
     try:
         async with asyncio.timeout(timeout_s):
@@ -198,18 +218,16 @@ def _greeting(parts: SplitResult) -> list[Command]:
 
 
 def answer(pending: Pending, reply: Any) -> None:
-    """Give who waits the reply, as redis-py would."""
+    """Resolve the command's future with its reply, converted as redis-py does."""
     if not pending.future.done():
         try:
             pending.future.set_result(reply if pending.understand is None else pending.understand(reply))
-        except (
-            Exception
-        ) as error:  # a reply of another shape than the command's: its caller's to hear of, not the wire's
+        except Exception as error:  # a reply that does not fit its command: the caller's error, not the connection's
             pending.future.set_exception(error)
 
 
 def fail(pending: Pending, error: RedisError) -> None:
-    """Tell who waits; one that has left is no reason for a warning at collection."""
+    """Fail the command's future, without a warning if its caller was cancelled."""
     if not pending.future.done():
         pending.future.set_exception(error)
         pending.future.exception()

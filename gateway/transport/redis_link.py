@@ -1,9 +1,12 @@
-"""The gateway's way to Redis: everything that the event loop asks for in one tick leaves together.
+"""The gateway's Redis client: all commands of one tick of the event loop leave together.
 
-Knows nothing of keys or values. Two ways out: a wire of our own to a plain server, redis-py's pipelines to Sentinel and Cluster. The
-order in which commands were issued is the order in which a server runs them. Invariant: no call takes longer than two time-outs,
-and while Redis is away calls fail at once (a breaker with one probe), so that a paused or dead Redis costs a request
-milliseconds, not its deadline.
+Replaces redis-py's client for commands and scripts; a command is a future instead of a task. Plain
+servers are reached through `redis_connection`, Sentinel and Cluster through redis-py's pipelines.
+`tests/test_redis_link.py` compares the replies of both with redis-py's.
+
+Knows no keys or values. Commands run in the order in which they were issued. Invariant: no call
+takes longer than two time-outs, and while Redis is away calls fail at once, except for one probe.
+So an unreachable Redis costs a request milliseconds, not its deadline.
 """
 
 import asyncio
@@ -21,24 +24,26 @@ from cache.redis_client import connect
 from gateway.transport.redis_connection import Command, Pending, RedisWire, answer, fail, open_connection
 
 _PATIENCE_S = 0.002
-_PROBE_AFTER_S = (0.05, 0.2, 0.5, 1.0)  # growing pauses between probes of a Redis that is away
+_PROBE_AFTER_S = (0.05, 0.2, 0.5, 1.0)  # pauses between probes while Redis is away
 
 
 class RedisLink:
-    """`execute_command` and `eval` as redis-py has them, batched; `client` for what must not wait in line (subscriptions, scans).
+    """`execute_command` and `eval` with redis-py's results, batched. `client` is redis-py's, for
+    subscriptions and scans.
 
-    Raises redis.exceptions.RedisError: ConnectionError and TimeoutError while Redis is away, ResponseError for a bad command.
+    `timeout_s` bounds a connection attempt and a reply. Calls raise redis.exceptions.RedisError:
+    ConnectionError and TimeoutError while Redis is away, ResponseError for a bad command.
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self.url = url
         self.client = connect(url, timeout_s)
-        self.round_trips = 0  # and what they carried, for who counts what a request costs
+        self.round_trips = 0  # these two are counted for tests
         self.commands = 0
         self._timeout_s = timeout_s
         # decision: own-redis-connection
         self._is_direct = "+" not in url.partition("://")[0]
-        # what redis-py makes of replies: the wire's are the same as a client's
+        # redis-py's conversions of replies, so that both ways give the same
         self._callbacks = self.client.response_callbacks if self._is_direct else {}
         self._wire: RedisWire | None = None
         self._waiting: list[Pending] = []
@@ -51,15 +56,21 @@ class RedisLink:
 
     @property
     def is_up(self) -> bool:
-        """False from a failure until a later call succeeded."""
+        """False from a failure until the next success."""
         return self._failures == 0
 
     def execute_command(self, *args: Any) -> Awaitable[Any]:
-        """The reply to one command, as redis-py gives it; on its way as soon as this is called. Raises RedisError when awaited."""
+        """Issue one command at once; the result is its reply, as redis-py gives it.
+
+        Raises RedisError when awaited.
+        """
         return self._enqueue(Pending(args, asyncio.get_running_loop().create_future(), self._callbacks.get(args[0])))
 
     def eval(self, script: str, numkeys: int, *keys_and_args: Any) -> Awaitable[Any]:
-        """The reply of a Lua script, sent by its SHA-1 and whole only where Redis does not know it yet. As `execute_command`."""
+        """Run a Lua script, sent by its SHA-1, or whole if Redis does not know it yet.
+
+        Raises RedisError when awaited.
+        """
         sha = self._shas.get(script)
         if sha is None:
             sha = self._shas[script] = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
@@ -70,7 +81,10 @@ class RedisLink:
         )
 
     def _enqueue(self, pending: Pending) -> "asyncio.Future[Any]":
-        """A future and no task: most of what a command costs is not the command."""
+        """Queue a command for the end of the tick.
+
+        Makes no task: one would cost more than the command.
+        """
         future = pending.future
         self.commands += 1
         if self._failures and time.monotonic() < self._probe_at:
@@ -83,8 +97,9 @@ class RedisLink:
         return future
 
     def defer(self, leave: Callable[[], None]) -> None:
-        """Call `leave` in a few milliseconds, with all others for which that is soon enough: what they send leaves in one
-        round trip."""
+        """Call `leave` in about 2 ms, together with other deferred callbacks: their commands share
+        one round trip.
+        """
         self._leaving.append(leave)
         if len(self._leaving) == 1:
             asyncio.get_running_loop().call_later(_PATIENCE_S, self._end_patience)
@@ -95,7 +110,9 @@ class RedisLink:
             leave()
 
     def _refused(self, pending: Pending, error: RedisError) -> None:
-        """Redis' answer is an error. A script that it does not know is sent whole; everything else is the caller's."""
+        """Handle an error reply: an unknown script is sent whole, any other error goes to the
+        caller.
+        """
         if isinstance(error, NoScriptError) and pending.script is not None:
             pending.command = ("EVAL", pending.script, *pending.command[2:])
             pending.script = None
@@ -104,11 +121,13 @@ class RedisLink:
             fail(pending, error)
 
     def _flush(self) -> None:
-        """The end of a tick: what was gathered leaves, or somebody begins to connect. A caller that was cancelled in line still
-        gets its command sent: it may be a settlement."""
+        """Send the commands of this tick, or begin to connect.
+
+        A command whose caller was cancelled is sent too: it may be a settlement.
+        """
         self._is_scheduled = False
         if not self._waiting:
-            return  # it has left, or failed, meanwhile
+            return  # the batch was sent or failed already
         if self._wire is not None:
             batch, self._waiting = self._waiting, []
             self.round_trips += 1
@@ -133,8 +152,11 @@ class RedisLink:
             self._flush()
 
     def _lost(self, error: RedisError, unanswered: list[Pending]) -> None:
-        """The connection is gone. What it had not answered is asked once more, on a fresh one: every script that moves money is
-        exactly-once by its hold's id. A time-out is not repeated: Redis hangs, and would only hang again."""
+        """Repeat unanswered commands once, on a new connection; scripts that move money are
+        idempotent by the hold's id.
+
+        After a time-out nothing is repeated: Redis hangs.
+        """
         self._wire = None
         if isinstance(error, RedisTimeoutError):
             self._failed(unanswered, error)
@@ -151,7 +173,9 @@ class RedisLink:
             asyncio.get_running_loop().call_soon(self._flush)
 
     async def _send_pooled(self) -> None:
-        """Through redis-py: one pipeline at a time, filled by what is asked for meanwhile."""
+        """Send through redis-py: one pipeline at a time, with the commands that were issued during
+        the last one.
+        """
         while self._waiting:
             batch, self._waiting = self._waiting, []
             commands = [pending.command for pending in batch]
@@ -160,7 +184,7 @@ class RedisLink:
                     replies = await self._pipeline(commands)
                 except RedisConnectionError:  # a pooled connection to a server that was restarted
                     replies = await self._pipeline(commands)
-            except Exception as error:  # a cluster that can't be reached raises what is no RedisError
+            except Exception as error:  # an unreachable cluster raises other exceptions than RedisError
                 self._failed(batch, error if isinstance(error, RedisError) else RedisConnectionError(str(error)))
                 continue
             self._failures = 0
@@ -180,7 +204,7 @@ class RedisLink:
         return replies
 
     def _failed(self, batch: list[Pending], error: RedisError) -> None:
-        """Fail the batch and everything behind it: it would only wait for the same."""
+        """Fail the batch and all queued commands, which would fail too."""
         self._probe_at = time.monotonic() + _PROBE_AFTER_S[min(self._failures, len(_PROBE_AFTER_S) - 1)]
         self._failures += 1
         behind, self._waiting = self._waiting, []
@@ -189,7 +213,10 @@ class RedisLink:
 
     @asynccontextmanager
     async def subscribe(self, *channels: str) -> AsyncIterator[Any]:
-        """A redis-py PubSub that has subscribed; its `listen()`/`get_message()` raise RedisError when the connection is lost."""
+        """A redis-py PubSub subscribed to `channels`.
+
+        Its `listen()` and `get_message()` raise RedisError when disconnected.
+        """
         client = connect(self.url.replace("+cluster", "", 1), 5.0)
         pubsub = client.pubsub(ignore_subscribe_messages=True)
         try:
@@ -200,7 +227,7 @@ class RedisLink:
             await client.aclose()
 
     async def aclose(self) -> None:
-        """Let what waits be answered, then close."""
+        """Wait for outstanding replies, for two time-outs at most, then close."""
         self._end_patience()
         waiting = [pending.future for pending in self._waiting] + (self._wire.unanswered if self._wire else [])
         if waiting:

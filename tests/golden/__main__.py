@@ -1,4 +1,7 @@
-"""`python -m tests.golden`: writes the golden files anew. Look at `git diff tests/golden` before you commit them."""
+"""`python -m tests.golden`: writes the golden files anew.
+
+Look at `git diff tests/golden` before you commit them.
+"""
 
 from tests.golden import live, source
 from tests.golden.files import write

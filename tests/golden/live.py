@@ -1,7 +1,9 @@
-"""Names collected from a gateway that runs: one script of requests, and all that is left of it outside.
+"""Names collected from a gateway that runs: one script of requests, and all that is left of it
+outside.
 
-Values that differ from run to run are replaced by a word in capitals. Invariant: what is collected depends on the script alone, not
-on what the machine had time for; what may or may not be there in time is waited for, or left out.
+Values that differ from run to run are replaced by a word in capitals. Invariant: what is collected
+depends on the script alone, not on what the machine had time for; what may or may not be there in
+time is waited for, or left out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Names collected from the code without starting anything.
 
-Looks nothing up by a module's path: it reads all sources of the four packages, or imports all modules of one and picks
-objects by what they are. Only `gateway.app.create_app`, `gateway.cli.main` and `gateway.settings.Settings` have names here.
+Looks nothing up by a module's path: it reads all sources of the four packages, or imports all
+modules of one and picks objects by what they are. Only `gateway.app.create_app`, `gateway.cli.main`
+and `gateway.settings.Settings` have names here.
 """
 
 from __future__ import annotations
@@ -136,7 +137,10 @@ def settings() -> Iterator[str]:
 
 
 def command_line() -> Iterator[str]:
-    """Each command of `sameway` and each of its options. The worker's command is the supervisor's own."""
+    """Each command of `sameway` and each of its options.
+
+    The worker's command is the supervisor's own.
+    """
     caught: list[argparse.ArgumentParser] = []
 
     def catch(parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
@@ -216,7 +220,10 @@ def tables() -> Iterator[str]:
 
 
 def stored() -> Iterator[str]:
-    """What is stored in Redis, by its tag: the types in their order. And the record of a request, by its fields."""
+    """What is stored in Redis, by its tag: the types in their order.
+
+    And the record of a request, by its fields.
+    """
     for one in _objects("cache", "gateway"):
         if not (inspect.isclass(one) and issubclass(one, msgspec.Struct) and one is not msgspec.Struct):
             continue
@@ -247,7 +254,9 @@ def redis_names() -> Iterator[str]:
 
 
 def routes() -> Iterator[str]:
-    """The OpenAPI description's paths without the admin plane's, and the pages and the admin API by their decorators."""
+    """The OpenAPI description's paths without the admin plane's, and the pages and the admin API by
+    their decorators.
+    """
     for path, methods in create_app(Settings()).openapi()["paths"].items():
         yield from (f"{method.upper()} {path}" for method in methods)
     for node in _nodes():

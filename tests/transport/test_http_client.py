@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from gateway.backends.base import BackendBroken, BackendError, BackendTimeout, BackendUnavailable
 from gateway.backends.openai.backend import OpenAIBackend
-from gateway.transport import http_client, http_pool
+from gateway.transport import http_client
 from gateway.transport.http_client import Connection, Disconnected, Exchange
 from gateway.transport.http_pool import Origin, Pool
 from tests.backends.conftest import ask, collect, make_backend
@@ -344,9 +344,8 @@ async def test_a_kept_connection_that_closes_unanswered_is_tried_once_more() -> 
         assert [number for number, _ in served.requests] == [0, 0, 1, 1, 2]
 
 
-async def test_what_waits_for_work_is_bounded_and_used_last_first(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_waits_for_work_is_bounded_and_used_last_first() -> None:
     """Of three connections at once two are kept, the last used serves next, and after a while nothing is left open."""
-    monkeypatch.setattr(http_pool, "KEEP_ALIVE_S", 0.2)
     gate = asyncio.Event()
 
     async def gated(wire: Wire) -> None:
@@ -354,7 +353,7 @@ async def test_what_waits_for_work_is_bounded_and_used_last_first(monkeypatch: p
         await wire.send(GOOD)
 
     async with serve(gated) as served:
-        pool = Pool(Origin("127.0.0.1", served.port, False), 2.0, idle_max=2)
+        pool = Pool(Origin("127.0.0.1", served.port, False), 2.0, idle_max=2, keep_alive_s=0.2)
         exchanges = [Exchange(b"POST / HTTP/1.1\r\n\r\n") for _ in range(3)]
         sent = [asyncio.create_task(pool.send(exchange)) for exchange in exchanges]
         while len(served.requests) < 3:  # noqa: ASYNC110
@@ -388,7 +387,7 @@ async def test_a_slow_reader_holds_the_server_back() -> None:
             written += 65_536
 
     async with serve(flood) as served:
-        pool = Pool(Origin("127.0.0.1", served.port, False), 2.0, idle_max=2)
+        pool = Pool(Origin("127.0.0.1", served.port, False), 2.0, idle_max=2, keep_alive_s=0.2)
         exchange = Exchange(b"POST / HTTP/1.1\r\n\r\n")
         await pool.send(exchange)
         before = -1

@@ -1,8 +1,9 @@
 """OpenAI-compatible servers over HTTP: OpenAI itself, vLLM, SGLang, Ollama, another Sameway.
 
-Each deployment has a pool of connections. A request is forwarded as the client wrote it, with the deployment's model
-and with usage asked for. Chunks are forwarded as the server wrote them, and parsed once, lightly. Knows no teams,
-caches or routes. Invariant: every failure is a BackendError without the deployment's key.
+Each deployment has a pool of connections. A request is forwarded as the client wrote it, with the
+deployment's model and with usage asked for. Chunks are forwarded as the server wrote them, and
+parsed once, lightly. Knows no teams, caches or routes. Invariant: every failure is a BackendError
+without the deployment's key.
 """
 
 import asyncio
@@ -28,8 +29,9 @@ _IN_PATHS = "/%:@!$&'()*+,;=~-._"  # characters that need no quoting in a path
 class OpenAIBackend:
     """One deployment behind an OpenAI-compatible server.
 
-    `headers` are sent with each request. `concurrency_max` bounds running requests; more are refused at once.
-    `unready` is the reason why it cannot be used at all, if any. For `tail_timeout_s` see `OpenAIStream`.
+    `headers` are sent with each request. `concurrency_max` bounds running requests; more are
+    refused at once. `unready` is the reason why it cannot be used at all, if any. For
+    `tail_timeout_s` see `OpenAIStream`.
     """
 
     def __init__(
@@ -79,7 +81,8 @@ class OpenAIBackend:
             "host": ("Host", self._origin.authority),
             "content-type": ("Content-Type", "application/json"),
             "accept": ("Accept", "application/json, text/event-stream"),
-            # compression gains nothing on small chunks; a server that compresses anyway is understood
+            # compression gains nothing on small chunks; a server that compresses anyway is
+            # understood
             "accept-encoding": ("Accept-Encoding", "identity"),
             "user-agent": ("User-Agent", "sameway"),
         }
@@ -125,7 +128,8 @@ class OpenAIBackend:
         return Load(is_ready=not self._unready, reason=self._unready, running=self.running)
 
     def _payload(self, request: BackendRequest) -> bytes:
-        """The body to send: the client's without our extensions, with the deployment's model, and usage for streams.
+        """The body to send: the client's without our extensions, with the deployment's model, and
+        usage for streams.
 
         Raises BackendRejected.
         """
@@ -141,7 +145,10 @@ class OpenAIBackend:
             raise BackendRejected("The body is nested too deeply") from None
 
     def _admit(self, request: BackendRequest) -> Exchange:
-        """The exchange of a request that may be sent now, counted as running. Raises BackendError."""
+        """The exchange of a request that may be sent now, counted as running.
+
+        Raises BackendError.
+        """
         if self._unready:
             raise BackendUnavailable(f"The deployment is not ready: {self._unready}")
         if self.running >= self._concurrency_max:
@@ -162,7 +169,9 @@ class OpenAIBackend:
 
 
 def _proxy_of(scheme: str, host: str) -> SplitResult | None:
-    """The proxy that the environment names for a server (HTTPS_PROXY, NO_PROXY, ...); None for this machine."""
+    """The proxy that the environment names for a server (HTTPS_PROXY, NO_PROXY, ...); None for this
+    machine.
+    """
     if host == "localhost" or host.startswith("127.") or host == "::1" or urllib.request.proxy_bypass(host):
         return None
     proxy = urllib.request.getproxies().get(scheme)

@@ -15,7 +15,10 @@ from gateway.transport.http_client import Disconnected, Exchange, TransportError
 
 
 class Translator:
-    """Translates failures of a deployment whose key is `api_key`. `wall_clock` gives unix seconds."""
+    """Translates failures of a deployment whose key is `api_key`.
+
+    `wall_clock` gives unix seconds.
+    """
 
     def __init__(self, api_key: str, wall_clock: Callable[[], float] = time.time) -> None:
         self._api_key = api_key
@@ -28,7 +31,9 @@ class Translator:
         return refusal(Refused(exchange.status, body, after_s, self._api_key))
 
     def in_band(self, error: Any, payload: bytes) -> BackendError:
-        """The error of an error object inside a 200; `error` is None where the whole `payload` is that object."""
+        """The error of an error object inside a 200; `error` is None where the whole `payload` is
+        that object.
+        """
         return in_band(error or msgspec.json.decode(payload), self._api_key)
 
     def unsent(self, error: TransportError) -> BackendError:

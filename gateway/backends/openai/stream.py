@@ -1,15 +1,18 @@
-"""One answer of an OpenAI-compatible server: reads its bytes, checks its end, keeps its time limits.
+"""One answer of an OpenAI-compatible server: reads its bytes, checks its end, keeps its time
+limits.
 
-Knows no backend: it is given functions that admit and send its request. Invariants: those of `base` (a stream ends
-after its finish or raises), and a connection returns to the pool only after the answer's last byte. Leaving an answer
-early closes its connection, so that the server stops generating.
+Knows no backend: it is given functions that admit and send its request. Invariants: those of `base`
+(a stream ends after its finish or raises), and a connection returns to the pool only after the
+answer's last byte. Leaving an answer early closes its connection, so that the server stops
+generating.
 
     NEW ──admit, send──> WAITING ──first chunk──> STREAMING ──last finish──> TAIL
      └─────────────────────┴────────────────────────┴────────────────────────┴──> OVER
 
-WAITING lasts at most `ttft_timeout_s`, connecting included; for a whole answer, which arrives after all of its
-tokens, `idle_timeout_s` more. STREAMING bounds silence by `idle_timeout_s`; any byte ends a silence, also a comment
-that keeps the connection alive. TAIL waits only for the usage chunk: the answer is complete without it.
+WAITING lasts at most `ttft_timeout_s`, connecting included; for a whole answer, which arrives after
+all of its tokens, `idle_timeout_s` more. STREAMING bounds silence by `idle_timeout_s`; any byte
+ends a silence, also a comment that keeps the connection alive. TAIL waits only for the usage chunk:
+the answer is complete without it.
 """
 
 from __future__ import annotations
@@ -44,8 +47,9 @@ class State(Enum):
 class OpenAIStream:
     """One answer; see `base.ChunkStream`. One reader at a time; `aclose` from anywhere.
 
-    `admit` counts a request and makes its exchange, `send` sends that and waits for the response's head, `on_end` is
-    called once after a successful `admit`. Silence of `tail_timeout_s` after the last finish ends the answer.
+    `admit` counts a request and makes its exchange, `send` sends that and waits for the response's
+    head, `on_end` is called once after a successful `admit`. Silence of `tail_timeout_s` after the
+    last finish ends the answer.
     """
 
     __slots__ = (
@@ -255,7 +259,9 @@ class OpenAIStream:
         return True
 
     def _at_end(self) -> None:
-        """The body ended: the answer is complete if its choices have finished, with or without [DONE]."""
+        """The body ended: the answer is complete if its choices have finished, with or without
+        [DONE].
+        """
         last = self._splitter.end()
         if last is not None and not self._take(last):
             return
@@ -274,7 +280,9 @@ class OpenAIStream:
             self._fail(self._silence or self._translate.cut(error))
 
     def _finish(self) -> None:
-        """End a complete answer: the rest of the body is framing, and the connection may serve another."""
+        """End a complete answer: the rest of the body is framing, and the connection may serve
+        another.
+        """
         self._end()
         if self._exchange is not None:
             self._exchange.release()
