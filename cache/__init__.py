@@ -1,7 +1,8 @@
-"""Is there already an answer? An exact-prefix cache in Redis and a semantic cache in a worker process.
+"""Is there already an answer? An exact cache in Redis and a semantic cache in a worker process.
 
-Knows no HTTP, teams, money or models. Importing this imports no torch, FAISS or transformers: the rooms `cache.semantic`
-and `cache.encoder` are for the worker and for who runs a `SemanticCache` inline.
+Must not import the gateway, the policies, the engine or an HTTP library. Importing this imports no
+torch, FAISS or transformers: `cache.semantic` and `cache.encoder` are for the worker and for tests.
+Read `fingerprint.py` first, then `exact/` and `decision/`.
 """
 
 from cache.eligibility import Controls, Outcome, Refusal, store_refusal

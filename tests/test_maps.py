@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -43,6 +44,15 @@ def test_the_tree_is_the_packages() -> None:
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
     rooms = {str(p.parent.relative_to(ROOT)) + "/" for name in PACKAGES for p in (ROOT / name).glob("*/__init__.py")}
     assert rooms - named == set()
+
+
+def test_each_room_says_what_to_read_first() -> None:
+    """A room's docstring is short, and names a file of the room."""
+    for path in (p for name in PACKAGES for p in (ROOT / name).rglob("__init__.py") if p.parent.name != "versions"):
+        said = ast.get_docstring(ast.parse(path.read_text())) or ""
+        first = re.search(r"[Rr]ead\s+`([\w./]+)`", said)
+        assert first is not None, path
+        assert any((path.parent / f"{first[1]}{ending}").is_file() for ending in ("", ".py")), (path, first[1])
 
 
 def test_the_map_is_short() -> None:

@@ -1,7 +1,8 @@
-"""Teams, keys, budgets' definitions and the ledger, in SQL.
+"""Teams, keys, definitions of budgets and the ledger, in SQL.
 
-Knows no HTTP. What needs a database (`Accounts`, `Ledger`, `LedgerWriter`) is imported when it is first asked for, so
-that naming the values here costs no sqlalchemy.
+Must not import another room of the gateway; knows no HTTP. Whatever needs a database (`Accounts`,
+`Ledger`, `LedgerWriter`) is imported on first use, so naming the values here costs no sqlalchemy.
+Read `teams.py` first, then `accounts.py`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Model code: one configurable decoder for every supported family (see `config.FAMILIES`)."""
+"""One decoder for every supported family (see `checkpoints/families.py`). Imports no engine; read `decoder` first."""

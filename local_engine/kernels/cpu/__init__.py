@@ -3,7 +3,7 @@
 `python -m local_engine.kernels.cpu` compiles (a few seconds, g++ or clang++, no headers but the compiler's own). Where there is
 no compiler, no AVX-512 VNNI or no compiled file, `kernels()` is None and torch code does the same work: it is the oracle
 too. The file's name carries a digest of source, compiler flags and processor, so that one made for something else is never
-loaded. Knows pointers and sizes, no models.
+loaded. Knows pointers and sizes, no models. Read `kernels.h` first, then `step.cpp`.
 """
 
 from __future__ import annotations
