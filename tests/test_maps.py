@@ -31,6 +31,16 @@ def test_named_paths_exist(name: str) -> None:
     assert [line for line in text.splitlines() if len(line) > COLUMNS_MAX] == []
 
 
+def test_paths_in_sources_exist() -> None:
+    """A docstring or comment that names a file of the repository names one that is there."""
+    wrong = {}
+    for path in (p for name in (*PACKAGES, "tests", "bench") for p in (ROOT / name).rglob("*.py")):
+        named = re.findall(rf"`((?:{FOLDERS})/[\w/]+\.(?:py|md|html))(?=[`:])", path.read_text())
+        if gone := [name for name in named if not (ROOT / name).exists()]:
+            wrong[str(path.relative_to(ROOT))] = gone
+    assert wrong == {}
+
+
 def test_the_tree_is_the_packages() -> None:
     """ARCHITECTURE.md's tree has every room of the four packages, and no file or room that is not there."""
     tree = MAP.partition("\n## Rooms\n")[2].partition("\n## ")[0]

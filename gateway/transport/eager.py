@@ -3,7 +3,7 @@
 Calls that a stage of the pipeline starts together share one round trip to Redis. Replaces
 `asyncio.gather`, which makes a task of each call; a task costs several times as much as the call.
 Python 3.12 has eager tasks; on 3.11 this is the part of them that the pipeline needs.
-`tests/test_eager.py` holds it to the behaviour of `await`.
+`tests/transport/test_eager.py` holds it to the behaviour of `await`.
 
 Knows no Redis. Invariant: awaiting an `Eager` has the result of awaiting its coroutine, errors and
 cancellation included. The coroutine must wait for futures only: one that asks for its task (a

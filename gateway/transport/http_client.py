@@ -2,7 +2,7 @@
 
 Replaces aiohttp's client with `http_pool`: aiohttp takes three to four times the CPU for a whole
 answer and twice for a stream (docs/benchmarks.md, "What a request costs").
-`tests/backends/test_http1.py` holds it to RFC 9112, with servers that misbehave and random bytes;
+`tests/transport/test_http_client.py` holds it to RFC 9112, with servers that misbehave and random bytes;
 llhttp (httptools) parses.
 
 Knows no URLs, pools or OpenAI. Invariants: a reader gets all bytes that arrived before a failure,

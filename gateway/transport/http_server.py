@@ -4,8 +4,8 @@ Replaces uvicorn's `RequestResponseCycle`, which matches each header against two
 expressions, writes a response's head and body apart, and reports a client that left only to a
 pending `receive`. Here the head leaves with the first piece of the body, in one write, and a
 callback reports a client that left. A request takes 25 to 30 µs of CPU instead of 34 to 40
-(docs/benchmarks.md, "What a request costs"). `tests/wire/test_protocol.py` holds it to uvicorn's
-behaviour.
+(docs/benchmarks.md, "What a request costs"). `tests/transport/test_http_server.py` holds it to
+uvicorn's behaviour.
 
 Builds on private classes of uvicorn 0.54, to which pyproject.toml pins it. Formats: HTTP/1.1 (RFC
 9112), ASGI HTTP specification 2.3. Knows no endpoints. Invariant: a header that could split a

@@ -2,7 +2,7 @@
 
 Replaces redis-py's client for commands and scripts; a command is a future instead of a task. Plain
 servers are reached through `redis_connection`, Sentinel and Cluster through redis-py's pipelines.
-`tests/test_redis_link.py` compares the replies of both with redis-py's.
+`tests/transport/test_redis_link.py` compares the replies of both with redis-py's.
 
 Knows no keys or values. Commands run in the order in which they were issued. Invariant: no call
 takes longer than two time-outs, and while Redis is away calls fail at once, except for one probe.
