@@ -273,7 +273,14 @@ async def status(services: AdminServices) -> StatusOut:
         version=services.version,
         uptime_s=max(0.0, services.clock() - services.started_at_s),
         parts=list(parts),
-        problems=problems(parts, services.deployments(), live, names, summary, services.truth.live),
+        problems=problems(
+            parts=parts,
+            deployments=services.deployments(),
+            budgets=live,
+            team_names=names,
+            last_hour=summary,
+            truths=services.truth.live,
+        ),
     )
 
 

@@ -32,7 +32,6 @@ _log = structlog.get_logger(__name__)
 
 _OUTPUT_TOKENS_EXPECTED = 256
 _OUTPUT_TOKENS_MAX = 4096
-_TTFT_TIMEOUT_MIN_MS = 5_000.0
 _TTFT_TIMEOUT_MAX_MS = 60_000.0
 _ATTEMPTS_MAX = 3
 _PAUSE_BEFORE_RETRY_S = 0.2
@@ -54,6 +53,7 @@ class Deployment:
     settings: DeploymentSettings
     breaker: Breaker
     estimate: Estimate
+    ttft_timeout_min_ms: float = 5_000.0
 
     def candidate(self, prompt_tokens: int) -> Candidate:
         """This deployment as routing sees it, now."""
@@ -79,7 +79,7 @@ class Deployment:
         """How long to wait for the first chunk: as configured, else learned from what this deployment usually takes."""
         if self.settings.ttft_timeout_ms is not None:
             return self.settings.ttft_timeout_ms / 1000.0
-        learned = self.estimate.ttft_timeout_ms(prompt_tokens, _TTFT_TIMEOUT_MIN_MS, _TTFT_TIMEOUT_MAX_MS)
+        learned = self.estimate.ttft_timeout_ms(prompt_tokens, self.ttft_timeout_min_ms, _TTFT_TIMEOUT_MAX_MS)
         return learned / 1000.0
 
     def succeeded(self, made: Generated, prompt_tokens: int) -> None:

@@ -14,7 +14,7 @@ Invariant: every record is in exactly one kind (`KINDS`) of each resolution; the
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -36,6 +36,7 @@ from gateway.telemetry.summary import (
     read_fields,
     step,
 )
+from policies.redis import Redis
 
 _PREFIX = "sameway:stats:"
 _ROUTES_KEY = "sameway:routes"
@@ -60,11 +61,6 @@ _LATEST = "return redis.call('XREVRANGE', KEYS[1], ARGV[1], '-', 'COUNT', ARGV[2
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Record)
-
-
-class Redis(Protocol):
-    def execute_command(self, *args: Any) -> Awaitable[Any]: ...
-    def eval(self, script: str, numkeys: int, *keys_and_args: Any) -> Awaitable[Any]: ...
 
 
 class _Resolution(msgspec.Struct, frozen=True):

@@ -12,7 +12,6 @@ from redis.asyncio import Redis
 
 from gateway import app as app_module
 from gateway.app import create_app
-from gateway.deployments import fleet as fleet_module
 from gateway.settings import Settings
 from tests.e2e.gateway import API_KEY, Gateway, deployment, wait_for
 from tests.e2e.upstream import Upstream
@@ -68,7 +67,6 @@ async def test_what_has_become_slow_is_waited_for(
 ) -> None:
     """A time that was learned from fast answers is given up where nobody else can answer: a few requests later it suffices."""
     monkeypatch.setattr(app_module, "_start_loops", lambda parts, stack: None)
-    monkeypatch.setattr(fleet_module, "_TTFT_TIMEOUT_MIN_MS", 50.0)
     settings = Settings(
         data_dir=tmp_path,
         redis_url=redis_server.url,
@@ -80,6 +78,7 @@ async def test_what_has_become_slow_is_waited_for(
     app = create_app(settings)
     async with app.router.lifespan_context(app):
         (slow,) = app.state.parts.fleet.deployments
+        slow.ttft_timeout_min_ms = 50.0
         for _ in range(60):
             slow.estimate.observe(10.0, 1.0, 20)
         headers = {"authorization": f"Bearer {API_KEY}"}

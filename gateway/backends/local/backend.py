@@ -20,7 +20,7 @@ from gateway.backends.base import (
     Load,
 )
 from gateway.backends.local.answer import ChatWriter, TextWriter, Writer
-from gateway.backends.local.quarantine import Suspects
+from gateway.backends.local.quarantine import Quarantine
 from gateway.backends.local.request import engine_requests, rejected
 from gateway.wire.types import CHAT, Chunk
 from local_engine import AsyncEngine, EngineLoad, GenerateRequest, Generation
@@ -47,7 +47,7 @@ class LocalBackend:
         self.capabilities = capabilities
         self.engine = AsyncEngine(socket_path)
         self.wall_clock = wall_clock
-        self.suspects = Suspects(time.monotonic)
+        self.quarantine = Quarantine(time.monotonic)
         self._away_since: float | None = time.monotonic()
 
     def _why_not_ready(self, now: EngineLoad) -> str:
@@ -108,7 +108,7 @@ class LocalStream:
         self._usages: list[local_engine.Usage] = []  # of the prompts before those
         self._ready: list[Chunk] = []
         self._writer: Writer | None = None
-        self._suspect: bytes | None = None
+        self._quarantine_key: bytes | None = None
         self._has_output = False
         self._is_over = False
         self._is_finished = False
@@ -134,7 +134,7 @@ class LocalStream:
         """Abort in the engine what has not finished; its blocks are free by the engine's next step."""
         self._ready.clear()
         self._is_over = True
-        self._backend.suspects.passed(self._suspect)
+        self._backend.quarantine.leave(self._quarantine_key)
         for generation in self._generations:
             await generation.aclose()
 
@@ -142,7 +142,7 @@ class LocalStream:
         backend, request = self._backend, self._request
         if self._writer is None:
             self._waiting.extend(engine_requests(request))
-            self._suspect = await backend.suspects.admit(request)
+            self._quarantine_key = await backend.quarantine.admit(request)
             writer = ChatWriter if request.kind is CHAT else TextWriter
             self._writer = writer(request, backend.model, int(backend.wall_clock()), backend.engine.info)
         while self._waiting:
@@ -160,14 +160,14 @@ class LocalStream:
             raise BackendTimeout(f"The local engine {what} within {timeout_s:g} s") from None
         except local_engine.EngineError as error:
             if isinstance(error, local_engine.EngineUnavailable) and error.is_death:
-                self._backend.suspects.died(self._request)
+                self._backend.quarantine.note_crash(self._request)
             raise _translated(error, request.kind.prompt, self._has_output) from None
         except StopAsyncIteration:
             self._end(generation)
             return
         if not self._has_output:
             self._has_output = True
-            self._backend.suspects.passed(self._suspect)
+            self._backend.quarantine.leave(self._quarantine_key)
         if output.finish_reason == "abort":
             raise BackendBroken("The local engine gave its answer up")
         index = len(self._usages) * (request.body.get("n") or 1) + output.index
@@ -184,7 +184,7 @@ class LocalStream:
             return
         self._ready.append(self._writer.usage(self._usages))
         self._is_over = self._is_finished = True
-        self._backend.suspects.cleared(self._suspect)
+        self._backend.quarantine.forget(self._quarantine_key)
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

@@ -1,9 +1,8 @@
-"""Suspects: the requests that were in an engine when its process died.
+"""The requests that were running when an engine crashed: one of them may have caused it.
 
-One of them may have killed it. Each is given a second chance, one at a time until its first token is there, so that a second
-death tells which it was; that one is refused for a while, and nobody else is blamed. Knows requests' bodies and a clock.
-Invariant: a request is at an engine's death at most twice before it is refused, whoever sends it again; as long as nobody
-dies, nothing is computed and nothing waits.
+Each is retried alone until its first token, so that a second crash finds the cause. That request is
+refused for ten minutes. Reads the requests' bodies and a clock. Invariant: a request can crash the
+engine at most twice. Without a crash this class does nothing.
 """
 
 from __future__ import annotations
@@ -17,69 +16,73 @@ import msgspec
 from gateway.backends.base import BackendRejected, BackendRequest
 from gateway.backends.refusals import error_body
 
-_DEATHS_MAX = 2
+_CRASHES_MAX = 2
 _KEPT_S = 600.0
 _COUNT_MAX = 1_000
-_SAME_DEATH_S = 5.0
+_SAME_CRASH_S = 5.0
 
 
-class Suspects:
-    """One engine's, as one gateway worker has seen it die. `clock` is in seconds."""
+class Quarantine:
+    """The crashes of one engine, as one gateway worker has seen them. `clock` is in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._deaths: dict[bytes, tuple[int, float]] = {}  # how many, and when the last was
-        self._trial = asyncio.Lock()
-        self._on_trial: bytes | None = None
-        self._convicted_at = -_SAME_DEATH_S
+        self._crashes: dict[bytes, tuple[int, float]] = {}  # how many, and the time of the last
+        self._turn = asyncio.Lock()
+        self._alone: bytes | None = None
+        self._found_at = -_SAME_CRASH_S
 
     async def admit(self, request: BackendRequest) -> bytes | None:
-        """Before a request goes to the engine: None where nothing is known of it; else its name for `passed` and `cleared`, once
-        no other suspect is on trial. Raises BackendRejected for one that has killed, or whose turn did not come in time."""
-        if not self._deaths:
+        """Let a request go to the engine, alone if it was there at a crash.
+
+        Returns None where the request is unknown; else its key, for `leave` and `forget`, once
+        no other such request runs. Raises BackendRejected after the second crash, or where the
+        request's turn does not come within its `ttft_timeout_s`.
+        """
+        if not self._crashes:
             return None
         key = _key(request)
         if not self._count(key):
             return None
         try:
             async with asyncio.timeout(request.ttft_timeout_s):
-                await self._trial.acquire()
+                await self._turn.acquire()
         except TimeoutError:
             raise _refused("is tried again when others like it have been", 503) from None
-        self._on_trial = key
-        if self._count(key) >= _DEATHS_MAX:
-            self.passed(key)
+        self._alone = key
+        if self._count(key) >= _CRASHES_MAX:
+            self.leave(key)
             raise _refused("is refused here for some minutes: that was the second time", 422)
         return key
 
-    def passed(self, key: bytes | None) -> None:
-        """The request's first token is there, or it has left: the next may be tried."""
-        if key is not None and self._on_trial == key:
-            self._on_trial = None
-            self._trial.release()
+    def leave(self, key: bytes | None) -> None:
+        """After its first token, or its end: the next request may be retried."""
+        if key is not None and self._alone == key:
+            self._alone = None
+            self._turn.release()
 
-    def cleared(self, key: bytes | None) -> None:
-        """It was answered to its end."""
+    def forget(self, key: bytes | None) -> None:
+        """After a complete answer: the request did not cause the crash."""
         if key is not None:
-            self._deaths.pop(key, None)
+            self._crashes.pop(key, None)
 
-    def died(self, request: BackendRequest) -> None:
-        """The engine's process went away while it had this request."""
+    def note_crash(self, request: BackendRequest) -> None:
+        """Count a crash of the engine against a request that was running."""
         key, now = _key(request), self._clock()
-        if self._on_trial == key:
-            self._convicted_at = now
-        elif self._on_trial is not None or now - self._convicted_at < _SAME_DEATH_S:
+        if self._alone == key:
+            self._found_at = now
+        elif self._alone is not None or now - self._found_at < _SAME_CRASH_S:
             return
-        self._deaths[key] = (self._count(key) + 1, now)
-        if len(self._deaths) > _COUNT_MAX:
-            del self._deaths[next(iter(self._deaths))]
+        self._crashes[key] = (self._count(key) + 1, now)
+        if len(self._crashes) > _COUNT_MAX:
+            del self._crashes[next(iter(self._crashes))]
 
     def _count(self, key: bytes) -> int:
-        deaths, at = self._deaths.get(key, (0, 0.0))
-        if deaths and self._clock() - at > _KEPT_S:
-            del self._deaths[key]
+        crashes, at = self._crashes.get(key, (0, 0.0))
+        if crashes and self._clock() - at > _KEPT_S:
+            del self._crashes[key]
             return 0
-        return deaths
+        return crashes
 
 
 def _refused(what: str, status: int) -> BackendRejected:
