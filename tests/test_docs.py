@@ -33,7 +33,7 @@ _README_LINES_MAX = 120
 
 def _cells(text: str, heading: str) -> list[list[str]]:
     """The rows of the first table under `heading`, without its head."""
-    _, _, rest = text.partition(f"\n{heading}\n")
+    _, _, rest = f"\n{text}".partition(f"\n{heading}\n")
     assert rest, f"there is no heading {heading!r}"
     table = re.search(r"^\|.*?\n(?!\|)", rest, re.DOTALL | re.MULTILINE)
     assert table is not None, f"there is no table under {heading!r}"
