@@ -67,12 +67,14 @@ class Reports:
         stats: Stats,
         note: Callable[[int, str, bool], None],
         count: Callable[[Source, Ruling, str], None],
+        flushed_s: float = _FLUSHED_S,
     ) -> None:
         self._verdicts = verdicts
         self._exact = exact
         self._stats = stats
         self._note = note
         self._count = count
+        self._flushed_s = flushed_s
 
     async def report(self, partition: Partition, team_id: int, id: str, is_right: bool, who: str) -> Outcome:
         """Take what `who` says of response `id` of a team: its x-request-id or, of a hit by meaning, the `id` in its body.
@@ -150,7 +152,7 @@ class Reports:
         came = arrived_at(id)
         # of another host, whose clock may be ahead
         may_be_new = came is not None and abs(time.time() - came) < _ANSWERED_S
-        for pause_s in (0.0, _FLUSHED_S) if may_be_new else (0.0,):
+        for pause_s in (0.0, self._flushed_s) if may_be_new else (0.0,):
             await asyncio.sleep(pause_s)
             page = await self._stats.routes(is_it, limit=1)
             if page.records:

@@ -139,7 +139,6 @@ class RequestCycle(RequestResponseCycle):
 
 
 HEAD_BYTES_MAX = 64 << 10
-HEAD_WITHIN_S = 20.0
 _PIPELINED_MAX = 16  # further pipelined requests stay unread
 
 _PLAIN_PATH = re.compile(rb"[A-Za-z0-9/._~-]+")  # needs no decoding, has no query
@@ -185,6 +184,8 @@ class BufferedTransport:
 class ServerProtocol(HttpToolsProtocol):
     """One connection. Requests to `/v1` use `RequestCycle`, all others uvicorn's cycle."""
 
+    head_within_s = 20.0  # an argument is not possible: uvicorn makes the object
+
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._is_in_head = True
@@ -200,7 +201,7 @@ class ServerProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._direct = transport
         self.transport = BufferedTransport(transport, self.loop)  # type: ignore[assignment]  # by delegation
-        self._head_timer = self.loop.call_later(HEAD_WITHIN_S, self._head_is_late)
+        self._head_timer = self.loop.call_later(self.head_within_s, self._head_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -296,7 +297,7 @@ class ServerProtocol(HttpToolsProtocol):
         if self._is_in_head and self._head_bytes > HEAD_BYTES_MAX and not self.transport.is_closing():
             self._refuse_head()
         elif self._is_in_head and self._head_bytes and self._head_timer is None:
-            self._head_timer = self.loop.call_later(HEAD_WITHIN_S, self._head_is_late)
+            self._head_timer = self.loop.call_later(self.head_within_s, self._head_is_late)
 
     def _refuse_head(self) -> None:
         self._stop_timer()

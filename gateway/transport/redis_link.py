@@ -40,6 +40,7 @@ class RedisLink:
         self.client = connect(url, timeout_s)
         self.round_trips = 0  # these two are counted for tests
         self.commands = 0
+        self.patience_s = _PATIENCE_S
         self._timeout_s = timeout_s
         # decision: own-redis-connection
         self._is_direct = "+" not in url.partition("://")[0]
@@ -102,7 +103,7 @@ class RedisLink:
         """
         self._leaving.append(leave)
         if len(self._leaving) == 1:
-            asyncio.get_running_loop().call_later(_PATIENCE_S, self._end_patience)
+            asyncio.get_running_loop().call_later(self.patience_s, self._end_patience)
 
     def _end_patience(self) -> None:
         leaving, self._leaving = self._leaving, []

@@ -26,7 +26,6 @@ from cache import ExactCache
 from gateway import app as app_module
 from gateway.app import Parts, create_app
 from gateway.settings import Settings
-from gateway.transport import redis_link
 from gateway.worker import server_of
 from policies import WindowKind
 from tests.e2e.gateway import API_KEY, Gateway, deployment
@@ -193,9 +192,9 @@ async def test_a_streamed_miss(worker: Worker) -> None:
     assert await worker.cost(stream=True) == GENERATION
 
 
-async def test_misses_that_end_together(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_misses_that_end_together(worker: Worker) -> None:
     """Eight are looked up and held one by one, and settled and stored by one command each for all of them, in one round trip."""
-    monkeypatch.setattr(redis_link, "_PATIENCE_S", 1.0)  # on the busiest machine they end within it
+    worker.parts.link.patience_s = 1.0  # on the busiest machine they end within it
     cost = await worker.cost_of_many(8)
     assert cost.commands == {"HGET": 8, "EVALSHA": 8 + 2}
     assert cost.round_trips <= 8 + 8 + 1

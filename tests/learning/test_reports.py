@@ -9,7 +9,6 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway.journey.record import arrived_at, new_id
-from gateway.learning import reports
 from gateway.learning.reports import Reports
 from gateway.telemetry.stats import Stats
 from tests.telemetry.records import hit
@@ -27,7 +26,7 @@ class Looked(Stats):
 
 def reports_of(stats: Stats) -> Reports:
     absent = cast(Any, None)  # neither verdicts nor entries are needed to find a request
-    return Reports(absent, absent, stats, lambda *_: None, lambda *_: None)
+    return Reports(absent, absent, stats, lambda *_: None, lambda *_: None, flushed_s=0.0)
 
 
 @pytest.mark.parametrize(
@@ -43,11 +42,8 @@ def reports_of(stats: Stats) -> Reports:
     ],
     ids=["unknown", "foreign", "of no time", "malformed", "two hours old", "new", "of a clock ahead"],
 )
-async def test_only_what_may_have_just_finished_is_waited_for(
-    redis: Redis, monkeypatch: pytest.MonkeyPatch, id: str, times: int
-) -> None:
+async def test_only_what_may_have_just_finished_is_waited_for(redis: Redis, id: str, times: int) -> None:
     """A response that another worker gave this second is not in Redis yet; an id that can't be one's is answered at once."""
-    monkeypatch.setattr(reports, "_FLUSHED_S", 0.0)
     stats = Looked(redis, time.time)
     assert await reports_of(stats).find(id) is None
     assert stats.times == times

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -87,11 +88,12 @@ async def app() -> App:
     return App()
 
 
-@pytest.fixture
-async def client(app: App) -> AsyncIterator[Client]:
+@asynccontextmanager
+async def connected(app: App, http: type[ServerProtocol] = ServerProtocol) -> AsyncIterator[Client]:
+    """A client of a server of its own."""
     config = uvicorn.Config(
         app,  # type: ignore[arg-type]
-        http=ServerProtocol,
+        http=http,
         port=0,
         lifespan="off",
         log_config=None,
@@ -111,6 +113,12 @@ async def client(app: App) -> AsyncIterator[Client]:
     client.writer.close()
     server.should_exit = True
     await serving
+
+
+@pytest.fixture
+async def client(app: App) -> AsyncIterator[Client]:
+    async with connected(app) as made:
+        yield made
 
 
 def post(path: str, body: bytes, *headers: bytes) -> bytes:
@@ -208,13 +216,17 @@ async def test_an_idle_connection_is_closed_and_a_used_one_is_not(client: Client
     assert await client.reader.read() == b""
 
 
-async def test_a_head_is_bounded_in_time_and_size(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second head that never ends is cut off; one that is too long is refused."""
-    monkeypatch.setattr(http_server, "HEAD_WITHIN_S", 0.2)
-    client.send(post("/v1/echo", b"x"))
-    await client.response()
-    client.send(b"POST /v1/echo HTTP/1.1\r\nX-Slow: ")
-    assert await client.reader.read() == b""
+class Hasty(ServerProtocol):
+    head_within_s = 0.2
+
+
+async def test_a_head_is_bounded_in_time(app: App) -> None:
+    """A second head that never ends is cut off."""
+    async with connected(app, Hasty) as client:
+        client.send(post("/v1/echo", b"x"))
+        await client.response()
+        client.send(b"POST /v1/echo HTTP/1.1\r\nX-Slow: ")
+        assert await client.reader.read() == b""
 
 
 async def test_a_head_that_is_too_long_is_refused(client: Client) -> None:
