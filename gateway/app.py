@@ -30,7 +30,6 @@ from gateway.admin.routes import admin_router
 from gateway.admin.services import AdminServices
 from gateway.admin.views import deployments_of
 from gateway.api.chat import Chat
-from gateway.api.completions import Completions
 from gateway.api.embeddings import Embeddings
 from gateway.api.feedback import Feedback
 from gateway.api.front import Front, Routes, document, no_such_route
@@ -42,7 +41,7 @@ from gateway.deployments.fleet import Fleet, build_fleet
 from gateway.journey.budget import Money
 from gateway.journey.rate_limits import Limits
 from gateway.journey.record import Record
-from gateway.journey.semantic import Bounds, ByMeaning
+from gateway.journey.semantic import Bounds, SemanticLookup
 from gateway.journey.turn import Turn
 from gateway.learning.build import Learning, open_learning
 from gateway.pipeline import Pipeline
@@ -56,7 +55,7 @@ from gateway.telemetry.stats import Stats
 from gateway.transport.redis_link import RedisLink
 from gateway.wire.errors import ApiError, BadRequest
 from gateway.wire.fold import fold
-from gateway.wire.types import Chunk
+from gateway.wire.types import COMPLETION, Chunk
 from policies import Budgets, LeasedRateLimits, LocalRateLimits, RateLimits
 
 VERSION = "0.1.0"
@@ -224,9 +223,10 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
 
     limits = Limits(LeasedRateLimits(RateLimits(link)), LocalRateLimits())
     bounds = Bounds(settings)
-    by_meaning = ByMeaning(settings, semantic, exact, bounds)
-    pipeline = Pipeline(settings, accounts, limits, exact, by_meaning, money, fleet, emit)
-    learning = await open_learning(settings, accounts, exact, semantic, link, stats, metrics, pipeline, Truth(bounds))
+    lookup = SemanticLookup(settings, semantic, exact, bounds)
+    learning = await open_learning(settings, accounts, exact, semantic, link, stats, metrics, Truth(bounds))
+    pipeline = Pipeline(settings, accounts, limits, exact, lookup, money, fleet, emit, learning.learn)
+    learning.connect(pipeline)
     stack.push_async_callback(learning.judging.aclose)
     stack.push_async_callback(pipeline.drain)
     writer = LedgerWriter(link, ledger, budgets)
@@ -262,7 +262,7 @@ def _routes(settings: Settings, parts: Parts) -> Routes:
     models = Models(settings, parts.pipeline, time.time())
     return {
         "/v1/chat/completions": {"POST": Chat(parts.pipeline, settings.body_bytes_max)},
-        "/v1/completions": {"POST": Completions(parts.pipeline, settings.body_bytes_max)},
+        "/v1/completions": {"POST": Chat(parts.pipeline, settings.body_bytes_max, COMPLETION)},
         "/v1/responses": {"POST": Responses(parts.pipeline, settings.body_bytes_max)},
         "/v1/embeddings": {"POST": Embeddings(settings, parts.pipeline, parts.semantic)},
         "/v1/feedback": {"POST": Feedback(settings, parts.pipeline, parts.learning.reports)},

@@ -54,7 +54,9 @@ class Demand(msgspec.Struct, frozen=True):
     `choices` answers are generated side by side: each costs its own output, together they take the
     time of one. Output tokens are those of one choice. `prompt_tokens` is the expected length of
     the prompt, `prompt_tokens_min` its certain length (None: the same). Only a prompt that
-    certainly does not fit is rejected, because the deployment counts exactly. `ttft_deadline_ms` is
+    certainly does not fit is rejected, because the deployment counts exactly. No route depends
+    on `prompt_tokens_max`: it bounds the cost from above, for the amount that a budget holds.
+    `ttft_deadline_ms` is
     the time left until the first token; None if the caller set no deadline.
     """
 
@@ -68,6 +70,7 @@ class Demand(msgspec.Struct, frozen=True):
     is_output_asked: bool = True
     choices: int = 1
     prompt_tokens_min: int | None = None
+    prompt_tokens_max: int = 0
 
 
 class Candidate(msgspec.Struct, frozen=True):

@@ -26,7 +26,6 @@ from redis.asyncio import Redis
 from cache import CacheLimits, ExactCache, Hit, Miss, MissReason, Near, Query, SemanticClient, Trial
 from gateway.accounts import Accounts, LedgerRow, decode_row
 from gateway.api.chat import Chat
-from gateway.api.completions import Completions
 from gateway.backends.base import (
     BackendBroken,
     BackendOverloaded,
@@ -40,11 +39,11 @@ from gateway.deployments.fleet import Fleet, build_fleet
 from gateway.journey.budget import Money
 from gateway.journey.rate_limits import Limits
 from gateway.journey.record import Record
-from gateway.journey.semantic import Bounds, ByMeaning
+from gateway.journey.semantic import Bounds, SemanticLookup
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
 from gateway.transport.redis_link import RedisLink
-from gateway.wire.types import Chunk, Usage
+from gateway.wire.types import COMPLETION, Chunk, Usage
 from policies import Budget, Budgets, LeasedRateLimits, LocalRateLimits, RateLimits, WindowKind
 from policies.holds import LEDGER_LOCK, LEDGER_STREAM
 from tests.services import RedisServer
@@ -436,8 +435,9 @@ class _Learner:
     def __init__(self) -> None:
         self.lessons: list[Lesson] = []
 
-    def recorded(self, job: Any, stored: Any) -> None:
-        self.lessons.append(Lesson(job.turn.record.request_id, stored.id if stored is not None else None))
+    def recorded(self, flight: Any, record: Record) -> None:
+        stored = flight.generation.stored if flight.generation.store == "stored" else None
+        self.lessons.append(Lesson(record.request_id, stored.id if stored is not None else None))
 
 
 @dataclass
@@ -661,12 +661,11 @@ async def _build(settings: Settings, redis: Redis) -> World:
 
     scripted: Any = semantic
     client: SemanticClient = scripted
-    by_meaning = ByMeaning(settings, client, exact, Bounds(settings))
-    pipeline = Pipeline(settings, accounts, rates, exact, by_meaning, money, fleet, emit)
-    pipeline.judging = learner
+    lookup = SemanticLookup(settings, client, exact, Bounds(settings))
+    pipeline = Pipeline(settings, accounts, rates, exact, lookup, money, fleet, emit, learner.recorded)
     endpoints = {
         "/v1/chat/completions": Chat(pipeline, settings.body_bytes_max),
-        "/v1/completions": Completions(pipeline, settings.body_bytes_max),
+        "/v1/completions": Chat(pipeline, settings.body_bytes_max, COMPLETION),
     }
     return World(
         clock=clock,

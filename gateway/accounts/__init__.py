@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gateway.accounts.errors import AccountsError, Conflict, Invalid, NotFound, SchemaUnknown
 from gateway.accounts.row import LedgerRow, decode_row, encode_row
-from gateway.accounts.teams import Identity, Key, NewKey, Team
+from gateway.accounts.teams import Identity, Key, NewKey, Team, partition_of, scope_of
 
 if TYPE_CHECKING:
     from gateway.accounts.accounts import Accounts
@@ -39,6 +39,8 @@ __all__ = [
     "WriterStats",
     "decode_row",
     "encode_row",
+    "partition_of",
+    "scope_of",
 ]
 
 _LATE = {

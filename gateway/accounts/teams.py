@@ -14,8 +14,10 @@ import base64
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TypedDict
 
+from cache import Partition, partition
 from policies import Budget
 
 _KEY_START = "sk-sw-"
@@ -69,6 +71,17 @@ class Identity:
     key: Key
     team: Team
     budgets: tuple[Budget, ...]
+
+
+def scope_of(team_id: int) -> str:
+    """The name under which a team's answers and rate limits are kept, apart from all others'."""
+    return f"team:{team_id}"
+
+
+@lru_cache(maxsize=10_000)
+def partition_of(secret: str | None, team_id: int) -> Partition:
+    """The cache partition of a team: its own answers, and no other team's."""
+    return partition((secret or "").encode(), scope_of(team_id))
 
 
 class TeamFields(TypedDict, total=False):

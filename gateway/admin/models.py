@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_
 from pydantic_core import CoreSchema
 
 from gateway.accounts import LedgerRow
-from gateway.journey.record import Attempt, Record, Rejection
+from gateway.deployments.progress import Attempt
+from gateway.journey.record import Record, Rejection
 from gateway.telemetry.parts import Part
 from gateway.telemetry.summary import Percentiles, Window
 from policies import WindowKind

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cache import Partition, partition
+from cache import Partition
+from gateway.accounts import partition_of
 
 if TYPE_CHECKING:
     from cache import ExactCache, SemanticClient, VerdictStore
@@ -42,4 +43,4 @@ class AdminServices:
 
     def partition_of(self, team_id: int) -> Partition:
         """The cache partition of a team, as the pipeline computes it."""
-        return partition((self.settings.secret or "").encode(), f"team:{team_id}")
+        return partition_of(self.settings.secret, team_id)

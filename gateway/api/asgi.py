@@ -14,7 +14,7 @@ import structlog
 from gateway.api.headers import JSON, Headers, base_headers
 from gateway.backends.base import BackendBroken
 from gateway.backends.refusals import from_backend
-from gateway.journey.record import Record
+from gateway.journey.turn import Ended
 from gateway.wire.errors import ApiError, TooLarge, Unavailable, UnsupportedMediaType
 
 _log = structlog.get_logger(__name__)
@@ -26,7 +26,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class ClientGone(Exception):
-    """The client left: nobody is told anything."""
+    """The client left: nothing is sent."""
 
 
 def headers_of(scope: Scope) -> dict[str, str]:
@@ -95,23 +95,23 @@ async def send_error(send: Send, error: ApiError, request_id: str) -> None:
     await send_whole(send, error.http_status, headers, error.body())
 
 
-async def send_failure(send: Send, error: BaseException, record: Record) -> None:
-    """What a request that failed before its response began is told, and what its record says of it."""
+def failure(error: BaseException, request_id: str) -> ApiError | None:
+    """Any exception as the ApiError that the client is sent; None where the client has gone. A bug is logged, and never sent.
+    Cancellation only happens at shutdown."""
     if isinstance(error, ClientGone):
-        record.status, record.is_disconnected = 499, True
-        return
-    await send_error(send, failure(error, record), record.request_id)
-
-
-def failure(error: BaseException, record: Record) -> ApiError:
-    """The error that a client is told, also the record's. A bug is logged, and is never a client's to read. Nobody cancels a
-    request but the server, when its time to stop is over."""
+        return None
     if isinstance(error, asyncio.CancelledError):
-        error = Unavailable("The gateway was stopped before the answer was complete", code="shutting_down")
-    elif isinstance(error, msgspec.DecodeError):  # the light view found nothing wrong, whoever puts it together does
-        error = from_backend(BackendBroken("The deployment's answer is not JSON"))
-    if not isinstance(error, ApiError):
-        _log.error("request_failed", request_id=record.request_id, exc_info=error)
-        error = ApiError("The gateway failed while it handled this request", code="internal_error")
-    record.status, record.error = error.http_status, error.error_code or error.type
-    return error
+        return Unavailable("The gateway was stopped before the answer was complete", code="shutting_down")
+    if isinstance(error, msgspec.DecodeError):  # the light parse found no error, putting the answer together does
+        return from_backend(BackendBroken("The deployment's answer is not JSON"))
+    if isinstance(error, ApiError):
+        return error
+    _log.error("request_failed", request_id=request_id, exc_info=error)
+    return ApiError("The gateway failed while it handled this request", code="internal_error")
+
+
+def ended_by(error: ApiError | None) -> Ended:
+    """How a request ended that `failure` translated."""
+    if error is None:
+        return Ended(499, is_disconnected=True)
+    return Ended(error.http_status, error.error_code or error.type)

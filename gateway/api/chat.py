@@ -10,35 +10,35 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from cache import Entry, ExactCache
+from gateway.accounts import Identity
 from gateway.api.asgi import (
     ClientGone,
     Receive,
     Scope,
     Send,
     bearer_of,
+    ended_by,
     failure,
     headers_of,
     read_body,
-    send_failure,
+    send_error,
     send_whole,
 )
 from gateway.api.headers import EVENT_STREAM, JSON, answer_headers, cost_header
-from gateway.journey.flight import Reader
-from gateway.journey.generation import Answer
-from gateway.journey.record import Record, new_record
+from gateway.journey.flight import Reply
 from gateway.journey.storing import chunks_of
-from gateway.journey.turn import Turn, read_turn
+from gateway.journey.turn import Arrival, Ended, Turn, arrive, read_turn
 from gateway.pipeline import Pipeline
 from gateway.transport.http_server import WHEN_GONE
 from gateway.wire.chunks import unfold
 from gateway.wire.errors import ApiError, DeadlineExceeded
 from gateway.wire.fold import fold
 from gateway.wire.sse import DONE, frame, frames
-from gateway.wire.types import CHAT, Chunk
+from gateway.wire.types import CHAT, Chunk, Kind
 
 
-class Form(Protocol):
-    """How the answer to one request is told: in one piece, or in events."""
+class Renderer(Protocol):
+    """Renders the answer to one request: in one piece, or as events."""
 
     def whole(self, chunks: Sequence[Chunk], entry: Entry | None) -> bytes:
         """All of an answer, which is `entry` where it was recorded."""
@@ -46,8 +46,8 @@ class Form(Protocol):
     def replay(self, entry: Entry) -> bytes:
         """The whole stream of a recorded answer."""
 
-    def told(self, chunks: Sequence[Chunk]) -> bytes:
-        """What has come of an answer, as events."""
+    def events(self, chunks: Sequence[Chunk]) -> bytes:
+        """The next chunks of an answer, as events."""
 
     def end(self) -> bytes:
         """The events after the last chunk."""
@@ -57,78 +57,85 @@ class Form(Protocol):
 
 
 class Chat:
-    """The endpoint. One instance per worker. Another that answers the same in another form says `route` and `read` anew, one that
-    asks for another kind of answer `route` and `kind`."""
+    """The endpoint, for requests of one `kind`. One instance per worker. Another API that asks for the same overrides
+    `operation`, its name in records, and `read`."""
 
-    route = CHAT.name
-    kind = CHAT
+    operation = ""
 
-    def __init__(self, pipeline: Pipeline, body_bytes_max: int) -> None:
+    def __init__(self, pipeline: Pipeline, body_bytes_max: int, kind: Kind = CHAT) -> None:
         self._pipeline = pipeline
         self._body_bytes_max = body_bytes_max
+        self._kind = kind
 
-    def read(self, raw: bytes, headers: Mapping[str, str], record: Record) -> tuple[Turn, Form]:
-        """What is asked, and how its answer is told. Raises BadRequest naming the field."""
-        turn = read_turn(raw, headers, record, self.kind)
+    def read(self, raw: bytes, headers: Mapping[str, str], arrival: Arrival) -> tuple[Turn, Renderer]:
+        """The request, and the renderer of its answer. Raises BadRequest naming the field."""
+        turn = read_turn(raw, headers, arrival, self._kind)
         return turn, _Completion(self._pipeline.exact, turn.wants_usage)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = headers_of(scope)
-        record = new_record(self.route)
+        arrival = arrive(self.operation or self._kind.name)
+        identity: Identity | None = None
         turn: Turn | None = None
-        answer: Answer | None = None
-        watch = _Watch(scope, receive)
+        ended = Ended()
+        watcher = _DisconnectWatcher(scope, receive)
+        reply: Reply | None = None
         try:
-            identity = self._pipeline.authenticate(bearer_of(headers), record)
-            turn, form = self.read(await read_body(receive, headers, self._body_bytes_max), headers, record)
-            watch.turn = turn
-            answer = await self._pipeline.answer(turn, identity, watch.attend)
+            identity = self._pipeline.authenticate(bearer_of(headers))
+            turn, renderer = self.read(await read_body(receive, headers, self._body_bytes_max), headers, arrival)
+            reply = await self._pipeline.answer(turn, identity, watcher.attend)
             if turn.is_stream:
-                await self._stream(turn, form, answer, watch, send)
+                ended = await self._stream(renderer, reply, watcher, send)
             else:
-                await self._whole(turn, form, answer, send)
+                await self._whole(renderer, reply, send)
         except (Exception, asyncio.CancelledError) as error:
-            await send_failure(send, error, record)
+            refusal = failure(error, arrival.request_id)
+            ended = ended_by(refusal)
+            watcher.note(ended)
+            if refusal is not None:
+                await send_error(send, refusal, arrival.request_id)
         finally:
-            watch.stop()
-            self._pipeline.finish(record, turn, answer)
+            watcher.stop()
+            self._pipeline.finish(arrival, ended, identity=identity, turn=turn, reply=reply or watcher.reply)
 
-    async def _whole(self, turn: Turn, form: Form, answer: Answer, send: Send) -> None:
+    async def _whole(self, renderer: Renderer, reply: Reply, send: Send) -> None:
         """All chunks at once. An error anywhere is an error response: nothing has left yet."""
-        entry, chunks = answer.entry, list[Chunk]()
-        if answer.reader is not None:
-            while batch := await answer.reader.next():
+        chunks = list[Chunk]()
+        if reply.reader is not None:
+            while batch := await reply.reader.next():
                 chunks += batch
-            entry = answer.reader.facts.entry  # found by meaning
-        body = form.whole(chunks, entry)
-        await send_whole(send, 200, [JSON, *answer_headers(turn, answer), *cost_header(answer)], body)
+        body = renderer.whole(chunks, reply.served)
+        await send_whole(send, 200, [JSON, *answer_headers(reply), *cost_header(reply)], body)
 
-    async def _stream(self, turn: Turn, form: Form, answer: Answer, watch: "_Watch", send: Send) -> None:
-        """Chunks as they come; all that are ready leave in one send."""
-        headers = [*EVENT_STREAM, *answer_headers(turn, answer)]
-        start = {"type": "http.response.start", "status": 200, "headers": headers}
-        if answer.entry is not None:
-            body = form.replay(answer.entry)
+    async def _stream(self, renderer: Renderer, reply: Reply, watcher: "_DisconnectWatcher", send: Send) -> Ended:
+        """Chunks as they come; all that are ready leave in one send. An error after the start ends the stream in-band."""
+        start = {"type": "http.response.start", "status": 200, "headers": [*EVENT_STREAM, *answer_headers(reply)]}
+        if reply.entry is not None:
+            body = renderer.replay(reply.entry)
             await send(start)
             await send({"type": "http.response.body", "body": body})
-            return
-        reader = answer.reader
+            return Ended()
+        reader = reply.reader
         assert reader is not None
         await send(start)
-        watch.first_chunk_left()
+        watcher.first_chunk_left()
         try:
             while batch := await reader.next():
-                body = form.told(batch)
+                body = renderer.events(batch)
                 if reader.is_at_end:
-                    body += form.end()
+                    body += renderer.end()
                 await send({"type": "http.response.body", "body": body, "more_body": not reader.is_at_end})
                 if reader.is_at_end:
-                    return
-            await send({"type": "http.response.body", "body": form.end()})
-        except ClientGone:
-            raise
+                    return Ended()
+            await send({"type": "http.response.body", "body": renderer.end()})
+            return Ended()
         except (Exception, asyncio.CancelledError) as error:
-            await send({"type": "http.response.body", "body": form.failed(failure(error, turn.record))})
+            refusal = failure(error, reply.turn.arrival.request_id)
+            ended = ended_by(refusal)
+            watcher.note(ended)
+            if refusal is not None:
+                await send({"type": "http.response.body", "body": renderer.failed(refusal)})
+            return ended
 
 
 class _Completion:
@@ -150,7 +157,7 @@ class _Completion:
         name, make = ("events and usage", _framed_with_usage) if self._wants_usage else ("events", _framed)
         return self._exact.derived(entry, name, make)
 
-    def told(self, chunks: Sequence[Chunk]) -> bytes:
+    def events(self, chunks: Sequence[Chunk]) -> bytes:
         return _frames(chunks, self._wants_usage)
 
     def end(self) -> bytes:
@@ -182,32 +189,36 @@ def _frames(chunks: Sequence[Chunk], wants_usage: bool) -> bytes:
     return frames(payloads)
 
 
-class _Watch:
+class _DisconnectWatcher:
     """Takes a reader out of its flight when the client leaves or its deadline passes."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
-        self.turn: Turn | None = None
+        self.reply: Reply | None = None  # one that waits for a flight
         self._when_gone = scope.get("extensions", {}).get(WHEN_GONE)
         self._receive = receive
-        self._reader: Reader | None = None
         self._task: asyncio.Task[None] | None = None  # under a server that can only be asked
         self._timer: asyncio.TimerHandle | None = None
 
-    def attend(self, reader: Reader) -> None:
-        self._reader = reader
+    def attend(self, reply: Reply) -> None:
+        """Watch the client of `reply`."""
+        self.reply = reply
         if self._when_gone is not None:
             self._when_gone(self._gone)
         else:
             self._task = asyncio.create_task(self._until_gone())
-        remaining_ms = self.turn.remaining_ms() if self.turn is not None else None
+        remaining_ms = reply.turn.remaining_ms()
         if remaining_ms is not None:
-            late = DeadlineExceeded("The client's own deadline passed before the answer was there")
-            self._timer = asyncio.get_running_loop().call_later(remaining_ms / 1000.0, reader.leave, late)
+            self._timer = asyncio.get_running_loop().call_later(remaining_ms / 1000.0, self._late)
 
     def first_chunk_left(self) -> None:
         """A read time-out starts anew with every byte: from here on the client sees for itself."""
         if self._timer is not None:
             self._timer.cancel()
+
+    def note(self, ended: Ended) -> None:
+        """How the reply ended, if it was not whole."""
+        if self.reply is not None and self.reply.reader is not None:
+            self.reply.reader.ended(ended)
 
     async def _until_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -215,15 +226,22 @@ class _Watch:
         self._gone()
 
     def _gone(self) -> None:
-        if self._reader is not None:
-            self._reader.leave(ClientGone())
+        self._leave(ClientGone())
+
+    def _late(self) -> None:
+        self._leave(DeadlineExceeded("The client's own deadline passed before the answer was there"))
+
+    def _leave(self, reason: Exception) -> None:
+        if self.reply is not None and self.reply.reader is not None:
+            self.reply.reader.leave(reason)
 
     def stop(self) -> None:
+        """Watch no longer, and give the place in the flight back."""
         if self._timer is not None:
             self._timer.cancel()
         if self._task is not None:
             self._task.cancel()
         elif self._when_gone is not None:
             self._when_gone(None)
-        if self._reader is not None:
-            self._reader.close()
+        if self.reply is not None and self.reply.reader is not None:
+            self.reply.reader.close()

@@ -14,7 +14,6 @@ from msgspec import Meta
 from cache import CacheWorkerUnavailable, SemanticClient, TextTooLong
 from gateway.accounts import Identity
 from gateway.api.endpoint import JsonEndpoint
-from gateway.journey.record import Record
 from gateway.pipeline import Pipeline, may_use
 from gateway.settings import Settings
 from gateway.wire.errors import BadRequest, NotFound, Unavailable
@@ -31,16 +30,16 @@ class _EmbeddingsRequest(msgspec.Struct):
     user: str | None = None
 
 
-class Embeddings(JsonEndpoint):
+class Embeddings(JsonEndpoint[_EmbeddingsRequest]):
     """The endpoint."""
 
-    kind = "embeddings"
+    operation = "embeddings"
 
     def __init__(self, settings: Settings, pipeline: Pipeline, semantic: SemanticClient) -> None:
         super().__init__(settings, pipeline)
         self._semantic = semantic
 
-    async def answer(self, body: dict[str, Any], identity: Identity, record: Record) -> dict[str, Any]:
+    def read(self, body: dict[str, Any]) -> tuple[_EmbeddingsRequest, str]:
         request: _EmbeddingsRequest = convert(body, _EmbeddingsRequest)
         alias = self.settings.embedding_alias
         if request.model != alias:
@@ -49,7 +48,10 @@ class Embeddings(JsonEndpoint):
                 param="model",
                 code="model_not_found",
             )
-        record.alias = alias
+        return request, alias
+
+    async def answer(self, request: _EmbeddingsRequest, identity: Identity) -> tuple[dict[str, Any], int]:
+        alias = request.model
         may_use(identity, alias)
         texts = _texts(request.input)
         try:
@@ -63,9 +65,9 @@ class Embeddings(JsonEndpoint):
                 f"`{alias}` has {embedded.dims} dimensions and can't be asked for {request.dimensions}",
                 param="dimensions",
             )
-        record.prompt_tokens = sum(embedded.tokens)
+        prompt_tokens = sum(embedded.tokens)
         is_base64 = request.encoding_format == "base64"
-        return {
+        reply = {
             "object": "list",
             "data": [
                 {
@@ -76,8 +78,9 @@ class Embeddings(JsonEndpoint):
                 for index, vector in enumerate(embedded.vectors)
             ],
             "model": alias,
-            "usage": {"prompt_tokens": record.prompt_tokens, "total_tokens": record.prompt_tokens},
+            "usage": {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens},
         }
+        return reply, prompt_tokens
 
 
 def _floats(vector: bytes) -> list[float]:

@@ -1,48 +1,81 @@
 """An endpoint that takes one JSON object and answers with one: what `/v1/embeddings` and `/v1/feedback` have in common.
 
-Knows the wire and no shapes. Invariant: whatever happens a request gets one response and one record.
+It contains the wire and no shapes. Invariant: whatever happens a request gets one response and one record.
 """
 
 import asyncio
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from gateway.accounts import Identity
-from gateway.api.asgi import Receive, Scope, Send, bearer_of, headers_of, read_body, send_failure, send_whole
+from gateway.api.asgi import (
+    Receive,
+    Scope,
+    Send,
+    bearer_of,
+    ended_by,
+    failure,
+    headers_of,
+    read_body,
+    send_error,
+    send_whole,
+)
 from gateway.api.headers import JSON, base_headers
-from gateway.journey.record import Record, new_record
+from gateway.journey.record import record_of
+from gateway.journey.turn import Ended, arrive, elapsed_ms_since
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
 from gateway.wire.requests import decode_object
 
+Request = TypeVar("Request")
 
-class JsonEndpoint(ABC):
-    """What is left to say is `kind`, the name in records, and `answer`."""
 
-    kind: str
+class JsonEndpoint(ABC, Generic[Request]):
+    """A subclass says `operation`, the name in records, `read` and `answer`."""
+
+    operation: str
 
     def __init__(self, settings: Settings, pipeline: Pipeline) -> None:
         self.settings = settings
         self._pipeline = pipeline
 
     @abstractmethod
-    async def answer(self, body: dict[str, Any], identity: Identity, record: Record) -> Any:
-        """The reply to the decoded body of a caller who is known and within the limits. Raises ApiError."""
+    def read(self, body: dict[str, Any]) -> tuple[Request, str]:
+        """The request in the decoded `body`, and the alias that it names; empty for none. Raises ApiError."""
+
+    @abstractmethod
+    async def answer(self, request: Request, identity: Identity) -> tuple[Any, int]:
+        """The reply to a caller within the limits, and the prompt tokens that it took. Raises ApiError."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = headers_of(scope)
-        record = new_record(self.kind)
-        record.cache = "bypass"
+        arrival = arrive(self.operation)
+        identity: Identity | None = None
+        alias, prompt_tokens, ended = "", 0, Ended()
         try:
-            identity = self._pipeline.authenticate(bearer_of(headers), record)
+            identity = self._pipeline.authenticate(bearer_of(headers))
             body = decode_object(await read_body(receive, headers, self.settings.body_bytes_max))
             limited = await self._pipeline.limits.take_requests(identity)
-            reply = await self.answer(body, identity, record)
-            out = [JSON, *base_headers(record.request_id), *limited.items()]
+            request, alias = self.read(body)
+            reply, prompt_tokens = await self.answer(request, identity)
+            out = [JSON, *base_headers(arrival.request_id), *limited.items()]
             await send_whole(send, 200, out, msgspec.json.encode(reply))
         except (Exception, asyncio.CancelledError) as error:
-            await send_failure(send, error, record)
+            refusal = failure(error, arrival.request_id)
+            ended = ended_by(refusal)
+            if refusal is not None:
+                await send_error(send, refusal, arrival.request_id)
         finally:
-            self._pipeline.finish(record, None, None)
+            duration_ms = elapsed_ms_since(arrival.at_s)
+            record = record_of(
+                arrival,
+                ended,
+                duration_ms,
+                identity=identity,
+                alias=alias,
+                cache="bypass",
+                prompt_tokens=prompt_tokens,
+            )
+            self._pipeline.emit(record)

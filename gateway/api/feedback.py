@@ -10,10 +10,9 @@ import msgspec
 from msgspec import Meta
 from redis.exceptions import RedisError
 
-from cache import CacheUnavailable, partition
-from gateway.accounts import Identity
+from cache import CacheUnavailable
+from gateway.accounts import Identity, partition_of
 from gateway.api.endpoint import JsonEndpoint
-from gateway.journey.record import Record
 from gateway.learning.reports import Outcome, Reports
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
@@ -26,20 +25,23 @@ class _Feedback(msgspec.Struct, forbid_unknown_fields=True):
     verdict: Literal["right", "wrong"]
 
 
-class Feedback(JsonEndpoint):
+class Feedback(JsonEndpoint[_Feedback]):
     """The endpoint."""
 
-    kind = "feedback"
+    operation = "feedback"
 
     def __init__(self, settings: Settings, pipeline: Pipeline, reports: Reports) -> None:
         super().__init__(settings, pipeline)
         self._reports = reports
 
-    async def answer(self, body: dict[str, Any], identity: Identity, record: Record) -> Outcome:
-        asked: _Feedback = convert(body, _Feedback)
-        team_id = identity.team.id
-        own = partition((self.settings.secret or "").encode(), f"team:{team_id}")
+    def read(self, body: dict[str, Any]) -> tuple[_Feedback, str]:
+        request: _Feedback = convert(body, _Feedback)
+        return request, ""
+
+    async def answer(self, request: _Feedback, identity: Identity) -> tuple[Outcome, int]:
+        team = identity.team
+        own = partition_of(self.settings.secret, team.id)
         try:
-            return await self._reports.report(own, team_id, asked.id, asked.verdict == "right", "caller")
+            return await self._reports.report(own, team.id, request.id, request.verdict == "right", "caller"), 0
         except (RedisError, CacheUnavailable) as error:
             raise Unavailable("The report can't be kept at the moment; try again shortly") from error

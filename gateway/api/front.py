@@ -14,7 +14,7 @@ from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 
 from gateway.api.asgi import Message, Receive, Scope, Send, send_error
-from gateway.journey.record import new_record
+from gateway.journey.turn import arrive
 from gateway.wire.errors import MethodNotAllowed, NotFound
 
 _ADMIN_BODY_BYTES_MAX = 1 << 20
@@ -53,11 +53,11 @@ class Front:
         if scope["method"] == "OPTIONS":
             await _say_options(scope, methods or ("GET", "POST"), send)  # a page may ask, and read why not
         elif methods is None:
-            await send_error(send, no_such_route(path, routes), new_record("unknown").request_id)
+            await send_error(send, no_such_route(path, routes), arrive("unknown").request_id)
         elif (endpoint := methods.get(_with_get(scope)["method"])) is None:
             allowed = ", ".join(sorted(methods))
             refusal = MethodNotAllowed(f"{path} takes {allowed}, not {scope['method']}", headers={"allow": allowed})
-            await send_error(send, refusal, new_record("unknown").request_id)
+            await send_error(send, refusal, arrive("unknown").request_id)
         else:
             await endpoint(scope, receive, send)
 

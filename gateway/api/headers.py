@@ -6,9 +6,8 @@ Invariant: every header of our own is listed in README, and a test compares.
 
 import time
 
-from cache import Entry, HitKind
-from gateway.journey.generation import Answer, Facts
-from gateway.journey.turn import Turn
+from cache import Entry
+from gateway.journey.flight import Reply
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -25,39 +24,35 @@ def base_headers(request_id: str) -> Headers:
     return [(b"x-request-id", request_id.encode())]
 
 
-def answer_headers(turn: Turn, answer: Answer) -> Headers:
-    """What an answer that has begun carries."""
-    record = turn.record
-    entry, similarity = answer.entry, None
-    if answer.reader is not None:
-        facts: Facts = answer.reader.facts
-        entry, similarity = facts.entry, facts.similarity
+def answer_headers(reply: Reply) -> Headers:
+    """The headers of an answer that has begun."""
+    turn, source, entry = reply.turn, reply.source, reply.served
     headers = [
-        (b"x-request-id", record.request_id.encode()),
-        (b"x-sameway-cache", record.cache.encode()),
-        (b"x-sameway-backend", record.deployment.encode("latin-1", "replace")),
-        (b"cache-status", _cache_status(record.cache, entry).encode()),
+        (b"x-request-id", turn.arrival.request_id.encode()),
+        (b"x-sameway-cache", source.encode()),
+        (b"x-sameway-backend", reply.deployment.encode("latin-1", "replace")),
+        (b"cache-status", _cache_status(source, entry).encode()),
         (b"server-timing", f"sameway;dur={turn.elapsed_ms():.2f}".encode()),
     ]
-    if similarity is not None:
-        headers.append((b"x-sameway-similarity", f"{similarity:.4f}".encode()))
     if entry is not None:
+        if reply.reader is not None:
+            headers.append((b"x-sameway-similarity", f"{reply.reader.generation.semantic.similarity:.4f}".encode()))
         headers.append((b"age", str(int(entry.age_s(time.time()))).encode()))
         headers.append((b"x-sameway-cost-usd", b"0"))
         headers.append((b"x-sameway-saved-usd", usd(int(entry.labels.get("cost_microusd", 0)))))
-    if turn.headers:
-        headers += turn.headers.items()
+    headers += reply.headers().items()
     return headers
 
 
-def cost_header(answer: Answer) -> Headers:
-    """What a whole answer cost, known once it is complete. A stream's headers have left by then: its cost is in the ledger."""
-    if answer.reader is None or answer.reader.facts.entry is not None:
+def cost_header(reply: Reply) -> Headers:
+    """The cost of a whole answer, which is complete. A stream's headers have left by then: its cost is in the ledger."""
+    if reply.served is not None or reply.reader is None:
         return []
-    facts: Facts = answer.reader.facts
-    if answer.kind is HitKind.COALESCED:
-        return [(b"x-sameway-cost-usd", b"0"), (b"x-sameway-saved-usd", usd(facts.cost_microusd))]
-    return [(b"x-sameway-cost-usd", usd(facts.cost_microusd))]
+    spent = reply.reader.generation.spent
+    cost = usd(spent.cost_microusd if spent is not None else 0)
+    if reply.is_leading:
+        return [(b"x-sameway-cost-usd", cost)]
+    return [(b"x-sameway-cost-usd", b"0"), (b"x-sameway-saved-usd", cost)]
 
 
 def usd(microusd: int) -> bytes:
@@ -68,6 +63,6 @@ def usd(microusd: int) -> bytes:
 def _cache_status(kind: str, entry: Entry | None) -> str:
     if entry is not None:
         return f"sameway; hit; ttl={int(entry.expires_at - time.time())}; detail={kind}"
-    if kind == HitKind.COALESCED:
+    if kind == "coalesced":
         return "sameway; fwd=miss; collapsed"
     return f"sameway; fwd={'request' if kind == 'bypass' else 'uri-miss'}"

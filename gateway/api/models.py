@@ -11,7 +11,7 @@ import msgspec
 from gateway.accounts import Identity
 from gateway.api.asgi import Receive, Scope, Send, bearer_of, headers_of, send_error, send_whole
 from gateway.api.headers import JSON, base_headers
-from gateway.journey.record import new_record
+from gateway.journey.turn import arrive
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
 from gateway.wire.errors import ApiError, NotFound
@@ -26,15 +26,15 @@ class Models:
         self._created = int(started_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        record = new_record("models")
+        arrival = arrive("models")
         try:
-            identity = self._pipeline.authenticate(bearer_of(headers_of(scope)), record)
+            identity = self._pipeline.authenticate(bearer_of(headers_of(scope)))
             asked = unquote(scope["path"].removeprefix("/v1/models").lstrip("/"))
             reply = self._one(identity, asked) if asked else self._all(identity)
         except ApiError as error:
-            await send_error(send, error, record.request_id)
+            await send_error(send, error, arrival.request_id)
             return
-        await send_whole(send, 200, [JSON, *base_headers(record.request_id)], msgspec.json.encode(reply))
+        await send_whole(send, 200, [JSON, *base_headers(arrival.request_id)], msgspec.json.encode(reply))
 
     def _names(self, identity: Identity) -> list[str]:
         allowed = identity.key.models

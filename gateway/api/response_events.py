@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from cache import Entry
-from gateway.journey.record import Record
 from gateway.journey.storing import chunks_of
+from gateway.journey.turn import Arrival
 from gateway.wire.chunks import UNREADABLE, read, unfold
 from gateway.wire.errors import ApiError, error_object
 from gateway.wire.types import Chunk, Usage
@@ -56,11 +56,11 @@ _REPEATED: dict[str, Any] = msgspec.json.decode(
 class Response:
     """The answer to one request, as it grows."""
 
-    def __init__(self, body: Mapping[str, Any], record: Record) -> None:
-        self._key = record.request_id.removeprefix("req_")
+    def __init__(self, body: Mapping[str, Any], arrival: Arrival) -> None:
+        self._key = arrival.request_id.removeprefix("req_")
         self._is_stream = bool(body.get("stream"))
         repeated = {name: default if body.get(name) is None else body[name] for name, default in _REPEATED.items()}
-        head = {"id": f"resp_{self._key}", "created_at": int(record.at_s), "model": body["model"]}
+        head = {"id": f"resp_{self._key}", "created_at": int(arrival.at_s), "model": body["model"]}
         self._output: list[dict[str, Any]] = []
         self._response = {**_FIXED, **head, **repeated, "output": self._output}
         self._kind: _Kind | None = None  # of the text that is growing, which is the last item's
@@ -71,14 +71,14 @@ class Response:
         self._events: list[bytes] = []
 
     def whole(self, chunks: Sequence[Chunk], entry: Entry | None) -> bytes:
-        self.told(chunks if entry is None else chunks_of(entry))
+        self.events(chunks if entry is None else chunks_of(entry))
         self.end()
         return msgspec.json.encode(self._response)
 
     def replay(self, entry: Entry) -> bytes:
-        return self.told(chunks_of(entry)) + self.end()
+        return self.events(chunks_of(entry)) + self.end()
 
-    def told(self, chunks: Sequence[Chunk]) -> bytes:
+    def events(self, chunks: Sequence[Chunk]) -> bytes:
         """What has come of an answer, as events. Raises msgspec.DecodeError."""
         pieces = (piece for chunk in chunks for piece in (unfold(chunk.data) if chunk.is_whole else (chunk,)))
         try:

@@ -11,10 +11,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from gateway.api.chat import Chat, Form
+from gateway.api.chat import Chat, Renderer
 from gateway.api.response_events import Response
-from gateway.journey.record import Record
-from gateway.journey.turn import Turn, read_turn
+from gateway.journey.turn import Arrival, Turn, read_turn
 from gateway.wire.errors import BadRequest
 from gateway.wire.requests import MESSAGES_MAX, convert, decode_object
 
@@ -63,13 +62,13 @@ _ONLY: Mapping[str, Any] = {"background": False, "n": 1, "truncation": "disabled
 class Responses(Chat):
     """The endpoint. One instance per worker."""
 
-    route = "responses"
+    operation = "responses"
 
-    def read(self, raw: bytes, headers: Mapping[str, str], record: Record) -> tuple[Turn, Form]:
+    def read(self, raw: bytes, headers: Mapping[str, str], arrival: Arrival) -> tuple[Turn, Renderer]:
         body = decode_object(raw)
         # decision: one-shape-on-the-journey
-        turn = read_turn(msgspec.json.encode(_chat(body)), headers, record)
-        return turn, Response(body, record)
+        turn = read_turn(msgspec.json.encode(_chat(body)), headers, arrival)
+        return turn, Response(body, arrival)
 
 
 def _chat(body: dict[str, Any]) -> dict[str, Any]:

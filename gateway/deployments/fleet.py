@@ -21,17 +21,15 @@ from gateway.backends.base import (
     BackendTimeout,
 )
 from gateway.deployments.build import build_backend, describe
-from gateway.deployments.progress import Generated
+from gateway.deployments.progress import Progress
 from gateway.settings import DeploymentSettings, ModelSettings, Settings, deployment_name
 from gateway.wire.errors import ApiError, BadRequest, DeadlineExceeded, NotFound, Unavailable
-from gateway.wire.requests import Ask
+from gateway.wire.requests import OUTPUT_TOKENS_EXPECTED, OUTPUT_TOKENS_MAX
 from policies import Breaker, Candidate, Cause, Demand, Estimate, Price, Route, RoutingPolicy
 from policies.routing import PolicyKind
 
 _log = structlog.get_logger(__name__)
 
-_OUTPUT_TOKENS_EXPECTED = 256
-_OUTPUT_TOKENS_MAX = 4096
 _TTFT_TIMEOUT_MAX_MS = 60_000.0
 _ATTEMPTS_MAX = 3
 _PAUSE_BEFORE_RETRY_S = 0.2
@@ -82,7 +80,7 @@ class Deployment:
         learned = self.estimate.ttft_timeout_ms(prompt_tokens, self.ttft_timeout_min_ms, _TTFT_TIMEOUT_MAX_MS)
         return learned / 1000.0
 
-    def succeeded(self, made: Generated, prompt_tokens: int) -> None:
+    def succeeded(self, made: Progress, prompt_tokens: int) -> None:
         """Learn from a complete generation. An answer that came whole tells only its total: the time to its first token is
         taken as predicted, and the rest is spread over its tokens."""
         self.breaker.record_success()
@@ -102,7 +100,7 @@ class Deployment:
         else:
             self.breaker.record_failure(error.retry_after_s if isinstance(error, BackendOverloaded) else None)
 
-    def kept_waiting(self, prompt_tokens: int) -> None:
+    def note_timeout(self, prompt_tokens: int) -> None:
         """It did not begin within its time, and nobody else could answer either: it may have become slow, and gets longer next
         time. Where others answer it gets no more, so that one that hangs holds nobody up."""
         self.estimate.observe_timeout(1000.0 * self.ttft_timeout_s(prompt_tokens), prompt_tokens)
@@ -117,21 +115,21 @@ class Alias:
     policy: RoutingPolicy
     deployments: Mapping[str, Deployment]
 
-    def worst_case_microusd(self, ask: Ask) -> int:
+    def worst_case_microusd(self, demand: Demand) -> int:
         """What the dearest deployment could charge for the longest answer: the amount that budgets hold."""
         return max(
-            d.price.cost_max(ask.prompt_tokens_max, self._output_max(d, ask) * ask.choices)
+            d.price.cost_max(demand.prompt_tokens_max, self._output_max(d, demand) * demand.choices)
             for d in self.deployments.values()
         )
 
-    def bounded(self, deployment: Deployment, ask: Ask, body: dict[str, Any]) -> dict[str, Any]:
-        """`body` with the longest answer spelled out, as it was reserved: what nobody bounds, no budget can hold."""
+    def with_max_tokens(self, deployment: Deployment, demand: Demand, body: dict[str, Any]) -> dict[str, Any]:
+        """`body` with the longest answer spelled out, as it was reserved: without a bound no budget can hold it."""
         is_bounded = deployment.output_tokens_default is not None and self.settings.output_tokens_default is None
-        if ask.output_tokens_max is not None or is_bounded:
+        if demand.is_output_asked or is_bounded:
             return body
         is_openai = "api.openai.com" in (deployment.settings.base_url or "")
         name = "max_completion_tokens" if is_openai else "max_tokens"  # others know only the older name
-        return {**body, name: self._output_max(deployment, ask)}
+        return {**body, name: self._output_max(deployment, demand)}
 
     @property
     def has_choice(self) -> bool:
@@ -149,39 +147,40 @@ class Alias:
         loads = [d.backend.load(0) for d in self.deployments.values()]
         return any(load.is_starting for load in loads) and not any(load.is_ready for load in loads)
 
-    def _output_max(self, deployment: Deployment, ask: Ask) -> int:
-        asked = ask.output_tokens_max or self.settings.output_tokens_default or deployment.output_tokens_default
+    def _output_max(self, deployment: Deployment, demand: Demand) -> int:
+        if demand.is_output_asked:
+            return demand.output_tokens_max
+        asked = self.settings.output_tokens_default or deployment.output_tokens_default
         limit = deployment.backend.load(0).output_tokens_max or deployment.output_tokens_max
-        return asked if asked is not None else (limit or _OUTPUT_TOKENS_MAX)
+        return asked if asked is not None else (limit or OUTPUT_TOKENS_MAX)
 
-    def route(self, ask: Ask, warm: Mapping[str, int], deadline_ms: float | None, tried: frozenset[str]) -> Route:
+    def route(self, demand: Demand, warm: Mapping[str, int], deadline_ms: float | None, tried: frozenset[str]) -> Route:
         """Rank this alias's deployments for a request, now."""
-        return policies.route(self._demand(ask, warm, deadline_ms, tried), self._candidates(ask), self.policy)
+        return policies.route(self._now(demand, warm, deadline_ms, tried), self._candidates(demand), self.policy)
 
-    def first_choice_model(self, ask: Ask, warm: Mapping[str, int], route: Route) -> str:
+    def first_choice_model(self, demand: Demand, warm: Mapping[str, int], route: Route) -> str:
         """The model that would answer if everyone were well: an answer of another one is a fallback's, and is not cached."""
         ranked = route.ranked
         if any(rejected.cause is Cause.HEALTH for rejected in route.rejected):
-            well = [_well(candidate) for candidate in self._candidates(ask)]
-            ranked = policies.route(self._demand(ask, warm, None, frozenset()), well, self.policy).ranked
+            well = [_well(candidate) for candidate in self._candidates(demand)]
+            ranked = policies.route(self._now(demand, warm, None, frozenset()), well, self.policy).ranked
         return self.deployments[ranked[0].name].model if ranked else ""
 
-    def _candidates(self, ask: Ask) -> Sequence[Candidate]:
-        return [d.candidate(ask.prompt_tokens) for d in self.deployments.values()]
+    def _candidates(self, demand: Demand) -> Sequence[Candidate]:
+        return [d.candidate(demand.prompt_tokens) for d in self.deployments.values()]
 
-    def _demand(self, ask: Ask, warm: Mapping[str, int], deadline_ms: float | None, tried: frozenset[str]) -> Demand:
-        asked = ask.output_tokens_max or self.settings.output_tokens_default
-        return Demand(
-            prompt_tokens=ask.prompt_tokens,
-            prompt_tokens_min=min(ask.prompt_tokens_min, ask.prompt_tokens),
-            output_tokens_max=asked or _OUTPUT_TOKENS_MAX,
-            output_tokens_expected=min(asked or _OUTPUT_TOKENS_EXPECTED, _OUTPUT_TOKENS_EXPECTED),
-            choices=ask.choices,
-            needs=ask.needs,
+    def _now(self, demand: Demand, warm: Mapping[str, int], deadline_ms: float | None, tried: frozenset[str]) -> Demand:
+        """`demand` with what this alias adds to it."""
+        output_max, default = demand.output_tokens_max, self.settings.output_tokens_default
+        if not demand.is_output_asked and default:
+            output_max = default
+        return msgspec.structs.replace(
+            demand,
+            output_tokens_max=output_max,
+            output_tokens_expected=min(output_max, OUTPUT_TOKENS_EXPECTED),
             warm=warm,
             ttft_deadline_ms=deadline_ms,
             excluded=tried,
-            is_output_asked=ask.output_tokens_max is not None,
         )
 
 

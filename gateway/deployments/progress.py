@@ -1,4 +1,7 @@
-"""The progress of one attempt at a generation: filled as its chunks come, read by the books, the breaker and the cache."""
+"""The progress of one try at one deployment: filled as its chunks come, read by the books, the breaker and the cache.
+
+It contains no prompts and no routes. Invariant: a try ends once, with one outcome.
+"""
 
 import time
 from collections.abc import Sequence
@@ -8,20 +11,39 @@ import msgspec
 from gateway.wire.types import Chunk, Usage
 
 
-class Generated(msgspec.Struct):
-    """What one attempt at a generation has produced so far; filled as its chunks come."""
+class Attempt(msgspec.Struct, frozen=True):
+    """One deployment that was tried, and how it ended: `ok`, `cancelled`, or the error in words."""
 
+    name: str
+    outcome: str
+    duration_ms: float
+    is_refusal: bool = False  # the request was at fault
+
+    @property
+    def verdict(self) -> str:
+        """`ok`, `error`, or the two that say nothing of the deployment: `refused` (the request was at fault), `cancelled`."""
+        if self.outcome in ("ok", "cancelled"):
+            return self.outcome
+        return "refused" if self.is_refusal else "error"
+
+
+class Progress(msgspec.Struct):
+    """The answer of one deployment so far. `draft` is the id of the entry that the deployment was given as a draft."""
+
+    deployment: str
+    draft: str = ""
     started: float = msgspec.field(default_factory=time.perf_counter)
     has_begun: bool = False
-    is_complete: bool = False
     is_whole: bool = False  # came in one piece: its time to first token is its time
     content_chunks: int = 0
     size_bytes: int = 0
     finish_reasons: list[str] = []
     usage: Usage | None = None
     ttft_ms: float | None = None
+    attempt: Attempt | None = None  # once it has ended
 
     def add(self, chunks: Sequence[Chunk]) -> None:
+        """Count `chunks`, which came together."""
         for chunk in chunks:
             self.size_bytes += len(chunk.data)
             if chunk.has_content:
@@ -34,6 +56,19 @@ class Generated(msgspec.Struct):
                 self.has_begun = True
                 self.is_whole = chunk.is_whole
                 self.ttft_ms = self.elapsed_ms()
+
+    def end(self, outcome: str, *, is_refusal: bool = False) -> None:
+        """The try is over: `outcome` is `ok`, `cancelled`, or the error in words."""
+        self.attempt = Attempt(self.deployment, outcome, self.elapsed_ms(), is_refusal)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.attempt is not None and self.attempt.outcome == "ok"
+
+    @property
+    def is_abandoned(self) -> bool:
+        """The last reader left while the deployment was at work."""
+        return self.attempt is not None and self.attempt.outcome == "cancelled"
 
     @property
     def has_content(self) -> bool:

@@ -1,83 +1,110 @@
-"""One try at one deployment: from the request that leaves to the last chunk in the flight, or why not.
+"""Stage 9 of the journey: try deployments in the order of the route, from the request that leaves to the last chunk.
 
-Knows no routes and no other deployments. Invariants: the breaker hears of every call that was begun, exactly once; the backend's
-stream is closed on every exit; what has not begun can be tried elsewhere without anybody noticing.
+Invariants: failover is free until the first chunk with content has left; the breaker is given the outcome of every call
+that was begun, exactly once; the backend's stream is closed on every exit; a try that has not begun leaves no trace in an
+answer.
 """
 
 import asyncio
+from collections.abc import Callable
 
 from gateway.backends.base import BackendBroken, BackendError, BackendRejected, BackendRequest, BackendTimeout
 from gateway.backends.refusals import from_backend
-from gateway.deployments.fleet import Deployment
-from gateway.deployments.progress import Generated
-from gateway.journey.generation import Job
-from gateway.journey.near_answer import text_of
-from gateway.journey.record import Attempt
+from gateway.deployments.fleet import Deployment, pause_before_retry
+from gateway.deployments.progress import Progress
+from gateway.journey.flight import Flight
 from gateway.wire.types import Chunk
+from policies import Route
 
-_ANSWER_BYTES_MAX = (
-    64 << 20
-)  # a flight keeps its answer for whoever joins: one that never ends must not take the worker's memory
-_UNSTREAMED = frozenset({"best_of", "prompt_logprobs"})  # asked for these, servers refuse to stream
-_WHOLE_TIMEOUT_S = 600.0  # a whole shows nothing until it is there: as long as the official SDKs wait by default
+# a flight keeps its answer for later readers: one that never ends must not take the worker's memory
+_ANSWER_BYTES_MAX = 64 << 20
 
 
-async def attempt(job: Job, deployment: Deployment) -> BackendError | None:
-    """One deployment, to the end. Returns why it failed if nothing had left yet; raises ApiError if something had."""
+async def stream(flight: Flight, route: Route) -> None:
+    """Fill `flight`: try each deployment of `route`, and all of them again after a pause, until one has begun.
+
+    Raises ApiError where none has begun, or where the one that has fails.
+    """
+    while True:
+        latest, failure = await _try_each(flight, route)
+        if failure is None:
+            return
+        pause_s = pause_before_retry(failure, len(flight.generation.attempts))
+        if pause_s is None:
+            if isinstance(failure, BackendTimeout):
+                latest.note_timeout(flight.generation.turn.demand.prompt_tokens)
+            raise from_backend(failure)
+        await asyncio.sleep(pause_s)
+        route = flight.route()
+        if not route.ranked:
+            raise from_backend(failure)
+
+
+async def _try_each(flight: Flight, route: Route) -> tuple[Deployment, BackendError | None]:
+    """The deployment that was tried last, and why it failed; None where it answered. Raises ApiError where another one can't
+    take over: the answer had begun, or the request is at fault."""
+    deployments, tried = flight.generation.alias.deployments, frozenset[str]()
+    while True:
+        best = route.ranked[0]
+        deployment = deployments[best.name]
+        failure = await _try(flight, deployment, best.why)
+        if failure is None:
+            return deployment, None
+        tried |= {best.name}
+        route = flight.route(tried)
+        if not route.ranked:
+            return deployment, failure
+
+
+async def _try(flight: Flight, deployment: Deployment, why: str) -> BackendError | None:
+    generation = flight.generation
+    generation.chosen(why)
     if not deployment.breaker.begin():
         return BackendTimeout("another request is probing this deployment")
-    turn, made = job.turn, Generated()
-    job.deployment, job.generated = deployment, made
-    prompt_tokens = turn.ask.prompt_tokens
-    facts = job.facts
-    # where somebody else could take over, a stream tells sooner than a whole that nobody is answering
-    is_stream = turn.is_stream or (len(job.alias.deployments) > 1 and _UNSTREAMED.isdisjoint(turn.body))
-    is_bounded = job.hold is not None and bool(job.hold.held)
-    draft = text_of(job.near) if deployment.settings.engine else ""
-    turn.record.draft = job.near.id if draft and job.near is not None else ""
-    stream = deployment.backend.stream(
-        BackendRequest(
-            body=job.alias.bounded(deployment, turn.ask, turn.body) if is_bounded else turn.body,
-            is_stream=is_stream,
-            salt=job.fingerprint.partition,
-            request_id=turn.record.request_id,
-            ttft_timeout_s=deployment.ttft_timeout_s(prompt_tokens),
-            idle_timeout_s=deployment.settings.idle_timeout_ms / 1000.0 if is_stream else _WHOLE_TIMEOUT_S,
-            draft=draft,
-            kind=turn.kind,
-        )
-    )
+    request, progress = generation.begin_try(deployment)
+    prompt_tokens = generation.turn.demand.prompt_tokens
+    failure = await attempt(deployment, request, progress, flight.extend, prompt_tokens=prompt_tokens)
+    if failure is not None and (progress.has_begun or isinstance(failure, BackendRejected)):
+        raise from_backend(failure) from failure
+    return failure
+
+
+async def attempt(
+    deployment: Deployment,
+    request: BackendRequest,
+    progress: Progress,
+    deliver: Callable[[list[Chunk]], None],
+    *,
+    prompt_tokens: int,
+) -> BackendError | None:
+    """Ask `deployment`, whose breaker has let the call begin, and `deliver` its chunks from the first with content on.
+
+    Returns the failure, which `progress.has_begun` says to be before or after that; None where the answer is complete.
+    """
+    stream = deployment.backend.stream(request)
     held: list[Chunk] = []  # chunks without content don't commit us: the next deployment may still be tried
     try:
         async for chunks in stream:
-            made.add(chunks)
-            if made.size_bytes > _ANSWER_BYTES_MAX:
+            progress.add(chunks)
+            if progress.size_bytes > _ANSWER_BYTES_MAX:
                 raise BackendBroken("The deployment's answer is too long", detail=f"over {_ANSWER_BYTES_MAX} bytes")
             held += chunks
-            if made.has_begun:
-                if not facts.deployment:
-                    facts.deployment = turn.record.deployment = deployment.name
-                    turn.record.ttft_ms = turn.elapsed_ms()
-                job.flight.extend(held)
+            if progress.has_begun:
+                deliver(held)
                 held.clear()
     except BackendError as error:
         deployment.failed(error)
-        is_refusal = isinstance(error, BackendRejected)
-        job.attempts.append(Attempt(deployment.name, error.detail[:300], made.elapsed_ms(), is_refusal))
-        if made.has_begun or is_refusal:
-            raise from_backend(error) from error
+        progress.end(error.detail[:300], is_refusal=isinstance(error, BackendRejected))
         return error
     except asyncio.CancelledError:
-        job.is_abandoned = True
         deployment.breaker.record_cancelled()
-        job.attempts.append(Attempt(deployment.name, "cancelled", made.elapsed_ms()))
+        progress.end("cancelled")
         raise
     except Exception:
         deployment.breaker.record_cancelled()  # our own bug says nothing of the deployment
         raise
     finally:
         await stream.aclose()
-    made.is_complete = True
-    deployment.succeeded(made, prompt_tokens)
-    job.attempts.append(Attempt(deployment.name, "ok", made.elapsed_ms()))
+    progress.end("ok")
+    deployment.succeeded(progress, prompt_tokens)
     return None

@@ -1,27 +1,42 @@
 """Identical requests in the air share one generation: a flight has one writer and any number of readers.
 
-Knows no HTTP, money or caches. Invariants: every reader sees every chunk from the first; a reader that leaves takes
+It contains no HTTP, money or caches. Invariants: every reader gets every chunk from the first; a reader that leaves takes
 nothing from the others; the last reader to leave cancels the generation; a flight ends exactly once, whole or with an
 error, and a reader that has seen all chunks of a failed flight gets the error, never a silent end.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+import msgspec
+
+from cache import Entry
+from gateway.journey.generation import Generation
+from gateway.journey.storing import deployment_of
+from gateway.journey.turn import Ended, Turn
 from gateway.wire.types import Chunk
+from policies import Route
 
 
 class Flight:
-    """One generation and its audience. `facts` is what the generation tells of itself for the readers' headers."""
+    """One generation and its audience. `deadline` is the latest of all readers', on the clock of `time.perf_counter`; None where
+    one of them has none. `leader_ended` is how the reply of its first reader ended."""
 
-    __slots__ = ("_is_done", "_readers", "_sleepers", "_task", "chunks", "error", "facts", "on_end")
+    __slots__ = (
+        "_is_done", "_on_end", "_readers", "_sleepers", "_task", "chunks", "deadline", "error", "first_at", "generation",
+        "leader_ended",
+    )  # fmt: skip
 
-    def __init__(self, facts: Any) -> None:
-        self.facts = facts
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+        self.deadline = generation.turn.deadline
         self.chunks: list[Chunk] = []
+        self.first_at: float | None = None  # when the first chunks came, on the clock of time.perf_counter
         self.error: BaseException | None = None
-        self.on_end: Callable[[], None] | None = None
+        self.leader_ended = Ended()
+        self._on_end: Callable[[], None] | None = None
         self._is_done = False
         self._readers = 0
         self._sleepers: list[asyncio.Future[None]] = []
@@ -31,17 +46,29 @@ class Flight:
     def is_done(self) -> bool:
         return self._is_done
 
-    def take_off(self, generation: Coroutine[Any, Any, None]) -> None:
+    def take_off(self, generating: Coroutine[Any, Any, None]) -> None:
         """Start the generation in a task of its own: it belongs to the flight, not to the client that asked first."""
-        self._task = asyncio.create_task(generation)
+        self._task = asyncio.create_task(generating)
 
-    def join(self) -> "Reader":
-        """One more reader, from chunk 0."""
+    def admit(self, deadline: float | None) -> "Reader":
+        """One more reader, from chunk 0; the first one leads. The flight waits for the latest deadline."""
         self._readers += 1
-        return Reader(self)
+        self.deadline = None if self.deadline is None or deadline is None else max(self.deadline, deadline)
+        return Reader(self, is_leader=self._readers == 1 and self._task is None)
+
+    def remaining_ms(self) -> float | None:
+        """Milliseconds until the latest deadline; None where a reader has none."""
+        return None if self.deadline is None else max(0.0, (self.deadline - time.perf_counter()) * 1000.0)
+
+    def route(self, tried: frozenset[str] = frozenset()) -> Route:
+        """The deployments for its generation, ranked now, without those `tried`."""
+        generation = self.generation
+        return generation.alias.route(generation.turn.demand, generation.warm, self.remaining_ms(), tried)
 
     def extend(self, chunks: Sequence[Chunk]) -> None:
         """Everything that has come at once, with one wake-up for each reader."""
+        if self.first_at is None:
+            self.first_at = time.perf_counter()
         self.chunks.extend(chunks)
         if self._sleepers:
             self._wake()
@@ -58,10 +85,10 @@ class Flight:
             self.retire()
 
     def retire(self) -> None:
-        """Nobody joins from here on."""
-        if self.on_end is not None:
-            self.on_end()
-            self.on_end = None
+        """No reader joins from here on."""
+        if self._on_end is not None:
+            self._on_end()
+            self._on_end = None
 
     def _wake(self) -> None:
         sleepers, self._sleepers = self._sleepers, []
@@ -72,17 +99,19 @@ class Flight:
     def _leave(self) -> None:
         self._readers -= 1
         if self._readers == 0 and not self._is_done and self._task is not None:
-            # nobody joins a flight that is being cancelled: it leaves the table now, not when the task has unwound
+            # a flight that is being cancelled leaves the table now, not when the task has unwound
             self.retire()
             self._task.cancel()
 
 
 class Reader:
-    """One client's place in a flight. A class, not an async generator: `aclose` must work before the first read as well."""
+    """One client's place in a flight. A class, not an async generator: `close` must work before the first read as well."""
 
-    __slots__ = ("_flight", "_gone", "_is_closed", "_position", "_sleeper")
+    __slots__ = ("_flight", "_gone", "_is_closed", "_position", "_sleeper", "is_leader", "ready_at")
 
-    def __init__(self, flight: Flight) -> None:
+    def __init__(self, flight: Flight, *, is_leader: bool) -> None:
+        self.is_leader = is_leader
+        self.ready_at: float | None = None  # when its first chunk was there, on the clock of time.perf_counter
         self._flight = flight
         self._position = 0
         self._is_closed = False
@@ -90,8 +119,8 @@ class Reader:
         self._sleeper: asyncio.Future[None] | None = None
 
     @property
-    def facts(self) -> Any:
-        return self._flight.facts
+    def generation(self) -> Generation:
+        return self._flight.generation
 
     @property
     def is_at_end(self) -> bool:
@@ -100,11 +129,12 @@ class Reader:
         return flight.is_done and flight.error is None and self._position == len(flight.chunks)
 
     async def ready(self) -> None:
-        """Until the first chunk exists. Raises what the generation raised, if it failed before that."""
+        """Until the first chunk exists. Raises the generation's error, if it failed before that."""
         while not self._flight.chunks and not self._flight.is_done:
             await self._sleep()
         if not self._flight.chunks and self._flight.error is not None:
             raise self._flight.error
+        self.ready_at = time.perf_counter()
 
     async def next(self) -> list[Chunk]:
         """All chunks that have come since the last call, at least one; empty at the end. Raises the flight's error after
@@ -139,6 +169,11 @@ class Reader:
             self._sleeper.set_result(None)
         self.close()
 
+    def ended(self, how: Ended) -> None:
+        """Say how the reply to this reader's client ended, which is the record's of a flight that this reader leads."""
+        if self.is_leader:
+            self._flight.leader_ended = how
+
     def close(self) -> None:
         """Give the place back; the last one out cancels the generation."""
         if not self._is_closed:
@@ -150,8 +185,8 @@ Key = tuple[bytes, int | None, float | None]
 
 
 class Flights:
-    """The flights in the air, by request, age and error bound: who asks for a fresher or surer answer must not be given one that
-    was found for somebody else. A flight that must not be shared is simply not entered."""
+    """The flights in the air, by request, age and error bound: a request for a fresher or surer answer must not be given one
+    that was found for a laxer request. A flight that must not be shared is not entered."""
 
     def __init__(self) -> None:
         self._by_key: dict[Key, Flight] = {}
@@ -170,4 +205,57 @@ class Flights:
             if self._by_key.get(key) is flight:
                 del self._by_key[key]
 
-        flight.on_end = forget
+        flight._on_end = forget
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """The reply to one turn: a recorded `entry`, or a place in a flight. `limits` are the headers of its rate limits."""
+
+    turn: Turn
+    limits: dict[bytes, bytes]
+    entry: Entry | None = None
+    reader: Reader | None = None
+    looked_up_ms: float = 0.0  # until the entry was found, since the turn began
+    degraded: tuple[str, ...] = ()
+
+    @property
+    def is_leading(self) -> bool:
+        """It started a generation, which also records the request."""
+        return self.reader is not None and self.reader.is_leader
+
+    @property
+    def served(self) -> Entry | None:
+        """The entry that is replayed, found by stage 4 or by stage 6."""
+        return self.entry if self.reader is None else self.reader.generation.semantic.entry
+
+    @property
+    def source(self) -> str:
+        """exact | semantic | coalesced | miss | bypass."""
+        if self.reader is None:
+            return "exact"
+        if not self.reader.is_leader:
+            return "coalesced"
+        return self.reader.generation.source
+
+    @property
+    def deployment(self) -> str:
+        """The deployment whose answer it is, once the reply has begun."""
+        if self.reader is None:
+            return deployment_of(self.entry)
+        return self.reader.generation.answered_by
+
+    @property
+    def begun_ms(self) -> float | None:
+        """From the request's arrival to the first chunk; None where it has not come yet."""
+        if self.reader is None:
+            return self.looked_up_ms
+        ready_at = self.reader.ready_at
+        return None if ready_at is None else (ready_at - self.turn.started) * 1000.0
+
+    def headers(self) -> dict[bytes, bytes]:
+        """The rate limits' headers: those of its tokens too, where it started a generation."""
+        return (
+            {**self.limits, **(self.reader.generation.headers or {})}
+            if self.is_leading and self.reader
+            else self.limits
+        )

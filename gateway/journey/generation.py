@@ -1,137 +1,214 @@
-"""One generation as a value: whom it serves, what it has produced, what it cost.
+"""One generation as a value: whom it serves, and the outcome of each stage.
 
-Knows no services: nothing here awaits. `pipeline` fills a job stage by stage; what follows from it is computed here.
+Nothing here awaits, and it contains no services. Invariant: each outcome is set once, whole, by the method of its stage.
 """
 
-import time
-from typing import Protocol
+from collections.abc import Sequence
 
 import msgspec
 
-from cache import Entry, Fingerprint, HitKind, Trial
+from cache import Entry, Fingerprint
 from gateway.accounts import Identity, LedgerRow
+from gateway.backends.base import BackendRequest
 from gateway.deployments.fleet import Alias, Deployment
-from gateway.deployments.progress import Generated
-from gateway.journey.flight import Flight, Reader
-from gateway.journey.record import Attempt, Record
-from gateway.journey.storing import entry_of
+from gateway.deployments.progress import Attempt, Progress
+from gateway.journey.semantic import SemanticResult, draft_of
+from gateway.journey.storing import deployment_of, entry_of, refusal_of
 from gateway.journey.turn import Turn
-from gateway.wire.types import Usage
-from policies import Hold, Tokens
+from gateway.wire.types import Chunk, Usage
+from policies import Hold, Route, Tokens
+
+_UNSTREAMED = frozenset({"best_of", "prompt_logprobs"})  # asked for these, servers refuse to stream
+_WHOLE_TIMEOUT_S = 600.0  # a whole shows nothing until it is there: as long as the official SDKs wait by default
 
 
-class Facts(msgspec.Struct):
-    """What a flight tells of itself for its readers' headers and records."""
+class Spent(msgspec.Struct, frozen=True):
+    """The tokens of a generation that has ended, and its cost."""
 
-    kind: HitKind | None = None  # SEMANTIC where the generation turned out to be a replay
-    similarity: float | None = None
-    deployment: str = ""
-    entry: Entry | None = None
-    deadline: float | None = (
-        None  # the latest of all readers', on the clock of time.perf_counter; None: somebody has none
-    )
-    usage: Usage | None = None  # once it has ended
-    cost_microusd: int = 0
+    usage: Usage
+    cost_microusd: int
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """A reply that has begun: a recorded entry, or a reader of a flight whose first chunk exists."""
+class Generation:
+    """One generation. `warm` are the prompt tokens that deployments saw last, by name; `degraded` the parts that failed and
+    were done without."""
 
-    kind: HitKind | None  # None: generated for this request
-    begun_ms: float  # from the request's arrival to its first chunk
-    entry: Entry | None = None
-    reader: Reader | None = None
+    __slots__ = (
+        "_degraded", "_first_choice_model", "_near", "_tries", "alias", "fingerprint", "headers", "hold", "identity", "route",
+        "semantic", "spent", "store", "stored", "turn", "warm", "why",
+    )  # fmt: skip
 
+    def __init__(
+        self,
+        turn: Turn,
+        identity: Identity,
+        alias: Alias,
+        fingerprint: Fingerprint,
+        warm: dict[str, int],
+        degraded: tuple[str, ...],
+    ) -> None:
+        self.turn = turn
+        self.identity = identity
+        self.alias = alias
+        self.fingerprint = fingerprint
+        self.warm = warm
+        self.semantic = SemanticResult()
+        self.hold: Hold | None = None
+        self.headers: dict[bytes, bytes] | None = None  # of the tokens' rate limits, once the tokens have been taken
+        self.route: Route | None = None  # the first one, with each rejection
+        self.why = ""  # the deployment that was tried last was chosen
+        self.spent: Spent | None = None
+        self.stored: Entry | None = None  # the entry that was to be stored
+        self.store = ""  # `stored`, or why not
+        self._degraded = degraded
+        self._near: Entry | None = None
+        self._first_choice_model = ""
+        self._tries: list[Progress] = []
 
-class Job(msgspec.Struct):
-    """One generation: the turn that started it, the flight it serves, and what has happened so far."""
+    # -- the outcomes of the stages -----------------------------------------------------------------------------
 
-    turn: Turn
-    identity: Identity
-    alias: Alias
-    flight: Flight
-    facts: Facts
-    fingerprint: Fingerprint
-    warm: dict[str, int]
-    hold: Hold | None = None
-    deployment: Deployment | None = None
-    first_choice_model: str = ""
-    generated: Generated = msgspec.field(default_factory=Generated)
-    attempts: list[Attempt] = []
-    has_taken_tokens: bool = False  # from a rate limit: to be corrected when it is known how many they were
-    trial: Trial | None = None  # what the semantic decision was made of, for the verdict that may follow
-    near: Entry | None = None  # what was answered to the nearest prompt: a draft for who can use one
-    is_abandoned: bool = False  # everybody left while a deployment was at work
+    def looked_up(self, result: SemanticResult) -> None:
+        """6. A hit, or the reason why there is none."""
+        self.semantic = result
 
-    def remaining_ms(self) -> float | None:
-        """Until nobody waits any more; None where somebody has all the time there is."""
-        deadline = self.facts.deadline
-        return None if deadline is None else max(0.0, (deadline - time.perf_counter()) * 1000.0)
+    def reserved(self, hold: Hold) -> None:
+        """7. The money that is set apart."""
+        self.hold = hold
+
+    def admitted(self, headers: dict[bytes, bytes]) -> None:
+        """7. The tokens are taken from the rate limits, which `headers` describe."""
+        self.headers = headers
+
+    def found_near(self, entry: Entry | None) -> None:
+        """7. The answer to the nearest prompt, of which a local engine may make a draft."""
+        self._near = entry
+
+    def routed(self, route: Route) -> None:
+        """8. The first route."""
+        self.route = route
+        self._first_choice_model = self.alias.first_choice_model(self.turn.demand, self.warm, route)
+
+    def chosen(self, why: str) -> None:
+        """9. The reason why the deployment that is tried next was ranked first."""
+        self.why = why
+
+    def begin_try(self, deployment: Deployment) -> tuple[BackendRequest, Progress]:
+        """9. The request to `deployment`, and the progress of its answer, empty."""
+        turn = self.turn
+        # where another could take over, a stream shows sooner than a whole that no deployment is answering
+        is_stream = turn.is_stream or (len(self.alias.deployments) > 1 and _UNSTREAMED.isdisjoint(turn.body))
+        is_bounded = self.hold is not None and bool(self.hold.held)
+        draft = draft_of(self._near) if deployment.settings.engine else ""
+        request = BackendRequest(
+            body=self.alias.with_max_tokens(deployment, turn.demand, turn.body) if is_bounded else turn.body,
+            is_stream=is_stream,
+            salt=self.fingerprint.partition,
+            request_id=turn.arrival.request_id,
+            ttft_timeout_s=deployment.ttft_timeout_s(turn.demand.prompt_tokens),
+            idle_timeout_s=deployment.settings.idle_timeout_ms / 1000.0 if is_stream else _WHOLE_TIMEOUT_S,
+            draft=draft,
+            kind=turn.kind,
+        )
+        progress = Progress(deployment.name, self._near.id if draft and self._near is not None else "")
+        self._tries.append(progress)
+        return request, progress
+
+    def end(self) -> LedgerRow | None:
+        """10. No more comes: what it spent is fixed. Returns what is to be paid; None where nothing is."""
+        row = self._ledger_row()
+        is_counted = row is not None and self.progress.has_begun
+        self.spent = Spent(self._usage(), row.cost_microusd if row is not None and is_counted else 0)
+        return row
+
+    def recorded(self, entry: Entry | None, store: str) -> None:
+        """10. The entry that was made of the answer, if any, and `stored` or the reason why it is not."""
+        self.stored = entry
+        self.store = store
+
+    # -- what follows from them ---------------------------------------------------------------------------------
+
+    @property
+    def source(self) -> str:
+        """semantic | miss | bypass."""
+        if self.semantic.entry is not None:
+            return "semantic"
+        controls = self.turn.controls
+        return "bypass" if controls.no_cache or controls.no_store else "miss"
+
+    @property
+    def progress(self) -> Progress:
+        """Of the deployment that was tried last; an empty one where none was."""
+        return self._tries[-1] if self._tries else _NO_PROGRESS
+
+    @property
+    def attempts(self) -> tuple[Attempt, ...]:
+        return tuple([progress.attempt for progress in self._tries if progress.attempt is not None])
+
+    @property
+    def answered_by(self) -> str:
+        """The deployment whose answer it is, recorded or new; empty before that has begun."""
+        if self.semantic.entry is not None:
+            return deployment_of(self.semantic.entry)
+        return self.progress.deployment if self.progress.has_begun else ""
+
+    @property
+    def degraded(self) -> tuple[str, ...]:
+        return self._degraded + self.semantic.degraded
 
     @property
     def is_fallback(self) -> bool:
         """Another model than that of the first choice answered."""
-        return self.deployment is not None and self.first_choice_model not in ("", self.deployment.model)
+        model = self.alias.deployments[self.progress.deployment].model if self._tries else ""
+        return bool(self._tries) and self._first_choice_model not in ("", model)
 
-    @property
-    def usage(self) -> Usage:
+    def store_refusal(self, entry_bytes_max: int) -> str | None:
+        """Why the answer is not stored, in the cache's counted words; None where it is."""
+        turn = self.turn
+        return refusal_of(self.progress, turn.kind, turn.controls, entry_bytes_max, is_fallback=self.is_fallback)
+
+    def entry(self, chunks: Sequence[Chunk], ttl_s: int, *, is_findable: bool) -> Entry:
+        """The cache entry for this generation, which has ended."""
+        assert self.spent is not None
+        labels = {
+            "model": self.alias.name,
+            "deployment": self.progress.deployment,
+            "cost_microusd": self.spent.cost_microusd,
+            "prompt_tokens": self.spent.usage.prompt_tokens,
+            "completion_tokens": self.spent.usage.completion_tokens,
+            "duration_ms": int(self.progress.elapsed_ms()),
+        }
+        namespace = self.turn.controls.namespace
+        return entry_of(self.fingerprint, chunks, labels, ttl_s=ttl_s, namespace=namespace, is_findable=is_findable)
+
+    def _usage(self) -> Usage:
         """Tokens as the backend counted them; estimated where it never said: what was cut short still cost something."""
-        made = self.generated
-        return made.usage or Usage(
-            prompt_tokens=self.turn.ask.prompt_tokens if made.has_begun or self.is_abandoned else 0,
-            completion_tokens=made.content_chunks,
+        progress = self.progress
+        return progress.usage or Usage(
+            prompt_tokens=self.turn.demand.prompt_tokens if progress.has_begun or progress.is_abandoned else 0,
+            completion_tokens=progress.content_chunks,
         )
 
-    def ledger_row(self) -> LedgerRow | None:
-        """What is to be paid; None where nothing was. A prompt that was read for nobody is paid for as well."""
-        if self.hold is None or self.deployment is None or not (self.generated.has_begun or self.is_abandoned):
+    def _ledger_row(self) -> LedgerRow | None:
+        """A prompt is charged even if every client leaves before the first token."""
+        progress = self.progress
+        if self.hold is None or not (progress.has_begun or progress.is_abandoned):
             return None
-        usage = self.usage
+        usage = self._usage()
         tokens = Tokens(usage.prompt_tokens, usage.completion_tokens, min(usage.cached_tokens, usage.prompt_tokens))
         return LedgerRow(
             id=self.hold.id,
             at_ms=self.hold.at_ms,
-            request_id=self.turn.record.request_id,
+            request_id=self.turn.arrival.request_id,
             team_id=self.identity.team.id,
             key_id=self.identity.key.id,
             alias=self.alias.name,
-            deployment=self.deployment.name,
+            deployment=progress.deployment,
             prompt_tokens=tokens.prompt,
             cached_tokens=tokens.cached,
             completion_tokens=tokens.completion,
-            cost_microusd=self.deployment.price.cost(tokens),
-            kind=self.turn.record.route,
-        )
-
-    def entry(self, ttl_s: int, *, is_by_meaning: bool) -> Entry:
-        """What the cache keeps of it; without its text where nobody may find it by meaning, so that nobody embeds it."""
-        turn = self.turn
-        return entry_of(
-            self.fingerprint,
-            self.flight.chunks,
-            self.generated,
-            self.usage,
-            turn.record,
-            ttl_s=ttl_s,
-            namespace=turn.controls.namespace,
-            is_by_meaning=is_by_meaning,
+            cost_microusd=self.alias.deployments[progress.deployment].price.cost(tokens),
+            kind=self.turn.arrival.operation,
         )
 
 
-class Learner(Protocol):
-    """Is told of every generation that a lookup by meaning came before, or that went past the cache; never awaits or raises."""
-
-    def recorded(self, job: Job, stored: Entry | None) -> None: ...
-
-
-def count_saved(record: Record, entry: Entry | None, facts: Facts | None) -> None:
-    """What a reply that was not generated for this request had cost when it was."""
-    if entry is not None:
-        labels = entry.labels
-        record.saved_microusd = int(labels.get("cost_microusd", 0))
-        record.prompt_tokens = int(labels.get("prompt_tokens", 0))
-        record.completion_tokens = int(labels.get("completion_tokens", 0))
-        record.saved_ms = max(0.0, float(labels.get("duration_ms", 0)) - record.duration_ms)
-    elif facts is not None and facts.usage is not None:
-        record.saved_microusd = facts.cost_microusd
-        record.prompt_tokens, record.completion_tokens = facts.usage.prompt_tokens, facts.usage.completion_tokens
+_NO_PROGRESS = Progress("")

@@ -11,15 +11,14 @@ from typing import Any
 import msgspec
 from redis.exceptions import RedisError
 
-from gateway.accounts import Identity
-from gateway.journey.turn import Turn
+from gateway.accounts import Identity, scope_of
 from gateway.transport.eager import Eager
 from gateway.wire.errors import RateLimited
-from policies import LeasedRateLimits, LocalRateLimits, RateLimit
+from gateway.wire.requests import OUTPUT_TOKENS_EXPECTED
+from policies import Demand, LeasedRateLimits, LocalRateLimits, RateLimit
 from policies.leased_limits import Limited
 from policies.rate_limits import Decision
 
-_OUTPUT_TOKENS_EXPECTED = 256
 _IDENTITIES_MAX = 10_000
 _SHOWN_FOR_S = 0.05
 
@@ -53,17 +52,17 @@ class Limits:
         """2. One request. Raises RateLimited."""
         return self._take(identity, 1, 0)
 
-    def take_tokens(self, turn: Turn, identity: Identity) -> Eager[Headers]:
+    def take_tokens(self, demand: Demand, identity: Identity) -> Eager[Headers]:
         """The tokens that a generation is expected to need; hits need none. Raises RateLimited."""
-        return self._take(identity, None, _expected_tokens(turn))
+        return self._take(identity, None, _expected_tokens(demand))
 
     def take_requests(self, identity: Identity) -> Eager[Headers]:
         """One request that is not a chat: its tokens are not limited. Raises RateLimited."""
         return self._take(identity, 1, None)
 
-    def correct(self, turn: Turn, identity: Identity, tokens: int) -> Coroutine[Any, Any, None] | None:
+    def correct(self, demand: Demand, identity: Identity, tokens: int) -> Coroutine[Any, Any, None] | None:
         """What `take_tokens` took was expected; now it is known what it was. What to await, where Redis must know."""
-        expected = _expected_tokens(turn)
+        expected = _expected_tokens(demand)
         known = self._of(identity)
         correcting = self._shared.correct(known.limited, expected, tokens)
         return None if correcting is None else self._correct(correcting, identity, expected, tokens)
@@ -74,7 +73,7 @@ class Limits:
         try:
             await correcting
         except RedisError:
-            self._local.correct(_scope(identity), _limits_of(identity, None, expected), "tokens", tokens)
+            self._local.correct(scope_of(identity.team.id), _limits_of(identity, None, expected), "tokens", tokens)
 
     def _of(self, identity: Identity) -> _Known:
         """Limits change with the snapshot of accounts, whose identities are new objects then."""
@@ -83,7 +82,7 @@ class Limits:
             if len(self._known) > _IDENTITIES_MAX:
                 self._known.clear()
             limits = [(limit.subject, limit.unit, limit.per_min) for limit in _limits_of(identity, 0, 0)]
-            scope = _scope(identity)
+            scope = scope_of(identity.team.id)
             known = self._known[identity.key.id] = _Known(identity, scope, self._shared.limited(scope, limits))
         return known
 
@@ -136,28 +135,26 @@ def _refusal(verdict: Decision, headers: Headers) -> RateLimited:
     )
 
 
-def _expected_tokens(turn: Turn) -> int:
-    return turn.ask.prompt_tokens + (turn.ask.output_tokens_max or _OUTPUT_TOKENS_EXPECTED) * turn.ask.choices
+def _expected_tokens(demand: Demand) -> int:
+    output_tokens = demand.output_tokens_max if demand.is_output_asked else OUTPUT_TOKENS_EXPECTED
+    return demand.prompt_tokens + output_tokens * demand.choices
 
 
 def _limits_of(identity: Identity, requests: int | None, tokens: int | None) -> list[RateLimit]:
     """Every limit of the key and its team in the units that have a cost."""
     key, team = identity.key, identity.team
+    scope = scope_of(team.id)
     limits = (
         (f"key:{key.id}", "requests", key.requests_per_min, requests),
         (f"key:{key.id}", "tokens", key.tokens_per_min, tokens),
-        (f"team:{team.id}", "requests", team.requests_per_min, requests),
-        (f"team:{team.id}", "tokens", team.tokens_per_min, tokens),
+        (scope, "requests", team.requests_per_min, requests),
+        (scope, "tokens", team.tokens_per_min, tokens),
     )
     return [
         RateLimit(subject, unit, per_min, cost)
         for subject, unit, per_min, cost in limits
         if per_min is not None and cost is not None
     ]
-
-
-def _scope(identity: Identity) -> str:
-    return f"team:{identity.team.id}"
 
 
 _HEADERS = {

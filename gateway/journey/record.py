@@ -1,14 +1,16 @@
-"""The canonical facts of one finished request. The log line, the metrics, the stats and the recent routes are made of this
+"""The canonical facts of one finished request. The log line, the metrics, the stats and the recent requests are made of this
 value and of nothing else, so they can't disagree."""
 
-import random
-import time
+from typing import Any
 
 import msgspec
 
-from gateway.wire.types import Usage
-
-_random = random.Random()  # seeded by the operating system; an id is unique, not secret
+from cache import Entry
+from gateway.accounts import Identity
+from gateway.deployments.progress import Attempt
+from gateway.journey.flight import Flight, Reply
+from gateway.journey.turn import Arrival, Ended, Turn
+from gateway.wire.errors import ApiError
 
 
 class Rejection(msgspec.Struct, frozen=True):
@@ -18,24 +20,8 @@ class Rejection(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Attempt(msgspec.Struct, frozen=True):
-    """One deployment that was tried, and how it ended: `ok`, `cancelled`, or the error in words."""
-
-    name: str
-    outcome: str
-    duration_ms: float
-    is_refusal: bool = False  # the request was at fault
-
-    @property
-    def verdict(self) -> str:
-        """What it says of the deployment: ok, error, or nothing: `refused` as the client's fault, `cancelled` as nobody waited."""
-        if self.outcome in ("ok", "cancelled"):
-            return self.outcome
-        return "refused" if self.is_refusal else "error"
-
-
-class Record(msgspec.Struct, omit_defaults=True):
-    """One request, as the admin sees it. Written once, at the end, on every exit."""
+class Record(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One request, as the admin sees it: made once, at the end, on every exit, by `record_of`."""
 
     request_id: str
     at_s: float  # unix time of arrival
@@ -75,27 +61,122 @@ class Record(msgspec.Struct, omit_defaults=True):
     survived: tuple[str, ...] = ()  # parts that failed and were done without: redis, cache_worker
     is_disconnected: bool = False  # the client left before its last byte
 
-    def count(self, usage: Usage) -> None:
-        """What the generation took."""
-        self.prompt_tokens, self.completion_tokens = usage.prompt_tokens, usage.completion_tokens
-        self.cached_tokens = usage.cached_tokens
-        self.drafted_tokens, self.accepted_tokens = usage.drafted_tokens, usage.accepted_tokens
+
+_GONE = "client_gone"  # the code of a generation that was cancelled because its last reader left
 
 
-def new_id(at_s: float) -> str:
-    """The id of a request that came at `at_s`, unix time, and says so, as a version 7 UUID does (RFC 9562, section 5.7)."""
-    return f"req_{int(at_s * 1000):012x}{_random.getrandbits(80):020x}"
+def ended_with(error: ApiError | None, leader: Ended) -> Ended:
+    """How the request that led a flight ended: by the generation's `error`, else as its own client saw it."""
+    if error is None:
+        return leader
+    if error.error_code == _GONE:
+        return leader if leader.error else Ended(499, _GONE, is_disconnected=True)
+    return Ended(error.http_status, error.error_code or error.type, leader.is_disconnected)
 
 
-def arrived_at(request_id: str) -> float | None:
-    """When the request of this id came, in unix time; None where it is no id of ours."""
-    digits = request_id.removeprefix("req_")
-    try:
-        return int(digits[:12], 16) / 1000.0 if len(digits) == 32 else None
-    except ValueError:
-        return None
+def record_of(
+    arrival: Arrival,
+    ended: Ended,
+    duration_ms: float,
+    *,
+    identity: Identity | None = None,
+    turn: Turn | None = None,
+    alias: str = "",
+    cache: str = "miss",
+    prompt_tokens: int = 0,
+    reply: Reply | None = None,
+    flight: Flight | None = None,
+) -> Record:
+    """The record of a request that is over.
+
+    `alias` is a configured name or empty. A request that led a `flight` is recorded by its generation; any other one by its
+    `reply`, as far as it got one. `cache` and `prompt_tokens` are for requests that ask for no generation.
+    """
+    facts: dict[str, Any] = {"cache": cache, "prompt_tokens": prompt_tokens}
+    if flight is not None:
+        facts |= _of_generation(flight, duration_ms)
+    elif reply is not None:
+        facts |= _of_reply(reply, duration_ms)
+    team, key = (identity.team, identity.key) if identity is not None else (None, None)
+    return Record(
+        request_id=arrival.request_id,
+        at_s=arrival.at_s,
+        route=arrival.operation,
+        team_id=team.id if team is not None else 0,
+        team=team.name if team is not None else "",
+        key_id=key.id if key is not None else 0,
+        key=key.name if key is not None else "",
+        alias=alias,
+        is_stream=turn is not None and turn.is_stream,
+        status=ended.status,
+        error=ended.error,
+        is_disconnected=ended.is_disconnected,
+        duration_ms=duration_ms,
+        **facts,
+    )
 
 
-def new_record(route: str) -> Record:
-    at_s = time.time()
-    return Record(request_id=new_id(at_s), at_s=at_s, route=route)
+def _of_generation(flight: Flight, duration_ms: float) -> dict[str, Any]:
+    """The facts of the request that led a flight."""
+    generation, route = flight.generation, flight.generation.route
+    progress, semantic, spent = generation.progress, generation.semantic, generation.spent
+    facts: dict[str, Any] = {
+        "cache": generation.source,
+        "similarity": semantic.similarity,
+        "miss_reason": semantic.miss_reason,
+        "nearest": semantic.nearest,
+        "store": generation.store,
+        "entry": generation.stored.id if generation.stored is not None else "",
+        "deployment": generation.answered_by,
+        "policy": generation.alias.settings.policy if route is not None else "",
+        "why": generation.why,
+        "rejected": tuple([Rejection(r.name, r.reason) for r in route.rejected]) if route is not None else (),
+        "attempts": generation.attempts,
+        "draft": progress.draft,
+        "survived": generation.degraded,
+    }
+    if semantic.entry is not None:
+        return facts | {"entry": semantic.entry.id, "ttft_ms": duration_ms} | _saved_by(semantic.entry, duration_ms)
+    if flight.first_at is not None:
+        facts["ttft_ms"] = (flight.first_at - generation.turn.started) * 1000.0
+    if spent is not None and progress.has_begun:
+        facts |= {
+            "prompt_tokens": spent.usage.prompt_tokens,
+            "completion_tokens": spent.usage.completion_tokens,
+            "cached_tokens": spent.usage.cached_tokens,
+            "drafted_tokens": spent.usage.drafted_tokens,
+            "accepted_tokens": spent.usage.accepted_tokens,
+            "cost_microusd": spent.cost_microusd,
+        }
+    return facts
+
+
+def _of_reply(reply: Reply, duration_ms: float) -> dict[str, Any]:
+    """The facts of a request that was not generated for: an exact hit, or a place in the flight of another one."""
+    facts: dict[str, Any] = {"cache": reply.source, "survived": reply.degraded, "ttft_ms": reply.begun_ms}
+    if reply.begun_ms is None:  # its generation failed before the first chunk
+        return facts
+    facts["deployment"] = reply.deployment
+    if reply.served is not None:
+        return facts | {"entry": reply.served.id} | _saved_by(reply.served, duration_ms)
+    assert reply.reader is not None
+    generation = reply.reader.generation
+    facts["entry"] = generation.fingerprint.exact.hex()
+    if (spent := generation.spent) is not None:
+        facts |= {
+            "saved_microusd": spent.cost_microusd,
+            "prompt_tokens": spent.usage.prompt_tokens,
+            "completion_tokens": spent.usage.completion_tokens,
+        }
+    return facts
+
+
+def _saved_by(entry: Entry, duration_ms: float) -> dict[str, Any]:
+    """The cost of the recorded answer when it was generated."""
+    labels = entry.labels
+    return {
+        "saved_microusd": int(labels.get("cost_microusd", 0)),
+        "prompt_tokens": int(labels.get("prompt_tokens", 0)),
+        "completion_tokens": int(labels.get("completion_tokens", 0)),
+        "saved_ms": max(0.0, float(labels.get("duration_ms", 0)) - duration_ms),
+    }

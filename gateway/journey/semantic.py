@@ -1,7 +1,7 @@
-"""Stage 6 of the journey: an answer that was found by meaning, or the reason why there is none.
+"""Stage 6 of the journey: a semantic hit, or the reason why there is none; the error bound that it keeps to; drafts.
 
-Knows what a lookup by meaning needs to be told and what its reply means for a job, and nothing of how a hit is decided.
-Invariant: a lookup that fails, or that points at an answer which is gone, is a miss with its reason.
+The cache decides what a hit is. Invariants: a lookup that fails, or that points at an answer which is gone, is a miss with
+its reason; of all error bounds that are given the least holds.
 """
 
 import asyncio
@@ -9,18 +9,23 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cache import ExactCache, Fingerprint, HitKind, Miss, MissReason, Query, SemanticClient
-from gateway.accounts.teams import Team
-from gateway.journey.generation import Job
-from gateway.journey.storing import chunks_of
-from gateway.settings import Settings
+import msgspec
 
-_STORES_AWAITED_S = 0.25
+from cache import Controls, Entry, ExactCache, Fingerprint, Lookup, Miss, MissReason, Query, SemanticClient, Trial
+from gateway.accounts import Team
+from gateway.deployments.fleet import Alias
+from gateway.journey.storing import answer_text, chunks_of
+from gateway.settings import NEAR_SIMILARITY_MIN, Settings
+from gateway.transport.eager import Eager
+from gateway.wire.fold import fold
+
+_DRAFT_BYTES_MAX = 64 << 10  # reading a longer answer would hold other requests up
+_DRAFT_CHARS_MAX = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What a lookup by meaning must keep to. `untightened` is what it was before it tightened itself; None where it did not."""
+    """The error bound of a semantic lookup. `untightened` is the bound before the measured error tightened it, else None."""
 
     error_max: float
     untightened: float | None = None
@@ -42,7 +47,7 @@ class Bounds:
         self.strictness: dict[tuple[int, str], float] = {}  # by team and alias, below 1; without an entry: 1
 
     def error_max(self, team: Team, alias: str, asked: float | None = None) -> float:
-        """The least of all bounds that are given."""
+        """The least of all bounds that are given, before any tightening."""
         return error_max_of(self._settings, team, alias, asked)
 
     def bound(self, team: Team, alias: str, asked: float | None) -> Bound:
@@ -52,57 +57,76 @@ class Bounds:
         return Bound(error_max) if strictness is None else Bound(error_max * strictness, error_max)
 
 
-class ByMeaning:
+class SemanticResult(msgspec.Struct, frozen=True):
+    """The outcome of stage 6: the `entry` that is served, or the reason why there is none."""
+
+    entry: Entry | None = None
+    similarity: float | None = None  # of the hit, or of the nearest entry that is not served
+    miss_reason: str = ""
+    nearest: str = ""  # the nearest entry's text; empty unless prompts may be logged
+    trial: Trial | None = None  # the decision's features, for the verdict that may follow
+    degraded: tuple[str, ...] = ()  # parts that failed and were done without
+
+
+class SemanticLookup:
     """Finds answers that were given to other words of the same meaning. One per worker."""
 
-    def __init__(self, settings: Settings, semantic: SemanticClient, exact: ExactCache, bounds: Bounds) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        semantic: SemanticClient,
+        exact: ExactCache,
+        bounds: Bounds,
+        stores_awaited_s: float = 0.25,
+    ) -> None:
         self._settings = settings
         self._semantic = semantic
         self._exact = exact
         self._bounds = bounds
+        self._stores_awaited_s = stores_awaited_s
         self._stores: dict[bytes, asyncio.Future[None]] = {}  # by compat: the latest answer on its way to Redis
 
-    async def find(self, job: Job) -> bool:
-        """Replay a verified semantic hit into the job's flight; anything else is a miss with its reason in the record."""
-        record, controls = job.turn.record, job.turn.controls
-        found, text = job.fingerprint, job.fingerprint.text
-        reason = self._why_not(job)
-        if reason or text is None:
-            record.miss_reason = reason
-            return False
+    async def find(self, found: Fingerprint, controls: Controls, team: Team, alias: Alias) -> SemanticResult:
+        """A verified answer to a prompt of the same meaning, or why there is none."""
+        reason = self._why_not(found, team, alias) or ("no-cache" if controls.no_cache else "")
+        if reason or found.text is None:
+            return SemanticResult(miss_reason=reason)
         storing = self._stores.get(found.compat)
-        if storing is not None:  # what this worker is storing right now may be what is asked for
-            await asyncio.wait((storing,), timeout=_STORES_AWAITED_S)
-        bound = self._bounds.bound(job.identity.team, job.alias.name, controls.error_max)
-        result = await self._semantic.lookup(
-            Query(found.partition, found.compat, text, bound.error_max, bound.untightened)
-        )
-        job.trial = result.trial
+        if storing is not None:  # an answer that this worker is storing right now may be the one
+            await asyncio.wait((storing,), timeout=self._stores_awaited_s)
+        bound = self._bounds.bound(team, alias.name, controls.error_max)
+        query = Query(found.partition, found.compat, found.text, bound.error_max, bound.untightened)
+        result = await self._semantic.lookup(query)
         if isinstance(result, Miss):
-            record.miss_reason = result.reason.value
-            if result.reason in (MissReason.TIMEOUT, MissReason.UNAVAILABLE):
-                record.survived += ("cache_worker",)
-            if result.nearest is not None:
-                record.similarity = result.nearest.similarity
-                record.nearest = result.nearest.text if self._settings.log_prompts else ""
-            return False
-        record.similarity = result.similarity
+            nearest, is_away = result.nearest, result.reason in (MissReason.TIMEOUT, MissReason.UNAVAILABLE)
+            return SemanticResult(
+                similarity=nearest.similarity if nearest is not None else None,
+                miss_reason=result.reason.value,
+                nearest=nearest.text if nearest is not None and self._settings.log_prompts else "",
+                trial=result.trial,
+                degraded=("cache_worker",) if is_away else (),
+            )
         pointed = await self._exact.lookup_entry(found, result.exact, controls.max_age_s)
-        if pointed.entry is None:
-            record.miss_reason = pointed.miss.value if pointed.miss else "gone"
-            job.trial = None  # a would-be hit with nothing to serve: no sample of misses or audits
-            return False
-        entry = pointed.entry
-        facts = job.facts
-        facts.kind, facts.similarity, facts.entry = HitKind.SEMANTIC, result.similarity, entry
-        facts.deployment = str(entry.labels.get("deployment", ""))
-        record.cache, record.deployment, record.entry = "semantic", facts.deployment, entry.id
-        job.flight.extend(chunks_of(entry))
-        return True
+        if pointed.entry is None:  # a would-be hit with nothing to serve: no sample of misses or audits
+            reason = pointed.miss.value if pointed.miss else "gone"
+            return SemanticResult(similarity=result.similarity, miss_reason=reason)
+        return SemanticResult(entry=pointed.entry, similarity=result.similarity, trial=result.trial)
 
-    def may_find(self, job: Job) -> bool:
-        """Whether others may be answered by meaning with what this job generates."""
-        return self._why_not(job) in ("", "no-cache")
+    def is_findable(self, found: Fingerprint, team: Team, alias: Alias) -> bool:
+        """Whether the answer to this request may be found by other requests of the same meaning."""
+        return not self._why_not(found, team, alias)
+
+    def begin_draft(self, found: Fingerprint, result: SemanticResult) -> Eager[Lookup] | None:
+        """Ask for the answer to the nearest cached prompt, where one is near: a local engine takes it for a draft.
+
+        The engine verifies each guess that comes from it, so it changes no answer, only how many steps one takes. It is of
+        the request's own partition and compat, as a hit would be. A guess is no use of the answer, and keeps it from no
+        eviction.
+        """
+        trial, similarity = result.trial, result.similarity
+        if trial is None or not trial.ranked or similarity is None or similarity < NEAR_SIMILARITY_MIN:
+            return None
+        return Eager(self._exact.lookup_entry(found, trial.ranked[0], is_served=False))
 
     @contextlib.contextmanager
     def storing(self, fingerprint: Fingerprint) -> Iterator[None]:
@@ -115,12 +139,21 @@ class ByMeaning:
             if self._stores.get(fingerprint.compat) is stored:
                 del self._stores[fingerprint.compat]
 
-    def _why_not(self, job: Job) -> str:
-        """Why a lookup by meaning is not even tried; empty where it is."""
-        if not (self._settings.cache.is_semantic and job.alias.settings.is_semantic):
+    def _why_not(self, found: Fingerprint, team: Team, alias: Alias) -> str:
+        """Why the request has no semantic lookup, whatever its cache controls; empty where it has one."""
+        if not (self._settings.cache.is_semantic and alias.settings.is_semantic):
             return "off"
-        if not job.identity.team.is_semantic_enabled:
+        if not team.is_semantic_enabled:
             return "off_for_team"
-        if job.fingerprint.text is None:
-            return "not_eligible"
-        return "no-cache" if job.turn.controls.no_cache else ""
+        return "not_eligible" if found.text is None else ""
+
+
+def draft_of(entry: Entry | None) -> str:
+    """The text of the entry's answer, or as much of it as is worth reading; empty where it is no text."""
+    if entry is None or entry.chunks_bytes > _DRAFT_BYTES_MAX:
+        return ""
+    try:
+        whole = fold(chunks_of(entry))
+    except msgspec.DecodeError:  # recorded as it came, with an error where no part had to look
+        return ""
+    return (answer_text(whole) or "")[:_DRAFT_CHARS_MAX]

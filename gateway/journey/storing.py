@@ -11,22 +11,21 @@ from typing import Any
 import msgspec
 
 from cache import Controls, Entry, Fingerprint, Outcome, Recorded, store_refusal
-from gateway.deployments.progress import Generated
-from gateway.journey.record import Record
-from gateway.wire.types import Chunk, Kind, Usage
+from gateway.deployments.progress import Progress
+from gateway.wire.types import Chunk, Kind
 
 
 def refusal_of(
-    made: Generated, kind: Kind, controls: Controls, entry_bytes_max: int, *, is_fallback: bool
+    progress: Progress, kind: Kind, controls: Controls, entry_bytes_max: int, *, is_fallback: bool
 ) -> str | None:
     """Why this generation is not stored, in the cache's counted words; None where it is."""
     refusal = store_refusal(
         Outcome(
-            is_complete=made.is_complete,
-            finish_reasons=tuple(made.finish_reasons),
+            is_complete=progress.is_complete,
+            finish_reasons=tuple(progress.finish_reasons),
             is_fallback=is_fallback,
-            size_bytes=made.size_bytes,
-            has_content=made.has_content,
+            size_bytes=progress.size_bytes,
+            has_content=progress.has_content,
             is_length_asked=kind.output_tokens_default is not None,
         ),
         controls,
@@ -36,37 +35,32 @@ def refusal_of(
 
 
 def entry_of(
-    found: Fingerprint,
+    fingerprint: Fingerprint,
     chunks: Sequence[Chunk],
-    made: Generated,
-    usage: Usage,
-    record: Record,
+    labels: dict[str, Any],
     *,
     ttl_s: int,
     namespace: str,
-    is_by_meaning: bool,
+    is_findable: bool,
 ) -> Entry:
-    """The entry that records this generation."""
+    """The entry that records an answer. Its text is None if it must not be found semantically, so it is never embedded."""
     return Entry(
-        partition=found.partition,
-        exact=found.exact,
-        compat=found.compat,
-        text=found.text if is_by_meaning else None,
+        partition=fingerprint.partition,
+        exact=fingerprint.exact,
+        compat=fingerprint.compat,
+        text=fingerprint.text if is_findable else None,
         chunks=tuple([Recorded(c.data, c.is_whole, c.count) for c in chunks]),
         created_at=time.time(),
         ttl_s=ttl_s,
         namespace=namespace,
-        labels={
-            "model": record.alias,
-            "deployment": record.deployment,
-            "cost_microusd": record.cost_microusd,
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "duration_ms": int(made.elapsed_ms()),
-            "has_usage_chunk": int(bool(chunks) and chunks[-1].is_usage_only),
-        },
-        saves=record.cost_microusd + int(made.elapsed_ms()),  # a second of waiting counts like a tenth of a cent
+        labels={**labels, "has_usage_chunk": int(bool(chunks) and chunks[-1].is_usage_only)},
+        saves=labels["cost_microusd"] + labels["duration_ms"],  # a second of waiting counts like a tenth of a cent
     )
+
+
+def deployment_of(entry: Entry | None) -> str:
+    """The deployment that generated the recorded answer."""
+    return str(entry.labels.get("deployment", "")) if entry is not None else ""
 
 
 def chunks_of(entry: Entry) -> list[Chunk]:

@@ -5,6 +5,7 @@ unknown ones pass through untouched. Invariant: `body` is the client's JSON less
 rewrites it, but that the length of a completion is spelled out, where servers have other defaults than OpenAI's.
 """
 
+import random
 import time
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -13,10 +14,12 @@ import msgspec
 from msgspec import Meta
 
 from cache import Controls
-from gateway.journey.record import Record
 from gateway.wire.errors import BadRequest
-from gateway.wire.requests import SHAPES, Ask, ChatRequest, CompletionRequest, convert, decode_object, json_name
+from gateway.wire.requests import SHAPES, ChatRequest, CompletionRequest, convert, decode_object, json_name
 from gateway.wire.types import CHAT, Kind
+from policies import Demand
+
+_random = random.Random()  # seeded by the operating system; an id is unique, not secret
 
 
 class _CacheFields(msgspec.Struct, forbid_unknown_fields=True, rename={"no_cache": "no-cache", "no_store": "no-store"}):
@@ -29,46 +32,65 @@ class _CacheFields(msgspec.Struct, forbid_unknown_fields=True, rename={"no_cache
     error_max: Annotated[float, Meta(ge=0, le=1)] | None = None
 
 
-class Turn(msgspec.Struct):
-    """One request on its way through the pipeline."""
+class Arrival(msgspec.Struct, frozen=True):
+    """A request before its body is read. `operation` is chat, text_completion, embeddings, ..."""
 
+    request_id: str
+    at_s: float  # unix time
+    operation: str
+
+
+def arrive(operation: str) -> Arrival:
+    """The arrival of a request, now, with a new id."""
+    at_s = time.time()
+    return Arrival(new_id(at_s), at_s, operation)
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """How the reply to a request ended for its client. `error` is the error's code, empty where there was none."""
+
+    status: int = 200
+    error: str = ""
+    is_disconnected: bool = False  # the client left before its last byte
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One request: what the caller asks. Times are on the clock of `time.perf_counter`, in seconds."""
+
+    arrival: Arrival
     alias: str
     body: dict[str, Any]
     controls: Controls
-    ask: Ask
+    demand: Demand
     is_stream: bool
     wants_usage: bool
-    record: Record
-    kind: Kind = CHAT
-    deadline: float | None = None  # on the clock of time.perf_counter
-    started: float = msgspec.field(default_factory=time.perf_counter)
-    headers: dict[bytes, bytes] = {}  # of the answer: rate limits
-    is_leading: bool = False  # started a generation, which also writes the record
+    kind: Kind
+    started: float
+    deadline: float | None = None  # None: the caller waits as long as it takes
 
     def elapsed_ms(self) -> float:
         return (time.perf_counter() - self.started) * 1000.0
 
     def remaining_ms(self) -> float | None:
-        """Until the client's deadline; None where it has none."""
+        """Milliseconds until the client's deadline; None where it has none."""
         return None if self.deadline is None else max(0.0, (self.deadline - time.perf_counter()) * 1000.0)
 
 
-def read_turn(raw: bytes, headers: Mapping[str, str], record: Record, kind: Kind = CHAT) -> Turn:
+def read_turn(raw: bytes, headers: Mapping[str, str], arrival: Arrival, kind: Kind = CHAT) -> Turn:
     """A turn from a request's bytes and lower-case headers. Raises BadRequest naming the field."""
     body = decode_object(raw)
     if kind.output_tokens_default is not None and body.get("max_tokens") is None:
         body["max_tokens"] = kind.output_tokens_default
     request: ChatRequest | CompletionRequest = convert(body, SHAPES[kind.name])
-    record.is_stream = bool(request.stream)
     started = time.perf_counter()
     return Turn(
+        arrival=arrival,
         alias=request.model,
         controls=read_controls(headers.get("cache-control", ""), body.pop("cache", None)),
         body=body,
-        ask=request.ask(raw, body),
+        demand=request.demand(raw, body),
         is_stream=bool(request.stream),
         wants_usage=bool(request.stream_options and request.stream_options.include_usage),
-        record=record,
         kind=kind,
         started=started,
         deadline=_deadline(headers.get("x-stainless-read-timeout"), started),
@@ -116,3 +138,17 @@ def _deadline(header: str | None, started: float) -> float | None:
 def elapsed_ms_since(at_s: float) -> float:
     """Milliseconds since a unix time."""
     return max(0.0, (time.time() - at_s) * 1000.0)
+
+
+def new_id(at_s: float) -> str:
+    """The id of a request that came at `at_s`, unix time, and says so, as a version 7 UUID does (RFC 9562, section 5.7)."""
+    return f"req_{int(at_s * 1000):012x}{_random.getrandbits(80):020x}"
+
+
+def arrived_at(request_id: str) -> float | None:
+    """When the request of this id came, in unix time; None where it is no id of ours."""
+    digits = request_id.removeprefix("req_")
+    try:
+        return int(digits[:12], 16) / 1000.0 if len(digits) == 32 else None
+    except ValueError:
+        return None

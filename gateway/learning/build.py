@@ -23,10 +23,10 @@ from cache import (
 from gateway.accounts import Accounts
 from gateway.journey.turn import Turn
 from gateway.learning.comparisons import Check, Judging
-from gateway.learning.internal_requests import OwnRequests, own_identity
+from gateway.learning.internal_requests import InternalRequests, own_identity
 from gateway.learning.llm_judge import LlmJudge
 from gateway.learning.reports import Reports
-from gateway.pipeline import Pipeline
+from gateway.pipeline import Learn, Pipeline
 from gateway.settings import Settings
 from gateway.telemetry import metric_names as m
 from gateway.telemetry.measured_error import Live, Truth
@@ -45,9 +45,16 @@ class Learning:
     judging: Judging
     reports: Reports
     truth: Truth
+    learn: Learn | None  # takes each flight that is over; None where the cache is exact only
+    _own: InternalRequests | None
     _stats: Stats
     _metrics: Metrics
     _accounts: Accounts
+
+    def connect(self, pipeline: Pipeline) -> None:
+        """Answer the gateway's own requests by `pipeline`."""
+        if self._own is not None:
+            self._own.connect(pipeline)
 
     async def look(self) -> None:
         """Measure, and tighten or relax bounds. Raises redis.exceptions.RedisError, SQLAlchemyError."""
@@ -93,13 +100,12 @@ async def open_learning(
     link: RedisLink,
     stats: Stats,
     metrics: Metrics,
-    pipeline: Pipeline,
     truth: Truth,
 ) -> Learning:
-    """Everything, told of by the pipeline from now on."""
+    """All that learns. Its own requests are refused until `Learning.connect`."""
     cache, verdicts = settings.cache, VerdictStore(link)
     identity = await own_identity(cache, accounts)
-    own = OwnRequests(pipeline, identity) if identity is not None else None
+    own = InternalRequests(identity) if identity is not None else None
     model = cache.judge_model
     dear: Judge | None = LlmJudge(model, own.ask) if own is not None and model is not None else None
 
@@ -125,6 +131,5 @@ async def open_learning(
         count,
     )
     reports = Reports(verdicts, exact, stats, stats.add_report, count)
-    if cache.is_semantic:
-        pipeline.judging = judging
-    return Learning(verdicts, judging, reports, truth, stats, metrics, accounts)
+    learn = judging.recorded if cache.is_semantic else None
+    return Learning(verdicts, judging, reports, truth, learn, own, stats, metrics, accounts)

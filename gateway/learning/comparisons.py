@@ -21,6 +21,7 @@ from cache import (
     CacheUnavailable,
     Entry,
     ExactCache,
+    Fingerprint,
     Judge,
     MissReason,
     Opinion,
@@ -35,7 +36,7 @@ from cache import (
     Verdict,
     VerdictStore,
 )
-from gateway.journey.generation import Job
+from gateway.journey.flight import Flight
 from gateway.journey.record import Record
 from gateway.journey.storing import answer_id, answer_text, chunks_of
 from gateway.journey.turn import Turn
@@ -131,21 +132,25 @@ class Judging:
 
     # -- what the pipeline tells: never awaits, never raises -----------------------------------------------------
 
-    def recorded(self, job: Job, stored: Entry | None) -> None:
-        """A request that led a flight is over. `stored` is what the cache keeps of a fresh answer."""
-        if job.trial is not None and job.facts.entry is not None:
-            self._hit(job, job.facts.entry, job.trial)
-        elif job.trial is not None and job.generated.is_complete:
-            is_audit = job.turn.record.miss_reason == MissReason.AUDIT
+    def recorded(self, flight: Flight, record: Record) -> None:
+        """A request that led a flight is over."""
+        generation = flight.generation
+        trial, hit = generation.semantic.trial, generation.semantic.entry
+        stored = generation.stored if generation.store == "stored" else None
+        if trial is not None and hit is not None:
+            self._hit(flight, record, hit, trial)
+        elif trial is not None and generation.progress.is_complete:
+            is_audit = record.miss_reason == MissReason.AUDIT
             source = Source.AUDIT if is_audit else Source.MISS
-            self._put(self._asked(job, stored, job.trial, source, self._chance(job.trial) if is_audit else 1.0))
-        elif job.turn.controls.no_cache and job.generated.is_complete:
-            last = self._last_served(job)
+            chance = self._chance(trial) if is_audit else 1.0
+            self._put(self._asked(flight, record, stored, trial, source, chance))
+        elif generation.turn.controls.no_cache and generation.progress.is_complete:
+            last = self._last_served(generation.fingerprint, record)
             if last is not None:
-                self._put(self._asked(job, stored, last.trial, Source.AGAIN, 1.0, last.answer))
+                self._put(self._asked(flight, record, stored, last.trial, Source.AGAIN, 1.0, last.answer))
 
-    def _hit(self, job: Job, entry: Entry, trial: Trial) -> None:
-        found, record = job.fingerprint, job.turn.record
+    def _hit(self, flight: Flight, record: Record, entry: Entry, trial: Trial) -> None:
+        found = flight.generation.fingerprint
         answer = AnswerRef(entry.exact, entry.created_at)
         served = self._served.setdefault(record.key_id, deque(maxlen=4))
         served.append(_Served(time.monotonic(), _words(found.text or ""), answer, trial))
@@ -163,39 +168,40 @@ class Judging:
         )
         self._start(self._remember(found.partition, reply, answer_id(entry)))
         if self._share and self._random() < self._share:
-            self._put(self._asked(job, entry, trial, Source.SHADOW, self._chance(trial)))
+            self._put(self._asked(flight, record, entry, trial, Source.SHADOW, self._chance(trial)))
 
     def _chance(self, trial: Trial) -> float:
         """With which probability a would-be hit like this one is compared: audited, or served and then checked."""
         audited = _audited(trial)
         return audited + (1.0 - audited) * self._share
 
-    def _last_served(self, job: Job) -> _Served | None:
+    def _last_served(self, found: Fingerprint, record: Record) -> _Served | None:
         """The hit of the last minute whose prompt this key now asks again, past the cache."""
-        words, now = _words(job.fingerprint.text or ""), time.monotonic()
-        for served in reversed(self._served.get(job.turn.record.key_id, ())):
+        words, now = _words(found.text or ""), time.monotonic()
+        for served in reversed(self._served.get(record.key_id, ())):
             both = len(words | served.words)
             if now - served.at <= _AGAIN_S and both and len(words & served.words) / both >= _AGAIN_SHARED:
-                self._served[job.turn.record.key_id].remove(served)
+                self._served[record.key_id].remove(served)
                 return served
         return None
 
     def _asked(
         self,
-        job: Job,
+        flight: Flight,
+        record: Record,
         entry: Entry | None,
         trial: Trial,
         source: Source,
         chance: float,
         served: AnswerRef | None = None,
     ) -> _Asked | None:
-        found, chunks = job.fingerprint, job.flight.chunks
+        found, chunks = flight.generation.fingerprint, flight.chunks
         if found.text is None or sum(len(chunk.data) for chunk in chunks) > 16 * _ANSWER_BYTES_MAX:
             return None
         fresh = () if source is Source.SHADOW else chunks
         return _Asked(
-            record=job.turn.record,
-            turn=job.turn,
+            record=record,
+            turn=flight.generation.turn,
             text=found.text,
             partition=found.partition,
             compat=found.compat,

@@ -12,10 +12,8 @@ import msgspec
 import structlog
 
 from gateway.accounts import Accounts, Conflict, Identity, Key
-from gateway.journey.flight import Reader
-from gateway.journey.generation import Answer
-from gateway.journey.record import new_record
-from gateway.journey.turn import read_turn
+from gateway.journey.flight import Reply
+from gateway.journey.turn import Ended, arrive, read_turn
 from gateway.pipeline import Pipeline
 from gateway.settings import CacheSettings
 from gateway.wire.errors import ApiError
@@ -48,37 +46,41 @@ async def own_identity(settings: CacheSettings, accounts: Accounts) -> Identity 
     return Identity(key, team, tuple(await accounts.list_budgets(team.id)))
 
 
-class OwnRequests:
+class InternalRequests:
     """Asks the pipeline as `identity`."""
 
-    def __init__(self, pipeline: Pipeline, identity: Identity) -> None:
-        self._pipeline = pipeline
+    def __init__(self, identity: Identity) -> None:
         self._identity = identity
+        self._pipeline: Pipeline | None = None
+
+    def connect(self, pipeline: Pipeline) -> None:
+        """Ask `pipeline` from now on; before, there is no answer."""
+        self._pipeline = pipeline
 
     async def ask(self, body: dict[str, Any]) -> bytes | None:
-        """The whole `chat.completion` for a body, None where it was refused (no money, nobody who answers) or failed."""
-        record = new_record("judge")
-        identity = self._identity
-        record.team_id, record.team = identity.team.id, identity.team.name
+        """The whole `chat.completion` for a body; None where it was refused (no money, no deployment) or failed."""
+        if self._pipeline is None:
+            return None
+        arrival = arrive("judge")
+        reply: Reply | None = None
         own = {"no-cache": True, "no-store": True}
-        turn = read_turn(msgspec.json.encode({**body, "stream": False, "cache": own}), {}, record)
-        answer: Answer | None = None
+        turn = read_turn(msgspec.json.encode({**body, "stream": False, "cache": own}), {}, arrival)
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                answer = await self._pipeline.answer(turn, identity, _nobody)
-                assert answer.reader is not None
+                reply = await self._pipeline.answer(turn, self._identity, _no_client)
+                assert reply.reader is not None
                 chunks: list[Chunk] = []
-                while batch := await answer.reader.next():
+                while batch := await reply.reader.next():
                     chunks += batch
                 return fold(chunks)
         except (ApiError, TimeoutError, msgspec.DecodeError) as error:
             _log.info("own_request_failed", reason=str(error) or type(error).__name__)
             return None
         finally:
-            if answer is not None and answer.reader is not None:
-                answer.reader.close()
-            self._pipeline.finish(record, turn, answer)
+            if reply is not None and reply.reader is not None:
+                reply.reader.close()
+            self._pipeline.finish(arrival, Ended(), identity=self._identity, turn=turn, reply=reply)
 
 
-def _nobody(_: Reader) -> None:
-    """No client who could leave."""
+def _no_client(_: Reply) -> None:
+    """There is no client that could leave."""

@@ -26,7 +26,8 @@ from cache import (
     Verdict,
     VerdictStore,
 )
-from gateway.journey.record import Record, arrived_at
+from gateway.journey.record import Record
+from gateway.journey.turn import arrived_at
 from gateway.telemetry.stats import Stats
 from gateway.wire.errors import ApiError, NotFound
 

@@ -11,6 +11,10 @@ from msgspec import Meta
 
 from gateway.wire.errors import BadRequest
 from gateway.wire.types import CHAT, COMPLETION, prompts_of
+from policies import Demand
+
+OUTPUT_TOKENS_EXPECTED = 256  # of an answer, where its caller says nothing
+OUTPUT_TOKENS_MAX = 4096  # the same, for the worst case
 
 # A token of a byte-level BPE is at least one byte, so bytes bound tokens from above; a chat template adds a few to each message
 # and a default system prompt to a conversation without one.
@@ -97,8 +101,8 @@ class ChatRequest(_Request, kw_only=True):
     parallel_tool_calls: bool | None = None
     response_format: _ResponseFormat | None = None
 
-    def ask(self, raw: bytes, body: dict[str, Any]) -> "Ask":
-        """What it needs. Raises BadRequest."""
+    def demand(self, raw: bytes, body: dict[str, Any]) -> Demand:
+        """What a deployment must be able to do for it. Raises BadRequest."""
         for index, message in enumerate(self.messages):
             if message.content is None and message.role in _SPEAKERS:
                 raise _without_content(f"messages[{index}].content", is_null="content" in body["messages"][index])
@@ -117,15 +121,10 @@ class ChatRequest(_Request, kw_only=True):
         # the body's bytes are at least the bytes of every text in it: escapes only make them longer. But an escape may also
         # stand for more bytes of UTF-8 than its own (never: \uXXXX is 6 bytes for at most 3), so this bounds the tokens from above
         bound = len(raw) + _TEMPLATE_TOKENS + _MESSAGE_TOKENS * len(self.messages) + _MEDIA_TOKENS_MAX * len(media)
-        return Ask(
-            prompt_tokens=int(len(raw) / _BYTES_PER_TOKEN) + _MESSAGE_TOKENS,
-            prompt_tokens_min=0 if media else int(len(raw) / _BYTES_PER_TOKEN_MAX),
-            prompt_tokens_max=bound,
-            output_tokens_max=max(self.max_completion_tokens or 0, self.max_tokens or 0)
-            or None,  # a server may know only one
-            choices=candidates,
-            needs=frozenset(needs) if needs else _NO_NEEDS,
-        )
+        least = 0 if media else int(len(raw) / _BYTES_PER_TOKEN_MAX)
+        expected = int(len(raw) / _BYTES_PER_TOKEN) + _MESSAGE_TOKENS
+        output_tokens = max(self.max_completion_tokens or 0, self.max_tokens or 0)  # a server may know only one
+        return _demand(expected, (least, bound), output_tokens or None, candidates, needs)
 
 
 class CompletionRequest(_Request, kw_only=True):
@@ -138,8 +137,8 @@ class CompletionRequest(_Request, kw_only=True):
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
 
-    def ask(self, raw: bytes, body: dict[str, Any]) -> "Ask":
-        """What it needs. Raises BadRequest."""
+    def demand(self, raw: bytes, body: dict[str, Any]) -> Demand:
+        """What a deployment must be able to do for it. Raises BadRequest."""
         if not isinstance(self.prompt, str) and len(set(map(type, self.prompt))) != 1:
             message = "`prompt` must be a text, token ids, or a list of texts or of token ids, and not empty"
             raise BadRequest(message, param="prompt", code="invalid_type" if self.prompt else "invalid_value")
@@ -156,14 +155,9 @@ class CompletionRequest(_Request, kw_only=True):
             needs.add("n")
         expected = [len(one) / (_BYTES_PER_TOKEN if isinstance(one, str) else 1) for one in prompts]
         least = [len(one) / (_BYTES_PER_TOKEN_MAX if isinstance(one, str) else 1) for one in prompts]
-        return Ask(
-            prompt_tokens=int(sum(expected)) + len(prompts),
-            prompt_tokens_min=int(max(least)),  # each has the whole context to itself
-            prompt_tokens_max=len(raw) + len(prompts),
-            output_tokens_max=self.max_tokens or 1,
-            choices=candidates * len(prompts),
-            needs=frozenset(needs),
-        )
+        bounds = int(max(least)), len(raw) + len(prompts)  # each has the whole context to itself
+        output_tokens, choices = self.max_tokens or 1, candidates * len(prompts)
+        return _demand(int(sum(expected)) + len(prompts), bounds, output_tokens, choices, needs)
 
 
 SHAPES: dict[str, type[ChatRequest | CompletionRequest]] = {
@@ -172,16 +166,20 @@ SHAPES: dict[str, type[ChatRequest | CompletionRequest]] = {
 }
 
 
-class Ask(msgspec.Struct, frozen=True):
-    """What a request needs from whoever answers it. Token counts: `prompt_tokens` is expected, `..._min` and `..._max` are bounds.
-    `choices` are all that are generated."""
-
-    prompt_tokens: int
-    prompt_tokens_min: int
-    prompt_tokens_max: int
-    output_tokens_max: int | None
-    choices: int
-    needs: frozenset[str]
+def _demand(
+    prompt_tokens: int, bounds: tuple[int, int], output_tokens: int | None, choices: int, needs: set[str]
+) -> Demand:
+    """The demand of a request: `bounds` of its prompt's tokens, and the longest answer that it allows, where it says."""
+    return Demand(
+        prompt_tokens=prompt_tokens,
+        prompt_tokens_min=min(bounds[0], prompt_tokens),
+        prompt_tokens_max=bounds[1],
+        output_tokens_max=output_tokens or OUTPUT_TOKENS_MAX,
+        output_tokens_expected=min(output_tokens or OUTPUT_TOKENS_EXPECTED, OUTPUT_TOKENS_EXPECTED),
+        is_output_asked=output_tokens is not None,
+        choices=choices,
+        needs=frozenset(needs) if needs else _NO_NEEDS,
+    )
 
 
 # An assistant may have called tools, refused or spoken instead; all others have nothing but their content.

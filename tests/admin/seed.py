@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import random
+from types import SimpleNamespace
 
 from cache import AnswerRef, Scope, Source, Suspension, Trial, Verdict
-from gateway.journey.record import Attempt, Record, Rejection
+from gateway.deployments.progress import Attempt
+from gateway.journey.record import Record, Rejection
 from gateway.telemetry.parts import Health, Part
 from policies import WindowKind
 from tests.admin.world import LOCAL, NOW_S, REMOTE, World
@@ -99,7 +101,7 @@ def _record(chance: random.Random, number: int, ids: dict[str, int]) -> Record:
     team = chance.choices(names, (6, 3, 1, 1))[0]
     kinds = ("exact", "semantic", "coalesced", "miss", "bypass")
     kind = chance.choices(kinds, (38, 14, 3, 40, 5))[0]
-    record = Record(
+    record = SimpleNamespace(
         request_id=f"req_{number:05}",
         at_s=NOW_S - back_s,
         team_id=ids[team],
@@ -120,10 +122,10 @@ def _record(chance: random.Random, number: int, ids: dict[str, int]) -> Record:
         record.saved_microusd = chance.randrange(300, 9_000)
         record.saved_ms = chance.uniform(400, 6_000)
         record.similarity = chance.uniform(0.95, 1.0) if kind == "semantic" else None
-    return record
+    return Record(**vars(record))
 
 
-def _generate(chance: random.Random, record: Record) -> None:
+def _generate(chance: random.Random, record: SimpleNamespace) -> None:
     record.deployment = f"{record.alias}@api" if chance.random() < 0.5 or record.alias == "big" else "small@local"
     record.policy = "balanced"
     record.why = "balanced: 410 ms to the first token and $0.0009 expected, best of 2"

@@ -14,7 +14,8 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway.admin.guard import COOKIE, Guard
-from gateway.journey.record import Attempt, Rejection
+from gateway.deployments.progress import Attempt
+from gateway.journey.record import Rejection
 from gateway.telemetry.parts import Health, Part
 from tests.admin.world import ADMIN_KEY, LOCAL, NOW_S, SECRET, World, open_world
 from tests.services import run_redis

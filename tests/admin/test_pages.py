@@ -11,7 +11,8 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway.admin.guard import COOKIE, SESSION_S, Guard
-from gateway.journey.record import Attempt, Rejection
+from gateway.deployments.progress import Attempt
+from gateway.journey.record import Rejection
 from gateway.telemetry.parts import Health, Part
 from policies import WindowKind
 from tests.admin.seed import HOSTILE, seed

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.api.response_events import Response
-from gateway.journey.record import Record
+from gateway.journey.turn import Arrival
 from gateway.wire.chunks import read, unfold
 from gateway.wire.errors import Unavailable
 
@@ -21,7 +21,7 @@ _calls = st.lists(st.tuples(_texts, _texts), max_size=3)
 
 
 def response(*, is_stream: bool) -> Response:
-    return Response({"model": "m", "stream": is_stream}, Record(request_id="req_1", at_s=1.0, route="responses"))
+    return Response({"model": "m", "stream": is_stream}, Arrival("req_1", 1.0, "responses"))
 
 
 def events(body: bytes) -> list[dict[str, Any]]:
@@ -52,7 +52,7 @@ def test_events_add_up_to_the_whole(reasoning: str, content: str, refusal: str, 
     message = {"reasoning_content": reasoning, "content": content, "refusal": refusal, "tool_calls": tool_calls}
     chunks = unfold(whole(message))
     streamed = response(is_stream=True)
-    told = events(b"".join([*(streamed.told([chunk]) for chunk in chunks), streamed.end()]))
+    told = events(b"".join([*(streamed.events([chunk]) for chunk in chunks), streamed.end()]))
     assert [event["sequence_number"] for event in told] == list(range(len(told)))
     deltas: dict[tuple[Any, ...], str] = {}
     for event in told:
@@ -94,7 +94,7 @@ def test_strange_deltas_break_nothing(delta: dict[str, Any]) -> None:
         {"choices": [{"index": 0, "delta": delta, "logprobs": "none", "finish_reason": "stop"}]}
     )
     streamed = response(is_stream=True)
-    told = events(streamed.told([read(strange)]) + streamed.end())
+    told = events(streamed.events([read(strange)]) + streamed.end())
     assert told[-1]["type"] == "response.completed"
 
 
@@ -107,7 +107,7 @@ def test_no_log_probability_is_lost(spelled: str) -> None:
     answer = {**json.loads(whole({})), "choices": [{**choice, "message": {"role": "assistant", "content": spelled}}]}
     chunks = unfold(msgspec.json.encode(answer))
     streamed = response(is_stream=True)
-    told = events(streamed.told(chunks) + streamed.end())
+    told = events(streamed.events(chunks) + streamed.end())
     (item,) = told[-1]["response"]["output"]
     assert item["content"][0]["logprobs"] == tokens
     (done,) = (event for event in told if event["type"] == "response.output_text.done")
@@ -117,7 +117,7 @@ def test_no_log_probability_is_lost(spelled: str) -> None:
 def test_a_failure_is_told_as_the_reference_and_as_sdks_have_it() -> None:
     """Flat, and as an object: nothing says that the response was completed."""
     streamed = response(is_stream=True)
-    streamed.told([read(b'{"choices":[{"index":0,"delta":{"content":"a"}}]}')])
+    streamed.events([read(b'{"choices":[{"index":0,"delta":{"content":"a"}}]}')])
     (told,) = events(streamed.failed(Unavailable("gone", code="upstream")))
     assert {name: told[name] for name in ("type", "code", "message", "param")} == {
         "type": "error",
@@ -133,6 +133,6 @@ def test_calls_without_an_index_are_told_apart_by_their_ids() -> None:
     told = response(is_stream=False)
     for call_id, arguments in (("a", "1"), ("a", "2"), (None, "3"), ("b", "4")):
         call = {"id": call_id, "function": {"name": "f", "arguments": arguments}}
-        told.told([read(msgspec.json.encode({"choices": [{"index": 0, "delta": {"tool_calls": [call]}}]}))])
+        told.events([read(msgspec.json.encode({"choices": [{"index": 0, "delta": {"tool_calls": [call]}}]}))])
     output = json.loads(told.whole([], None))["output"]
     assert [(item["call_id"], item["arguments"]) for item in output] == [("a", "123"), ("b", "4")]

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from cache import Recorded
-from gateway.journey.near_answer import text_of
+from gateway.journey.semantic import draft_of
 from tests.cache.fakes import ask, entry_for
 
 DELTA = b'{"id":"c",%b"choices":[{"index":0,"delta":%b,"finish_reason":null}]}'
@@ -28,4 +28,4 @@ CUSTOM = b'{"tool_calls":[{"index":0,"id":"c","type":"custom","custom":{"name":"
 )
 def test_whatever_was_recorded_breaks_no_request(chunks: tuple[Recorded, ...], text: str) -> None:
     """A draft is a guess: an answer that cannot be read is none."""
-    assert text_of(msgspec.structs.replace(entry_for(ask("why"), 1_000.0), chunks=chunks)) == text
+    assert draft_of(msgspec.structs.replace(entry_for(ask("why"), 1_000.0), chunks=chunks)) == text

@@ -12,11 +12,13 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from cache import ExactCache, Opinion, Recorded, Ruling, Source, Told, Trial, VerdictStore
+from cache import Entry, ExactCache, Opinion, Recorded, Ruling, Source, Told, Trial, VerdictStore
+from gateway.deployments.progress import Progress
 from gateway.journey.flight import Flight
-from gateway.journey.generation import Facts, Job
+from gateway.journey.generation import Generation
 from gateway.journey.record import Record
-from gateway.journey.turn import Turn, read_turn
+from gateway.journey.semantic import SemanticResult
+from gateway.journey.turn import Turn, arrive, read_turn
 from gateway.learning.comparisons import _QUEUE_MAX, Check, Judging
 from gateway.wire.types import Chunk
 from tests.cache.fakes import ask, entry_for
@@ -47,20 +49,21 @@ class Heard:
         self.verdicts[source, ruling, judge] += 1
 
 
-def job(chance: float, **facts: Any) -> Job:
+def over(chance: float, entry: Entry | None = None) -> tuple[Flight, Record]:
     """A request that is over: one that was generated, or with `entry` one that was a hit."""
-    found = ask("open the box")
-    record = Record(
+    turn = read_turn(BODY, {}, arrive("chat"))
+    unused: Any = None
+    generation = Generation(turn, unused, unused, ask("open the box"), {}, ())
+    trial = Trial((ask("open the crate").exact,), b"", 0.9, chance, b"rule")
+    generation.looked_up(SemanticResult(entry=entry, trial=trial))
+    progress = Progress("somewhere")
+    progress.end("ok")
+    generation._tries.append(progress)
+    flight = Flight(generation)
+    flight.extend([Chunk(WHOLE, is_whole=True)])
+    return flight, Record(
         request_id=f"req_{random.random()}", at_s=time.time(), team_id=1, key_id=1, alias="m", similarity=0.9
     )
-    turn = read_turn(BODY, {}, record)
-    flight = Flight(Facts(**facts))
-    flight.extend([Chunk(WHOLE, is_whole=True)])
-    made: Any = Job(turn, None, None, flight, flight.facts, found, {})  # type: ignore[arg-type]
-    made.generated.is_complete = True
-    made.trial = Trial((ask("open the crate").exact,), b"", 0.9, chance, b"rule")
-    result: Job = made
-    return result
 
 
 def judging(redis: Redis, judge: Waits, heard: Heard, share: float, regenerated: list[Turn]) -> Judging:
@@ -80,7 +83,7 @@ async def test_what_finds_no_room_is_not_judged(redis: Redis) -> None:
     heard, judge = Heard(), Waits()
     one = judging(redis, judge, heard, 0.0, [])
     for _ in range(_QUEUE_MAX + 30):
-        one.recorded(job(1.0), None)
+        one.recorded(*over(1.0))
     assert heard.verdicts[Source.MISS, Ruling.UNKNOWN, "no room"] == 30
     await one.aclose()
 
@@ -95,7 +98,7 @@ async def test_hits_are_drawn_at_the_share_they_stand_for(redis: Redis, share: f
     found, count = ask("open the crate"), 400
     entry = msgspec.structs.replace(entry_for(found, time.time()), chunks=(Recorded(WHOLE, is_whole=True),))
     for number in range(count):
-        one.recorded(job(audited, entry=entry), None)
+        one.recorded(*over(audited, entry))
         if number % 50 == 49:
             async with asyncio.timeout(20):
                 while one.waiting:  # noqa: ASYNC110

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 from redis.asyncio import Redis
 
-from gateway.journey.record import arrived_at, new_id
+from gateway.journey.turn import arrived_at, new_id
 from gateway.learning.reports import Reports
 from gateway.telemetry.stats import Stats
 from tests.telemetry.records import hit

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from gateway.journey.record import Attempt, Record
+from gateway.deployments.progress import Attempt
+from gateway.journey.record import Record
 
 AT_S = 1_763_726_400.0  # 2025-11-21 12:00:00 UTC
 

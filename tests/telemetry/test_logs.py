@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from gateway.journey.record import Attempt, Rejection
+from gateway.deployments.progress import Attempt
+from gateway.journey.record import Rejection
 from gateway.settings import Settings
 from gateway.telemetry import logs
 from tests.telemetry.records import hit, miss
