@@ -1,7 +1,7 @@
 """The settings: one YAML file, plus environment variables for secrets and containers.
 
-Each setting is a field with its default and a description; README lists the same, and a test
-compares. Unknown or wrong settings prevent the start: `SettingsError` names each of them. This
+Each setting is a field with its default and a description; `./run docs` lists them in
+docs/configuration.md. Unknown or wrong settings prevent the start: `SettingsError` names each of them. This
 module opens and creates nothing.
 """
 
@@ -45,7 +45,7 @@ class PriceSettings(_Section):
     cached_input_usd_per_mtok: float | None = Field(
         None, ge=0, description="USD for a million prompt tokens that the provider had cached; default: the input price"
     )
-    request_usd: float = Field(0.0, ge=0, description="USD for each request, beside its tokens")
+    request_usd: float = Field(0.0, ge=0, description="USD for each request, in addition to its tokens")
 
 
 class DeploymentSettings(_Section):
@@ -58,8 +58,8 @@ class DeploymentSettings(_Section):
         description="`local`: an engine below; `openai`: any OpenAI-compatible server; `litellm`: a managed provider through litellm"
     )
     engine: str | None = Field(None, description="local: the name of an entry of `engines`")
-    model: str | None = Field(None, description="openai, litellm: the model's name over there")
-    base_url: str | None = Field(None, description="openai: the server's base URL, ending in /v1 as a rule")
+    model: str | None = Field(None, description="openai, litellm: the provider's name of the model")
+    base_url: str | None = Field(None, description="openai: the server's base URL, usually ending in /v1")
     api_key_env: str | None = Field(None, description="the environment variable that holds the provider's key")
     headers: dict[str, str] = Field({}, description="openai: further headers sent with each request")
     price: PriceSettings | None = Field(
@@ -104,7 +104,7 @@ class DeploymentSettings(_Section):
 
 
 class ModelSettings(_Section):
-    deployments: list[DeploymentSettings] = Field(min_length=1, description="where this alias can be answered")
+    deployments: list[DeploymentSettings] = Field(min_length=1, description="the places that can answer this alias")
     policy: Literal["cheapest", "fastest", "balanced"] = Field("balanced", description="how deployments are ranked")
     ttft_ms_max: float | None = Field(
         None, gt=0, description="never use a deployment expected to take longer to its first chunk"
@@ -112,7 +112,7 @@ class ModelSettings(_Section):
     cost_microusd_max: int | None = Field(
         None, ge=0, description="never use a deployment expected to cost more for a request"
     )
-    is_semantic: bool = Field(True, description="whether answers of this alias may be found by meaning")
+    is_semantic: bool = Field(True, description="semantic hits for this alias")
     semantic_error_max: float | None = Field(
         None, ge=0, le=1, description="tighter than `cache.error_max`, for this alias"
     )
@@ -125,7 +125,7 @@ class ModelSettings(_Section):
 
 class EngineSettings(_Section):
     model: str = Field("default", description="`default`, a GGUF file, a checkpoint folder or a hub name")
-    draft_model: str | None = Field(None, description="a smaller model of the same tokenizer, which guesses for it")
+    draft_model: str | None = Field(None, description="smaller model for speculative decoding, same tokenizer")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="the weights' precision")
     weights: Literal["auto", "int8", "int4", "fp8"] = Field(
@@ -146,16 +146,16 @@ class CacheSettings(_Section):
     )
     ttl_s_max: int = Field(30 * 86_400, gt=0, description="the longest time to live a request may ask for")
     size_bytes_max: int = Field(
-        256 << 20, gt=0, description="cached bytes per team, out goes what has been worth least lately"
+        256 << 20, gt=0, description="cached bytes per team; answers that were worth least lately are evicted"
     )
     entry_bytes_max: int = Field(4 << 20, gt=0, description="a longer answer is not cached")
     l1_bytes_max: int = Field(8 << 20, ge=0, description="bytes of answers each gateway worker keeps in its own memory")
-    error_max: float = Field(0.01, ge=0, le=1, description="share of requests that may be answered wrongly by meaning")
-    is_audited: bool = Field(True, description="generate some would-be hits to check them: a tenth, at last 2%")
-    judge_model: str | None = Field(None, description="an alias that is asked whether long answers say the same")
+    error_max: float = Field(0.01, ge=0, le=1, description="largest share of requests with a wrong semantic hit")
+    is_audited: bool = Field(True, description="generate some would-be hits as a check: first a tenth, later 2%")
+    judge_model: str | None = Field(None, description="alias of the model that compares long answers")
     judge_budget_usd: float = Field(1.0, ge=0, description="USD a day for `judge_model` and shadow checks; 0: none")
-    shadow_share: float = Field(0.0, ge=0, le=1, description="share of hits by meaning also generated, as a check")
-    feedback_ttl_s: int = Field(3_600, gt=0, description="how long a hit by meaning can be reported at /v1/feedback")
+    shadow_share: float = Field(0.0, ge=0, le=1, description="share of semantic hits also generated, as a check")
+    feedback_ttl_s: int = Field(3_600, gt=0, description="how long a semantic hit can be reported at /v1/feedback")
     semantic_timeout_ms: int = Field(1_000, gt=0, description="a semantic lookup that takes longer is a miss")
     embedder: str = Field(
         "default",
@@ -167,9 +167,9 @@ class CacheSettings(_Section):
 
 class BudgetSettings(_Section):
     on_redis_failure: Literal["refuse", "allow"] = Field(
-        "refuse", description="what a team with a hard budget gets while Redis, which holds the money, is away"
+        "refuse", description="teams with a hard budget while Redis, which holds the budgets, is away"
     )
-    hold_lease_s: int = Field(60, ge=5, description="a hold of a worker that died is released after this long")
+    hold_lease_s: int = Field(60, ge=5, description="seconds until the reservations of a dead worker are released")
 
 
 class Settings(_Section):
@@ -194,21 +194,21 @@ class Settings(_Section):
     )
     secret: str | None = Field(
         None,
-        description="keys the cache's partitions and signs sessions (environment only); hosts that share a Redis share it; "
+        description="the key of the cache's partitions and of sessions (environment only); hosts that share a Redis share it; "
         "default: made at the first start, kept in data_dir",
     )
     body_bytes_max: int = Field(16 << 20, gt=0, description="a larger request body is refused with 413")
     client_stall_s: int = Field(
-        300, ge=1, description="a client that takes nothing of its answer for this long is disconnected (Linux)"
+        300, ge=1, description="a client that reads nothing of its answer for this long is disconnected (Linux)"
     )
     log_format: Literal["auto", "json", "pretty"] = Field("auto", description="`auto`: pretty on a terminal, else JSON")
     log_prompts: bool = Field(False, description="write prompts and answers to the log")
-    redis_timeout_ms: int = Field(500, gt=0, description="a Redis call that takes longer has failed")
-    shutdown_grace_s: float = Field(30.0, ge=0, description="time running answers get when the gateway is told to stop")
+    redis_timeout_ms: int = Field(500, gt=0, description="timeout of a Redis call")
+    shutdown_grace_s: float = Field(30.0, ge=0, description="seconds that running answers get when the gateway stops")
     cache: CacheSettings = CacheSettings()
     budgets: BudgetSettings = BudgetSettings()
     engines: dict[str, EngineSettings] = Field(
-        {"default": EngineSettings()}, description="local engines, a process each"
+        {"default": EngineSettings()}, description="local engines, one process each"
     )
     models: dict[str, ModelSettings] = Field(
         {
@@ -216,7 +216,7 @@ class Settings(_Section):
                 deployments=[DeploymentSettings(name="local", backend="local", engine="default")]
             )
         },
-        description="what requests may name in `model`, and where each is answered",
+        description="the names that requests may send as `model`, with their deployments",
     )
     embedding_alias: str = Field(
         DEFAULT_EMBEDDER_ALIAS, description="the name under which /v1/embeddings serves the embedder"

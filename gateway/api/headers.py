@@ -1,7 +1,7 @@
 """The response headers that say where an answer came from, what it cost and what it saved.
 
 Sources: RFC 9211 (Cache-Status), RFC 9111 section 5.1 (Age), W3C Server Timing. Names are lower-case bytes, as ASGI wants them.
-Invariant: every header of our own is listed in README, and a test compares.
+Invariant: docs/api.md lists every header of our own; a test compares.
 """
 
 import time
