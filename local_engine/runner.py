@@ -25,6 +25,7 @@ from local_engine.models.decoder import Decoder
 from local_engine.sequence import Chunk
 from local_engine.step_in_flight import Flight
 from local_engine.weights import scaled
+from local_engine.weights.linear import LinearOptions
 
 if TYPE_CHECKING:
     from local_engine.executors.gpu import GpuExecutor
@@ -64,11 +65,13 @@ class ModelRunner:
             try:
                 self.decoder = Decoder(
                     model,
-                    dtype=self.dtype,
-                    device=self.device,
+                    LinearOptions(
+                        dtype=self.dtype,
+                        device=self.device,
+                        fp8="made" if config.weights == "fp8" else "kept",
+                        is_batch_invariant=config.is_batch_invariant is not False,
+                    ),
                     bits=_bits(config, self),
-                    wants_fp8=config.weights == "fp8",
-                    wants_batch_invariance=config.is_batch_invariant is not False,
                 )
             except (RuntimeError, MemoryError) as error:  # torch says no more of what can't be allocated
                 said = str(error).partition("\n")[0]

@@ -111,31 +111,28 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step, in order of priority and decodes first; empty when there is nothing to do."""
         chunks: list[Chunk] = []
-        budget, is_short = self.step_tokens_max, False
-        admissible = set(map(id, self.waiting))  # not who loses its place in this very step
+        budget, has_preempted = self.step_tokens_max, False
+        candidates = set(map(id, self.waiting))  # a sequence that loses its place in this step is none
         ready = sorted((s for s in self.running if s.has_room), key=lambda s: (s.priority, s.pending > 1, s.order))
         drafts = self._drafts([s for s in ready if s.pending == 1])
-        passed: list[Sequence] = []  # found no room, and still hold blocks
+        without_room: list[Sequence] = []  # they found no block, and still hold theirs
         while budget > 0:
-            head = self.waiting[0] if self.waiting and id(self.waiting[0]) in admissible and not is_short else None
-            if ready and (head is None or head.priority >= ready[0].priority):
-                sequence = ready.pop(0)
-            elif head is None:
+            newcomer = self._newcomer(candidates, ready, has_preempted)
+            if newcomer is not None and not self._admit(newcomer):
+                if self._make_way((newcomer.priority, math.inf), ready, without_room):
+                    continue
                 break
-            elif self._admit(head):
-                sequence = head
-            elif self._make_way((head.priority, math.inf), ready, passed):
-                continue
-            else:
+            if newcomer is None and not ready:
                 break
+            sequence = newcomer or ready.pop(0)
             count, preemptions = min(sequence.pending, budget), self.preemptions
-            if self._find_room(sequence, count, ready, passed):
+            if self._find_room(sequence, count, ready, without_room):
                 draft = self._make_room(sequence, drafts.get(sequence.id), budget - len(ready) - 1)
                 chunks.append(self._chunk(sequence, count, draft))
                 budget -= chunks[-1].count + chunks[-1].wanted
             else:
-                passed.append(sequence)
-            is_short = is_short or self.preemptions > preemptions
+                without_room.append(sequence)
+            has_preempted = has_preempted or self.preemptions > preemptions
         return chunks
 
     def check_integrity(self, live: Collection[int]) -> None:
@@ -154,6 +151,15 @@ class Scheduler:
             assert len(sequence.blocks) * size >= sequence.computed, f"sequence {sequence.id} lacks blocks"
             assert sequence.foreseen <= sequence.computed, f"sequence {sequence.id} was drafted past its tokens"
             assert sequence.pending >= 1, f"sequence {sequence.id} has nothing to compute"
+
+    def _newcomer(self, candidates: set[int], ready: list[Sequence], has_preempted: bool) -> Sequence | None:
+        """The first that waits, where it is its turn: one of a better priority than all that are `ready` goes before them,
+        any other after them and, so that nothing is admitted to what was just taken away, in steps without a preemption."""
+        head = self.waiting[0] if self.waiting else None
+        if head is None or id(head) not in candidates:
+            return None
+        is_next = head.priority < ready[0].priority if ready else not has_preempted
+        return head if is_next else None
 
     def _place_for(self, sequence: Sequence) -> list[int] | None:
         """The blocks it could reuse, if it may run beside those that do: there is room for all of its tokens, and for what

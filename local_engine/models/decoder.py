@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as functional
@@ -20,7 +20,7 @@ from local_engine.config import ModelConfig, ModelError, RopeConfig
 from local_engine.kernels.fused import add_norm, rms_norm, row_kernels, softcap
 from local_engine.models.mlp import Experts, Mlp
 from local_engine.models.rope import Rotary, rotary
-from local_engine.weights.linear import Linear
+from local_engine.weights.linear import Linear, LinearOptions
 from local_engine.weights.quantised import Quantised, bits_of
 from local_engine.weights.scaled import Scaled
 
@@ -87,32 +87,24 @@ class Decoder:
     `parameters` counts the weights taken so far; tied ones count once.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        bits: int | None = None,
-        wants_fp8: bool = False,
-        wants_batch_invariance: bool = False,
-    ) -> None:
-        """`bits`: 8 or 4 quantises matrices while they are read, where that is served (`bits_of`); None takes them as they come.
-        `wants_fp8` rounds them to 8-bit floats, but for the head and experts."""
+    def __init__(self, config: ModelConfig, options: LinearOptions, *, bits: int | None = None) -> None:
+        """`options`: of matrices; the head, routers and experts are never 8-bit floats. `bits`: 8 or 4 quantises matrices while
+        they are read, where that is served (`bits_of`); None takes them as they come."""
         self.config = config
-        self.dtype = dtype
-        self.device = device
-        self.native = row_kernels(device, dtype)
+        self.dtype = options.dtype
+        self.device = options.device
+        self.native = row_kernels(self.device, self.dtype)
         self.parameters = 0
-        self._bits, self._wants_fp8 = bits, wants_fp8
-        self._wants_batch_invariance = wants_batch_invariance
+        self._bits = bits
+        self._options, self._options_exact = options, replace(options, fp8="never")
         self._targets: dict[str, torch.Tensor | Part] = {}
         self._norms: list[torch.Tensor] = []
         self._rope_factors: torch.Tensor | None = None
         hidden = config.hidden_size
         self._embedding: torch.Tensor | None = None  # none where it is the head's matrix
         self.final_norm = self._norm("model.norm.weight", hidden)
-        self.head = self._linear((config.vocabulary_size,), hidden, names=("lm_head",), is_head=True)
+        of_head = replace(self._options_exact, is_head=True)
+        self.head = self._linear((config.vocabulary_size,), hidden, of_head, names=("lm_head",))
         self._targets["model.embed_tokens.weight"] = Part(self.head, 0)
         if not config.has_tied_embeddings:
             self._embedding = self._empty(config.vocabulary_size, hidden)
@@ -240,25 +232,19 @@ class Decoder:
         self,
         rows: tuple[int, ...],
         columns: int,
+        options: LinearOptions,
         *,
         names: tuple[str, ...] = (),
         has_bias: bool = False,
-        is_head: bool = False,
-        has_fp8: bool = False,
     ) -> Linear:
         """`names`: of its parts, by which they are quantised; without them it stays as exact as it comes."""
         bits, layers = self._bits, self.config.layers
         return Linear(
             rows,
             columns,
-            dtype=self.dtype,
-            device=self.device,
+            options,
             has_bias=has_bias,
             bits=None if bits is None or not names else [bits_of(name, bits, layers) for name in names],
-            wants_fp8=self._wants_fp8 and has_fp8,
-            has_fp8=has_fp8,
-            is_batch_invariant=self._wants_batch_invariance,
-            is_head=is_head,
         )
 
     def _norm(self, name: str, *shape: int) -> torch.Tensor:
@@ -278,11 +264,11 @@ class Decoder:
         columns: int,
         *,
         has_bias: bool,
-        has_fp8: bool = True,
+        options: LinearOptions | None = None,
     ) -> Linear:
-        """One Linear whose consecutive rows are the checkpoint's tensors of these names."""
+        """One Linear whose consecutive rows are the checkpoint's tensors of these names. `options`: by default the model's."""
         parts = tuple(f"{prefix}.{name}" for name in names)
-        linear = self._linear(rows, columns, names=parts, has_bias=has_bias, has_fp8=has_fp8)
+        linear = self._linear(rows, columns, options or self._options, names=parts, has_bias=has_bias)
         for index, name in enumerate(names):
             self._targets[f"{prefix}.{name}.weight"] = Part(linear, index)
         for name, part in zip(
@@ -318,23 +304,24 @@ class Decoder:
         experts = config.experts
         if experts is None or not experts.is_sparse[index]:
             return self._dense(prefix, config.intermediate_size)
-        router = self._linear((experts.count,), config.hidden_size)  # exact: small, and everything hangs on it
+        # not quantised: it is small, and every expert's share hangs on it
+        router = self._linear((experts.count,), config.hidden_size, self._options_exact)
         self._targets[f"{prefix}.gate.weight"] = Part(router, 0)
         return Experts(
             router=router,
             experts=tuple(
-                self._dense(f"{prefix}.experts.{expert}", experts.intermediate_size, has_fp8=False)
+                self._dense(f"{prefix}.experts.{expert}", experts.intermediate_size, self._options_exact)
                 for expert in range(experts.count)
             ),
             per_token=experts.per_token,
             normalises=experts.normalises,
         )
 
-    def _dense(self, prefix: str, inner: int, *, has_fp8: bool = True) -> Mlp:
+    def _dense(self, prefix: str, inner: int, options: LinearOptions | None = None) -> Mlp:
         hidden, has_bias, ups = self.config.hidden_size, self.config.has_mlp_bias, ("gate_proj", "up_proj")
         return Mlp(
-            gate_up=self._fused(prefix, ups, (inner, inner), hidden, has_bias=has_bias, has_fp8=has_fp8),
-            down=self._fused(prefix, ("down_proj",), (hidden,), inner, has_bias=has_bias, has_fp8=has_fp8),
+            gate_up=self._fused(prefix, ups, (inner, inner), hidden, has_bias=has_bias, options=options),
+            down=self._fused(prefix, ("down_proj",), (hidden,), inner, has_bias=has_bias, options=options),
             activation=self.config.activation,
             native=self.native,
         )

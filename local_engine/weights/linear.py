@@ -9,11 +9,12 @@ product is the fall-back and the oracle. Knows no model.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as functional
@@ -30,45 +31,55 @@ _BFLOAT16_TO_FLOAT32 = 2  # the product's kind beside those of `kind_of`
 _ROWS_ALL = (1 << 31) - 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearOptions:
+    """How a matrix is held and multiplied.
+
+    `fp8`: whether 8-bit floats are kept where a GPU multiplies them, or other weights are rounded to them as well, on any
+    device. `is_batch_invariant`: one order of sums for any number of rows. `is_head`: the result is float32 where the native
+    product gives it; logits lie so close together that half precision would make some equal.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    fp8: Literal["never", "kept", "made"] = "never"
+    is_batch_invariant: bool = False
+    is_head: bool = False
+
+
 class Linear:
     """y = x W^T + b. Its rows come in parts, the checkpoint's tensors. `put` each, `prepare` once, then call.
 
     `bits`: what wider parts are quantised to, each to its own, where the native product can be used; None leaves all as they are.
-    `has_fp8`: 8-bit floats stay such where a GPU multiplies them; `wants_fp8`: others are rounded to them, on any device.
-    `is_batch_invariant`: one order of sums for any number of rows. `is_head`: its result is float32 where the native
-    product gives it; logits lie so close together that half precision would make some equal.
     """
 
     def __init__(
         self,
         rows: tuple[int, ...],
         columns: int,
+        options: LinearOptions,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
         has_bias: bool = False,
         bits: Many[int] | None = None,
-        wants_fp8: bool = False,
-        has_fp8: bool = False,
-        is_batch_invariant: bool = False,
-        is_head: bool = False,
     ) -> None:
+        dtype, device = options.dtype, options.device
         self.rows, self.columns = rows, columns
         self.bias = torch.empty(sum(rows), dtype=dtype, device=device) if has_bias else None
-        self._is_head = is_head
+        self._out_dtype = torch.float32 if options.is_head else dtype
         # decision: batch-invariant
-        self._dequantised_from = _ROWS_ALL if is_batch_invariant else _DEQUANTISED_FROM
+        self._dequantised_from = _ROWS_ALL if options.is_batch_invariant else _DEQUANTISED_FROM
         self._dtype, self._device = dtype, device
         self._native = native_for(device, dtype)
         self._is_on_gpu = supports.is_served(device, "product") and columns % GROUP == 0
         is_aligned = columns % scaled.ALIGNMENT == 0 and all(count % scaled.ALIGNMENT == 0 for count in rows)
-        self._wants_fp8 = wants_fp8 and is_aligned
-        self._keeps_fp8 = has_fp8 and is_aligned and (wants_fp8 or device.type == "cuda") and scaled.is_served(device)
+        can_fp8 = is_aligned and (options.fp8 == "made" or (options.fp8 == "kept" and device.type == "cuda"))
+        self._makes_fp8 = is_aligned and options.fp8 == "made"
+        self._keeps_fp8 = can_fp8 and scaled.is_served(device)
         self._can_pack = device.type == "cpu" and not self._is_on_gpu
         is_native = self._native is not None and columns % GROUP == 0
         self._bits = bits if is_native or self._is_on_gpu else None
         self._parts: list[_Part | None] = [None] * len(rows)
-        self._products: list[NativeProduct | _Torch | QuantisedProduct | ScaledProduct] = []
+        self._products: list[Product] = []
 
     @property
     def size_bytes(self) -> int:
@@ -149,9 +160,9 @@ class Linear:
         native = self._native
         if isinstance(value, Scaled) and self._keeps_fp8:
             return value.on(self._device)
-        if isinstance(value, Scaled) or (self._wants_fp8 and isinstance(value, Quantised)):
+        if isinstance(value, Scaled) or (self._makes_fp8 and isinstance(value, Quantised)):
             value = value.dequantised()
-        if isinstance(value, torch.Tensor) and self._wants_fp8:
+        if isinstance(value, torch.Tensor) and self._makes_fp8:
             return to_scaled(value.to(self._device))
         if isinstance(value, Quantised):
             if self._is_on_gpu and value.bits in (4, 8):
@@ -170,29 +181,32 @@ class Linear:
             return value.to(self._dtype, copy=True)
         return value.to(self._device).to(self._dtype)
 
-    def _product(self, run: list[_Part]) -> NativeProduct | _Torch | QuantisedProduct | ScaledProduct:
-        codes = [part for part in run if isinstance(part, Quantised)]
-        if codes:
-            return QuantisedProduct(joined(codes), self._device)
-        floats = [part for part in run if isinstance(part, Scaled)]
-        if floats:
-            return ScaledProduct(scaled.joined(floats))
-        panels = [part for part in run if isinstance(part, _Panels)]
-        if not panels:
-            weights = [part for part in run if isinstance(part, torch.Tensor)]
-            weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-            return _Torch(weight, can_pack=self._can_pack and can_pack(self._dtype))
+    def _product(self, run: list[_Part]) -> Product:
+        """What multiplies these parts, by the form they are held in."""
+        makers: dict[type, Callable[[list[Any]], Product]] = {
+            torch.Tensor: self._of_floats,
+            _Panels: self._of_panels,
+            Quantised: lambda parts: QuantisedProduct(joined(parts), self._device),
+            Scaled: lambda parts: ScaledProduct(scaled.joined(parts)),
+        }
+        return makers[type(run[0])](run)
+
+    def _of_floats(self, weights: list[torch.Tensor]) -> _Torch:
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        return _Torch(weight, can_pack=self._can_pack and can_pack(self._dtype))
+
+    def _of_panels(self, panels: list[_Panels]) -> NativeProduct:
         assert self._native is not None
         return NativeProduct(
-            self._native,
-            torch.cat([part.codes for part in panels]) if len(panels) > 1 else panels[0].codes,
-            sum(part.rows for part in panels),
-            self.columns,
-            panels[0].bits,
-            panels[0].order,
-            self._dequantised_from,
+            native=self._native,
+            weight=torch.cat([part.codes for part in panels]) if len(panels) > 1 else panels[0].codes,
+            outputs=sum(part.rows for part in panels),
+            columns=self.columns,
+            bits=panels[0].bits,
+            order=panels[0].order,
+            dequantised_from=self._dequantised_from,
             dtype=self._dtype,
-            out_dtype=torch.float32 if self._is_head else self._dtype,
+            out_dtype=self._out_dtype,
         )
 
 
@@ -299,6 +313,9 @@ class _Torch:
 
     def take_rows(self, ids: torch.Tensor) -> torch.Tensor:
         return functional.embedding(ids, self.weight)
+
+
+Product = NativeProduct | _Torch | QuantisedProduct | ScaledProduct
 
 
 @cache

@@ -21,7 +21,7 @@ from local_engine.executors.native import NativeExecutor, NativeStep
 from local_engine.executors.torch import TorchExecutor
 from local_engine.kernels import cpu
 from local_engine.kernels.fused import add_norm, gate
-from local_engine.weights.linear import Linear, has_pairs
+from local_engine.weights.linear import Linear, LinearOptions, has_pairs
 from local_engine.weights.quantised import Quantised, from_gguf, quantise
 from tests.engine.checkpoints import random_prompt, reference
 from tests.engine.conftest import SMALL, greedy, run
@@ -42,7 +42,13 @@ def linear(
     weight: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None = None, bits: int | None = None, **options: Any
 ) -> Linear:
     rows, own = (weight.shape[0],), None if bits is None else (bits,)
-    made = Linear(rows, weight.shape[1], dtype=dtype, device=CPU, has_bias=bias is not None, bits=own, **options)
+    made = Linear(
+        rows,
+        weight.shape[1],
+        LinearOptions(dtype=dtype, device=CPU, **options),
+        has_bias=bias is not None,
+        bits=own,
+    )
     if made.bias is not None and bias is not None:
         made.bias.copy_(bias)
     made.put(0, weight)
@@ -97,7 +103,7 @@ def test_what_is_no_number_stays_none(kernels: cpu.Kernels, bits: int) -> None:
 def test_a_bfloat16_product_is_torch_s(kernels: cpu.Kernels) -> None:
     """Pairs of bfloat16 give the exact products, added in float."""
     weight, x = torch.randn(45, 100).bfloat16(), torch.randn(11, 100).bfloat16()
-    found = Linear((45,), 100, dtype=torch.bfloat16, device=CPU)
+    found = Linear((45,), 100, LinearOptions(dtype=torch.bfloat16, device=CPU))
     found.put(0, weight)
     found.prepare()
     torch.testing.assert_close(found(x).float(), x.float() @ weight.float().T, rtol=0.01, atol=0.05)
@@ -176,7 +182,7 @@ def test_a_product_with_a_file_s_blocks(kernels: cpu.Kernels, dtype: torch.dtype
     raw, columns = random_blocks(kind, 37, seed=rows)
     matrix = from_gguf(raw, kind, (37, columns))
     assert matrix is not None
-    product = Linear((37,), columns, dtype=dtype, device=CPU)
+    product = Linear((37,), columns, LinearOptions(dtype=dtype, device=CPU))
     product.put(0, matrix)
     product.prepare()
     assert product.forms() == [f"{matrix.bits} bits"]
@@ -196,7 +202,7 @@ def test_single_rows_are_what_the_file_says(kernels: cpu.Kernels, dtype: torch.d
     raw, columns = random_blocks(kind, 37)
     matrix = from_gguf(raw, kind, (37, columns))
     assert matrix is not None
-    head = Linear((37,), columns, dtype=dtype, device=CPU, is_head=True)
+    head = Linear((37,), columns, LinearOptions(dtype=dtype, device=CPU, is_head=True))
     head.put(0, matrix)
     assert head.has_rows
     ids = torch.tensor([36, 0, 17, 17, 5])
@@ -206,7 +212,7 @@ def test_single_rows_are_what_the_file_says(kernels: cpu.Kernels, dtype: torch.d
 def test_single_rows_of_a_bfloat16_matrix(kernels: cpu.Kernels) -> None:
     """They are the checkpoint's, whatever multiplies it."""
     weight, ids = torch.randn(45, 100).bfloat16(), torch.tensor([44, 3, 16])
-    head = Linear((45,), 100, dtype=torch.bfloat16, device=CPU, is_head=True)
+    head = Linear((45,), 100, LinearOptions(dtype=torch.bfloat16, device=CPU, is_head=True))
     head.put(0, weight)
     assert head.has_rows == has_pairs()
     if head.has_rows:
@@ -393,7 +399,7 @@ def test_wider_codes_are_narrowed_and_narrow_ones_kept(kernels: cpu.Kernels) -> 
     """A file of 8 bits can be run in 4; one of 4 stays as it is when 8 are asked for."""
     values, x = torch.randn(20, 64), torch.randn(3, 64)
     for own, asked, then in ((8, 4, 4), (4, 8, 4), (8, 8, 8)):
-        product = Linear((20,), 64, dtype=torch.float32, device=CPU, bits=(asked,))
+        product = Linear((20,), 64, LinearOptions(dtype=torch.float32, device=CPU), bits=(asked,))
         product.put(0, quantise(values, own))
         product.prepare()
         assert product.size_bytes == 2 * 2 * cpu.PANEL * (cpu.GROUP * then // 8 + 4)

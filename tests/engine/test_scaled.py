@@ -14,7 +14,7 @@ from local_engine.checkpoints.open import open_checkpoint
 from local_engine.config import EngineConfig, ModelError
 from local_engine.engine import Engine
 from local_engine.weights import scaled
-from local_engine.weights.linear import Linear
+from local_engine.weights.linear import Linear, LinearOptions
 from local_engine.weights.scaled import Scaled, ScaledProduct, to_scaled
 from tests.engine import packers
 from tests.engine.checkpoints import random_prompt
@@ -64,14 +64,14 @@ def test_parts_of_a_matrix_keep_their_own_codes() -> None:
     torch.manual_seed(0)
     first, second = to_scaled(torch.randn(16, 32)), torch.randn(32, 32)
     x = torch.randn(2, 32)
-    for wants_fp8, form in ((True, "8-bit floats"), (False, "float32")):
-        linear = Linear((16, 32), 32, dtype=torch.float32, device=CPU, wants_fp8=wants_fp8, has_fp8=True)
+    for fp8, form in (("made", "8-bit floats"), ("kept", "float32")):
+        linear = Linear((16, 32), 32, LinearOptions(dtype=torch.float32, device=CPU, fp8=fp8))
         linear.put(0, first)
         linear.put(1, second)
         linear.prepare()
         assert linear.forms() == [form]
-        below = to_scaled(second).dequantised() if wants_fp8 else second
-        inputs = to_scaled(x).dequantised() if wants_fp8 else x
+        below = to_scaled(second).dequantised() if fp8 == "made" else second
+        inputs = to_scaled(x).dequantised() if fp8 == "made" else x
         wanted = inputs @ torch.cat((first.dequantised(), below)).T
         torch.testing.assert_close(linear(x), wanted, atol=5e-2, rtol=2e-2)
 

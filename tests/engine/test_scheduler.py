@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from local_engine.block_pool import BlockPool
@@ -103,6 +103,19 @@ class Simulation:
     blocks=st.integers(CONTEXT // BLOCK, 60),
     step_tokens_max=st.sampled_from([1, 3, 16, 100]),
     sequences_max=st.integers(1, 8),
+)
+@example(  # where a preemption for one decode must not put a newcomer behind a lesser one
+    requests=[
+        *[Arrival(1, 1, 0, 0, b"a", 0)] * 5,
+        Arrival(1, 1, 12, 0, b"a", 0),
+        Arrival(1, 5, 8, 0, b"a", 0),
+        Arrival(30, 9, 0, 1, b"a", 1),
+        Arrival(28, 7, 0, 1, b"b", 0),
+        Arrival(39, 11, 0, 0, b"a", 0),
+    ],
+    blocks=33,
+    step_tokens_max=16,
+    sequences_max=6,
 )
 def test_everybody_is_served_and_the_better_first(
     requests: list[Arrival], blocks: int, step_tokens_max: int, sequences_max: int

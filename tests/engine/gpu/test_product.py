@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from local_engine.weights.linear import Linear
+from local_engine.weights.linear import Linear, LinearOptions
 from local_engine.weights.quantised import Quantised, QuantisedProduct, quantise
 
 CPU = torch.device("cpu")
@@ -49,7 +49,9 @@ def test_a_linear_keeps_codes_where_the_gpu_serves_them(
     torch.manual_seed(0)
     whole = torch.randn(48, 64)
     parts = (quantise(whole[:16], 4), quantise(whole[16:32], 8), whole[32:])
-    linear = Linear((16, 16, 16), 64, dtype=torch.float32, device=CPU, has_bias=True, bits=bits and (bits,) * 3)
+    linear = Linear(
+        (16, 16, 16), 64, LinearOptions(dtype=torch.float32, device=CPU), has_bias=True, bits=bits and (bits,) * 3
+    )
     assert linear.bias is not None
     linear.bias.copy_(torch.randn(48))
     for index, part in enumerate(parts):
