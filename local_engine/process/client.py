@@ -42,7 +42,6 @@ from local_engine.messages import (
     why_ended,
 )
 
-_LOOK_S = 1.0
 _SILENT_LOOKS_MAX = 10  # a worker that is well speaks every second
 
 
@@ -178,13 +177,22 @@ class AsyncEngine:
     Belongs to one event loop. `generate` never raises: what is wrong is raised by the generation's first `__anext__`.
     """
 
-    def __init__(self, socket_path: str | Path, *, reconnect_min_s: float = 0.05, reconnect_max_s: float = 2.0) -> None:
+    def __init__(
+        self,
+        socket_path: str | Path,
+        *,
+        reconnect_min_s: float = 0.05,
+        reconnect_max_s: float = 2.0,
+        look_s: float = 1.0,
+    ) -> None:
+        """`look_s`: seconds between looks whether the worker has said anything; after 10 without a word it is silent."""
         self.socket_path = str(socket_path)
         self.info: ModelInfo | None = None
         self.ended: Ended | None = None  # why nobody was there, since it was ready last
         self.starts_failed = 0  # processes that were seen loading since then, and ended
         self._reconnect_min_s = reconnect_min_s
         self._reconnect_max_s = reconnect_max_s
+        self._look_s = look_s
         self._load = EngineLoad()
         self._ids = itertools.count(1)
         self._generations: dict[int, Generation] = {}
@@ -322,7 +330,7 @@ class AsyncEngine:
         silent = 0
         while silent < _SILENT_LOOKS_MAX and not frames.closed.done():
             frames.has_spoken = False
-            await asyncio.wait({frames.closed}, timeout=_LOOK_S)
+            await asyncio.wait({frames.closed}, timeout=self._look_s)
             silent = 0 if frames.has_spoken else silent + 1
         return "went away" if frames.closed.done() else "fell silent"
 

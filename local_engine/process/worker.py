@@ -44,8 +44,6 @@ from local_engine.process.thread import EngineThread, Key
 
 _STATE_PERIOD_S = 0.05
 _SAYS_SO_EVERY_S = 1.0
-# a step that takes longer than both never ends: a device that hangs; a slow machine that is busy gets there
-_STEP_S_MAX = 120.0
 _STEP_TIMES_MAX = 30.0  # of what the longest step took of late
 _PARENT_PERIOD_S = 0.5
 _UNREAD_SIZE_MAX_BYTES = 64 * 1024 * 1024
@@ -56,10 +54,13 @@ _log = logging.getLogger("local_engine.worker")
 class Server:
     """The socket's side: connections in, frames out, and the end of the process."""
 
-    def __init__(self, config: EngineConfig, *, drain_s: float) -> None:
+    def __init__(self, config: EngineConfig, *, drain_s: float, step_s_max: float = 120.0) -> None:
+        """`drain_s`: how long running answers have after SIGTERM. A step that takes longer than `step_s_max` and than 30 times
+        what the longest one took of late never ends: the device hangs. A slow machine that is busy takes less."""
         self._loop = asyncio.get_running_loop()
         self._thread = EngineThread(config, self._deliver_from_thread)
         self._drain_s = drain_s
+        self._step_s_max = step_s_max
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._running: set[Key] = set()
         self._clients = 0
@@ -198,7 +199,7 @@ class Server:
             thread = self._thread
             is_same_step = thread.steps_begun > thread.steps_ended == ended
             looks, ended = looks + 1 if is_same_step else 0, thread.steps_ended
-            if looks * _STATE_PERIOD_S > max(_STEP_S_MAX, _STEP_TIMES_MAX * thread.step_s_expected):
+            if looks * _STATE_PERIOD_S > max(self._step_s_max, _STEP_TIMES_MAX * thread.step_s_expected):
                 thread.error = TimeoutError(f"a step has taken more than {looks * _STATE_PERIOD_S:g} s")
                 self._is_over.set()
             if not self._thread.is_alive():

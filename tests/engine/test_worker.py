@@ -314,14 +314,11 @@ async def test_kill_9_is_an_honest_error_and_a_new_process_serves(checkpoint: Fo
                 successor.wait()
 
 
-async def test_a_process_that_hangs_is_told_from_one_that_works(
-    checkpoint: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_process_that_hangs_is_told_from_one_that_works(checkpoint: Folder) -> None:
     """Stopped, a worker falls silent: its generations end in an honest error, and none begins; continued, it serves again and
     has forgotten them."""
-    monkeypatch.setattr("local_engine.process.client._LOOK_S", 0.25)
     with worker_process(checkpoint("llama")) as own:
-        async with connected(own.socket_path) as engine:
+        async with connected(own.socket_path, look_s=0.25) as engine:
             streaming = engine.generate(request(random_prompt(1, 10), 170))
             await anext(streaming)
             own.process.send_signal(signal.SIGSTOP)
@@ -350,12 +347,11 @@ async def test_a_step_that_never_ends_ends_the_process(
             time.sleep(0.4)
         return [] if hung.is_set() and released.wait() else healthy(self)
 
-    monkeypatch.setattr(worker_module, "_STEP_S_MAX", 0.2)
     monkeypatch.setattr(Engine, "step", step)
     if is_slow:
         monkeypatch.setattr(Engine, "step_s_expected", 60.0)
     config = EngineConfig(model=str(checkpoint("llama")), device="cpu", dtype="float32", threads=1, kv_blocks=64)
-    serving = asyncio.create_task(worker_module.Server(config, drain_s=0.0).serve(tmp_path / "e.sock"))
+    serving = asyncio.create_task(worker_module.Server(config, drain_s=0.0, step_s_max=0.2).serve(tmp_path / "e.sock"))
     try:
         await until(lambda: (tmp_path / "e.sock").exists())
         async with connected(tmp_path / "e.sock") as engine:

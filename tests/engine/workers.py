@@ -48,9 +48,9 @@ def worker_process(model: Path, *options: str) -> Iterator[Worker]:
 
 
 @asynccontextmanager
-async def connected(socket_path: Path) -> AsyncIterator[AsyncEngine]:
+async def connected(socket_path: Path, look_s: float = 1.0) -> AsyncIterator[AsyncEngine]:
     """A client of a worker that is ready."""
-    engine = AsyncEngine(socket_path)
+    engine = AsyncEngine(socket_path, look_s=look_s)
     try:
         await engine.connect()
         async with asyncio.timeout(60):
