@@ -20,7 +20,7 @@ from local_engine.config import EngineConfig, ModelError
 from local_engine.runner import ModelRunner, Progress
 from local_engine.sampler import draw
 from local_engine.sequence import Chunk, Place, Sequence
-from local_engine.speculation.timing import Moment, Pace
+from local_engine.speculation.timing import Moment, StepTiming
 from local_engine.text.tokenizer import Tokenizer
 
 
@@ -45,14 +45,14 @@ def open_draft(config: EngineConfig, main: Checkpoint, progress: Progress) -> Mo
 
 
 class DraftModel:
-    """Guesses on a runner of its own, whose pool has as many blocks as the large model's. `pace` is told what its steps
+    """Guesses on a runner of its own, whose pool has as many blocks as the large model's. `timing` is told what its steps
     take; `step_tokens_max` bounds what it catches up in one."""
 
-    def __init__(self, runner: ModelRunner, vocabulary: int, step_tokens_max: int, pace: Pace) -> None:
+    def __init__(self, runner: ModelRunner, vocabulary: int, step_tokens_max: int, timing: StepTiming) -> None:
         self._runner = runner
         self._vocabulary = vocabulary
         self._step_tokens_max = step_tokens_max
-        self._pace = pace
+        self._timing = timing
         self._whole: dict[int, bytes] = {}  # blocks all of whose tokens' KV is here, with the key they had then
 
     @property
@@ -86,7 +86,7 @@ class DraftModel:
             logits = self._runner.run(chunks)
             ids = draw(self._fit(logits), [Place(sequence, ahead) for sequence in ready]) if ready else []
             busy_s = Moment.now().busy_s(start, is_device_here=not self._runner.is_asynchronous)
-            self._pace.draft_steps.observe(sum(chunk.count for chunk in chunks), busy_s)
+            self._timing.draft_steps.observe(sum(chunk.count for chunk in chunks), busy_s)
             for chunk in chunks:
                 self._note(chunk)
             chunks = []
@@ -107,23 +107,23 @@ class DraftModel:
             self._reuse(sequence)
             count = min(sequence.pending_draft, budget)
             if count > 0:
-                chunks.append(Chunk(sequence, sequence.foreseen, count, int(count == sequence.pending_draft)))
+                chunks.append(Chunk(sequence, sequence.draft_computed, count, int(count == sequence.pending_draft)))
                 budget -= count
         return chunks
 
     def _reuse(self, sequence: Sequence) -> None:
         """Skip what lies in its blocks already, because another sequence was there."""
         size = self._runner.kv.block_tokens
-        while sequence.foreseen % size == 0:
-            index = sequence.foreseen // size
+        while sequence.draft_computed % size == 0:
+            index = sequence.draft_computed // size
             if index >= sequence.registered or self._whole.get(sequence.blocks[index]) != sequence.keys[index]:
                 return
-            sequence.foreseen += size
+            sequence.draft_computed += size
 
     def _note(self, chunk: Chunk) -> None:
         """Keep what a chunk has written."""
         sequence, size = chunk.sequence, self._runner.kv.block_tokens
-        sequence.foreseen = chunk.end
+        sequence.draft_computed = chunk.end
         for index in range(chunk.start // size, -(-chunk.end // size)):
             if index < min(chunk.end // size, sequence.registered):
                 self._whole[sequence.blocks[index]] = sequence.keys[index]

@@ -36,8 +36,8 @@ from local_engine.runner import ModelRunner, default_sequences, default_step_tok
 from local_engine.scheduler import Scheduler
 from local_engine.sequence import Chunk, Sampled, Sequence, Status
 from local_engine.speculation.speculator import MATCH_MAX, Lookup, Speculation, Speculator
-from local_engine.speculation.timing import Moment, Pace
-from local_engine.step_in_flight import Flight, draw
+from local_engine.speculation.timing import Moment, StepTiming
+from local_engine.step_in_flight import StepInFlight, draw
 from local_engine.text.tokenizer import Piece, TextStream
 
 _log = logging.getLogger(__name__)
@@ -92,13 +92,13 @@ class Engine:
         self._is_overlapped = draft is None and (
             self._runner.is_asynchronous if is_overlapped is None else is_overlapped
         )
-        self._flights: list[Flight] = []  # launched and not yet landed, the oldest first
-        self._landed, self._pace = Moment.now(), Pace()
+        self._in_flight: list[StepInFlight] = []  # launched and not yet landed, the oldest first
+        self._landed, self._timing = Moment.now(), StepTiming()
         step_tokens_max = config.step_tokens_max or default_step_tokens(self._runner.device)
         vocabulary = checkpoint.config.vocabulary_size
-        self._draft_model = DraftModel(draft, vocabulary, step_tokens_max, self._pace) if draft is not None else None
+        self._draft_model = DraftModel(draft, vocabulary, step_tokens_max, self._timing) if draft is not None else None
         self._speculator = Speculator(
-            self._pace, config.draft_tokens_max, draft.context_tokens if draft is not None else 0
+            self._timing, config.draft_tokens_max, draft.context_tokens if draft is not None else 0
         )
         self._scheduler = Scheduler(
             self._pool,
@@ -132,12 +132,12 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a step would do anything, be it to land what was launched for sequences that have ended meanwhile: left
         lying until the next request, the time in between would count as that step's."""
-        return self._scheduler.has_work or bool(self._flights)
+        return self._scheduler.has_work or bool(self._in_flight)
 
     @property
     def step_s_expected(self) -> float:
         """How long a step of as many tokens as there may be takes at the pace of late; 0 where nothing is measured."""
-        pace = self._pace.prefill_tokens_per_s
+        pace = self._timing.prefill_tokens_per_s
         return self._scheduler.step_tokens_max / pace if pace else 0.0
 
     def prompt_tokens(self, request: GenerateRequest) -> list[int]:
@@ -208,11 +208,11 @@ class Engine:
         began = Moment.now()
         late = self._scheduler.overdue(self._clock(), self.config.wait_max_s)
         outputs = [self._fail(sequence, error) for sequence, error in late]
-        if any(flight.decides_next for flight in self._flights):
+        if any(step.decides_next for step in self._in_flight):
             outputs += self._land()
         chunks = self._scheduler.schedule()
         error = self._launch(chunks, began) if chunks else None
-        while len(self._flights) > int(self._is_overlapped and bool(chunks) and error is None):
+        while len(self._in_flight) > int(self._is_overlapped and bool(chunks) and error is None):
             outputs += self._land()
         if error is not None:
             outputs += self._fail_step([chunk.sequence for chunk in chunks], error)
@@ -233,8 +233,8 @@ class Engine:
             kv_blocks_used=self._pool.total - self._pool.available,
             kv_blocks_cached=self._pool.cached,
             kv_blocks_total=self._pool.total,
-            prefill_tokens_per_s=self._pace.prefill_tokens_per_s,
-            decode_ms_per_token=self._pace.decode_ms_per_token,
+            prefill_tokens_per_s=self._timing.prefill_tokens_per_s,
+            decode_ms_per_token=self._timing.decode_ms_per_token,
             answer_tokens_expected=self._scheduler.answer_tokens_expected,
             prompt_tokens_total=self._totals.prompt_tokens,
             cached_tokens_total=self._totals.cached_tokens,
@@ -271,29 +271,29 @@ class Engine:
             if self._draft_model is not None:
                 chunks = self._draft_model.fill(chunks)
                 began = Moment.now()  # those were steps of its own
-            logits = self._runner.run(chunks, self._flights[-1] if self._flights else None)
-            flight = draw(chunks, logits, self.tokenizer, began)
+            logits = self._runner.run(chunks, self._in_flight[-1] if self._in_flight else None)
+            step = draw(chunks, logits, self.tokenizer, began)
         except Exception as error:
             _log.exception("a step failed; its sequences end, the engine goes on")
             return f"the step failed: {error}"
-        self._flights.append(flight)
-        for chunk, count in zip(chunks, flight.counts, strict=True):
+        self._in_flight.append(step)
+        for chunk, count in zip(chunks, step.counts, strict=True):
             chunk.sequence.computed += chunk.count - len(chunk.draft)
             chunk.sequence.in_flight += count > 0
         return None
 
     def _land(self) -> list[StepOutput]:
         """Wait for the oldest flight and take in what it drew."""
-        flight = self._flights.pop(0)
+        step = self._in_flight.pop(0)
         try:
-            sampled = flight.land()
+            sampled = step.land()
         except Exception as error:
             _log.exception("a step failed on its way; its sequences end, the engine goes on")
-            return self._fail_step([chunk.sequence for chunk in flight.chunks], f"the step failed: {error}")
-        since, self._landed = max(flight.began, self._landed), Moment.now()
+            return self._fail_step([chunk.sequence for chunk in step.chunks], f"the step failed: {error}")
+        since, self._landed = max(step.began, self._landed), Moment.now()
         busy_s = self._landed.busy_s(since, is_device_here=not self._runner.is_asynchronous)
-        self._pace.observe(flight.chunks, self._landed.wall_s - since.wall_s, busy_s)
-        return self._postprocess(flight.chunks, sampled)
+        self._timing.observe(step.chunks, self._landed.wall_s - since.wall_s, busy_s)
+        return self._postprocess(step.chunks, sampled)
 
     def _postprocess(self, chunks: Many[Chunk], sampled: Many[list[Sampled]]) -> list[StepOutput]:
         ending = [
@@ -323,7 +323,7 @@ class Engine:
             more, reason = self._add(sequence, drawn[accepted])
             piece = piece.joined(more)
         sequence.computed += accepted
-        sequence.foreseen = min(sequence.foreseen, sequence.computed)
+        sequence.draft_computed = min(sequence.draft_computed, sequence.computed)
         if chunk.draft:
             self._learn(sequence, chunk, accepted)
         output = Output(
@@ -363,7 +363,7 @@ class Engine:
 
     def _fail_step(self, sequences: Many[Sequence], why: str) -> list[StepOutput]:
         """After a step went wrong nobody knows which KV is good: end these, recompute all others, forget everything."""
-        self._flights.clear()
+        self._in_flight.clear()
         failed = [self._fail(s, EngineFailed(why)) for s in sequences if s.status is not Status.FINISHED]
         for sequence in self._sequences.values():
             sequence.in_flight = 0
@@ -382,7 +382,7 @@ class Engine:
             return
         params = SamplingParams(temperature=0.0, max_tokens=3 if self._draft_model is None else 6, ignore_eos=True)
         for _ in range(2):
-            self._pace.forget()
+            self._timing.forget()
             self._speculator.forget()
             self.submit(range(length), params, salt=b"warm-up")
             while self.has_work:

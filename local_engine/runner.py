@@ -23,7 +23,7 @@ from local_engine.kernels import supports
 from local_engine.kernels.cpu import lack, native_for
 from local_engine.models.decoder import Decoder
 from local_engine.sequence import Chunk
-from local_engine.step_in_flight import Flight
+from local_engine.step_in_flight import StepInFlight
 from local_engine.weights import scaled
 from local_engine.weights.linear import LinearOptions
 
@@ -114,7 +114,7 @@ class ModelRunner:
                 raise ModelError(f"{piece.file}: {error}") from None
             progress(0.05 + 0.85 * piece.share, "reading weights")
 
-    def run(self, chunks: Many[Chunk], before: Flight | None = None) -> torch.Tensor:
+    def run(self, chunks: Many[Chunk], before: StepInFlight | None = None) -> torch.Tensor:
         """Compute the chunks; returns the logits [sum of their logit_rows, vocabulary], in the order of the chunks, valid
         until the next call. Tokens that nobody knows yet are taken from what the flight `before` draws, on the device."""
         return self._executor.run(chunks, before)

@@ -39,7 +39,7 @@ class Drawn(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class HostDrawn:
     """Drawn and at hand."""
 
     sampled: list[Sampled]

@@ -25,7 +25,7 @@ from collections.abc import Collection
 from local_engine.block_pool import BlockPool
 from local_engine.messages import DeadlineExceeded, EngineError, Overloaded
 from local_engine.sequence import Chunk, Sequence, Status
-from local_engine.speculation.speculator import Ask, Draft, Speculator
+from local_engine.speculation.speculator import Draft, DraftRequest, Speculator
 
 
 class Scheduler:
@@ -145,11 +145,13 @@ class Scheduler:
         for sequence in self.waiting:
             assert sequence.status is Status.WAITING, f"sequence {sequence.id} waits as {sequence.status}"
             assert not sequence.blocks, f"sequence {sequence.id} waits and holds blocks"
-            assert sequence.computed == sequence.foreseen == 0, f"sequence {sequence.id} waits with computed tokens"
+            assert sequence.computed == sequence.draft_computed == 0, (
+                f"sequence {sequence.id} waits with computed tokens"
+            )
         for sequence in self.running:
             assert sequence.status is Status.RUNNING, f"sequence {sequence.id} runs as {sequence.status}"
             assert len(sequence.blocks) * size >= sequence.computed, f"sequence {sequence.id} lacks blocks"
-            assert sequence.foreseen <= sequence.computed, f"sequence {sequence.id} was drafted past its tokens"
+            assert sequence.draft_computed <= sequence.computed, f"sequence {sequence.id} was drafted past its tokens"
             assert sequence.pending >= 1, f"sequence {sequence.id} has nothing to compute"
 
     def _newcomer(self, candidates: set[int], ready: list[Sequence], has_preempted: bool) -> Sequence | None:
@@ -210,19 +212,19 @@ class Scheduler:
         """What to verify with the decodes of a step, as far as their answers' limits leave room for it."""
         if self._speculator is None:
             return {}
-        asks = [
-            Ask(
-                s.id,
-                s.speculation,
-                s.tokens,
-                s.answer_tokens_max - s.answer_tokens - s.in_flight - 1,
-                s.in_flight,
-                s.foreseen,
+        requests = [
+            DraftRequest(
+                id=s.id,
+                speculation=s.speculation,
+                tokens=s.tokens,
+                room=s.answer_tokens_max - s.answer_tokens - s.in_flight - 1,
+                in_flight=s.in_flight,
+                draft_computed=s.draft_computed,
             )
             for s in decoding
             if s.speculation is not None
         ]
-        return self._speculator.plan(len(decoding), asks) if asks else {}
+        return self._speculator.plan(len(decoding), requests) if requests else {}
 
     def _make_room(self, sequence: Sequence, draft: Draft | None, budget: int) -> Draft | None:
         """As much of the draft as the budget and free blocks leave room for: a guess must cost nobody a block."""
@@ -269,7 +271,7 @@ class Scheduler:
             ):
                 break
             if blocks[index] != own:  # another's, which the draft model may not have seen
-                sequence.foreseen = min(sequence.foreseen, index * pool.block_tokens)
+                sequence.draft_computed = min(sequence.draft_computed, index * pool.block_tokens)
             sequence.registered += 1
         logit_rows = 1 if count == sequence.pending else 0
         if sequence.wants_prompt_logprobs:
@@ -277,9 +279,17 @@ class Scheduler:
         if draft is None:
             return Chunk(sequence, start, count, logit_rows)
         more = len(draft.tokens)
-        return Chunk(sequence, start, count + more, logit_rows + more, draft.tokens, draft.kind, draft.wanted)
+        return Chunk(
+            sequence,
+            start,
+            count + more,
+            logit_rows + more,
+            draft=draft.tokens,
+            kind=draft.kind,
+            wanted=draft.wanted,
+        )
 
     def _release(self, sequence: Sequence) -> None:
         self.pool.release(reversed(sequence.blocks))
         sequence.blocks = []
-        sequence.computed = sequence.registered = sequence.foreseen = 0
+        sequence.computed = sequence.registered = sequence.draft_computed = 0

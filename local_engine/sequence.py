@@ -32,7 +32,7 @@ class Sequence:
     and the next step may compute it all the same.
     `cached_tokens` is how much of the prompt was reused at first admission. `counts` counts answer tokens and is kept
     only where a penalty needs it. `turn` is its place in the fair order of its priority, see the scheduler.
-    `speculation` is None where drafts are not allowed; `foreseen` counts tokens whose KV the draft model has in `blocks`.
+    `speculation` is None where drafts are not allowed; `draft_computed` counts tokens whose KV the draft model has in `blocks`.
     `drafted` and `accepted` count guesses by their source. `prompt_logprobs` are those of the prompt's tokens, as far as they
     are known, where they were asked for: at least the first, which nothing predicts.
     """
@@ -52,7 +52,7 @@ class Sequence:
     turn: float = -1.0
     submitted_s: float = 0.0
     speculation: Speculation | None = None
-    foreseen: int = 0
+    draft_computed: int = 0
     drafted: Counter[str] = field(default_factory=Counter)
     accepted: Counter[str] = field(default_factory=Counter)
     status: Status = Status.WAITING
@@ -83,7 +83,7 @@ class Sequence:
     @property
     def pending_draft(self) -> int:
         """How many tokens the draft model has not seen."""
-        return len(self.tokens) - self.foreseen
+        return len(self.tokens) - self.draft_computed
 
     @property
     def order(self) -> tuple[int, float, int]:

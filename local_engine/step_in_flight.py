@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from local_engine.kernels import supports
 from local_engine.messages import TokenLogprob
-from local_engine.sampler import Drawn, Known, candidates, sample
+from local_engine.sampler import Drawn, HostDrawn, candidates, sample
 from local_engine.sequence import Chunk, Place, Sampled
 from local_engine.text.tokenizer import Tokenizer
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class StepInFlight:
     """`chunks` and what was drawn after each: `counts` places of `drawn`, which may still be under way. `began`: when its
     step began to be scheduled."""
 
@@ -55,7 +55,7 @@ class Flight:
         return zip(self.chunks, self.counts, strict=True)
 
 
-def draw(chunks: Many[Chunk], logits: torch.Tensor, tokenizer: Tokenizer, began: Moment) -> Flight:
+def draw(chunks: Many[Chunk], logits: torch.Tensor, tokenizer: Tokenizer, began: Moment) -> StepInFlight:
     """Draw for each chunk at its places: after its last token and after each of its draft. Prompts' log probabilities are
     kept where they were asked for."""
     places: list[Place] = []
@@ -71,7 +71,7 @@ def draw(chunks: Many[Chunk], logits: torch.Tensor, tokenizer: Tokenizer, began:
         rows += range(stop - len(own), stop)
         counts.append(len(own))
         at = stop
-    return Flight(chunks, counts, _drawn(logits, rows, places), began)
+    return StepInFlight(chunks, counts, _drawn(logits, rows, places), began)
 
 
 def _drawn(logits: torch.Tensor, rows: list[int], places: list[Place]) -> Drawn:
@@ -80,7 +80,7 @@ def _drawn(logits: torch.Tensor, rows: list[int], places: list[Place]) -> Drawn:
 
         return sample_there(logits, rows, places)
     sampled = sample(logits if len(rows) == len(logits) else logits[rows], places) if places else []
-    return Known(sampled, logits.device)
+    return HostDrawn(sampled, logits.device)
 
 
 def _prompt_logprobs(chunk: Chunk, logits: torch.Tensor, tokenizer: Tokenizer) -> list[TokenLogprob]:

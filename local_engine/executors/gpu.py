@@ -34,7 +34,7 @@ from local_engine.kernels.gpu.self_test import disagreements
 from local_engine.kernels.shared_prefixes import Prefix, shared_prefixes
 from local_engine.models.decoder import Decoder
 from local_engine.sequence import Chunk
-from local_engine.step_in_flight import Flight
+from local_engine.step_in_flight import StepInFlight
 
 _GRAPH_ROWS = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
 _SAVED_TOKENS_MIN = 512  # reads that a shared prefix must save before it is worth tiles of its own
@@ -144,7 +144,7 @@ class GpuExecutor:
             self.warm_up()
 
     @torch.inference_mode()
-    def run(self, chunks: Many[Chunk], before: Flight | None) -> torch.Tensor:
+    def run(self, chunks: Many[Chunk], before: StepInFlight | None) -> torch.Tensor:
         """The logits [sum of logit_rows, vocabulary], in the order of the chunks; valid until the next call. Tokens that
         nobody knows yet are taken from what the flight `before` draws, on the device."""
         order = self._order(chunks)

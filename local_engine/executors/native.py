@@ -23,7 +23,7 @@ from local_engine.kernels.fused import softcap
 from local_engine.models.decoder import Decoder, Layer
 from local_engine.models.mlp import Mlp
 from local_engine.sequence import Chunk
-from local_engine.step_in_flight import Flight
+from local_engine.step_in_flight import StepInFlight
 from local_engine.weights.linear import Linear, NativeProduct
 
 _SPAN_TOKENS = 256  # what of a shared prefix the native kernel looks at in one piece
@@ -68,7 +68,7 @@ class NativeExecutor:
         self._prefix_blocks = max(1, _SPAN_TOKENS // block_tokens)
 
     @torch.inference_mode()
-    def run(self, chunks: Many[Chunk], before: Flight | None) -> torch.Tensor:
+    def run(self, chunks: Many[Chunk], before: StepInFlight | None) -> torch.Tensor:
         """The logits [sum of their logit_rows, vocabulary], in the order of the chunks."""
         # sequences with a common prefix become neighbours
         ordered = sorted(chunks, key=lambda chunk: chunk.sequence.blocks[:: self._prefix_blocks])

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from local_engine.sequence import Chunk
-from local_engine.step_in_flight import Flight
+from local_engine.step_in_flight import StepInFlight
 
 Longs = np.ndarray[Any, np.dtype[np.int64]]
 TOKENS, POSITIONS, SLOTS = range(3)
@@ -43,7 +43,7 @@ def logit_rows(chunks: Many[Chunk], ordered: Many[Chunk]) -> Longs:
     return np.array(rows, np.int64)
 
 
-def fill_in_drawn(token_ids: torch.Tensor, chunks: Many[Chunk], before: Flight) -> None:
+def fill_in_drawn(token_ids: torch.Tensor, chunks: Many[Chunk], before: StepInFlight) -> None:
     """Put what `before` draws where the chunks' tokens are unknown: each is a decode of that one token."""
     places = before.places()
     starts = itertools.accumulate((chunk.count for chunk in chunks), initial=0)

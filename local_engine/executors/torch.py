@@ -15,7 +15,7 @@ from local_engine.attention import DecodeGroup, PrefillSpan, StepInput, TorchKV
 from local_engine.executors.rows import POSITIONS, SLOTS, TOKENS, Longs, fill_in_drawn, fill_rows, logit_rows
 from local_engine.models.decoder import Decoder
 from local_engine.sequence import Chunk
-from local_engine.step_in_flight import Flight
+from local_engine.step_in_flight import StepInFlight
 
 
 class TorchExecutor:
@@ -28,7 +28,7 @@ class TorchExecutor:
         self._group = model.heads // model.kv_heads
 
     @torch.inference_mode()
-    def run(self, chunks: Many[Chunk], before: Flight | None) -> torch.Tensor:
+    def run(self, chunks: Many[Chunk], before: StepInFlight | None) -> torch.Tensor:
         """The logits [sum of their logit_rows, vocabulary], in the order of the chunks."""
         # single rows first, those of the longest sequences before others
         ordered = sorted(chunks, key=lambda chunk: (chunk.count > 1, -len(chunk.sequence.blocks)))

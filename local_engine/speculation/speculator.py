@@ -20,7 +20,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from local_engine.speculation.timing import Pace
+from local_engine.speculation.timing import StepTiming
 
 MATCH_MAX = 17
 _CHAIN_MAX = 8  # earlier places that are compared, the latest first
@@ -126,7 +126,7 @@ class Tally:
 
 
 @dataclass(slots=True)
-class Luck:
+class RateCorrection:
     """How much oftener one source's guesses are right in one sequence than in others."""
 
     _right: float = 3.0
@@ -146,12 +146,14 @@ class Speculation:
     """What speculation knows of one sequence."""
 
     lookup: Lookup
-    luck: dict[Source, Luck] = field(default_factory=lambda: {source: Luck() for source in Source})
+    corrections: dict[Source, RateCorrection] = field(
+        default_factory=lambda: {source: RateCorrection() for source in Source}
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """A sequence that decodes in the coming step: its `tokens`, the first of which the draft model has `foreseen`, and how many
+class DraftRequest:
+    """A sequence that decodes in the coming step: its `tokens`, the first of which the draft model has `draft_computed`, and how many
     more have `room`. `in_flight` (0 or 1) is a token under way, which a draft has to foresee as well."""
 
     id: int
@@ -159,15 +161,15 @@ class Ask:
     tokens: list[int]
     room: int
     in_flight: int = 0
-    foreseen: int = 0
+    draft_computed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What could be drafted for `ask`, at most `room` tokens, each right at `rate` where those before it are; `place` is where
+    """What could be drafted for `request`, at most `room` tokens, each right at `rate` where those before it are; `place` is where
     they are looked up."""
 
-    ask: Ask
+    request: DraftRequest
     kind: Kind
     rate: float
     room: int
@@ -177,12 +179,12 @@ class Offer:
         """The first `count` of it."""
         if self.kind.source is Source.MODEL:
             return Draft(self.kind, wanted=count)
-        ahead = self.ask.in_flight
-        return Draft(self.kind, self.ask.speculation.lookup.follow(self.place, ahead + count)[ahead:])
+        ahead = self.request.in_flight
+        return Draft(self.kind, self.request.speculation.lookup.follow(self.place, ahead + count)[ahead:])
 
 
 @dataclass(slots=True)
-class Plan:
+class DraftPlan:
     """A step: the `tokens` it is expected to give, the `ms` it is expected to take, how much is drafted of each offer, and
     what of the time each source answers for."""
 
@@ -200,8 +202,8 @@ class Speculator:
     """Decides what the sequences of a step draft, and learns from what came of it. `tokens_max`: of one draft;
     `model_context_tokens`: how far a draft model sees, 0 where there is none."""
 
-    def __init__(self, pace: Pace, tokens_max: int, model_context_tokens: int = 0) -> None:
-        self.pace = pace
+    def __init__(self, timing: StepTiming, tokens_max: int, model_context_tokens: int = 0) -> None:
+        self.timing = timing
         self._tokens_max = tokens_max
         self._model_context_tokens = model_context_tokens
         self._tallies: dict[Kind, Tally] = {}
@@ -209,9 +211,9 @@ class Speculator:
         self._token_ms = 0.0  # what a token takes without drafts
         self._now = self._plain_at = 0
 
-    def plan(self, rows: int, asks: Many[Ask]) -> dict[int, Draft]:
+    def plan(self, rows: int, requests: Many[DraftRequest]) -> dict[int, Draft]:
         """The drafts of a step that decodes `rows` sequences, by the ids of those that ask."""
-        plain_ms = self.pace.steps.at(rows)
+        plain_ms = self.timing.steps.at(rows)
         self._now += 1
         if plain_ms is None or self._now - self._plain_at > _PLAIN_EVERY:
             self._plain_at = self._now
@@ -220,26 +222,28 @@ class Speculator:
         for source in Source:
             credit_ms = self._credit_ms.get(source, _CREDIT_AT_FIRST * plain_ms) + _ALLOWANCE * plain_ms
             self._credit_ms[source] = min(credit_ms, _CREDIT_MAX * plain_ms)
-        found = [offer for ask in asks if (offer := self._look_up(ask)) is not None]
-        plan = self._extended(Plan(rows, plain_ms), found)
+        found = [offer for request in requests if (offer := self._of_lookup(request)) is not None]
+        plan = self._extended(DraftPlan(rows, plain_ms), found)
         if self._model_context_tokens:
-            rates = {offer.ask.id: offer.rate for offer in found}
-            asked = [offer for ask in asks if (offer := self._ask_model(ask)).rate > rates.get(ask.id, 0.0)]
-            modelled = self._modelled(Plan(rows, plain_ms), asked)
-            theirs = {offer.ask.id for offer, _ in modelled.counts}
-            rest = [offer for offer in found if offer.ask.id not in theirs]
+            rates = {offer.request.id: offer.rate for offer in found}
+            asked = [
+                offer for request in requests if (offer := self._of_model(request)).rate > rates.get(request.id, 0.0)
+            ]
+            modelled = self._modelled(DraftPlan(rows, plain_ms), asked)
+            theirs = {offer.request.id for offer, _ in modelled.counts}
+            rest = [offer for offer in found if offer.request.id not in theirs]
             plan = max(plan, self._extended(modelled, rest), key=lambda one: one.speed)
         if not plan.counts:
             self._plain_at = self._now
         for source, ms in plan.spent_ms.items():
             self._credit_ms[source] -= ms
-        return {offer.ask.id: offer.draft(count) for offer, count in plan.counts}
+        return {offer.request.id: offer.draft(count) for offer, count in plan.counts}
 
     def observe(self, speculation: Speculation, kind: Kind, drafted: int, accepted: int) -> None:
         """Learn from a verified draft."""
         tried = min(accepted + 1, drafted)
         tally = self._tallies.setdefault(kind, Tally())
-        speculation.luck[kind.source].add(accepted, tried * tally.rate(self._now))
+        speculation.corrections[kind.source].add(accepted, tried * tally.rate(self._now))
         tally.add(accepted, tried, self._now)
         self._credit_ms[kind.source] = self._credit_ms.get(kind.source, 0.0) + accepted * self._token_ms
 
@@ -248,30 +252,30 @@ class Speculator:
         self._tallies.clear()
         self._credit_ms.clear()
 
-    def _rate(self, ask: Ask, kind: Kind) -> float:
+    def _rate(self, request: DraftRequest, kind: Kind) -> float:
         tally = self._tallies.get(kind) or Tally()
-        return min(_RATE_MAX, ask.speculation.luck[kind.source].factor * tally.rate(self._now))
+        return min(_RATE_MAX, request.speculation.corrections[kind.source].factor * tally.rate(self._now))
 
-    def _look_up(self, ask: Ask) -> Offer | None:
-        found = ask.speculation.lookup.find(ask.tokens)
+    def _of_lookup(self, request: DraftRequest) -> Offer | None:
+        found = request.speculation.lookup.find(request.tokens)
         if found is None:
             return None
         place, match = found
-        source = Source.REFERENCE if place < len(ask.speculation.lookup.reference) else Source.TEXT
+        source = Source.REFERENCE if place < len(request.speculation.lookup.reference) else Source.TEXT
         kind = Kind(source, (match - 1).bit_length())
-        return Offer(ask, kind, self._rate(ask, kind), min(ask.room, self._tokens_max), place)
+        return Offer(request, kind, self._rate(request, kind), min(request.room, self._tokens_max), place)
 
-    def _ask_model(self, ask: Ask) -> Offer:
+    def _of_model(self, request: DraftRequest) -> Offer:
         kind = Kind(Source.MODEL)
-        room = min(ask.room, self._tokens_max, self._model_context_tokens - len(ask.tokens))
-        return Offer(ask, kind, self._rate(ask, kind), room)
+        room = min(request.room, self._tokens_max, self._model_context_tokens - len(request.tokens))
+        return Offer(request, kind, self._rate(request, kind), room)
 
-    def _extended(self, plan: Plan, offers: Many[Offer]) -> Plan:
+    def _extended(self, plan: DraftPlan, offers: Many[Offer]) -> DraftPlan:
         """The plan with as much of what was looked up as makes it faster, the likeliest guesses first."""
-        row_ms = self.pace.steps.row_ms
+        row_ms = self.timing.steps.row_ms
         guesses = []
         for index, offer in enumerate(offers):
-            likelihood = offer.rate**offer.ask.in_flight
+            likelihood = offer.rate**offer.request.in_flight
             for _ in range(offer.room):
                 likelihood *= offer.rate
                 if likelihood <= row_ms * plan.speed:
@@ -290,26 +294,26 @@ class Speculator:
         plan.counts += [(offers[index], count) for index, count in counts.items()]
         return plan
 
-    def _modelled(self, plan: Plan, offers: Many[Offer]) -> Plan:
+    def _modelled(self, plan: DraftPlan, offers: Many[Offer]) -> DraftPlan:
         """The plan with drafts of the model, each as deep as its guesses are worth their rows, and all as deep as is worth the
         model's steps."""
-        pace, credit_ms = self.pace, self._credit_ms[Source.MODEL]
+        timing, credit_ms = self.timing, self._credit_ms[Source.MODEL]
         best, spent_ms = plan, 0.0
         tokens, ms = plan.tokens, plan.ms
         going = []
-        for offer in sorted(offers, key=lambda one: len(one.ask.tokens) - one.ask.foreseen):
-            behind_ms = pace.draft_steps.row_ms * (len(offer.ask.tokens) - offer.ask.foreseen - 1)
+        for offer in sorted(offers, key=lambda one: len(one.request.tokens) - one.request.draft_computed):
+            behind_ms = timing.draft_steps.row_ms * (len(offer.request.tokens) - offer.request.draft_computed - 1)
             if offer.room > 0 and spent_ms + behind_ms <= credit_ms:
                 going.append(offer)
                 spent_ms += behind_ms
                 ms += behind_ms / min(_MODEL_STEPS, offer.room)
         depths: dict[int, int] = {}
         for depth in range(1, self._tokens_max + 1):
-            least = pace.steps.row_ms * tokens / ms
+            least = timing.steps.row_ms * tokens / ms
             going = [offer for offer in going if offer.room >= depth and offer.rate**depth > least]
             if not going:
                 break
-            more_ms = (pace.draft_steps.at(len(going)) or 0.0) + len(going) * pace.steps.row_ms
+            more_ms = (timing.draft_steps.at(len(going)) or 0.0) + len(going) * timing.steps.row_ms
             tokens += sum(offer.rate**depth for offer in going)
             ms += more_ms
             spent_ms += more_ms
@@ -318,5 +322,5 @@ class Speculator:
             depths |= dict.fromkeys(map(id, going), depth)
             if tokens / ms > best.speed:
                 counts = [(offer, depths[id(offer)]) for offer in offers if id(offer) in depths]
-                best = Plan(tokens, ms, counts, plan.spent_ms | {Source.MODEL: spent_ms})
+                best = DraftPlan(tokens, ms, counts, plan.spent_ms | {Source.MODEL: spent_ms})
         return best

@@ -57,17 +57,17 @@ class Line:
 
     def observe(self, rows: int, duration_s: float) -> None:
         """Learn from a step of so many rows."""
-        foreseen = self.at(rows)
+        predicted = self.at(rows)
         self._count += 1
-        if foreseen is None:
+        if predicted is None:
             self._rows, self._ms = rows, 1000.0 * duration_s
             return
-        error = 1000.0 * duration_s - foreseen
+        error = 1000.0 * duration_s - predicted
         if error > 0.0 and self._count > 2:
-            error = _SLOW_SHARE * min(error, foreseen)
+            error = _SLOW_SHARE * min(error, predicted)
         off, new = rows - self._rows, 1.0 / self._count
         self._rows += max(_SHARE, new) * off
-        self._ms += max(_SHARE, new) * (foreseen + error - self._ms)
+        self._ms += max(_SHARE, new) * (predicted + error - self._ms)
         self.row_ms = max(0.0, self.row_ms + max(_SLOPE_SHARE, new) * off * error / (off * off + _OFF_MIN))
         if self.assumed_ms:
             self.row_ms += _FORGETS * (self.assumed_ms - self.row_ms)
@@ -85,7 +85,7 @@ class Line:
 
 
 @dataclass(slots=True)
-class Pace:
+class StepTiming:
     """`steps`: decode steps by their rows, drafts included. `draft_steps`: those of the draft model, where there is one."""
 
     prefill_tokens_per_s: float = 0.0

@@ -13,7 +13,7 @@ from local_engine.config import EngineConfig
 from local_engine.engine import Engine
 from local_engine.kernels import cpu
 from local_engine.messages import SamplingParams
-from local_engine.speculation.timing import Line, Pace
+from local_engine.speculation.timing import Line, StepTiming
 from tests.engine.checkpoints import make_checkpoint
 
 SMALL: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1, "kv_blocks": 128, "block_tokens": 4}
@@ -65,7 +65,7 @@ class FixedLine(Line):
 def at_fixed_prices(engine: Engine, model_step_ms: float = 0.0) -> Engine:
     """The engine, drafting wherever it can, by prices that no clock decides: a row costs nothing, a step 10 ms, one of the
     draft model `model_step_ms`."""
-    engine._speculator.pace = Pace(
+    engine._speculator.timing = StepTiming(
         steps=FixedLine(_count=1, _ms=10.0), draft_steps=FixedLine(_count=1, _ms=model_step_ms)
     )
     return engine

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from local_engine.engine import Engine
 from local_engine.messages import SamplingParams
 from local_engine.sequence import Chunk
-from local_engine.speculation.speculator import MATCH_MAX, Ask, Lookup, Source, Speculation, Speculator
-from local_engine.speculation.timing import Pace
+from local_engine.speculation.speculator import MATCH_MAX, DraftRequest, Lookup, Source, Speculation, Speculator
+from local_engine.speculation.timing import StepTiming
 from tests.engine.checkpoints import naive_greedy, random_prompt
 from tests.engine.conftest import FixedLine, at_fixed_prices, greedy, run
 
@@ -39,9 +39,9 @@ def test_a_lookup_proposes_what_followed_last_time() -> None:
     assert propose(Lookup(), [1, 2] * 30, 3) == (MATCH_MAX, (1, 2, 1))
 
 
-def pace(base_ms: float = 8.0, row_ms: float = 2.0, model_step_ms: float | None = None) -> Pace:
+def pace(base_ms: float = 8.0, row_ms: float = 2.0, model_step_ms: float | None = None) -> StepTiming:
     """One of a machine whose steps take so long with one row, and so much more with each other."""
-    measured = Pace(steps=FixedLine(row_ms=row_ms, _count=1, _rows=1.0, _ms=base_ms))
+    measured = StepTiming(steps=FixedLine(row_ms=row_ms, _count=1, _rows=1.0, _ms=base_ms))
     if model_step_ms is not None:
         measured.draft_steps = FixedLine(_count=1, _ms=model_step_ms)
     return measured
@@ -58,8 +58,8 @@ class Text:
     speculation: Speculation = field(default_factory=lambda: Speculation(Lookup()))
 
     @property
-    def ask(self) -> Ask:
-        return Ask(self.id, self.speculation, self.tokens, 1000, foreseen=len(self.tokens) - 1)
+    def ask(self) -> DraftRequest:
+        return DraftRequest(self.id, self.speculation, self.tokens, 1000, draft_computed=len(self.tokens) - 1)
 
 
 @dataclass
@@ -94,14 +94,14 @@ class World:
                 self.longest = max(self.longest, size)
                 asked += size
                 deepest = max(deepest, draft.wanted)
-            step_ms, model_ms = speculator.pace.steps.at(rows + asked), speculator.pace.draft_steps.at(rows)
+            step_ms, model_ms = speculator.timing.steps.at(rows + asked), speculator.timing.draft_steps.at(rows)
             assert step_ms is not None
             self.ms += step_ms + deepest * (model_ms or 0.0)
 
     @property
     def price(self) -> float:
         """The time of a token in times of what it takes without drafts."""
-        plain_ms = self.speculator.pace.steps.at(len(self.texts))
+        plain_ms = self.speculator.timing.steps.at(len(self.texts))
         assert plain_ms is not None
         return self.ms / self.tokens * len(self.texts) / plain_ms
 
@@ -183,8 +183,8 @@ def test_a_source_that_lost_is_tried_again() -> None:
 def test_a_prompt_is_worth_the_draft_model_s_reading_only_while_it_pays() -> None:
     """Where the draft model has a long prompt to read first, it is asked when there is credit for that, and not before."""
     speculator = Speculator(pace(8.0, 1.0, 0.2), 8, 4096)
-    speculator.pace.draft_steps.row_ms = 0.1
-    behind = Ask(0, Speculation(Lookup()), list(range(2000)), 1000, foreseen=0)
+    speculator.timing.draft_steps.row_ms = 0.1
+    behind = DraftRequest(0, Speculation(Lookup()), list(range(2000)), 1000, draft_computed=0)
     assert speculator.plan(1, [behind]) == {}
     World(speculator, [Text(1, 0.0, 0.95)]).run(200)
     assert speculator.plan(1, [behind])[0].wanted > 0
@@ -193,7 +193,7 @@ def test_a_prompt_is_worth_the_draft_model_s_reading_only_while_it_pays() -> Non
 def test_the_price_of_a_row_is_measured() -> None:
     """Prompts say what a row takes at first; then steps of different sizes do, whatever else kept the machine busy in some of
     them; and a step's time follows that of late."""
-    measured = Pace()
+    measured = StepTiming()
     prompt, decode = Chunk(None, 0, 64, 1), Chunk(None, 0, 1, 1)  # type: ignore[arg-type]
     assert measured.steps.at(1) is None
     measured.observe([prompt], 0.064, 0.064)
