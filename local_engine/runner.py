@@ -19,8 +19,8 @@ from local_engine.checkpoints.checkpoint import Checkpoint
 from local_engine.config import EngineConfig, ModelConfig, ModelError
 from local_engine.executors.native import NativeExecutor
 from local_engine.executors.torch import TorchExecutor
-from local_engine.kernels import supports
-from local_engine.kernels.cpu import lack, native_for
+from local_engine.kernels.cpu import native_for, why_no_kernels
+from local_engine.kernels.supports import PARTS, has_triton, supports
 from local_engine.models.decoder import Decoder
 from local_engine.sequence import Chunk
 from local_engine.step_in_flight import StepInFlight
@@ -79,8 +79,8 @@ class ModelRunner:
             self._read(checkpoint, progress)
             held = ", ".join(f"{count} in {form}" for form, count in sorted(self.decoder.forms().items()))
             _log.info("%s: %s; matrices held: %s", model.name, checkpoint.form, held)
-            if self.device.type == "cpu" and (lacking := lack()) is not None:
-                _log.warning("no native kernels, torch does their work several times as slowly: %s", lacking)
+            if self.device.type == "cpu" and (reason := why_no_kernels()) is not None:
+                _log.warning("no native kernels, torch does their work several times as slowly: %s", reason)
             machine.return_unused_memory()
         self.context_tokens = context_tokens
         if is_draft:
@@ -130,7 +130,7 @@ class ModelRunner:
     def _chosen(self, config: EngineConfig, blocks: int) -> TorchExecutor | NativeExecutor | GpuExecutor:
         """Triton's kernels where they serve the device, else the native ones, else torch."""
         size = config.block_tokens
-        if supports.is_served(self.device, "attention"):
+        if supports(self.device, "attention"):
             from local_engine.executors.gpu import GpuExecutor
 
             rows_max = config.sequences_max or default_sequences(self.device)
@@ -172,9 +172,9 @@ class ModelRunner:
 
 def _verify_kernels(model: ModelConfig, block_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raises ModelError where a kernel broke the device."""
-    if not supports.has_triton():
+    if not has_triton():
         _log.error("Triton is not installed: torch does the kernels' work on %s, several times slower", device)
-    elif any(supports.is_served(device, part) for part in supports.PARTS):
+    elif any(supports(device, part) for part in PARTS):
         from local_engine.executors.gpu import verify
 
         verify(model, block_tokens, dtype, device)
@@ -182,11 +182,11 @@ def _verify_kernels(model: ModelConfig, block_tokens: int, dtype: torch.dtype, d
 
 def _bits(config: EngineConfig, runner: ModelRunner) -> int | None:
     """What matrices are quantised to while they are read. Raises ModelError where no kernel serves that."""
-    if config.weights == "fp8" and not scaled.is_served(runner.device):
+    if config.weights == "fp8" and not scaled.multiplies_fp8(runner.device):
         raise ModelError(f"weights=fp8 needs a GPU with 8-bit floats (Ada, Hopper or later), not {runner.device}")
     if config.weights in ("auto", "fp8"):
         return None
-    if native_for(runner.device, runner.dtype) is None and not supports.is_served(runner.device, "product"):
+    if native_for(runner.device, runner.dtype) is None and not supports(runner.device, "product"):
         raise ModelError(
             f"weights={config.weights} needs the native kernels (python -m local_engine.kernels.cpu) and float32 or bfloat16 "
             f"on a CPU, or a GPU with Triton; this engine runs {str(runner.dtype).removeprefix('torch.')} on {runner.device}"

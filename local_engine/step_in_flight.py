@@ -11,7 +11,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from local_engine.kernels import supports
+from local_engine.kernels.supports import supports
 from local_engine.messages import TokenLogprob
 from local_engine.sampler import Drawn, HostDrawn, candidates, sample
 from local_engine.sequence import Chunk, Place, Sampled
@@ -75,7 +75,7 @@ def draw(chunks: Many[Chunk], logits: torch.Tensor, tokenizer: Tokenizer, began:
 
 
 def _drawn(logits: torch.Tensor, rows: list[int], places: list[Place]) -> Drawn:
-    if places and supports.is_served(logits.device, "draw"):
+    if places and supports(logits.device, "draw"):
         from local_engine.gpu_sampler import sample as sample_there
 
         return sample_there(logits, rows, places)

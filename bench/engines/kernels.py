@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from local_engine.kernels.gpu.attention import Shape
-    from local_engine.kernels.gpu.self_test import Disagreement
+    from local_engine.kernels.gpu.self_test import Failure
 
 SHAPES = ("8b", "135m", "gemma")
 HIDDEN_SIZE, VOCABULARY_SIZE = 4096, 151_936
@@ -40,11 +40,11 @@ def shape_named(name: str) -> Shape:
     return Shape(8, 4, 256, 16, 256**-0.5, 50.0, (0, 24))
 
 
-def check(name: str, dtype: torch.dtype, device: torch.device) -> list[Disagreement]:
+def check(name: str, dtype: torch.dtype, device: torch.device) -> list[Failure]:
     """What is wrong in that shape and type. Raises ModelError where a kernel broke the device."""
-    from local_engine.kernels.gpu.self_test import disagreements
+    from local_engine.kernels.gpu.self_test import failures
 
-    return disagreements(shape_named(name), 576 if name == "135m" else HIDDEN_SIZE, dtype, device)
+    return failures(shape_named(name), 576 if name == "135m" else HIDDEN_SIZE, dtype, device)
 
 
 def row_cases(device: torch.device) -> Iterator[Case]:

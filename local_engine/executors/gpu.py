@@ -26,12 +26,12 @@ import torch
 from local_engine.attention import Pools, StepInput
 from local_engine.config import ModelConfig
 from local_engine.executors.rows import POSITIONS, SLOTS, TOKENS, Longs, fill_rows, logit_rows
-from local_engine.kernels import supports
 from local_engine.kernels.gpu.attention import TILE_FIELDS, Shape, attend
 from local_engine.kernels.gpu.plan import SHORT_ROWS_MAX, Plan, Span, plan
 from local_engine.kernels.gpu.rows import rotate_write
-from local_engine.kernels.gpu.self_test import disagreements
+from local_engine.kernels.gpu.self_test import failures
 from local_engine.kernels.shared_prefixes import Prefix, shared_prefixes
+from local_engine.kernels.supports import leave_alone
 from local_engine.models.decoder import Decoder
 from local_engine.sequence import Chunk
 from local_engine.step_in_flight import StepInFlight
@@ -60,9 +60,9 @@ def shape_of(model: ModelConfig, block_tokens: int) -> Shape:
 def verify(model: ModelConfig, block_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
     """Before a model is loaded: compare each kernel with torch in the model's shapes; where one fails or is wrong, its part
     is left alone on that device until the process ends. Takes seconds, most of them to compile what is needed anyway."""
-    for one in disagreements(shape_of(model, block_tokens), model.hidden_size, dtype, device):
+    for one in failures(shape_of(model, block_tokens), model.hidden_size, dtype, device):
         _log.error("SLOW: torch does the work of %s on %s: %s is wrong: %s", one.part, device, one.kernel, one.why)
-        supports.leave_alone(device, one.part)
+        leave_alone(device, one.part)
 
 
 class TritonKV(Pools):

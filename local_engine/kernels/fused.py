@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as functional
 
-from local_engine.kernels import supports
 from local_engine.kernels.cpu import Kernels, kind_of, native_for
+from local_engine.kernels.supports import supports
 
 if TYPE_CHECKING:
     from local_engine.kernels.gpu.rows import TritonRows
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def row_kernels(device: torch.device, dtype: torch.dtype) -> RowKernels | None:
     """The kernels for this device and type; None where there is torch alone."""
-    if not supports.is_served(device, "rows"):
+    if not supports(device, "rows"):
         return native_for(device, dtype)
     from local_engine.kernels.gpu.rows import TritonRows
 

@@ -1,6 +1,6 @@
 """The engine on a GPU: kernels in Triton for what torch does slowly there, and the means to keep the device busy.
 
-`is_served(device, part)` says whether a part of them runs: on CUDA where Triton can be imported, elsewhere torch's plain path
+`supports(device, part)` says whether a part of them runs: on CUDA where Triton can be imported, elsewhere torch's plain path
 does the same work and is their oracle. SAMEWAY_TRITON=0 leaves them alone; SAMEWAY_TRITON=1 takes them on a CPU as well, for the tests:
 with TRITON_INTERPRET=1 Triton runs the very same kernels there in numpy, slowly. Nothing here imports triton before it
 is asked for. Knows rows, pages and tiles; no queues, no text.
@@ -23,7 +23,7 @@ FP8_CAPABILITY = (8, 9)  # of a GPU that has 8-bit floats: Ada, Hopper and later
 _left_alone: set[tuple[str, Part]] = set()  # devices on which a kernel of that part failed or was wrong
 
 
-def is_served(device: torch.device, part: Part) -> bool:
+def supports(device: torch.device, part: Part) -> bool:
     """Whether the kernels of this part run on this device."""
     wish = os.environ.get("SAMEWAY_TRITON", "")
     is_wanted = wish != "0" and (device.type == "cuda" or wish == "1") and (str(device), part) not in _left_alone

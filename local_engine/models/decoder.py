@@ -65,12 +65,12 @@ def _check_numbers(name: str, tensor: torch.Tensor | Quantised | Scaled) -> None
     """Raises ModelError for what is no weight, and for one that isn't a finite number: every answer would be nonsense."""
     numbers = [tensor] if isinstance(tensor, torch.Tensor) else [tensor.scales]
     if isinstance(tensor, Quantised):
-        numbers.append(tensor.leasts)
+        numbers.append(tensor.minimums)
     for values in numbers:
         if not values.is_floating_point() or values.dtype.itemsize < 2:
             raise ModelError(f"tensor {name!r} holds {values.dtype}, expected floats of 16 bits or more")
-        least, greatest = values.aminmax()
-        if not (least.isfinite() and greatest.isfinite()):
+        lowest, highest = values.aminmax()
+        if not (lowest.isfinite() and highest.isfinite()):
             raise ModelError(f"tensor {name!r} holds values that are no finite numbers (NaN or infinity)")
 
 

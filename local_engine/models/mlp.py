@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from local_engine.kernels import supports
 from local_engine.kernels.fused import gate
+from local_engine.kernels.supports import supports
 from local_engine.weights.linear import Linear
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Experts:
         one = self.experts[0]
         pairs = [(expert.gate_up.whole, expert.down.whole) for expert in self.experts]
         gate_ups, downs = ([whole for whole in wholes if whole is not None] for wholes in zip(*pairs, strict=True))
-        if not supports.is_served(device, "experts") or min(len(gate_ups), len(downs)) < len(pairs):
+        if not supports(device, "experts") or min(len(gate_ups), len(downs)) < len(pairs):
             return
         from local_engine.kernels.gpu.experts import GroupedExperts
 

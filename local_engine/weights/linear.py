@@ -19,8 +19,8 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as functional
 
-from local_engine.kernels import supports
 from local_engine.kernels.cpu import GROUP, PANEL, Kernels, Matrix, kind_of, native_for
+from local_engine.kernels.supports import supports
 from local_engine.weights import scaled
 from local_engine.weights.quantised import Quantised, QuantisedProduct, joined, packed, packed_bfloat16, quantise
 from local_engine.weights.scaled import Scaled, ScaledProduct, to_scaled
@@ -70,11 +70,11 @@ class Linear:
         self._dequantised_from = _ROWS_ALL if options.is_batch_invariant else _DEQUANTISED_FROM
         self._dtype, self._device = dtype, device
         self._native = native_for(device, dtype)
-        self._is_on_gpu = supports.is_served(device, "product") and columns % GROUP == 0
+        self._is_on_gpu = supports(device, "product") and columns % GROUP == 0
         is_aligned = columns % scaled.ALIGNMENT == 0 and all(count % scaled.ALIGNMENT == 0 for count in rows)
         can_fp8 = is_aligned and (options.fp8 == "made" or (options.fp8 == "kept" and device.type == "cuda"))
         self._makes_fp8 = is_aligned and options.fp8 == "made"
-        self._keeps_fp8 = can_fp8 and scaled.is_served(device)
+        self._keeps_fp8 = can_fp8 and scaled.multiplies_fp8(device)
         self._can_pack = device.type == "cpu" and not self._is_on_gpu
         is_native = self._native is not None and columns % GROUP == 0
         self._bits = bits if is_native or self._is_on_gpu else None

@@ -317,20 +317,20 @@ def _matrix(
         raise ModelError(f"{module}: the groups of its {columns} inputs are not among {count}")
     size = columns // count
     wide = scales.float()
-    leasts = wide * (-(2 ** (bits - 1)) if zeros is None else -zeros.float())
+    minimums = wide * (-(2 ** (bits - 1)) if zeros is None else -zeros.float())
     order = None
     if groups is not None and not torch.equal(groups, torch.arange(columns) // size):
         order = torch.argsort(groups, stable=True)
         if not torch.equal(groups[order], torch.arange(columns) // size):  # groups of several sizes
-            return codes * wide[:, groups] + leasts[:, groups]
-    if size % GROUP or not (_fits_half(wide) and _fits_half(leasts)):
+            return codes * wide[:, groups] + minimums[:, groups]
+    if size % GROUP or not (_fits_half(wide) and _fits_half(minimums)):
         groups = torch.arange(columns) // size if groups is None else groups
-        return codes * wide[:, groups] + leasts[:, groups]
+        return codes * wide[:, groups] + minimums[:, groups]
     repeats = size // GROUP
     return Quantised(
         codes.contiguous() if order is None else codes[:, order],
         wide.half().repeat_interleave(repeats, 1),
-        leasts.half().repeat_interleave(repeats, 1),
+        minimums.half().repeat_interleave(repeats, 1),
         4 if bits < 8 else 8,
         order,
     )

@@ -1,4 +1,4 @@
-"""Quantised: a matrix as small codes with a scale and a minimum for each 32 inputs: value = scale * code + least.
+"""Quantised: a matrix as small codes with a scale and a minimum for each 32 inputs: value = scale * code + minimum.
 
 One form holds them all exactly: GGUF's Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0, and but for the rounding of a product to half
 precision Q4_K, Q5_K and, with a scale for each 16 inputs, Q6_K (formats: ggml-org/ggml, ggml-common.h). Any float matrix
@@ -25,14 +25,14 @@ Halves = np.ndarray[Any, np.dtype[np.float16]]
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """`codes` uint8 [rows, columns], below 2 ** bits, of 4, 6 or 8; `scales`, `leasts` float16 [rows, columns / 32]. With
-    6 bits they are for 16 inputs each, and the least is -32 times the scale. Where groups are not of consecutive inputs,
+    """`codes` uint8 [rows, columns], below 2 ** bits, of 4, 6 or 8; `scales`, `minimums` float16 [rows, columns / 32]. With
+    6 bits they are for 16 inputs each, and the minimum is -32 times the scale. Where groups are not of consecutive inputs,
     `order` int64 [columns] says which input each column of the codes is for."""
 
     # decision: one-quantised-form
     codes: torch.Tensor
     scales: torch.Tensor
-    leasts: torch.Tensor
+    minimums: torch.Tensor
     bits: int
     order: torch.Tensor | None = None
 
@@ -45,12 +45,12 @@ class Quantised:
 
     def rows(self, order: torch.Tensor | slice) -> Quantised:
         """These rows, in this order."""
-        return Quantised(self.codes[order], self.scales[order], self.leasts[order], self.bits, self.order)
+        return Quantised(self.codes[order], self.scales[order], self.minimums[order], self.bits, self.order)
 
     def dequantised(self) -> torch.Tensor:
         """float32 [rows, columns], the columns in the inputs' order."""
         values = self.codes.view(*self.scales.shape, -1).float()
-        values.mul_(self.scales.float().unsqueeze(-1)).add_(self.leasts.float().unsqueeze(-1))
+        values.mul_(self.scales.float().unsqueeze(-1)).add_(self.minimums.float().unsqueeze(-1))
         values = values.view(self.shape)
         return values if self.order is None else torch.empty_like(values).index_copy_(1, self.order, values)
 
@@ -74,59 +74,61 @@ def bits_of(name: str, bits: int, layers: int) -> int:
 
 
 def quantise(values: torch.Tensor, bits: int) -> Quantised:
-    """Codes of 8 bits symmetric around 0, nearest to the values; of 4 bits with the scale and least that fit them."""
+    """Codes of 8 bits symmetric around 0, nearest to the values; of 4 bits with the scale and minimum that fit them."""
     rows, columns = values.shape
     codes = torch.empty(rows, columns, dtype=torch.uint8, device=values.device)
-    scales, leasts = (torch.empty(rows, columns // GROUP, dtype=torch.float16, device=values.device) for _ in range(2))
+    scales, minimums = (
+        torch.empty(rows, columns // GROUP, dtype=torch.float16, device=values.device) for _ in range(2)
+    )
     for start in range(0, rows, _ROWS_AT_ONCE):  # in float32 a large matrix would be many times what comes of it
         some = slice(start, start + _ROWS_AT_ONCE)
         groups = values[some].float().view(-1, columns // GROUP, GROUP)
         if bits == 8:
             own_scales = (groups.abs().amax(-1) / 127).half()
-            own_leasts = (own_scales.float() * -128).half()
+            own_minimums = (own_scales.float() * -128).half()
             own = _nearest(groups, own_scales, 0.0).clamp_(-127, 127).add_(128)
         else:
-            own_scales, own_leasts = _fitted(groups)
-            own = _nearest(groups, own_scales, own_leasts.float().unsqueeze(-1)).clamp_(0, 15)
-        codes[some], scales[some], leasts[some] = own.view(-1, columns), own_scales, own_leasts
-    return Quantised(codes, scales, leasts, bits)
+            own_scales, own_minimums = _fitted(groups)
+            own = _nearest(groups, own_scales, own_minimums.float().unsqueeze(-1)).clamp_(0, 15)
+        codes[some], scales[some], minimums[some] = own.view(-1, columns), own_scales, own_minimums
+    return Quantised(codes, scales, minimums, bits)
 
 
 def _fitted(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and leasts for codes of 4 bits, for each group those of three fits with the least square error: to the codes
+    """Scales and minimums for codes of 4 bits, for each group those of three fits with the least square error: to the codes
     between its ends, and with either end cut by a thirtieth a line is laid through the values by least squares."""
-    least, greatest = groups.aminmax(dim=-1)
-    best = torch.full_like(least, torch.inf)
-    scales, leasts = (torch.zeros_like(least, dtype=torch.float16) for _ in range(2))
+    lowest, highest = groups.aminmax(dim=-1)
+    best = torch.full_like(lowest, torch.inf)
+    scales, minimums = (torch.zeros_like(lowest, dtype=torch.float16) for _ in range(2))
     for below, above in ((0.0, 0.0), (_CUT, 0.0), (0.0, _CUT)):
-        steps, start = (greatest - least) * ((1 - below - above) / 15), least + (greatest - least) * below
+        steps, start = (highest - lowest) * ((1 - below - above) / 15), lowest + (highest - lowest) * below
         codes = _nearest(groups, steps, start.unsqueeze(-1)).clamp_(0, 15)
         sums, products = codes.sum(-1), torch.linalg.vecdot(groups, codes)
         totals, spread = groups.sum(-1), GROUP * torch.linalg.vecdot(codes, codes) - sums.square()
         own_scales = ((GROUP * products - totals * sums) / spread.clamp(min=1.0)).half()
-        own_leasts = ((totals - own_scales.float() * sums) / GROUP).half()
-        codes = _nearest(groups, own_scales, own_leasts.float().unsqueeze(-1)).clamp_(0, 15)
-        errors = codes.mul_(own_scales.float().unsqueeze(-1)).add_(own_leasts.float().unsqueeze(-1))
+        own_minimums = ((totals - own_scales.float() * sums) / GROUP).half()
+        codes = _nearest(groups, own_scales, own_minimums.float().unsqueeze(-1)).clamp_(0, 15)
+        errors = codes.mul_(own_scales.float().unsqueeze(-1)).add_(own_minimums.float().unsqueeze(-1))
         errors = errors.sub_(groups).square_().sum(-1)
         is_better = errors < best
         best = torch.where(is_better, errors, best)
-        scales, leasts = torch.where(is_better, own_scales, scales), torch.where(is_better, own_leasts, leasts)
-    return scales, leasts
+        scales, minimums = torch.where(is_better, own_scales, scales), torch.where(is_better, own_minimums, minimums)
+    return scales, minimums
 
 
 def joined(parts: list[Quantised]) -> Quantised:
     """One below the other: parts with codes as wide, whose groups are of consecutive inputs."""
     if len(parts) == 1:
         return parts[0]
-    codes, scales, leasts = (
-        torch.cat(own) for own in zip(*((p.codes, p.scales, p.leasts) for p in parts), strict=True)
+    codes, scales, minimums = (
+        torch.cat(own) for own in zip(*((p.codes, p.scales, p.minimums) for p in parts), strict=True)
     )
-    return Quantised(codes, scales, leasts, parts[0].bits)
+    return Quantised(codes, scales, minimums, parts[0].bits)
 
 
-def _nearest(groups: torch.Tensor, scales: torch.Tensor, leasts: torch.Tensor | float) -> torch.Tensor:
+def _nearest(groups: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor | float) -> torch.Tensor:
     steps = scales.float().unsqueeze(-1)
-    return (groups - leasts).div_(torch.where(steps == 0, 1.0, steps)).round_()
+    return (groups - minimums).div_(torch.where(steps == 0, 1.0, steps)).round_()
 
 
 def packed(matrix: Quantised, native: Kernels) -> torch.Tensor:
@@ -134,8 +136,8 @@ def packed(matrix: Quantised, native: Kernels) -> torch.Tensor:
     rows, columns = matrix.shape
     size_bytes = PANEL * GROUP * matrix.bits // 8 + 4 * PANEL
     out = torch.empty(-(-rows // PANEL), columns // GROUP, size_bytes, dtype=torch.uint8)
-    codes, scales, leasts = (t.contiguous() for t in (matrix.codes, matrix.scales, matrix.leasts))
-    native.pack(matrix.bits, codes.data_ptr(), scales.data_ptr(), leasts.data_ptr(), out.data_ptr(), rows, columns)
+    codes, scales, minimums = (t.contiguous() for t in (matrix.codes, matrix.scales, matrix.minimums))
+    native.pack(matrix.bits, codes.data_ptr(), scales.data_ptr(), minimums.data_ptr(), out.data_ptr(), rows, columns)
     return out
 
 
@@ -164,13 +166,13 @@ class QuantisedProduct:
         codes = matrix.codes.to(device)
         self._codes = (codes if matrix.bits == 8 else halves(codes)).contiguous()
         self._scales = matrix.scales.contiguous().to(device)
-        self._leasts = matrix.leasts.contiguous().to(device)
+        self._minimums = matrix.minimums.contiguous().to(device)
         self._order = None if matrix.order is None else matrix.order.to(device)
         self._product = product
 
     @property
     def size_bytes(self) -> int:
-        return self._codes.nbytes + self._scales.nbytes + self._leasts.nbytes
+        return self._codes.nbytes + self._scales.nbytes + self._minimums.nbytes
 
     @property
     def form(self) -> str:
@@ -178,7 +180,7 @@ class QuantisedProduct:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous() if self._order is None else x.index_select(1, self._order)
-        return self._product(x, self._codes, self._scales, self._leasts, self.bias, self._bits)
+        return self._product(x, self._codes, self._scales, self._minimums, self.bias, self._bits)
 
 
 # -- GGUF's blocks -----------------------------------------------------------------------------------------------------
@@ -199,14 +201,14 @@ def from_gguf(raw: Bytes, kind: str, shape: tuple[int, ...]) -> Quantised | None
     }.get(kind)
     if reader is None or len(shape) < 2:
         return None
-    codes, scales, leasts = reader(raw, kind)
+    codes, scales, minimums = reader(raw, kind)
     rows, columns = math.prod(shape[:-1]), shape[-1]
     bits = {"4": 4, "6": 6}.get(kind[1], 8)
     size = GROUP // 2 if bits == 6 else GROUP
     return Quantised(
         torch.from_numpy(np.ascontiguousarray(codes)).view(rows, columns),
         torch.from_numpy(np.ascontiguousarray(scales)).view(rows, columns // size),
-        torch.from_numpy(np.ascontiguousarray(leasts)).view(rows, columns // size),
+        torch.from_numpy(np.ascontiguousarray(minimums)).view(rows, columns // size),
         bits,
     )
 
@@ -224,20 +226,20 @@ def _nibbles(packed: Bytes) -> Bytes:
 
 
 def _q4(raw: Bytes, kind: str) -> Blocks:
-    has_least = kind == "Q4_1"
-    blocks = raw.reshape(-1, 20 if has_least else 18)
+    has_minimum = kind == "Q4_1"
+    blocks = raw.reshape(-1, 20 if has_minimum else 18)
     scales = _halves(blocks, 0)
-    leasts: Halves = _halves(blocks, 2) if has_least else (scales * np.float16(-8)).astype(np.float16)
-    return _nibbles(blocks[:, -16:]), scales, leasts
+    minimums: Halves = _halves(blocks, 2) if has_minimum else (scales * np.float16(-8)).astype(np.float16)
+    return _nibbles(blocks[:, -16:]), scales, minimums
 
 
 def _q5(raw: Bytes, kind: str) -> Blocks:
-    has_least = kind == "Q5_1"
-    blocks = raw.reshape(-1, 24 if has_least else 22)
+    has_minimum = kind == "Q5_1"
+    blocks = raw.reshape(-1, 24 if has_minimum else 22)
     scales = _halves(blocks, 0)
-    leasts: Halves = _halves(blocks, 2) if has_least else (scales * np.float16(-16)).astype(np.float16)
+    minimums: Halves = _halves(blocks, 2) if has_minimum else (scales * np.float16(-16)).astype(np.float16)
     fifth = np.unpackbits(blocks[:, -20:-16], axis=1, bitorder="little")
-    return (_nibbles(blocks[:, -16:]) | (fifth << 4)).astype(np.uint8, copy=False), scales, leasts
+    return (_nibbles(blocks[:, -16:]) | (fifth << 4)).astype(np.uint8, copy=False), scales, minimums
 
 
 def _q8(raw: Bytes, kind: str) -> Blocks:
@@ -254,12 +256,12 @@ def _qk(raw: Bytes, kind: str) -> Blocks:
     sixes = np.concatenate((low & 63, (high & 15) | ((low >> 6) << 4)), axis=1)
     minima = np.concatenate((middle & 63, (high >> 4) | ((middle >> 6) << 4)), axis=1)
     scales = (_halves(blocks, 0).astype(np.float32) * sixes).astype(np.float16)
-    leasts = (-_halves(blocks, 2).astype(np.float32) * minima).astype(np.float16)
+    minimums = (-_halves(blocks, 2).astype(np.float32) * minima).astype(np.float16)
     codes = _nibbles(blocks[:, -128:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
     if kind == "Q5_K":
         bits = (blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
         codes = (codes | (bits << 4)).astype(np.uint8, copy=False)
-    return codes, scales, leasts
+    return codes, scales, minimums
 
 
 def _q6(raw: Bytes, kind: str) -> Blocks:

@@ -13,11 +13,11 @@ from functools import cache
 
 import torch
 
-from local_engine.kernels import supports
+from local_engine.kernels.supports import FP8_CAPABILITY, supports
 
-GREATEST = 448.0
+E4M3_MAX = 448.0
 ALIGNMENT = 16  # what torch's product wants rows and columns to be multiples of
-_LEAST_SCALE = 1e-12
+_SCALE_MIN = 1e-12
 _log = logging.getLogger(__name__)
 
 
@@ -50,13 +50,13 @@ class Scaled:
 
 def to_scaled(values: torch.Tensor) -> Scaled:
     """The nearest codes, each row's greatest value at the type's greatest."""
-    if supports.is_served(values.device, "fp8"):
+    if supports(values.device, "fp8"):
         from local_engine.kernels.gpu.rows import to_fp8
 
         return Scaled(*to_fp8(values))
     wide = values.float()
-    scales = wide.abs().amax(-1, keepdim=True).clamp_min(_LEAST_SCALE) / GREATEST
-    return Scaled((wide / scales).clamp_(-GREATEST, GREATEST).to(torch.float8_e4m3fn), scales)
+    scales = wide.abs().amax(-1, keepdim=True).clamp_min(_SCALE_MIN) / E4M3_MAX
+    return Scaled((wide / scales).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scales)
 
 
 def joined(parts: list[Scaled]) -> Scaled:
@@ -87,9 +87,9 @@ class ScaledProduct:
 
 
 @cache
-def is_served(device: torch.device) -> bool:
+def multiplies_fp8(device: torch.device) -> bool:
     """Whether torch multiplies 8-bit floats here, and rightly: Hopper, Ada and later, and CPUs, slowly."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < supports.FP8_CAPABILITY:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         return False
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(rows, 64, generator=generator).to(device) for rows in (48, 3))

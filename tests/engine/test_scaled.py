@@ -104,11 +104,11 @@ def test_where_there_is_no_such_product_it_is_refused(
 ) -> None:
     """A probe that fails, or is wrong, names what is missing."""
     config = EngineConfig(model=str(checkpoint("llama-wide")), weights="fp8", **SMALL)
-    scaled.is_served.cache_clear()
+    scaled.multiplies_fp8.cache_clear()
     with monkeypatch.context() as patched:
         patched.setattr(ScaledProduct, "__call__", lambda self, x: torch.zeros(len(x), self.outputs))
         with pytest.raises(ModelError, match="fp8 needs a GPU"):
             Engine(config)
-    scaled.is_served.cache_clear()
-    assert scaled.is_served(CPU)
+    scaled.multiplies_fp8.cache_clear()
+    assert scaled.multiplies_fp8(CPU)
     assert isinstance(to_scaled(torch.ones(1, 16)), Scaled)

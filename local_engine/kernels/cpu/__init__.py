@@ -95,7 +95,7 @@ def native_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
     return kernels() if device.type == "cpu" and kind_of(dtype) is not None else None
 
 
-def lack() -> str | None:
+def why_no_kernels() -> str | None:
     """Why `kernels()` is None, and what to do about it; None where they are there."""
     if kernels() is not None:
         return None

@@ -33,7 +33,7 @@ def _product(
     x,  # [rows, columns]
     codes,  # uint8 [outputs, columns * BITS / 8]
     scales,  # float16 [outputs, columns / GROUP]
-    leasts,  # the same
+    minimums,  # the same
     bias,  # [outputs]
     out,  # [rows, outputs]
     rows,
@@ -66,20 +66,20 @@ def _product(
         where = output[None, :].to(tl.int64) * groups + group[:, None]
         is_group = is_output[None, :] & (group < groups)[:, None]
         scale = _each(tl.load(scales + where, mask=is_group, other=0.0), RUN)
-        least = _each(tl.load(leasts + where, mask=is_group, other=0.0), RUN)
+        minimum = _each(tl.load(minimums + where, mask=is_group, other=0.0), RUN)
         x_at = x + row[:, None].to(tl.int64) * columns + column[None, :]
         is_x = is_row[:, None] & is_in[None, :]
         own = tl.load(x_at, mask=is_x, other=0.0)
         if BITS == 4:
-            weight = ((code & 15).to(tl.float32) * scale + least).to(own.dtype)
+            weight = ((code & 15).to(tl.float32) * scale + minimum).to(own.dtype)
             more = tl.load(x_at + RUN, mask=is_x, other=0.0)
-            high = ((code >> 4).to(tl.float32) * scale + least).to(own.dtype)
+            high = ((code >> 4).to(tl.float32) * scale + minimum).to(own.dtype)
             if WIDEN:
                 acc += tl.dot(more.to(tl.float32), high.to(tl.float32), input_precision="ieee")
             else:
                 acc += tl.dot(more, high, input_precision="ieee")
         else:
-            weight = (code.to(tl.float32) * scale + least).to(own.dtype)
+            weight = (code.to(tl.float32) * scale + minimum).to(own.dtype)
         if WIDEN:
             acc += tl.dot(own.to(tl.float32), weight.to(tl.float32), input_precision="ieee")
         else:
@@ -94,7 +94,7 @@ def product(
     x: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
-    leasts: torch.Tensor,
+    minimums: torch.Tensor,
     bias: torch.Tensor | None,
     bits: int,
 ) -> torch.Tensor:
@@ -107,7 +107,7 @@ def product(
             x,
             codes,
             scales,
-            leasts,
+            minimums,
             scales if bias is None else bias,
             out,
             rows,

@@ -30,7 +30,7 @@ _VOCABULARY = 5003
 
 
 @dataclass(frozen=True, slots=True)
-class Disagreement:
+class Failure:
     """A kernel that is not to be trusted, the part that does without it, and why."""
 
     part: Part
@@ -38,7 +38,7 @@ class Disagreement:
     why: str
 
 
-def disagreements(shape: Shape, hidden_size: int, dtype: torch.dtype, device: torch.device) -> list[Disagreement]:
+def failures(shape: Shape, hidden_size: int, dtype: torch.dtype, device: torch.device) -> list[Failure]:
     """What fails or differs from torch by more than the type's rounding explains. Raises ModelError where a kernel has
     broken the device for all that follows."""
     # decision: kernels-in-triton
@@ -61,7 +61,7 @@ def disagreements(shape: Shape, hidden_size: int, dtype: torch.dtype, device: to
                     tolerance = _TOLERANCE[dtype] if ours.is_floating_point() else 0.0
                     torch.testing.assert_close(ours.float(), theirs.float(), atol=tolerance, rtol=tolerance)
         except Exception as error:
-            found.append(Disagreement(part, kernel, f"{type(error).__name__}: {error}"))
+            found.append(Failure(part, kernel, f"{type(error).__name__}: {error}"))
             _require_alive(device, kernel, error)
     return found
 
@@ -178,13 +178,13 @@ def _product(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.T
     for bits in BITS:
         codes = torch.randint(0, 1 << bits, (100, 256), dtype=torch.uint8, device=device)
         scales = ((0.5 + torch.rand(100, 256 // GROUP, device=device)) * 2.0 ** (-2 - bits)).half()
-        leasts = (scales.float() * -(1 << bits - 1)).half()
-        weight = codes.view(*scales.shape, -1) * scales.float().unsqueeze(-1) + leasts.float().unsqueeze(-1)
+        minimums = (scales.float() * -(1 << bits - 1)).half()
+        weight = codes.view(*scales.shape, -1) * scales.float().unsqueeze(-1) + minimums.float().unsqueeze(-1)
         weight = weight.view(codes.shape).to(dtype).float()
         held = codes if bits == 8 else halves(codes)
         for count in (1, 70):
             x = torch.randn(count, 256, device=device).to(dtype)
-            yield product(x, held, scales, leasts, None, bits), x.float() @ weight.T
+            yield product(x, held, scales, minimums, None, bits), x.float() @ weight.T
 
 
 def _experts(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

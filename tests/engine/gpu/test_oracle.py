@@ -11,7 +11,7 @@ from local_engine.config import ModelConfig, RopeConfig
 from local_engine.executors.gpu import shape_of, verify
 from local_engine.kernels import supports
 from local_engine.kernels.gpu import draw, rows
-from local_engine.kernels.gpu.self_test import disagreements
+from local_engine.kernels.gpu.self_test import failures
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig(
@@ -38,7 +38,7 @@ MODEL = ModelConfig(
 def test_all_kernels_agree_with_torch(dtype: torch.dtype) -> None:
     """On this machine, in Triton's interpreter, nothing is to be said against any of them, in blocks of any size."""
     for block_tokens in (1, 2, 4):
-        assert disagreements(shape_of(MODEL, block_tokens), MODEL.hidden_size, dtype, CPU) == []
+        assert failures(shape_of(MODEL, block_tokens), MODEL.hidden_size, dtype, CPU) == []
 
 
 def test_kernels_that_are_wrong_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,17 +51,17 @@ def test_kernels_that_are_wrong_are_left_alone(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(rows, "gate", lambda gate_up, activation: gate_up[:, : gate_up.shape[1] // 2])
     monkeypatch.setattr(rows, "add_norm", fails)
-    found = disagreements(shape_of(MODEL, 4), MODEL.hidden_size, torch.float32, CPU)
+    found = failures(shape_of(MODEL, 4), MODEL.hidden_size, torch.float32, CPU)
     assert [one.kernel for one in found] == ["add_norm", "gate"]
     assert "shared memory" in found[0].why
-    assert supports.is_served(CPU, "rows")
+    assert supports.supports(CPU, "rows")
     verify(MODEL, 4, torch.float32, CPU)
-    assert [part for part in supports.PARTS if not supports.is_served(CPU, part)] == ["rows"]
+    assert [part for part in supports.PARTS if not supports.supports(CPU, part)] == ["rows"]
 
 
 def test_a_token_that_is_a_little_off_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids are compared exactly, however coarse the type of the logits."""
     right = draw.draw
     monkeypatch.setattr(draw, "draw", lambda *arguments: right(*arguments) + 1)
-    found = disagreements(shape_of(MODEL, 4), MODEL.hidden_size, torch.bfloat16, CPU)
+    found = failures(shape_of(MODEL, 4), MODEL.hidden_size, torch.bfloat16, CPU)
     assert [(one.part, one.kernel) for one in found] == [("draw", "draw")]

@@ -30,7 +30,7 @@ def test_products_equal_the_dequantised(
     torch.manual_seed(rows + outputs)
     matrix = quantise(torch.randn(outputs, 32 * groups), bits)
     if is_ordered:
-        matrix = Quantised(matrix.codes, matrix.scales, matrix.leasts, bits, torch.randperm(32 * groups))
+        matrix = Quantised(matrix.codes, matrix.scales, matrix.minimums, bits, torch.randperm(32 * groups))
     x = torch.randn(rows, 32 * groups).to(dtype)
     product = QuantisedProduct(matrix, CPU)
     product.bias = torch.randn(outputs).to(dtype) if has_bias else None
