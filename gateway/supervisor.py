@@ -27,7 +27,7 @@ from enum import Enum, auto
 from pathlib import Path
 
 from gateway.settings import Settings, SettingsError
-from local_engine.messages import Ended, ended_path, tell_ended
+from local_engine.messages import Ended, ended_path, write_ended
 
 _RESTART_PAUSES_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
 _STEADY_AFTER_S = 30.0
@@ -259,7 +259,7 @@ class Supervisor:
             _warn(f"{child.name} {_how_it_ended(status)}; starting it again in {pause_s} s")
             if child.kind is Kind.ENGINE and child.heartbeat is not None and status < 0:  # a signal: it wrote no reason
                 with contextlib.suppress(OSError):
-                    tell_ended(child.heartbeat.path, Ended(_how_it_ended(status)))
+                    write_ended(child.heartbeat.path, Ended(_how_it_ended(status)))
             await asyncio.sleep(pause_s)
 
     async def _run_once(self, child: Child) -> int:

@@ -38,9 +38,9 @@ def chain_key(parent: bytes, tokens: Sequence[int]) -> bytes:
     return digest.digest()
 
 
-def root_key(salt: bytes) -> bytes:
+def root_key(cache_salt: bytes) -> bytes:
     """The key that stands before the first block: the isolation of salts begins here."""
-    return blake2b(salt, digest_size=16, person=b"sameway-kv-root").digest()
+    return blake2b(cache_salt, digest_size=16, person=b"sameway-kv-root").digest()
 
 
 class BlockPool:
@@ -70,19 +70,19 @@ class BlockPool:
         """Blocks that nobody holds and that can still be reused."""
         return len(self._cached)
 
-    def extend_keys(self, keys: list[bytes], tokens: Sequence[int], salt: bytes, blocks: int) -> None:
+    def extend_keys(self, keys: list[bytes], tokens: Sequence[int], cache_salt: bytes, blocks: int) -> None:
         """Grow `keys` in place to the chain keys of the first `blocks` full blocks of `tokens`."""
         size = self.block_tokens
         for index in range(len(keys), blocks if self._has_prefix_cache else 0):
-            parent = keys[-1] if keys else root_key(salt)
+            parent = keys[-1] if keys else root_key(cache_salt)
             keys.append(chain_key(parent, tokens[index * size : (index + 1) * size]))
 
-    def match(self, keys: Sequence[bytes], tokens: Sequence[int], salt: bytes) -> list[int]:
+    def match(self, keys: Sequence[bytes], tokens: Sequence[int], cache_salt: bytes) -> list[int]:
         """The longest run of registered blocks that hold exactly these tokens, from the start. Changes nothing."""
         found: list[int] = []
         if not self._has_prefix_cache:
             return found
-        parent = root_key(salt)
+        parent = root_key(cache_salt)
         size = self.block_tokens
         for index, key in enumerate(keys):
             id = self._registered.get(key)
@@ -128,7 +128,7 @@ class BlockPool:
         index: int,
         keys: Sequence[bytes],
         tokens: Sequence[int],
-        salt: bytes,
+        cache_salt: bytes,
         *,
         is_written: bool,
     ) -> bool:
@@ -141,7 +141,7 @@ class BlockPool:
         block = self._blocks[blocks[index]]
         if not self._has_prefix_cache or block.key is not None:
             return self._has_prefix_cache
-        key, parent = keys[index], keys[index - 1] if index > 0 else root_key(salt)
+        key, parent = keys[index], keys[index - 1] if index > 0 else root_key(cache_salt)
         content = tuple(tokens[index * self.block_tokens : (index + 1) * self.block_tokens])
         other_id = self._registered.get(key)
         if other_id is None:

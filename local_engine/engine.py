@@ -179,14 +179,16 @@ class Engine:
             params=params,
             answer_tokens_max=answer_tokens_max,
             stop_token_ids=(frozenset() if params.ignore_eos else self._eos).union(params.stop_token_ids),
-            salt=salt,
+            cache_salt=salt,
             priority=priority,
             arrival=self._submitted,
             seed=self._entropy.getrandbits(63) if params.seed is None else params.seed,
             text=TextStream(self.tokenizer, params.stop),
             deadline=deadline,
             submitted_s=self._clock(),
-            prompt_logprobs=[self.tokenizer.told(tokens[0], 0.0)] if params.prompt_logprobs is not None else [],
+            prompt_logprobs=[self.tokenizer.token_logprob(tokens[0], 0.0)]
+            if params.prompt_logprobs is not None
+            else [],
         )
         if self.config.draft_tokens_max and not sequence.has_penalties:
             # at its beginning the answer is looked for where the reference begins
@@ -355,7 +357,7 @@ class Engine:
     def _add(self, sequence: Sequence, sampled: Sampled) -> tuple[Piece, FinishReason | None]:
         assert sampled.token_id is not None
         self._totals.answer_tokens += 1
-        return sequence.add(sampled.token_id, sampled.spelled(self.tokenizer))
+        return sequence.add(sampled.token_id, sampled.token_logprob(self.tokenizer))
 
     def _fail(self, sequence: Sequence, error: EngineError) -> StepOutput:
         self.abort(sequence.id)

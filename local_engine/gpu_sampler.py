@@ -20,12 +20,12 @@ from local_engine.sequence import Candidate, Place, Sampled
 
 @dataclass(frozen=True, slots=True)
 class DeviceDrawn:
-    """Ids on the device, and on their way to the host. `told` are the places with log probabilities, `counts` of how many."""
+    """Ids on the device, and on their way to the host. `with_logprobs` are the places with log probabilities, `counts` of how many."""
 
     ids: torch.Tensor
     copies: tuple[torch.Tensor, ...]
     arrived: torch.cuda.Event | None
-    told: list[int]
+    with_logprobs: list[int]
     counts: list[int]
 
     def read(self) -> list[Sampled]:
@@ -34,8 +34,8 @@ class DeviceDrawn:
             self.arrived.synchronize()
         ids, *others = (copy.tolist() for copy in self.copies)
         sampled = [Sampled(id if id >= 0 else None) for id in ids]
-        if self.told:
-            for place, count, chosen, values, tops in zip(self.told, self.counts, *others, strict=True):
+        if self.with_logprobs:
+            for place, count, chosen, values, tops in zip(self.with_logprobs, self.counts, *others, strict=True):
                 if ids[place] >= 0:
                     top = tuple(Candidate(*pair) for pair in zip(tops[:count], values[:count], strict=True))
                     sampled[place] = Sampled(ids[place], Candidate(ids[place], chosen), top)
@@ -63,15 +63,15 @@ def sample(logits: torch.Tensor, rows: Many[int], places: Many[Place]) -> Device
         on_device(np.array([p.top_k for p in params], np.int64), device),
         on_device(np.array(settings, np.float32), device),
     )
-    told = [index for index, p in enumerate(params) if p.logprobs is not None]
-    counts = [params[index].logprobs or 0 for index in told]
+    with_logprobs = [index for index, p in enumerate(params) if p.logprobs is not None]
+    counts = [params[index].logprobs or 0 for index in with_logprobs]
     found: tuple[torch.Tensor, ...] = (ids,)
-    if told:
-        at = on_device(np.array(told, np.int64), device)
+    if with_logprobs:
+        at = on_device(np.array(with_logprobs, np.int64), device)
         logprobs = plain[plain_rows[at]].float().log_softmax(-1)
         chosen = logprobs.gather(1, ids[at].clamp_min(0).unsqueeze(1)).squeeze(1)
         found = (ids, chosen, *logprobs.topk(max(1, *counts), -1))
-    return DeviceDrawn(ids, *_on_their_way(found), told, counts)
+    return DeviceDrawn(ids, *_on_their_way(found), with_logprobs, counts)
 
 
 def _change(logits: torch.Tensor, places: Many[Place]) -> None:

@@ -274,12 +274,12 @@ def ended_path(socket_path: str | Path) -> Path:
     return Path(f"{socket_path}.ended")
 
 
-def tell_ended(socket_path: str | Path, ended: Ended) -> None:
+def write_ended(socket_path: str | Path, ended: Ended) -> None:
     """Leave word of an end; whoever writes last is believed. Raises OSError."""
     ended_path(socket_path).write_bytes(msgspec.json.encode(ended))
 
 
-def why_ended(socket_path: str | Path) -> Ended | None:
+def read_ended(socket_path: str | Path) -> Ended | None:
     """What was left of the last end; None where nobody said a word."""
     try:
         return msgspec.json.decode(ended_path(socket_path).read_bytes(), type=Ended)

@@ -109,7 +109,7 @@ class ModelRunner:
             raise ModelError(f"{checkpoint.place}: {error}") from None
         for piece in checkpoint.weights():
             try:
-                self.decoder.take(piece.name, piece.tensor)
+                self.decoder.load(piece.name, piece.tensor)
             except ModelError as error:
                 raise ModelError(f"{piece.file}: {error}") from None
             progress(0.05 + 0.85 * piece.share, "reading weights")

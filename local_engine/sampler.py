@@ -58,12 +58,12 @@ def sample(logits: torch.Tensor, places: Many[Place]) -> list[Sampled]:
     """The token at each place from logits [len(places), vocabulary]."""
     ids = draw(logits, places)
     sampled = [Sampled(id) for id in ids]
-    told = [row for row, place in enumerate(places) if place.sequence.params.logprobs is not None]
-    told = [row for row in told if ids[row] is not None]
-    if told:
-        wanted = [places[row].sequence.params.logprobs or 0 for row in told]
-        found = candidates(logits[told], [ids[row] or 0 for row in told], wanted)
-        for row, own in zip(told, found, strict=True):
+    with_logprobs = [row for row, place in enumerate(places) if place.sequence.params.logprobs is not None]
+    with_logprobs = [row for row in with_logprobs if ids[row] is not None]
+    if with_logprobs:
+        wanted = [places[row].sequence.params.logprobs or 0 for row in with_logprobs]
+        found = candidates(logits[with_logprobs], [ids[row] or 0 for row in with_logprobs], wanted)
+        for row, own in zip(with_logprobs, found, strict=True):
             sampled[row] = own
     return sampled
 

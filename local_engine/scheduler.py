@@ -60,18 +60,18 @@ class Scheduler:
         """Prompt tokens that wait to be computed, over waiting and running sequences; prefix hits not foreseen."""
         return sum(s.pending for s in self.waiting) + sum(s.pending for s in self.running if s.pending > 1)
 
-    def check_queue(self, priority: int, salt: bytes, queue_max: int) -> None:
+    def check_queue(self, priority: int, cache_salt: bytes, queue_max: int) -> None:
         """Raises Overloaded where another of that salt and priority may not wait: `queue_max` wait, or as many of its own as
         four times the places that are left, so that one who sends much leaves room for others (dynamic thresholds;
         Choudhury and Hahne, IEEE/ACM Transactions on Networking 6, 1998)."""
-        own = sum(s.priority == priority and s.salt == salt for s in self.waiting)
+        own = sum(s.priority == priority and s.cache_salt == cache_salt for s in self.waiting)
         if own >= 4 * (queue_max - len(self.waiting)):
             raise Overloaded(f"{len(self.waiting)} requests wait already, {own} of them of the same partition")
 
     def add(self, sequence: Sequence) -> None:
         """Queue it in order. One that comes back keeps its turn."""
         if sequence.turn < 0.0:
-            flow = (sequence.priority, sequence.salt)
+            flow = (sequence.priority, sequence.cache_salt)
             sequence.turn = max(self._now, self._turn_ends.get(flow, 0.0))
             # decision: fair-by-tokens
             self._turn_ends[flow] = sequence.turn + len(sequence.tokens) + sequence.answer_tokens_max
@@ -173,8 +173,8 @@ class Scheduler:
         reusable = (len(sequence.tokens) - 1) // size  # one token at least is computed: somebody must give logits
         if sequence.wants_prompt_logprobs:
             reusable = 0  # and here every token must
-        pool.extend_keys(sequence.keys, sequence.tokens, sequence.salt, reusable)
-        reused = pool.match(sequence.keys[:reusable], sequence.tokens, sequence.salt)
+        pool.extend_keys(sequence.keys, sequence.tokens, sequence.cache_salt, reusable)
+        reused = pool.match(sequence.keys[:reusable], sequence.tokens, sequence.cache_salt)
         wanted = -(-len(sequence.tokens) // size) - len(reused)
         if self.running and wanted + pool.unused(reused) + self._growth() > pool.available:
             return None
@@ -262,12 +262,12 @@ class Scheduler:
         pool, start = self.pool, sequence.computed
         written, full = start // pool.block_tokens, min(start + count, len(sequence.tokens)) // pool.block_tokens
         if sequence.registered < full:
-            pool.extend_keys(sequence.keys, sequence.tokens, sequence.salt, full)
+            pool.extend_keys(sequence.keys, sequence.tokens, sequence.cache_salt, full)
         while sequence.registered < full:
             blocks, index = sequence.blocks, sequence.registered
             own = blocks[index]
             if not pool.register(
-                blocks, index, sequence.keys, sequence.tokens, sequence.salt, is_written=index < written
+                blocks, index, sequence.keys, sequence.tokens, sequence.cache_salt, is_written=index < written
             ):
                 break
             if blocks[index] != own:  # another's, which the draft model may not have seen

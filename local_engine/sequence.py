@@ -43,7 +43,7 @@ class Sequence:
     params: SamplingParams
     answer_tokens_max: int
     stop_token_ids: frozenset[int]
-    salt: bytes
+    cache_salt: bytes
     priority: int
     arrival: int
     seed: int
@@ -202,9 +202,9 @@ class Sampled:
     chosen: Candidate | None = None
     top: tuple[Candidate, ...] = ()
 
-    def spelled(self, tokenizer: Tokenizer) -> TokenLogprob | None:
+    def token_logprob(self, tokenizer: Tokenizer) -> TokenLogprob | None:
         """Its log probabilities with their tokens' text; None where none were asked for."""
         if self.chosen is None:
             return None
-        top = tuple(tokenizer.told(candidate.token_id, candidate.logprob) for candidate in self.top)
-        return tokenizer.told(self.chosen.token_id, self.chosen.logprob, top)
+        top = tuple(tokenizer.token_logprob(candidate.token_id, candidate.logprob) for candidate in self.top)
+        return tokenizer.token_logprob(self.chosen.token_id, self.chosen.logprob, top)

@@ -92,4 +92,4 @@ def _prompt_logprobs(chunk: Chunk, logits: torch.Tensor, tokenizer: Tokenizer) -
     ids = sequence.tokens[first + 1 : stop + 1]
     wanted = sequence.params.prompt_logprobs or 0
     found = candidates(logits[first - chunk.start : stop - chunk.start], ids, [wanted] * len(ids))
-    return [spelled for one in found if (spelled := one.spelled(tokenizer)) is not None]
+    return [spelled for one in found if (spelled := one.token_logprob(tokenizer)) is not None]

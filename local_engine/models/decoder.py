@@ -82,7 +82,7 @@ def _write(tensor: torch.Tensor | Quantised | Scaled, to: torch.Tensor) -> None:
 
 
 class Decoder:
-    """Weights and the forward pass. `expect` names, load every tensor with `take`, then `finish`, then call it step by step.
+    """Weights and the forward pass. `expect` names, load every tensor with `load`, then `finish`, then call it step by step.
 
     `parameters` counts the weights taken so far; tied ones count once.
     """
@@ -133,7 +133,7 @@ class Decoder:
             yield from layer.linears()
 
     def expect(self, names: frozenset[str]) -> None:
-        """Before the first `take`: compare a checkpoint's tensors with what this model needs. Raises ModelError."""
+        """Before the first `load`: compare a checkpoint's tensors with what this model needs. Raises ModelError."""
         missing = sorted(self._targets.keys() - names)
         if missing:
             raise ModelError(f"the checkpoint lacks {len(missing)} tensors, the first is {missing[0]!r}")
@@ -149,7 +149,7 @@ class Decoder:
         """Old files' rotary tables."""
         return name.endswith("rotary_emb.inv_freq")
 
-    def take(self, name: str, tensor: torch.Tensor | Quantised | Scaled) -> None:
+    def load(self, name: str, tensor: torch.Tensor | Quantised | Scaled) -> None:
         """Load one tensor under its Hugging Face name, one of those that were expected. Raises ModelError for a wrong
         shape."""
         if name == "rope_freqs":
@@ -166,7 +166,7 @@ class Decoder:
             raise ModelError(f"tensor {name!r} has shape {tuple(tensor.shape)}, expected {tuple(wanted)}")
         _check_numbers(name, tensor)
         if isinstance(target, Part):
-            target.linear.put(target.index, tensor)
+            target.linear.load(target.index, tensor)
             if name == "model.embed_tokens.weight" and not (self.head.has_rows and self.head.holds(0, tensor)):
                 self._embedding = self._empty(*tensor.shape)
                 _write(tensor, self._embedding)
@@ -175,7 +175,7 @@ class Decoder:
         self.parameters += tensor.numel()
 
     def finish(self, context_tokens: int) -> None:
-        """After the last `take`: prepare products and rotary tables."""
+        """After the last `load`: prepare products and rotary tables."""
         config = self.config
         for layer in self.layers:
             for linear in layer.linears():

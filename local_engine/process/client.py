@@ -39,7 +39,7 @@ from local_engine.messages import (
     ToWorker,
     Usage,
     error_from_wire,
-    why_ended,
+    read_ended,
 )
 
 _SILENT_LOOKS_MAX = 10  # a worker that is well speaks every second
@@ -129,14 +129,14 @@ class _Frames(asyncio.Protocol):
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._engine = engine
         self._buffer = bytearray()
-        self.has_spoken = False
+        self.has_received = False
         self._transport: asyncio.WriteTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's do not descend from asyncio's
 
     def data_received(self, data: bytes) -> None:
-        self.has_spoken = True
+        self.has_received = True
         buffer = self._buffer
         buffer += data
         start = 0
@@ -307,7 +307,7 @@ class AsyncEngine:
                 try:
                     transport, frames = await loop.create_unix_connection(lambda: _Frames(self), self.socket_path)
                 except OSError:
-                    self.ended = why_ended(self.socket_path) or self.ended
+                    self.ended = read_ended(self.socket_path) or self.ended
                     first_attempt.set()
                     await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                     pause_s = min(self._reconnect_max_s, pause_s * 2)
@@ -329,9 +329,9 @@ class AsyncEngine:
         in looks, not by the clock: if this process was stopped, the worker was not silent."""
         silent = 0
         while silent < _SILENT_LOOKS_MAX and not frames.closed.done():
-            frames.has_spoken = False
+            frames.has_received = False
             await asyncio.wait({frames.closed}, timeout=self._look_s)
-            silent = 0 if frames.has_spoken else silent + 1
+            silent = 0 if frames.has_received else silent + 1
         return "went away" if frames.closed.done() else "fell silent"
 
     def _on_lost(self, how: str) -> None:

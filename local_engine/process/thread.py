@@ -126,7 +126,7 @@ class EngineThread(threading.Thread):
                 is_checked = False
                 if command is None:
                     return
-                self._obey(engine, *command)
+                self._handle(engine, *command)
                 block = not engine.has_work and self._commands.empty()
                 if block:
                     self.load = engine.load()
@@ -149,7 +149,7 @@ class EngineThread(threading.Thread):
     def _show_progress(self, fraction: float, stage: str) -> None:
         self.load = EngineLoad(progress=fraction, stage=stage, queue_max=self._config.queue_max)
 
-    def _obey(self, engine: Engine, key: Key, command: ToWorker) -> None:
+    def _handle(self, engine: Engine, key: Key, command: ToWorker) -> None:
         """One bad request must never end the loop: whatever it raises is its own answer."""
         try:
             match command:
@@ -219,13 +219,13 @@ class EngineThread(threading.Thread):
             self._deliver(list(failed))
             if self._probe is not None:
                 engine.abort(self._probe)
-            self._doubt(engine, error, has_probe=self._probe is not None, is_alone=not failed)
+            self._probe_device(engine, error, has_probe=self._probe is not None, is_alone=not failed)
             return
         messages: list[tuple[Key, ToClient]] = []
         for output in outputs:
             work = self._by_sequence.get(output.id)
             if work is not None:
-                self._tell(engine, work, output, messages)
+                self._report(engine, work, output, messages)
         if messages:
             self._deliver(messages)
         errors = {output.id: output.error for output in outputs if isinstance(output.error, EngineFailed)}
@@ -233,9 +233,9 @@ class EngineThread(threading.Thread):
         if not has_probe and any(output.id == self._probe for output in outputs):
             self._probe, self._probes_failed = None, 0
         if errors:
-            self._doubt(engine, next(iter(errors.values())), has_probe=has_probe, is_alone=len(errors) == 1)
+            self._probe_device(engine, next(iter(errors.values())), has_probe=has_probe, is_alone=len(errors) == 1)
 
-    def _doubt(self, engine: Engine, error: Exception, *, has_probe: bool, is_alone: bool) -> None:
+    def _probe_device(self, engine: Engine, error: Exception, *, has_probe: bool, is_alone: bool) -> None:
         """After a step that failed the engine is asked for a token of its own. Where that fails too, time after time and with nobody
         else in its step, it was no request's fault: a device that is broken, or no memory left. The process ends, and is started
         again."""
@@ -248,7 +248,7 @@ class EngineThread(threading.Thread):
             with contextlib.suppress(Overloaded):  # the next step that fails will do
                 self._probe = engine.submit([0], SamplingParams(temperature=0.0, max_tokens=1))
 
-    def _tell(self, engine: Engine, work: Work, step: StepOutput, messages: list[tuple[Key, ToClient]]) -> None:
+    def _report(self, engine: Engine, work: Work, step: StepOutput, messages: list[tuple[Key, ToClient]]) -> None:
         """Turn one sequence's step into its request's message, where there is something to tell."""
         if step.error is not None:
             self._abort(engine, work.key)

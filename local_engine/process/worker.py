@@ -37,13 +37,13 @@ from local_engine.messages import (
     ToWorker,
     ended_path,
     error_to_wire,
-    tell_ended,
+    write_ended,
 )
 from local_engine.process.options import EX_CONFIG, arguments, config_from, prepare_environment
 from local_engine.process.thread import EngineThread, Key
 
 _STATE_PERIOD_S = 0.05
-_SAYS_SO_EVERY_S = 1.0
+_STATE_REPEAT_S = 1.0
 _STEP_TIMES_MAX = 30.0  # of what the longest step took of late
 _PARENT_PERIOD_S = 0.5
 _UNREAD_SIZE_MAX_BYTES = 64 * 1024 * 1024
@@ -95,9 +95,9 @@ class Server:
         if error is None:
             return 0
         if isinstance(error, ModelError | ValueError):
-            return _cannot_run(socket_path, error)
+            return _refuse_to_run(socket_path, error)
         _log.error("the engine gave up", exc_info=error)
-        _leave_word(socket_path, Ended(f"{type(error).__name__}: {error}"))
+        _write_ended(socket_path, Ended(f"{type(error).__name__}: {error}"))
         return 1
 
     async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -185,11 +185,11 @@ class Server:
         """Tell clients of every change of the load, a few times a second, and at least that there is none; tell the operator
         of the loading. A step that never ends is the end of the process. It is counted in looks, not by the clock: if the
         process was stopped, the step was too."""
-        shown, said_at, looks, ended = "", 0.0, 0, 0
+        shown, sent_at, looks, ended = "", 0.0, 0, 0
         while True:
             state, now = self._state(), time.monotonic()
-            if state != self._sent or now - said_at >= _SAYS_SO_EVERY_S:
-                self._sent, said_at = state, now
+            if state != self._sent or now - sent_at >= _STATE_REPEAT_S:
+                self._sent, sent_at = state, now
                 for writer in list(self._writers.values()):
                     self._write(writer, [state])
                 line = f"{state.load.stage} {10 * int(10 * state.load.progress)}%"
@@ -230,16 +230,16 @@ class Server:
         self._is_over.set()
 
 
-def _cannot_run(socket_path: Path, error: Exception) -> int:
+def _refuse_to_run(socket_path: Path, error: Exception) -> int:
     """Say why to the operator, and to whoever asks for this engine."""
     print(f"local_engine: {error}", file=sys.stderr, flush=True)
-    _leave_word(socket_path, Ended(str(error), is_final=True))
+    _write_ended(socket_path, Ended(str(error), is_final=True))
     return EX_CONFIG
 
 
-def _leave_word(socket_path: Path, ended: Ended) -> None:
+def _write_ended(socket_path: Path, ended: Ended) -> None:
     try:
-        tell_ended(socket_path, ended)
+        write_ended(socket_path, ended)
     except OSError as error:
         _log.warning("why this engine ended is told here alone: %s", error)
 
@@ -258,7 +258,7 @@ def main() -> int:
     try:
         config = config_from(options)
     except ValueError as error:
-        return _cannot_run(options.socket, error)
+        return _refuse_to_run(options.socket, error)
     ended_path(options.socket).unlink(missing_ok=True)
     return asyncio.run(_serve(config, options.socket, options.drain_s))
 

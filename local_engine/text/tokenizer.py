@@ -118,7 +118,7 @@ class Tokenizer:
             self._spelling[id] = self._spell(id)
         return self._spelling[id]
 
-    def told(self, id: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+    def token_logprob(self, id: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
         """A token's log probability with its text."""
         raw = self.spell(id)
         return TokenLogprob(id, raw.decode(errors="replace"), raw, logprob, top)

@@ -48,7 +48,7 @@ class LinearOptions:
 
 
 class Linear:
-    """y = x W^T + b. Its rows come in parts, the checkpoint's tensors. `put` each, `prepare` once, then call.
+    """y = x W^T + b. Its rows come in parts, the checkpoint's tensors. `load` each, `prepare` once, then call.
 
     `bits`: what wider parts are quantised to, each to its own, where the native product can be used; None leaves all as they are.
     """
@@ -115,7 +115,7 @@ class Linear:
         """Whether a part is held with what it says, but for the number type's rounding: not quantised further."""
         return self._bits is None or (isinstance(value, Quantised) and value.bits <= self._bits[index])
 
-    def put(self, index: int, value: torch.Tensor | Quantised | Scaled) -> None:
+    def load(self, index: int, value: torch.Tensor | Quantised | Scaled) -> None:
         """Take a part's weight, [rows[index], columns]. The last one lays all out for the fastest product there is and
         gives the parts up, so that a model being read is in memory once."""
         if self._bits is not None and not self.holds(index, value):

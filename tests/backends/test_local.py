@@ -30,7 +30,7 @@ from gateway.wire.fold import fold
 from gateway.wire.types import COMPLETION, Chunk, Usage
 from local_engine import EngineLoad, GenerateRequest, ModelInfo, Output, TokenLogprob
 from local_engine import Usage as EngineUsage
-from local_engine.messages import Abort, Ended, Failed, Outputs, State, Submit, ToWorker, tell_ended
+from local_engine.messages import Abort, Ended, Failed, Outputs, State, Submit, ToWorker, write_ended
 from tests.backends.conftest import ask, collect, collect_into
 from tests.engine.checkpoints import make_checkpoint
 
@@ -457,7 +457,7 @@ async def test_an_engine_that_is_gone_says_why(engine: ScriptedEngine, local: Lo
             while word not in local.load(1).why:  # noqa: ASYNC110 - the client has no event for this
                 await asyncio.sleep(0.01)
 
-    tell_ended(engine.path, Ended("it was killed by SIGKILL"))
+    write_ended(engine.path, Ended("it was killed by SIGKILL"))
     await engine.stop()
     await until_said("SIGKILL")
     assert local.load(1).is_starting
@@ -473,7 +473,7 @@ async def test_an_engine_that_is_gone_says_why(engine: ScriptedEngine, local: Lo
     await engine.start()
     await asyncio.wait_for(local.engine.wait_ready(), 5)
     assert (local.load(1).is_ready, local.load(1).why) == (True, "")
-    tell_ended(engine.path, Ended("there is no model at /nowhere", is_final=True))
+    write_ended(engine.path, Ended("there is no model at /nowhere", is_final=True))
     await engine.stop()
     await until_said("is not started again: there is no model at /nowhere")
     assert local.load(1).reason.endswith("is not started again")

@@ -51,7 +51,7 @@ def linear(
     )
     if made.bias is not None and bias is not None:
         made.bias.copy_(bias)
-    made.put(0, weight)
+    made.load(0, weight)
     made.prepare()
     assert made.is_native
     return made
@@ -104,7 +104,7 @@ def test_a_bfloat16_product_is_torch_s(kernels: cpu.Kernels) -> None:
     """Pairs of bfloat16 give the exact products, added in float."""
     weight, x = torch.randn(45, 100).bfloat16(), torch.randn(11, 100).bfloat16()
     found = Linear((45,), 100, LinearOptions(dtype=torch.bfloat16, device=CPU))
-    found.put(0, weight)
+    found.load(0, weight)
     found.prepare()
     torch.testing.assert_close(found(x).float(), x.float() @ weight.float().T, rtol=0.01, atol=0.05)
 
@@ -183,7 +183,7 @@ def test_a_product_with_a_file_s_blocks(kernels: cpu.Kernels, dtype: torch.dtype
     matrix = from_gguf(raw, kind, (37, columns))
     assert matrix is not None
     product = Linear((37,), columns, LinearOptions(dtype=dtype, device=CPU))
-    product.put(0, matrix)
+    product.load(0, matrix)
     product.prepare()
     assert product.forms() == [f"{matrix.bits} bits"]
     x = torch.randn(rows, columns).to(dtype)
@@ -203,7 +203,7 @@ def test_single_rows_are_what_the_file_says(kernels: cpu.Kernels, dtype: torch.d
     matrix = from_gguf(raw, kind, (37, columns))
     assert matrix is not None
     head = Linear((37,), columns, LinearOptions(dtype=dtype, device=CPU, is_head=True))
-    head.put(0, matrix)
+    head.load(0, matrix)
     assert head.has_rows
     ids = torch.tensor([36, 0, 17, 17, 5])
     assert torch.equal(head.take_rows(ids), matrix.dequantised()[ids].to(dtype))
@@ -213,7 +213,7 @@ def test_single_rows_of_a_bfloat16_matrix(kernels: cpu.Kernels) -> None:
     """They are the checkpoint's, whatever multiplies it."""
     weight, ids = torch.randn(45, 100).bfloat16(), torch.tensor([44, 3, 16])
     head = Linear((45,), 100, LinearOptions(dtype=torch.bfloat16, device=CPU, is_head=True))
-    head.put(0, weight)
+    head.load(0, weight)
     assert head.has_rows == has_pairs()
     if head.has_rows:
         assert torch.equal(head.take_rows(ids), weight[ids])
@@ -400,7 +400,7 @@ def test_wider_codes_are_narrowed_and_narrow_ones_kept(kernels: cpu.Kernels) -> 
     values, x = torch.randn(20, 64), torch.randn(3, 64)
     for own, asked, then in ((8, 4, 4), (4, 8, 4), (8, 8, 8)):
         product = Linear((20,), 64, LinearOptions(dtype=torch.float32, device=CPU), bits=(asked,))
-        product.put(0, quantise(values, own))
+        product.load(0, quantise(values, own))
         product.prepare()
         assert product.size_bytes == 2 * 2 * cpu.PANEL * (cpu.GROUP * then // 8 + 4)
         assert product(x).shape == (3, 20)

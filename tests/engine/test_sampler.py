@@ -32,7 +32,7 @@ def sequence(
         params=SamplingParams(**params),
         answer_tokens_max=100,
         stop_token_ids=frozenset({2}),
-        salt=b"",
+        cache_salt=b"",
         priority=0,
         arrival=1,
         seed=seed,

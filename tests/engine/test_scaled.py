@@ -66,8 +66,8 @@ def test_parts_of_a_matrix_keep_their_own_codes() -> None:
     x = torch.randn(2, 32)
     for fp8, form in (("made", "8-bit floats"), ("kept", "float32")):
         linear = Linear((16, 32), 32, LinearOptions(dtype=torch.float32, device=CPU, fp8=fp8))
-        linear.put(0, first)
-        linear.put(1, second)
+        linear.load(0, first)
+        linear.load(1, second)
         linear.prepare()
         assert linear.forms() == [form]
         below = to_scaled(second).dequantised() if fp8 == "made" else second

@@ -62,7 +62,7 @@ class Simulation:
             params=SamplingParams(),
             answer_tokens_max=one.answer,
             stop_token_ids=frozenset(),
-            salt=one.salt,
+            cache_salt=one.salt,
             priority=one.priority,
             arrival=self.count,
             seed=0,
@@ -167,7 +167,7 @@ def test_two_salts_share_alike(prompt: int, answer: int, blocks: int, sequences_
             simulation.add(Arrival(prompt, answer, 0, 0, salt, salt[0]))
     while simulation.live:
         simulation.step()
-        done = Counter(sequence.salt for sequence in simulation.ended)
+        done = Counter(sequence.cache_salt for sequence in simulation.ended)
         if max(done.values(), default=0) < 30:
             assert abs(done[b"a"] - done[b"b"]) <= sequences_max + 1
 

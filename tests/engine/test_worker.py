@@ -34,7 +34,7 @@ from local_engine import (
 )
 from local_engine.config import EngineConfig
 from local_engine.engine import Engine, StepOutput
-from local_engine.messages import Submit, ToClient, why_ended
+from local_engine.messages import Submit, ToClient, read_ended
 from local_engine.process import worker as worker_module
 from local_engine.process.thread import EngineThread, Key
 from local_engine.runner import ModelRunner
@@ -435,7 +435,7 @@ def test_a_model_that_cannot_load_ends_with_ex_config(tmp_path: Path) -> None:
     log = (tmp_path / "log").read_text()
     assert "absent" in log
     assert "Traceback" not in log
-    ended = why_ended(tmp_path / "e.sock")
+    ended = read_ended(tmp_path / "e.sock")
     assert ended is not None
     assert ended.is_final
     assert f"local_engine: {ended.why}" in log.splitlines()

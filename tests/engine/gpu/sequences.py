@@ -17,7 +17,7 @@ def sequence(wish: SamplingParams) -> Sequence:
         params=wish,
         answer_tokens_max=20,
         stop_token_ids=frozenset({5}),
-        salt=b"",
+        cache_salt=b"",
         priority=0,
         arrival=0,
         seed=wish.seed or 0,

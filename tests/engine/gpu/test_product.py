@@ -55,7 +55,7 @@ def test_a_linear_keeps_codes_where_the_gpu_serves_them(
     assert linear.bias is not None
     linear.bias.copy_(torch.randn(48))
     for index, part in enumerate(parts):
-        linear.put(index, part)
+        linear.load(index, part)
     linear.prepare()
     assert linear.forms() == forms
     held = [parts[0].dequantised(), parts[1].dequantised(), whole[32:]]
