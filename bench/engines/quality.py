@@ -72,9 +72,9 @@ class Told:
 def read(config: EngineConfig, windows: int, window_tokens: int, *, is_native: bool) -> Told:
     """Run the text through an engine of that configuration."""
     from local_engine.engine import Engine
-    from local_engine.weights import linear
+    from local_engine.kernels import cpu
 
-    with patch.object(linear, "kernels", linear.kernels if is_native else lambda: None):
+    with patch.object(cpu, "kernels", cpu.kernels if is_native else lambda: None):
         engine = Engine(config)
         tokens = engine.tokenizer.encode("\n\n".join(p.read_text() for p in sorted((_ROOT / "docs").glob("*.md"))))
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
