@@ -1,4 +1,5 @@
-"""`python -m local_engine [--model M] "prompt"`: stream one answer, then TTFT, TPOT and tokens/s."""
+"""`python -m local_engine [--model M] "prompt"`: stream one answer, then TTFT, TPOT and
+tokens/s."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def _chat(engine: Engine, text: str, system: str | None) -> list[int]:
 
 
 def _show_progress(fraction: float, stage: str) -> None:
-    """One line that is written over, and gone when the model is ready; nothing where nobody watches."""
+    """One line that is written over, and gone when the model is ready; nothing where standard error
+    is no terminal."""
     if sys.stderr.isatty():
         line = "" if fraction == 1.0 else f"{stage} {fraction:.0%}"
         print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)

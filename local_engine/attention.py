@@ -1,12 +1,14 @@
-"""Attention over paged KV, by torch's own kernels: the plain path on every device, and the oracle for faster ones.
+"""Attention over paged KV: the pools, and torch's and the native kernels' ways over them.
 
-A layer's pool is [2 * kv_heads (K, then V), blocks, block_tokens, head_dim]: one copy gathers K and V of many sequences,
-each head's tokens in a row. (The native kernels have an order of their own within a block: native/pages.h.)
-Queries that share a KV head are laid out as rows of one query matrix (grouped-query attention, arXiv:2305.13245), so K
-and V are never repeated. Knows no weights and no scheduling.
+A layer's pool is [2 * kv_heads (K, then V), blocks, block_tokens, head_dim]: one copy gathers K and
+V of many sequences, each head's tokens in a row. (The native kernels have an order of their own
+within a block: kernels/cpu/pages.h.) Queries that share a KV head are laid out as rows of one query
+matrix (grouped-query attention, arXiv:2305.13245), so K and V are never repeated. Knows no weights
+and no scheduling.
 
-Invariants: a layer's KV of this step is written before any of it is read; what a mask hides is finite (pools start as
-zeros and a step that produced anything else is answered by `clear`), because 0 * NaN would show through.
+Invariants: a layer's KV of this step is written before any of it is read; masked values are finite,
+because 0 * NaN would show through (pools start as zeros, and the engine calls `clear` after a step
+that produced anything else).
 """
 
 from __future__ import annotations
@@ -30,9 +32,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Rows `start .. stop` of a step: sequences of similar length with one query each, padded to a common length.
+    """Rows `start .. stop` of a step: sequences of similar length with one query each, padded to a
+    common length.
 
-    `blocks` [sequences * blocks each]; `masks` additive, [sequences, 1, tokens], one per window (`Pools.windows`).
+    `blocks` [sequences * blocks each]; `masks` additive, [sequences, 1, tokens], one per window
+    (`Pools.windows`).
     """
 
     start: int
@@ -43,9 +47,11 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpan:
-    """Rows `start .. stop` of a step: consecutive tokens of one sequence, which see `tokens` tokens up to their own.
+    """Rows `start .. stop` of a step: consecutive tokens of one sequence, which see `tokens` tokens
+    up to their own.
 
-    `blocks` [blocks of the sequence]; `masks` additive, [queries per KV head * rows, tokens], one per window.
+    `blocks` [blocks of the sequence]; `masks` additive, [queries per KV head * rows, tokens], one
+    per window.
     """
 
     start: int
@@ -59,8 +65,9 @@ class PrefillSpan:
 class PagedRows:
     """Rows `0 .. stop` of a step for the native kernel, which reads pages where they lie.
 
-    `blocks`: the sequences' blocks one after the other; a row's begin at `starts[row]`. `work`: tokens seen in all.
-    Rows of sequences that share a prefix should be neighbours: the kernel looks at what they share once for all of them.
+    `blocks`: the sequences' blocks one after the other; a row's begin at `starts[row]`. `work`:
+    tokens seen in all. Rows of sequences that share a prefix should be neighbours: the kernel looks
+    at what they share once for all of them.
     """
 
     stop: int
@@ -71,10 +78,11 @@ class PagedRows:
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """Everything the decoder needs for one step over `rows` tokens; `logit_rows` are those to predict from.
+    """Everything the decoder needs for one step over `rows` tokens; `logit_rows` are those to
+    predict from.
 
-    `slots`: where each row's KV goes, counted in tokens from the pool's start. What attention needs besides is in
-    `decodes` and `prefills` for torch's means, in `paged` for the native kernel, in `tiles` for the GPU's.
+    `slots`: where each row's KV goes, counted in tokens from the pool's start. Attention also needs
+    `decodes` and `prefills` (torch), `paged` (the native kernels) or `tiles` (the GPU's).
     """
 
     token_ids: torch.Tensor
@@ -91,7 +99,8 @@ class KV(Protocol):
     """The pools of all layers, as the decoder uses them."""
 
     def angles(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """What `attend` is given of a rotary table [context, 1, head_dim]: the rows of these positions, or all."""
+        """The part of a rotary table [context, 1, head_dim] that `attend` takes: the rows of these
+        positions, or all."""
 
     def attend(
         self,
@@ -103,9 +112,9 @@ class KV(Protocol):
         sin: torch.Tensor,
         step: StepInput,
     ) -> torch.Tensor:
-        """What is between a layer's projections: normalise (`qk_norm`) and rotate the q and k of qkv [rows, heads + 2 kv_heads,
-        head_dim], maybe in place, store k and v, and look back. Returns [rows, heads * head_dim]. `cos` and `sin` are what
-        `angles` gave."""
+        """Normalise (`qk_norm`) and rotate the q and k of qkv [rows, heads + 2 kv_heads, head_dim],
+        perhaps in place, store k and v, and attend. Returns [rows, heads * head_dim]. `cos` and
+        `sin` come from `angles`."""
 
 
 class Pools:
@@ -210,7 +219,8 @@ class NativeKV(Pools):
 
 
 class TorchKV(Pools):
-    """Pools that torch's own kernels look at, on any device. `windows` are the distinct ones of the model's layers."""
+    """Pools that torch's own kernels look at, on any device. `windows` are the distinct ones of the
+    model's layers."""
 
     def __init__(
         self, model: ModelConfig, *, blocks: int, block_tokens: int, dtype: torch.dtype, device: torch.device
@@ -283,7 +293,8 @@ class TorchKV(Pools):
         output[span.start : span.stop] = found.reshape(count, self._heads, size)
 
     def _fused(self, rows: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """torch's own kernel: rows [sequences, kv_heads, queries, head_dim], kv [sequences, 2 * kv_heads, tokens, ...]."""
+        """torch's own kernel: rows [sequences, kv_heads, queries, head_dim], kv [sequences, 2 *
+        kv_heads, tokens, ...]."""
         heads = self._kv_heads
         return functional.scaled_dot_product_attention(
             rows, kv[:, :heads], kv[:, heads:], attn_mask=mask, scale=self._scale
@@ -292,12 +303,13 @@ class TorchKV(Pools):
     def _by_products(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """Attention as two batched products: [kv_heads, sequences, queries, head_dim], K and V [kv_heads, sequences,
-        tokens, head_dim], mask [sequences or none, queries or 1, tokens].
+        """Attention as two batched products: [kv_heads, sequences, queries, head_dim], K and V
+        [kv_heads, sequences, tokens, head_dim], mask [sequences or none, queries or 1, tokens].
 
-        torch's fused kernel knows no soft cap; and in half precision on CPUs it makes small products per head and pays
-        for each: 2 to 7 times the time of this at one query per sequence. Scores are rounded to the type's precision
-        before the softmax, as in transformers' "eager" attention.
+        torch's fused kernel knows no soft cap; and in half precision on CPUs it makes small
+        products per head and pays for each: 2 to 7 times the time of this at one query per
+        sequence. Scores are rounded to the type's precision before the softmax, as in transformers'
+        "eager" attention.
         """
         heads, count, rows, size = queries.shape
         scaled = (queries * self._scale).reshape(heads * count, rows, size)
@@ -308,7 +320,8 @@ class TorchKV(Pools):
         return torch.bmm(weights, values.flatten(0, 1)).view(heads, count, rows, size)
 
     def _gather(self, pool: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        """Copy blocks into the workspace: fresh memory for every layer of every step would cost more than the copy."""
+        """Copy blocks into the workspace: fresh memory for every layer of every step would cost
+        more than the copy."""
         shape = (pool.shape[0], blocks.shape[0], *pool.shape[2:])
         elements = math.prod(shape)
         if self._workspace.numel() < elements:
@@ -317,7 +330,7 @@ class TorchKV(Pools):
 
 
 def block_size_bytes(model: ModelConfig, block_tokens: int, dtype: torch.dtype, device: torch.device) -> int:
-    """What a block takes in all layers together."""
+    """The size of a block in all layers together."""
     native = attention_kernels(model, dtype, device)
     tokens = block_tokens if native is None else _whole_tiles(block_tokens)
     return 2 * model.layers * model.kv_heads * model.head_dim * tokens * torch.empty(0, dtype=dtype).element_size()
@@ -336,8 +349,8 @@ def _whole_tiles(tokens: int) -> int:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros; on a CPU from untouched pages, which take no memory until they are written.
 
-    Small pages there: a block lies in as many places as there are heads, and huge pages would make the first few
-    blocks of every layer take hundreds of megabytes.
+    Small pages there: a block lies in as many places as there are heads, and huge pages would make
+    the first few blocks of every layer take hundreds of megabytes.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

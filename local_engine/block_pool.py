@@ -1,13 +1,14 @@
-"""The pool of KV blocks: who holds which, which can be reused, which goes first.
+"""The pool of KV blocks: which are held, which can be reused, which is evicted first.
 
-Knows token ids and no tensors. A block is free, held (referenced by sequences), or cached (full, unreferenced, its KV
-still good). Full blocks are found again by a chain key, a keyed hash of the parent's key and the block's tokens; a
-match compares the tokens and the parent as well, so a collision costs a hit and never an answer. The chain starts at
-the caller's salt: sequences of different salts share nothing.
+Knows token ids and no tensors. A block is free, held (referenced by sequences), or cached (full,
+unreferenced, its KV still good). Full blocks are found again by a chain key, a keyed hash of the
+parent's key and the block's tokens; a match compares the tokens and the parent as well, so a
+collision costs a hit and never an answer. The chain starts at the caller's cache salt: sequences of
+different salts share nothing.
 
-Invariants (`check_integrity`): free + cached + held == total; every registered block's parent is registered; a
-sequence that holds a registered block holds its whole chain, hence references never grow along a chain and the least
-recently used cached block is always a leaf.
+Invariants (`check_integrity`): free + cached + held == total; every registered block's parent is
+registered; a sequence that holds a registered block holds its whole chain, hence references never
+grow along a chain and the least recently used cached block is always a leaf.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from hashlib import blake2b
 
 @dataclass(slots=True)
 class Block:
-    """One block. `key` is set while it is registered for reuse; then `parent` (a chain key) and `tokens` say
-    what of, and `is_first` whether its chain begins here."""
+    """One block. `key` is set while it is registered for reuse; then `parent` (a chain key) and
+    `tokens` are its content, and `is_first` is True where its chain begins."""
 
     id: int
     references: int = 0
@@ -62,12 +63,12 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Blocks that can be had without forgetting anything."""
+        """Blocks that can be allocated without evicting one."""
         return len(self._free)
 
     @property
     def cached(self) -> int:
-        """Blocks that nobody holds and that can still be reused."""
+        """Blocks without a holder that can still be reused."""
         return len(self._cached)
 
     def extend_keys(self, keys: list[bytes], tokens: Sequence[int], cache_salt: bytes, blocks: int) -> None:
@@ -78,7 +79,8 @@ class BlockPool:
             keys.append(chain_key(parent, tokens[index * size : (index + 1) * size]))
 
     def match(self, keys: Sequence[bytes], tokens: Sequence[int], cache_salt: bytes) -> list[int]:
-        """The longest run of registered blocks that hold exactly these tokens, from the start. Changes nothing."""
+        """The longest run of registered blocks that hold exactly these tokens, from the start.
+        Changes nothing."""
         found: list[int] = []
         if not self._has_prefix_cache:
             return found
@@ -96,7 +98,7 @@ class BlockPool:
         return found
 
     def unused(self, blocks: Iterable[int]) -> int:
-        """How many of these nobody holds: holding them takes that many from `available`."""
+        """How many of these have no holder: holding them takes that many from `available`."""
         return sum(self._blocks[id].references == 0 for id in blocks)
 
     def hold(self, blocks: Iterable[int]) -> None:
@@ -108,9 +110,10 @@ class BlockPool:
             block.references += 1
 
     def allocate(self) -> int:
-        """A private block with one reference; evicts the least recently used cached leaf when none is free.
+        """A private block with one reference; evicts the least recently used cached leaf when none
+        is free.
 
-        Ask `available` first: raises IndexError when there is nothing to give.
+        Raises IndexError when there is none: check `available` first.
         """
         if self._free:
             id = self._free.popleft()
@@ -132,11 +135,13 @@ class BlockPool:
         *,
         is_written: bool,
     ) -> bool:
-        """Make `blocks[index]`, a sequence's full block, findable; returns whether what is there now is.
+        """Make `blocks[index]`, a sequence's full block, findable; returns whether what is there
+        now is.
 
-        Where the same content is registered already, `blocks[index]` becomes that block and the duplicate is freed, but
-        only once it `is_written`: a shared block is never written again. Under a foreign block with the same key (a
-        collision) it stays private. The blocks before it must be registered.
+        Where the same content is registered already, `blocks[index]` becomes that block and the
+        duplicate is freed, but only once it `is_written`: a shared block is never written again.
+        Under a foreign block with the same key (a collision) it stays private. The blocks before it
+        must be registered.
         """
         block = self._blocks[blocks[index]]
         if not self._has_prefix_cache or block.key is not None:
@@ -157,7 +162,8 @@ class BlockPool:
         return True
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Drop one reference of each. Give a sequence's blocks last first, so that leaves age before their parents."""
+        """Drop one reference of each. Give a sequence's blocks last first, so that leaves age
+        before their parents."""
         for id in blocks:
             block = self._blocks[id]
             block.references -= 1
@@ -169,7 +175,8 @@ class BlockPool:
                 self._cached[id] = None
 
     def forget_all(self) -> None:
-        """Make nothing findable any more: after a failed step nobody knows which KV is good. No block may be held."""
+        """Make no block findable any more: after a failed step any KV may be wrong. No block may be
+        held."""
         for id in self._cached:
             self._forget(self._blocks[id])
             self._free.append(id)
@@ -177,7 +184,8 @@ class BlockPool:
         assert not self._registered, "blocks are still held"
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
-        """Raises AssertionError where an invariant is broken. `held`: the blocks of every live sequence."""
+        """Raises AssertionError where an invariant is broken. `held`: the blocks of every sequence
+        that has not ended."""
         references: Counter[int] = Counter(id for blocks in held for id in blocks)
         free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a block is free twice"

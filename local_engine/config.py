@@ -1,6 +1,6 @@
-"""What an engine is told (EngineConfig) and what a checkpoint says of itself (ModelConfig).
+"""The settings of an engine (EngineConfig) and the shape of a model (ModelConfig).
 
-Knows no weights and no torch. How a ModelConfig is read from a checkpoint is `families`' business.
+Knows no weights and no torch. `checkpoints` reads a ModelConfig from a checkpoint.
 """
 
 from __future__ import annotations
@@ -10,22 +10,26 @@ from dataclasses import dataclass
 
 
 class ModelError(Exception):
-    """The model cannot be loaded: missing, broken, or of a kind that is not supported. The message names which."""
+    """The model cannot be loaded: missing, broken, or of a kind that is not supported. The message
+    names which."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Settings of one engine. None means: decided from the machine when the engine starts.
 
-    `model`: a GGUF file, a checkpoint folder, a hub name, or None for the embedded default. `draft_model`: a smaller one
-    with the same tokenizer, which guesses for it; None is none. `dtype`: auto, float32, bfloat16 or float16. `weights`: auto
-    (as the checkpoint has them: quantised ones stay so where a kernel serves them), int8, int4 or fp8 (quantised while they are
-    read; with fp8, which is 8-bit floats, inputs are as well). `kv_blocks` overrides `kv_size_mb`. `step_tokens_max` bounds the tokens
-    of one step, decode and prefill together; `sequences_max` those that run at once; `queue_max` those that wait,
-    `wait_max_s` for how long. `draft_tokens_max` bounds what is guessed and verified per sequence and step (see
-    `speculative`); 0 is off. `is_batch_invariant`: logits do not depend, not even in their last bits, on what else is in
-    the batch and how a prompt was cut. None: wherever the native kernels do all the work; True: refuse to start where they
-    do not; False: long prompts may be a tenth faster and their last bits differ.
+    `model`: a GGUF file, a checkpoint folder, a hub name, or None for the embedded default.
+    `draft_model`: a smaller one with the same tokenizer, which guesses for it; None is none.
+    `dtype`: auto, float32, bfloat16 or float16. `weights`: auto (as the checkpoint has them:
+    quantised ones stay so where a kernel serves them), int8, int4 or fp8 (quantised while they are
+    read; with fp8, which is 8-bit floats, inputs are as well). `kv_blocks` overrides `kv_size_mb`.
+    `step_tokens_max` bounds the tokens of one step, decode and prefill together; `sequences_max`
+    those that run at once; `queue_max` those that wait, `wait_max_s` for how long.
+    `draft_tokens_max` bounds the guesses that are verified per sequence and step (see
+    `speculation`); 0 is off. `is_batch_invariant`: logits do not depend, not even in their last
+    bits, on what else is in the batch and how a prompt was cut. None: wherever the native kernels
+    do all the work; True: refuse to start where they do not; False: long prompts may be a tenth
+    faster and their last bits differ.
     """
 
     model: str | None = None
@@ -74,10 +78,11 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding (arXiv:2104.09864). `kind`: default, linear (positions divided by `factor`, arXiv:2306.15595),
-    llama3 (low frequencies rescaled as Llama 3.1 does), yarn (arXiv:2309.00071, with its `beta_*`; `attention_factor`
-    multiplies cos and sin), dynamic (NTK-aware; within the trained context it is the default one) or longrope
-    (arXiv:2402.13753; within the trained context frequencies are divided by `divisors`, one for each)."""
+    """Rotary embedding (arXiv:2104.09864). `kind`: default, linear (positions divided by `factor`,
+    arXiv:2306.15595), llama3 (low frequencies rescaled as Llama 3.1 does), yarn (arXiv:2309.00071,
+    with its `beta_*`; `attention_factor` multiplies cos and sin), dynamic (NTK-aware; within the
+    trained context it is the default one) or longrope (arXiv:2402.13753; within the trained context
+    frequencies are divided by `divisors`, one for each)."""
 
     theta: float = 10_000.0
     kind: str = "default"
@@ -102,9 +107,9 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """A sparse mixture in place of the MLP (arXiv:2101.03961): `count` experts of `intermediate_size`, of which each
-    token takes `per_token`. `is_sparse` says of each layer whether it has one; `normalises` that the shares of the
-    chosen experts are scaled to sum to 1."""
+    """A sparse mixture in place of the MLP (arXiv:2101.03961): `count` experts of
+    `intermediate_size`, of which each token takes `per_token`. `is_sparse`: of each layer, whether
+    it has one. `normalises`: whether the shares of the chosen experts are scaled to sum to 1."""
 
     count: int
     per_token: int
@@ -122,11 +127,13 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape of a decoder-only transformer of the Llama kind, mostly in the words of Hugging Face's config.json.
+    """Shape of a decoder-only transformer of the Llama kind, mostly in the words of Hugging Face's
+    config.json.
 
-    `windows`: how many tokens, itself included, a token sees in each layer; 0 is all. Layers with a window rotate by
-    `window_rope` where there is one. `norm_offset` is added to every norm's weight, `embedding_scale` multiplies
-    embeddings, softcaps bound scores and logits as cap * tanh(x / cap); post norms normalise what attention and MLP add.
+    `windows`: how many tokens, itself included, a token sees in each layer; 0 is all. Layers with a
+    window rotate by `window_rope` where there is one. `norm_offset` is added to every norm's
+    weight, `embedding_scale` multiplies embeddings, softcaps bound scores and logits as cap *
+    tanh(x / cap); post norms normalise what attention and MLP add.
     """
 
     architecture: str

@@ -1,10 +1,13 @@
-"""DraftModel: a smaller model with the same tokenizer that guesses what the large one will say (arXiv:2211.17192).
+"""DraftModel: a smaller model with the same tokenizer that guesses the large one's next tokens
+(arXiv:2211.17192).
 
-Its KV lies in the very blocks of the large one's: a pool of the same shape beside it, under the same block ids, so sharing,
-eviction and preemption are decided once. It is behind where nobody asked it for a while, and catches up when it is asked.
-Knows sequences and logits, no queue. Invariants: it changes no token and no block table, only what lies in its own pool and
-`Sequence.foreseen`; guesses are drawn with the noise of the places they are for, so they are right as often as the two models'
-distributions allow (see `sampler`). A block's KV here may be stale without harm: then guesses are worse, and answers the same.
+Its KV lies in a pool of its own under the large one's block ids, so sharing, eviction and
+preemption are decided once. It falls behind where no guesses are wanted for a while, and catches up
+when they are. Knows sequences and logits, no queue. Invariants: it changes no token and no block
+table, only what lies in its own pool and `Sequence.foreseen`; guesses are drawn with the noise of
+the places they are for, so they are right as often as the two models' distributions allow (see
+`sampler`). A block's KV here may be stale without harm: then guesses are worse, and answers the
+same.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from local_engine.text.tokenizer import Tokenizer
 
 
 def check_tokenizers(draft: Tokenizer, main: Tokenizer, draft_name: str, main_name: str) -> None:
-    """Raises ModelError, naming the first token that differs: a guess in another language helps nobody."""
+    """Raises ModelError with the first token that differs: guesses in another vocabulary are
+    useless."""
     for id in range(min(draft.size, main.size)):
         if draft.spell(id) != main.spell(id) or draft.is_special(id) != main.is_special(id):
             raise ModelError(
@@ -35,7 +39,8 @@ def check_tokenizers(draft: Tokenizer, main: Tokenizer, draft_name: str, main_na
 
 
 def open_draft(config: EngineConfig, main: Checkpoint, progress: Progress) -> ModelRunner | None:
-    """The weights of the model that is to draft for `main`, if one is; its pool comes with that of `main`. Raises ModelError."""
+    """The weights of the model that is to draft for `main`, if one is; its pool comes with that of
+    `main`. Raises ModelError."""
     if config.draft_model is None:
         return None
     own = open_checkpoint(config.draft_model)
@@ -45,15 +50,16 @@ def open_draft(config: EngineConfig, main: Checkpoint, progress: Progress) -> Mo
 
 
 class DraftModel:
-    """Guesses on a runner of its own, whose pool has as many blocks as the large model's. `timing` is told what its steps
-    take; `step_tokens_max` bounds what it catches up in one."""
+    """Guesses on a runner of its own, whose pool has as many blocks as the large model's. It
+    reports the time of its steps to `timing`; `step_tokens_max` bounds the tokens that one step
+    catches up."""
 
     def __init__(self, runner: ModelRunner, vocabulary: int, step_tokens_max: int, timing: StepTiming) -> None:
         self._runner = runner
         self._vocabulary = vocabulary
         self._step_tokens_max = step_tokens_max
         self._timing = timing
-        self._whole: dict[int, bytes] = {}  # blocks all of whose tokens' KV is here, with the key they had then
+        self._whole: dict[int, bytes] = {}  # blocks with the KV of all of their tokens here, and their keys then
 
     @property
     def context_tokens(self) -> int:
@@ -61,12 +67,12 @@ class DraftModel:
         return self._runner.context_tokens
 
     def clear(self) -> None:
-        """Forget everything: nobody knows which KV is good."""
+        """Forget everything: any KV may be wrong."""
         self._whole.clear()
         self._runner.kv.clear()
 
     def fill(self, chunks: list[Chunk]) -> list[Chunk]:
-        """The chunks with the guesses that they want, or with none where it has to catch up first."""
+        """The chunks with their guesses, or with none where it has to catch up first."""
         if not any(chunk.wanted for chunk in chunks):
             return chunks
         guesses = self._guess([chunk for chunk in chunks if chunk.wanted])
@@ -75,7 +81,8 @@ class DraftModel:
         ]
 
     def _guess(self, asked: Many[Chunk]) -> dict[int, list[int]]:
-        """Token after token, all sequences at once; each until it has what it wants or would end."""
+        """Token after token, all sequences at once; each until it has enough guesses or would
+        end."""
         guesses: dict[int, list[int]] = {}
         wanted = {chunk.sequence.id: chunk.wanted for chunk in asked}
         chunks = self._catch_up([chunk.sequence for chunk in asked])
@@ -100,7 +107,8 @@ class DraftModel:
         return guesses
 
     def _catch_up(self, sequences: Many[Sequence]) -> list[Chunk]:
-        """The sequences' tokens that it has not seen yet, as many as one step takes; logits for those that are then even."""
+        """The sequences' tokens that it has not seen yet, as many as one step takes; logits for
+        those that are then even."""
         chunks = []
         budget = self._step_tokens_max
         for sequence in sequences:
@@ -112,7 +120,7 @@ class DraftModel:
         return chunks
 
     def _reuse(self, sequence: Sequence) -> None:
-        """Skip what lies in its blocks already, because another sequence was there."""
+        """Skip the KV that another sequence left in its blocks."""
         size = self._runner.kv.block_tokens
         while sequence.draft_computed % size == 0:
             index = sequence.draft_computed // size
@@ -121,7 +129,7 @@ class DraftModel:
             sequence.draft_computed += size
 
     def _note(self, chunk: Chunk) -> None:
-        """Keep what a chunk has written."""
+        """Note the blocks that a chunk has written."""
         sequence, size = chunk.sequence, self._runner.kv.block_tokens
         sequence.draft_computed = chunk.end
         for index in range(chunk.start // size, -(-chunk.end // size)):

@@ -1,8 +1,9 @@
-"""Engine: the synchronous core. Submit token ids, step until done; no process, no threads, no sockets.
+"""Engine: the synchronous core. Submit token ids, step until done; no process, no threads, no
+sockets.
 
-The package's docstring shows it at work. Knows no HTTP, teams, money or caches of answers. Invariant: whatever is batched,
-reused, chunked or preempted, greedy output equals the naive single-sequence forward pass; a sequence that ended, however,
-holds no block.
+The package's docstring shows it at work. Knows no HTTP, teams, money or caches of answers.
+Invariants: whatever is batched, reused, chunked or preempted, greedy output equals the naive
+single-sequence forward pass; a sequence that ended in any way holds no block.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step did for one sequence: a piece of output, and at its end `usage`, or the `error` that ended it."""
+    """One sequence's result of a step: a piece of output, and at its end `usage`, or the `error`
+    that ended it."""
 
     id: int
     output: Output
@@ -76,8 +78,9 @@ class Engine:
         entropy: random.Random | None = None,
         is_overlapped: bool | None = None,
     ) -> None:
-        """Load the model; takes seconds. Raises ModelError. `progress` is told a fraction 0..1 and a stage's name.
-        `is_overlapped`: schedule a step while the one before is computed; by default where that is on a GPU."""
+        """Load the model; takes seconds. Raises ModelError. Calls `progress` with a fraction 0..1
+        and a stage's name. `is_overlapped`: schedule a step while the one before is computed; by
+        default where that is on a GPU."""
         self.config = config
         self._clock = clock
         self._entropy = entropy or random.SystemRandom()
@@ -88,7 +91,7 @@ class Engine:
         draft = open_draft(config, checkpoint, progress)
         self._runner = ModelRunner(config, checkpoint, progress, draft=draft)
         self._pool = BlockPool(self._runner.kv.blocks, config.block_tokens, has_prefix_cache=config.has_prefix_cache)
-        # who drafts with a model must know the last token, so there the next step waits for it
+        # a draft model needs the last token, so there the next step waits for it
         self._is_overlapped = draft is None and (
             self._runner.is_asynchronous if is_overlapped is None else is_overlapped
         )
@@ -130,13 +133,15 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything, be it to land what was launched for sequences that have ended meanwhile: left
-        lying until the next request, the time in between would count as that step's."""
+        """Whether a step would do anything, be it to land a step whose sequences have ended
+        meanwhile: left in flight until the next request, the time in between would count as that
+        step's."""
         return self._scheduler.has_work or bool(self._in_flight)
 
     @property
     def step_s_expected(self) -> float:
-        """How long a step of as many tokens as there may be takes at the pace of late; 0 where nothing is measured."""
+        """Seconds of a step of `step_tokens_max` tokens at the latest speed; 0 where nothing is
+        measured."""
         pace = self._timing.prefill_tokens_per_s
         return self._scheduler.step_tokens_max / pace if pace else 0.0
 
@@ -162,8 +167,8 @@ class Engine:
         deadline: float | None = None,
         reference: Many[int] = (),
     ) -> int:
-        """Queue a prompt; returns the id that `step` and `abort` speak of. `deadline` is a time of the engine's clock.
-        `reference`: tokens the answer may share passages with.
+        """Queue a prompt; returns its id, as in `step` and `abort`. `deadline` is a time of the
+        engine's clock. `reference`: tokens the answer may share passages with.
 
         Raises InvalidRequest, PromptTooLong, Overloaded.
         """
@@ -199,14 +204,16 @@ class Engine:
         return sequence.id
 
     def abort(self, id: int) -> None:
-        """End a sequence without another word and free what it holds; unknown and finished ids are fine."""
+        """End a sequence without any more output and free its blocks; unknown and finished ids are
+        fine."""
         sequence = self._sequences.pop(id, None)
         if sequence is not None:
             self._scheduler.finish(sequence)
 
     def step(self) -> list[StepOutput]:
-        """Advance: schedule, launch, postprocess: this step, or the one before where the device works by itself meanwhile.
-        A failure of the model fails the sequences of its step, nothing more."""
+        """Advance: schedule, launch, postprocess: this step, or the one before where the device
+        works by itself meanwhile. A failure of the model fails the sequences of its step, nothing
+        more."""
         began = Moment.now()
         late = self._scheduler.overdue(self._clock(), self.config.wait_max_s)
         outputs = [self._fail(sequence, error) for sequence, error in late]
@@ -247,7 +254,8 @@ class Engine:
         )
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where an invariant of the pool, the queue or the sequences is broken."""
+        """Raises AssertionError where an invariant of the pool, the queue or the sequences is
+        broken."""
         self._scheduler.check_integrity(self._sequences.keys())
 
     def _check(self, tokens: Many[int], params: SamplingParams) -> None:
@@ -268,7 +276,7 @@ class Engine:
             )
 
     def _launch(self, chunks: list[Chunk], began: Moment) -> str | None:
-        """Have the device compute the chunks and draw after them; says why where that failed."""
+        """Have the device compute the chunks and draw after them; returns why where that failed."""
         try:
             if self._draft_model is not None:
                 chunks = self._draft_model.fill(chunks)
@@ -285,7 +293,7 @@ class Engine:
         return None
 
     def _land(self) -> list[StepOutput]:
-        """Wait for the oldest flight and take in what it drew."""
+        """Wait for the oldest step in flight and process its tokens."""
         step = self._in_flight.pop(0)
         try:
             sampled = step.land()
@@ -312,7 +320,8 @@ class Engine:
         return outputs
 
     def _advance(self, chunk: Chunk, drawn: Many[Sampled]) -> StepOutput:
-        """Add what was drawn as far as the draft foresaw it, decide whether the answer ends, and say what is final."""
+        """Add the drawn tokens as far as the draft was right, and decide whether the answer ends;
+        returns the final text."""
         sequence = chunk.sequence
         if sequence.answer_tokens == 0:
             self._totals.prompt_tokens += sequence.prompt_tokens
@@ -343,7 +352,7 @@ class Engine:
         return StepOutput(sequence.id, output, usage=sequence.usage)
 
     def _learn(self, sequence: Sequence, chunk: Chunk, accepted: int) -> None:
-        """Count a draft, and judge the next by it."""
+        """Count a draft's result, for the totals and for the next drafts."""
         assert chunk.kind is not None
         assert sequence.speculation is not None
         for drafted, right in (
@@ -364,7 +373,8 @@ class Engine:
         return StepOutput(sequence.id, Output(finish_reason="abort"), usage=sequence.usage, error=error)
 
     def _fail_step(self, sequences: Many[Sequence], why: str) -> list[StepOutput]:
-        """After a step went wrong nobody knows which KV is good: end these, recompute all others, forget everything."""
+        """After a failed step any KV may be wrong: end these, recompute all others, forget
+        everything."""
         self._in_flight.clear()
         failed = [self._fail(s, EngineFailed(why)) for s in sequences if s.status is not Status.FINISHED]
         for sequence in self._sequences.values():
@@ -378,7 +388,8 @@ class Engine:
         return failed
 
     def _warm_up(self) -> None:
-        """Run a prompt and a few decodes: the first pass of each kind is slow, and predictions need a measurement."""
+        """Run a prompt and a few decodes: the first pass of each kind is slow, and predictions need
+        a measurement."""
         length = min(64, self.info.context_tokens - 8, self.info.vocabulary_size)
         if length < 1 or self._pool.total * self._pool.block_tokens < length + 8:
             return

@@ -1,8 +1,9 @@
-"""Drawing tokens on a GPU: the same race as in `sampler`, in one kernel, and nothing read back to decide.
+"""Drawing tokens on a GPU: the same race as in `sampler`, in one kernel, without a copy to the host
+in between.
 
-Ids stay on the device for the next step; they and what log probabilities were asked for come back in copies that nobody
-waits for before `read`. Knows places and their parameters, no text. Invariant: what is drawn depends on a row's logits,
-parameters and key alone.
+Ids stay on the device for the next step; they and the requested log probabilities are copied to the
+host, and only `read` waits for that. Knows places and their parameters, no text. Invariant: a draw
+depends on its row's logits, parameters and key alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from local_engine.sequence import Candidate, Place, Sampled
 
 @dataclass(frozen=True, slots=True)
 class DeviceDrawn:
-    """Ids on the device, and on their way to the host. `with_logprobs` are the places with log probabilities, `counts` of how many."""
+    """Ids on the device, and on their way to the host. `with_logprobs` are the places with log
+    probabilities, `counts` of how many."""
 
     ids: torch.Tensor
     copies: tuple[torch.Tensor, ...]
@@ -75,7 +77,8 @@ def sample(logits: torch.Tensor, rows: Many[int], places: Many[Place]) -> Device
 
 
 def _change(logits: torch.Tensor, places: Many[Place]) -> None:
-    """Penalties, bias and the ban on stopping too early, in place on float32 [places, vocabulary]."""
+    """Penalties, bias and the ban on stopping too early, in place on float32 [places,
+    vocabulary]."""
     penalised: list[tuple[int, int, float]] = []  # row, token, factor
     moved: list[tuple[int, int, float]] = []  # row, token, what is added
     for row, place in enumerate(places):

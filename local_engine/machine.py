@@ -1,4 +1,4 @@
-"""What this machine offers an engine: a device, a number type, threads and memory. Measured, not guessed.
+"""A machine's device, number type, threads and memory for an engine. Measured, not guessed.
 
 Knows no model beyond its sizes in bytes.
 """
@@ -19,7 +19,8 @@ _CUDA_SHARE = 0.9
 
 
 def choose_device(name: str) -> torch.device:
-    """The named device, or CUDA where there is one. Raises ModelError for a device that is not there."""
+    """The named device, or CUDA where there is one. Raises ModelError for a device that is not
+    there."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -34,7 +35,8 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The named type. `auto`: bfloat16 on CUDA (float16 before Ampere); on a CPU whichever multiplies faster here."""
+    """The named type. `auto`: bfloat16 on CUDA (float16 before Ampere); on a CPU whichever
+    multiplies faster here."""
     if name != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
     if device.type == "cuda":
@@ -43,7 +45,8 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _matmul_s(dtype: torch.dtype) -> float:
-    """CPU seconds of a decode-like and a prefill-like product, best of several: what else runs must not decide."""
+    """CPU seconds of a decode-like and a prefill-like product, best of several: other processes
+    must not decide."""
     weight = torch.ones(1024, 1024, dtype=dtype)
     best = []
     for rows in (2, 64):
@@ -65,8 +68,9 @@ def choose_threads(threads: int | None) -> int:
 
 
 def kv_size_bytes(device: torch.device, *, reserve_bytes: int = 0) -> int:
-    """Room for KV after the weights are loaded: on CUDA most of what is free beyond `reserve_bytes` (activations), on a
-    CPU a quarter of the available memory and at most 1 GiB, because others live there too."""
+    """Room for KV after the weights are loaded: on CUDA most of the free memory beyond
+    `reserve_bytes` (activations), on a CPU a quarter of the available memory and at most 1 GiB,
+    because other processes need some, too."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free_bytes, _ = torch.cuda.mem_get_info(device)
@@ -75,7 +79,7 @@ def kv_size_bytes(device: torch.device, *, reserve_bytes: int = 0) -> int:
 
 
 def available_bytes() -> int:
-    """Memory that can still be had: the machine's, or the container's where that is less."""
+    """Available memory: the machine's, or the container's where that is less."""
     pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
     free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
     meminfo = Path("/proc/meminfo")
@@ -92,7 +96,8 @@ def available_bytes() -> int:
 
 
 def return_unused_memory() -> None:
-    """Give what loading freed back to the system, where the C library can (glibc keeps it otherwise)."""
+    """Return the memory that loading freed to the system, where the C library can (glibc keeps it
+    otherwise)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(0)

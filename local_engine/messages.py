@@ -1,19 +1,20 @@
-"""What crosses the engine's boundary: requests in, outputs out, and every error with a type of its own.
+"""The engine's boundary: requests in, outputs out, and every error with a type of its own.
 
-Knows no HTTP, no teams and no torch: this file imports msgspec alone, so that a gateway worker can speak to an engine
-without loading one. Everything here is a frozen value. The same structs travel over the worker's socket (msgpack, in
-frames with a 4-byte big-endian length) and through `AsyncEngine` and `Engine`.
+Knows no HTTP, no teams and no torch: this file imports msgspec alone, so that a gateway worker can
+use an engine without loading one. Everything here is a frozen value. The same structs travel over
+the worker's socket (msgpack, in frames with a 4-byte big-endian length) and through `AsyncEngine`
+and `Engine`.
 
 Errors:
 
     EngineError
-    ├── EngineUnavailable    no process behind the socket, or it died or fell silent (`is_death`); `has_output`: tokens had left
+    ├── EngineUnavailable    no process behind the socket, or it ended or hangs (`is_death`); `has_output`: tokens had left
     ├── EngineLoading        the process is up, the weights are not; `progress` in 0..1
     ├── InvalidRequest       the caller's fault; `param` names the field
     │   └── PromptTooLong    prompt + 1 > context
     ├── Overloaded           the queue is full: try elsewhere or later
     ├── DeadlineExceeded     the request's own time ran out before it finished
-    └── EngineFailed         this generation failed inside the engine (a bug or out of memory); the engine lives on
+    └── EngineFailed         this generation failed inside the engine (a bug or out of memory); the engine goes on
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ TOP_LOGPROBS_MAX = 20
 
 
 class EngineError(Exception):
-    """Base of everything the engine raises at its boundary."""
+    """Base of every error that the engine raises at its boundary."""
 
 
 class EngineUnavailable(EngineError):
-    """The engine's process is not there. `has_output`: whether this generation had already delivered something; `is_death`:
-    whether it went away, or fell silent, while it had this generation."""
+    """The engine's process is not there. `has_output`: whether this generation had already
+    delivered something; `is_death`: whether the process ended, or sent nothing for too long, while
+    it had this generation."""
 
     def __init__(self, message: str, *, has_output: bool = False, is_death: bool = False) -> None:
         super().__init__(message)
@@ -51,7 +53,7 @@ class EngineLoading(EngineError):
 
 
 class InvalidRequest(EngineError):
-    """The request cannot be served as asked. `param` is the offending field, where there is one."""
+    """The request is wrong. `param` is the offending field, where there is one."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -59,7 +61,8 @@ class InvalidRequest(EngineError):
 
 
 class PromptTooLong(InvalidRequest):
-    """The prompt leaves no room for one token of answer. `prompt_tokens` and `context_tokens` are counts."""
+    """The prompt leaves no room for one token of answer. `prompt_tokens` and `context_tokens` are
+    counts."""
 
     def __init__(self, message: str, *, prompt_tokens: int, context_tokens: int) -> None:
         super().__init__(message, param="messages")
@@ -82,14 +85,15 @@ class EngineFailed(EngineError):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are chosen and when a generation ends. The defaults are the OpenAI API's.
 
-    `temperature` 0 is greedy. `top_k` 0 and `min_p` 0 are off. `repetition_penalty` (1 is off, prompt included, CTRL,
-    arXiv:1909.05858), `presence_penalty` and `frequency_penalty` (output only, as OpenAI defines them).
-    `logprobs` None is off; k asks for the chosen token's log probability and the k likeliest (0..20), taken from the
-    model's own distribution, before penalties, temperature and filters. `prompt_logprobs` asks the same of the prompt's
-    tokens; such a prompt is computed whole, cached or not.
-    `seed`: equal seeds draw equally whatever runs beside them; what remains is that a batch of another shape may round
-    the logits differently in their last bits (`ModelInfo.is_batch_invariant` says where it does not).
-    `max_tokens` None means as many as the engine's default and the context allow.
+    `temperature` 0 is greedy. `top_k` 0 and `min_p` 0 are off. `repetition_penalty` (1 is off,
+    prompt included, CTRL, arXiv:1909.05858), `presence_penalty` and `frequency_penalty` (output
+    only, as OpenAI defines them). `logprobs` None is off; k gives the chosen token's log
+    probability and the k likeliest (0..20), taken from the model's own distribution, before
+    penalties, temperature and filters. `prompt_logprobs` does the same for the prompt's tokens;
+    such a prompt is computed whole, cached or not. `seed`: equal seeds draw equally whatever runs
+    beside them, except that a batch of another shape may round the logits differently in their last
+    bits (never where `ModelInfo.is_batch_invariant`). `max_tokens` None means as many as the
+    engine's default and the context allow.
     """
 
     temperature: float = 1.0
@@ -135,14 +139,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One request for `n` answers: of `best_of` candidates (at least n) those whose tokens are the likeliest on average;
-    where best_of is above n nothing is sent until all are done. Exactly one of `messages`, `prompt` and
-    `prompt_token_ids` is given.
+    """One request for `n` answers: of `best_of` candidates (at least n) those with the likeliest
+    tokens on average; where best_of is above n nothing is sent until all are done. Exactly one of
+    `messages`, `prompt` and `prompt_token_ids` is given.
 
-    `messages` and `tools` go through the model's chat template (OpenAI's shapes; a content may be a list of text
-    parts). `salt` isolates reuse of KV blocks: only requests of one salt ever share any. `priority`: smaller is
-    sooner. `deadline_s`: seconds from submission after which the work is dropped. `reference`: a text that the answer may
-    share passages with; it speeds up what it foresees and changes no answer.
+    `messages` and `tools` go through the model's chat template (OpenAI's shapes; a content may be a
+    list of text parts). `salt` isolates reuse of KV blocks: only requests with equal salts share
+    any. `priority`: smaller is sooner. `deadline_s`: seconds from submission after which the work
+    is dropped. `reference`: a text that the answer may share passages with; shared passages are
+    faster, and no answer changes.
     """
 
     messages: list[dict[str, Any]] | None = None
@@ -159,7 +164,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """One token with its log probability. `text` holds U+FFFD where a token is part of a character; `raw` is exact."""
+    """One token with its log probability. `text` holds U+FFFD where a token is part of a character;
+    `raw` is exact."""
 
     token_id: int
     text: str
@@ -169,9 +175,10 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A piece of one choice: text that is final, the tokens behind it; `finish_reason` on the choice's last piece.
-    Where log probabilities were asked for: `stop_token` is the token that ended the choice and is no part of its text;
-    `prompt_logprobs`, on the first piece, are the prompt's tokens, of which the first, that nothing predicts, has 0."""
+    """A piece of one choice: text that is final, the tokens behind it; `finish_reason` on the
+    choice's last piece. With log probabilities: `stop_token` is the token that ended the choice and
+    is no part of its text; `prompt_logprobs`, on the first piece, are the prompt's tokens; the
+    first, which nothing predicts, has 0."""
 
     index: int = 0
     text: str = ""
@@ -183,8 +190,9 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of tokens over all choices. `cached_tokens`: prompt tokens whose KV was reused, counted once. `drafted_tokens`,
-    `accepted_tokens`: guesses, and those that were right, by their source (text, reference, model)."""
+    """Counts of tokens over all choices. `cached_tokens`: prompt tokens with reused KV, counted
+    once. `drafted_tokens`, `accepted_tokens`: guesses, and those that were right, by their source
+    (text, reference, model)."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -194,8 +202,9 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What was loaded. `context_tokens` is prompt and answer together; sizes in bytes. `is_batch_invariant`: logits do
-    not depend on what else is in the batch and what of a prompt was cached, not even in their last bits."""
+    """The loaded model. `context_tokens` is prompt and answer together; sizes in bytes.
+    `is_batch_invariant`: logits do not depend on what else is in the batch and what of a prompt was
+    cached, not even in their last bits."""
 
     name: str
     architecture: str
@@ -212,11 +221,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's state as last pushed by its worker: what a router asks before it sends anything.
+    """The engine's state as last pushed by its worker, for a router's decisions.
 
-    What ends in `_total` counts since the engine's start: prompt tokens that were computed or reused (`cached_`), answer
-    tokens, preemptions, and drafted tokens with those of them that the model accepted, by their source (text, reference,
-    model; see `speculative`).
+    Fields that end in `_total` count since the engine's start: prompt tokens that were computed or
+    reused (`cached_`), answer tokens, preemptions, and drafted tokens with those of them that the
+    model accepted, by their source (text, reference, model; see `speculation`).
     """
 
     is_ready: bool = False
@@ -248,8 +257,9 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
         return self.kv_blocks_used / self.kv_blocks_total if self.kv_blocks_total else 0.0
 
     def predicted_ttft_ms(self, prompt_tokens: int) -> float | None:
-        """Milliseconds until a prompt of that length would see its first token: what is to be read before it and itself and,
-        where every place is taken, until as many have ended as wait before it. None while nothing is measured."""
+        """Milliseconds until a prompt of `prompt_tokens` would get its first token: the time to
+        read the prompts before it and itself and, where every place is taken, until as many
+        sequences have ended as wait before it. None while nothing is measured."""
         if not self.is_ready or self.prefill_tokens_per_s <= 0:
             return None
         ahead = self.waiting_prefill_tokens + prompt_tokens
@@ -261,9 +271,9 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """Why nobody is at an engine's socket, in a file beside it (`ended_path`): written by the process that can't load or gives
-    up, and by whoever keeps it alive for one that was killed; gone when the next one starts. `is_final`: starting again would not
-    mend it."""
+    """Why an engine's process ended, in a file beside its socket (`ended_path`). The process writes
+    it where it can't load or gives up, and its supervisor where it was killed; the next process
+    removes it. `is_final`: starting again would not help."""
 
     why: str
     is_final: bool = False
@@ -275,12 +285,12 @@ def ended_path(socket_path: str | Path) -> Path:
 
 
 def write_ended(socket_path: str | Path, ended: Ended) -> None:
-    """Leave word of an end; whoever writes last is believed. Raises OSError."""
+    """Write the reason of an end; the last one counts. Raises OSError."""
     ended_path(socket_path).write_bytes(msgspec.json.encode(ended))
 
 
 def read_ended(socket_path: str | Path) -> Ended | None:
-    """What was left of the last end; None where nobody said a word."""
+    """The reason of the last end; None where there is none."""
     try:
         return msgspec.json.decode(ended_path(socket_path).read_bytes(), type=Ended)
     except (OSError, msgspec.MsgspecError):  # never ended, or not yet written to its end
@@ -298,7 +308,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Client to worker: stop it and free everything; no answer follows."""
+    """Client to worker: stop it and free its blocks; no answer follows."""
 
     id: int
 
@@ -311,7 +321,8 @@ class CountTokens(msgspec.Struct, frozen=True, tag="count"):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
-    """Worker to client: one step's pieces of one generation; `usage` comes with the last of all choices."""
+    """Worker to client: one step's pieces of one generation; `usage` comes with the last of all
+    choices."""
 
     id: int
     outputs: tuple[Output, ...]
@@ -338,8 +349,8 @@ class TokenCount(msgspec.Struct, frozen=True, tag="counted"):
 
 
 class State(msgspec.Struct, frozen=True, tag="state"):
-    """Worker to client: sent on connecting, whenever the load changes (a few times a second), and at least every second:
-    a worker that says nothing for longer hangs."""
+    """Worker to client: sent on connecting, whenever the load changes (a few times a second), and
+    at least every second: a worker that sends nothing for much longer hangs."""
 
     load: EngineLoad
     info: ModelInfo | None = None

@@ -1,7 +1,8 @@
 """ModelRunner: scheduled chunks in, logits out.
 
-Owns the weights and the pools of KV, and chooses once what runs the steps (executors/). Knows nothing of queues, sampling or
-text. Invariant: it reads a sequence (tokens, blocks) and never changes it.
+Owns the weights and the pools of KV, and chooses once what runs the steps (executors/). Knows
+nothing of queues, sampling or text. Invariant: it reads a sequence (tokens, blocks) and never
+changes it.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ Progress = Callable[[float, str], None]
 
 
 class ModelRunner:
-    """A loaded model with room for `kv.blocks` blocks of KV. `context_tokens` is what fits of the model's context.
+    """A loaded model with room for `kv.blocks` blocks of KV. `context_tokens` is the part of the
+    model's context that fits.
 
-    A model that drafts (`is_draft`) gets its pool with the one it drafts for (`draft`): blocks of the same ids, from the same
-    memory.
+    A model that drafts (`is_draft`) gets its pool with the one it drafts for (`draft`): blocks of
+    the same ids, from the same memory.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class ModelRunner:
     ) -> None:
         self.device = machine.choose_device(config.device)
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # where this thread's kernels and events go
+            torch.cuda.set_device(self.device)  # for this thread's kernels and events
         if self.device.type == "cpu":
             torch.set_num_threads(machine.choose_threads(config.threads))
         self.dtype = machine.choose_dtype(config.dtype, self.device)
@@ -73,7 +75,7 @@ class ModelRunner:
                     ),
                     bits=_bits(config, self),
                 )
-            except (RuntimeError, MemoryError) as error:  # torch says no more of what can't be allocated
+            except (RuntimeError, MemoryError) as error:  # torch has no type of its own for an allocation that fails
                 said = str(error).partition("\n")[0]
                 raise ModelError(f"{checkpoint.place}: no memory for the weights that are described: {said}") from None
             self._read(checkpoint, progress)
@@ -115,8 +117,9 @@ class ModelRunner:
             progress(0.05 + 0.85 * piece.share, "reading weights")
 
     def run(self, chunks: Many[Chunk], before: StepInFlight | None = None) -> torch.Tensor:
-        """Compute the chunks; returns the logits [sum of their logit_rows, vocabulary], in the order of the chunks, valid
-        until the next call. Tokens that nobody knows yet are taken from what the flight `before` draws, on the device."""
+        """Compute the chunks; returns the logits [sum of their logit_rows, vocabulary], in the
+        order of the chunks, valid until the next call. Tokens that are not known yet are taken from
+        the draws of the step `before`, on the device."""
         return self._executor.run(chunks, before)
 
     def _open_executor(self, config: EngineConfig, blocks: int) -> None:
@@ -143,7 +146,8 @@ class ModelRunner:
         return TorchExecutor(self.decoder, blocks=blocks, block_tokens=size)
 
     def _blocks(self, config: EngineConfig, draft: ModelRunner | None) -> int:
-        """How many blocks there is memory for, those of the draft model at their side. Raises ModelError."""
+        """How many blocks there is memory for, those of the draft model at their side. Raises
+        ModelError."""
         block_bytes = sum(
             block_size_bytes(one.decoder.config, config.block_tokens, one.dtype, one.device)
             for one in (self, draft)
@@ -162,7 +166,8 @@ class ModelRunner:
         return blocks
 
     def _activation_bytes(self, config: EngineConfig) -> int:
-        """What one step's intermediate tensors take at most: the widest of them, logits, and a layer's gathered KV."""
+        """The largest size of one step's intermediate tensors: the widest of them, logits, and a
+        layer's gathered KV."""
         model = self.decoder.config
         rows = config.step_tokens_max or default_step_tokens(self.device)
         wide = 4 * model.intermediate_size + 6 * model.hidden_size + 4 * model.heads * model.head_dim
@@ -181,7 +186,8 @@ def _verify_kernels(model: ModelConfig, block_tokens: int, dtype: torch.dtype, d
 
 
 def _bits(config: EngineConfig, runner: ModelRunner) -> int | None:
-    """What matrices are quantised to while they are read. Raises ModelError where no kernel serves that."""
+    """The bits that matrices are quantised to while they are read. Raises ModelError where no
+    kernel supports that."""
     if config.weights == "fp8" and not scaled.multiplies_fp8(runner.device):
         raise ModelError(f"weights=fp8 needs a GPU with 8-bit floats (Ada, Hopper or later), not {runner.device}")
     if config.weights in ("auto", "fp8"):
@@ -195,7 +201,8 @@ def _bits(config: EngineConfig, runner: ModelRunner) -> int | None:
 
 
 def default_step_tokens(device: torch.device) -> int:
-    """Tokens of one step: enough to keep the device busy, few enough that running answers do not stutter."""
+    """Tokens of one step: enough to keep the device busy, few enough that running answers come
+    evenly."""
     return 256 if device.type == "cpu" else 4096
 
 

@@ -1,14 +1,16 @@
 """From logits to tokens: penalties, temperature, top-k, top-p, min-p, seeds and log probabilities.
 
-Knows sequences' parameters and counts, no text. All rows of a step are sampled together. A random row is a race: each
-token arrives after an exponentially distributed time divided by its probability, and the first one wins (the Gumbel-max
-trick; arXiv:1611.00712). The times' noise is a function of the sequence's seed, the position and the token (`noise`): so a
-seeded sequence draws the same whatever runs beside it (its logits can still differ in the last bits with the batch's shape).
-A draft is verified by drawing at each of its places as if it were not there: as long as what is drawn is what was drafted,
-the next row's logits are the right ones. A draft model draws with the same noise, so the two agree wherever their
-distributions do, with at least (1 - d) / (1 + d) at a total variation of d (arXiv:2408.07978; a random draft accepted or
-rejected by a coin, as in arXiv:2211.17192, reaches 1 - d, but then a seed's answer depends on what was drafted).
-Order of the filters: temperature, top-k, top-p, min-p, as in Hugging Face's generate.
+Knows sequences' parameters and counts, no text. All rows of a step are sampled together. A random
+row is a race: each token arrives after an exponentially distributed time divided by its
+probability, and the first one wins (the Gumbel-max trick; arXiv:1611.00712). The times' noise is a
+function of the sequence's seed, the position and the token (`noise`): so a seeded sequence draws
+the same whatever runs beside it (its logits can still differ in the last bits with the batch's
+shape). A draft is verified by drawing at each of its places as if it were not there: as long as
+what is drawn is what was drafted, the next row's logits are the right ones. A draft model draws
+with the same noise, so the two agree wherever their distributions do, with at least (1 - d) / (1 +
+d) at a total variation of d (arXiv:2408.07978; a random draft accepted or rejected by a coin, as in
+arXiv:2211.17192, reaches 1 - d, but then a seed's answer depends on what was drafted). Order of the
+filters: temperature, top-k, top-p, min-p, as in Hugging Face's generate.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ TEMPERATURE_MIN = 1e-6  # colder is greedy anyway, and would pass what a float c
 
 
 class Drawn(Protocol):
-    """What was drawn at each place, maybe still under way from the device."""
+    """The token drawn at each place, perhaps still on its way from the device."""
 
     @property
     def ids(self) -> torch.Tensor:
@@ -129,7 +131,8 @@ def _race(logits: torch.Tensor, places: Many[Place]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows to draw from: logits [rows, vocabulary] at their temperature, keys and log sums of exponentials [rows, 1]."""
+    """Rows to draw from: logits [rows, vocabulary] at their temperature, keys and log sums of
+    exponentials [rows, 1]."""
 
     logits: torch.Tensor
     keys: torch.Tensor
@@ -138,7 +141,8 @@ class _Rows:
 
 
 def _first(rows: _Rows, width: int) -> list[int]:
-    """Who wins in each row, looked for among the `width` likeliest; -1 where the filters let in more than those."""
+    """The winner of each row among the `width` likeliest; -1 where the filters let in more than
+    those."""
     device, vocabulary = rows.logits.device, rows.logits.shape[-1]
     values, tokens = rows.logits.topk(width, -1)
     probabilities = (values - rows.total).exp()
@@ -172,8 +176,9 @@ def _let_tail_win(
     tokens: torch.Tensor,
     winners: torch.Tensor,
 ) -> None:
-    """Where nothing is filtered, all that is not among the likeliest `tokens` races as one, by its share; where it is first,
-    one of it is drawn in proportion, into `winners`. The first of many exponential times is one of the summed rate."""
+    """Where nothing is filtered, all that is not among the likeliest `tokens` races as one, by its
+    share; where it is first, one of its tokens is drawn in proportion, into `winners`. The first of
+    many exponential times is one of the summed rate."""
     tail = ((1.0 - rates.sum(-1, keepdim=True)) * is_open).clamp_min(0.0)
     nobody = torch.full_like(rows.keys, -1)
     for row in (noise(rows.keys, nobody) / tail < times).nonzero()[:, 0].tolist():
@@ -187,8 +192,8 @@ def _let_tail_win(
 
 @torch.inference_mode()
 def candidates(logits: torch.Tensor, ids: Many[int], counts: Many[int]) -> list[Sampled]:
-    """Log probabilities of these tokens, and of each row's likeliest, from the logits [len(ids), vocabulary] as the
-    model gave them."""
+    """Log probabilities of these tokens, and of each row's likeliest, from the logits [len(ids),
+    vocabulary] as the model gave them."""
     logprobs = logits.float().log_softmax(-1)
     chosen = logprobs[torch.arange(len(ids)), torch.tensor(ids, device=logits.device)].tolist()
     tops = [_likeliest(row, count) for row, count in zip(logprobs, counts, strict=True)]
@@ -196,7 +201,8 @@ def candidates(logits: torch.Tensor, ids: Many[int], counts: Many[int]) -> list[
 
 
 def _likeliest(logprobs: torch.Tensor, count: int) -> tuple[Candidate, ...]:
-    """Of equal ones the smaller ids first, as greedy decoding has it: logits in 16 bits are often equal."""
+    """Of equal ones the smaller ids first, as greedy decoding has it: logits in 16 bits are often
+    equal."""
     if not count:
         return ()
     ids = (logprobs >= logprobs.topk(min(count, len(logprobs))).values[-1]).nonzero()[:, 0]

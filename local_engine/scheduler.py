@@ -1,19 +1,22 @@
 """Which tokens the next step computes, under a token budget and a finite pool of blocks.
 
-Knows no model. Priority by priority decodes go first, one token each and what was drafted after it; then prefills
-continue, in chunks; then waiting sequences are admitted in order while the pool has room for their whole prompt and for
-what the answers that run are expected to grow. When a sequence needs a block and there is none, the last in order of those
-that come after it and have no part in this step yet loses its blocks and waits again: it will be recomputed, mostly from
-blocks that are still cached. So does one that runs while a better priority waits for its place.
+Knows no model. Priority by priority decodes go first, one token each and what was drafted after it;
+then prefills continue, in chunks; then waiting sequences are admitted in order while the pool has
+room for their whole prompt and for what the answers that run are expected to grow. When a sequence
+needs a block and there is none, the last in order of those that come after it and have no part in
+this step yet loses its blocks and waits again: it will be recomputed, mostly from blocks that are
+still cached. A sequence also loses its blocks where one of a better priority waits for its place.
 
-The order: priority; then fair turns between salts, by start-time fair queueing (Goyal et al., SIGCOMM 1996): a sequence's
-turn begins where its salt's last one ended or where the queue stands now, whichever is later, and lasts as long as its
-tokens. So a salt that sends much waits for itself, and one that comes back gets no credit for having been away.
+The order: priority; then fair turns between cache salts, by start-time fair queueing (Goyal et al.,
+SIGCOMM 1996): a sequence's turn begins where its salt's last one ended or where the queue stands
+now, whichever is later, and lasts as long as its tokens. So a salt with many sequences waits for
+itself, and one that comes back gets no credit for its absence.
 
-Invariants: a sequence is waiting or running, never both; the blocks of a chunk exist before the chunk is scheduled; a
-full block is registered when the chunk that fills it is scheduled, because within a step every layer writes all of its
-KV before it reads any (so sequences of one step share, too); what is drafted is never registered, and a token that is
-under way not before it is known.
+Invariants: a sequence is waiting or running, never both; the blocks of a chunk exist before the
+chunk is scheduled; a full block is registered when the chunk that fills it is scheduled, because
+within a step every layer writes all of its KV before it reads any (so sequences of one step share,
+too); a drafted token's block is never registered, and that of a token under way not before it is
+known.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ class Scheduler:
         sequences_max: int,
         speculator: Speculator | None = None,
     ) -> None:
-        """`speculator` says what decodes draft; None: nothing."""
+        """`speculator` decides the drafts of decodes; None: no drafts."""
         self.pool = pool
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -57,19 +60,21 @@ class Scheduler:
 
     @property
     def prefill_tokens(self) -> int:
-        """Prompt tokens that wait to be computed, over waiting and running sequences; prefix hits not foreseen."""
+        """Prompt tokens that wait to be computed, over waiting and running sequences; prefix hits
+        not deducted."""
         return sum(s.pending for s in self.waiting) + sum(s.pending for s in self.running if s.pending > 1)
 
     def check_queue(self, priority: int, cache_salt: bytes, queue_max: int) -> None:
-        """Raises Overloaded where another of that salt and priority may not wait: `queue_max` wait, or as many of its own as
-        four times the places that are left, so that one who sends much leaves room for others (dynamic thresholds;
-        Choudhury and Hahne, IEEE/ACM Transactions on Networking 6, 1998)."""
+        """Raises Overloaded where another sequence of that salt and priority may not wait:
+        `queue_max` wait, or as many of its own as four times the places that are left, so that a
+        busy salt leaves room for others (dynamic thresholds; Choudhury and Hahne, IEEE/ACM
+        Transactions on Networking 6, 1998)."""
         own = sum(s.priority == priority and s.cache_salt == cache_salt for s in self.waiting)
         if own >= 4 * (queue_max - len(self.waiting)):
             raise Overloaded(f"{len(self.waiting)} requests wait already, {own} of them of the same partition")
 
     def add(self, sequence: Sequence) -> None:
-        """Queue it in order. One that comes back keeps its turn."""
+        """Queue it in order. A preempted one keeps its turn."""
         if sequence.turn < 0.0:
             flow = (sequence.priority, sequence.cache_salt)
             sequence.turn = max(self._now, self._turn_ends.get(flow, 0.0))
@@ -92,7 +97,8 @@ class Scheduler:
             self._now, self._turn_ends = 0.0, {}
 
     def overdue(self, now: float, wait_max_s: float | None) -> list[tuple[Sequence, EngineError]]:
-        """Those whose deadline is over, and those that never ran and waited for longer than anybody should."""
+        """The sequences past their deadline, and those that never ran and have waited for longer
+        than `wait_max_s`."""
         late: list[tuple[Sequence, EngineError]] = []
         for sequence in self.waiting + self.running:
             if sequence.deadline is not None and sequence.deadline <= now:
@@ -109,7 +115,8 @@ class Scheduler:
         self.add(sequence)
 
     def schedule(self) -> list[Chunk]:
-        """The chunks of the next step, in order of priority and decodes first; empty when there is nothing to do."""
+        """The chunks of the next step, in order of priority and decodes first; empty when there is
+        no work."""
         chunks: list[Chunk] = []
         budget, has_preempted = self.step_tokens_max, False
         candidates = set(map(id, self.waiting))  # a sequence that loses its place in this step is none
@@ -136,7 +143,8 @@ class Scheduler:
         return chunks
 
     def check_integrity(self, live: Collection[int]) -> None:
-        """Raises AssertionError where an invariant of the pool, the queue or the sequences `live`, by their ids, is broken."""
+        """Raises AssertionError where an invariant of the pool, the queue or the sequences `live`,
+        by their ids, is broken."""
         size = self.pool.block_tokens
         self.pool.check_integrity([sequence.blocks for sequence in self.running])
         queued = self.waiting + self.running
@@ -155,8 +163,9 @@ class Scheduler:
             assert sequence.pending >= 1, f"sequence {sequence.id} has nothing to compute"
 
     def _newcomer(self, candidates: set[int], ready: list[Sequence], has_preempted: bool) -> Sequence | None:
-        """The first that waits, where it is its turn: one of a better priority than all that are `ready` goes before them,
-        any other after them and, so that nothing is admitted to what was just taken away, in steps without a preemption."""
+        """The first that waits, where it is its turn: one of a better priority than all that are
+        `ready` goes before them, any other after them and, so that nothing is admitted to what was
+        just taken away, in steps without a preemption."""
         head = self.waiting[0] if self.waiting else None
         if head is None or id(head) not in candidates:
             return None
@@ -164,15 +173,15 @@ class Scheduler:
         return head if is_next else None
 
     def _place_for(self, sequence: Sequence) -> list[int] | None:
-        """The blocks it could reuse, if it may run beside those that do: there is room for all of its tokens, and for what
-        runs to grow."""
+        """The blocks it could reuse, if it may run beside those that do: there is room for all of
+        its tokens, and for what runs to grow."""
         pool = self.pool
         size = pool.block_tokens
         if len(self.running) >= self.sequences_max:
             return None
-        reusable = (len(sequence.tokens) - 1) // size  # one token at least is computed: somebody must give logits
+        reusable = (len(sequence.tokens) - 1) // size  # one token at least is computed, for its logits
         if sequence.wants_prompt_logprobs:
-            reusable = 0  # and here every token must
+            reusable = 0  # every token is computed
         pool.extend_keys(sequence.keys, sequence.tokens, sequence.cache_salt, reusable)
         reused = pool.match(sequence.keys[:reusable], sequence.tokens, sequence.cache_salt)
         wanted = -(-len(sequence.tokens) // size) - len(reused)
@@ -198,8 +207,8 @@ class Scheduler:
         return True
 
     def _growth(self) -> int:
-        """Blocks that running sequences are expected to need yet: their prompts' rest, and answers as long as answers
-        have been of late, or a block each where they are longer already."""
+        """Blocks that running sequences are expected to need yet: their prompts' rest, and answers
+        as long as answers have been of late, or a block each where they are longer already."""
         size = self.pool.block_tokens
         blocks = 0
         for sequence in self.running:
@@ -209,7 +218,8 @@ class Scheduler:
         return blocks
 
     def _drafts(self, decoding: list[Sequence]) -> dict[int, Draft]:
-        """What to verify with the decodes of a step, as far as their answers' limits leave room for it."""
+        """The drafts to verify with the decodes of a step, as far as their answers' limits leave
+        room for them."""
         if self._speculator is None:
             return {}
         requests = [
@@ -227,7 +237,8 @@ class Scheduler:
         return self._speculator.plan(len(decoding), requests) if requests else {}
 
     def _make_room(self, sequence: Sequence, draft: Draft | None, budget: int) -> Draft | None:
-        """As much of the draft as the budget and free blocks leave room for: a guess must cost nobody a block."""
+        """As much of the draft as the budget and free blocks leave room for: a guess must cost no
+        sequence a block."""
         if draft is None:
             return None
         size, known = self.pool.block_tokens, len(sequence.tokens) + sequence.in_flight
@@ -239,7 +250,8 @@ class Scheduler:
         return draft
 
     def _find_room(self, sequence: Sequence, count: int, *others: list[Sequence]) -> bool:
-        """Allocate the blocks for `count` more tokens, if need be at the cost of those of `others` that come after it."""
+        """Allocate the blocks for `count` more tokens, if need be at the cost of those of `others`
+        that come after it."""
         wanted = -(-(sequence.computed + count) // self.pool.block_tokens) - len(sequence.blocks)
         while wanted > self.pool.available:
             if not self._make_way(sequence.order, *others):
@@ -270,7 +282,7 @@ class Scheduler:
                 blocks, index, sequence.keys, sequence.tokens, sequence.cache_salt, is_written=index < written
             ):
                 break
-            if blocks[index] != own:  # another's, which the draft model may not have seen
+            if blocks[index] != own:  # another's, where the draft model may lack KV
                 sequence.draft_computed = min(sequence.draft_computed, index * pool.block_tokens)
             sequence.registered += 1
         logit_rows = 1 if count == sequence.pending else 0

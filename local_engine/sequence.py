@@ -1,7 +1,8 @@
 """A Sequence: one answer being generated, from its submission to its last token.
 
-Knows no scheduler and no model. Invariant: `tokens[:computed]` is exactly what the KV of `blocks` holds once the steps
-that are under way have ended; a running sequence has at least one token that is not computed yet.
+Knows no scheduler and no model. Invariant: `tokens[:computed]` is exactly what the KV of `blocks`
+holds once the steps that are under way have ended; a running sequence has at least one token that
+is not computed yet.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ class Status(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Mutable state of one generation; owned by the engine, changed by its scheduler and its postprocessing.
+    """Mutable state of one generation; owned by the engine, changed by its scheduler and its
+    postprocessing.
 
-    `tokens` is prompt and answer. `keys` are the chain keys of its full blocks, as far as they were needed.
-    The first `registered` of its blocks can be found by others. `computed` counts tokens whose KV is in `blocks`.
-    `in_flight` (0 or 1) counts the token that a step under way will give: it comes after `tokens`, nobody here knows it yet,
-    and the next step may compute it all the same.
-    `cached_tokens` is how much of the prompt was reused at first admission. `counts` counts answer tokens and is kept
-    only where a penalty needs it. `turn` is its place in the fair order of its priority, see the scheduler.
-    `speculation` is None where drafts are not allowed; `draft_computed` counts tokens whose KV the draft model has in `blocks`.
-    `drafted` and `accepted` count guesses by their source. `prompt_logprobs` are those of the prompt's tokens, as far as they
-    are known, where they were asked for: at least the first, which nothing predicts.
+    `tokens` is prompt and answer. `keys` are the chain keys of its full blocks, as far as they were
+    needed. The first `registered` of its blocks can be found by others. `computed` counts tokens
+    with KV in `blocks`. `in_flight` (0 or 1) counts the token that a step under way will give: it
+    comes after `tokens` and is not known yet, and the next step may compute it all the same.
+    `cached_tokens` is how much of the prompt was reused at first admission. `counts` counts answer
+    tokens and is kept only where a penalty needs it. `turn` is its place in the fair order of its
+    priority, see the scheduler. `speculation` is None where drafts are not allowed;
+    `draft_computed` counts tokens with the draft model's KV in `blocks`. `drafted` and `accepted`
+    count guesses by their source. `prompt_logprobs` are those of the prompt's tokens, as far as
+    they are known, where the parameters have them: at least the first, which nothing predicts.
     """
 
     id: int
@@ -77,12 +80,12 @@ class Sequence:
 
     @property
     def has_room(self) -> bool:
-        """Whether its answer goes on even with the token under way, as far as its length tells."""
+        """Whether its answer's length leaves room for a token after the one under way."""
         return self.answer_tokens + self.in_flight < self.answer_tokens_max
 
     @property
     def pending_draft(self) -> int:
-        """How many tokens the draft model has not seen."""
+        """How many tokens the draft model has not computed."""
         return len(self.tokens) - self.draft_computed
 
     @property
@@ -96,7 +99,8 @@ class Sequence:
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_tokens
 
     def add(self, token_id: int, logprob: TokenLogprob | None) -> tuple[Piece, FinishReason | None]:
-        """Add the answer's next token; returns the text it made final, and why the answer ends with it if it does."""
+        """Add the answer's next token; returns the text it made final, and why the answer ends with
+        it if it does."""
         self.tokens.append(token_id)
         if self.has_penalties:
             self.counts[token_id] += 1
@@ -110,14 +114,15 @@ class Sequence:
         return piece, None
 
     def noise_key(self, position: int) -> int:
-        """What the noise that draws the answer's token at `position` begins with, a signed 64-bit number: a function of seed
-        and position alone, so that batches, preemptions and drafts that failed change nothing about it."""
+        """The key of the noise that draws the answer's token at `position`, a signed 64-bit number:
+        a function of seed and position alone, so that batches, preemptions and failed drafts do not
+        change it."""
         key = self.seed.to_bytes(32, "little", signed=True) + position.to_bytes(8, "little")
         return int.from_bytes(blake2b(key, digest_size=8).digest(), "little", signed=True)
 
     @property
     def usage(self) -> Usage:
-        """What it took."""
+        """Its counts of tokens."""
         return Usage(
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.answer_tokens,
@@ -134,9 +139,10 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens `start .. start + count` (half open) of a sequence, to be computed in this step; the last of them are
-    `draft`, guesses of a `kind` at what follows its tokens. `wanted`: how many guesses there is room for that the draft
-    model is yet to make. `logit_rows`: how many of the last tokens need logits."""
+    """Tokens `start .. start + count` (half open) of a sequence, to be computed in this step; the
+    last of them are `draft`, guesses of a `kind` at the next tokens. `wanted`: how many guesses
+    there is room for that the draft model is yet to make. `logit_rows`: how many of the last tokens
+    need logits."""
 
     sequence: Sequence
     start: int
@@ -169,7 +175,8 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A row of logits to draw from: the sequence's next token, or the one `ahead` places after it, were its draft right."""
+    """A row of logits to draw from: the sequence's next token, or the one `ahead` places after it,
+    were its draft right."""
 
     sequence: Sequence
     ahead: int = 0
@@ -195,15 +202,15 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One sequence's next token; `chosen` and `top` where log probabilities were asked for. `token_id` is None when the
-    logits were not finite."""
+    """One sequence's next token; `chosen` and `top` with log probabilities. `token_id` is None when
+    the logits were not finite."""
 
     token_id: int | None
     chosen: Candidate | None = None
     top: tuple[Candidate, ...] = ()
 
     def token_logprob(self, tokenizer: Tokenizer) -> TokenLogprob | None:
-        """Its log probabilities with their tokens' text; None where none were asked for."""
+        """Its log probabilities with their tokens' text; None without log probabilities."""
         if self.chosen is None:
             return None
         top = tuple(tokenizer.token_logprob(candidate.token_id, candidate.logprob) for candidate in self.top)

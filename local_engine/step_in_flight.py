@@ -1,7 +1,8 @@
-"""Flight: one step from its launch until what it drew has come back.
+"""StepInFlight: one step from its launch until the tokens it drew have come back.
 
-A device that works by itself is given the next step before anybody has seen what this one draws. Knows chunks, logits and
-places; no queues and no answers. Invariant: what is drawn depends on the sequences as they were at the launch, alone.
+An asynchronous device gets the next step before the host has seen the tokens of this one. Knows
+chunks, logits and places; no queues and no answers. Invariant: draws depend on the sequences as
+they were at the launch, alone.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """`chunks` and what was drawn after each: `counts` places of `drawn`, which may still be under way. `began`: when its
-    step began to be scheduled."""
+    """`chunks` and the draws after each: `counts` places of `drawn`, which may still be under way.
+    `began`: when its step began to be scheduled."""
 
     chunks: Many[Chunk]
     counts: Many[int]
@@ -35,8 +36,8 @@ class StepInFlight:
 
     @property
     def decides_next(self) -> bool:
-        """Whether the next step can't be scheduled before this one has landed: how far a draft goes decides where the
-        next token stands, and penalties count every token."""
+        """Whether the next step can't be scheduled before this one has landed: how far a draft goes
+        decides where the next token stands, and penalties count every token."""
         return any(chunk.draft or (count and chunk.sequence.has_penalties) for chunk, count in self._counted())
 
     def places(self) -> dict[int, int]:
@@ -47,7 +48,7 @@ class StepInFlight:
         }
 
     def land(self) -> list[list[Sampled]]:
-        """Per chunk what was drawn; waits for it."""
+        """The tokens drawn after each chunk; waits for them."""
         drawn = iter(self.drawn.read())
         return [[next(drawn) for _ in range(count)] for count in self.counts]
 
@@ -56,8 +57,8 @@ class StepInFlight:
 
 
 def draw(chunks: Many[Chunk], logits: torch.Tensor, tokenizer: Tokenizer, began: Moment) -> StepInFlight:
-    """Draw for each chunk at its places: after its last token and after each of its draft. Prompts' log probabilities are
-    kept where they were asked for."""
+    """Draw for each chunk at its places: after its last token and after each of its draft. Prompts'
+    log probabilities are kept where the parameters have them."""
     places: list[Place] = []
     rows: list[int] = []
     counts: list[int] = []

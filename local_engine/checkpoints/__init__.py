@@ -1,1 +1,4 @@
-"""Models on disk, read as they lie there. Imports no model and no engine; read `open` first."""
+"""Models on disk, in each format that is read, as one shape: Checkpoint.
+
+Imports `text`, `weights` and `config`; no model, no executor. Read `open` first.
+"""

@@ -1,4 +1,4 @@
-"""What the engine reads a model from, whatever it lies on the disk as. Knows no format and no model."""
+"""A model on disk, as the engine reads it, whatever its format. Knows no format and no model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from local_engine.weights.scaled import Scaled
 
 @dataclass(frozen=True, slots=True)
 class WeightPiece:
-    """One tensor of the checkpoint, under Hugging Face's name: float on the CPU, or quantised as the file has it. It may
-    lie in the mapping of `file`: it is valid until the next one is asked for. `share` of all bytes, 0..1, is read with it.
+    """One tensor of the checkpoint, under Hugging Face's name: float on the CPU, or quantised as
+    the file has it. It may lie in the mapping of `file`: it is valid until the next piece is read.
+    `share` of all bytes, 0..1, is read with it.
     """
 
     name: str
@@ -28,7 +29,8 @@ class WeightPiece:
 
 
 class Checkpoint(Protocol):
-    """A model on disk: at `place`, a file or a folder. `form` says in a few words how its weights are stored."""
+    """A model on disk: at `place`, a file or a folder. `form` names the format of its weights in a
+    few words."""
 
     config: ModelConfig
     tokenizer: Tokenizer
@@ -36,7 +38,7 @@ class Checkpoint(Protocol):
     form: str
 
     def names(self) -> frozenset[str]:
-        """What `weights` will give; reads no weights."""
+        """The names of the tensors that `weights` gives; reads no weights."""
 
     def weights(self) -> Iterator[WeightPiece]:
         """Every tensor once. Raises ModelError where the files are broken."""

@@ -1,7 +1,8 @@
-"""Families of models: what a checkpoint's own description means for the one decoder.
+"""Families of models: a checkpoint's own description, as a ModelConfig of the one decoder.
 
-Reads Hugging Face's config.json into a ModelConfig (`gguf_config` reads GGUF's metadata). Knows no weights and no torch. Invariant: a
-ModelConfig that was built describes a model the decoder computes exactly; what it cannot compute is refused, by name.
+Reads Hugging Face's config.json into a ModelConfig (`gguf` reads GGUF's metadata). Knows no weights
+and no torch. Invariant: a ModelConfig describes a model that the decoder computes exactly; every
+other model is refused, by name.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 GEMMA_LOCAL_THETA = 10_000.0
 
-# Fields by which other architectures' models, and models derived from the supported ones, compute something else. A config
-# that names one is read only where its value changes nothing.
+# Fields by which other architectures' models, and models derived from the supported ones, compute
+# something else. A config that names one is read only where its value changes nothing.
 _MUST_BE_ONE = (
     "partial_rotary_factor", "rotary_pct", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale",
     "scale_emb", "mup_multiplier", "routed_scaling_factor",
@@ -35,13 +36,15 @@ _MUST_BE_UNSET = (
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What one architecture adds to the common decoder. `gguf` is its name in GGUF files, `model_type` in a config.json.
+    """One architecture's additions to the common decoder. `gguf` is its name in GGUF files,
+    `model_type` in a config.json.
 
-    `has_qkv_bias` None: the config says. `window_period`: every so-many-th layer sees everything, the others a window;
-    0 where the config decides otherwise; `has_layer_types`: whether a list of each layer's type decides. `is_gemma`: scaled
-    embeddings, norms with an offset of 1 and after each part as well, gelu. `has_attention_softcap`: whether one that is
-    named is used (Gemma 3 names one and does not use it). `defaults`: what a config.json that lacks a field means, where
-    that is no more than in `transformers`' own config class.
+    `has_qkv_bias` None: as in the config. `window_period`: every so-many-th layer sees everything,
+    the others a window; 0 where the config decides otherwise; `has_layer_types`: whether a list of
+    each layer's type decides. `is_gemma`: scaled embeddings, norms with an offset of 1 and after
+    each part as well, gelu. `has_attention_softcap`: whether one that is named is used (Gemma 3
+    names one and does not use it). `defaults`: the values of fields that a config.json lacks, where
+    only `transformers`' own config class has them.
     """
 
     hf: str
@@ -116,12 +119,12 @@ FAMILIES = (
         defaults={**_GEMMA, **_GEMMA3},
     ),
 )
-_WITH_IMAGES = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}  # whose part that reads text is one of ours
+_WITH_IMAGES = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}  # their text model is a supported one
 
 
 def family_of(architecture: str) -> Family:
-    """The family of an architecture by the name Hugging Face or GGUF has for it. Raises ModelError with the list of
-    supported ones."""
+    """The family of an architecture by the name Hugging Face or GGUF has for it. Raises ModelError
+    with the list of supported ones."""
     for family in FAMILIES:
         if architecture in (family.hf, family.model_type, family.gguf):
             return family
@@ -137,7 +140,8 @@ def require(config: Mapping[str, Any], key: str, source: str) -> Any:
 
 
 def model_config_from_hf(config: Mapping[str, Any], name: str, source: str) -> ModelConfig:
-    """A ModelConfig from the contents of a config.json. `source` names the file in errors. Raises ModelError."""
+    """A ModelConfig from the contents of a config.json. `source` names the file in errors. Raises
+    ModelError."""
     family, config = _text_config(config, source)
     config = {**family.defaults, **config}
     _refuse_other_functions(config, family, source)
@@ -178,8 +182,9 @@ def model_config_from_hf(config: Mapping[str, Any], name: str, source: str) -> M
 
 
 def _text_config(config: Mapping[str, Any], source: str) -> tuple[Family, Mapping[str, Any]]:
-    """The family, and what describes its decoder: all of the config, or of a model that sees images too the part that
-    reads text. A model that was saved without its head (`LlamaModel`) goes by its type."""
+    """The family, and what describes its decoder: all of the config, or of a model that sees images
+    too the part that reads text. A model that was saved without its head (`LlamaModel`) goes by its
+    type."""
     named = config.get("architectures") or []
     name = str(named[0]) if named and not str(named[0]).endswith("Model") else str(config.get("model_type") or "")
     if not name:
@@ -222,7 +227,8 @@ def softcap(value: Any) -> float | None:
 
 
 def _activation(config: Mapping[str, Any], family: Family, source: str) -> str:
-    # Gemma 1's configs named an activation in hidden_act that was not used; hidden_activation is the true one
+    # Gemma 1's configs named an activation in hidden_act that was not used; hidden_activation is
+    # the true one
     key = "hidden_activation" if family.is_gemma else "hidden_act"
     named = str(config.get(key) or "silu")
     if named not in _ACTIVATIONS:
@@ -231,14 +237,15 @@ def _activation(config: Mapping[str, Any], family: Family, source: str) -> str:
 
 
 def _context_tokens(config: Mapping[str, Any], rope: RopeConfig) -> int:
-    """The context. Dynamic and longrope scaling change all positions' angles once the trained context is passed, cached
-    keys' too: so it ends there."""
+    """The context. Dynamic and longrope scaling change all positions' angles once the trained
+    context is passed, cached keys' too: so it ends there."""
     context = int(config.get("max_position_embeddings") or 2048)
     return min(context, rope.original_context_tokens) if rope.kind in ("dynamic", "longrope") else context
 
 
 def windows_of(config: Mapping[str, Any], family: Family, layers: int, source: str) -> tuple[int, ...]:
-    """Per layer the tokens a token sees; the three ways configs tell it: a list of types, a period, the first layer."""
+    """Per layer the tokens a token sees; configs have it in three ways: a list of types, a period,
+    the first layer."""
     window = int(config.get("sliding_window") or 0) if config.get("use_sliding_window", True) else 0
     types = config.get("layer_types") or ()
     unknown = set(types) - {_SLIDING, _FULL}
@@ -273,8 +280,9 @@ def _experts(config: Mapping[str, Any], layers: int, source: str) -> ExpertsConf
 
 
 def _ropes(config: Mapping[str, Any], family: Family, source: str) -> tuple[RopeConfig, RopeConfig | None]:
-    """The rotary embedding, and that of layers with a window where it is another. All spellings: rope_theta with
-    rope_scaling, rope_parameters (transformers 5), and rope_parameters by the layer's type (Gemma 3)."""
+    """The rotary embedding, and that of layers with a window where it is another. All spellings:
+    rope_theta with rope_scaling, rope_parameters (transformers 5), and rope_parameters by the
+    layer's type (Gemma 3)."""
     parameters: Mapping[str, Any] = config.get("rope_parameters") or {}
     scaling: Mapping[str, Any] = config.get("rope_scaling") or {}
     theta = config.get("rope_theta") or family.theta
@@ -315,7 +323,7 @@ def _rope(scaling: Mapping[str, Any], theta: float, config: Mapping[str, Any], s
 
 
 def _attention_factor(kind: str, scaling: Mapping[str, Any], factor: float, original: int) -> float:
-    """What cos and sin are multiplied by."""
+    """The factor of cos and sin."""
     if kind == "yarn":
         return _yarn_attention_factor(scaling, factor)
     if kind != "longrope":

@@ -1,7 +1,8 @@
-"""A Hugging Face checkpoint folder: config.json, tokenizer.json and safetensors, one file or sharded with an index.
+"""A Hugging Face checkpoint folder: config.json, tokenizer.json and safetensors, one file or
+sharded with an index.
 
-Knows files and names, no model. Invariant: files are mapped, and what was read leaves memory soon: loading takes little
-more than the model itself.
+Knows files and names, no model. Invariant: files are mapped, and what was read leaves memory soon:
+loading takes little more than the model itself.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _OF_TEXT = re.compile(
 
 
 class FolderCheckpoint:
-    """Reads the folder's descriptions at once, its weights when asked."""
+    """Reads the folder's descriptions at once, and its weights in `weights`."""
 
     def __init__(self, folder: Path, name: str | None = None) -> None:
         from local_engine.text.tokenizer_loader import tokenizer_from_folder
@@ -53,7 +54,7 @@ class FolderCheckpoint:
         ids = (*self.config.eos_token_ids, *token_ids(more, str(generation)), *own)
         self.config = dataclasses.replace(self.config, eos_token_ids=tuple(dict.fromkeys(ids)))
         self._tensors = SafetensorsFiles(_find_files(folder))
-        if "lm_head.weight" in self.names():  # a head in the files is meant, whatever the config says
+        if "lm_head.weight" in self.names():  # a head in the files is used, whatever the config has
             self.config = dataclasses.replace(self.config, has_tied_embeddings=False)
         self.form = "safetensors" if self._packing is None else f"safetensors, {self._packing.name}"
 
@@ -88,8 +89,9 @@ class FolderCheckpoint:
             raise ModelError(f"{self._tensors.path_of(name)}: {error}") from None
 
     def _pieces(self, name: str) -> tuple[str, ...]:
-        """What a tensor of the files is to the model: several matrices where it holds a layer's experts, and nothing where it
-        is read with another one or of no use. Saved without a head, or with what sees images, models have other prefixes."""
+        """The model's names for a tensor of the files: several where it holds a layer's experts,
+        and none where it is read with another tensor or not needed. Saved without a head, or with
+        what sees images, models have other prefixes."""
         if _OF_IMAGES.match(name):
             return ()
         packing, own = self._packing, _OF_TEXT.sub("model.", name, count=1).replace("model.lm_head.", "lm_head.")
@@ -104,7 +106,8 @@ class FolderCheckpoint:
         return tuple(f"{fused[1]}.{i}.{part}.weight" for i in range(self.config.experts.count) for part in parts)
 
     def _is_spare_bias(self, name: str) -> bool:
-        """AutoGPTQ's first versions wrote biases of zeros for every matrix, whether the model has any or not."""
+        """AutoGPTQ's first versions wrote biases of zeros for every matrix, whether the model has
+        any or not."""
         module, _, kind = name.rpartition(".")
         if kind != "bias" or f"{module}.qweight" not in self._tensors:
             return False
@@ -154,7 +157,8 @@ class SafetensorsFiles:
         return tensor
 
     def forget(self) -> None:
-        """Pages that were read count as this process's memory until their file is closed: do so now and then."""
+        """Pages that were read count as this process's memory until their file is closed: do so now
+        and then."""
         if self._mapped_bytes > _MAPPED_SIZE_MAX_BYTES:
             self.close()
 

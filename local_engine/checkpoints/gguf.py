@@ -1,8 +1,9 @@
-"""A GGUF checkpoint: weights, tokenizer and chat template in one file, or in several that were split off one.
+"""A GGUF checkpoint: weights, tokenizer and chat template in one file, or in several that were
+split off one.
 
-Knows GGUF's names for tensors, what its converter changes in them, and the metadata's keys that llama.cpp reads.
-Invariants: pieces come out under Hugging Face's names with the values the original checkpoint had; a model that the
-decoder cannot compute is refused, by name.
+Knows GGUF's names for tensors, what its converter changes in them, and the metadata's keys that
+llama.cpp reads. Invariants: pieces come out under Hugging Face's names with the values the original
+checkpoint had; a model that the decoder cannot compute is refused, by name.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class GgufCheckpoint:
-    """Opens all of a model's files; reads weights when asked."""
+    """Opens all of a model's files; reads weights in `weights`."""
 
     def __init__(self, path: Path) -> None:
         from local_engine.text.tokenizer_loader import tokenizer_from_gguf
@@ -85,7 +86,7 @@ class GgufCheckpoint:
             self.tokenizer = tokenizer_from_gguf(metadata)
         except ModelError:
             raise
-        except Exception as error:  # whatever a file may say, and what `tokenizers` makes of it: a bare Exception
+        except Exception as error:  # a file may hold anything, and `tokenizers` raises a bare Exception
             said = str(error).partition("\n")[0]
             raise ModelError(f"{path} says what makes no sense: {type(error).__name__}: {said}") from error
         family = family_of(str(metadata["general.architecture"]))
@@ -137,7 +138,7 @@ class GgufCheckpoint:
         return _rows(values, order)
 
     def _pieces(self, name: str, shape: tuple[int, ...]) -> list[str]:
-        """What a tensor is to the model; one that holds all of a layer's experts is many."""
+        """The model's names for a tensor: many where it holds all of a layer's experts."""
         layer = _LAYER.fullmatch(name)
         if layer is None:
             return [_NAMES.get(name, name)]
@@ -149,8 +150,8 @@ class GgufCheckpoint:
 
     @staticmethod
     def _unpermuted(rows: int, heads: int) -> torch.Tensor:
-        """The rows' order that undoes the converter's interleaving of each head's halves: row 2i + h of a head was row
-        h * dim/2 + i."""
+        """The rows' order that undoes the converter's interleaving of each head's halves: row 2i +
+        h of a head was row h * dim/2 + i."""
         return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)
 
 
@@ -159,7 +160,8 @@ def _rows(values: torch.Tensor | Quantised, which: torch.Tensor | slice) -> torc
 
 
 def _open_all(path: Path) -> list[GgufFile]:
-    """The file, or where it is one of several (NAME-00002-of-00005.gguf) all of them, the first one first."""
+    """The file, or where it is one of several (NAME-00002-of-00005.gguf) all of them, the first one
+    first."""
     split = _SPLIT.search(path.name.removesuffix(".gguf"))
     if split is None:
         file = GgufFile(path)
@@ -180,7 +182,8 @@ def _open_all(path: Path) -> list[GgufFile]:
 
 
 def model_config_from_gguf(metadata: Mapping[str, Any], tensors: Shapes, name: str) -> ModelConfig:
-    """A ModelConfig from a GGUF file's metadata and its tensors' names and shapes. Raises ModelError."""
+    """A ModelConfig from a GGUF file's metadata and its tensors' names and shapes. Raises
+    ModelError."""
     source = "the GGUF metadata"
     arch = str(require(metadata, "general.architecture", source))
     family = family_of(arch)
@@ -245,7 +248,8 @@ def _window_rope(metadata: Mapping[str, Any]) -> RopeConfig:
 
 
 def _attention_divisor(arch: str, layers: int, share: int, head_dim: int) -> int:
-    """What scores are divided by the root of; GGUF leaves it to who knows the two models that scale by another size."""
+    """Scores are divided by this number's root. GGUF has no key for it; two models scale by another
+    size."""
     return share if (arch, layers) in (("gemma2", 46), ("gemma3", 62)) else head_dim
 
 

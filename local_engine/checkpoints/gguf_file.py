@@ -1,9 +1,10 @@
 """Reading a GGUF file: metadata, tensor table and dequantised tensors.
 
-The format is ggml-org/ggml docs/gguf.md, version 2 and 3, little endian. The header is parsed here because the `gguf`
-package's reader makes numpy views of every string of the vocabulary (2 s for 49,152 tokens; this takes 0.1 s); block
-formats that `quantised` cannot keep are dequantised by `gguf.quants`. Invariant: a file that is cut short or is something else is
-refused with a ModelError, never half read.
+The format is ggml-org/ggml docs/gguf.md, version 2 and 3, little endian. The header is parsed here
+because the `gguf` package's reader makes numpy views of every string of the vocabulary (2 s for
+49,152 tokens; this takes 0.1 s); block formats that `weights.quantised` cannot keep are dequantised
+by `gguf.quants`. Invariant: a file that is cut short or is something else is refused with a
+ModelError, never half read.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _ROWS_AT_ONCE = 1024
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor lies: `shape` row-major (rows first), `kind` a ggml type number, `offset` from the data's start."""
+    """Where a tensor lies: `shape` row-major (rows first), `kind` a ggml type number, `offset` from
+    the data's start."""
 
     name: str
     shape: tuple[int, ...]
@@ -77,11 +79,13 @@ class GgufFile:
             self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def kinds(self) -> frozenset[str]:
-        """The names of the quantised formats in the file. Raises ModelError for one that is unknown."""
+        """The names of the quantised formats in the file. Raises ModelError for one that is
+        unknown."""
         return frozenset(self._kind(entry).name for entry in self.tensors.values() if len(entry.shape) > 1)
 
     def read(self, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """The tensor as float32 in its own shape. Raises ModelError for a missing tensor or an unknown block format."""
+        """The tensor as float32 in its own shape. Raises ModelError for a missing tensor or an
+        unknown block format."""
         from gguf.quants import dequantize
 
         raw, kind, shape = self._raw(name)
@@ -95,7 +99,8 @@ class GgufFile:
         return values.reshape(shape)
 
     def read_quantised(self, name: str) -> Quantised | None:
-        """The tensor as it is, where it is quantised in a way that can be kept. Raises ModelError as `read` does."""
+        """The tensor as it is, where it is quantised in a way that can be kept. Raises ModelError
+        as `read` does."""
         raw, kind, shape = self._raw(name)
         return from_gguf(raw, kind.name, shape)
 
@@ -121,7 +126,8 @@ class GgufFile:
             raise ModelError(f"{self.path}: tensor {entry.name!r} has the unknown format {entry.kind}") from None
 
     def _place(self, entry: TensorEntry) -> tuple[int, int]:
-        """Where a tensor starts in the file, and its size in bytes. Raises ModelError where it lies past the end."""
+        """Where a tensor starts in the file, and its size in bytes. Raises ModelError where it lies
+        past the end."""
         from gguf.constants import GGML_QUANT_SIZES
 
         block_size, block_size_bytes = GGML_QUANT_SIZES[self._kind(entry)]
@@ -180,7 +186,7 @@ class GgufFile:
         return self._strings(count) if item == _STRING else [self._value(item) for _ in range(count)]
 
     def _strings(self, count: int) -> list[str]:
-        """A vocabulary: a loop over everything a file has to say of itself, so it is kept tight."""
+        """A vocabulary. Most of a header's time goes into this loop, so it is kept tight."""
         length_of, at, file, found = struct.Struct("<Q").unpack_from, self._at, self._map, []
         for _ in range(count):
             start = at + 8

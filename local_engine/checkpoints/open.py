@@ -1,7 +1,8 @@
-"""Finds a model: a GGUF file, a Hugging Face checkpoint folder, a hub name, or the embedded default.
+"""Finds and opens a model: a GGUF file, a Hugging Face checkpoint folder, a hub name, or the
+embedded default.
 
-Every format comes out as a Checkpoint: a ModelConfig, a Tokenizer and a stream of tensors under Hugging Face's names.
-Knows where models lie, not what is in them.
+Every format comes out as a Checkpoint: a ModelConfig, a Tokenizer and a stream of tensors under
+Hugging Face's names. Knows where models lie, not their content.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
 def default_model() -> Path:
-    """The GGUF file inside the installed default-model package, found without importing it. Raises ModelError."""
+    """The GGUF file inside the installed default-model package, found without importing it. Raises
+    ModelError."""
     spec = importlib.util.find_spec(DEFAULT_PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:
         for path in sorted(Path(folder).glob("*.gguf")):
@@ -34,8 +36,8 @@ def default_model() -> Path:
 
 
 def open_checkpoint(model: str | None) -> Checkpoint:
-    """Resolve what the user named. None, or the word `default`, is the embedded one. Raises ModelError, saying what was
-    looked for."""
+    """Resolve what the user named. None and `default` are the embedded one. Raises ModelError,
+    saying what was looked for."""
     if model in (None, "default"):
         return GgufCheckpoint(default_model())
     path = Path(model).expanduser()

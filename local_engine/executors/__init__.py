@@ -1,1 +1,4 @@
-"""Runs a step through the model, one module a way of doing it. Imports nothing of the scheduler's; read `native` first."""
+"""Three ways to run a step on a loaded model, one module each: torch, native kernels, Triton.
+
+Imports models, kernels and values of `sequence`; no scheduler and no engine. Read `native` first.
+"""

@@ -1,13 +1,15 @@
-"""Steps: scheduled chunks to the tensors of a step on a GPU, and decodes to replayed graphs.
+"""GpuExecutor: a step by Triton's kernels, and steps of decodes as replayed graphs.
 
-All that a step needs goes to the device in two copies from pinned memory, and nothing is read back: so the host is done
-with a step long before the device is. Rows are ordered so that sequences with a common prefix are neighbours. Steps of
-nothing but single tokens run as CUDA graphs, one for each of a few batch sizes; smaller batches are filled up with rows
-that store nothing and see nothing. On a CPU, where Triton interprets the kernels, the same buffers are filled and
-"replaying" is calling. All graphs are captured before the first answer, and each one's first replay is compared with the
+A step's data goes to the device in two copies from pinned memory, and nothing is read back: so the
+host is done with a step long before the device is. Rows are ordered so that sequences with a common
+prefix are neighbours. Steps of nothing but single tokens run as CUDA graphs, one for each of a few
+batch sizes; smaller batches are padded with rows that store nothing and attend to nothing. On a
+CPU, where Triton interprets the kernels, the same buffers are filled and "replaying" is calling.
+All graphs are captured before the first answer, and each one's first replay is compared with the
 same computation unrecorded: where that fails or differs, steps run unrecorded.
 
-Knows no queues and no sampling. Invariant: it reads a sequence (tokens, blocks) and never changes it.
+Knows no queues and no sampling. Invariants: it reads a sequence (tokens, blocks) and never changes
+it; keys that no tile covers are never read.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 def shape_of(model: ModelConfig, block_tokens: int) -> Shape:
-    """What attention depends on in this model."""
+    """This model's parameters of attention."""
     return Shape(
         heads=model.heads,
         kv_heads=model.kv_heads,
@@ -58,16 +60,17 @@ def shape_of(model: ModelConfig, block_tokens: int) -> Shape:
 
 
 def verify(model: ModelConfig, block_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Before a model is loaded: compare each kernel with torch in the model's shapes; where one fails or is wrong, its part
-    is left alone on that device until the process ends. Takes seconds, most of them to compile what is needed anyway."""
+    """Before a model is loaded: compare each kernel with torch in the model's shapes; where one
+    fails or is wrong, its part is left alone on that device until the process ends. Takes seconds,
+    most of them to compile what is needed anyway."""
     for one in failures(shape_of(model, block_tokens), model.hidden_size, dtype, device):
         _log.error("SLOW: torch does the work of %s on %s: %s is wrong: %s", one.part, device, one.kernel, one.why)
         leave_alone(device, one.part)
 
 
 class TritonKV(Pools):
-    """Pools in the layout of `TorchKV`, but nothing is gathered and nothing masked beforehand: kernels read pages where they
-    lie. What no tile reaches is never read."""
+    """Pools in the layout of `TorchKV`, but nothing is gathered and nothing masked beforehand:
+    kernels read pages where they lie."""
 
     def __init__(
         self, model: ModelConfig, *, blocks: int, block_tokens: int, dtype: torch.dtype, device: torch.device
@@ -100,7 +103,8 @@ class TritonKV(Pools):
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """A step's chunks in the order of their rows: the short ones first. `prefixes` are of indices of the short ones."""
+    """A step's chunks in the order of their rows: the short ones first. `prefixes` are of indices
+    of the short ones."""
 
     chunks: list[Chunk]
     short: int
@@ -109,14 +113,15 @@ class _Order:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """What runs a decode of so many rows on the static buffers: step by step, and recorded."""
+    """A decode of so many rows on the static buffers: computed kernel by kernel, and replayed."""
 
     compute: Callable[[], None]
     replay: Callable[[], object]
 
 
 class GpuExecutor:
-    """Runs a loaded model's steps; `kv` is its pools. `rows_max` bounds the graphs' batch; 0: no graphs."""
+    """Runs a loaded model's steps; `kv` is its pools. `rows_max` bounds the graphs' batch; 0: no
+    graphs."""
 
     def __init__(self, decoder: Decoder, *, blocks: int, block_tokens: int, rows_max: int, context_tokens: int) -> None:
         kv = self.kv = TritonKV(
@@ -145,8 +150,9 @@ class GpuExecutor:
 
     @torch.inference_mode()
     def run(self, chunks: Many[Chunk], before: StepInFlight | None) -> torch.Tensor:
-        """The logits [sum of logit_rows, vocabulary], in the order of the chunks; valid until the next call. Tokens that
-        nobody knows yet are taken from what the flight `before` draws, on the device."""
+        """The logits [sum of logit_rows, vocabulary], in the order of the chunks; valid until the
+        next call. Tokens that are not known yet are taken from the draws of the step `before`, on
+        the device."""
         order = self._order(chunks)
         known = torch.zeros(0, dtype=torch.int64, device=self._device) if before is None else before.drawn.ids
         places = {} if before is None else before.places()
@@ -183,8 +189,8 @@ class GpuExecutor:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture all graphs there can be, the largest first, in whose memory the others fit: no answer waits for one.
-        What KV was in the first blocks is lost."""
+        """Capture all graphs, the largest first, because the others fit in its memory: no answer
+        waits for one. The KV of the first blocks is overwritten."""
         started_s = time.perf_counter()
         try:
             for rows in reversed(self._sizes):
@@ -197,7 +203,8 @@ class GpuExecutor:
         _log.info("%d graphs captured in %.1f s", len(self._graphs), time.perf_counter() - started_s)
 
     def _check(self, rows: int, has_shared: bool) -> None:
-        """A replay of one token in each of some blocks beside the same computed unrecorded. Raises RuntimeError."""
+        """A replay of one token in each of some blocks beside the same computed unrecorded. Raises
+        RuntimeError."""
         count = min(rows, self.kv.blocks)
         spans = [Span(row, 1, 0, [row]) for row in range(count)]
         longs = np.zeros((5, rows), np.int64)
@@ -227,7 +234,8 @@ class GpuExecutor:
         self._numbers[: len(made.numbers)].copy_(self._pinned(made.numbers), non_blocking=True)
 
     def _graph(self, rows: int, has_shared: bool) -> _Graph:
-        """The decode of `rows` rows as a graph, captured where it is not yet; of what the buffers hold nothing matters."""
+        """The decode of `rows` rows as a graph, captured where it is not yet; the content of the
+        buffers does not matter."""
         found = self._graphs.get((rows, has_shared))
         if found is not None:
             return found
@@ -248,7 +256,7 @@ class GpuExecutor:
         return made
 
     def _recorded(self, compute: Callable[[], None]) -> Callable[[], object]:
-        """What replays `compute`."""
+        """A function that replays `compute`."""
         if self._device.type != "cuda":
             return compute
         if self._memory is None:
@@ -266,8 +274,9 @@ class GpuExecutor:
         return graph.replay
 
     def _order(self, chunks: Many[Chunk]) -> _Order:
-        """Sequences that share a prefix side by side. Who shares what is found out when others run than the step before:
-        a running sequence's first blocks stay what they are, and it gets another list where it is admitted anew."""
+        """Sequences that share a prefix side by side. Prefixes are searched when other sequences
+        run than in the step before: a running sequence's first blocks do not change, and a sequence
+        that is admitted anew has another list."""
         short = [chunk for chunk in chunks if chunk.count <= SHORT_ROWS_MAX]
         blocks = [chunk.sequence.blocks for chunk in short]
         if len(blocks) != len(self._ordered_blocks) or any(
@@ -284,7 +293,8 @@ class GpuExecutor:
         return _Order([*(short[index] for index in [*members, *alone]), *long], len(short), prefixes)
 
     def _fill(self, chunks: Many[Chunk], rows: int, places: dict[int, int]) -> Longs:
-        """int64 [5, rows]: tokens, positions, slots, and where in the latest draws a token is; logit rows are left 0."""
+        """int64 [5, rows]: tokens, positions, slots, and where in the latest draws a token is;
+        logit rows are left 0."""
         longs = np.zeros((5, rows), np.int64)
         longs[SLOTS] = longs[_SOURCES] = -1
         fill_rows(longs, chunks, self.kv.block_tokens)

@@ -1,8 +1,9 @@
 """NativeExecutor: a step by the native kernels, all of it in one call where the model allows.
 
-Models all of whose products are native and dense are described to the kernels once, as pointers: matrices, norms, rotary
-tables and pools of KV. Of every other the decoder calls kernels one by one, which is the oracle too. Invariants: one call
-computes what the decoder does, to the last bit but for norms after attention and MLP; a sequence is read, never changed.
+A model with nothing but native, dense products is described to the kernels once, as pointers:
+matrices, norms, rotary tables and pools of KV. For any other model the decoder calls kernels one by
+one, which is the oracle too. Invariants: one call computes what the decoder does, to the last bit
+but for norms after attention and MLP; a sequence is read, never changed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from local_engine.sequence import Chunk
 from local_engine.step_in_flight import StepInFlight
 from local_engine.weights.linear import Linear, NativeProduct
 
-_SPAN_TOKENS = 256  # what of a shared prefix the native kernel looks at in one piece
+_SPAN_TOKENS = 256  # the native kernel reads a shared prefix in pieces of so many tokens
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 
 
@@ -57,7 +58,7 @@ class _Model(ctypes.Structure):
 
 
 class NativeExecutor:
-    """Runs a loaded model's steps on a CPU; `kv` is its pools, `step` what computes a step's logits."""
+    """Runs a loaded model's steps on a CPU; `kv` is its pools; `step` computes a step's logits."""
 
     def __init__(self, native: Kernels, decoder: Decoder, *, blocks: int, block_tokens: int) -> None:
         self.kv = NativeKV(native, decoder.config, blocks=blocks, block_tokens=block_tokens, dtype=decoder.dtype)
@@ -88,7 +89,8 @@ class NativeExecutor:
 
 
 class NativeStep:
-    """The model as the kernels know it, and the call. Holds what that description points at: the decoder and the pools."""
+    """The model's description as pointers, and the call. Keeps the decoder and the pools that it
+    points at."""
 
     def __init__(self, decoder: Decoder, kv: NativeKV) -> None:
         self._decoder, self._kv = decoder, kv
@@ -120,7 +122,8 @@ class NativeStep:
         )
 
     def __call__(self, step: StepInput) -> torch.Tensor:
-        """Logits [len(logit_rows), vocabulary] of one step; the step's KV is in the pool afterwards."""
+        """Logits [len(logit_rows), vocabulary] of one step; the step's KV is in the pool
+        afterwards."""
         assert step.paged is not None
         config, x = self._decoder.config, self._decoder.embed(step.token_ids)
         logits = torch.empty(len(step.logit_rows), config.vocabulary_size, dtype=self._logits_dtype)

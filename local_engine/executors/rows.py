@@ -1,6 +1,7 @@
 """A step's chunks as rows: which token each row is, where in its sequence, and where its KV goes.
 
-Knows chunks and blocks, no model. Invariant: it reads a sequence (tokens, blocks) and never changes it.
+Knows chunks and blocks, no model. Invariant: it reads a sequence (tokens, blocks) and never changes
+it.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ TOKENS, POSITIONS, SLOTS = range(3)
 
 
 def fill_rows(longs: Longs, chunks: Many[Chunk], block_tokens: int) -> None:
-    """Fill the rows' `TOKENS`, `POSITIONS` and `SLOTS` in int64 [3 or more, rows]; a token that a step under way will give
-    is 0."""
+    """Fill the rows' `TOKENS`, `POSITIONS` and `SLOTS` in int64 [3 or more, rows]; a token that a
+    step under way will give is 0."""
     at = 0
     for chunk in chunks:
         stop = at + chunk.count
@@ -36,7 +37,8 @@ def fill_rows(longs: Longs, chunks: Many[Chunk], block_tokens: int) -> None:
 
 
 def logit_rows(chunks: Many[Chunk], ordered: Many[Chunk]) -> Longs:
-    """The rows to predict from, in the order of `chunks`; `ordered`: the same chunks in the order of their rows."""
+    """The rows to predict from, in the order of `chunks`; `ordered`: the same chunks in the order
+    of their rows."""
     stops = itertools.accumulate(chunk.count for chunk in ordered)
     stop_of = dict(zip(map(id, ordered), stops, strict=True))
     rows = [stop_of[id(chunk)] - back for chunk in chunks for back in range(chunk.logit_rows, 0, -1)]
@@ -44,7 +46,8 @@ def logit_rows(chunks: Many[Chunk], ordered: Many[Chunk]) -> Longs:
 
 
 def fill_in_drawn(token_ids: torch.Tensor, chunks: Many[Chunk], before: StepInFlight) -> None:
-    """Put what `before` draws where the chunks' tokens are unknown: each is a decode of that one token."""
+    """Fill in the draws of the step `before` where the chunks' tokens are unknown: each is a decode
+    of that one token."""
     places = before.places()
     starts = itertools.accumulate((chunk.count for chunk in chunks), initial=0)
     found = [

@@ -1,7 +1,8 @@
-"""TorchExecutor: a step by torch's own kernels, on any device: the plain path, and the oracle of the others.
+"""TorchExecutor: a step by torch's own kernels, on any device: the plain path, and the oracle of
+the others.
 
-Single rows are attended to in groups of sequences of similar length, prompts' chunks one by one. Knows no queues and no
-sampling. Invariant: it reads a sequence (tokens, blocks) and never changes it.
+Decodes are computed in groups of sequences of similar length, prompts' chunks one by one. Knows no
+queues and no sampling. Invariant: it reads a sequence (tokens, blocks) and never changes it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class TorchExecutor:
         return self._decoder(step, self.kv)
 
     def _spans(self, chunks: Many[Chunk], at: int) -> tuple[PrefillSpan, ...]:
-        """Chunks of several tokens, whose rows begin at `at`."""
+        """Chunks of several tokens; their rows begin at `at`."""
         spans = []
         for chunk in chunks:
             own = torch.arange(chunk.start, chunk.end, device=self._device).unsqueeze(1)
@@ -67,7 +68,7 @@ class TorchExecutor:
         return tuple(spans)
 
     def _groups(self, chunks: Many[Chunk]) -> tuple[DecodeGroup, ...]:
-        """Sequences, longest first, in groups whose padding at most doubles the work."""
+        """Sequences, longest first, in groups: padding at most doubles the work of each."""
         groups: list[DecodeGroup] = []
         first = 0
         for index in range(len(chunks) + 1):
@@ -95,7 +96,8 @@ class TorchExecutor:
         )
 
     def _masks(self, own: torch.Tensor, tokens: int) -> list[torch.Tensor]:
-        """What to add to the scores of queries at positions `own` [rows, 1] over `tokens` keys, for each window."""
+        """Additive masks for the scores of queries at positions `own` [rows, 1] over `tokens` keys,
+        one per window."""
         seen = torch.arange(tokens, device=self._device)
         is_future = seen > own
         masks = []

@@ -1,1 +1,4 @@
-"""Compiled arithmetic for CPUs and GPUs, and where it runs (`supports`). Imports no model; read `supports` first."""
+"""Compiled arithmetic for CPUs (C++) and GPUs (Triton), beside torch's form of the same.
+
+Knows tensors and pointers; imports nothing of the package but `config`. Read `supports` first.
+"""

@@ -1,6 +1,7 @@
-"""What stands between matrices, each in one pass where native or Triton kernels serve it and in torch's steps where not.
+"""The operations between matrices, each in one pass where native or Triton kernels support it and
+in torch's steps where not.
 
-The torch form is the oracle. Knows rows, no weights' meaning. Each function says what it changes in place.
+The torch form is the oracle. Knows rows, no weights' meaning.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def row_kernels(device: torch.device, dtype: torch.dtype) -> RowKernels | None:
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, per_head: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """RMSNorm (arXiv:1910.07467) over the last dimension; `per_head` multiplies instead of one row for all."""
+    """RMSNorm (arXiv:1910.07467) over the last dimension; `per_head` multiplies instead of one row
+    for all."""
     is_wide = any(w is not None and w.dtype != x.dtype for w in (weight, per_head))
     y = functional.rms_norm(x.float() if is_wide else x, x.shape[-1:], weight, epsilon)
     return (y if per_head is None else y * per_head).to(x.dtype)

@@ -1,4 +1,5 @@
-"""The noise that draws tokens, a pure function of a key and a token: torch's form, and the oracle of Triton's (gpu/draw.py).
+"""The noise that draws tokens, a pure function of a key and a token: torch's form, and the oracle
+of Triton's (gpu/draw.py).
 
 Knows tensors of integers, no sequences.
 """
@@ -13,8 +14,9 @@ _MASK_33, _MASK_34, _MASK_37, _MASK_53 = ((1 << bits) - 1 for bits in (33, 34, 3
 
 
 def noise(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Exponentially distributed numbers with mean 1 for keys [rows, 1] and tokens [rows, any] (int64): SplitMix64 (Steele,
-    Lea and Flood, OOPSLA 2014) from the state `key` on, of which a token takes the number at its own place."""
+    """Exponentially distributed numbers with mean 1 for keys [rows, 1] and tokens [rows, any]
+    (int64): SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) from the state `key` on, of which a
+    token takes the number at its own place."""
     # decision: noise-by-position
     z = keys + (tokens + 1) * _GOLDEN
     z = (z ^ (z >> 30 & _MASK_34)) * _MIX_1

@@ -1,7 +1,9 @@
-"""Which sequences look at the same beginning, so that it can be attended to once for all of them (cascade attention).
+"""Which sequences look at the same beginning, so that it can be attended to once for all of them
+(cascade attention).
 
-Knows lists of block ids, no tokens and no tensors: sequences share a prefix where their block tables begin alike, which
-prefix reuse has brought about. Invariant: the groups are disjoint, and every member's table begins with the group's blocks.
+Knows lists of block ids, no tokens and no tensors: sequences share a prefix where their block
+tables begin alike, which prefix reuse has brought about. Invariant: the groups are disjoint, and
+every member's table begins with the group's blocks.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ class Prefix:
 
 
 def shared_prefixes(tables: Many[list[int]], saved_blocks_min: int) -> list[Prefix]:
-    """The groups that save the most reading, where each saves at least `saved_blocks_min` blocks: all of its prefix, for
-    every member but one. A longer prefix of fewer members wins over a shorter one of more where it saves more."""
+    """The groups that save the most reading, where each saves at least `saved_blocks_min` blocks:
+    all of its prefix, for every member but one. A longer prefix of fewer members wins over a
+    shorter one of more where it saves more."""
     order = sorted(range(len(tables)), key=lambda index: tables[index])
     alike = [_common(tables[one], tables[next_]) for one, next_ in itertools.pairwise(order)]
     found = _best(alike, 0, len(order))
@@ -33,7 +36,8 @@ def shared_prefixes(tables: Many[list[int]], saved_blocks_min: int) -> list[Pref
 
 
 def _best(alike: list[int], first: int, stop: int) -> list[tuple[int, int, int]]:
-    """(first, stop, blocks) groups of the sorted tables first .. stop, of which neighbours share `alike` blocks."""
+    """(first, stop, blocks) groups of the sorted tables first .. stop, of which neighbours share
+    `alike` blocks."""
     if stop - first < 2:
         return []
     least = min(alike[first : stop - 1])

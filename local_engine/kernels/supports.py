@@ -1,9 +1,9 @@
-"""The engine on a GPU: kernels in Triton for what torch does slowly there, and the means to keep the device busy.
+"""Where Triton's kernels run. Torch is slow at the same work, and is their oracle.
 
-`supports(device, part)` says whether a part of them runs: on CUDA where Triton can be imported, elsewhere torch's plain path
-does the same work and is their oracle. SAMEWAY_TRITON=0 leaves them alone; SAMEWAY_TRITON=1 takes them on a CPU as well, for the tests:
-with TRITON_INTERPRET=1 Triton runs the very same kernels there in numpy, slowly. Nothing here imports triton before it
-is asked for. Knows rows, pages and tiles; no queues, no text.
+A part of them runs on CUDA where Triton is installed. SAMEWAY_TRITON=0 turns them off;
+SAMEWAY_TRITON=1 turns them on for CPUs as well, for the tests: with TRITON_INTERPRET=1 Triton runs
+the very same kernels there in numpy, slowly. Imports neither triton nor torch. Knows devices and
+parts, no kernel.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def leave_alone(device: torch.device, part: Part) -> None:
 
 
 def is_interpreted() -> bool:
-    """Whether Triton runs its kernels in Python; then tl.dot reads bfloat16 as integers and must be given float32."""
+    """Whether Triton runs its kernels in Python; then tl.dot reads bfloat16 as integers and must be
+    given float32."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

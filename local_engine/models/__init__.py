@@ -1,1 +1,4 @@
-"""One decoder for every supported family (see `checkpoints/families.py`). Imports no engine; read `decoder` first."""
+"""One configurable decoder for every supported family, its MLPs and rotary tables.
+
+Imports weights, kernels and `attention`; no checkpoint and no sequence. Read `decoder` first.
+"""

@@ -1,9 +1,10 @@
-"""A decoder-only transformer of the Llama kind: RMSNorm, rotary positions, grouped-query attention, a gated MLP.
+"""A decoder-only transformer of the Llama kind: RMSNorm, rotary positions, grouped-query attention,
+a gated MLP.
 
-One class serves every family of `families.FAMILIES`; what differs (biases, norms, windows, caps, experts, rope scaling)
-is data. Weights that are multiplied with the same input are stored as one matrix: Q, K, V together, gate and up
-together. Knows no sequences: it sees the rows of one step. Invariant: row by row it computes what the Hugging Face model
-of the same config computes.
+One class serves every family of `families.FAMILIES`; their differences (biases, norms, windows,
+caps, experts, rope scaling) are data. Weights that are multiplied with the same input are stored as
+one matrix: Q, K, V together, gate and up together. Knows no sequences: it sees the rows of one
+step. Invariant: row by row it computes what the Hugging Face model of the same config computes.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from local_engine.weights.scaled import Scaled
 
 @dataclass(slots=True)
 class Layer:
-    """One block's weights. `qk_norm` is [heads + kv_heads, head_dim]; it and the norms after attention and MLP are
-    None where the family has none."""
+    """One block's weights. `qk_norm` is [heads + kv_heads, head_dim]; it and the norms after
+    attention and MLP are None where the family has none."""
 
     attention_norm: torch.Tensor
     qkv: Linear
@@ -62,7 +63,8 @@ def _floats(tensor: torch.Tensor | Quantised | Scaled) -> torch.Tensor:
 
 
 def _check_numbers(name: str, tensor: torch.Tensor | Quantised | Scaled) -> None:
-    """Raises ModelError for what is no weight, and for one that isn't a finite number: every answer would be nonsense."""
+    """Raises ModelError for types that are no weights, and for weights that are not finite: every
+    answer would be nonsense."""
     numbers = [tensor] if isinstance(tensor, torch.Tensor) else [tensor.scales]
     if isinstance(tensor, Quantised):
         numbers.append(tensor.minimums)
@@ -82,14 +84,16 @@ def _write(tensor: torch.Tensor | Quantised | Scaled, to: torch.Tensor) -> None:
 
 
 class Decoder:
-    """Weights and the forward pass. `expect` names, load every tensor with `load`, then `finish`, then call it step by step.
+    """Weights and the forward pass. `expect` names, load every tensor with `load`, then `finish`,
+    then call it step by step.
 
-    `parameters` counts the weights taken so far; tied ones count once.
+    `parameters` counts the weights loaded so far; tied ones count once.
     """
 
     def __init__(self, config: ModelConfig, options: LinearOptions, *, bits: int | None = None) -> None:
-        """`options`: of matrices; the head, routers and experts are never 8-bit floats. `bits`: 8 or 4 quantises matrices while
-        they are read, where that is served (`bits_of`); None takes them as they come."""
+        """`options`: of matrices; the head, routers and experts are never 8-bit floats. `bits`: 8
+        or 4 quantises matrices while they are read, where that is served (`bits_of`); None takes
+        them as they come."""
         self.config = config
         self.dtype = options.dtype
         self.device = options.device
@@ -133,7 +137,8 @@ class Decoder:
             yield from layer.linears()
 
     def expect(self, names: frozenset[str]) -> None:
-        """Before the first `load`: compare a checkpoint's tensors with what this model needs. Raises ModelError."""
+        """Before the first `load`: compare a checkpoint's tensors with what this model needs.
+        Raises ModelError."""
         missing = sorted(self._targets.keys() - names)
         if missing:
             raise ModelError(f"the checkpoint lacks {len(missing)} tensors, the first is {missing[0]!r}")
@@ -150,8 +155,8 @@ class Decoder:
         return name.endswith("rotary_emb.inv_freq")
 
     def load(self, name: str, tensor: torch.Tensor | Quantised | Scaled) -> None:
-        """Load one tensor under its Hugging Face name, one of those that were expected. Raises ModelError for a wrong
-        shape."""
+        """Load one tensor under its Hugging Face name, one of those that were expected. Raises
+        ModelError for a wrong shape."""
         if name == "rope_freqs":
             self._rope_factors = _floats(tensor)
             return
@@ -190,11 +195,12 @@ class Decoder:
         self.rotary = [local if window else rope for window in config.windows]
 
     def __call__(self, step: StepInput, kv: KV) -> torch.Tensor:
-        """Logits [len(logit_rows), vocabulary] of one step; the step's KV is in the pool afterwards."""
+        """Logits [len(logit_rows), vocabulary] of one step; the step's KV is in the pool
+        afterwards."""
         config = self.config
         heads, epsilon = config.heads + 2 * config.kv_heads, config.rms_epsilon
         x = self.embed(step.token_ids)
-        more = torch.zeros_like(x)  # what the layer before adds to x
+        more = torch.zeros_like(x)  # the layer before adds this to x
         tables = {id(table): table for table in self.rotary}
         angles = {
             key: (kv.angles(table.cos, step.positions), kv.angles(table.sin, step.positions))
@@ -212,7 +218,7 @@ class Decoder:
         return softcap(self.head(add_norm(self.native, x, None, self.final_norm, epsilon)), config.logit_softcap)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """What the first layer is given, [tokens, hidden]."""
+        """The first layer's input, [tokens, hidden]."""
         x = (
             self.head.take_rows(token_ids)
             if self._embedding is None
@@ -237,7 +243,8 @@ class Decoder:
         names: tuple[str, ...] = (),
         has_bias: bool = False,
     ) -> Linear:
-        """`names`: of its parts, by which they are quantised; without them it stays as exact as it comes."""
+        """`names`: of its parts, by which they are quantised; without them it stays as exact as it
+        comes."""
         bits, layers = self._bits, self.config.layers
         return Linear(
             rows,
@@ -248,8 +255,8 @@ class Decoder:
         )
 
     def _norm(self, name: str, *shape: int) -> torch.Tensor:
-        """A norm's weight; in float32 for the native kernels, and where an offset is added, which rounding to half
-        precision would blur."""
+        """A norm's weight; in float32 for the native kernels, and where an offset is added, which
+        rounding to half precision would blur."""
         is_wide = self.native is not None or self.config.norm_offset
         tensor = self._empty(*shape, dtype=torch.float32 if is_wide else None)
         self._targets[name] = tensor
@@ -266,7 +273,8 @@ class Decoder:
         has_bias: bool,
         options: LinearOptions | None = None,
     ) -> Linear:
-        """One Linear whose consecutive rows are the checkpoint's tensors of these names. `options`: by default the model's."""
+        """One Linear of the checkpoint's tensors of these names, one below the other. `options`: by
+        default the model's."""
         parts = tuple(f"{prefix}.{name}" for name in names)
         linear = self._linear(rows, columns, options or self._options, names=parts, has_bias=has_bias)
         for index, name in enumerate(names):
@@ -287,7 +295,7 @@ class Decoder:
             qk_norm = self._norm(f"{attention}.q_norm.weight", config.heads + config.kv_heads, size)
             self._targets[f"{attention}.q_norm.weight"] = qk_norm[: config.heads]
             self._targets[f"{attention}.k_norm.weight"] = qk_norm[config.heads :]
-        after = f"{prefix}.post_attention_layernorm.weight"  # Llama's name for what comes before the MLP
+        after = f"{prefix}.post_attention_layernorm.weight"  # Llama's name for the norm before the MLP
         return Layer(
             attention_norm=self._norm(f"{prefix}.input_layernorm.weight", hidden),
             qkv=self._fused(attention, ("q_proj", "k_proj", "v_proj"), qkv_rows, hidden, has_bias=config.has_qkv_bias),

@@ -1,4 +1,4 @@
-"""What stands between attentions: a gated MLP (arXiv:2002.05202), or experts of which each token takes a few.
+"""The MLP of a layer: gated (arXiv:2002.05202), or experts of which each token takes a few.
 
 Knows rows and weights, no layers and no sequences.
 """
@@ -39,8 +39,8 @@ class Mlp:
 
 @dataclass(slots=True)
 class Experts:
-    """A router, and experts that each compute the rows that chose them: one after the other, or `grouped`, whose work is laid
-    out the same whatever is chosen."""
+    """A router, and experts that each compute the rows that chose them: one after the other, or
+    `grouped`, in one shape whatever is chosen."""
 
     router: Linear
     experts: tuple[Mlp, ...]

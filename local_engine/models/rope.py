@@ -1,4 +1,5 @@
-"""Rotary position embedding: the angles of every position, by each of the ways to stretch a context.
+"""Rotary position embedding: the angles of every position, by each of the ways to stretch a
+context.
 
 Knows shapes and a RopeConfig. The two halves of a head rotate together (Hugging Face's layout).
 """
@@ -15,7 +16,8 @@ from local_engine.config import RopeConfig
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """cos and sin [context, 1, head_dim]; sin is negative in its first half: x * cos + roll(x) * sin rotates."""
+    """cos and sin [context, 1, head_dim]; sin is negative in its first half: x * cos + roll(x) *
+    sin rotates."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -30,7 +32,8 @@ def rotary(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Rotary:
-    """The tables of a model. `factors` [head_dim / 2] divide the frequencies (how GGUF files carry llama3's rule)."""
+    """The tables of a model. `factors` [head_dim / 2] divide the frequencies (how GGUF files carry
+    llama3's rule)."""
     frequencies = rope_frequencies(rope, head_dim)
     if factors is not None:
         frequencies = frequencies / factors
@@ -58,7 +61,8 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 
 
 def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
-    """Keeps high frequencies, divides low ones by `factor` and blends between (Llama 3.1's reference code)."""
+    """Keeps high frequencies, divides low ones by `factor` and blends between (Llama 3.1's
+    reference code)."""
     wavelengths = 2 * math.pi / frequencies
     low = rope.original_context_tokens / rope.low_freq_factor
     high = rope.original_context_tokens / rope.high_freq_factor
@@ -71,8 +75,8 @@ def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: RopeConfig, frequencies: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Between the dimensions that turn `beta_fast` and `beta_slow` times within the trained context a ramp leads from
-    kept to divided frequencies (arXiv:2309.00071, section 3.2)."""
+    """Between the dimensions that turn `beta_fast` and `beta_slow` times within the trained context
+    a ramp leads from kept to divided frequencies (arXiv:2309.00071, section 3.2)."""
 
     def dimension(turns: float) -> float:
         """Where the dimension is that turns so often."""

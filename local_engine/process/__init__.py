@@ -1,1 +1,4 @@
-"""An engine in a process of its own, behind a unix socket. Imports no torch before a worker starts; read `worker` first."""
+"""An engine in a process of its own, behind a unix socket: the worker, and a client of it.
+
+Imports no torch before the worker's thread loads the engine. Read `worker` first.
+"""

@@ -1,8 +1,8 @@
 """AsyncEngine: an engine worker's socket, seen from an event loop.
 
-Knows the wire and nothing of torch, models or tokenizers. Invariant: a generation that was started is always either
-finished by the engine, failed with a typed error, or aborted in the engine by `aclose`: a reader that is closed before
-its first item aborts too.
+Knows the wire and nothing of torch, models or tokenizers. Invariant: a generation that was started
+is always either finished by the engine, failed with a typed error, or aborted in the engine by
+`aclose`: a reader that is closed before its first item aborts too.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ from local_engine.messages import (
     read_ended,
 )
 
-_SILENT_LOOKS_MAX = 10  # a worker that is well speaks every second
+_SILENT_LOOKS_MAX = 10  # a worker that works sends something every second
 
 
 class Generation:
-    """One running generation: iterate for `Output`s, `aclose` to abort. Not an async generator on purpose: an async
-    generator that was never started runs no `finally`, and would leak the work it stands for.
+    """One running generation: iterate for `Output`s, `aclose` to abort. Not an async generator on
+    purpose: an async generator that was never started runs no `finally`, and would leak the work it
+    stands for.
 
-    `usage` is set once every choice has finished, which is before the iteration ends. Raises EngineError from
-    `__anext__`; after an error or the end, iteration stays ended.
+    `usage` is set once every choice has finished, which is before the iteration ends. Raises
+    EngineError from `__anext__`; after an error or the end, iteration stays ended.
     """
 
     def __init__(self, engine: AsyncEngine, id: int) -> None:
@@ -82,7 +83,8 @@ class Generation:
                 self._wake = None
 
     async def aclose(self) -> None:
-        """Abort in the engine what has not finished; safe to call at any time, any number of times."""
+        """Abort in the engine what has not finished; safe to call at any time, any number of
+        times."""
         if not self._is_done:
             self._is_done = True
             self._engine._abort(self.id)
@@ -174,7 +176,8 @@ class AsyncEngine:
                 print(output.text, end="")
         print(generation.usage)
 
-    Belongs to one event loop. `generate` never raises: what is wrong is raised by the generation's first `__anext__`.
+    Belongs to one event loop. `generate` never raises: the generation's first `__anext__` raises
+    its errors.
     """
 
     def __init__(
@@ -185,10 +188,11 @@ class AsyncEngine:
         reconnect_max_s: float = 2.0,
         look_s: float = 1.0,
     ) -> None:
-        """`look_s`: seconds between looks whether the worker has said anything; after 10 without a word it is silent."""
+        """`look_s`: seconds between looks whether the worker has sent anything; after 10 in vain it
+        is silent."""
         self.socket_path = str(socket_path)
         self.info: ModelInfo | None = None
-        self.ended: Ended | None = None  # why nobody was there, since it was ready last
+        self.ended: Ended | None = None  # why its process ended, since it was ready last
         self.starts_failed = 0  # processes that were seen loading since then, and ended
         self._reconnect_min_s = reconnect_min_s
         self._reconnect_max_s = reconnect_max_s
@@ -204,14 +208,16 @@ class AsyncEngine:
         self._decoder: msgspec.msgpack.Decoder[list[ToClient]] = msgspec.msgpack.Decoder(list[ToClient])
 
     async def connect(self) -> None:
-        """Start connecting and reconnecting in the background; returns after the first attempt, whatever came of it."""
+        """Start connecting and reconnecting in the background; returns after the first attempt,
+        whatever came of it."""
         if self._task is None:
             first_attempt = asyncio.Event()
             self._task = asyncio.create_task(self._stay_connected(first_attempt), name="engine-connection")
             await first_attempt.wait()
 
     async def close(self) -> None:
-        """Disconnect for good. Running generations raise EngineUnavailable; the worker aborts them by itself."""
+        """Disconnect for good. Running generations raise EngineUnavailable; the worker aborts them
+        by itself."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -219,18 +225,21 @@ class AsyncEngine:
             self._task = None
 
     async def wait_ready(self) -> ModelInfo:
-        """Wait until the model is loaded; bound it with asyncio.timeout. The wait ends by no error of the engine's."""
+        """Wait until the model is loaded; bound it with asyncio.timeout. The wait ends by no error
+        of the engine's."""
         while not (self._load.is_ready and self.info is not None):
             self._is_changed.clear()
             await self._is_changed.wait()
         return self.info
 
     def load(self) -> EngineLoad:
-        """The last state the worker pushed; `is_connected` and `is_ready` are False when there is none."""
+        """The last state the worker pushed; `is_connected` and `is_ready` are False when there is
+        none."""
         return self._load
 
     def generate(self, request: GenerateRequest) -> Generation:
-        """Start a generation. Its errors, EngineUnavailable and EngineLoading included, come from its `__anext__`."""
+        """Start a generation. Its errors, EngineUnavailable and EngineLoading included, come from
+        its `__anext__`."""
         generation = Generation(self, next(self._ids))
         refusal = self._refusal()
         if refusal is not None:
@@ -325,8 +334,9 @@ class AsyncEngine:
             first_attempt.set()
 
     async def _until_silent(self, frames: _Frames) -> str:
-        """Until the connection ends or nothing has come for too long: a worker says at least how it is, every second. Counted
-        in looks, not by the clock: if this process was stopped, the worker was not silent."""
+        """Wait until the connection ends or nothing has come for too long: a worker sends at least
+        its state, every second. Counted in looks, not by the clock: if this process was stopped,
+        the worker was not silent."""
         silent = 0
         while silent < _SILENT_LOOKS_MAX and not frames.closed.done():
             frames.has_received = False

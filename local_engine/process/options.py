@@ -1,6 +1,7 @@
-"""The command line's options of an engine, the same for the worker process and for `python -m local_engine`.
+"""The command line's options of an engine, the same for the worker process and for `python -m
+local_engine`.
 
-Imports no torch: what must be set before torch is loaded is set here.
+Imports no torch: `prepare_environment` runs before torch is loaded.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import os
 
 from local_engine.config import EngineConfig
 
-EX_CONFIG = 78  # sysexits.h: configured in a way that starting again would not mend
+EX_CONFIG = 78  # sysexits.h: a wrong configuration, where starting again would not help
 
 
 def arguments() -> argparse.ArgumentParser:
-    """The options an engine is started with; the same for the worker and for `python -m local_engine`."""
+    """The options an engine is started with; the same for the worker and for `python -m
+    local_engine`."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--model", help="a GGUF file, a checkpoint folder or a hub name; default: the embedded model")
     parser.add_argument("--draft-model", help="a smaller model with the same tokenizer, which guesses for it")
@@ -52,6 +54,7 @@ def config_from(options: argparse.Namespace) -> EngineConfig:
 
 
 def prepare_environment() -> None:
-    """Before torch is loaded: idle threads must sleep. Spinning ones cost 20 times the speed where cores are shared."""
+    """Before torch is loaded: idle threads must sleep. Spinning ones cost 20 times the speed where
+    cores are shared."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,8 +1,9 @@
 """The thread that owns the engine: loads it, turns commands into sequences and steps into messages.
 
-Knows the wire's messages and no sockets. Commands come through a queue, from any thread; outputs leave once per step.
-Invariants: whatever one request raises is its own answer and never ends the loop; a request whose every choice has ended,
-failed or been aborted leaves nothing behind.
+Knows the wire's messages and no sockets. Commands come through a queue, from any thread; outputs
+leave once per step. Invariants: an error that one request raises is its own answer and never ends
+the loop; a request leaves nothing behind once all of its choices have ended, failed or been
+aborted.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class Key:
 
 @dataclass(slots=True)
 class Work:
-    """A request in the engine: its sequences, one per choice, and the usage of those that ended. `held` is what was said
-    so far where the choices are yet to be made: the `n` best of all."""
+    """A request in the engine: its sequences, one per choice, and the usage of those that ended.
+    `held` are the outputs so far where the `n` best are chosen at the end."""
 
     key: Key
     sequences: list[int]
@@ -77,8 +78,8 @@ Command = tuple[Key, ToWorker] | None
 
 
 class EngineThread(threading.Thread):
-    """Loads the engine, then turns commands into sequences and steps into messages. Everything here but `send` and the
-    public attributes runs in the thread."""
+    """Loads the engine, then turns commands into sequences and steps into messages. Everything here
+    but `send` and the public attributes runs in the thread."""
 
     def __init__(self, config: EngineConfig, deliver: Callable[[list[tuple[Key, ToClient]]], None]) -> None:
         super().__init__(name="engine", daemon=True)
@@ -139,7 +140,7 @@ class EngineThread(threading.Thread):
             self.load = engine.load()
 
     def _has_integrity(self, engine: Engine) -> bool:
-        """Whether the idle engine's books are right; one whose are not must not go on: the process ends."""
+        """Whether the idle engine's invariants hold; where they don't, the process must end."""
         try:
             engine.check_integrity()
         except AssertionError as error:
@@ -150,7 +151,7 @@ class EngineThread(threading.Thread):
         self.load = EngineLoad(progress=fraction, stage=stage, queue_max=self._config.queue_max)
 
     def _handle(self, engine: Engine, key: Key, command: ToWorker) -> None:
-        """One bad request must never end the loop: whatever it raises is its own answer."""
+        """One bad request must never end the loop: its error is its own answer."""
         try:
             match command:
                 case Submit():
@@ -179,10 +180,11 @@ class EngineThread(threading.Thread):
         held: dict[int, list[Output]] | None = {} if candidates > request.n else None
         work = Work(key, [], request.n, params.logprobs is not None, held)
         if work.held is not None and params.logprobs is None:
-            params = msgspec.structs.replace(params, logprobs=0)  # what the choice is made by
+            params = msgspec.structs.replace(params, logprobs=0)  # the choice needs them
         reference = engine.tokenizer.encode(request.reference, is_rendered=True) if request.reference else ()
         try:
-            # choices share full blocks and compute the last, partial one each: no layout has to copy
+            # choices share full blocks and compute the last, partial one each: no layout has to
+            # copy
             for index in range(candidates):
                 if params.seed is not None and index > 0:
                     params = msgspec.structs.replace(params, seed=params.seed + 1)
@@ -236,9 +238,9 @@ class EngineThread(threading.Thread):
             self._probe_device(engine, next(iter(errors.values())), has_probe=has_probe, is_alone=len(errors) == 1)
 
     def _probe_device(self, engine: Engine, error: Exception, *, has_probe: bool, is_alone: bool) -> None:
-        """After a step that failed the engine is asked for a token of its own. Where that fails too, time after time and with nobody
-        else in its step, it was no request's fault: a device that is broken, or no memory left. The process ends, and is started
-        again."""
+        """After a failed step, submit a probe of one token. Where that fails too, several times and
+        alone in its step, no request is the cause but a broken device, or no memory left. Then the
+        process ends, and is started again."""
         if has_probe:
             self._probe = None
             self._probes_failed += is_alone
@@ -249,7 +251,7 @@ class EngineThread(threading.Thread):
                 self._probe = engine.submit([0], SamplingParams(temperature=0.0, max_tokens=1))
 
     def _report(self, engine: Engine, work: Work, step: StepOutput, messages: list[tuple[Key, ToClient]]) -> None:
-        """Turn one sequence's step into its request's message, where there is something to tell."""
+        """Turn one sequence's step into its request's message, where it has any output."""
         if step.error is not None:
             self._abort(engine, work.key)
             messages.append((work.key, error_to_wire(work.key.id, step.error)))
@@ -293,7 +295,8 @@ def _added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
 
 
 def _best(work: Work) -> tuple[Output, ...]:
-    """Everything the `n` likeliest candidates said, best first: by the mean log probability of their tokens."""
+    """The outputs of the `n` likeliest candidates, best first: by the mean log probability of their
+    tokens."""
     held = work.held or {}
 
     def likelihood(id: int) -> float:

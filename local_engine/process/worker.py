@@ -1,11 +1,13 @@
-"""The engine in a process of its own, behind a unix socket: `python -m local_engine.process.worker --socket PATH [--model M]`.
+"""The engine in a process of its own, behind a unix socket: `python -m local_engine.process.worker
+--socket PATH [--model M]`.
 
-The event loop owns the socket and listens from the start, so that clients learn of the loading; one thread owns the
-engine (`engine_thread`). Knows the wire (`messages`); no HTTP.
+The event loop owns the socket and listens from the start, so that clients learn of the loading; one
+thread owns the engine (`engine_thread`). Knows the wire (`messages`); no HTTP.
 
-Invariants: a client whose connection ends holds nothing in the engine; what one client sends, however broken, closes at
-most its own connection; the process ends when its parent does, on SIGTERM (after a short drain), and by itself with
-status 78 (EX_CONFIG) when the model cannot be loaded, which starting again would not mend.
+Invariants: a client whose connection ends holds nothing in the engine; what one client sends,
+however broken, closes at most its own connection; the process ends when its parent does, on SIGTERM
+(after a short drain), and by itself with status 78 (EX_CONFIG) when the model cannot be loaded,
+which starting again would not mend.
 """
 
 from __future__ import annotations
@@ -55,8 +57,9 @@ class Server:
     """The socket's side: connections in, frames out, and the end of the process."""
 
     def __init__(self, config: EngineConfig, *, drain_s: float, step_s_max: float = 120.0) -> None:
-        """`drain_s`: how long running answers have after SIGTERM. A step that takes longer than `step_s_max` and than 30 times
-        what the longest one took of late never ends: the device hangs. A slow machine that is busy takes less."""
+        """`drain_s`: how long running answers have after SIGTERM. A step that takes longer than
+        `step_s_max` and than 30 times what the longest one took of late never ends: the device
+        hangs. A slow machine that is busy takes less."""
         self._loop = asyncio.get_running_loop()
         self._thread = EngineThread(config, self._deliver_from_thread)
         self._drain_s = drain_s
@@ -119,7 +122,7 @@ class Server:
                 for message in self._decoder.decode(frame):
                     self._on_message(Key(client, message.id), message)
         except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # the client left: what follows is all there is to do
+            pass  # the client left: the `finally` does the rest
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             _log.warning("a client sent what is no message (%s); its connection is closed", error)
         finally:
@@ -182,9 +185,10 @@ class Server:
         return State(load, self._thread.info)
 
     async def _push_state(self) -> None:
-        """Tell clients of every change of the load, a few times a second, and at least that there is none; tell the operator
-        of the loading. A step that never ends is the end of the process. It is counted in looks, not by the clock: if the
-        process was stopped, the step was too."""
+        """Push every change of the load to the clients, a few times a second, and the load every
+        second at least; print the stages of the loading. A step that never ends is the end of the
+        process. It is counted in looks, not by the clock: if the process was stopped, the step was
+        too."""
         shown, sent_at, looks, ended = "", 0.0, 0, 0
         while True:
             state, now = self._state(), time.monotonic()
@@ -231,7 +235,7 @@ class Server:
 
 
 def _refuse_to_run(socket_path: Path, error: Exception) -> int:
-    """Say why to the operator, and to whoever asks for this engine."""
+    """Print why, and write it down for the clients."""
     print(f"local_engine: {error}", file=sys.stderr, flush=True)
     _write_ended(socket_path, Ended(str(error), is_final=True))
     return EX_CONFIG

@@ -1,1 +1,5 @@
-"""Drafts: tokens guessed cheaply and verified in one step. Imports no checkpoint format; read `speculator` first."""
+"""Guesses at the next tokens, and whether they are worth their time.
+
+Knows token ids and timings; imports nothing of the package outside this room. Read `speculator`
+first.
+"""

@@ -1,16 +1,19 @@
 """Speculation: guess the next tokens, verify them all in one step (arXiv:2211.17192).
 
-Guesses come from three sources. `TEXT` and `REFERENCE` are looked up: where the last few tokens stood before, in the prompt
-and the answer or in a text that came with the request, what followed them then is proposed (prompt lookup decoding).
-`MODEL` is asked of a smaller model (see `draft_model`). Knows token ids and timings, no model.
+Guesses come from three sources. `TEXT` and `REFERENCE` are looked up: where the last few tokens
+occurred before, in the prompt and the answer or in a text that came with the request, the tokens
+that followed them are proposed (prompt lookup decoding). `MODEL` is a smaller model (see
+`draft_model`). Knows token ids and timings, no model.
 
-How much is guessed is decided for a whole step: guess after guess joins it, the likeliest first, while that raises the tokens
-that a step is expected to give for its time (arXiv:2406.14066). How likely a guess is, is learned once for all sequences, by
-its source and by how many tokens before it agree, and corrected by each sequence's own luck.
+How much is guessed is decided for a whole step: guess after guess joins it, the likeliest first,
+while that raises the tokens that a step is expected to give for its time (arXiv:2406.14066). How
+likely a guess is, is learned once for all sequences, by its source and by how many tokens before it
+agree, and corrected by each sequence's own results.
 
-Invariants: a draft never changes an answer, only how many steps it takes, because each position's token is drawn from the
-model's own distribution and a draft only decides how far one step may go. A source never spends more time than its drafts
-have saved, beside an allowance of half a percent: so where drafts lose, however wrong the forecasts are, they cost no more.
+Invariants: a draft never changes an answer, only how many steps it takes, because each position's
+token is drawn from the model's own distribution and a draft only decides how far one step may go. A
+source never spends more time than its drafts have saved, and an allowance of half a percent: where
+drafts lose, they cost no more, however wrong the predictions are.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ _CHAIN_MAX = 8  # earlier places that are compared, the latest first
 _RATE_MAX = 0.98
 _ALLOWANCE = 0.005  # of the time of all steps
 _CREDIT_AT_FIRST, _CREDIT_MAX = 2.0, 50.0  # in plain steps
-_PLAIN_EVERY = 64  # steps: what a plain one takes has to be measured, too
+_PLAIN_EVERY = 64  # steps: the time of a plain one has to be measured, too
 _MODEL_STEPS = 32  # at most, among which the price of catching up is divided
 
 
@@ -41,7 +44,8 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Drafts that are about as likely to be right: of one source, after about as many tokens that agree."""
+    """A class of drafts with about the same chance to be right: of one source, after about as many
+    tokens that agree."""
 
     source: Source
     match: int = 0
@@ -49,7 +53,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Tokens to verify; of the draft model only how many are `wanted` of it."""
+    """Tokens to verify; for the draft model only how many are `wanted`."""
 
     kind: Kind
     tokens: tuple[int, ...] = ()
@@ -62,8 +66,9 @@ class Draft:
 
 @dataclass(slots=True)
 class Lookup:
-    """Where each pair of tokens ended, over `reference` and then the sequence; grows as the sequence does. `_before[end]` is
-    where the pair that ends there ended the time before (LZ77's hash chains)."""
+    """Where each pair of tokens ended, over `reference` and then the sequence; grows as the
+    sequence does. `_before[end]` is where the pair that ends there ended the time before (LZ77's
+    hash chains)."""
 
     reference: list[int] = field(default_factory=list)
     _text: list[int] = field(default_factory=list)
@@ -71,8 +76,9 @@ class Lookup:
     _before: list[int] = field(default_factory=lambda: [0, 0])
 
     def find(self, tokens: list[int]) -> tuple[int, int] | None:
-        """Where, in the reference and `tokens`, what may follow `tokens` begins, and how many tokens before it agree with the
-        last of `tokens`: of the latest few places the one where most do. None where the last two never stood together."""
+        """The place in the reference and `tokens` where the proposed continuation begins, and how
+        many tokens before it agree with the last of `tokens`: of the latest few places the one
+        where most do. None where the last two never occurred together."""
         text, before = self._text, self._before
         if not text:
             text.extend(self.reference)
@@ -96,7 +102,7 @@ class Lookup:
     def follow(self, place: int, count: int) -> tuple[int, ...]:
         """The `count` tokens from there on."""
         text = self._text
-        period = len(text) - place  # a loop is taken to go on
+        period = len(text) - place  # a loop is assumed to go on
         return tuple(text[place + index % period] for index in range(count))
 
     def _alike(self, place: int) -> int:
@@ -109,8 +115,9 @@ class Lookup:
 
 @dataclass(slots=True)
 class Tally:
-    """How often guesses of one kind were right where those before them were. What was counted fades, to an assumption that is
-    worth a try: so what lost is tried again, the later the surer it is."""
+    """How often guesses of one kind were right where those before them were. Counts fade, to an
+    assumption that is worth a try: so a kind that lost is tried again, the later the more often it
+    lost."""
 
     _right: float = 0.0
     _tried: float = 0.0
@@ -127,7 +134,7 @@ class Tally:
 
 @dataclass(slots=True)
 class RateCorrection:
-    """How much oftener one source's guesses are right in one sequence than in others."""
+    """How much more often one source's guesses are right in one sequence than in others."""
 
     _right: float = 3.0
     _expected: float = 3.0
@@ -143,7 +150,7 @@ class RateCorrection:
 
 @dataclass(slots=True)
 class Speculation:
-    """What speculation knows of one sequence."""
+    """The state of speculation for one sequence."""
 
     lookup: Lookup
     corrections: dict[Source, RateCorrection] = field(
@@ -153,8 +160,9 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """A sequence that decodes in the coming step: its `tokens`, the first of which the draft model has `draft_computed`, and how many
-    more have `room`. `in_flight` (0 or 1) is a token under way, which a draft has to foresee as well."""
+    """A sequence that decodes in the coming step: its `tokens`, of which the draft model has
+    computed the first `draft_computed`, and how many more have `room`. `in_flight` (0 or 1) is a
+    token under way, which a draft has to guess as well."""
 
     id: int
     speculation: Speculation
@@ -166,8 +174,8 @@ class DraftRequest:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What could be drafted for `request`, at most `room` tokens, each right at `rate` where those before it are; `place` is where
-    they are looked up."""
+    """A possible draft for `request`: at most `room` tokens, each right with probability `rate`
+    where those before it are; `place` is where they are looked up."""
 
     request: DraftRequest
     kind: Kind
@@ -185,8 +193,8 @@ class Offer:
 
 @dataclass(slots=True)
 class DraftPlan:
-    """A step: the `tokens` it is expected to give, the `ms` it is expected to take, how much is drafted of each offer, and
-    what of the time each source answers for."""
+    """A step: the `tokens` it is expected to give, the `ms` it is expected to take, how much is
+    drafted of each offer, and each source's share of the time."""
 
     tokens: float
     ms: float
@@ -199,8 +207,8 @@ class DraftPlan:
 
 
 class Speculator:
-    """Decides what the sequences of a step draft, and learns from what came of it. `tokens_max`: of one draft;
-    `model_context_tokens`: how far a draft model sees, 0 where there is none."""
+    """Decides the drafts of a step's sequences, and learns from their results. `tokens_max`: of one
+    draft; `model_context_tokens`: a draft model's context, 0 where there is none."""
 
     def __init__(self, timing: StepTiming, tokens_max: int, model_context_tokens: int = 0) -> None:
         self.timing = timing
@@ -208,11 +216,11 @@ class Speculator:
         self._model_context_tokens = model_context_tokens
         self._tallies: dict[Kind, Tally] = {}
         self._credit_ms: dict[Source, float] = {}
-        self._token_ms = 0.0  # what a token takes without drafts
+        self._token_ms = 0.0  # milliseconds of a token without drafts
         self._now = self._plain_at = 0
 
     def plan(self, rows: int, requests: Many[DraftRequest]) -> dict[int, Draft]:
-        """The drafts of a step that decodes `rows` sequences, by the ids of those that ask."""
+        """The drafts of a step that decodes `rows` sequences, by the ids of `requests`."""
         plain_ms = self.timing.steps.at(rows)
         self._now += 1
         if plain_ms is None or self._now - self._plain_at > _PLAIN_EVERY:
@@ -248,7 +256,7 @@ class Speculator:
         self._credit_ms[kind.source] = self._credit_ms.get(kind.source, 0.0) + accepted * self._token_ms
 
     def forget(self) -> None:
-        """Start anew: what was seen was not typical."""
+        """Start anew: the steps so far were not typical."""
         self._tallies.clear()
         self._credit_ms.clear()
 
@@ -271,7 +279,7 @@ class Speculator:
         return Offer(request, kind, self._rate(request, kind), room)
 
     def _extended(self, plan: DraftPlan, offers: Many[Offer]) -> DraftPlan:
-        """The plan with as much of what was looked up as makes it faster, the likeliest guesses first."""
+        """The plan with as many looked-up guesses as make it faster, the likeliest first."""
         row_ms = self.timing.steps.row_ms
         guesses = []
         for index, offer in enumerate(offers):
@@ -295,8 +303,8 @@ class Speculator:
         return plan
 
     def _modelled(self, plan: DraftPlan, offers: Many[Offer]) -> DraftPlan:
-        """The plan with drafts of the model, each as deep as its guesses are worth their rows, and all as deep as is worth the
-        model's steps."""
+        """The plan with drafts of the model, each as deep as its guesses are worth their rows, and
+        all as deep as is worth the model's steps."""
         timing, credit_ms = self.timing, self._credit_ms[Source.MODEL]
         best, spent_ms = plan, 0.0
         tokens, ms = plan.tokens, plan.ms

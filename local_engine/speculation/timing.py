@@ -1,6 +1,7 @@
-"""Pace: how fast this engine is on this machine, measured from its own steps.
+"""StepTiming: how fast this engine is on this machine, measured from its own steps.
 
-Predictions of TTFT and the decision whether a draft pays stand on it. Knows rows and seconds, nothing else.
+Predictions of TTFT use it, and the decision whether a draft pays. Knows rows and seconds, nothing
+else.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Protocol
 
-_SHARE, _SLOPE_SHARE = 0.05, 0.2  # of what is new in a measurement that is believed: contexts grow, batches change
-_OFF_MIN = 32.0  # squared rows: steps that differ by less say little of what a row takes
-_FORGETS = 0.003  # of what is known of a row, with each step
-_SLOW_SHARE = 0.25  # of what a step took too long: as likely as not it waited for a busy machine
+_SHARE, _SLOPE_SHARE = 0.05, 0.2  # weights of a new measurement: contexts grow, batches change
+_OFF_MIN = 32.0  # squared rows: steps that differ by less hardly show a row's time
+_FORGETS = 0.003  # of a row's estimate, with each step
+_SLOW_SHARE = 0.25  # of a step's excess time: as likely as not it waited for a busy machine
 
 
 class Rows(Protocol):
-    """What a step computed of one sequence: `count` tokens, the last of them `draft`."""
+    """One sequence's rows of a step: `count` tokens, the last of them `draft`."""
 
     @property
     def count(self) -> int: ...
@@ -38,19 +39,20 @@ class Moment:
         return cls(time.perf_counter(), time.process_time())
 
     def busy_s(self, before: Moment, *, is_device_here: bool) -> float:
-        """What has passed since then, without the time that other processes had the cores: a device that is not in this
-        process has no such."""
+        """Seconds since `before`, without the time that other processes had the cores; on a device
+        outside this process, all of them."""
         wall_s = self.wall_s - before.wall_s
         return min(wall_s, self.cpu_s - before.cpu_s) if is_device_here else wall_s
 
 
 @dataclass(slots=True)
 class Line:
-    """Milliseconds of a step by its rows: a straight line through the mean of the steps of late, whose slope `row_ms` learns
-    from those of other sizes (normalised least mean squares; an expectile, so that steps which had to wait count less)."""
+    """Milliseconds of a step by its rows: a straight line through the mean of the latest steps. Its
+    slope `row_ms` learns from steps of other sizes (normalised least mean squares; an expectile, so
+    that steps which had to wait count less)."""
 
     row_ms: float = 0.0
-    assumed_ms: float = 0.0  # what a row may take where long nothing was heard of it; 0 is unknown
+    assumed_ms: float = 0.0  # a row's time to fall back to where it was not measured for long; 0 is unknown
     _count: int = 0
     _rows: float = 0.0
     _ms: float = 0.0
@@ -73,12 +75,12 @@ class Line:
             self.row_ms += _FORGETS * (self.assumed_ms - self.row_ms)
 
     def assume(self, row_ms: float) -> None:
-        """What a row takes at least, seen from steps of another kind."""
+        """A row's least time, measured from steps of another kind."""
         self.assumed_ms = _blend(self.assumed_ms, row_ms)
         self.row_ms = self.row_ms or self.assumed_ms
 
     def at(self, rows: int) -> float | None:
-        """What a step of so many rows takes; None while nothing is measured."""
+        """Milliseconds of a step of so many rows; None while nothing is measured."""
         if not self._count:
             return None
         return max(0.1 * self._ms, self._ms + self.row_ms * (rows - self._rows))
@@ -86,7 +88,8 @@ class Line:
 
 @dataclass(slots=True)
 class StepTiming:
-    """`steps`: decode steps by their rows, drafts included. `draft_steps`: those of the draft model, where there is one."""
+    """`steps`: decode steps by their rows, drafts included. `draft_steps`: those of the draft
+    model, where there is one."""
 
     prefill_tokens_per_s: float = 0.0
     decode_ms_per_token: float = 0.0
@@ -94,7 +97,8 @@ class StepTiming:
     draft_steps: Line = field(default_factory=Line)
 
     def observe(self, chunks: Many[Rows], duration_s: float, busy_s: float) -> None:
-        """Learn from one step that took `duration_s`, and were nobody else at work on the machine `busy_s`."""
+        """Learn from one step that took `duration_s`, of which other processes did not have the
+        cores for `busy_s`."""
         tokens = sum(chunk.count for chunk in chunks)
         if all(chunk.count == 1 + len(chunk.draft) for chunk in chunks):
             self.steps.observe(tokens, busy_s)
@@ -105,7 +109,7 @@ class StepTiming:
             self.steps.assume(1000.0 * busy_s / tokens)
 
     def forget(self) -> None:
-        """Start anew: what was measured was not typical."""
+        """Start anew: the steps so far were not typical."""
         self.prefill_tokens_per_s = self.decode_ms_per_token = 0.0
         self.steps, self.draft_steps = Line(), Line()
 

@@ -1,1 +1,4 @@
-"""Text to tokens and back. Imports no torch; read `tokenizer` first."""
+"""Text to tokens and back, and conversations as text.
+
+Imports `messages` and `config` alone; no torch. Read `tokenizer` first.
+"""

@@ -1,8 +1,9 @@
 """Chat: a conversation as the model's own Jinja template lays it out, in a sandbox.
 
-Knows the template and the control tokens' spellings, no token ids. Invariant: nothing a message says can act as a control
-token (end a turn, open one as the system): where a text spells one, the rendered text is cut inside the spelling, and who
-encodes the parts one by one gets the same characters from ordinary tokens.
+Knows the template and the control tokens' spellings, no token ids. Invariant: no text of a message
+can act as a control token (end a turn, open one as the system): where a text spells one, the
+rendered text is cut inside the spelling, and the parts, encoded one by one, give the same
+characters as ordinary tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Chat:
         self._control = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[str]:
-        """The conversation up to where the assistant begins, as the parts to encode. Raises InvalidRequest."""
+        """The conversation up to where the assistant begins, as the parts to encode. Raises
+        InvalidRequest."""
         if not messages:
             raise InvalidRequest("messages must not be empty", param="messages")
         import jinja2
@@ -69,7 +71,8 @@ class Chat:
 
     @cached_property
     def _template(self) -> jinja2.Template:
-        """The template in the dialect that `transformers` defines: sandboxed, trimmed blocks, a few functions more."""
+        """The template in the dialect that `transformers` defines: sandboxed, trimmed blocks, a few
+        functions more."""
         import jinja2
         import jinja2.ext
         import jinja2.nodes
@@ -83,7 +86,7 @@ class Chat:
             return json.dumps(value, ensure_ascii=ensure_ascii, **how)
 
         class Generation(jinja2.ext.Extension):
-            """{% generation %} marks what a model is trained to say: here it says what is in it."""
+            """{% generation %} marks a training target: here its content is rendered as it is."""
 
             tags = {"generation"}  # noqa: RUF012
 
@@ -101,7 +104,8 @@ class Chat:
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: content is a string, a tool call's arguments are an object."""
+    """A message as templates expect it: content is a string, a tool call's arguments are an
+    object."""
     plain = dict(message)
     content = plain.get("content")
     if isinstance(content, list):

@@ -1,8 +1,8 @@
 """Reads a SentencePiece model (`tokenizer.model`), as checkpoints without a tokenizer.json have it.
 
-The format is google/sentencepiece's sentencepiece_model.proto; of it only what decides ids is read. What comes out are the
-keys by which GGUF holds the very same facts, so one builder serves both. Knows bytes, no tokenizer. Invariant: what
-changes ids and cannot be rebuilt is refused by name.
+The format is google/sentencepiece's sentencepiece_model.proto; only the fields that decide ids are
+read. The result has GGUF's keys for the very same facts, so one builder serves both. Knows bytes,
+no tokenizer. Invariant: a model with other ids than could be rebuilt is refused by name.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def _signed(value: int | bytes) -> int:
 
 
 def _fields(message: bytes) -> Iterator[Field]:
-    """The fields of a protobuf message: numbers as they are, everything else as bytes. Raises ValueError, IndexError."""
+    """The fields of a protobuf message: numbers as they are, everything else as bytes. Raises
+    ValueError, IndexError."""
     at = 0
     while at < len(message):
         tag, at = _varint(message, at)

@@ -1,8 +1,9 @@
 """Text to token ids and back: the only place of the engine that sees text.
 
-Built on `tokenizers` (from a tokenizer.json, or from a GGUF file's vocabulary and merges); `chat` lays out
-conversations. Invariants: what `TextStream` emits, joined, is what decoding all tokens at once gives,
-cut before the first stop string; it never emits part of a character, nor any text of a stop string.
+Built on `tokenizers` (from a tokenizer.json, or from a GGUF file's vocabulary and merges); `chat`
+lays out conversations. Invariants: the pieces of a `TextStream`, joined, equal all tokens decoded
+at once, cut before the first stop string; no piece holds part of a character, nor any text of a
+stop string.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _SPACE = "▁"
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What surrounds the backend: special tokens' spellings for templates, the chat template, whether BOS is added."""
+    """The backend's surroundings: special tokens' spellings for templates, the chat template,
+    whether BOS is added."""
 
     bos_token: str = ""
     eos_token: str = ""
@@ -36,14 +38,15 @@ class Vocabulary:
 
 
 class Tokenizer:
-    """Encodes prompts and chats; spells tokens as bytes. `strips_first_space`: SentencePiece spells a word's leading space in
-    its token, and mostly decoding drops it at the very start."""
+    """Encodes prompts and chats; spells tokens as bytes. `strips_first_space`: SentencePiece has a
+    word's leading space in its token, and mostly decoding drops it at the very start."""
 
     def __init__(self, backend: Backend, vocabulary: Vocabulary) -> None:
         self._backend = backend
         self._vocabulary = vocabulary
         self._spelling: dict[int, bytes] = {}
-        # the decoder's own description: that of the whole tokenizer spells out the vocabulary, which takes a while
+        # the decoder's own description: that of the whole tokenizer spells out the vocabulary,
+        # which takes a while
         steps = _steps(json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None)
         kinds = {str(step.get("type")) for step in steps}
         if kinds and not kinds & {"ByteLevel", "Metaspace", "ByteFallback", "Replace"}:
@@ -82,7 +85,8 @@ class Tokenizer:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, *, is_rendered: bool = False) -> list[int]:
-        """Token ids of a prompt; with the tokens the model wants around it, unless a template `is_rendered` them."""
+        """Token ids of a prompt; with the model's tokens around it, unless a template `is_rendered`
+        them."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=not is_rendered).ids
         bos = self._vocabulary.bos_token_id_added
         if bos is not None and not is_rendered and ids[:1] != [bos]:
@@ -92,8 +96,8 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
     ) -> list[int]:
-        """Token ids of a conversation, up to where the assistant begins; what its texts spell never becomes a control
-        token. Raises InvalidRequest."""
+        """Token ids of a conversation, up to where the assistant begins; its texts never become a
+        control token. Raises InvalidRequest."""
         if self._chat is None:
             raise InvalidRequest(
                 "the model has no chat template; send `prompt` instead of `messages`", param="messages"
@@ -105,7 +109,8 @@ class Tokenizer:
         return ids
 
     def _encode_middle(self, text: str) -> list[int]:
-        """Token ids of text that stands inside another: without the space SentencePiece puts before a beginning."""
+        """Token ids of text that stands inside another: without the space SentencePiece puts before
+        a beginning."""
         if not self.strips_first_space:
             return self.encode(text, is_rendered=True)
         before = self.encode("\n", is_rendered=True)
@@ -128,7 +133,8 @@ class Tokenizer:
         return id in self._special
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these tokens without special ones; bytes that are no character become U+FFFD."""
+        """The text of these tokens without special ones; bytes that are no character become
+        U+FFFD."""
         data = b"".join(self.spell(id) for id in ids if id not in self._special)
         if self.strips_first_space and data.startswith(b" "):
             data = data[1:]
@@ -149,7 +155,7 @@ class Tokenizer:
 
 
 def _steps(decoder: Any) -> list[dict[str, Any]]:
-    """What a decoder does one after the other."""
+    """The steps of a decoder, in order."""
     if not isinstance(decoder, dict):
         return []
     parts = decoder.get("decoders")
@@ -177,8 +183,8 @@ def byte_of_character() -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text that is final, with the tokens whose text it completes; `is_stopped` when a stop string was met, `stop_token` where
-    a token ended it."""
+    """Text that is final, with the tokens that it completes; `is_stopped` when a stop string was
+    met, `stop_token` where a token ended it."""
 
     text: str
     token_ids: tuple[int, ...] = ()
@@ -194,7 +200,8 @@ class Piece:
 
 @dataclass(slots=True)
 class _Held:
-    """A token not emitted yet. `start`: where its text begins, in characters of the whole answer."""
+    """A token not emitted yet. `start`: where its text begins, in characters of the whole
+    answer."""
 
     id: int
     logprob: TokenLogprob | None
@@ -203,7 +210,8 @@ class _Held:
 
 @dataclass(slots=True)
 class TextStream:
-    """One answer's text as its tokens arrive: half characters and possible beginnings of stop strings are held back."""
+    """One answer's text as its tokens arrive: half characters and possible beginnings of stop
+    strings are held back."""
 
     tokenizer: Tokenizer
     stop: tuple[str, ...] = ()
@@ -233,7 +241,8 @@ class TextStream:
         return self._emit(len(self._text) - kept, is_stopped=False)
 
     def finish(self) -> Piece:
-        """The end without a stop string: everything held is final, but for the bytes of an unfinished character."""
+        """The end without a stop string: everything held is final, but for the bytes of an
+        unfinished character."""
         piece = self._emit(len(self._text), is_stopped=False)
         rest = tuple(self._held)
         self._held.clear()

@@ -1,7 +1,8 @@
-"""Builds a Tokenizer from what a checkpoint carries: a folder's tokenizer.json or tokenizer.model, or a GGUF file's metadata.
+"""Builds a Tokenizer from what a checkpoint carries: a folder's tokenizer.json or tokenizer.model,
+or a GGUF file's metadata.
 
-The only file that constructs `tokenizers` objects. Invariant: the ids are those of the model's reference tokenizer; a
-vocabulary of a kind that cannot be rebuilt exactly is refused by name.
+The only file that constructs `tokenizers` objects. Invariant: the ids are those of the model's
+reference tokenizer; a vocabulary of a kind that cannot be rebuilt exactly is refused by name.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from local_engine.config import ModelError
 from local_engine.text.sentencepiece import sentencepiece_metadata
 from local_engine.text.tokenizer import Tokenizer, Vocabulary, byte_of_character
 
-# How text is cut before merging, by GGUF's `tokenizer.ggml.pre`. The expressions are the models' own (tokenizer.json).
+# How text is cut before merging, by GGUF's `tokenizer.ggml.pre`. The expressions are the models'
+# own (tokenizer.json).
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -86,7 +88,8 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
 
 
 def _from_sentencepiece(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
-    """From tokenizer.model, with the tokens that tokenizer_config.json adds to it. Raises ModelError."""
+    """From tokenizer.model, with the tokens that tokenizer_config.json adds to it. Raises
+    ModelError."""
     path = folder / "tokenizer.model"
     if not path.is_file():
         raise ModelError(f"{folder} has no tokenizer.json and no tokenizer.model")
@@ -130,8 +133,8 @@ def _token_text(token: Any) -> str:
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """From chat_template.jinja, chat_template.json or tokenizer_config.json; of several named ones, the default, and beside
-    it the one for tools."""
+    """From chat_template.jinja, chat_template.json or tokenizer_config.json; of several named ones,
+    the default, and beside it the one for tools."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text()
@@ -166,7 +169,8 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _backend(metadata: Mapping[str, Any], *, is_legacy: bool = False) -> Backend:
-    """What encodes, from a vocabulary under GGUF's keys. Raises ModelError for a kind that cannot be rebuilt."""
+    """The backend, from a vocabulary under GGUF's keys. Raises ModelError for a kind that cannot be
+    rebuilt."""
     kind, tokens = metadata.get("tokenizer.ggml.model"), metadata["tokenizer.ggml.tokens"]
     if kind == "gpt2":
         backend = _byte_level(metadata, tokens)
@@ -196,8 +200,9 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Backend:
 
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], *, is_legacy: bool) -> Backend:
-    """SentencePiece. What it does to text before cutting it: a table of characters, spaces made one, and one before it. A
-    `legacy` one puts that before every piece between control tokens, and another where text begins with spaces."""
+    """SentencePiece. Before cutting text it maps characters by a table, merges spaces, and puts one
+    at the beginning. A `legacy` one puts that before every piece between control tokens, and
+    another where text begins with spaces."""
     scores: list[float] = metadata.get("tokenizer.ggml.scores") or [-float(id) for id in range(len(tokens))]
     unknown = int(metadata.get("tokenizer.ggml.unknown_token_id", 0))
     if metadata["tokenizer.ggml.model"] == "t5":
@@ -224,7 +229,7 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], *, is_legacy:
 
 
 def _merging(tokens: list[str], scores: list[float], unknown: str) -> BPE:
-    """BPE by scores: the merges are those pairs of tokens whose join is a token, best score first."""
+    """BPE by scores: the merges are all pairs of tokens that join to a token, best score first."""
     vocabulary = {token: id for id, token in enumerate(tokens)}
     found: list[tuple[float, int, int, tuple[str, str]]] = []
     for id, token in enumerate(tokens):
@@ -239,7 +244,8 @@ def _merging(tokens: list[str], scores: list[float], unknown: str) -> BPE:
 def _add_marked_tokens(
     backend: Backend, metadata: Mapping[str, Any], tokens: list[str], *, is_byte_level: bool
 ) -> None:
-    """Tokens that the file marks as control or user-defined are matched whole in text, before any merge."""
+    """Tokens that the file marks as control or user-defined are matched whole in text, before any
+    merge."""
     kinds: list[int] = metadata.get("tokenizer.ggml.token_type") or []
     alphabet = byte_of_character()
     special, plain = [], []

@@ -1,1 +1,4 @@
-"""Matrices as they are held and multiplied. Imports no model; read `linear` first."""
+"""Matrices: how they are read, held and multiplied.
+
+Imports kernels and `config`; no model and no file. Read `linear` first.
+"""

@@ -1,9 +1,10 @@
 """Linear: one matrix, multiplied by the best means its device has.
 
-Quantised matrices stay quantised where the native product, or Triton's on a GPU, serves them; bfloat16 goes to the native product where the
-processor multiplies bfloat16 pairs and has no matrix unit (AMX), which oneDNN uses better; other matrices on a CPU are
-packed for oneDNN beforehand, which is about twice as fast as repacking at every call (measured at 1 to 8 rows). The plain
-product is the fall-back and the oracle. Knows no model.
+Quantised matrices stay quantised where the native product, or Triton's on a GPU, serves them;
+bfloat16 goes to the native product where the processor multiplies bfloat16 pairs and has no matrix
+unit (AMX), which oneDNN uses better; other matrices on a CPU are packed for oneDNN beforehand,
+which is about twice as fast as repacking at every call (measured at 1 to 8 rows). The plain product
+is the fall-back and the oracle. Knows no model.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ _ROWS_ALL = (1 << 31) - 1
 class LinearOptions:
     """How a matrix is held and multiplied.
 
-    `fp8`: whether 8-bit floats are kept where a GPU multiplies them, or other weights are rounded to them as well, on any
-    device. `is_batch_invariant`: one order of sums for any number of rows. `is_head`: the result is float32 where the native
-    product gives it; logits lie so close together that half precision would make some equal.
+    `fp8`: whether 8-bit floats are kept where a GPU multiplies them, or other weights are rounded
+    to them as well, on any device. `is_batch_invariant`: one order of sums for any number of rows.
+    `is_head`: the result is float32 where the native product gives it; logits lie so close together
+    that half precision would make some equal.
     """
 
     dtype: torch.dtype
@@ -48,9 +50,11 @@ class LinearOptions:
 
 
 class Linear:
-    """y = x W^T + b. Its rows come in parts, the checkpoint's tensors. `load` each, `prepare` once, then call.
+    """y = x W^T + b. Its rows come in parts, the checkpoint's tensors. `load` each, `prepare` once,
+    then call.
 
-    `bits`: what wider parts are quantised to, each to its own, where the native product can be used; None leaves all as they are.
+    `bits`: wider parts are quantised to these, each to its own, where the native product can be
+    used; None leaves all as they are.
     """
 
     def __init__(
@@ -90,13 +94,15 @@ class Linear:
         return all(isinstance(product, NativeProduct) for product in self._products)
 
     def native_products(self) -> list[NativeProduct] | None:
-        """What computes it, one part's outputs after the other's; None where that is not the native product alone."""
+        """Its products, one part's outputs after the other's; None where any of them is not
+        native."""
         found = [p for p in self._products if isinstance(p, NativeProduct) and p.order is None]
         return found if len(found) == len(self._products) else None
 
     @property
     def whole(self) -> torch.Tensor | None:
-        """The matrix, where it is one of floats, laid out row by row and without a bias; it may be moved elsewhere."""
+        """The matrix, where it is one of floats, laid out row by row and without a bias; it may be
+        moved elsewhere."""
         product = self._products[0]
         is_whole = len(self._products) == 1 and self.bias is None
         return product.weight if is_whole and isinstance(product, _Torch) and not product.is_packed else None
@@ -108,16 +114,17 @@ class Linear:
         product.weight = weight
 
     def forms(self) -> list[str]:
-        """What each product's weights are held as: "4 bits", "8 bits", or a number type."""
+        """The form of each product's weights: "4 bits", "8 bits", or a number type."""
         return [product.form for product in self._products]
 
     def holds(self, index: int, value: torch.Tensor | Quantised | Scaled) -> bool:
-        """Whether a part is held with what it says, but for the number type's rounding: not quantised further."""
+        """Whether a part keeps its values, but for the number type's rounding: it is not quantised
+        further."""
         return self._bits is None or (isinstance(value, Quantised) and value.bits <= self._bits[index])
 
     def load(self, index: int, value: torch.Tensor | Quantised | Scaled) -> None:
-        """Take a part's weight, [rows[index], columns]. The last one lays all out for the fastest product there is and
-        gives the parts up, so that a model being read is in memory once."""
+        """Take a part's weight, [rows[index], columns]. The last one lays all out for the fastest
+        product there is and gives the parts up, so that a model being read is in memory once."""
         if self._bits is not None and not self.holds(index, value):
             value = value if isinstance(value, torch.Tensor) else value.dequantised()
             value = quantise(value.to(self._device), self._bits[index])
@@ -138,7 +145,8 @@ class Linear:
 
     @property
     def has_rows(self) -> bool:
-        """Whether single rows can be read as they are multiplied: an embedding that is tied needs no copy then."""
+        """Whether single rows can be read as they are multiplied: an embedding that is tied needs
+        no copy then."""
         (product, *others) = self._products
         is_plain = isinstance(product, NativeProduct) and product.order is None
         return not others and (is_plain or (isinstance(product, _Torch) and not product.is_packed))
@@ -155,8 +163,8 @@ class Linear:
         return torch.cat([product(x) for product in self._products], -1)
 
     def _as_held(self, value: torch.Tensor | Quantised | Scaled) -> _Part:
-        """A part as its product will read it: nothing of `value` itself is kept, but on a GPU its codes until they go
-        there."""
+        """A part as its product will read it: nothing of `value` itself is kept, but on a GPU its
+        codes until they go there."""
         native = self._native
         if isinstance(value, Scaled) and self._keeps_fp8:
             return value.on(self._device)
@@ -176,13 +184,14 @@ class Linear:
         return self._owned(value)
 
     def _owned(self, value: torch.Tensor) -> torch.Tensor:
-        """A copy where it will be multiplied; what a file maps crosses to a GPU as it is and changes its type there."""
+        """A copy where it will be multiplied; a mapped tensor crosses to a GPU as it is and changes
+        its type there."""
         if self._device.type == "cpu":
             return value.to(self._dtype, copy=True)
         return value.to(self._device).to(self._dtype)
 
     def _product(self, run: list[_Part]) -> Product:
-        """What multiplies these parts, by the form they are held in."""
+        """The product of these parts, by the form they are held in."""
         makers: dict[type, Callable[[list[Any]], Product]] = {
             torch.Tensor: self._of_floats,
             _Panels: self._of_panels,
@@ -238,7 +247,8 @@ class _Panels:
     order: torch.Tensor | None
 
     def can_go_before(self, other: _Panels) -> bool:
-        """Whether one product can read both: whole panels, codes as wide, inputs in the same order."""
+        """Whether one product can read both: whole panels, codes as wide, inputs in the same
+        order."""
         is_plain = self.order is None and other.order is None
         is_same_order = is_plain or (
             self.order is not None and other.order is not None and torch.equal(self.order, other.order)
@@ -320,7 +330,8 @@ Product = NativeProduct | _Torch | QuantisedProduct | ScaledProduct
 
 @cache
 def has_pairs() -> bool:
-    """Whether the native product is the best for bfloat16: the processor multiplies pairs, and has no matrix unit."""
+    """Whether the native product is the best for bfloat16: the processor multiplies pairs, and has
+    no matrix unit."""
     info = Path("/proc/cpuinfo")
     flags = info.read_text() if info.is_file() else ""
     return "avx512_bf16" in flags and "amx_bf16" not in flags
@@ -332,7 +343,8 @@ def _operators() -> Any:
 
 @cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build and machine multiply matrices packed for oneDNN, and get the same as without packing."""
+    """Whether this build and machine multiply matrices packed for oneDNN, and get the same as
+    without packing."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     generator = torch.Generator().manual_seed(0)

@@ -1,14 +1,17 @@
-"""Quantised checkpoints of Hugging Face's kind: which tensors are one matrix, and what their bits mean.
+"""Quantised checkpoints of Hugging Face's kind: which tensors are one matrix, and what their bits
+mean.
 
-config.json's `quantization_config` names the method. What each module's tensors are called says whether it is quantised
-at all, so lists of modules left alone (lm_head, routers) need no reading. What a checkpoint says of quantised activations
-is not read: they are rounded by row as they come where 8-bit floats are multiplied as such, and nowhere else.
+config.json's `quantization_config` names the method. The names of a module's tensors show whether
+it is quantised at all, so lists of modules left alone (lm_head, routers) need no reading. Settings
+of quantised activations are not read: activations are rounded by row where 8-bit floats are
+multiplied as such, and nowhere else.
 
-Layouts: AWQ as AutoAWQ's "gemm" packs it (casper-hansen/AutoAWQ, arXiv:2306.00978); GPTQ as AutoGPTQ and GPTQModel do
-(arXiv:2210.17323); FP8 with a scale for each tensor, row or block (DeepSeek-V3, arXiv:2412.19437, section 3.3);
-vllm-project/compressed-tensors. Knows names and bits, no files. Invariant: a matrix that comes out is, value by value,
-what the method's own loader makes of it, but for the rounding of scales and minima to half precision where it stays
-quantised; where that would lose more, or the native products can't hold it, it comes out as floats.
+Layouts: AWQ as AutoAWQ's "gemm" packs it (casper-hansen/AutoAWQ, arXiv:2306.00978); GPTQ as
+AutoGPTQ and GPTQModel do (arXiv:2210.17323); FP8 with a scale for each tensor, row or block
+(DeepSeek-V3, arXiv:2412.19437, section 3.3); vllm-project/compressed-tensors. Knows names and bits,
+no files. Invariant: a matrix that comes out has, value by value, the values of the method's own
+loader, but for the rounding of scales and minimums to half precision where it stays quantised;
+where that would lose more, or the native products can't hold it, it comes out as floats.
 """
 
 from __future__ import annotations
@@ -55,8 +58,9 @@ Unpack = Callable[[Tensors, str], torch.Tensor | Quantised | Scaled]
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How a checkpoint holds quantised matrices. `main` ends the name of the tensor that stands for a matrix, `beside`
-    those of the tensors that go with it; a matrix is quantised where one of `signs` is there."""
+    """How a checkpoint holds quantised matrices. `main` ends the name of the tensor that stands for
+    a matrix, `beside` those of the tensors that go with it; a matrix is quantised where one of
+    `signs` is there."""
 
     name: str
     main: str
@@ -65,7 +69,8 @@ class Packing:
     unpack: Unpack
 
     def module_of(self, name: str, tensors: Tensors) -> str | None:
-        """The module whose quantised matrix this tensor stands for; None for any other tensor."""
+        """The module of the quantised matrix that this tensor stands for; None for any other
+        tensor."""
         module, _, kind = name.rpartition(".")
         return module if kind == self.main and any(f"{module}.{sign}" in tensors for sign in self.signs) else None
 
@@ -76,8 +81,8 @@ class Packing:
 
 
 def packing_from(config: Mapping[str, Any], source: str) -> Packing | None:
-    """What a config.json says of its quantisation; None where there is none. Raises ModelError with the list of methods
-    for one that is not known, and by name for a variant that is not."""
+    """The quantisation that a config.json describes; None where there is none. Raises ModelError
+    with the list of methods for one that is not known, and by name for a variant that is not."""
     section = config.get("quantization_config") or config.get("compression_config")
     if not section:
         return None
@@ -111,7 +116,8 @@ def _awq(section: Mapping[str, Any], source: str) -> Packing:
 
 
 def _unpack_awq(tensors: Tensors, module: str) -> torch.Tensor | Quantised:
-    """qweight int32 [in, out / 8], qzeros int32 [groups, out / 8], scales [groups, out]; value = (code - zero) * scale."""
+    """qweight int32 [in, out / 8], qzeros int32 [groups, out / 8], scales [groups, out]; value =
+    (code - zero) * scale."""
 
     def columns(name: str) -> torch.Tensor:
         words = _int32(tensors, f"{module}.{name}")
@@ -139,8 +145,9 @@ def _gptq(section: Mapping[str, Any], source: str) -> Packing:
 
 
 def _unpack_gptq(tensors: Tensors, module: str, bits: int, missing: int) -> torch.Tensor | Quantised:
-    """qweight int32 [in * bits / 32, out], qzeros int32 [groups, out * bits / 32], scales [groups, out], g_idx int32 [in]:
-    the group of each input. A module's own bits may differ from the config's: its shapes tell."""
+    """qweight int32 [in * bits / 32, out], qzeros int32 [groups, out * bits / 32], scales [groups,
+    out], g_idx int32 [in]: the group of each input. A module's own bits may differ from the
+    config's, as its shapes show."""
     words = _int32(tensors, f"{module}.qweight")
     groups = tensors.read(f"{module}.g_idx").long() if f"{module}.g_idx" in tensors else None
     if groups is not None and len(groups):
@@ -175,7 +182,8 @@ def _fp8(section: Mapping[str, Any], source: str) -> Packing:
 
 
 def _unpack_scaled(tensors: Tensors, module: str, block: tuple[int, ...] | None) -> torch.Tensor | Scaled:
-    """weight float8 [out, in] times a scale: one for all, one for each row, or (dequantised) one for each block."""
+    """weight float8 [out, in] times a scale: one for all, one for each row, or (dequantised) one
+    for each block."""
     weight = tensors.read(f"{module}.weight")
     if not weight.dtype.is_floating_point or weight.dtype.itemsize != 1:
         raise ModelError(f"tensor '{module}.weight' is {weight.dtype} beside a scale; expected an 8-bit float")
@@ -230,8 +238,9 @@ def _compressed_tensors(section: Mapping[str, Any], source: str) -> Packing:
 
 
 def _unpack_packed(tensors: Tensors, module: str) -> torch.Tensor | Quantised:
-    """weight_packed int32 [out, in * bits / 32], weight_shape [out, in], weight_scale [out, groups]; where it is not
-    symmetric weight_zero_point int32 [out * bits / 32, groups] or int8 [out, groups]; with activation order weight_g_idx [in]."""
+    """weight_packed int32 [out, in * bits / 32], weight_shape [out, in], weight_scale [out,
+    groups]; where it is not symmetric weight_zero_point int32 [out * bits / 32, groups] or int8
+    [out, groups]; with activation order weight_g_idx [in]."""
     words = _int32(tensors, f"{module}.weight_packed")
     rows, columns = (int(size) for size in tensors.read(f"{module}.weight_shape").tolist())
     bits = next((b for b in _PACKED_BITS if words.shape == (rows, -(-columns * b // 32))), None)
@@ -258,7 +267,8 @@ def _unpack_packed(tensors: Tensors, module: str) -> torch.Tensor | Quantised:
 
 
 def _unpack_int8(tensors: Tensors, module: str) -> torch.Tensor | Quantised:
-    """weight int8 [out, in], weight_scale [out, groups], [out, 1] or [1], and maybe weight_zero_point as the scale."""
+    """weight int8 [out, in], weight_scale [out, groups], [out, 1] or [1], and maybe
+    weight_zero_point as the scale."""
     weight = tensors.read(f"{module}.weight")
 
     def wide(name: str) -> torch.Tensor:
@@ -306,8 +316,9 @@ def _matrix(
     bits: int,
     groups: torch.Tensor | None = None,
 ) -> torch.Tensor | Quantised:
-    """(code - zero) * scale. codes uint8 [rows, columns]; zeros (None: the middle code) and scales [rows, groups];
-    `groups` [columns] names each column's, None: they follow one another. Raises ModelError where shapes contradict."""
+    """(code - zero) * scale. codes uint8 [rows, columns]; zeros (None: the middle code) and scales
+    [rows, groups]; `groups` [columns] names each column's, None: they follow one another. Raises
+    ModelError where shapes contradict."""
     rows, columns = codes.shape
     count = scales.shape[-1]
     if scales.shape != (rows, count) or (zeros is not None and zeros.shape != scales.shape) or columns % count:
@@ -337,5 +348,6 @@ def _matrix(
 
 
 def _fits_half(values: torch.Tensor) -> bool:
-    """Whether half precision holds these to a thousandth of the largest: not where all are tiny, or one is huge."""
+    """Whether half precision holds these to a thousandth of the largest: not where all are tiny, or
+    one is huge."""
     return bool((values.half().float() - values).abs().max() <= values.abs().max() / 1000)

@@ -1,8 +1,10 @@
-"""Quantised: a matrix as small codes with a scale and a minimum for each 32 inputs: value = scale * code + minimum.
+"""Quantised: a matrix as small codes with a scale and a minimum for each 32 inputs: value = scale *
+code + minimum.
 
-One form holds them all exactly: GGUF's Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0, and but for the rounding of a product to half
-precision Q4_K, Q5_K and, with a scale for each 16 inputs, Q6_K (formats: ggml-org/ggml, ggml-common.h). Any float matrix
-can be brought into it. Knows arrays, no models. Invariant: `dequantised` is the oracle of every product with it.
+One form holds them all exactly: GGUF's Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0, and but for the rounding of
+a product to half precision Q4_K, Q5_K and, with a scale for each 16 inputs, Q6_K (formats:
+ggml-org/ggml, ggml-common.h). Any float matrix can be brought into it. Knows arrays, no models.
+Invariant: `dequantised` is the oracle of every product with it.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ Halves = np.ndarray[Any, np.dtype[np.float16]]
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """`codes` uint8 [rows, columns], below 2 ** bits, of 4, 6 or 8; `scales`, `minimums` float16 [rows, columns / 32]. With
-    6 bits they are for 16 inputs each, and the minimum is -32 times the scale. Where groups are not of consecutive inputs,
-    `order` int64 [columns] says which input each column of the codes is for."""
+    """`codes` uint8 [rows, columns], below 2 ** bits, of 4, 6 or 8; `scales`, `minimums` float16
+    [rows, columns / 32]. With 6 bits they are for 16 inputs each, and the minimum is -32 times the
+    scale. Where groups are not of consecutive inputs, `order` int64 [columns] is the input of each
+    column of the codes."""
 
     # decision: one-quantised-form
     codes: torch.Tensor
@@ -55,16 +58,18 @@ class Quantised:
         return values if self.order is None else torch.empty_like(values).index_copy_(1, self.order, values)
 
     def write_to(self, out: torch.Tensor) -> None:
-        """Dequantised into a matrix of any number type, some rows at a time: no whole float32 matrix in between."""
+        """Dequantised into a matrix of any number type, some rows at a time: no whole float32
+        matrix in between."""
         for start in range(0, len(out), _ROWS_AT_ONCE):
             some = slice(start, start + _ROWS_AT_ONCE)
             out[some].copy_(self.rows(some).dequantised())
 
 
 def bits_of(name: str, bits: int, layers: int) -> int:
-    """What a matrix of a model that is brought to `bits` gets. In 4 bits, values and the head lose most and are small, and
-    what the MLPs give back comes next: those get 8, the last in the layers where llama.cpp's Q4_K_M has more bits too: the
-    first eighth, the last, and of the others every third."""
+    """The bits of a matrix in a model that is quantised to `bits`. In 4 bits, values and the head
+    lose most and are small, and what the MLPs give back comes next: those get 8, the last in the
+    layers where llama.cpp's Q4_K_M has more bits too: the first eighth, the last, and of the others
+    every third."""
     if bits != 4:
         return bits
     if name.endswith("down_proj"):
@@ -74,7 +79,8 @@ def bits_of(name: str, bits: int, layers: int) -> int:
 
 
 def quantise(values: torch.Tensor, bits: int) -> Quantised:
-    """Codes of 8 bits symmetric around 0, nearest to the values; of 4 bits with the scale and minimum that fit them."""
+    """Codes of 8 bits symmetric around 0, nearest to the values; of 4 bits with the scale and
+    minimum that fit them."""
     rows, columns = values.shape
     codes = torch.empty(rows, columns, dtype=torch.uint8, device=values.device)
     scales, minimums = (
@@ -95,8 +101,9 @@ def quantise(values: torch.Tensor, bits: int) -> Quantised:
 
 
 def _fitted(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and minimums for codes of 4 bits, for each group those of three fits with the least square error: to the codes
-    between its ends, and with either end cut by a thirtieth a line is laid through the values by least squares."""
+    """Scales and minimums for codes of 4 bits, for each group those of three fits with the least
+    square error: to the codes between its ends, and with either end cut by a thirtieth a line is
+    laid through the values by least squares."""
     lowest, highest = groups.aminmax(dim=-1)
     best = torch.full_like(lowest, torch.inf)
     scales, minimums = (torch.zeros_like(lowest, dtype=torch.float16) for _ in range(2))
@@ -117,7 +124,7 @@ def _fitted(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def joined(parts: list[Quantised]) -> Quantised:
-    """One below the other: parts with codes as wide, whose groups are of consecutive inputs."""
+    """One below the other: parts with codes as wide, in groups of consecutive inputs."""
     if len(parts) == 1:
         return parts[0]
     codes, scales, minimums = (
@@ -132,7 +139,7 @@ def _nearest(groups: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor 
 
 
 def packed(matrix: Quantised, native: Kernels) -> torch.Tensor:
-    """The layout the native product reads, uint8 [panels, groups, bytes]; matmul.cpp says what it is."""
+    """The layout the native product reads, uint8 [panels, groups, bytes] (matmul.cpp)."""
     rows, columns = matrix.shape
     size_bytes = PANEL * GROUP * matrix.bits // 8 + 4 * PANEL
     out = torch.empty(-(-rows // PANEL), columns // GROUP, size_bytes, dtype=torch.uint8)
@@ -142,7 +149,8 @@ def packed(matrix: Quantised, native: Kernels) -> torch.Tensor:
 
 
 def packed_bfloat16(weight: torch.Tensor, native: Kernels) -> torch.Tensor:
-    """Floats [rows, columns] as bfloat16 in the layout of the native product: [panels, columns / 2, 16 rows, 2]."""
+    """Floats [rows, columns] as bfloat16 in the layout of the native product: [panels, columns / 2,
+    16 rows, 2]."""
     rows, columns = weight.shape
     out = torch.empty(-(-rows // PANEL), columns // 2, PANEL, 2, dtype=torch.bfloat16)
     for start in range(0, rows, _ROWS_AT_ONCE):  # whole panels
@@ -187,8 +195,8 @@ class QuantisedProduct:
 
 
 def from_gguf(raw: Bytes, kind: str, shape: tuple[int, ...]) -> Quantised | None:
-    """A tensor's raw bytes [rows, bytes of a row] of the ggml type `kind` as it is; None for types that don't fit.
-    More dimensions than two are more rows."""
+    """A tensor's raw bytes [rows, bytes of a row] of the ggml type `kind` as it is; None for types
+    that don't fit. More dimensions than two are more rows."""
     reader = {
         "Q4_0": _q4,
         "Q4_1": _q4,
@@ -249,7 +257,8 @@ def _q8(raw: Bytes, kind: str) -> Blocks:
 
 
 def _qk(raw: Bytes, kind: str) -> Blocks:
-    """256 values: a half-precision scale and minimum for all, 6-bit ones for each 32, and codes of 4 or 5 bits."""
+    """256 values: a half-precision scale and minimum for all, 6-bit ones for each 32, and codes of
+    4 or 5 bits."""
     blocks = raw.reshape(-1, 144 if kind == "Q4_K" else 176)
     small = blocks[:, 4:16].reshape(-1, 3, 4)
     low, middle, high = small[:, 0], small[:, 1], small[:, 2]
@@ -265,7 +274,8 @@ def _qk(raw: Bytes, kind: str) -> Blocks:
 
 
 def _q6(raw: Bytes, kind: str) -> Blocks:
-    """256 values: the lower four bits, the upper two, an 8-bit scale for each 16, and one in half precision for all."""
+    """256 values: the lower four bits, the upper two, an 8-bit scale for each 16, and one in half
+    precision for all."""
     blocks = raw.reshape(-1, 210)
     lower, upper = blocks[:, :128].reshape(-1, 2, 64), blocks[:, 128:192].reshape(-1, 2, 1, 32)
     twos = (upper >> np.array([0, 2, 4, 6], np.uint8)[:, None]) & 3

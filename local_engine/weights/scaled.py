@@ -1,8 +1,9 @@
-"""Scaled: a matrix as 8-bit floats with a scale for each row, multiplied with inputs rounded to the same (W8A8).
+"""Scaled: a matrix as 8-bit floats with a scale for each row, multiplied with inputs rounded to the
+same (W8A8).
 
-The type is e4m3 (arXiv:2209.05433). Each input row gets its own scale as it comes, so that nothing of a step depends on
-another row. Knows arrays and torch's product of 8-bit floats, no models. Invariant: `dequantised` is the oracle of every
-product with it, but for the rounding of the inputs.
+The type is e4m3 (arXiv:2209.05433). Each input row gets its own scale as it comes, so that nothing
+of a step depends on another row. Knows arrays and torch's product of 8-bit floats, no models.
+Invariant: `dequantised` is the oracle of every product with it, but for the rounding of the inputs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from local_engine.kernels.supports import FP8_CAPABILITY, supports
 
 E4M3_MAX = 448.0
-ALIGNMENT = 16  # what torch's product wants rows and columns to be multiples of
+ALIGNMENT = 16  # torch's product takes multiples of this as rows and columns
 _SCALE_MIN = 1e-12
 _log = logging.getLogger(__name__)
 
@@ -88,7 +89,8 @@ class ScaledProduct:
 
 @cache
 def multiplies_fp8(device: torch.device) -> bool:
-    """Whether torch multiplies 8-bit floats here, and rightly: Hopper, Ada and later, and CPUs, slowly."""
+    """Whether torch multiplies 8-bit floats here, and rightly: Hopper, Ada and later, and CPUs,
+    slowly."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         return False
     generator = torch.Generator().manual_seed(0)

@@ -1,9 +1,11 @@
-"""Native kernels: the C++ of this folder, compiled for this machine at set-up, and what each function expects.
+"""Native kernels: the C++ of this folder, compiled for this machine at set-up, and each function's
+arguments.
 
-`python -m local_engine.kernels.cpu` compiles (a few seconds, g++ or clang++, no headers but the compiler's own). Where there is
-no compiler, no AVX-512 VNNI or no compiled file, `kernels()` is None and torch code does the same work: it is the oracle
-too. The file's name carries a digest of source, compiler flags and processor, so that one made for something else is never
-loaded. Knows pointers and sizes, no models. Read `kernels.h` first, then `step.cpp`.
+`python -m local_engine.kernels.cpu` compiles (a few seconds, g++ or clang++, no headers but the
+compiler's own). Where there is no compiler, no AVX-512 VNNI or no compiled file, `kernels()` is
+None and torch does the same work; it is the oracle too. The file's name has a digest of source,
+compiler flags and processor, so that a file for anything else is never loaded. Knows pointers and
+sizes, no models. Read `kernels.h` first, then `step.cpp`.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ _ARGUMENTS = {
 
 
 class Matrix(ctypes.Structure):
-    """A matrix as products read it (kernels.h). `dequantised_from`: rows from which codes become bfloat16 first."""
+    """A matrix as products read it (kernels.h). `dequantised_from`: rows from which codes become
+    bfloat16 first."""
 
     _fields_ = (
         ("weight", _POINTER),
@@ -57,7 +60,8 @@ class Matrix(ctypes.Structure):
 
 
 class Kernels:
-    """The compiled functions. Every tensor is contiguous; `kind` is a type's number, see `kind_of`."""
+    """The compiled functions. Every tensor is contiguous; `kind` is a type's number, see
+    `kind_of`."""
 
     def __init__(self, path: Path) -> None:
         # decision: kernels-in-cpp
@@ -83,7 +87,7 @@ def kind_of(dtype: torch.dtype) -> int | None:
 
 @cache
 def kernels() -> Kernels | None:
-    """The functions, where they were compiled for this machine; SAMEWAY_NATIVE=0 leaves them alone."""
+    """The functions, where they were compiled for this machine; None with SAMEWAY_NATIVE=0."""
     path = _library()
     if os.environ.get("SAMEWAY_NATIVE") == "0" or not path.is_file():
         return None
@@ -120,7 +124,8 @@ def _compiler() -> str | None:
 
 
 def compile_kernels() -> str:
-    """Compile for this machine unless that was done before; returns a line that says what is there now."""
+    """Compile for this machine unless that was done before; returns the result as a line of
+    text."""
     path, compiler = _library(), _compiler()
     if path.is_file():
         return f"native kernels: {path}"

@@ -1,4 +1,5 @@
-"""`python -m local_engine.kernels.cpu`: compile the kernels for this machine, where that can be done."""
+"""`python -m local_engine.kernels.cpu`: compile the kernels for this machine, where that can be
+done."""
 
 from local_engine.kernels.cpu import compile_kernels
 

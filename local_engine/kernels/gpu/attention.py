@@ -1,14 +1,17 @@
-"""Attention over paged KV in Triton: one kernel for prefill, decode, drafts and shared prefixes, and one that merges.
+"""Attention over paged KV in Triton: one kernel for prefill, decode, drafts and shared prefixes,
+and one that merges.
 
-The kernel computes tiles. A tile is some consecutive rows of a step that look at the same range of keys in the same
-block table: a stretch of a prompt, one sequence's decode row with its draft, or the rows of many sequences over the prefix
-that they share (cascade attention, flashinfer.ai/2024/02/02/cascade-inference). All query heads of a KV head are rows of
-one tile (arXiv:2305.13245), so keys are read once for all of them. Where there are few tiles, each range of keys is split
-over several programs (flash-decoding, pytorch.org/blog/flash-decoding); their partial results are merged by log-sum-exp.
-Softmax is computed as it goes (arXiv:2205.14135).
+The kernel computes tiles. A tile is some consecutive rows of a step that look at the same range of
+keys in the same block table: a stretch of a prompt, one sequence's decode row with its draft, or
+the rows of many sequences over the prefix that they share (cascade attention,
+flashinfer.ai/2024/02/02/cascade-inference). All query heads of a KV head are rows of one tile
+(arXiv:2305.13245), so keys are read once for all of them. Where there are few tiles, each range of
+keys is split over several programs (flash-decoding, pytorch.org/blog/flash-decoding); their partial
+results are merged by log-sum-exp. Softmax is computed as it goes (arXiv:2205.14135).
 
-Knows pools in the layout of `local_engine.attention` and nothing of schedules. Invariant: a row sees the keys at positions
-up to its own within its window and its tile's range, each exactly once however the range is split.
+Knows pools in the layout of `local_engine.attention` and nothing of schedules. Invariant: a row
+sees the keys at positions up to its own within its window and its tile's range, each exactly once
+however the range is split.
 """
 
 from __future__ import annotations
@@ -161,8 +164,9 @@ def _merge(
 
 @dataclass(frozen=True, slots=True)
 class Partials:
-    """Room for what splits find: `out` float32 [splits, rows, heads, head_dim], `lse` float32 [splits, rows, heads].
-    `lse` is all -inf before a step's first layer: each layer fills the same places."""
+    """Room for what splits find: `out` float32 [splits, rows, heads, head_dim], `lse` float32
+    [splits, rows, heads]. `lse` is all -inf before a step's first layer: each layer fills the same
+    places."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -170,11 +174,12 @@ class Partials:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """A step's attention as tiles [tiles, TILE_FIELDS] int32; `tables` int32: the sequences' blocks one after the other.
+    """A step's attention as tiles [tiles, TILE_FIELDS] int32; `tables` int32: the sequences' blocks
+    one after the other.
 
-    `whole` tiles cover rows that no other tile covers, `own` and `shared` ones the rows before `split_rows`: `own` what
-    each sequence alone sees, in `own_splits` parts, `shared` what several see, in `shared_splits`. `rows_max` is how many
-    rows an own tile has at most.
+    `whole` tiles cover rows that no other tile covers, `own` and `shared` ones the rows before
+    `split_rows`: `own` what each sequence alone sees, in `own_splits` parts, `shared` what several
+    see, in `shared_splits`. `rows_max` is how many rows an own tile has at most.
     """
 
     tables: torch.Tensor
@@ -190,7 +195,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What attention depends on in a model. `windows` per layer, 0 is none."""
+    """A model's parameters of attention. `windows` per layer, 0 is none."""
 
     heads: int
     kv_heads: int
@@ -214,8 +219,9 @@ class Shape:
         return max(64 if self.head_dim > 128 else 128, _power_of_2(self.group))
 
     def lanes(self, rows: int) -> int:
-        """The size of a tile of so many rows in the kernel, a power of two that tl.dot takes: for decodes the smallest, for
-        all others one, because each size is a kernel of its own to compile."""
+        """The size of a tile of so many rows in the kernel, a power of two that tl.dot takes: for
+        decodes the smallest, for all others one, because each size is a kernel of its own to
+        compile."""
         return 16 if rows * self.group <= 16 else self._lanes
 
     def partials(self, splits: int, rows: int, device: torch.device) -> Partials:
@@ -232,14 +238,16 @@ def _power_of_2(least: int) -> int:
 
 
 def splits_for(tiles: int, kv_heads: int, device: torch.device) -> int:
-    """Into how many parts each tile's keys go so that every multiprocessor has about two programs."""
+    """Into how many parts each tile's keys go so that every multiprocessor has about two
+    programs."""
     return max(1, min(_SPLITS_MAX, 2 * multiprocessors(device) // max(1, tiles * kv_heads)))
 
 
 def attend(
     shape: Shape, layer: int, queries: torch.Tensor, pool: torch.Tensor, positions: torch.Tensor, tiles: Tiles
 ) -> torch.Tensor:
-    """[rows, heads, head_dim] queries (rows may lie apart) to [rows, heads * head_dim]; `positions` int64 [rows]."""
+    """[rows, heads, head_dim] queries (rows may lie apart) to [rows, heads * head_dim]; `positions`
+    int64 [rows]."""
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
     if tiles.own is not None:
         assert tiles.partials is not None
@@ -285,7 +293,8 @@ def _launch(
     first_split: int,
     into: torch.Tensor | Partials,
 ) -> None:
-    """Compute tiles of at most `rows` rows, straight into an output or as partial results from `first_split` on."""
+    """Compute tiles of at most `rows` rows, straight into an output or as partial results from
+    `first_split` on."""
     is_partial = isinstance(into, Partials)
     out = into.out if isinstance(into, Partials) else into
     window, size = shape.windows[layer], shape.head_dim
@@ -322,7 +331,8 @@ def _launch(
 
 
 def block_sizes(head_dim: int, lanes: int, element_size_bytes: int) -> dict[str, int]:
-    """Keys per round, and how many warps and stages they need, for tiles of so many lanes to fit a multiprocessor."""
+    """Keys per round, and how many warps and stages they need, for tiles of so many lanes to fit a
+    multiprocessor."""
     wide = max(16, _power_of_2(head_dim))
     key_bytes = wide * element_size_bytes
     return {

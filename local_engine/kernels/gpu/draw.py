@@ -1,8 +1,9 @@
 """Drawing tokens: the race of `local_engine.sampler` in Triton, one program for each row.
 
-Filters are thresholds here, not sorted lists: the k-th largest logit, the smallest one that top-p lets in and min-p's
-bound are found by bisection over the logits' bits, so tokens that are exactly as likely as the last one let in are let in
-as well. Knows tensors, no sequences. Invariant: what is drawn depends on a row's logits, parameters and key alone.
+Filters are thresholds here, not sorted lists: the k-th largest logit, the smallest one that top-p
+lets in and min-p's bound are found by bisection over the logits' bits, so tokens that are exactly
+as likely as the last one let in are let in as well. Knows tensors, no sequences. Invariant: a draw
+depends on its row's logits, parameters and key alone.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def _kth_largest(own, vocabulary, temperature, top_k, low, high, BLOCK: tl.const
 
 @triton.jit
 def _nucleus(own, vocabulary, temperature, most, top_p, low, high, BLOCK: tl.constexpr):
-    """The smallest bound of low .. high above which there is less than top_p of what is at low or above."""
+    """The smallest bound of low .. high above which there is less than top_p of what is at low or
+    above."""
     mass = 0.0
     for start in range(0, vocabulary, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -77,11 +79,11 @@ def _nucleus(own, vocabulary, temperature, most, top_p, low, high, BLOCK: tl.con
 @triton.jit(do_not_specialize=["places"])
 def _draw(
     logits,  # [any, vocabulary]
-    rows,  # int64 [places]: whose logits
+    rows,  # int64 [places]: the rows of logits
     keys,  # int64 [places]
     top_ks,  # int64 [places], 0 is none
     floats,  # float32 [3, places]: temperatures, top_p, min_p
-    ids,  # int64 [places]: what was drawn, -1 where logits are not finite
+    ids,  # int64 [places]: the tokens drawn, -1 where logits are not finite
     vocabulary,
     places,
     BLOCK: tl.constexpr,
@@ -141,8 +143,8 @@ def _draw(
 def draw(
     logits: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor, top_ks: torch.Tensor, settings: torch.Tensor
 ) -> torch.Tensor:
-    """int64 ids [places] from logits[rows], -1 where those are not finite. `keys`, `top_ks` (0 is none) int64 [places],
-    `settings` float32 [temperature (0 is greedy), top_p, min_p; places]."""
+    """int64 ids [places] from logits[rows], -1 where those are not finite. `keys`, `top_ks` (0 is
+    none) int64 [places], `settings` float32 [temperature (0 is greedy), top_p, min_p; places]."""
     places, vocabulary = len(rows), logits.shape[1]
     ids = torch.empty(places, dtype=torch.int64, device=logits.device)
     block = min(_BLOCK, triton.next_power_of_2(vocabulary))
@@ -151,6 +153,7 @@ def draw(
 
 
 def on_device(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
-    """A copy that the host does not wait for: from pinned memory, which torch keeps until the device has read it."""
+    """A copy that the host does not wait for: from pinned memory, which torch keeps until the
+    device has read it."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,9 +1,11 @@
-"""Mixtures of experts on a GPU: a step's rows sorted by expert, then one product for all experts, in Triton.
+"""Mixtures of experts on a GPU: a step's rows sorted by expert, then one product for all experts,
+in Triton.
 
-What must be computed depends on what the tokens are, which the host never learns: the grid has room for any choice
-(as in vLLM's and SGLang's fused_moe), each program finds its expert from the counts, and those that have none end at once. So a
-step has one shape whatever is chosen, and can be captured. A pair is a row with one of the experts it chose. Knows
-matrices [experts, outputs, columns], no router. Invariant: each pair is in exactly one block, of its own expert's.
+The choice of experts is on the device alone, so the grid has room for any (as in vLLM's and
+SGLang's fused_moe): each program finds its expert from the counts, and one without an expert ends
+at once. So a step has one shape whatever is chosen, and can be captured. A pair is a row with one
+of the experts it chose. Knows matrices [experts, outputs, columns], no router. Invariant: each pair
+is in exactly one block, of its own expert's.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ def _product_each(
     weights,  # [experts, outputs, columns]
     order,
     counts,
-    shares,  # [pairs]: what to multiply a pair's result with
+    shares,  # [pairs]: the factor of a pair's result
     out,  # [pairs, outputs]
     experts,
     columns,
@@ -100,14 +102,15 @@ def _product_each(
 
 
 class GroupedExperts:
-    """All experts of a layer. `gate_up` [experts, 2 inner, hidden], `down` [experts, hidden, inner]; `native` computes the
-    gate between them."""
+    """All experts of a layer. `gate_up` [experts, 2 inner, hidden], `down` [experts, hidden,
+    inner]; `native` computes the gate between them."""
 
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, activation: str, native: RowKernels | None) -> None:
         self._gate_up, self._down, self._activation, self._native = gate_up, down, activation, native
 
     def __call__(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] from x [rows, hidden] and what each row chose: experts int64 and shares [rows, per_token]."""
+        """[rows, hidden] from x [rows, hidden] and what each row chose: experts int64 and shares
+        [rows, per_token]."""
         rows, per_token = chosen.shape
         if not rows:
             return torch.empty_like(x)
@@ -155,7 +158,8 @@ class GroupedExperts:
 
 
 def block_sizes(pairs: int, experts: int, element_size_bytes: int) -> dict[str, int]:
-    """Few pairs an expert wait for weights, many are multiplied in large tiles; 128 bytes of a row are read at once."""
+    """Few pairs an expert wait for weights, many are multiplied in large tiles; 128 bytes of a row
+    are read at once."""
     columns = 128 // element_size_bytes
     if pairs < 64 * experts:
         return {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 2 * columns, "num_warps": 4, "num_stages": 4}

@@ -1,9 +1,10 @@
 """Plan: how the attention of one step is cut into tiles.
 
-Rows come in spans, each consecutive tokens of one sequence. Short spans (decodes, with their drafts) are split over their
-keys, and where several begin with the same blocks, that prefix is attended to once for all of them; long spans (prompts)
-are cut into tiles of rows. Knows positions and block ids, no tensors but the one that is copied to the device. Invariant:
-every row's keys up to its own are in exactly one of its tiles.
+Rows come in spans, each consecutive tokens of one sequence. Short spans (decodes, with their
+drafts) are split over their keys, and where several begin with the same blocks, that prefix is
+attended to once for all of them; long spans (prompts) are cut into tiles of rows. Knows positions
+and block ids, no tensors but the one that is copied to the device. Invariant: every row's keys up
+to its own are in exactly one of its tiles.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ Tile = tuple[int, int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Rows `first .. first + rows` of a step, a sequence's tokens from `position` on, whose KV lies in `blocks`."""
+    """Rows `first .. first + rows` of a step: a sequence's tokens from `position` on, with their KV
+    in `blocks`."""
 
     first: int
     rows: int
@@ -39,7 +41,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`numbers`: first `own` tiles, then `shared`, then `whole` ones, then block ids; one copy brings all to the device."""
+    """`numbers`: first `own` tiles, then `shared`, then `whole` ones, then block ids; one copy
+    brings all to the device."""
 
     numbers: Numbers
     own: int
@@ -80,8 +83,9 @@ def plan(
     shared_tiles: int = 0,
     split_rows: int = 0,
 ) -> Plan:
-    """Tiles for the spans. `prefixes` speak of indices of `short`, each of consecutive ones. There are at least `own_tiles`
-    and `shared_tiles`, of which the rest have no rows, and `split_rows`, so that one captured graph fits many steps."""
+    """Tiles for the spans. `prefixes` are of indices of `short`, each of consecutive ones. There
+    are at least `own_tiles` and `shared_tiles`, of which the rest have no rows, and `split_rows`,
+    so that one captured graph fits many steps."""
     spans = [*short, *long]
     starts = np.cumsum([0, *(len(span.blocks) for span in spans)]).tolist()
     seen_before = [0] * len(short)
@@ -118,7 +122,8 @@ def plan(
 
 
 def _cut(shape: Shape, first: int, rows: int, table: int, ends: Many[int], begin: int = 0) -> list[Tile]:
-    """Rows in tiles as high as the kernel takes; `ends`: where each row's keys end, or one for all; they start at `begin`."""
+    """Rows in tiles as high as the kernel takes; `ends`: where each row's keys end, or one for all;
+    they start at `begin`."""
     tiles = []
     for start in range(0, rows, shape.tile_rows):
         count = min(shape.tile_rows, rows - start)

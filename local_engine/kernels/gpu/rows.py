@@ -1,7 +1,8 @@
-"""What stands between a layer's matrices, each in one pass over its rows: norm, gate, and rotate-and-store, in Triton.
+"""The operations between a layer's matrices, each in one pass over its rows: norm, gate, and
+rotate-and-store, in Triton.
 
-The torch forms in `local_engine.kernels.fused` are the oracle. Sums and products are in float32 and rounded once. Knows rows, no
-weights' meaning. Each function says what it changes in place.
+The torch forms in `kernels.fused` are the oracle. Sums and products are in float32 and rounded
+once. Knows rows, no weights' meaning.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def _gate(gate_up, out, width, IS_GELU: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def gate(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """activation(gate) * up of [rows, gate and up side by side]; `activation` silu or gelu_tanh (arXiv:2002.05202)."""
+    """activation(gate) * up of [rows, gate and up side by side]; `activation` silu or gelu_tanh
+    (arXiv:2002.05202)."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
@@ -134,9 +136,10 @@ def rotate_write(
     positions: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
-    """Normalise (`norm` [heads + kv_heads, head_dim]) and rotate the q of qkv [rows, heads + 2 kv_heads, head_dim] in
-    place, and its k into the pool [2 kv_heads, blocks, block_tokens, head_dim], beside its v. `cos` and `sin` are the
-    tables of all positions; a row whose slot is negative stores nothing."""
+    """Normalise (`norm` [heads + kv_heads, head_dim]) and rotate the q of qkv [rows, heads + 2
+    kv_heads, head_dim] in place, and its k into the pool [2 kv_heads, blocks, block_tokens,
+    head_dim], beside its v. `cos` and `sin` are the tables of all positions; a row with a negative
+    slot stores nothing."""
     rows, all_heads, size = qkv.shape
     kv_heads = pool.shape[0] // 2
     if rows:

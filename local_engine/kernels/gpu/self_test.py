@@ -1,7 +1,8 @@
-"""Oracle: every kernel beside torch, on the device and in the shapes that are going to be used.
+"""The kernels' self-test: each compared with torch, on the device and in the shapes that are going
+to be used.
 
-An engine on CUDA asks before it loads a model, and leaves those kernels alone that fail or disagree; the
-bench asks for many shapes. Knows tensors and tolerances. Invariant: what torch says here is computed in float32 from the
+An engine on CUDA runs it before it loads a model, and does without the parts that fail; the bench
+runs it in many shapes. Knows tensors and tolerances. Invariant: torch computes in float32 from the
 very same rounded inputs.
 """
 
@@ -31,7 +32,7 @@ _VOCABULARY = 5003
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A kernel that is not to be trusted, the part that does without it, and why."""
+    """A kernel that fails or is wrong, its part, and why."""
 
     part: Part
     kernel: str
@@ -39,8 +40,8 @@ class Failure:
 
 
 def failures(shape: Shape, hidden_size: int, dtype: torch.dtype, device: torch.device) -> list[Failure]:
-    """What fails or differs from torch by more than the type's rounding explains. Raises ModelError where a kernel has
-    broken the device for all that follows."""
+    """The kernels that raise, or differ from torch by more than the type's rounding. Raises
+    ModelError where a kernel has broken the device for all that follows."""
     # decision: kernels-in-triton
     checks: dict[tuple[Part, str], Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]]] = {
         ("rows", "add_norm"): lambda: _add_norm(hidden_size, dtype, device),
@@ -67,7 +68,8 @@ def failures(shape: Shape, hidden_size: int, dtype: torch.dtype, device: torch.d
 
 
 def _require_alive(device: torch.device, kernel: str, error: Exception) -> None:
-    """A bad address ends all work of a process on its device: who starts anew must leave the kernels alone."""
+    """A bad address ends all work of a process on its device: the next process must do without the
+    kernels."""
     try:
         torch.zeros(1, device=device).item()
     except RuntimeError:
@@ -76,7 +78,7 @@ def _require_alive(device: torch.device, kernel: str, error: Exception) -> None:
 
 @contextmanager
 def _same_numbers(device: torch.device) -> Iterator[None]:
-    """Random numbers that are the same each time, and nobody else's disturbed."""
+    """The same random numbers each time; the generators' states are restored."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.inference_mode():
         torch.manual_seed(0)
         yield
@@ -122,7 +124,8 @@ def _rotate_write(
 
 
 def _attend(shape: Shape, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Two sequences over a prefix, one with a draft, and a prompt after a cached part: over every kind of layer there is."""
+    """Two sequences over a prefix, one with a draft, and a prompt after a cached part: over every
+    kind of layer there is."""
     size, long = shape.block_tokens, 3 * SHORT_ROWS_MAX
     drafted = range(4, 6 + -(-3 // size))  # blocks of what a sequence with a draft has beyond the prefix
     own = range(drafted.stop, drafted.stop + 2 + -(-long // size))
@@ -188,7 +191,8 @@ def _product(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.T
 
 
 def _experts(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Few rows and many, of which one expert gets most and one none; each row's own matrices are the oracle."""
+    """Few rows and many, of which one expert gets most and one none; each row's own matrices are
+    the oracle."""
     gate_up, down = (torch.randn(5, *size, device=device).to(dtype) / 8 for size in ((96, 64), (64, 48)))
     grouped = GroupedExperts(gate_up, down, "silu", None)
     for count in (2, 200):
@@ -201,7 +205,7 @@ def _experts(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.T
 def _one_by_one(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
 ) -> torch.Tensor:
-    """What experts give when each pair is computed by itself."""
+    """The result of experts when each pair is computed by itself."""
     out = torch.zeros(x.shape, device=x.device)
     for expert in range(len(gate_up)):
         inner = fused.gate(None, (x.float() @ gate_up[expert].float().T).to(x.dtype).float(), "silu").to(x.dtype)
@@ -211,7 +215,7 @@ def _one_by_one(
 
 
 def _to_fp8(width: int, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Within half of the last of three bits of what was rounded; a row of zeros stays one."""
+    """Within half of the last of a value's three bits; a row of zeros stays one."""
     x = (torch.randn(3, width, device=device) * torch.tensor([[1.0], [0.0], [1000.0]], device=device)).to(dtype)
     codes, scales = rows.to_fp8(x)
     found, wanted = codes.float() * scales, x.float()
