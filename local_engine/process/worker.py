@@ -2,7 +2,7 @@
 --socket PATH [--model M]`.
 
 The event loop owns the socket and listens from the start, so that clients learn of the loading; one
-thread owns the engine (`engine_thread`). Knows the wire (`messages`); no HTTP.
+thread owns the engine (`thread`). Knows the wire (`messages`); no HTTP.
 
 Invariants: a client whose connection ends holds nothing in the engine; what one client sends,
 however broken, closes at most its own connection; the process ends when its parent does, on SIGTERM
