@@ -26,8 +26,8 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from cache import CacheLimits, CacheUnavailable, ExactCache, SemanticClient
 from gateway.accounts import Accounts, Ledger, LedgerWriter
+from gateway.admin.parts import AdminParts
 from gateway.admin.routes import admin_router
-from gateway.admin.services import AdminServices
 from gateway.admin.views import deployments_of
 from gateway.api.chat import Chat
 from gateway.api.embeddings import Embeddings
@@ -68,21 +68,14 @@ _TRUTH_EVERY_S = 5.0
 _log = structlog.get_logger(__name__)
 
 
-@dataclass(slots=True, frozen=True)
-class Parts:
-    """What a worker is made of."""
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Parts(AdminParts):
+    """All parts of a worker: those that the admin plane is given, and the rest."""
 
-    settings: Settings
     link: RedisLink
-    accounts: Accounts
-    ledger: Ledger
     writer: LedgerWriter
-    budgets: Budgets
-    exact: ExactCache
-    semantic: SemanticClient
     fleet: Fleet
     money: Money
-    stats: Stats
     metrics: Metrics
     pipeline: Pipeline
     learning: Learning
@@ -153,7 +146,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
             raise
         app.state.parts = parts
         app.state.routes = _routes(settings, parts)
-        app.include_router(admin_router(_admin_services(parts)))
+        app.include_router(admin_router(parts))
         _start_loops(parts, stack)
         if parts.metrics.error is not None:
             _log.warning(
@@ -230,6 +223,7 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
     stack.push_async_callback(learning.judging.aclose)
     stack.push_async_callback(pipeline.drain)
     writer = LedgerWriter(link, ledger, budgets)
+    watch = Watch(settings, link, accounts, writer, semantic, fleet, money, pipeline)
     return Parts(
         settings=settings,
         link=link,
@@ -245,7 +239,13 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
         metrics=metrics,
         pipeline=pipeline,
         learning=learning,
-        watch=Watch(settings, link, accounts, writer, semantic, fleet, money, pipeline),
+        watch=watch,
+        verdicts=learning.verdicts,
+        reports=learning.reports,
+        truth=learning.truth,
+        deployments=lambda: deployments_of(fleet),
+        healths=watch.parts,
+        version=VERSION,
     )
 
 
@@ -269,26 +269,6 @@ def _routes(settings: Settings, parts: Parts) -> Routes:
         "/v1/models": {"GET": models},
         "/v1/models/*": {"GET": models},
     }
-
-
-def _admin_services(parts: Parts) -> AdminServices:
-    return AdminServices(
-        settings=parts.settings,
-        accounts=parts.accounts,
-        ledger=parts.ledger,
-        budgets=parts.budgets,
-        stats=parts.stats,
-        exact=parts.exact,
-        semantic=parts.semantic,
-        verdicts=parts.learning.verdicts,
-        reports=parts.learning.reports,
-        truth=parts.learning.truth,
-        deployments=lambda: deployments_of(parts.fleet),
-        parts=parts.watch.parts,
-        clock=time.time,
-        version=VERSION,
-        started_at_s=time.time(),
-    )
 
 
 async def _check_eviction(link: RedisLink) -> None:

@@ -36,7 +36,7 @@ from gateway.admin.models import (
     WrongOut,
     WrongsOut,
 )
-from gateway.admin.services import AdminServices
+from gateway.admin.parts import AdminParts
 from gateway.telemetry.parts import Health, Part
 from gateway.wire.errors import BadRequest, NotFound
 
@@ -44,18 +44,18 @@ _NEIGHBOURS = 8
 _WRONG_MAX = 200
 
 
-async def cache(services: AdminServices) -> CacheOut:
+async def cache(parts: AdminParts) -> CacheOut:
     """Sizes, by team. Raises CacheUnavailable."""
-    sizes, worker = await services.exact.stats(), await services.semantic.status()
-    found = await services.accounts.list_teams()
-    owners = {services.partition_of(team.id): team for team in found}
+    sizes, worker = await parts.exact.stats(), await parts.semantic.status()
+    found = await parts.accounts.list_teams()
+    owners = {parts.partition_of(team.id): team for team in found}
     partitions = [
         PartitionOut(
             team_id=owner.id if owner else None,
             team=owner.name if owner else None,
             entries=one.entries,
             size_bytes=one.size_bytes,
-            size_bytes_max=services.exact.limits.size_bytes_max,
+            size_bytes_max=parts.exact.limits.size_bytes_max,
         )
         for one in sizes.partitions
         for owner in (owners.get(one.partition),)
@@ -76,7 +76,7 @@ async def cache(services: AdminServices) -> CacheOut:
     )
 
 
-async def purge(services: AdminServices, what: PurgeIn) -> PurgeOut:
+async def purge(parts: AdminParts, what: PurgeIn) -> PurgeOut:
     """Removes entries, or counts them. Raises BadRequest where no condition was given, CacheUnavailable, accounts.NotFound."""
     conditions = what.model_dump(exclude={"dry_run", "all"}, exclude_none=True)
     if what.all == bool(conditions):
@@ -85,17 +85,17 @@ async def purge(services: AdminServices, what: PurgeIn) -> PurgeOut:
         )
         raise BadRequest(words, param="all", code="invalid_value")
     if what.team_id is not None:
-        await views.team(services, what.team_id)
+        await views.team(parts, what.team_id)
     selector = Purge(
-        partition=services.partition_of(what.team_id) if what.team_id is not None else None,
+        partition=parts.partition_of(what.team_id) if what.team_id is not None else None,
         id=what.id,
         text=what.text,
         namespace=what.namespace,
         labels=tuple((name, conditions[name]) for name in ("model", "deployment") if name in conditions),
         older_than_s=what.older_than_s,
     )
-    result = await services.exact.purge(selector, is_dry_run=what.dry_run)
-    owners = {services.partition_of(team.id): team for team in await services.accounts.list_teams()}
+    result = await parts.exact.purge(selector, is_dry_run=what.dry_run)
+    owners = {parts.partition_of(team.id): team for team in await parts.accounts.list_teams()}
     samples = [
         SampleOut(
             id=sample.id,
@@ -111,17 +111,17 @@ async def purge(services: AdminServices, what: PurgeIn) -> PurgeOut:
     return PurgeOut(dry_run=what.dry_run, count=result.count, size_bytes=result.size_bytes, samples=samples)
 
 
-async def try_prompt(services: AdminServices, what: TryIn) -> TryOut:
+async def try_prompt(parts: AdminParts, what: TryIn) -> TryOut:
     """What the cache would do with a prompt that is a whole request of one user message. Serves, stores, counts and learns nothing.
 
     Raises accounts.NotFound for the team.
     """
-    await views.team(services, what.team_id)
-    team = next(one for one in await services.accounts.list_teams() if one.id == what.team_id)
+    await views.team(parts, what.team_id)
+    team = next(one for one in await parts.accounts.list_teams() if one.id == what.team_id)
     body = {"model": what.model, "messages": [{"role": "user", "content": what.prompt}]}
-    asked = fingerprint(body, services.partition_of(what.team_id))
-    entry = (await services.exact.lookup(asked)).entry
-    bound = services.truth.bounds.bound(team, what.model, None)
+    asked = fingerprint(body, parts.partition_of(what.team_id))
+    entry = (await parts.exact.lookup(asked)).entry
+    bound = parts.truth.bounds.bound(team, what.model, None)
     out = TryOut(
         decision="miss", reason="not_eligible", similarity=None, neighbours=[], p=None, p_min=None, verdicts=0,
         error_max=bound.error_max,
@@ -129,7 +129,7 @@ async def try_prompt(services: AdminServices, what: TryIn) -> TryOut:
     if asked.text is not None:
         query = Query(asked.partition, asked.compat, asked.text, bound.error_max, bound.untightened)
         try:
-            found = await services.semantic.near(query, _NEIGHBOURS)
+            found = await parts.semantic.near(query, _NEIGHBOURS)
         except CacheWorkerUnavailable as error:
             out.reason = f"{MissReason.UNAVAILABLE}: {error}"
         else:
@@ -161,19 +161,19 @@ def _show(out: TryOut, found: Neighbourhood) -> None:
 # -- what was found wrong
 
 
-async def wrong(services: AdminServices) -> WrongsOut:
+async def wrong(parts: AdminParts) -> WrongsOut:
     """Answers that are out of service by meaning, the latest first. Raises RedisError."""
     found = []
-    for team in await services.accounts.list_teams():
-        partition = services.partition_of(team.id)
-        for name, why in (await services.verdicts.suspended(partition)).items():
+    for team in await parts.accounts.list_teams():
+        partition = parts.partition_of(team.id)
+        for name, why in (await parts.verdicts.suspended(partition)).items():
             found.append((team, partition, name, why))
     found.sort(key=lambda one: -one[3].at)
-    return WrongsOut(wrong=[await _wrong(services, *one) for one in found[:_WRONG_MAX]])
+    return WrongsOut(wrong=[await _wrong(parts, *one) for one in found[:_WRONG_MAX]])
 
 
-async def _wrong(services: AdminServices, team: Team, partition: Partition, name: bytes, why: Suspension) -> WrongOut:
-    about = await services.exact.lookup_about(partition, why.exact)
+async def _wrong(parts: AdminParts, team: Team, partition: Partition, name: bytes, why: Suspension) -> WrongOut:
+    about = await parts.exact.lookup_about(partition, why.exact)
     return WrongOut(
         team_id=team.id,
         team=team.name,
@@ -190,18 +190,18 @@ async def _wrong(services: AdminServices, team: Team, partition: Partition, name
     )
 
 
-async def clear(services: AdminServices, what: ClearIn) -> ClearOut:
+async def clear(parts: AdminParts, what: ClearIn) -> ClearOut:
     """Puts an answer back into service. Raises RedisError."""
-    partition = services.partition_of(what.team_id)
-    return ClearOut(was_out=await services.verdicts.clear(partition, bytes.fromhex(what.name)))
+    partition = parts.partition_of(what.team_id)
+    return ClearOut(was_out=await parts.verdicts.clear(partition, bytes.fromhex(what.name)))
 
 
-async def feedback(services: AdminServices, what: FeedbackIn) -> FeedbackOut:
+async def feedback(parts: AdminParts, what: FeedbackIn) -> FeedbackOut:
     """Says of a response of any team what `POST /v1/feedback` says of one's own. Raises NotFound, AlreadyWrong, RedisError,
     CacheUnavailable."""
-    record = await services.reports.find(what.id)
+    record = await parts.reports.find(what.id)
     if record is None or not record.team_id:
         raise NotFound("There is no such response among the latest", param="id", code="response_not_found")
-    partition = services.partition_of(record.team_id)
-    outcome = await services.reports.report(partition, record.team_id, what.id, what.verdict == "right", "admin")
+    partition = parts.partition_of(record.team_id)
+    outcome = await parts.reports.report(partition, record.team_id, what.id, what.verdict == "right", "admin")
     return FeedbackOut(id=outcome.id, verdict=outcome.verdict, effect=outcome.effect)

@@ -21,7 +21,7 @@ from gateway.admin import cache_views, views
 from gateway.admin.guard import COOKIE, SESSION_S, Guard
 from gateway.admin.html import LOGIN, Pages, back_to, is_own_path
 from gateway.admin.models import BudgetIn, BudgetPatch, ClearIn, FeedbackIn, KeyIn, PurgeIn, TeamIn, TryIn
-from gateway.admin.services import AdminServices
+from gateway.admin.parts import AdminParts
 from gateway.wire.errors import BadRequest
 
 Render = Callable[..., Awaitable[Response]]
@@ -68,8 +68,8 @@ def add_session_forms(router: APIRouter, guard: Guard, pages: Pages) -> None:
         return reply
 
 
-def add_team_forms(router: APIRouter, services: AdminServices, render_teams: Render, render_team: Render) -> None:
-    known = services.accounts
+def add_team_forms(router: APIRouter, parts: AdminParts, render_teams: Render, render_team: Render) -> None:
+    known = parts.accounts
 
     @router.post("/teams")
     async def create_team(request: Request) -> Response:
@@ -102,19 +102,19 @@ def add_team_forms(router: APIRouter, services: AdminServices, render_teams: Ren
     @router.post("/teams/{team_id}/delete")
     async def delete_team(request: Request, team_id: int) -> Response:
         fields = await read_form(request)
-        team = await views.team(services, team_id)
+        team = await views.team(parts, team_id)
         if fields.get("name") != team.name:
             words = f"Type the team's name, {team.name}, to delete it."
             return await render_team(request, team_id, 400, form="delete", problem=words, values=fields)
         await known.delete_team(team_id)
         return back_to("/admin/teams", "team-deleted")
 
-    _add_key_forms(router, services, render_team)
-    _add_budget_forms(router, services, render_team)
+    _add_key_forms(router, parts, render_team)
+    _add_budget_forms(router, parts, render_team)
 
 
-def _add_key_forms(router: APIRouter, services: AdminServices, render_team: Render) -> None:
-    known = services.accounts
+def _add_key_forms(router: APIRouter, parts: AdminParts, render_team: Render) -> None:
+    known = parts.accounts
 
     @router.post("/teams/{team_id}/keys")
     async def create_key(request: Request, team_id: int) -> Response:
@@ -125,7 +125,7 @@ def _add_key_forms(router: APIRouter, services: AdminServices, render_team: Rend
             days = _number(fields.get("expires_in_days"), "Expires in")
             values = {
                 "name": fields.get("name", ""),
-                "expires_at_s": services.clock() + days * 86_400 if days is not None else None,
+                "expires_at_s": parts.clock() + days * 86_400 if days is not None else None,
                 "models": models or None,
                 **_rates(fields),
             }
@@ -143,8 +143,8 @@ def _add_key_forms(router: APIRouter, services: AdminServices, render_team: Rend
         return back_to(f"/admin/teams/{team_id}", "key-revoked")
 
 
-def _add_budget_forms(router: APIRouter, services: AdminServices, render_team: Render) -> None:
-    known = services.accounts
+def _add_budget_forms(router: APIRouter, parts: AdminParts, render_team: Render) -> None:
+    known = parts.accounts
 
     @router.post("/teams/{team_id}/budgets")
     async def create_budget(request: Request, team_id: int) -> Response:
@@ -156,7 +156,7 @@ def _add_budget_forms(router: APIRouter, services: AdminServices, render_team: R
                 "is_hard": fields.get("kind") != "soft",
             }
             body = convert(BudgetIn, values)
-            await views.create_budget(services, team_id, body)
+            await views.create_budget(parts, team_id, body)
         except _REFUSALS as error:
             return await render_team(
                 request, team_id, _status(error), form="budget", problem=words_of(error), values=fields
@@ -168,7 +168,7 @@ def _add_budget_forms(router: APIRouter, services: AdminServices, render_team: R
         fields = await read_form(request)
         try:
             values = {"limit_microusd": _microusd(fields.get("limit_usd")), "is_hard": fields.get("kind") != "soft"}
-            await views.update_budget(services, budget_id, convert(BudgetPatch, values))
+            await views.update_budget(parts, budget_id, convert(BudgetPatch, values))
         except _REFUSALS as error:
             return await render_team(
                 request, team_id, _status(error), form=f"budget-{budget_id}", problem=words_of(error), values=fields
@@ -184,7 +184,7 @@ def _add_budget_forms(router: APIRouter, services: AdminServices, render_team: R
 _SELECTORS = ("id", "text", "team_id", "namespace", "model", "deployment")
 
 
-def add_cache_forms(router: APIRouter, services: AdminServices, render_cache: Render) -> None:
+def add_cache_forms(router: APIRouter, parts: AdminParts, render_cache: Render) -> None:
     @router.post("/cache/purge")
     async def purge(request: Request) -> Response:
         """First a dry run; its answer carries the same selection with a button that means it."""
@@ -199,7 +199,7 @@ def add_cache_forms(router: APIRouter, services: AdminServices, render_cache: Re
                 raise FormProblem("Tick “Everything, of every team”, or fill in what must match: not both.")
             values |= {"all": True} if "all" in fields else {}
             body = convert(PurgeIn, {**values, "dry_run": fields.get("confirmed") != "yes"})
-            result = await cache_views.purge(services, body)
+            result = await cache_views.purge(parts, body)
         except (*_REFUSALS, BadRequest, accounts.NotFound) as error:
             words = words_of(error)
             return await render_cache(request, _status(error), form="purge", problem=words, values=fields)
@@ -207,7 +207,7 @@ def add_cache_forms(router: APIRouter, services: AdminServices, render_cache: Re
 
     @router.post("/cache/clear")
     async def clear(request: Request) -> Response:
-        await cache_views.clear(services, _checked(ClearIn, await read_form(request)))
+        await cache_views.clear(parts, _checked(ClearIn, await read_form(request)))
         return back_to("/admin/cache", "cleared")
 
     @router.post("/cache/report")
@@ -215,7 +215,7 @@ def add_cache_forms(router: APIRouter, services: AdminServices, render_cache: Re
         """Right or wrong, said of a response; back to the page where it was said."""
         fields = await read_form(request)
         body = _checked(FeedbackIn, {name: fields.get(name, "") for name in ("id", "verdict")})
-        outcome = await cache_views.feedback(services, body)
+        outcome = await cache_views.feedback(parts, body)
         done = "right" if body.verdict == "right" else f"wrong-{outcome.effect}"
         back = fields.get("back", "")
         return back_to(back if is_own_path(back) and "?" not in back else "/admin/cache", done)
@@ -224,7 +224,7 @@ def add_cache_forms(router: APIRouter, services: AdminServices, render_cache: Re
     async def try_prompt(request: Request) -> Response:
         fields = await read_form(request)
         try:
-            tried = await cache_views.try_prompt(services, convert(TryIn, fields))
+            tried = await cache_views.try_prompt(parts, convert(TryIn, fields))
         except (*_REFUSALS, accounts.NotFound) as error:
             return await render_cache(request, _status(error), form="try", problem=words_of(error), values=fields)
         return await render_cache(request, form="try", tried=tried, values=fields)

@@ -17,7 +17,7 @@ from gateway.admin.forms import add_cache_forms, add_session_forms, add_team_for
 from gateway.admin.guard import Guard
 from gateway.admin.html import Pages, page_route, static_file, with_query
 from gateway.admin.models import StatsOut, TeamOut
-from gateway.admin.services import AdminServices
+from gateway.admin.parts import AdminParts
 from gateway.admin.views import RouteFilter
 from gateway.settings import NEAR_SIMILARITY_MIN
 from gateway.telemetry.summary import Window
@@ -28,14 +28,14 @@ _LEDGER_PER_PAGE = 50
 _LATEST = 6
 
 
-def pages_router(services: AdminServices, guard: Guard) -> APIRouter:
+def pages_router(parts: AdminParts, guard: Guard) -> APIRouter:
     """Every page and form of the dashboard, and its static files."""
-    pages = Pages(services.clock, services.version)
+    pages = Pages(parts.clock, parts.version)
     router = APIRouter(prefix="/admin", route_class=page_route(pages, guard), include_in_schema=False)
-    _add_overview(router, services, pages)
-    _add_history(router, services, pages)
-    _add_teams(router, services, pages)
-    _add_cache(router, services, pages)
+    _add_overview(router, parts, pages)
+    _add_history(router, parts, pages)
+    _add_teams(router, parts, pages)
+    _add_cache(router, parts, pages)
     add_session_forms(router, guard, pages)
 
     files = APIRouter(include_in_schema=False)
@@ -52,11 +52,11 @@ def pages_router(services: AdminServices, guard: Guard) -> APIRouter:
     return files
 
 
-def _add_overview(router: APIRouter, services: AdminServices, pages: Pages) -> None:
+def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
     @router.get("")
     async def overview(request: Request, window: Window = Window.DAY) -> Response:
-        found = await views.overview(services, window)
-        teams = await services.accounts.list_teams()
+        found = await views.overview(parts, window)
+        teams = await parts.accounts.list_teams()
         return pages.render(
             request,
             "overview.html",
@@ -64,23 +64,23 @@ def _add_overview(router: APIRouter, services: AdminServices, pages: Pages) -> N
             stats=found.stats,
             window=window,
             windows=list(Window),
-            model=next(iter(services.settings.models)),
+            model=next(iter(parts.settings.models)),
             team_id=teams[0].id if teams else None,
-            deployments=services.deployments(),
+            deployments=parts.deployments(),
             charts=charts_of(found.stats) if found.stats is not None else {},
         )
 
     @router.get("/deployments")
     async def deployments(request: Request) -> Response:
-        found = await views.deployments(services)
+        found = await views.deployments(parts)
         return pages.render(
             request,
             "deployments.html",
             aliases={
                 alias: [one for one in found if one.alias == alias] for alias in dict.fromkeys(d.alias for d in found)
             },
-            parts=[part for part in services.parts() if part.name not in {view.name for view in found}],
-            settings=services.settings,
+            parts=[part for part in parts.healths() if part.name not in {view.name for view in found}],
+            settings=parts.settings,
         )
 
 
@@ -95,12 +95,12 @@ def charts_of(stats: StatsOut) -> dict[str, Any]:
     }
 
 
-def _add_history(router: APIRouter, services: AdminServices, pages: Pages) -> None:
+def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
     @router.get("/requests")
     async def requests(request: Request, cursor: str = "") -> Response:
         where = _route_filter(request)
-        found = await views.routes(services, where, cursor, _ROUTES_PER_PAGE)
-        teams = await services.accounts.list_teams()
+        found = await views.routes(parts, where, cursor, _ROUTES_PER_PAGE)
+        teams = await parts.accounts.list_teams()
         return pages.render(
             request,
             "requests.html",
@@ -109,8 +109,8 @@ def _add_history(router: APIRouter, services: AdminServices, pages: Pages) -> No
             where=where,
             is_filtered=where != RouteFilter(),
             teams=teams,
-            models=services.settings.names,
-            deployments=services.deployments(),
+            models=parts.settings.names,
+            deployments=parts.deployments(),
         )
 
     @router.get("/ledger")
@@ -120,9 +120,9 @@ def _add_history(router: APIRouter, services: AdminServices, pages: Pages) -> No
         where = LedgerFilter(
             team_id=team_id, alias=query.get("model") or None, deployment=query.get("deployment") or None
         )
-        page = await views.ledger(services, where, cursor or None, _LEDGER_PER_PAGE)
-        totals = await services.ledger.totals([Group.DAY], where)
-        teams, keys = await services.accounts.list_teams(), await services.accounts.list_keys()
+        page = await views.ledger(parts, where, cursor or None, _LEDGER_PER_PAGE)
+        totals = await parts.ledger.totals([Group.DAY], where)
+        teams, keys = await parts.accounts.list_teams(), await parts.accounts.list_keys()
         return pages.render(
             request,
             "ledger.html",
@@ -136,8 +136,8 @@ def _add_history(router: APIRouter, services: AdminServices, pages: Pages) -> No
             teams=teams,
             names={team.id: team.name for team in teams},
             keys={key.id: key.name for key in keys},
-            models=services.settings.names,
-            deployments=services.deployments(),
+            models=parts.settings.names,
+            deployments=parts.deployments(),
         )
 
 
@@ -160,10 +160,10 @@ CACHES = ("exact", "semantic", "coalesced", "miss", "bypass")
 OUTCOMES = ("ok", "refused", "failed", "failover")
 
 
-def _add_teams(router: APIRouter, services: AdminServices, pages: Pages) -> None:
+def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
     async def render_teams(request: Request, status: int = 200, **form: Any) -> Response:
-        teams = await views.teams(services)
-        stats = await views.stats_or_none(services, Window.DAY)
+        teams = await views.teams(parts)
+        stats = await views.stats_or_none(parts, Window.DAY)
         return pages.render(
             request,
             "teams.html",
@@ -176,9 +176,9 @@ def _add_teams(router: APIRouter, services: AdminServices, pages: Pages) -> None
         )
 
     async def render_team(request: Request, team_id: int, status: int = 200, **form: Any) -> Response:
-        team = await views.team(services, team_id)
-        stats = await views.stats_or_none(services, Window.DAY, team_id)
-        by_model = await services.ledger.totals([Group.ALIAS, Group.DEPLOYMENT], LedgerFilter(team_id=team_id))
+        team = await views.team(parts, team_id)
+        stats = await views.stats_or_none(parts, Window.DAY, team_id)
+        by_model = await parts.ledger.totals([Group.ALIAS, Group.DEPLOYMENT], LedgerFilter(team_id=team_id))
         return pages.render(
             request,
             "team.html",
@@ -188,7 +188,7 @@ def _add_teams(router: APIRouter, services: AdminServices, pages: Pages) -> None
             stats=stats,
             charts=charts_of(stats) if stats is not None else {},
             spent=sorted(by_model, key=lambda total: -total.cost_microusd),
-            models=services.settings.names,
+            models=parts.settings.names,
             form=form.get("form", ""),
             problem=form.get("problem", ""),
             values=form.get("values", {}),
@@ -205,20 +205,20 @@ def _add_teams(router: APIRouter, services: AdminServices, pages: Pages) -> None
             raise NotFound(f"There is no team {team_id}", code="not_found")
         return await render_team(request, team_id)
 
-    add_team_forms(router, services, render_teams, render_team)
+    add_team_forms(router, parts, render_teams, render_team)
 
 
 def _live_first(team: TeamOut) -> Sequence[Any]:
     return sorted(team.keys, key=lambda key: not key.is_active)
 
 
-def _add_cache(router: APIRouter, services: AdminServices, pages: Pages) -> None:
+def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
     async def render_cache(request: Request, status: int = 200, **form: Any) -> Response:
-        found = await cache_views.cache(services)
-        near = await views.near_misses(services, RouteFilter(), limit=10)
-        stats = await views.stats_or_none(services, Window.DAY)
-        teams = await services.accounts.list_teams()
-        latest = await views.routes(services, RouteFilter(cache="semantic"), limit=_LATEST)
+        found = await cache_views.cache(parts)
+        near = await views.near_misses(parts, RouteFilter(), limit=10)
+        stats = await views.stats_or_none(parts, Window.DAY)
+        teams = await parts.accounts.list_teams()
+        latest = await views.routes(parts, RouteFilter(cache="semantic"), limit=_LATEST)
         return pages.render(
             request,
             "cache.html",
@@ -226,13 +226,13 @@ def _add_cache(router: APIRouter, services: AdminServices, pages: Pages) -> None
             cache=found,
             near=near.routes,
             latest=latest.routes,
-            wrong=(await cache_views.wrong(services)).wrong,
+            wrong=(await cache_views.wrong(parts)).wrong,
             stats=stats,
             charts=charts_of(stats) if stats is not None else {},
             teams=teams,
-            models=list(services.settings.models),
-            settings=services.settings.cache,
-            log_prompts=services.settings.log_prompts,
+            models=list(parts.settings.models),
+            settings=parts.settings.cache,
+            log_prompts=parts.settings.log_prompts,
             near_similarity_min=NEAR_SIMILARITY_MIN,
             form=form.get("form", ""),
             problem=form.get("problem", ""),
@@ -245,4 +245,4 @@ def _add_cache(router: APIRouter, services: AdminServices, pages: Pages) -> None
     async def cache(request: Request) -> Response:
         return await render_cache(request)
 
-    add_cache_forms(router, services, render_cache)
+    add_cache_forms(router, parts, render_cache)

@@ -52,7 +52,7 @@ from gateway.admin.models import (
     WrongsOut,
 )
 from gateway.admin.pages import pages_router
-from gateway.admin.services import AdminServices
+from gateway.admin.parts import AdminParts
 from gateway.admin.views import RouteFilter
 from gateway.telemetry.summary import Window
 
@@ -65,9 +65,9 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def admin_router(services: AdminServices) -> APIRouter:
+def admin_router(parts: AdminParts) -> APIRouter:
     """Everything under /admin. Raises ValueError where the settings hold no admin key."""
-    guard = Guard(services.settings.admin_key or "", services.settings.secret or "", services.clock)
+    guard = Guard(parts.settings.admin_key or "", parts.settings.secret or "", parts.clock)
     router = APIRouter()
     api = APIRouter(
         prefix="/admin/api",
@@ -76,40 +76,40 @@ def admin_router(services: AdminServices) -> APIRouter:
         dependencies=[Depends(guard.check_api)],
         responses=_ERRORS,
     )
-    _add_teams(api, services)
-    _add_keys_and_budgets(api, services)
-    _add_history(api, services)
-    _add_machine(api, services)
-    _add_cache(api, services)
+    _add_teams(api, parts)
+    _add_keys_and_budgets(api, parts)
+    _add_history(api, parts)
+    _add_machine(api, parts)
+    _add_cache(api, parts)
     router.include_router(api)
-    router.include_router(pages_router(services, guard))
+    router.include_router(pages_router(parts, guard))
     return router
 
 
-def _add_teams(api: APIRouter, services: AdminServices) -> None:
-    accounts = services.accounts
+def _add_teams(api: APIRouter, parts: AdminParts) -> None:
+    accounts = parts.accounts
 
     @api.get("/teams")
     async def list_teams() -> TeamsOut:
         """All teams with their keys and budgets."""
-        return TeamsOut(teams=await views.teams(services))
+        return TeamsOut(teams=await views.teams(parts))
 
     @api.post("/teams", status_code=201)
     async def create_team(body: TeamIn) -> TeamOut:
         """A new team. 409 where the name is taken."""
         fields = body.given()
-        return await views.team(services, (await accounts.create_team(fields.pop("name"), **fields)).id)
+        return await views.team(parts, (await accounts.create_team(fields.pop("name"), **fields)).id)
 
     @api.get("/teams/{team_id}")
     async def get_team(team_id: _Id) -> TeamOut:
         """One team with its keys and its budgets as they stand."""
-        return await views.team(services, team_id)
+        return await views.team(parts, team_id)
 
     @api.patch("/teams/{team_id}")
     async def update_team(team_id: _Id, body: TeamPatch) -> TeamOut:
         """Changes the fields that are sent. An inactive team's keys stop working."""
         await accounts.update_team(team_id, **body.given())
-        return await views.team(services, team_id)
+        return await views.team(parts, team_id)
 
     @api.delete("/teams/{team_id}", status_code=204, response_class=Response)
     async def delete_team(team_id: _Id) -> None:
@@ -117,8 +117,8 @@ def _add_teams(api: APIRouter, services: AdminServices) -> None:
         await accounts.delete_team(team_id)
 
 
-def _add_keys_and_budgets(api: APIRouter, services: AdminServices) -> None:
-    accounts = services.accounts
+def _add_keys_and_budgets(api: APIRouter, parts: AdminParts) -> None:
+    accounts = parts.accounts
 
     @api.get("/keys")
     async def list_keys() -> KeysOut:
@@ -128,7 +128,7 @@ def _add_keys_and_budgets(api: APIRouter, services: AdminServices) -> None:
     @api.get("/teams/{team_id}/keys")
     async def list_keys_of_team(team_id: _Id) -> KeysOut:
         """One team's keys."""
-        return KeysOut(keys=(await views.team(services, team_id)).keys)
+        return KeysOut(keys=(await views.team(parts, team_id)).keys)
 
     @api.post("/teams/{team_id}/keys", status_code=201)
     async def create_key(team_id: _Id, body: KeyIn, response: Response) -> NewKeyOut:
@@ -150,22 +150,22 @@ def _add_keys_and_budgets(api: APIRouter, services: AdminServices) -> None:
     @api.get("/budgets")
     async def list_budgets() -> BudgetsOut:
         """All budgets, with what is spent, held and left now."""
-        return BudgetsOut(budgets=await views.budgets(services))
+        return BudgetsOut(budgets=await views.budgets(parts))
 
     @api.get("/teams/{team_id}/budgets")
     async def list_budgets_of_team(team_id: _Id) -> BudgetsOut:
         """One team's budgets, with what is spent, held and left now."""
-        return BudgetsOut(budgets=(await views.team(services, team_id)).budgets)
+        return BudgetsOut(budgets=(await views.team(parts, team_id)).budgets)
 
     @api.post("/teams/{team_id}/budgets", status_code=201)
     async def create_budget(team_id: _Id, body: BudgetIn) -> BudgetOut:
         """A new budget. It counts from the start of the running window. 409 where the team has one of its kind."""
-        return await _budget((await views.create_budget(services, team_id, body)).id)
+        return await _budget((await views.create_budget(parts, team_id, body)).id)
 
     @api.patch("/budgets/{budget_id}")
     async def update_budget(budget_id: _Id, body: BudgetPatch) -> BudgetOut:
         """Changes the fields that are sent. 409 where the team has one of that kind."""
-        await views.update_budget(services, budget_id, body)
+        await views.update_budget(parts, budget_id, body)
         return await _budget(budget_id)
 
     @api.delete("/budgets/{budget_id}", status_code=204, response_class=Response)
@@ -174,37 +174,37 @@ def _add_keys_and_budgets(api: APIRouter, services: AdminServices) -> None:
         await accounts.delete_budget(budget_id)
 
     async def _budget(budget_id: int) -> BudgetOut:
-        return next(one for one in await views.budgets(services) if one.id == budget_id)
+        return next(one for one in await views.budgets(parts) if one.id == budget_id)
 
 
-def _add_history(api: APIRouter, services: AdminServices) -> None:
+def _add_history(api: APIRouter, parts: AdminParts) -> None:
     @api.get("/stats")
     async def stats(window: Window = Window.DAY, team: _Id | None = None, model: str | None = None) -> StatsOut:
         """Hit rate by kind, tokens, money and time saved, latency: in total, by team, by model and over time."""
-        return await views.stats(services, window, team, model)
+        return await views.stats(parts, window, team, model)
 
     @api.get("/routes")
     async def routes(where: Annotated[RouteFilter, Depends()], cursor: str = "", limit: _Limit = 50) -> RoutesOut:
         """The latest requests, newest first, each with the winner, why, each rejection and each attempt."""
-        return await views.routes(services, where, cursor, limit)
+        return await views.routes(parts, where, cursor, limit)
 
     @api.get("/near-misses")
     async def near_misses(where: Annotated[RouteFilter, Depends()], cursor: str = "", limit: _Limit = 50) -> RoutesOut:
         """The latest requests that came close to a cached answer (similarity 0.6 or more) and did not get it, with the reason."""
-        return await views.near_misses(services, where, cursor, limit)
+        return await views.near_misses(parts, where, cursor, limit)
 
     @api.get("/ledger")
     async def ledger(
         where: Annotated[LedgerFilter, Depends(ledger_filter)], cursor: str | None = None, limit: _Limit = 100
     ) -> LedgerOut:
         """One row per generation, also those that cost nothing, newest first."""
-        return await views.ledger(services, where, cursor, limit)
+        return await views.ledger(parts, where, cursor, limit)
 
     @api.get("/ledger.csv", response_class=StreamingResponse)
     async def ledger_csv(where: Annotated[LedgerFilter, Depends(ledger_filter)]) -> StreamingResponse:
         """The same as CSV (RFC 4180), all of it."""
         headers = {"content-disposition": 'attachment; filename="sameway-ledger.csv"'}
-        return StreamingResponse(_csv(views.ledger_rows(services, where)), media_type="text/csv", headers=headers)
+        return StreamingResponse(_csv(views.ledger_rows(parts, where)), media_type="text/csv", headers=headers)
 
 
 def ledger_filter(
@@ -246,50 +246,50 @@ def _cell(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
 
 
-def _add_machine(api: APIRouter, services: AdminServices) -> None:
+def _add_machine(api: APIRouter, parts: AdminParts) -> None:
     @api.get("/overview")
     async def overview(window: Window = Window.DAY) -> OverviewOut:
         """What the dashboard's first page shows."""
-        return await views.overview(services, window)
+        return await views.overview(parts, window)
 
     @api.get("/status")
     async def status() -> StatusOut:
         """Every part's health, and what deserves a look."""
-        return await views.status(services)
+        return await views.status(parts)
 
     @api.get("/deployments")
     async def deployments() -> DeploymentsOut:
         """Every deployment: health, breaker, estimates, queue."""
-        return DeploymentsOut(deployments=await views.deployments(services))
+        return DeploymentsOut(deployments=await views.deployments(parts))
 
 
-def _add_cache(api: APIRouter, services: AdminServices) -> None:
+def _add_cache(api: APIRouter, parts: AdminParts) -> None:
     @api.get("/cache")
     async def cache() -> CacheOut:
         """How much is cached, by team, and the semantic index."""
-        return await cache_views.cache(services)
+        return await cache_views.cache(parts)
 
     @api.post("/cache/purge")
     async def purge(body: PurgeIn) -> PurgeOut:
         """Removes entries by id, text, team, model, namespace, deployment and age; with `dry_run` (the default) only counts them."""
-        return await cache_views.purge(services, body)
+        return await cache_views.purge(parts, body)
 
     @api.post("/cache/try")
     async def try_prompt(body: TryIn) -> TryOut:
         """What the cache would do with a prompt, and its nearest neighbours. Nothing is served, stored, counted or learned."""
-        return await cache_views.try_prompt(services, body)
+        return await cache_views.try_prompt(parts, body)
 
     @api.get("/cache/wrong")
     async def wrong() -> WrongsOut:
         """Answers that were found wrong and are out of service by meaning, the latest first."""
-        return await cache_views.wrong(services)
+        return await cache_views.wrong(parts)
 
     @api.post("/cache/clear")
     async def clear(body: ClearIn) -> ClearOut:
         """Puts an answer, or a group of equal ones, back into service."""
-        return await cache_views.clear(services, body)
+        return await cache_views.clear(parts, body)
 
     @api.post("/feedback")
     async def feedback(body: FeedbackIn) -> FeedbackOut:
         """Says of any team's response what `POST /v1/feedback` says of one's own."""
-        return await cache_views.feedback(services, body)
+        return await cache_views.feedback(parts, body)

@@ -35,8 +35,8 @@ from gateway.admin.models import (
     TeamOut,
     TeamTally,
 )
+from gateway.admin.parts import AdminParts
 from gateway.admin.problems import problems
-from gateway.admin.services import AdminServices
 from gateway.deployments.fleet import Alias, Deployment, Fleet
 from gateway.journey.record import Record
 from gateway.journey.semantic import error_max_of
@@ -53,10 +53,10 @@ _PROMPT_TOKENS_SHOWN = 500  # of the prompt that predictions are for
 # -- teams
 
 
-async def teams(services: AdminServices) -> list[TeamOut]:
+async def teams(parts: AdminParts) -> list[TeamOut]:
     """All teams with their keys and budgets, by id."""
-    found, keys = await services.accounts.list_teams(), await services.accounts.list_keys()
-    live = await budgets(services)
+    found, keys = await parts.accounts.list_teams(), await parts.accounts.list_keys()
+    live = await budgets(parts)
     return [
         TeamOut.model_validate(team).model_copy(
             update={
@@ -68,19 +68,19 @@ async def teams(services: AdminServices) -> list[TeamOut]:
     ]
 
 
-async def team(services: AdminServices, team_id: int) -> TeamOut:
+async def team(parts: AdminParts, team_id: int) -> TeamOut:
     """One team with its keys and budgets. Raises accounts.NotFound."""
-    for one in await teams(services):
+    for one in await teams(parts):
         if one.id == team_id:
             return one
     raise accounts.NotFound(f"there is no team {team_id}")
 
 
-async def budgets(services: AdminServices, team_id: int | None = None) -> list[BudgetOut]:
+async def budgets(parts: AdminParts, team_id: int | None = None) -> list[BudgetOut]:
     """Budgets with what counts against them now; without the live figures while Redis is away."""
-    found = await services.accounts.list_budgets(team_id)
+    found = await parts.accounts.list_budgets(team_id)
     try:
-        states: Sequence[BudgetState | None] = await services.budgets.spent(found)
+        states: Sequence[BudgetState | None] = await parts.budgets.spent(found)
     except RedisError:
         states = [None] * len(found)
     return [budget_out(budget, state) for budget, state in zip(found, states, strict=True)]
@@ -103,33 +103,31 @@ def budget_out(budget: Budget, state: BudgetState | None) -> BudgetOut:
     )
 
 
-async def create_budget(services: AdminServices, team_id: int, body: BudgetIn) -> Budget:
+async def create_budget(parts: AdminParts, team_id: int, body: BudgetIn) -> Budget:
     """A new budget. Raises accounts.Conflict where the team has one of the same window and hardness, accounts.NotFound."""
-    return await services.accounts.create_budget(team_id, body.window, body.limit_microusd, body.is_hard)
+    return await parts.accounts.create_budget(team_id, body.window, body.limit_microusd, body.is_hard)
 
 
-async def update_budget(services: AdminServices, budget_id: int, body: BudgetPatch) -> Budget:
+async def update_budget(parts: AdminParts, budget_id: int, body: BudgetPatch) -> Budget:
     """Changes the fields that were given. Raises as `create_budget` does."""
-    return await services.accounts.update_budget(budget_id, **body.given())
+    return await parts.accounts.update_budget(budget_id, **body.given())
 
 
 # -- what happened
 
 
-async def stats(
-    services: AdminServices, window: Window, team_id: int | None = None, model: str | None = None
-) -> StatsOut:
+async def stats(parts: AdminParts, window: Window, team_id: int | None = None, model: str | None = None) -> StatsOut:
     """Counts over a window. Raises RedisError."""
-    summary = await services.stats.query(window, team_id=team_id, model=model)
-    teams = await services.accounts.list_teams()
+    summary = await parts.stats.query(window, team_id=team_id, model=model)
+    teams = await parts.accounts.list_teams()
     out = stats_out(summary, {team.id: team.name for team in teams})
-    return out.model_copy(update={"semantic": _semantic(services, summary, teams)})
+    return out.model_copy(update={"semantic": _semantic(parts, summary, teams)})
 
 
-def _semantic(services: AdminServices, summary: Summary, teams: Sequence[Team]) -> list[SemanticOut]:
+def _semantic(parts: AdminParts, summary: Summary, teams: Sequence[Team]) -> list[SemanticOut]:
     """The measured error of answers by meaning beside its bound, the busiest first."""
     known = {team.id: team for team in teams}
-    now = {(live.team_id, live.alias): live.strictness for live in services.truth.live}
+    now = {(live.team_id, live.alias): live.strictness for live in parts.truth.live}
     found = []
     for (team_id, alias), sample in summary.samples.items():
         team = known.get(team_id)
@@ -149,17 +147,17 @@ def _semantic(services: AdminServices, summary: Summary, teams: Sequence[Team]) 
                 estimate=measured.estimate,
                 low=measured.low,
                 high=measured.high,
-                error_max=error_max_of(services.settings, team, alias),
+                error_max=error_max_of(parts.settings, team, alias),
                 strictness=now.get((team_id, alias), 1.0),
             )
         )
     return sorted(found, key=lambda one: -one.hits)
 
 
-async def stats_or_none(services: AdminServices, window: Window, team_id: int | None = None) -> StatsOut | None:
+async def stats_or_none(parts: AdminParts, window: Window, team_id: int | None = None) -> StatsOut | None:
     """Counts over a window; None while Redis is away."""
     try:
-        return await stats(services, window, team_id)
+        return await stats(parts, window, team_id)
     except RedisError:
         return None
 
@@ -225,15 +223,15 @@ def _outcomes(record: Record) -> tuple[str, ...]:
     return (outcome, "failover") if len(record.attempts) > 1 else (outcome,)
 
 
-async def routes(services: AdminServices, where: RouteFilter, cursor: str = "", limit: int = 50) -> RoutesOut:
+async def routes(parts: AdminParts, where: RouteFilter, cursor: str = "", limit: int = 50) -> RoutesOut:
     """The latest requests, each with the reasons for its way. Raises RedisError."""
-    page = await services.stats.routes(where.matches, before=cursor, limit=limit)
+    page = await parts.stats.routes(where.matches, before=cursor, limit=limit)
     return _routes(page)
 
 
-async def near_misses(services: AdminServices, where: RouteFilter, cursor: str = "", limit: int = 50) -> RoutesOut:
+async def near_misses(parts: AdminParts, where: RouteFilter, cursor: str = "", limit: int = 50) -> RoutesOut:
     """The latest requests that came close to a cached answer. Raises RedisError."""
-    page = await services.stats.near_misses(where.matches, before=cursor, limit=limit)
+    page = await parts.stats.near_misses(where.matches, before=cursor, limit=limit)
     return _routes(page)
 
 
@@ -243,17 +241,17 @@ def _routes(page: Page) -> RoutesOut:
     return RoutesOut.model_validate({"routes": found, "cursor": page.cursor})
 
 
-async def ledger(services: AdminServices, where: LedgerFilter, cursor: str | None, limit: int) -> LedgerOut:
+async def ledger(parts: AdminParts, where: LedgerFilter, cursor: str | None, limit: int) -> LedgerOut:
     """A page of the ledger, newest first. Raises accounts.Invalid for a cursor that is none."""
-    page = await services.ledger.rows(where, limit, cursor)
+    page = await parts.ledger.rows(where, limit, cursor)
     return LedgerOut(rows=list(page.rows), cursor=page.cursor)
 
 
-async def ledger_rows(services: AdminServices, where: LedgerFilter) -> AsyncIterator[LedgerRow]:
+async def ledger_rows(parts: AdminParts, where: LedgerFilter) -> AsyncIterator[LedgerRow]:
     """All rows of the ledger that match, newest first, a page in memory at a time."""
     cursor: str | None = None
     while True:
-        page = await ledger(services, where, cursor, _LEDGER_PAGE)
+        page = await ledger(parts, where, cursor, _LEDGER_PAGE)
         for row in page.rows:
             yield row
         cursor = page.cursor
@@ -264,43 +262,43 @@ async def ledger_rows(services: AdminServices, where: LedgerFilter) -> AsyncIter
 # -- the machine
 
 
-async def status(services: AdminServices) -> StatusOut:
+async def status(parts: AdminParts) -> StatusOut:
     """Every part's health, and what an admin should look at. Never raises for Redis' sake."""
-    parts, live = services.parts(), await budgets(services)
-    summary = await _or_none(services, Window.HOUR)
-    names = {team.id: team.name for team in await services.accounts.list_teams()}
+    healths, live = parts.healths(), await budgets(parts)
+    summary = await _or_none(parts, Window.HOUR)
+    names = {team.id: team.name for team in await parts.accounts.list_teams()}
     return StatusOut(
-        version=services.version,
-        uptime_s=max(0.0, services.clock() - services.started_at_s),
-        parts=list(parts),
+        version=parts.version,
+        uptime_s=max(0.0, parts.clock() - parts.started_at_s),
+        parts=list(healths),
         problems=problems(
-            parts=parts,
-            deployments=services.deployments(),
+            parts=healths,
+            deployments=parts.deployments(),
             budgets=live,
             team_names=names,
             last_hour=summary,
-            truths=services.truth.live,
+            truths=parts.truth.live,
         ),
     )
 
 
-async def _or_none(services: AdminServices, window: Window) -> Summary | None:
+async def _or_none(parts: AdminParts, window: Window) -> Summary | None:
     try:
-        return await services.stats.query(window)
+        return await parts.stats.query(window)
     except RedisError:
         return None
 
 
-async def overview(services: AdminServices, window: Window) -> OverviewOut:
+async def overview(parts: AdminParts, window: Window) -> OverviewOut:
     """Health and counts; the counts are None while Redis is away."""
-    return OverviewOut(status=await status(services), stats=await stats_or_none(services, window))
+    return OverviewOut(status=await status(parts), stats=await stats_or_none(parts, window))
 
 
-async def deployments(services: AdminServices) -> list[DeploymentOut]:
+async def deployments(parts: AdminParts) -> list[DeploymentOut]:
     """Every deployment with its health, its estimates and what it did in the last 24 h (None while Redis is away)."""
-    summary = await _or_none(services, Window.DAY)
+    summary = await _or_none(parts, Window.DAY)
     found = []
-    for one in services.deployments():
+    for one in parts.deployments():
         if summary is not None and one.name in summary.by_deployment:
             tally = DeploymentTallyOut.model_validate(summary.by_deployment[one.name])
             one = one.model_copy(update={"last_24h": tally.model_copy(update={"deployment": one.name})})

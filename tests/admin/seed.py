@@ -31,7 +31,7 @@ async def seed(world: World) -> dict[str, int]:
     world.stats.add_report(ids["search"], "small", True)
     world.stats.add_report(ids["search"], "small", False)
     await world.stats.flush()
-    world.services.truth.update(await world.stats.samples(), await world.accounts.list_teams())
+    world.admin.truth.update(await world.stats.samples(), await world.accounts.list_teams())
     for team, prompts in {
         "search": ("What is the capital of France?", "How do I reset my password?", HOSTILE),
         "support": ("How do I reset my password?", "Where is my invoice?"),
@@ -75,7 +75,7 @@ async def _suspend(world: World, team_id: int, prompt: str, source: Source, scop
         alias="small",
     )
     answer = AnswerRef(entry.exact, entry.created_at)
-    await world.services.verdicts.take(entry.partition, prompt, found, answer, None, scope, out)
+    await world.admin.verdicts.take(entry.partition, prompt, found, answer, None, scope, out)
 
 
 async def _seed_teams(world: World) -> dict[str, int]:

@@ -67,7 +67,7 @@ async def test_strangers_see_the_door_and_nothing_else(world: World) -> None:
         for name in ("nothing.css", "..%2Fguard.py", "..%2f..%2fsettings.py"):
             assert (await stranger.get(f"/admin/static/{name}")).status_code == 404
         door = (await stranger.get("/admin/login")).text
-        assert str(world.services.settings.data_dir) not in door
+        assert str(world.admin.settings.data_dir) not in door
 
 
 async def test_the_login_sets_a_careful_cookie(world: World) -> None:
@@ -200,7 +200,7 @@ async def test_a_key_may_be_for_the_embedder_alone(world: World, browser: httpx.
     """Every name that requests may use can be chosen for a key."""
     team = await world.accounts.create_team("readers")
     page = (await browser.get(f"/admin/teams/{team.id}")).text
-    for name in world.services.settings.names:
+    for name in world.admin.settings.names:
         assert f'name="models" value="{name}"' in page
 
 
@@ -389,7 +389,7 @@ async def test_the_cache_page_shows_what_is_wrong_and_mends_it(world: World, bro
     assert "with all answers equal to it" in page
     assert "checked in the background, numbers differ" in page
     assert "the bound has tightened itself" in (await browser.get("/admin")).text
-    (tight,) = [one for one in world.services.truth.live if one.strictness < 1]
+    (tight,) = [one for one in world.admin.truth.live if one.strictness < 1]
     assert (tight.team, tight.alias) == ("support", "small")
     names = re.findall(r'name="name" value="([0-9a-f]{50})"', page)
     assert len(names) == 2

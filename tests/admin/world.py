@@ -39,8 +39,8 @@ from cache import (
 from cache.worker.messages import LENGTH_BYTES, Answer, AskNear, frame, read_ask
 from gateway.accounts import Accounts, Ledger, LedgerRow
 from gateway.admin.models import DeploymentOut, EngineOut
+from gateway.admin.parts import AdminParts
 from gateway.admin.routes import admin_router
-from gateway.admin.services import AdminServices
 from gateway.journey.semantic import Bounds
 from gateway.learning.reports import Reports
 from gateway.settings import Settings
@@ -106,7 +106,7 @@ REMOTE = LOCAL.model_copy(
 class World:
     """The parts, and the knobs a test turns."""
 
-    services: AdminServices
+    admin: AdminParts
     app: FastAPI
     redis: Redis
     accounts: Accounts
@@ -130,7 +130,7 @@ class World:
     ) -> Entry:
         """A stored answer to a prompt of one message."""
         body = {"model": model, "messages": [{"role": "user", "content": prompt}]}
-        asked = fingerprint(body, self.services.partition_of(team_id), namespace)
+        asked = fingerprint(body, self.admin.partition_of(team_id), namespace)
         chunk = Recorded(b'{"object":"chat.completion"}', is_whole=True)
         labels: dict[str, str | int] = {"model": model, "deployment": deployment, "cost_microusd": 120}
         entry = Entry(
@@ -197,7 +197,7 @@ async def open_world(redis: Redis, folder: Path) -> AsyncIterator[World]:
     verdicts, truth = VerdictStore(redis), Truth(Bounds(settings))
     await redis.set(LEDGER_LOCK, "tests")
     await budgets.mark_ready("tests")
-    services = AdminServices(
+    admin = AdminParts(
         settings=settings,
         accounts=accounts,
         ledger=ledger,
@@ -209,13 +209,23 @@ async def open_world(redis: Redis, folder: Path) -> AsyncIterator[World]:
         reports=Reports(verdicts, exact, stats, stats.add_report, lambda *_: None),
         truth=truth,
         deployments=lambda: world.deployments,
-        parts=lambda: world.parts,
+        healths=lambda: world.parts,
         clock=lambda: world.now_s,
         version="0.1.0",
         started_at_s=NOW_S - 93_784,
     )
-    world = World(services, FastAPI(), redis, accounts, stats, exact, budgets, ledger, known_texts)
-    world.app.include_router(admin_router(services))
+    world = World(
+        admin=admin,
+        app=FastAPI(),
+        redis=redis,
+        accounts=accounts,
+        stats=stats,
+        exact=exact,
+        budgets=budgets,
+        ledger=ledger,
+        known_texts=known_texts,
+    )
+    world.app.include_router(admin_router(admin))
     while not (await semantic.status()).is_ready:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     try:

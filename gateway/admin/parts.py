@@ -1,9 +1,10 @@
-"""Everything that the admin plane reads and changes, as one value."""
+"""The parts of a worker that the admin plane reads and changes. Must not import the application, whose `Parts` has more."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cache import Partition
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
     from policies import Budgets
 
 
-@dataclass(frozen=True, slots=True)
-class AdminServices:
-    """Everything the pages and the API read and change. `settings` has its `admin_key` and `secret` filled in."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdminParts:
+    """The parts that the pages and the API need. `settings` has its `admin_key` and `secret` filled in."""
 
     settings: Settings
     accounts: Accounts
@@ -36,10 +37,10 @@ class AdminServices:
     reports: Reports
     truth: Truth
     deployments: Callable[[], Sequence[DeploymentOut]]
-    parts: Callable[[], Sequence[Part]]  # deployments may be among them
-    clock: Callable[[], float]  # unix seconds
+    healths: Callable[[], Sequence[Part]]  # deployments may be among them
     version: str
-    started_at_s: float
+    clock: Callable[[], float] = time.time
+    started_at_s: float = field(default_factory=time.time)
 
     def partition_of(self, team_id: int) -> Partition:
         """The cache partition of a team, as the pipeline computes it."""
