@@ -161,6 +161,7 @@ class Pipeline:
     def _join(self, turn: Turn, identity: Identity, alias: Alias, found: Fingerprint, looked: _Looked) -> Flight:
         """5. The flight of an identical request in the air, or a new one."""
         controls = turn.controls
+        # decision: flights-by-freshness
         key = (found.exact, controls.max_age_s, controls.error_max)
         flight = None if controls.no_cache else self.flights.find(key)
         if flight is None:
@@ -216,6 +217,7 @@ class Pipeline:
         turn, identity, near = generation.turn, generation.identity, None
         if generation.alias.has_engine:
             near = self._semantic.begin_draft(generation.fingerprint, generation.semantic)
+        # decision: hits-cost-no-tokens
         taking = self.limits.take_tokens(turn.demand, identity)
         try:
             amount = generation.alias.worst_case_microusd(turn.demand)

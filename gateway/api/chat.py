@@ -81,6 +81,7 @@ class Chat:
         watcher = _DisconnectWatcher(scope, receive)
         reply: Reply | None = None
         try:
+            # decision: auth-before-body
             identity = self._pipeline.authenticate(bearer_of(headers))
             turn, renderer = self.read(await read_body(receive, headers, self._body_bytes_max), headers, arrival)
             reply = await self._pipeline.answer(turn, identity, watcher.attend)

@@ -55,6 +55,7 @@ class JsonEndpoint(ABC, Generic[Request]):
         identity: Identity | None = None
         alias, prompt_tokens, ended = "", 0, Ended()
         try:
+            # decision: auth-before-body
             identity = self._pipeline.authenticate(bearer_of(headers))
             body = decode_object(await read_body(receive, headers, self.settings.body_bytes_max))
             limited = await self._pipeline.limits.take_requests(identity)

@@ -118,6 +118,7 @@ class Alias:
     def worst_case_microusd(self, demand: Demand) -> int:
         """What the dearest deployment could charge for the longest answer: the amount that budgets hold."""
         return max(
+            # decision: worst-case-by-bytes
             d.price.cost_max(demand.prompt_tokens_max, self._output_max(d, demand) * demand.choices)
             for d in self.deployments.values()
         )

@@ -82,12 +82,13 @@ async def attempt(
     Returns the failure, which `progress.has_begun` says to be before or after that; None where the answer is complete.
     """
     stream = deployment.backend.stream(request)
-    held: list[Chunk] = []  # chunks without content don't commit us: the next deployment may still be tried
+    held: list[Chunk] = []
     try:
         async for chunks in stream:
             progress.add(chunks)
             if progress.size_bytes > _ANSWER_BYTES_MAX:
                 raise BackendBroken("The deployment's answer is too long", detail=f"over {_ANSWER_BYTES_MAX} bytes")
+            # decision: commit-on-content
             held += chunks
             if progress.has_begun:
                 deliver(held)

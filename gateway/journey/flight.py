@@ -81,6 +81,7 @@ class Flight:
         self._is_done = True
         self.error = error
         self._wake()
+        # decision: flights-until-stored
         if error is not None:
             self.retire()
 

@@ -95,7 +95,7 @@ class Generation:
     def begin_try(self, deployment: Deployment) -> tuple[BackendRequest, Progress]:
         """9. The request to `deployment`, and the progress of its answer, empty."""
         turn = self.turn
-        # where another could take over, a stream shows sooner than a whole that no deployment is answering
+        # decision: always-stream
         is_stream = turn.is_stream or (len(self.alias.deployments) > 1 and _UNSTREAMED.isdisjoint(turn.body))
         is_bounded = self.hold is not None and bool(self.hold.held)
         draft = draft_of(self._near) if deployment.settings.engine else ""
@@ -184,6 +184,7 @@ class Generation:
         """Tokens as the backend counted them; estimated where it never said: what was cut short still cost something."""
         progress = self.progress
         return progress.usage or Usage(
+            # decision: abandoned-prompts-are-charged
             prompt_tokens=self.turn.demand.prompt_tokens if progress.has_begun or progress.is_abandoned else 0,
             completion_tokens=progress.content_chunks,
         )
@@ -197,6 +198,7 @@ class Generation:
         tokens = Tokens(usage.prompt_tokens, usage.completion_tokens, min(usage.cached_tokens, usage.prompt_tokens))
         return LedgerRow(
             id=self.hold.id,
+            # decision: hold-keeps-its-moment
             at_ms=self.hold.at_ms,
             request_id=self.turn.arrival.request_id,
             team_id=self.identity.team.id,

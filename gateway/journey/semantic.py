@@ -126,6 +126,7 @@ class SemanticLookup:
         trial, similarity = result.trial, result.similarity
         if trial is None or not trial.ranked or similarity is None or similarity < NEAR_SIMILARITY_MIN:
             return None
+        # decision: near-answer-drafts
         return Eager(self._exact.lookup_entry(found, trial.ranked[0], is_served=False))
 
     @contextlib.contextmanager
