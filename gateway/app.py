@@ -47,8 +47,8 @@ from gateway.learning.build import Learning, open_learning
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
 from gateway.telemetry import logs
-from gateway.telemetry.health import Watch
-from gateway.telemetry.measured_error import Truth
+from gateway.telemetry.health import HealthMonitor
+from gateway.telemetry.measured_error import MeasuredErrors
 from gateway.telemetry.metric_names import LOG_DROPPED
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
 from gateway.telemetry.stats import Stats
@@ -79,7 +79,7 @@ class Parts(AdminParts):
     metrics: Metrics
     pipeline: Pipeline
     learning: Learning
-    watch: Watch
+    watch: HealthMonitor
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -217,13 +217,13 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
     limits = Limits(LeasedRateLimits(RateLimits(link)), LocalRateLimits())
     bounds = Bounds(settings)
     lookup = SemanticLookup(settings, semantic, exact, bounds)
-    learning = await open_learning(settings, accounts, exact, semantic, link, stats, metrics, Truth(bounds))
+    learning = await open_learning(settings, accounts, exact, semantic, link, stats, metrics, MeasuredErrors(bounds))
     pipeline = Pipeline(settings, accounts, limits, exact, lookup, money, fleet, emit, learning.learn)
     learning.connect(pipeline)
     stack.push_async_callback(learning.judging.aclose)
     stack.push_async_callback(pipeline.drain)
     writer = LedgerWriter(link, ledger, budgets)
-    watch = Watch(settings, link, accounts, writer, semantic, fleet, money, pipeline)
+    watch = HealthMonitor(settings, link, accounts, writer, semantic, fleet, money, pipeline)
     return Parts(
         settings=settings,
         link=link,

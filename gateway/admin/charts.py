@@ -17,7 +17,8 @@ from markupsafe import Markup
 
 from gateway.admin import format as fmt
 from gateway.admin.models import StatsOut, TallyOut
-from gateway.telemetry.summary import HITS, KINDS, Percentiles, Window
+from gateway.telemetry.buckets import HITS, KINDS
+from gateway.telemetry.summary import Percentiles, Window
 
 _HEIGHT = 100.0
 _STEP = 10.0  # a bar's share of the width, its gap included

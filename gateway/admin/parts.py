@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gateway.admin.models import DeploymentOut
     from gateway.learning.reports import Reports
     from gateway.settings import Settings
-    from gateway.telemetry.measured_error import Truth
+    from gateway.telemetry.measured_error import MeasuredErrors
     from gateway.telemetry.parts import Part
     from gateway.telemetry.stats import Stats
     from policies import Budgets
@@ -35,7 +35,7 @@ class AdminParts:
     semantic: SemanticClient
     verdicts: VerdictStore
     reports: Reports
-    truth: Truth
+    truth: MeasuredErrors
     deployments: Callable[[], Sequence[DeploymentOut]]
     healths: Callable[[], Sequence[Part]]  # deployments may be among them
     version: str

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence, Set
 
 from gateway.admin.format import usd, window
 from gateway.admin.models import BudgetOut, DeploymentOut, ProblemOut
-from gateway.telemetry.measured_error import Live
+from gateway.telemetry.measured_error import LiveError
 from gateway.telemetry.parts import Health, Part
 from gateway.telemetry.summary import Summary
 
@@ -26,7 +26,7 @@ def problems(
     budgets: Sequence[BudgetOut],
     team_names: Mapping[int, str],
     last_hour: Summary | None,
-    truths: Sequence[Live] = (),
+    truths: Sequence[LiveError] = (),
 ) -> list[ProblemOut]:
     """Everything that deserves a look; empty when all is well."""
     found = [
@@ -94,7 +94,7 @@ def _of_budgets(budgets: Sequence[BudgetOut], team_names: Mapping[int, str]) -> 
     return found
 
 
-def _of_truth(truths: Sequence[Live]) -> list[ProblemOut]:
+def _of_truth(truths: Sequence[LiveError]) -> list[ProblemOut]:
     """Answers by meaning that were wrong too often: the bound has tightened itself, and somebody should know why."""
     return [
         ProblemOut(

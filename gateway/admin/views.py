@@ -40,9 +40,10 @@ from gateway.admin.problems import problems
 from gateway.deployments.fleet import Alias, Deployment, Fleet
 from gateway.journey.record import Record
 from gateway.journey.semantic import error_max_of
+from gateway.telemetry.buckets import KINDS, kind_of
 from gateway.telemetry.measured_error import measure
 from gateway.telemetry.stats import Page
-from gateway.telemetry.summary import KINDS, Summary, Tally, Window, kind_of
+from gateway.telemetry.summary import Summary, Tally, Window
 from policies import Budget
 from policies.holds import BudgetState
 

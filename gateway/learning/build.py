@@ -29,7 +29,7 @@ from gateway.learning.reports import Reports
 from gateway.pipeline import Learn, Pipeline
 from gateway.settings import Settings
 from gateway.telemetry import metric_names as m
-from gateway.telemetry.measured_error import Live, Truth
+from gateway.telemetry.measured_error import LiveError, MeasuredErrors
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.stats import Stats
 from gateway.transport.redis_link import RedisLink
@@ -44,7 +44,7 @@ class Learning:
     verdicts: VerdictStore
     judging: Judging
     reports: Reports
-    truth: Truth
+    truth: MeasuredErrors
     learn: Learn | None  # takes each flight that is over; None where the cache is exact only
     _own: InternalRequests | None
     _stats: Stats
@@ -71,7 +71,7 @@ class Learning:
             self._metrics.set(m.SEMANTIC_STRICTNESS, live.strictness, *labels)
 
 
-def _tell(live: Live) -> None:
+def _tell(live: LiveError) -> None:
     facts = {"team": live.team, "model": live.alias, "error_max": live.error_max}
     if live.strictness < 1.0:
         measured = live.measured
@@ -100,7 +100,7 @@ async def open_learning(
     link: RedisLink,
     stats: Stats,
     metrics: Metrics,
-    truth: Truth,
+    truth: MeasuredErrors,
 ) -> Learning:
     """All that learns. Its own requests are refused until `Learning.connect`."""
     cache, verdicts = settings.cache, VerdictStore(link)

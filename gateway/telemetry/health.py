@@ -33,7 +33,7 @@ _DESCRIPTORS_SHARE_MAX = 0.9
 _log = structlog.get_logger(__name__)
 
 
-class Watch:
+class HealthMonitor:
     """The last look at every part of this worker."""
 
     def __init__(

@@ -24,7 +24,7 @@ _PATTERN = 2
 _TINY = 1e-300
 
 
-class Sample(msgspec.Struct):
+class CheckCounts(msgspec.Struct):
     """What was counted of one team and alias over some time. Weights are in served hits; `weight2` sums their squares."""
 
     requests: int = 0  # answered, from the cache or not
@@ -37,7 +37,7 @@ class Sample(msgspec.Struct):
     reported_wrong: int = 0
     reported_right: int = 0
 
-    def add(self, other: "Sample") -> None:
+    def add(self, other: "CheckCounts") -> None:
         """The sum of both."""
         for name in self.__struct_fields__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -54,19 +54,19 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class LiveError:
     """The truth of one team and alias beside its bound. `strictness` is what the bound is multiplied with now."""
 
     team_id: int
     team: str
     alias: str
-    sample: Sample
+    sample: CheckCounts
     measured: Measured
     error_max: float
     strictness: float
 
 
-def measure(sample: Sample) -> Measured:
+def measure(sample: CheckCounts) -> Measured:
     """The share of requests answered wrongly by meaning. A report is a wrong answer for certain, and those that nobody reported are
     what the checks are for: of both estimates and of both low ends the larger counts."""
     if not sample.requests:
@@ -128,14 +128,14 @@ def _beta(x: float, a: float, b: float) -> float:
     return math.exp(log_front) * (fraction - 1.0) / a
 
 
-class Truth:
+class MeasuredErrors:
     """One worker's view of all teams' and aliases' live errors, and the bounds that follow."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
-        self.live: tuple[Live, ...] = ()
+        self.live: tuple[LiveError, ...] = ()
 
-    def update(self, samples: Mapping[tuple[int, str], Sample], teams: Iterable[Team]) -> list[Live]:
+    def update(self, samples: Mapping[tuple[int, str], CheckCounts], teams: Iterable[Team]) -> list[LiveError]:
         """Take in what was counted lately. What comes back are those whose bound has tightened or relaxed by it."""
         names, tightened = {team.id: team for team in teams}, self.bounds.strictness
         live, changed = [], []
@@ -146,7 +146,7 @@ class Truth:
             measured, error_max = measure(sample), self.bounds.error_max(team, alias)
             before = tightened.get((team_id, alias))
             after = _strictness(sample, measured, error_max, is_tight=before is not None)
-            one = Live(team_id, team.name, alias, sample, measured, error_max, after)
+            one = LiveError(team_id, team.name, alias, sample, measured, error_max, after)
             live.append(one)
             if after < 1.0:
                 tightened[team_id, alias] = after
@@ -160,7 +160,7 @@ class Truth:
         return changed
 
 
-def _strictness(sample: Sample, measured: Measured, error_max: float, *, is_tight: bool) -> float:
+def _strictness(sample: CheckCounts, measured: Measured, error_max: float, *, is_tight: bool) -> float:
     """What to multiply the bound with: 1 while the truth may be within it, and once tight until the estimate is. A single wrong
     answer among the first few requests is no pattern yet."""
     estimate = measured.estimate or 0.0

@@ -49,7 +49,7 @@ from gateway.telemetry.metric_names import (
     Kind,
     Merge,
 )
-from gateway.telemetry.shared_numbers import Key, Slots
+from gateway.telemetry.shared_numbers import Key, SharedNumbers
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -88,7 +88,7 @@ class Metrics:
     """
 
     def __init__(self, folder: Path | None) -> None:
-        self._slots = Slots(folder)
+        self._slots = SharedNumbers(folder)
         self.error = self._slots.error  # why these numbers are this worker's alone
         self._values: memoryview[float] = self._slots.values
         self._plans: dict[tuple[str | int, ...], _Plan] = {}

@@ -45,7 +45,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     series: tuple[tuple[Key, tuple[float, ...]], ...]
 
 
-class Slots:
+class SharedNumbers:
     """This process's series, and a reader of everyone's. `folder=None` keeps them in private memory; `error` says why they had to
     be kept there."""
 

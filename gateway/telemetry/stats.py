@@ -1,41 +1,41 @@
-"""What the cache, the routes and the teams did lately: counts in Redis by minute, hour and day, and the latest routes.
+"""Statistics of recent traffic: counts in Redis by minute, hour and day, and the latest requests.
 
-Each worker adds records up in memory and hands its sums to Redis once a second, one script per bucket; a query adds the
-buckets of its window up. Knows no SQL and no money that matters: the ledger is the truth about spend, this is the
-overview, and a second of it is lost with a worker that is killed. Team ids and model aliases must come from the
-configuration, never from a request as it came: each is a field of a hash.
+Each worker sums records in memory and sends its sums to Redis once a second, one script a bucket. A
+query adds the buckets of its window. Knows no SQL; the ledger, not this, defines the spend, and a
+worker that is killed loses a second of statistics. Team ids and model aliases must come from the
+configuration, never from a request: each is part of a hash's field. `buckets` defines the fields.
 
-A bucket is a hash: field `metric|team|kind|model` (the model last: it may hold anything), value an integer. summary.py
-adds them up.
-
-Invariant: every record is in exactly one kind (`KINDS`) of each resolution; the hit rate is hits / (hits + misses).
+Invariant: every record counts in exactly one kind (`KINDS`) of each resolution; the hit rate is
+hits / (hits + misses).
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import msgspec
 
 from gateway.journey.record import Record
 from gateway.settings import NEAR_SIMILARITY_MIN
-from gateway.telemetry.measured_error import Sample
-from gateway.telemetry.summary import (
-    SAMPLE_SCALE,
-    DeploymentTally,
-    Folded,
-    Point,
-    Summary,
-    Tally,
-    Window,
-    fold,
-    fold_deployment,
-    fold_sample,
+from gateway.telemetry.buckets import (
+    CHECKED,
+    DEPLOYMENT,
+    DURATION,
+    REQUESTS,
+    TALLIED,
+    TRIED,
+    TRUTH,
+    TTFT,
+    amounts,
+    field_name,
     kind_of,
     read_fields,
     step,
 )
+from gateway.telemetry.measured_error import CheckCounts
+from gateway.telemetry.summary import DeploymentTally, Summary, Sums, Window, fold_checks
 from policies.redis import Redis
 
 _PREFIX = "sameway:stats:"
@@ -43,8 +43,8 @@ _ROUTES_KEY = "sameway:routes"
 _NEAR_KEY = "sameway:near"
 _ROUTES_MAX = 2_000
 _NEAR_MAX = 1_000
-_LATEST_PER_FLUSH = 100  # a worker's routes kept of each second; the newest win
-_UNSENT_MAX = 600  # buckets held while Redis is away, about three hours of them; the oldest go first
+_LATEST_PER_FLUSH = 100  # records that a worker keeps of each second, the newest ones
+_UNSENT_MAX = 600  # buckets kept while Redis is away, of about three hours; drops the oldest
 _READ_AHEAD = 200  # entries of a stream in one reply
 
 _ADD = """
@@ -64,6 +64,8 @@ _decoder = msgspec.msgpack.Decoder(Record)
 
 
 class _Resolution(msgspec.Struct, frozen=True):
+    """Buckets of one length, each kept for `kept_s` seconds."""
+
     letter: str
     length_s: int
     kept_s: int
@@ -79,6 +81,8 @@ _RESOLUTIONS = (_MINUTE, _HOUR, _DAY)
 
 
 class _Shape(msgspec.Struct, frozen=True):
+    """The buckets of a window."""
+
     resolution: _Resolution
     buckets: int  # read from Redis
     per_point: int  # of them in one point of the series
@@ -99,28 +103,38 @@ class Page(msgspec.Struct, frozen=True):
     """Some of the latest records, the newest first."""
 
     records: tuple[Record, ...]
-    cursor: str | None  # ask for those before it; None where there are no more
+    cursor: str | None  # of the next page; None if this is the last
 
 
-class _Sums:
-    """One worker's sums of one minute, team, kind and model."""
+class _Counts:
+    """One worker's sums of one minute, team, kind and model, under the names that records have."""
 
-    __slots__ = ("cached", "completion", "cost", "duration", "prompt", "requests", "saved", "saved_ms", "ttft")
+    __slots__ = (
+        "cached_tokens",
+        "completion_tokens",
+        "cost_microusd",
+        "duration",
+        "prompt_tokens",
+        "requests",
+        "saved_microusd",
+        "saved_ms",
+        "ttft",
+    )
 
     def __init__(self) -> None:
-        self.requests = self.prompt = self.completion = self.cached = 0
-        self.cost = self.saved = 0
+        self.requests = self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
+        self.cost_microusd = self.saved_microusd = 0
         self.saved_ms = 0.0
         self.ttft: dict[int, int] = {}
         self.duration: dict[int, int] = {}
 
     def add(self, record: Record) -> None:
         self.requests += 1
-        self.prompt += record.prompt_tokens
-        self.completion += record.completion_tokens
-        self.cached += record.cached_tokens
-        self.cost += record.cost_microusd
-        self.saved += record.saved_microusd
+        self.prompt_tokens += record.prompt_tokens
+        self.completion_tokens += record.completion_tokens
+        self.cached_tokens += record.cached_tokens
+        self.cost_microusd += record.cost_microusd
+        self.saved_microusd += record.saved_microusd
         self.saved_ms += record.saved_ms
         bucket = step(record.duration_ms)
         self.duration[bucket] = self.duration.get(bucket, 0) + 1
@@ -129,33 +143,34 @@ class _Sums:
             self.ttft[bucket] = self.ttft.get(bucket, 0) + 1
 
     def fields(self) -> Iterable[tuple[str, int]]:
-        yield from (("r", self.requests), ("p", self.prompt), ("c", self.completion), ("k", self.cached))
-        yield from (("$", self.cost), ("s", self.saved), ("ms", round(self.saved_ms)))
-        yield from ((f"t{bucket}", count) for bucket, count in self.ttft.items())
-        yield from ((f"d{bucket}", count) for bucket, count in self.duration.items())
+        """Each letter with its amount."""
+        yield REQUESTS, self.requests
+        yield from amounts(TALLIED, self)
+        yield from ((f"{TTFT}{bucket}", count) for bucket, count in self.ttft.items())
+        yield from ((f"{DURATION}{bucket}", count) for bucket, count in self.duration.items())
 
 
 class Stats:
-    """The counters of this worker and the queries over everyone's. `clock` is unix time in seconds."""
+    """This worker's counters, and queries over those of all workers. `clock` gives unix seconds."""
 
     def __init__(self, redis: Redis, clock: Callable[[], float]) -> None:
         self._redis = redis
         self._clock = clock
-        self._sums: dict[tuple[int, int, str, str], _Sums] = {}
+        self._sums: dict[tuple[int, int, str, str], _Counts] = {}
         self._deployments: dict[tuple[int, str], DeploymentTally] = {}
         self._routes: deque[Record] = deque(maxlen=_LATEST_PER_FLUSH)
         self._near: deque[Record] = deque(maxlen=_LATEST_PER_FLUSH)
         self._unsent: dict[str, _Bucket] = {}
-        self._hours: dict[int, dict[tuple[int, str], Sample]] = {}  # by start; of those that are over
+        self._hours: dict[int, dict[tuple[int, str], CheckCounts]] = {}  # by start; past hours only
 
     def add(self, record: Record) -> None:
-        """Counts one finished request; memory only, about 2 us."""
+        """Count one finished request, in memory; takes about 2 µs."""
         kind = kind_of(record.cache, record.status, record.error)
         minute = int(record.at_s) // 60
         key = (minute, record.team_id, kind, record.alias)
         sums = self._sums.get(key)
         if sums is None:
-            sums = self._sums[key] = _Sums()
+            sums = self._sums[key] = _Counts()
         sums.add(record)
         self._routes.append(record)
         if kind == "miss" and record.similarity is not None and record.similarity >= NEAR_SIMILARITY_MIN:
@@ -173,23 +188,24 @@ class Stats:
         tally.cost_microusd += record.cost_microusd
 
     def add_check(self, team_id: int, model: str, is_wrong: bool, weight: float) -> None:
-        """Counts a would-be hit that was compared, which stands for `weight` served ones."""
-        weights = (("w", weight), ("q", weight * weight), ("x", weight * is_wrong))
-        scaled = [(metric, round(amount * SAMPLE_SCALE)) for metric, amount in weights]
-        self._add_truth(team_id, model, [("n", 1), ("b", int(is_wrong)), *scaled])
+        """Count a compared semantic hit that stands for `weight` served ones."""
+        counts = CheckCounts(
+            checks=1, wrong=int(is_wrong), weight=weight, weight2=weight * weight, wrong_weight=weight * is_wrong
+        )
+        self._add_truth(team_id, model, counts)
 
     def add_report(self, team_id: int, model: str, is_wrong: bool) -> None:
-        """Counts what somebody said of an answer by meaning."""
-        self._add_truth(team_id, model, [("fw" if is_wrong else "fr", 1)])
+        """Count a client's report on a semantic hit."""
+        counts = CheckCounts(reported_wrong=1) if is_wrong else CheckCounts(reported_right=1)
+        self._add_truth(team_id, model, counts)
 
-    def _add_truth(self, team_id: int, model: str, amounts: list[tuple[str, int]]) -> None:
-        fields = [(f"{metric}|{team_id}|truth|{model}", amount) for metric, amount in amounts if amount]
-        self._count(int(self._clock()) // 60, fields)
+    def _add_truth(self, team_id: int, model: str, counts: CheckCounts) -> None:
+        self._count(int(self._clock()) // 60, team_id, TRUTH, model, amounts(CHECKED, counts))
 
     async def flush(self) -> None:
-        """Hands the sums to Redis. Raises what the client raises; what was not taken is kept for the next call.
+        """Send the sums to Redis. Errors of the client pass through; unsent sums stay for the next call.
 
-        A call that timed out may have been taken: then its second counts twice. An overview can bear that.
+        A call that timed out may have succeeded, and then counts twice. Statistics tolerate that.
         """
         self._gather()
         routes, near = list(self._routes), list(self._near)
@@ -204,31 +220,26 @@ class Stats:
         )
 
     def _gather(self) -> None:
-        """Moves the sums of the last second into the buckets of each resolution."""
+        """Add the sums since the last call to the buckets of each resolution."""
         sums, self._sums = self._sums, {}
         deployments, self._deployments = self._deployments, {}
-        for (minute, team_id, kind, model), one in sums.items():
-            tail = f"{team_id}|{kind}|{model}"
-            self._count(minute, [(f"{metric}|{tail}", amount) for metric, amount in one.fields() if amount])
+        for (minute, team_id, kind, model), counts in sums.items():
+            self._count(minute, team_id, kind, model, counts.fields())
         for (minute, name), tally in deployments.items():
-            fields = (
-                ("ok", tally.ok),
-                ("no", tally.failed),
-                ("c", tally.completion_tokens),
-                ("$", tally.cost_microusd),
-            )
-            self._count(minute, [(f"{metric}||deployment|{name}", amount) for metric, amount in fields if amount])
+            self._count(minute, "", DEPLOYMENT, name, amounts(TRIED, tally))
         while len(self._unsent) > _UNSENT_MAX:
             self._unsent.pop(next(iter(self._unsent)))
 
-    def _count(self, minute: int, fields: list[tuple[str, int]]) -> None:
+    def _count(
+        self, minute: int, team_id: int | str, kind: str, model: str, counted: Iterable[tuple[str, int]]
+    ) -> None:
+        fields = {field_name(letter, team_id, kind, model): amount for letter, amount in counted if amount}
         for resolution in _RESOLUTIONS:
             key = resolution.key(minute * 60)
             bucket = self._unsent.get(key)
             if bucket is None:
                 bucket = self._unsent[key] = _Bucket(resolution.kept_s)
-            for field, amount in fields:
-                bucket.fields[field] = bucket.fields.get(field, 0) + amount
+            bucket.add(fields)
 
     async def _send(self, key: str) -> None:
         bucket = self._unsent.pop(key)
@@ -236,9 +247,7 @@ class Stats:
             arguments = [part for pair in bucket.fields.items() for part in pair]
             await self._redis.eval(_ADD, 1, key, bucket.kept_s, *arguments)
         except BaseException:
-            late = self._unsent.setdefault(key, _Bucket(bucket.kept_s))
-            for field, amount in bucket.fields.items():
-                late.fields[field] = late.fields.get(field, 0) + amount
+            self._unsent.setdefault(key, _Bucket(bucket.kept_s)).add(bucket.fields)
             raise
 
     async def _log(self, key: str, length_max: int, records: list[Record]) -> None:
@@ -246,77 +255,48 @@ class Stats:
             await self._redis.eval(_LOG, 1, key, length_max, *(_encoder.encode(record) for record in records))
 
     async def query(self, window: Window, *, team_id: int | None = None, model: str | None = None) -> Summary:
-        """Everything counted in the window that ends now, of one team or one model where asked."""
+        """The sums of the window that ends now, of one team or one model if given. Errors of the client pass through."""
         shape = _SHAPES[window]
         length_s = shape.resolution.length_s
         end = (int(self._clock()) // length_s + 1) * length_s
         start = end - shape.buckets * length_s
         starts = range(start, end, length_s)
         replies = await _abreast(self._redis.eval(_READ, 1, shape.resolution.key(at)) for at in starts)
-        total = Folded()
-        by_team: dict[int, Tally] = {}
-        by_model: dict[str, Tally] = {}
-        by_deployment: dict[str, DeploymentTally] = {}
-        samples: dict[tuple[int, str], Sample] = {}
-        series: list[Point] = []
+        sums = Sums(team_id, model)
         for first in range(0, shape.buckets, shape.per_point):
-            point = Folded()
-            for reply in replies[first : first + shape.per_point]:
-                for field, amount in read_fields(reply):
-                    if field.kind == "deployment":
-                        fold_deployment(by_deployment.setdefault(field.model, DeploymentTally()), field, amount)
-                    elif team_id in (None, field.team_id) and model in (None, field.model):
-                        fold_sample(samples, field, amount)
-                        if field.kind == "truth":
-                            continue
-                        for folded in (total, point):
-                            folded.fold(field, amount)
-                        fold(by_team.setdefault(field.team_id, Tally()), field, amount)
-                        fold(by_model.setdefault(field.model, Tally()), field, amount)
-            series.append(point.point(starts[first], shape.per_point * length_s))
-        return Summary(
-            window=window,
-            start_s=start,
-            end_s=end,
-            total=total.tally,
-            by_team=by_team,
-            by_model=by_model,
-            by_deployment=by_deployment,
-            series=tuple(series),
-            ttft=total.percentiles("t"),
-            duration=total.percentiles("d"),
-            samples=samples,
-        )
+            fields = chain.from_iterable(map(read_fields, replies[first : first + shape.per_point]))
+            sums.add_point(starts[first], shape.per_point * length_s, fields)
+        return sums.summary(window, start, end)
 
-    async def samples(self) -> dict[tuple[int, str], Sample]:
-        """What tells the error of answers by meaning, by team and model, of the last day. Raises what the client raises."""
+    async def samples(self) -> dict[tuple[int, str], CheckCounts]:
+        """The last day's checks and reports, by team and model. Errors of the client pass through."""
         now = int(self._clock()) // _HOUR.length_s * _HOUR.length_s
         starts = [now - back * _HOUR.length_s for back in range(_TRUTH_BUCKETS)]
-        total: dict[tuple[int, str], Sample] = {}
-        for at in starts:  # one after the other: each may hold a thousand fields, and others want the loop in between
+        total: dict[tuple[int, str], CheckCounts] = {}
+        for at in starts:  # one at a time: a bucket may have a thousand fields, and the loop serves requests in between
             found = self._hours.get(at)
             if found is None:
                 found = {}
                 for field, amount in read_fields(await self._redis.eval(_READ, 1, _HOUR.key(at))):
-                    fold_sample(found, field, amount)
-                if at < now - _HOUR.length_s:  # nobody counts in it any more
+                    fold_checks(found, field, amount)
+                if at < now - _HOUR.length_s:  # no worker counts in a past hour
                     self._hours[at] = found
             for key, sample in found.items():
-                total.setdefault(key, Sample()).add(sample)
+                total.setdefault(key, CheckCounts()).add(sample)
         for gone in self._hours.keys() - set(starts):
             del self._hours[gone]
         return total
 
     def unsent(self, matches: Callable[[Record], bool]) -> Record | None:
-        """The newest request that matches among those that only this worker knows yet."""
+        """The newest request that matches, among those that this worker has not sent yet."""
         return next((record for record in reversed(self._routes) if matches(record)), None)
 
     async def routes(self, matches: Callable[[Record], bool], *, before: str = "", limit: int = 50) -> Page:
-        """The latest requests that match, the newest first; `before` is the last page's cursor."""
+        """The latest requests that match, the newest first; `before` is the previous page's cursor."""
         return await self._latest(_ROUTES_KEY, matches, before, limit)
 
     async def near_misses(self, matches: Callable[[Record], bool], *, before: str = "", limit: int = 50) -> Page:
-        """The latest requests that came close to a cached answer (NEAR_SIMILARITY_MIN) and did not get it, newest first."""
+        """The latest misses with a similarity of NEAR_SIMILARITY_MIN or more, the newest first."""
         return await self._latest(_NEAR_KEY, matches, before, limit)
 
     async def _latest(self, key: str, matches: Callable[[Record], bool], before: str, limit: int) -> Page:
@@ -336,7 +316,7 @@ class Stats:
 
 
 async def _abreast(calls: Iterable[Awaitable[Any]]) -> list[Any]:
-    """All calls' results, a few dozen on their way at once: a pool of connections has an end."""
+    """The results of all calls, with 32 running at once: a pool of connections is limited."""
     gate = asyncio.Semaphore(32)
 
     async def one(call: Awaitable[Any]) -> Any:
@@ -347,7 +327,12 @@ async def _abreast(calls: Iterable[Awaitable[Any]]) -> list[Any]:
 
 
 class _Bucket(msgspec.Struct):
-    """Increments on their way to one hash."""
+    """Increments for one hash, which Redis keeps for `kept_s` seconds."""
 
     kept_s: int
     fields: dict[str, int] = {}
+
+    def add(self, fields: Mapping[str, int]) -> None:
+        """Add the amounts of `fields`."""
+        for field, amount in fields.items():
+            self.fields[field] = self.fields.get(field, 0) + amount

@@ -1,34 +1,36 @@
-"""What the buckets of a window add up to: sums by kind, team, model and deployment, and percentiles of latencies.
+"""Sums over the buckets of a window: by kind, team, model and deployment, with percentiles.
 
-Knows the buckets' fields and nothing of where they are kept. Latencies are histograms whose bounds lie a factor 2^(1/4)
-apart, sparse, so buckets of any workers and lengths add up and a percentile is within 10%.
-
-Invariant: adding up is associative: the sum of two windows' fields is the fields of both windows.
+Knows the buckets' fields, and no Redis. Latencies are sparse histograms whose bounds lie a factor
+2^(1/4) apart, so buckets of any workers and lengths can be added, and a percentile is within 10%.
 """
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from enum import StrEnum
 
 import msgspec
 
-from gateway.telemetry.measured_error import Sample
+from gateway.telemetry.buckets import (
+    CHECKED,
+    DEPLOYMENT,
+    DURATION,
+    HITS,
+    REQUESTS,
+    TALLIED,
+    TRIED,
+    TRUTH,
+    TTFT,
+    Field,
+    add,
+    merged,
+    percentile_ms,
+)
+from gateway.telemetry.measured_error import CheckCounts
 
-HITS = ("exact", "semantic", "coalesced")
-# What became of a request, so that errors never count as misses.
-KINDS = (*HITS, "miss", "bypass", "refused", "failed")
-_RULED_OUT = frozenset({"not_cached", "deadline_exceeded"})  # 504s by the caller's own wish: nothing of ours failed
-
-
-def kind_of(cache: str, status: int, error: str) -> str:
-    """One of KINDS: what the cache did, `refused` for a 4xx and for what the caller ruled out, `failed` for any other 5xx."""
-    if status < 400:
-        return cache
-    return "refused" if status < 500 or error in _RULED_OUT else "failed"
+_GENERATED = ("miss", "bypass")
 
 
 class Window(StrEnum):
-    """How far back a query looks."""
+    """The length of a query's window, which ends now."""
 
     HOUR = "1h"
     DAY = "24h"
@@ -37,7 +39,7 @@ class Window(StrEnum):
 
 
 class Percentiles(msgspec.Struct, frozen=True):
-    """Of one latency, in ms; None where nothing was measured."""
+    """Percentiles of one latency; None if nothing was measured."""
 
     count: int
     p50_ms: float | None
@@ -46,7 +48,7 @@ class Percentiles(msgspec.Struct, frozen=True):
 
 
 class Tally(msgspec.Struct):
-    """Sums over some part of the traffic."""
+    """Sums over a part of the traffic."""
 
     requests: int = 0
     by_kind: dict[str, int] = {}
@@ -60,17 +62,18 @@ class Tally(msgspec.Struct):
 
     @property
     def hits(self) -> int:
+        """Answers from the cache, or from another request's generation."""
         return sum(self.by_kind.get(kind, 0) for kind in HITS)
 
     @property
     def hit_rate(self) -> float | None:
-        """Hits of all answers the cache was asked for; None where it was asked for none."""
+        """The share of hits among hits and misses; None if there were none."""
         answers = self.hits + self.by_kind.get("miss", 0)
         return self.hits / answers if answers else None
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One step of the series."""
+    """One step of a time series."""
 
     start_s: int
     length_s: int
@@ -80,7 +83,7 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class DeploymentTally(msgspec.Struct):
-    """What one deployment was asked for, over a window, by all teams."""
+    """One deployment's work over a window, for all teams."""
 
     ok: int = 0
     failed: int = 0
@@ -89,7 +92,7 @@ class DeploymentTally(msgspec.Struct):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """The answer to one query."""
+    """The result of a query."""
 
     window: Window
     start_s: int
@@ -101,128 +104,113 @@ class Summary(msgspec.Struct, frozen=True):
     series: tuple[Point, ...]
     ttft: dict[str, Percentiles]  # by kind of answer, and `all`
     duration: dict[str, Percentiles]
-    samples: dict[tuple[int, str], Sample]  # by team and model, for the error of answers by meaning
-
-
-_STEPS_PER_DOUBLING = 4
-_STEP_MAX = 31 * _STEPS_PER_DOUBLING  # about 60 h in units of 0.1 ms
-
-
-def step(ms: float) -> int:
-    """The histogram's bucket: 0 up to 0.1 ms, then four to each doubling."""
-    return min(max(math.ceil(_STEPS_PER_DOUBLING * math.log2(ms * 10)), 0), _STEP_MAX) if ms > 0 else 0
-
-
-def _percentile_ms(histogram: dict[int, int], share: float) -> float | None:
-    """Geometric middle of the bucket that holds the `share`-th value."""
-    rest = math.ceil(share * sum(histogram.values()))
-    for step in sorted(histogram):
-        rest -= histogram[step]
-        if rest <= 0:
-            return float(2 ** ((step - 0.5) / _STEPS_PER_DOUBLING) / 10)
-    return None
+    samples: dict[tuple[int, str], CheckCounts]  # by team and model, for the measured error of semantic hits
 
 
 def percentiles(histogram: dict[int, int]) -> Percentiles:
-    p50, p95, p99 = (_percentile_ms(histogram, share) for share in (0.5, 0.95, 0.99))
+    p50, p95, p99 = (percentile_ms(histogram, share) for share in (0.5, 0.95, 0.99))
     return Percentiles(sum(histogram.values()), p50, p95, p99)
 
 
-class Field(msgspec.Struct, frozen=True):
-    """A hash field, taken apart."""
-
-    metric: str
-    team_id: int
-    kind: str
-    model: str
-
-
-def read_fields(reply: list[bytes]) -> Iterator[tuple[Field, int]]:
-    """The fields and values of a bucket's flat reply."""
-    for name, amount in zip(reply[::2], reply[1::2], strict=True):
-        metric, team, kind, model = name.decode().split("|", 3)
-        yield Field(metric, int(team or 0), kind, model), int(amount)
-
-
-_SUMS = {"p": "prompt_tokens", "c": "completion_tokens", "k": "cached_tokens", "$": "cost_microusd"}
-_SUMS |= {"s": "saved_microusd", "ms": "saved_ms"}
-
-
-def fold(tally: Tally, field: Field, amount: int) -> None:
-    if field.metric == "r":
-        tally.requests += amount
-        tally.by_kind[field.kind] = tally.by_kind.get(field.kind, 0) + amount
-    elif field.metric in _SUMS:
-        is_saved = field.kind in HITS and field.metric in ("p", "c")
-        name = "saved_tokens" if is_saved else _SUMS[field.metric]
-        setattr(tally, name, getattr(tally, name) + amount)
-
-
-SAMPLE_SCALE = 10_000  # weights in a bucket are integers
-
-
-def fold_sample(samples: dict[tuple[int, str], Sample], field: Field, amount: int) -> None:
-    """Requests, hits by meaning, checks and reports of a team and alias (kind `truth`: n, b, w, q, x, fw, fr)."""
-    is_answer = field.metric == "r" and field.kind in (*HITS, "miss")
-    if not is_answer and field.kind != "truth":
-        return
-    sample = samples.setdefault((field.team_id, field.model), Sample())
-    match field.metric:
-        case "r":
-            sample.requests += amount
-            sample.hits += amount if field.kind == "semantic" else 0
-        case "n":
-            sample.checks += amount
-        case "w":
-            sample.weight += amount / SAMPLE_SCALE
-        case "q":
-            sample.weight2 += amount / SAMPLE_SCALE
-        case "x":
-            sample.wrong_weight += amount / SAMPLE_SCALE
-        case "b":
-            sample.wrong += amount
-        case "fw":
-            sample.reported_wrong += amount
-        case "fr":
-            sample.reported_right += amount
-
-
-def fold_deployment(tally: DeploymentTally, field: Field, amount: int) -> None:
-    name = {"ok": "ok", "no": "failed", "c": "completion_tokens", "$": "cost_microusd"}[field.metric]
-    setattr(tally, name, getattr(tally, name) + amount)
-
-
 class Folded:
-    """A tally and its latencies' histograms, by kind."""
+    """A tally, and histograms of latencies by kind."""
 
     def __init__(self) -> None:
         self.tally = Tally()
         self._histograms: dict[tuple[str, str], dict[int, int]] = {}
 
     def fold(self, field: Field, amount: int) -> None:
-        which = field.metric[0]
-        if which not in "td" or not field.metric[1:].isdigit():
+        """Add one field of a request's kind."""
+        latency, bucket = field.letter[0], field.letter[1:]
+        if latency not in (TTFT, DURATION) or not bucket.isdigit():
             fold(self.tally, field, amount)
             return
-        histogram = self._histograms.setdefault((which, field.kind), {})
-        bucket = int(field.metric[1:])
-        histogram[bucket] = histogram.get(bucket, 0) + amount
+        histogram = self._histograms.setdefault((latency, field.kind), {})
+        histogram[int(bucket)] = histogram.get(int(bucket), 0) + amount
 
-    def _sum(self, which: str, kinds: Iterable[str]) -> dict[int, int]:
-        merged: dict[int, int] = {}
-        for kind in kinds:
-            for step, count in self._histograms.get((which, kind), {}).items():
-                merged[step] = merged.get(step, 0) + count
-        return merged
+    def _sum(self, latency: str, kinds: Iterable[str]) -> dict[int, int]:
+        return merged(self._histograms.get((latency, kind), {}) for kind in kinds)
 
-    def percentiles(self, which: str) -> dict[str, Percentiles]:
-        groups = {
-            "all": (*HITS, "miss", "bypass"),
-            "hit": HITS,
-            **{kind: (kind,) for kind in (*HITS, "miss", "bypass")},
-        }
-        return {name: percentiles(self._sum(which, kinds)) for name, kinds in groups.items()}
+    def percentiles(self, latency: str) -> dict[str, Percentiles]:
+        """The percentiles by kind, of all answers and of all hits."""
+        kinds = (*HITS, *_GENERATED)
+        groups = {"all": kinds, "hit": HITS, **{kind: (kind,) for kind in kinds}}
+        return {name: percentiles(self._sum(latency, group)) for name, group in groups.items()}
 
     def point(self, start_s: int, length_s: int) -> Point:
-        hit, miss = self._sum("t", HITS), self._sum("t", ("miss", "bypass"))
+        """These sums as a step of a series."""
+        hit, miss = self._sum(TTFT, HITS), self._sum(TTFT, _GENERATED)
         return Point(start_s, length_s, self.tally, percentiles(hit), percentiles(miss))
+
+
+def fold(tally: Tally, field: Field, amount: int) -> None:
+    """Add one field of a request's kind to `tally`. Tokens of hits count as saved."""
+    if field.letter == REQUESTS:
+        tally.requests += amount
+        tally.by_kind[field.kind] = tally.by_kind.get(field.kind, 0) + amount
+    elif field.kind in HITS and field.letter in ("p", "c"):
+        tally.saved_tokens += amount
+    else:
+        add(TALLIED, field.letter, amount, tally)
+
+
+def fold_checks(counts: dict[tuple[int, str], CheckCounts], field: Field, amount: int) -> None:
+    """Add one field to its team's and model's requests, semantic hits, checks and reports, if it is one of those."""
+    is_answer = field.letter == REQUESTS and field.kind in (*HITS, "miss")
+    if not is_answer and field.kind != TRUTH:
+        return
+    counted = counts.setdefault((field.team_id, field.model), CheckCounts())
+    if field.letter == REQUESTS:
+        counted.requests += amount
+        counted.hits += amount if field.kind == "semantic" else 0
+    else:
+        add(CHECKED, field.letter, amount, counted)
+
+
+class Sums:
+    """The sums of a window's buckets; requests count if they are of `team_id` and of `model` (None: any)."""
+
+    def __init__(self, team_id: int | None, model: str | None) -> None:
+        self._team_id = team_id
+        self._model = model
+        self._total = Folded()
+        self._by_team: dict[int, Tally] = {}
+        self._by_model: dict[str, Tally] = {}
+        self._by_deployment: dict[str, DeploymentTally] = {}
+        self._checks: dict[tuple[int, str], CheckCounts] = {}
+        self._series: list[Point] = []
+
+    def add_point(self, start_s: int, length_s: int, fields: Iterable[tuple[Field, int]]) -> None:
+        """Add the fields of one step of the series."""
+        point = Folded()
+        for field, amount in fields:
+            if field.kind == DEPLOYMENT:
+                tally = self._by_deployment.setdefault(field.model, DeploymentTally())
+                add(TRIED, field.letter, amount, tally)
+            elif self._team_id in (None, field.team_id) and self._model in (None, field.model):
+                self._add(point, field, amount)
+        self._series.append(point.point(start_s, length_s))
+
+    def _add(self, point: Folded, field: Field, amount: int) -> None:
+        fold_checks(self._checks, field, amount)
+        if field.kind != TRUTH:
+            self._total.fold(field, amount)
+            point.fold(field, amount)
+            fold(self._by_team.setdefault(field.team_id, Tally()), field, amount)
+            fold(self._by_model.setdefault(field.model, Tally()), field, amount)
+
+    def summary(self, window: Window, start_s: int, end_s: int) -> Summary:
+        """All sums so far, as those of [start_s, end_s)."""
+        return Summary(
+            window=window,
+            start_s=start_s,
+            end_s=end_s,
+            total=self._total.tally,
+            by_team=self._by_team,
+            by_model=self._by_model,
+            by_deployment=self._by_deployment,
+            series=tuple(self._series),
+            ttft=self._total.percentiles(TTFT),
+            duration=self._total.percentiles(DURATION),
+            samples=self._checks,
+        )

@@ -44,7 +44,7 @@ from gateway.admin.routes import admin_router
 from gateway.journey.semantic import Bounds
 from gateway.learning.reports import Reports
 from gateway.settings import Settings
-from gateway.telemetry.measured_error import Truth
+from gateway.telemetry.measured_error import MeasuredErrors
 from gateway.telemetry.parts import Health, Part
 from gateway.telemetry.stats import Stats
 from policies import Budgets
@@ -194,7 +194,7 @@ async def open_world(redis: Redis, folder: Path) -> AsyncIterator[World]:
     budgets = Budgets(redis, lambda: world.now_s)
     exact = ExactCache(redis, CacheLimits(size_bytes_max=64 << 20), lambda: world.now_s)
     stats, ledger = Stats(redis, lambda: world.now_s), Ledger(accounts.database)
-    verdicts, truth = VerdictStore(redis), Truth(Bounds(settings))
+    verdicts, truth = VerdictStore(redis), MeasuredErrors(Bounds(settings))
     await redis.set(LEDGER_LOCK, "tests")
     await budgets.mark_ready("tests")
     admin = AdminParts(

@@ -12,7 +12,7 @@ from scipy.stats import beta
 from gateway.accounts import Team
 from gateway.journey.semantic import Bounds, error_max_of
 from gateway.settings import CacheSettings, DeploymentSettings, ModelSettings, Settings
-from gateway.telemetry.measured_error import Sample, Truth, clopper_pearson, measure
+from gateway.telemetry.measured_error import CheckCounts, MeasuredErrors, clopper_pearson, measure
 
 TEAM = Team(1, "acme", 0.0)
 
@@ -37,9 +37,9 @@ def test_the_interval_is_the_beta_distributions(permille: int, total: float) -> 
     assert high >= share - 1e-9
 
 
-def checked(requests: int, hit_share: float, error: float, draw: random.Random) -> Sample:
+def checked(requests: int, hit_share: float, error: float, draw: random.Random) -> CheckCounts:
     """A day's traffic whose would-be hits are audited with chances of their own, as the rule does, and checked in the shadow."""
-    sample = Sample(requests=0)
+    sample = CheckCounts(requests=0)
     for _ in range(requests):
         sample.requests += 1
         if draw.random() >= hit_share:
@@ -73,14 +73,14 @@ def test_the_estimate_is_unbiased_where_audits_seek_the_risk() -> None:
 
 def test_reports_only_raise() -> None:
     """They are wrong answers for certain, and no sample of the others."""
-    quiet = Sample(requests=1_000, hits=400, checks=50, weight=400.0, weight2=3_200.0)
-    told = Sample(**{name: getattr(quiet, name) for name in quiet.__struct_fields__} | {"reported_wrong": 30})
+    quiet = CheckCounts(requests=1_000, hits=400, checks=50, weight=400.0, weight2=3_200.0)
+    told = CheckCounts(**{name: getattr(quiet, name) for name in quiet.__struct_fields__} | {"reported_wrong": 30})
     silent, loud = measure(quiet), measure(told)
     assert silent.estimate == 0.0
     assert loud.estimate == pytest.approx(0.03)
     assert loud.low > silent.low == 0.0
-    assert measure(Sample(requests=10, hits=3)).estimate is None
-    assert measure(Sample()).checks == 0
+    assert measure(CheckCounts(requests=10, hits=3)).estimate is None
+    assert measure(CheckCounts()).checks == 0
 
 
 bounds = st.one_of(st.none(), st.floats(0, 1))
@@ -96,15 +96,15 @@ def test_nobody_loosens_a_bound(
     assert found == min(given_)
 
 
-def wrong_day(wrong: int, checks: int = 200) -> Sample:
-    return Sample(
+def wrong_day(wrong: int, checks: int = 200) -> CheckCounts:
+    return CheckCounts(
         requests=1_000, hits=500, checks=checks, wrong=wrong, weight=checks, weight2=checks, wrong_weight=float(wrong)
     )
 
 
 def test_a_bound_tightens_itself_and_relaxes() -> None:
     """Past its interval's low end by as much as the estimate; until the estimate, not the interval, is back within."""
-    truth = Truth(Bounds(settings()))
+    truth = MeasuredErrors(Bounds(settings()))
     key = (1, "m")
     assert truth.update({key: wrong_day(6)}, [TEAM]) == []  # 1.5% estimated, and perhaps within
     assert truth.bounds.bound(TEAM, "m", None).untightened is None
@@ -122,8 +122,8 @@ def test_a_bound_tightens_itself_and_relaxes() -> None:
 
 def test_one_wrong_answer_is_no_pattern() -> None:
     """Among the first few requests a single report does not tighten anything; a second does."""
-    truth = Truth(Bounds(settings()))
-    assert truth.update({(1, "m"): Sample(requests=2, hits=1, reported_wrong=1)}, [TEAM]) == []
-    assert len(truth.update({(1, "m"): Sample(requests=4, hits=2, reported_wrong=2)}, [TEAM])) == 1
+    truth = MeasuredErrors(Bounds(settings()))
+    assert truth.update({(1, "m"): CheckCounts(requests=2, hits=1, reported_wrong=1)}, [TEAM]) == []
+    assert len(truth.update({(1, "m"): CheckCounts(requests=4, hits=2, reported_wrong=2)}, [TEAM])) == 1
     truth.update({}, [TEAM])
     assert truth.bounds.bound(TEAM, "m", None).untightened is None

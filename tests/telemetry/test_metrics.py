@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gateway.journey.record import Attempt
 from gateway.telemetry import metric_names as names
 from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.shared_numbers import CAPACITY, Slots
+from gateway.telemetry.shared_numbers import CAPACITY, SharedNumbers
 from tests.telemetry.records import hit, miss
 
 _ROOT = Path(__file__).parents[2]
@@ -179,18 +179,18 @@ def test_a_full_disk_stops_nobody(tmp_path: Path) -> None:
 
 def test_a_series_line_cut_short_is_no_series(tmp_path: Path) -> None:
     """A crash inside the write of a series' line leaves the whole lines readable and the file usable."""
-    first = Slots(tmp_path)
+    first = SharedNumbers(tmp_path)
     start = first.allocate(("a",), 1)
     first.values[start] = 7.0
     first.close()
     lines = (tmp_path / "0.series").read_bytes().rstrip(b"\0")
     (tmp_path / "0.series").write_bytes(lines + b'[["b"],6')
-    second = Slots(tmp_path)
+    second = SharedNumbers(tmp_path)
     assert second.allocate(("a",), 1) == start
     assert second.values[start] == 7.0
     other = second.allocate(("c",), 3)
     assert other != start
-    third = Slots(tmp_path)
+    third = SharedNumbers(tmp_path)
     assert {key for shot in third.snapshots() for key, _ in shot.series} == {("a",), ("c",)}
     second.close()
     third.close()

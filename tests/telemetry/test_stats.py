@@ -7,8 +7,9 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from gateway.journey.record import Attempt
+from gateway.telemetry.buckets import step
 from gateway.telemetry.stats import Stats
-from gateway.telemetry.summary import Window, percentiles, step
+from gateway.telemetry.summary import Window, percentiles
 from tests.services import run_redis
 from tests.telemetry.records import AT_S, hit, miss
 

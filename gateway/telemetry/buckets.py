@@ -1,0 +1,132 @@
+"""The format of the statistics' buckets in Redis: one hash for a minute, an hour or a day.
+
+A field is `letter|team|kind|model` (the model last: it may contain anything); its value is an
+integer. The kind is one of KINDS, or `deployment` (the model is then the deployment, and the team
+empty), or `truth` (checks and reports of semantic hits). The letters:
+
+    requests of a kind     r requests; TALLIED; tN and dN: histogram bucket N of TTFT and duration
+    truth                  CHECKED
+    deployment             TRIED
+
+Knows no Redis. Invariant: adding the fields of two buckets gives the bucket of both.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+HITS = ("exact", "semantic", "coalesced")
+# An error is never a miss.
+KINDS = (*HITS, "miss", "bypass", "refused", "failed")
+DEPLOYMENT = "deployment"
+TRUTH = "truth"
+REQUESTS = "r"
+TTFT = "t"
+DURATION = "d"
+_NOT_OUR_FAILURES = frozenset({"not_cached", "deadline_exceeded"})  # 504s that the client asked for
+
+
+class Metric(msgspec.Struct, frozen=True):
+    """A number in a bucket: the attribute that holds it in a record or a sum, and its scale."""
+
+    name: str
+    scale: int = 1
+
+
+TALLIED: Mapping[str, Metric] = {
+    "p": Metric("prompt_tokens"),
+    "c": Metric("completion_tokens"),
+    "k": Metric("cached_tokens"),
+    "$": Metric("cost_microusd"),
+    "s": Metric("saved_microusd"),
+    "ms": Metric("saved_ms"),
+}
+CHECKED: Mapping[str, Metric] = {
+    "n": Metric("checks"),
+    "b": Metric("wrong"),
+    "w": Metric("weight", 10_000),
+    "q": Metric("weight2", 10_000),
+    "x": Metric("wrong_weight", 10_000),
+    "fw": Metric("reported_wrong"),
+    "fr": Metric("reported_right"),
+}
+TRIED: Mapping[str, Metric] = {
+    "ok": Metric("ok"),
+    "no": Metric("failed"),
+    "c": Metric("completion_tokens"),
+    "$": Metric("cost_microusd"),
+}
+
+
+def amounts(metrics: Mapping[str, Metric], source: Any) -> Iterator[tuple[str, int]]:
+    """Each letter with its amount in `source`, as an integer."""
+    for letter, metric in metrics.items():
+        yield letter, round(getattr(source, metric.name) * metric.scale)
+
+
+def add(metrics: Mapping[str, Metric], letter: str, amount: int, target: Any) -> None:
+    """Add a field's amount to its attribute of `target`; unknown letters are ignored."""
+    metric = metrics.get(letter)
+    if metric is not None:
+        value = amount / metric.scale if metric.scale > 1 else amount
+        setattr(target, metric.name, getattr(target, metric.name) + value)
+
+
+class Field(msgspec.Struct, frozen=True):
+    """A field's name, parsed."""
+
+    letter: str
+    team_id: int
+    kind: str
+    model: str
+
+
+def field_name(letter: str, team_id: int | str, kind: str, model: str) -> str:
+    """A field's name."""
+    return f"{letter}|{team_id}|{kind}|{model}"
+
+
+def read_fields(reply: list[bytes]) -> Iterator[tuple[Field, int]]:
+    """The fields and values of a bucket's flat reply."""
+    for name, amount in zip(reply[::2], reply[1::2], strict=True):
+        letter, team, kind, model = name.decode().split("|", 3)
+        yield Field(letter, int(team or 0), kind, model), int(amount)
+
+
+def kind_of(cache: str, status: int, error: str) -> str:
+    """The request's kind, one of KINDS: `cache` for an answer, `refused` for a 4xx and for a 504 that the client
+    asked for, `failed` for any other 5xx.
+    """
+    if status < 400:
+        return cache
+    return "refused" if status < 500 or error in _NOT_OUR_FAILURES else "failed"
+
+
+_STEPS_PER_DOUBLING = 4
+_STEP_MAX = 31 * _STEPS_PER_DOUBLING  # about 60 h in units of 0.1 ms
+
+
+def step(ms: float) -> int:
+    """The histogram bucket of a latency: 0 up to 0.1 ms, then four to each doubling."""
+    return min(max(math.ceil(_STEPS_PER_DOUBLING * math.log2(ms * 10)), 0), _STEP_MAX) if ms > 0 else 0
+
+
+def percentile_ms(histogram: Mapping[int, int], share: float) -> float | None:
+    """The geometric middle of the bucket with the `share`-th value; None for an empty histogram."""
+    rest = math.ceil(share * sum(histogram.values()))
+    for step in sorted(histogram):
+        rest -= histogram[step]
+        if rest <= 0:
+            return float(2 ** ((step - 0.5) / _STEPS_PER_DOUBLING) / 10)
+    return None
+
+
+def merged(histograms: Iterable[Mapping[int, int]]) -> dict[int, int]:
+    """The sum of several histograms."""
+    total: dict[int, int] = {}
+    for histogram in histograms:
+        for step, count in histogram.items():
+            total[step] = total.get(step, 0) + count
+    return total
