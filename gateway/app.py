@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import structlog
 from fastapi import FastAPI, Request
 from fastapi_offline import FastAPIOffline
 from redis.exceptions import RedisError
@@ -44,6 +43,7 @@ from gateway.journey.record import Record
 from gateway.journey.semantic import Bounds, SemanticLookup
 from gateway.journey.turn import Turn
 from gateway.learning.build import Learning, open_learning
+from gateway.loggers import get_logger
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
 from gateway.telemetry import logs
@@ -65,7 +65,7 @@ _GC_THRESHOLDS = (20_000, 20, 50)
 # What a busy minute frees lies between cached answers that live on, and the allocator would keep it. Measured there too.
 _TRIM_EVERY_S = 30.0
 _TRUTH_EVERY_S = 5.0
-_log = structlog.get_logger(__name__)
+_log = get_logger()
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

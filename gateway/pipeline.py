@@ -17,7 +17,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
-import structlog
 
 from cache import CacheUnavailable, Entry, ExactCache, Fingerprint, LookupMiss, fingerprint
 from gateway.accounts import Accounts, Identity, LedgerRow, partition_of
@@ -31,6 +30,7 @@ from gateway.journey.record import Record, ended_with, record_of
 from gateway.journey.semantic import SemanticLookup
 from gateway.journey.storing import chunks_of
 from gateway.journey.turn import Arrival, Ended, Turn, elapsed_ms_since
+from gateway.loggers import get_logger
 from gateway.settings import Settings
 from gateway.transport.eager import Eager
 from gateway.wire.errors import ApiError, BadRequest, Forbidden, NotCached, Unauthenticated
@@ -39,7 +39,7 @@ from policies import Route
 
 _STARTING_POLL_S = 0.1
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 Emit = Callable[[Record, Turn | None, Sequence[Chunk]], None]
 """Logs, measures and counts one record. The turn and the chunks are for the log, where prompts may be logged."""

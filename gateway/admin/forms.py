@@ -11,7 +11,6 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
-import structlog
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import RedirectResponse
 from pydantic import BaseModel, ValidationError
@@ -22,12 +21,13 @@ from gateway.admin.guard import COOKIE, SESSION_S, Guard
 from gateway.admin.html import LOGIN, Pages, back_to, is_own_path
 from gateway.admin.models import BudgetIn, BudgetPatch, ClearIn, FeedbackIn, KeyIn, PurgeIn, TeamIn, TryIn
 from gateway.admin.parts import AdminParts
+from gateway.loggers import get_logger
 from gateway.wire.errors import BadRequest
 
 Render = Callable[..., Awaitable[Response]]
 _Body = TypeVar("_Body", bound=BaseModel)
 
-_log = structlog.get_logger(source=__name__)
+_log = get_logger(__name__)
 
 
 class FormProblem(Exception):

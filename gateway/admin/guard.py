@@ -14,7 +14,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 from urllib.parse import urlsplit
 
-import structlog
 from fastapi import Request, Response
 from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.routing import APIRoute
@@ -23,13 +22,14 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from cache import CacheUnavailable
 from gateway import accounts
+from gateway.loggers import get_logger
 from gateway.wire.errors import ApiError, BadRequest, Forbidden, NotFound, Unauthenticated, Unavailable
 
 COOKIE = "sameway_admin"
 SESSION_S = 12 * 3_600
 _SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
 
-_log = structlog.get_logger(source=__name__)
+_log = get_logger(__name__)
 
 
 class Conflict(ApiError):

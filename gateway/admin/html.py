@@ -13,13 +13,13 @@ from typing import Any
 from urllib.parse import quote
 
 import jinja2
-import structlog
 from fastapi import Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 from fastapi.routing import APIRoute
 
 from gateway.admin import format as fmt
 from gateway.admin.guard import Guard, as_api_error, check_same_site
+from gateway.loggers import get_logger
 from gateway.wire.errors import ApiError, Unauthenticated
 
 _FOLDER = Path(__file__).parent
@@ -34,7 +34,7 @@ _HEADERS = {
 }
 _STATIC_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
-_log = structlog.get_logger(source=__name__)
+_log = get_logger(__name__)
 
 
 class Pages:

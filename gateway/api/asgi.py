@@ -9,15 +9,15 @@ from itertools import chain
 from typing import Any
 
 import msgspec
-import structlog
 
 from gateway.api.headers import JSON, Headers, base_headers
 from gateway.backends.base import BackendBroken
 from gateway.backends.refusals import from_backend
 from gateway.journey.turn import Ended
+from gateway.loggers import get_logger
 from gateway.wire.errors import ApiError, TooLarge, Unavailable, UnsupportedMediaType
 
-_log = structlog.get_logger(__name__)
+_log = get_logger()
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

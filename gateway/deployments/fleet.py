@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import structlog
 
 import policies
 from gateway.backends.base import (
@@ -22,13 +21,14 @@ from gateway.backends.base import (
 )
 from gateway.deployments.build import build_backend, describe
 from gateway.deployments.progress import Progress
+from gateway.loggers import get_logger
 from gateway.settings import DeploymentSettings, ModelSettings, Settings, deployment_name
 from gateway.wire.errors import ApiError, BadRequest, DeadlineExceeded, NotFound, Unavailable
 from gateway.wire.requests import OUTPUT_TOKENS_EXPECTED, OUTPUT_TOKENS_MAX
 from policies import Breaker, Candidate, Cause, Demand, Estimate, Price, Route, RoutingPolicy
 from policies.routing import PolicyKind
 
-_log = structlog.get_logger(__name__)
+_log = get_logger()
 
 _TTFT_TIMEOUT_MAX_MS = 60_000.0
 _ATTEMPTS_MAX = 3

@@ -10,17 +10,17 @@ from collections import deque
 from dataclasses import dataclass
 
 import msgspec
-import structlog
 from redis.exceptions import RedisError, ResponseError
 
 from gateway.accounts import Identity, LedgerRow, encode_row
+from gateway.loggers import get_logger
 from gateway.settings import BudgetSettings
 from gateway.wire.errors import BudgetExceeded, Unavailable
 from policies import Budgets, Hold, NotReady, Refused
 from policies.prices import MICROUSD_MAX
 
 _RETRY_EVERY_S = 0.5
-_log = structlog.get_logger(__name__)
+_log = get_logger()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,6 @@ Knows how they fit and nothing of what they do. Invariant: a worker without any 
 import random
 from dataclasses import dataclass
 
-import structlog
-
 from cache import (
     EqualityJudge,
     ExactCache,
@@ -26,6 +24,7 @@ from gateway.learning.comparisons import Check, Judging
 from gateway.learning.internal_requests import InternalRequests, own_identity
 from gateway.learning.llm_judge import LlmJudge
 from gateway.learning.reports import Reports
+from gateway.loggers import get_logger
 from gateway.pipeline import Learn, Pipeline
 from gateway.settings import Settings
 from gateway.telemetry import metric_names as m
@@ -34,7 +33,7 @@ from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.stats import Stats
 from gateway.transport.redis_link import RedisLink
 
-_log = structlog.get_logger(__name__)
+_log = get_logger()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
-import structlog
 from redis.exceptions import RedisError
 
 from cache import (
@@ -40,6 +39,7 @@ from gateway.journey.flight import Flight
 from gateway.journey.record import Record
 from gateway.journey.storing import answer_id, answer_text, chunks_of
 from gateway.journey.turn import Turn
+from gateway.loggers import get_logger
 from gateway.settings import NEAR_SIMILARITY_MIN
 from gateway.wire.fold import fold
 from gateway.wire.types import Chunk
@@ -51,7 +51,7 @@ _AGAIN_S = 60.0
 _AGAIN_KEYS_MAX = 10_000
 _AGAIN_SHARED = 0.8  # of the words of both prompts
 _AGAIN_WEIGHT = 0.25  # of a verdict: what nobody could compare, and somebody did not take
-_log = structlog.get_logger(__name__)
+_log = get_logger()
 
 Regenerate = Callable[[Turn], Awaitable[bytes | None]]
 

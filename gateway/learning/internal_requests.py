@@ -9,11 +9,11 @@ import contextlib
 from typing import Any
 
 import msgspec
-import structlog
 
 from gateway.accounts import Accounts, Conflict, Identity, Key
 from gateway.journey.flight import Reply
 from gateway.journey.turn import Ended, arrive, read_turn
+from gateway.loggers import get_logger
 from gateway.pipeline import Pipeline
 from gateway.settings import CacheSettings
 from gateway.wire.errors import ApiError
@@ -23,7 +23,7 @@ from policies import WindowKind
 
 TEAM = "sameway judge"
 _TIMEOUT_S = 120.0
-_log = structlog.get_logger(__name__)
+_log = get_logger()
 
 
 async def own_identity(settings: CacheSettings, accounts: Accounts) -> Identity | None:

@@ -96,8 +96,8 @@ def read_fields(reply: list[bytes]) -> Iterator[tuple[Field, int]]:
 
 
 def kind_of(cache: str, status: int, error: str) -> str:
-    """The request's kind, one of KINDS: `cache` for an answer, `refused` for a 4xx and for a 504 that the client
-    asked for, `failed` for any other 5xx.
+    """The request's kind, one of KINDS: `cache` for an answer, `refused` for a 4xx and for a 504
+    that the client asked for, `failed` for any other 5xx.
     """
     if status < 400:
         return cache

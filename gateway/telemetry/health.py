@@ -1,8 +1,9 @@
-"""What is there and what is not: readiness, the admin's list of parts, and the gauges.
+"""Checks the worker's parts: readiness, the admin's list of parts, and the gauges.
 
-Looks twice a second, so that a probe costs nothing and asks nobody. Knows no requests. Invariants: `/readyz` is 503 until
-everything has been there once, so a balancer sends nobody to a cold host; after that only what leaves no request answerable makes
-it 503 again, because a gateway without its cache still answers.
+Checks twice a second, so a probe of `/readyz` waits for nothing. Knows no requests. Invariants:
+`/readyz` is 503 until every part was ready once, so a balancer sends no request to a cold host;
+after that it is 503 only while some alias cannot be answered, because a gateway without its cache
+still answers.
 """
 
 import asyncio
@@ -11,7 +12,6 @@ import resource
 import time
 from typing import Any
 
-import structlog
 from redis.exceptions import RedisError
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -19,6 +19,7 @@ from cache import SemanticClient, Status, WorkerState
 from gateway.accounts import Accounts, LedgerWriter
 from gateway.deployments.fleet import Deployment, Fleet
 from gateway.journey.budget import Money
+from gateway.loggers import get_logger
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
 from gateway.telemetry import metric_names as m
@@ -27,14 +28,14 @@ from gateway.telemetry.parts import Health, Part
 from gateway.transport.redis_link import RedisLink
 
 _LOOK_EVERY_S = 0.5
-_LOOK_TIMEOUT_S = 6.0  # above the time-outs of Redis and of the cache worker: what is late is the database
+_LOOK_TIMEOUT_S = 6.0  # longer than the time-outs of Redis and the cache worker: only the database can be late
 _DESCRIPTORS_SHARE_MAX = 0.9
 
-_log = structlog.get_logger(__name__)
+_log = get_logger()
 
 
 class HealthMonitor:
-    """The last look at every part of this worker."""
+    """The results of the last check of every part of this worker."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class HealthMonitor:
         self.lag_s = 0.0
 
     async def run(self, metrics: Metrics) -> None:
-        """For ever: look, and set the gauges."""
+        """Check the parts and set the gauges, for ever."""
         while True:
             before = time.perf_counter()
             await asyncio.sleep(_LOOK_EVERY_S)
@@ -84,7 +85,7 @@ class HealthMonitor:
     async def _look_at_redis(self) -> None:
         try:
             self._backlog = await self._writer.backlog()
-            # changes nothing, and is refused where writing is: a full disk or memory, a replica
+            # a write that changes nothing fails if writes do: disk or memory full, a replica
             await self._link.execute_command("SETRANGE", "sameway:writable", 0, "")
             self._redis_error = ""
         except RedisError as error:
@@ -101,7 +102,7 @@ class HealthMonitor:
         self._cache = await self._semantic.status()
 
     def _look_at_descriptors(self) -> None:
-        """The kernel gives the lowest free number: where that is near the limit, connections will soon be turned away."""
+        """Warn if few descriptors are left; the kernel gives the lowest free number."""
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         try:
             lowest_free = os.dup(0)
@@ -115,10 +116,10 @@ class HealthMonitor:
             )
         self._are_descriptors_scarce = are_scarce
 
-    # -- what was seen ------------------------------------------------------------------------------------------
+    # -- results ------------------------------------------------------------------------------------------------
 
     def parts(self) -> list[Part]:
-        """Every part with its state in words."""
+        """Every part with its state and details for people."""
         cache = self._cache
         detail = {
             WorkerState.READY: f"{cache.size} indexed, {cache.embedder}",
@@ -150,8 +151,8 @@ class HealthMonitor:
         is_answerable = all(
             any(_is_available(d) for d in alias.deployments.values()) for alias in self._fleet.aliases.values()
         )
-        # at first everything has to be there that is not known to be down for good: a host that is starting gets nobody yet;
-        # later a deployment that is down beside one that answers is no reason to send nobody here
+        # before the first readiness every part must be ready, except deployments that are down, not
+        # starting; afterwards each alias needs only one available deployment
         names = {deployment.name for deployment in self._fleet.deployments}
         is_up = all(part.health is Health.OK or (part.name in names and part.health is Health.DOWN) for part in parts)
         self._was_ready = self._was_ready or (is_answerable and is_up)
@@ -174,7 +175,7 @@ class HealthMonitor:
         for deployment in self._fleet.deployments:
             load = deployment.backend.load(0)
             metrics.set(m.DEPLOYMENT_AVAILABLE, float(_is_available(deployment)), deployment.name)
-            workers = 1 if load.engine is None else self._settings.workers  # each is told of all that an engine runs
+            workers = 1 if load.engine is None else self._settings.workers  # an engine reports its total to each worker
             metrics.set(m.DEPLOYMENT_RUNNING, load.running / workers, deployment.name)
             if load.engine is not None:
                 metrics.set(m.ENGINE_KV_USED, load.engine.kv_usage, deployment.name)
@@ -189,5 +190,5 @@ def _memory_bytes() -> float:
     try:
         with open("/proc/self/statm") as file:
             return float(file.read().split()[1]) * resource.getpagesize()
-    except OSError:  # not Linux: the peak is the best that is to be had
+    except OSError:  # not Linux: use the peak
         return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024

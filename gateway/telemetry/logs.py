@@ -1,9 +1,9 @@
-"""The log: one canonical line per request, and the few lines in between. JSON for machines, columns for people.
+"""The log: one canonical line per request, and lines for other events. JSON, or columns for people.
 
-Lines are rendered where they are made and written by a thread, in batches, so that a slow terminal or a full pipe never
-holds up a request; a reader that stays away for long costs lines, counted and reported, never memory.
+The caller renders a line; a thread writes lines in batches, so a slow terminal or a full pipe never
+delays a request. If the log's reader is too slow for long, lines are dropped, counted and reported.
 
-Invariant: the text of prompts and answers reaches the log only where `settings.log_prompts` says so.
+Invariant: texts of prompts and answers are logged only if `settings.log_prompts` is set.
 """
 
 import atexit
@@ -13,13 +13,14 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import msgspec
 import structlog
-from structlog.typing import EventDict, FilteringBoundLogger
+from structlog.typing import EventDict
 
 from gateway.journey.record import Record
+from gateway.loggers import get_logger
 from gateway.settings import Settings
 
 _LINES_MAX = 20_000
@@ -28,7 +29,7 @@ _encode = msgspec.json.Encoder(enc_hook=repr).encode
 
 
 class LogWriter:
-    """Bytes on their way to `stream`, written by a thread that sleeps while there are none."""
+    """Writes lines to `stream` from a thread. Calls `on_drop` with the number of dropped lines."""
 
     def __init__(self, stream: BinaryIO, on_drop: Callable[[int], None] | None = None) -> None:
         self._stream = stream
@@ -42,7 +43,7 @@ class LogWriter:
         self._thread.start()
 
     def msg(self, line: bytes) -> None:
-        """Takes one line without its newline; never blocks."""
+        """Queue one line, without its newline; never blocks."""
         lines = self._lines
         if len(lines) >= _LINES_MAX:
             self._dropped += 1
@@ -56,11 +57,11 @@ class LogWriter:
     def _run(self) -> None:
         while not self._is_closed:
             self._has_lines.wait()
-            time.sleep(_GATHER_S)  # let a burst gather: one wake-up and one write for all of it
+            time.sleep(_GATHER_S)  # gathers a burst into one wake-up and one write
             self.flush()
 
     def flush(self) -> None:
-        """Writes what is waiting. Returns when the operating system has it."""
+        """Write all queued lines; returns when the operating system has them."""
         with self._writing:
             self._has_lines.clear()
             lines, self._lines = self._lines, []
@@ -75,13 +76,11 @@ class LogWriter:
             try:
                 self._stream.write(b"\n".join(lines))
                 self._stream.flush()
-            except (
-                OSError,
-                ValueError,
-            ):  # a closed pipe: nobody reads this log any more, and there is nowhere to say so
+            except (OSError, ValueError):  # a closed pipe: nothing can be logged any more
                 self._is_closed = True
 
     def close(self) -> None:
+        """Write all queued lines and stop the thread, within 2 s."""
         self._is_closed = True
         self._has_lines.set()
         self._thread.join(timeout=2.0)
@@ -90,7 +89,7 @@ class LogWriter:
 
 
 class Log:
-    """What `configure` set up: where lines go and how they look."""
+    """The configured log: its writer, and the format of its lines."""
 
     def __init__(self, writer: LogWriter, *, is_json: bool, has_colours: bool, has_prompts: bool) -> None:
         self.writer = writer
@@ -103,9 +102,11 @@ class Log:
         ]
 
     def emit(self, record: Record, *, prompt: str = "", answer: str = "") -> None:
-        """The canonical line of a finished request; `prompt` and `answer` are written only where prompts may be."""
+        """Write the canonical line of a finished request; `prompt` and `answer` only if prompts may
+        be logged.
+        """
         level = "error" if record.status >= 500 else "info"
-        # the one line that every request writes: structlog's chain would cost as much again as the line
+        # not through structlog, whose chain of processors would double the cost of this line
         fields = self._flatten(None, level, {"record": record, "prompt": prompt, "answer": answer})
         self.writer.msg(self._render(None, level, fields))
 
@@ -114,9 +115,10 @@ _current: Log | None = None
 
 
 def configure(settings: Settings, stream: BinaryIO | None = None, on_drop: Callable[[int], None] | None = None) -> Log:
-    """Sets up structlog and the standard library's logging to write to `stream` (default: stderr).
+    """Configure structlog and the standard library's logging to write to `stream` (default:
+    stderr).
 
-    `auto` means pretty on a terminal and JSON otherwise. `on_drop` hears how many lines a slow reader has cost.
+    The format `auto` is `pretty` on a terminal and `json` otherwise. For `on_drop` see `LogWriter`.
     """
     global _current
     close()
@@ -139,13 +141,13 @@ def configure(settings: Settings, stream: BinaryIO | None = None, on_drop: Calla
 
 
 def emit(record: Record, *, prompt: str = "", answer: str = "") -> None:
-    """`Log.emit` of the log that `configure` set up; before that, nothing."""
+    """`Log.emit` of the configured log; does nothing before `configure`."""
     if _current is not None:
         _current.emit(record, prompt=prompt, answer=answer)
 
 
 def close() -> None:
-    """Writes what is waiting and stops the writer."""
+    """Write all queued lines and stop the writer."""
     global _current
     log, _current = _current, None
     if log is not None:
@@ -153,13 +155,8 @@ def close() -> None:
         atexit.unregister(close)
 
 
-def get_logger(name: str) -> FilteringBoundLogger:
-    """A logger for the lines between requests: `get_logger("engine").info("model_loaded", seconds=3.1)`."""
-    return cast(FilteringBoundLogger, structlog.get_logger(source=name))
-
-
 def _flatten(_logger: Any, level: str, event: EventDict) -> EventDict:
-    """The record without its defaults, flat; what a reader greps for is always there and first."""
+    """The record as flat fields, without defaults; the most searched fields come first, always."""
     record: Record = event["record"]
     fields: dict[str, Any] = {
         "event": "request",
@@ -197,7 +194,7 @@ _second = (-1, "")
 
 
 def _iso(at_s: float) -> str:
-    """RFC 3339 in UTC with milliseconds. The part that changes once a second is made once a second."""
+    """RFC 3339 in UTC with milliseconds. The part up to the second is computed once a second."""
     global _second
     whole = int(at_s)
     known, text = _second
@@ -266,7 +263,7 @@ _PRETTY_REST = ("team", "error", "miss_reason", "similarity", "store", "attempts
 
 
 def _printable(value: Any) -> str:
-    """On one line and without control characters: what a client sent must not move the terminal's cursor."""
+    """`value` on one line, without control characters: a client's text must not move the cursor."""
     text = value if isinstance(value, str) else str(value)
     return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
 
@@ -276,7 +273,7 @@ def _local_clock(timestamp: str) -> str:
 
 
 class _Bridge(logging.Handler):
-    """The standard library's records as lines of ours."""
+    """Passes the standard library's records to this log."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

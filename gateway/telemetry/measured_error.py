@@ -1,12 +1,17 @@
-"""How often are answers by meaning wrong in truth, and what bound follows? Measured, with its interval, for each team and alias.
+"""Measures how often semantic hits are wrong, with an interval, for each team and alias; tightens
+bounds.
 
-What is measured are checks drawn by chance: audits and shadow checks of would-be hits, each standing for as many served hits as its
-chance says (Horvitz and Thompson, 1952), and reports, which only ever add. Knows no rule and no Redis. Invariants: a bound only
-tightens: the least of the gateway's, the team's, the alias' and the request's; where the interval's low end passes it, it is
-tightened by as much as the estimate passes it, once two answers or more were wrong, until the estimate is back within.
+The measurement uses checks drawn at random, audits and shadow checks of would-be hits. A check
+stands for the number of served hits that follows from its chance (Horvitz and Thompson, 1952).
+Reports only increase the estimate. Knows no rule and no Redis.
 
-The interval is Clopper and Pearson's (1934; 95%), at the effective number of checks (sum of weights) squared over the sum of their
-squares (Kish, 1965), times the share of requests that were hits. It is exact for equal weights and wide for few checks.
+Invariant: a bound only tightens, to the least of the gateway's, the team's, the alias's and the
+request's. If the interval's low end exceeds the bound and two or more answers were wrong, the bound
+is multiplied by bound / estimate, until the estimate is within the bound again.
+
+The interval is Clopper and Pearson's (1934; 95%), for the effective number of checks, (sum of
+weights)^2 / (sum of their squares) (Kish, 1965), times the share of requests that were hits. It is
+exact for equal weights, and wide for few checks.
 """
 
 import math
@@ -25,10 +30,13 @@ _TINY = 1e-300
 
 
 class CheckCounts(msgspec.Struct):
-    """What was counted of one team and alias over some time. Weights are in served hits; `weight2` sums their squares."""
+    """Counts of one team and alias over some time.
+
+    Weights are in served hits; `weight2` sums their squares.
+    """
 
     requests: int = 0  # answered, from the cache or not
-    hits: int = 0  # by meaning
+    hits: int = 0  # semantic ones
     checks: int = 0
     wrong: int = 0  # of the checks
     weight: float = 0.0
@@ -38,14 +46,16 @@ class CheckCounts(msgspec.Struct):
     reported_right: int = 0
 
     def add(self, other: "CheckCounts") -> None:
-        """The sum of both."""
+        """Add `other` to this."""
         for name in self.__struct_fields__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """Answers by meaning that were wrong, as a share of all requests: the estimate (None without any check or report), its
-    interval, and how many checks it rests on."""
+    """The share of all requests that a semantic hit answered wrongly, with its interval and checks.
+
+    `estimate` is None without any check or report.
+    """
 
     estimate: float | None
     low: float
@@ -55,7 +65,9 @@ class Measured(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class LiveError:
-    """The truth of one team and alias beside its bound. `strictness` is what the bound is multiplied with now."""
+    """The measured error of one team and alias, and its bound, which is multiplied by `strictness`
+    now.
+    """
 
     team_id: int
     team: str
@@ -67,8 +79,11 @@ class LiveError:
 
 
 def measure(sample: CheckCounts) -> Measured:
-    """The share of requests answered wrongly by meaning. A report is a wrong answer for certain, and those that nobody reported are
-    what the checks are for: of both estimates and of both low ends the larger counts."""
+    """Estimate the share of requests that a semantic hit answered wrongly.
+
+    Reports are certain, checks cover the unreported hits: the larger of both estimates counts, and
+    the larger of both low ends.
+    """
     if not sample.requests:
         return Measured(None, 0.0, 1.0, 0)
     share = sample.hits / sample.requests
@@ -88,7 +103,7 @@ def measure(sample: CheckCounts) -> Measured:
 
 
 def clopper_pearson(count: float, total: float) -> tuple[float, float]:
-    """The interval for a share of which `count` of `total` were seen; both may be fractions (effective numbers)."""
+    """The interval of the share `count` / `total`; both may be fractions (effective numbers)."""
     tail = (1.0 - CONFIDENCE) / 2.0
     low = 0.0 if count <= 0 else _quantile(tail, count, total - count + 1)
     high = 1.0 if count >= total else _quantile(1.0 - tail, count + 1, total - count)
@@ -96,7 +111,7 @@ def clopper_pearson(count: float, total: float) -> tuple[float, float]:
 
 
 def _quantile(share: float, a: float, b: float) -> float:
-    """Of the beta distribution, by bisection."""
+    """The quantile of the beta distribution, by bisection."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -105,10 +120,12 @@ def _quantile(share: float, a: float, b: float) -> float:
 
 
 def _beta(x: float, a: float, b: float) -> float:
-    """The regularised incomplete beta function, by its continued fraction (DLMF 8.17.22; evaluated as Lentz does)."""
+    """The regularised incomplete beta function, by its continued fraction (DLMF 8.17.22, Lentz's
+    method).
+    """
     if x <= 0.0 or x >= 1.0:
         return float(x >= 1.0)
-    if x > (a + 1) / (a + b + 2):  # where the fraction converges slowly
+    if x > (a + 1) / (a + b + 2):  # the fraction converges slowly there
         return 1.0 - _beta(1.0 - x, b, a)
     log_front = a * math.log(x) + b * math.log1p(-x) + math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
     fraction, c, d = 1.0, 1.0, 0.0
@@ -129,14 +146,16 @@ def _beta(x: float, a: float, b: float) -> float:
 
 
 class MeasuredErrors:
-    """One worker's view of all teams' and aliases' live errors, and the bounds that follow."""
+    """This worker's measured errors of all teams and aliases; updates the strictness in `bounds`."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
         self.live: tuple[LiveError, ...] = ()
 
     def update(self, samples: Mapping[tuple[int, str], CheckCounts], teams: Iterable[Team]) -> list[LiveError]:
-        """Take in what was counted lately. What comes back are those whose bound has tightened or relaxed by it."""
+        """Measure again from recent counts; returns the errors whose bound was tightened or
+        relaxed.
+        """
         names, tightened = {team.id: team for team in teams}, self.bounds.strictness
         live, changed = [], []
         for (team_id, alias), sample in samples.items():
@@ -161,8 +180,11 @@ class MeasuredErrors:
 
 
 def _strictness(sample: CheckCounts, measured: Measured, error_max: float, *, is_tight: bool) -> float:
-    """What to multiply the bound with: 1 while the truth may be within it, and once tight until the estimate is. A single wrong
-    answer among the first few requests is no pattern yet."""
+    """The factor for the bound: 1 while the error may be within it; once tight, until the estimate
+    is.
+
+    A single wrong answer among the first few requests does not tighten it.
+    """
     estimate = measured.estimate or 0.0
     has_pattern = sample.wrong + sample.reported_wrong >= _PATTERN
     is_past = estimate > error_max if is_tight else has_pattern and measured.low > error_max

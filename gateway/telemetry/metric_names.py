@@ -1,15 +1,15 @@
-"""The metrics' names, kinds, labels and words: a table, and nothing that runs.
+"""The metrics' names, kinds, labels and help texts, as a table.
 
-Names follow OpenTelemetry's GenAI conventions where they have one (https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics/;
-dots become underscores, the unit comes last), `sameway_*` otherwise; base units throughout. docs/metrics.md lists the same
-and a test compares.
+Names are those of OpenTelemetry's GenAI conventions where they exist, with underscores for dots and
+the unit last; otherwise `sameway_*`. Units are base units. docs/metrics.md lists the same, and a
+test compares. Source: https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics/
 """
 
 from enum import StrEnum
 
 import msgspec
 
-# The bounds OpenTelemetry's GenAI conventions advise, from 1 ms instead of 10 ms where cached answers are counted too.
+# the bounds that OpenTelemetry's GenAI conventions recommend; from 1 ms where hits count too
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 TPOT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 TOKEN_BOUNDS = tuple(float(4**power) for power in range(11))  # 1 to 1,048,576
@@ -22,7 +22,7 @@ class Kind(StrEnum):
 
 
 class Merge(StrEnum):
-    """How the gauges of several workers become one number."""
+    """How a scrape merges the gauges of several workers."""
 
     SUM = "sum"
     MAX = "max"
@@ -30,18 +30,18 @@ class Merge(StrEnum):
 
 
 class Definition(msgspec.Struct, frozen=True):
-    """One metric: its name as scraped, its labels and what it says."""
+    """One metric: its scraped name, its labels and its help text."""
 
     name: str
     kind: Kind
     help: str
     labels: tuple[str, ...] = ()
-    bounds: tuple[float, ...] = ()  # histograms: upper bounds, inclusive; the last, +Inf, is implied
+    bounds: tuple[float, ...] = ()  # of a histogram: inclusive upper bounds, without +Inf
     merge: Merge = Merge.SUM
 
     @property
     def width(self) -> int:
-        return len(self.bounds) + 2 if self.kind is Kind.HISTOGRAM else 1  # the sum, the buckets, +Inf
+        return len(self.bounds) + 2 if self.kind is Kind.HISTOGRAM else 1  # the sum, the buckets and +Inf
 
 
 def _counter(name: str, help: str, *labels: str) -> Definition:

@@ -1,10 +1,11 @@
-"""The gateway's Prometheus metrics: what each is called, how a finished request moves them, and one text for all workers.
+"""The gateway's Prometheus metrics: updates by finished requests, and one text for all workers.
 
-Knows records and numbers somebody else measured; asks nobody anything. Counters and histograms move through
-`observe(record)` and nothing else moves them, so they agree with the log line and the stats; gauges are set by whoever
-knows. The names are in definitions.py.
+Replaces prometheus_client's counters, whose locked look-ups of labels would add up to a dozen a
+request; rendering is still prometheus_client's. Only `observe(record)` moves a request's counters
+and histograms, so they agree with the log line and the statistics; other parts set gauges.
+`metric_names` defines the names.
 
-Invariant: what a scrape has shown never goes down, whichever worker answered it and whichever has died since.
+Invariant: a scraped counter never decreases, whichever worker answers and whichever has ended.
 """
 
 import math
@@ -16,7 +17,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from gateway.deployments.progress import Attempt
 from gateway.journey.record import Record
+from gateway.telemetry.buckets import HITS
 from gateway.telemetry.metric_names import (
     ACCEPTED,
     ATTEMPT_DURATION,
@@ -55,15 +58,17 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-HITS = frozenset(("exact", "semantic", "coalesced"))
 
-_PLANS_MAX = 20_000
+_SORTS_MAX = 20_000
 
 
-class _Plan(msgspec.Struct, frozen=True):
-    """Where the numbers of one sort of request live: looked up once per request, filled once per sort."""
+class _RequestSeries(msgspec.Struct, frozen=True):
+    """The series that requests of one sort move, by the positions of their first doubles.
 
-    counted: tuple[int, ...]  # these go up by one
+    Looking these up takes longer than updating them, so it is done once for each sort of request.
+    """
+
+    counters: tuple[int, ...]  # each goes up by one
     duration: int
     ttft: int
     tpot: int
@@ -76,32 +81,63 @@ class _Plan(msgspec.Struct, frozen=True):
     output_tokens: int
     input_usage: int
     output_usage: int
-    attempt: int  # the one that is as good as always the only one
+    attempt: int  # of a single successful attempt; 0 for others
     attempt_duration: int
+
+    def count(self, values: "memoryview[float]", record: Record) -> None:
+        """Count one finished request, without its attempts."""
+        for counter in self.counters:
+            values[counter] += 1.0
+        _add(values, self.duration, SECONDS, record.duration_ms / 1e3)
+        if record.ttft_ms is not None:
+            _add(values, self.ttft, SECONDS, record.ttft_ms / 1e3)
+        if self.is_hit:
+            values[self.saved_cost] += record.saved_microusd / 1e6
+            values[self.saved_time] += record.saved_ms / 1e3
+        elif record.prompt_tokens or record.completion_tokens:
+            self._count_generation(values, record)
+
+    def _count_generation(self, values: "memoryview[float]", record: Record) -> None:
+        values[self.cost] += record.cost_microusd / 1e6
+        values[self.input_tokens] += record.prompt_tokens
+        values[self.output_tokens] += record.completion_tokens
+        _add(values, self.input_usage, TOKEN_BOUNDS, record.prompt_tokens)
+        _add(values, self.output_usage, TOKEN_BOUNDS, record.completion_tokens)
+        if record.cached_tokens:
+            values[self.cached_tokens] += record.cached_tokens
+        if record.ttft_ms is not None and record.completion_tokens > 1:
+            tpot_s = (record.duration_ms - record.ttft_ms) / (record.completion_tokens - 1) / 1e3
+            _add(values, self.tpot, TPOT_SECONDS, max(tpot_s, 0.0))
+
+    def count_attempt(self, values: "memoryview[float]", attempt: Attempt) -> None:
+        """Count the request's single, successful attempt."""
+        values[self.attempt] += 1.0
+        _add(values, self.attempt_duration, SECONDS, attempt.duration_ms / 1e3)
 
 
 class Metrics:
-    """The metrics of this worker, and the text of all workers that share `folder` (None: this process alone).
+    """This worker's metrics, and the text of all workers that share `folder` (None: of this one).
 
-    Label values must come from the configuration (team, model, deployment) or from our own code (cache, reason, code):
-    never from a request as it came. A host has room for several thousand series; those beyond are counted nowhere.
+    Label values must come from the configuration (team, model, deployment) or from the code (cache,
+    reason, code), never from a request. A host has room for several thousand series; further series
+    are not counted.
     """
 
     def __init__(self, folder: Path | None) -> None:
-        self._slots = SharedNumbers(folder)
-        self.error = self._slots.error  # why these numbers are this worker's alone
-        self._values: memoryview[float] = self._slots.values
-        self._plans: dict[tuple[str | int, ...], _Plan] = {}
+        self._numbers = SharedNumbers(folder)
+        self.error = self._numbers.error  # the reason why other workers do not see these numbers, if any
+        self._values: memoryview[float] = self._numbers.values
+        self._by_sort: dict[tuple[str | int, ...], _RequestSeries] = {}
         self._starts: dict[Key, int] = {}
-        for key, start in self._slots.own():
+        for key, start in self._numbers.own():
             if key[0] not in BY_NAME or BY_NAME[key[0]].kind is Kind.GAUGE:
-                self._values[start] = math.nan  # a gauge of the worker that had this file before
+                self._values[start] = math.nan  # a gauge of the file's last worker
         self._start(SERIES_DROPPED)
         self.set(WORKERS, 1)
         self.set(BUILD, 1, _version())
 
     def observe(self, record: Record) -> None:
-        """Moves everything that one finished request moves. About 3 us."""
+        """Count one finished request; takes about 3 µs."""
         sort = (
             record.route,
             record.alias,
@@ -113,24 +149,10 @@ class Metrics:
             record.miss_reason,
             record.error,
         )
-        plan = self._plans.get(sort) or self._plan(record, sort)
-        values = self._values
-        for slot in plan.counted:
-            values[slot] += 1.0
-        duration_s = record.duration_ms / 1e3
-        values[plan.duration] += duration_s
-        values[plan.duration + 1 + bisect_left(SECONDS, duration_s)] += 1.0
-        if record.ttft_ms is not None:
-            ttft_s = record.ttft_ms / 1e3
-            values[plan.ttft] += ttft_s
-            values[plan.ttft + 1 + bisect_left(SECONDS, ttft_s)] += 1.0
-        if plan.is_hit:
-            values[plan.saved_cost] += record.saved_microusd / 1e6
-            values[plan.saved_time] += record.saved_ms / 1e3
-        elif record.prompt_tokens or record.completion_tokens:
-            self._observe_generation(record, plan)
+        series = self._by_sort.get(sort) or self._find(record, sort)
+        series.count(self._values, record)
         if record.attempts:
-            self._observe_attempts(record, plan)
+            self._count_attempts(record, series)
         if record.is_disconnected:
             self.add(DISCONNECTS, 1, record.alias)
         for part in record.survived:
@@ -139,25 +161,11 @@ class Metrics:
             self.add(DRAFTED, drafted, record.deployment, source)
             self.add(ACCEPTED, (record.accepted_tokens or {}).get(source, 0), record.deployment, source)
 
-    def _observe_generation(self, record: Record, plan: _Plan) -> None:
-        values = self._values
-        values[plan.cost] += record.cost_microusd / 1e6
-        values[plan.input_tokens] += record.prompt_tokens
-        values[plan.output_tokens] += record.completion_tokens
-        _add(values, plan.input_usage, TOKEN_BOUNDS, record.prompt_tokens)
-        _add(values, plan.output_usage, TOKEN_BOUNDS, record.completion_tokens)
-        if record.cached_tokens:
-            values[plan.cached_tokens] += record.cached_tokens
-        if record.ttft_ms is not None and record.completion_tokens > 1:
-            tpot_s = (record.duration_ms - record.ttft_ms) / (record.completion_tokens - 1) / 1e3
-            _add(values, plan.tpot, TPOT_SECONDS, max(tpot_s, 0.0))
-
-    def _observe_attempts(self, record: Record, plan: _Plan) -> None:
+    def _count_attempts(self, record: Record, series: _RequestSeries) -> None:
         first = record.attempts[0]
         is_usual = len(record.attempts) == 1 and first.outcome == "ok" and first.name == record.deployment
-        if is_usual and plan.attempt:
-            self._values[plan.attempt] += 1.0
-            _add(self._values, plan.attempt_duration, SECONDS, first.duration_ms / 1e3)
+        if is_usual and series.attempt:
+            series.count_attempt(self._values, first)
             return
         for attempt in record.attempts:
             verdict = attempt.verdict
@@ -167,21 +175,21 @@ class Metrics:
         if len(record.attempts) > 1:
             self.add(FAILOVERS, 1, record.alias)
 
-    def _plan(self, record: Record, sort: tuple[str | int, ...]) -> _Plan:
-        if len(self._plans) >= _PLANS_MAX:
-            self._plans.clear()
+    def _find(self, record: Record, sort: tuple[str | int, ...]) -> _RequestSeries:
+        if len(self._by_sort) >= _SORTS_MAX:
+            self._by_sort.clear()
         route, model, team, cache = record.route, record.alias, record.team, record.cache
         error = str(record.status) if record.status >= 400 else ""
-        counted = [self._start(REQUESTS, route, model, team, cache, str(record.status))]
+        counters = [self._start(REQUESTS, route, model, team, cache, str(record.status))]
         if record.store:
-            counted.append(self._start(STORES, record.store))
+            counters.append(self._start(STORES, record.store))
         if record.miss_reason:
-            counted.append(self._start(SEMANTIC_MISSES, record.miss_reason))
+            counters.append(self._start(SEMANTIC_MISSES, record.miss_reason))
         if record.error:
-            counted.append(self._start(ERRORS, route, model, record.error))
+            counters.append(self._start(ERRORS, route, model, record.error))
         is_generated = bool(record.deployment) and cache not in HITS
-        plan = _Plan(
-            counted=tuple(counted),
+        series = self._by_sort[sort] = _RequestSeries(
+            counters=tuple(counters),
             duration=self._start(DURATION, route, model, cache, error),
             ttft=self._start(TTFT, route, model, cache),
             tpot=self._start(TPOT, route, model),
@@ -197,31 +205,30 @@ class Metrics:
             attempt=self._start(ATTEMPTS, record.deployment, "ok") if is_generated else 0,
             attempt_duration=self._start(ATTEMPT_DURATION, model, record.deployment, "") if is_generated else 0,
         )
-        self._plans[sort] = plan
-        return plan
+        return series
 
     def _start(self, definition: Definition, *labels: str) -> int:
         key = (definition.name, *labels)
         start = self._starts.get(key)
         if start is None:
             assert len(labels) == len(definition.labels), f"{definition.name} has the labels {definition.labels}"
-            start = self._starts[key] = self._slots.allocate(key, definition.width)
+            start = self._starts[key] = self._numbers.allocate(key, definition.width)
             if start == 0:
                 self.add(SERIES_DROPPED, 1)
         return start
 
     def add(self, definition: Definition, amount: float, *labels: str) -> None:
-        """Moves a counter, or a gauge that is counted up and down, by `amount`."""
+        """Add `amount` to a counter or a gauge. `labels` are in the order of the definition."""
         start = self._start(definition, *labels)
         before = self._values[start]
         self._values[start] = amount if math.isnan(before) else before + amount
 
     def set(self, definition: Definition, value: float, *labels: str) -> None:
-        """Sets a gauge of this worker."""
+        """Set this worker's gauge. `labels` are in the order of the definition."""
         self._values[self._start(definition, *labels)] = value
 
     def render(self) -> bytes:
-        """The text of a scrape (CONTENT_TYPE): every worker's numbers, merged."""
+        """The text of a scrape (CONTENT_TYPE), merged from all workers."""
         from prometheus_client import CollectorRegistry, generate_latest
 
         registry = CollectorRegistry(auto_describe=False)
@@ -230,11 +237,11 @@ class Metrics:
 
     def _merged(self) -> "list[Metric]":
         series: dict[Key, tuple[float, ...]] = {}
-        for snapshot in self._slots.snapshots():
+        for snapshot in self._numbers.snapshots():
             for key, numbers in snapshot.series:
                 definition = BY_NAME.get(key[0])
                 if definition is None or len(numbers) != definition.width or len(key) != 1 + len(definition.labels):
-                    continue  # an older version's
+                    continue  # written by an older version
                 if definition.kind is Kind.GAUGE and (not snapshot.is_alive or math.isnan(numbers[0])):
                     continue
                 known = series.get(key)
@@ -242,11 +249,12 @@ class Metrics:
         return [_family(definition, series) for definition in DEFINITIONS]
 
     def close(self) -> None:
-        self._slots.close()
+        """Release the worker's files; the numbers stay."""
+        self._numbers.close()
 
 
 class _Collected:
-    """prometheus_client's collector seam over metrics that are already made."""
+    """A prometheus_client collector of finished metrics."""
 
     def __init__(self, metrics: "list[Metric]") -> None:
         self._metrics = metrics
@@ -276,7 +284,7 @@ def _family(definition: Definition, series: dict[Key, tuple[float, ...]]) -> "Me
         if key[0] != definition.name:
             continue
         if definition.kind is not Kind.GAUGE and not any(numbers[1:] or numbers):
-            continue  # made ready, never moved
+            continue  # allocated, but never moved
         labels = dict(zip(definition.labels, key[1:], strict=True))
         if definition.kind is not Kind.HISTOGRAM:
             family.add_sample(definition.name, labels, numbers[0])

@@ -1,4 +1,4 @@
-"""The parts of a worker as an operator sees them: Redis, the database, the cache worker, each deployment."""
+"""The parts that an operator sees: Redis, the database, the cache worker, each deployment."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -6,14 +6,14 @@ from enum import StrEnum
 
 class Health(StrEnum):
     OK = "ok"
-    STARTING = "starting"  # loading a model, rebuilding an index: on its way, nothing to do
+    STARTING = "starting"  # loads a model or rebuilds an index; needs no action
     DOWN = "down"
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of the gateway: Redis, the database, the cache worker, an engine, the ledger's writer."""
+    """One part of the gateway."""
 
     name: str
     health: Health
-    detail: str = ""  # a few words: progress, sizes, or what is wrong
+    detail: str = ""  # progress, sizes, or the error

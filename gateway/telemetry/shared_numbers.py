@@ -1,15 +1,17 @@
-"""Numbers that several worker processes of one host keep for one scrape: doubles in memory-mapped files, a file per worker.
+"""Numbers of a host's workers for one scrape: doubles in memory-mapped files, a file per worker.
 
-Knows nothing of metrics' names or kinds: a series is a key and a run of doubles. Adding to one is a single store into
-mapped memory (about 0.1 us, no lock: one process, one thread writes a file), and what was added survives a `kill -9`,
-because the page belongs to the kernel.
+Knows no metrics: a series is a key and a run of doubles. An update is one store into mapped memory
+(about 0.1 µs, without a lock: one thread writes a file). It survives a `kill -9`, because the page
+belongs to the kernel.
 
-Layout of a worker's pair of files in the folder: `N.series`, a JSON line `[key, start, width]` for each series, and
-`N.values`, the doubles. A worker owns the first pair nobody has locked, so a restarted worker goes on where a dead one
-stopped, the number of pairs is the largest number of workers there ever were at once, and the lock says who is alive.
+Each worker has a pair of files in the folder: `N.series`, a JSON line `[key, start, width]` for
+each series, and `N.values`, the doubles. A worker takes the first unlocked pair. So a restarted
+worker continues a pair, there are as many pairs as workers ran at once, and a lock marks a running
+worker.
 
-Both files have all their bytes from the start: a page that a full disk can't take would be a SIGBUS, in the middle of whatever
-is being counted. Where there is no room for them, or nothing may be written, the numbers are this process's own.
+Both files get all their bytes at once: a mapped page without room on the disk would raise SIGBUS at
+a later update. If there is no room, or the folder is not writable, a worker keeps its numbers in
+its own memory.
 
 Invariant: within a pair, runs `[start, start + width)` never overlap and never move.
 """
@@ -25,13 +27,13 @@ import msgspec
 
 CAPACITY = 1 << 17  # doubles; 1 MiB, room for several thousand series
 SERIES_BYTES = 1 << 20
-SCRATCH = 64  # doubles at the front that take what has no room elsewhere
+SCRATCH = 64  # doubles at the front, for series without room
 
 Key = tuple[str, ...]  # a metric's name and its label values
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True):
-    """Where a series lives: `width` doubles from `start`."""
+    """The place of a series: `width` doubles from `start`."""
 
     key: Key
     start: int
@@ -39,15 +41,17 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """One worker's series and their doubles, as they were when read."""
+    """One worker's series and their doubles at the time of reading."""
 
     is_alive: bool
     series: tuple[tuple[Key, tuple[float, ...]], ...]
 
 
 class SharedNumbers:
-    """This process's series, and a reader of everyone's. `folder=None` keeps them in private memory; `error` says why they had to
-    be kept there."""
+    """This worker's numbers, and a reader of all workers' numbers.
+
+    `folder` None keeps them in private memory; `error` is the reason if files could not be used.
+    """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -93,7 +97,7 @@ class SharedNumbers:
         return mmap.mmap(lock_fd, CAPACITY * 8)
 
     def allocate(self, key: Key, width: int) -> int:
-        """The index of the series' first double; the same key gets the same run. A full file answers the scratch run."""
+        """The index of the series' first double, the same for the same key; 0 if the file is full."""
         known = self._runs.get(key)
         if known is not None and known.width == width:
             return known.start
@@ -111,11 +115,11 @@ class SharedNumbers:
         return run.start
 
     def own(self) -> Iterator[tuple[Key, int]]:
-        """The series of this worker's pair, those it took over included, and where each starts."""
+        """The series of this worker's pair, also those of earlier workers, with their starts."""
         return ((run.key, run.start) for run in self._runs.values())
 
     def snapshots(self) -> Iterator[Snapshot]:
-        """Every worker's numbers, this process's own included; the dead ones' too."""
+        """All workers' numbers: this one's, other running ones' and those of workers that ended."""
         yield Snapshot(True, self._read(self._runs.values(), bytes(self._map[: self._end * 8])))
         if self._folder is None:
             return
@@ -135,7 +139,7 @@ class SharedNumbers:
         )
 
     def close(self) -> None:
-        """Gives the pair up for the next worker; the numbers stay."""
+        """Release the pair for the next worker; the numbers stay."""
         self.values.release()
         self._map.close()
         self._give_up_files()
@@ -148,7 +152,7 @@ class SharedNumbers:
 
 
 def _runs(path: Path) -> list[Run]:
-    """The series of a file; a line that a crash cut short is left out."""
+    """The series of a file, without a line that a crash cut off."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:

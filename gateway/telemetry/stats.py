@@ -203,7 +203,8 @@ class Stats:
         self._count(int(self._clock()) // 60, team_id, TRUTH, model, amounts(CHECKED, counts))
 
     async def flush(self) -> None:
-        """Send the sums to Redis. Errors of the client pass through; unsent sums stay for the next call.
+        """Send the sums to Redis. Errors of the client pass through; unsent sums stay for the next
+        call.
 
         A call that timed out may have succeeded, and then counts twice. Statistics tolerate that.
         """
@@ -255,7 +256,10 @@ class Stats:
             await self._redis.eval(_LOG, 1, key, length_max, *(_encoder.encode(record) for record in records))
 
     async def query(self, window: Window, *, team_id: int | None = None, model: str | None = None) -> Summary:
-        """The sums of the window that ends now, of one team or one model if given. Errors of the client pass through."""
+        """The sums of the window that ends now, of one team or one model if given.
+
+        Errors of the client pass through.
+        """
         shape = _SHAPES[window]
         length_s = shape.resolution.length_s
         end = (int(self._clock()) // length_s + 1) * length_s
@@ -269,7 +273,10 @@ class Stats:
         return sums.summary(window, start, end)
 
     async def samples(self) -> dict[tuple[int, str], CheckCounts]:
-        """The last day's checks and reports, by team and model. Errors of the client pass through."""
+        """The last day's checks and reports, by team and model.
+
+        Errors of the client pass through.
+        """
         now = int(self._clock()) // _HOUR.length_s * _HOUR.length_s
         starts = [now - back * _HOUR.length_s for back in range(_TRUTH_BUCKETS)]
         total: dict[tuple[int, str], CheckCounts] = {}

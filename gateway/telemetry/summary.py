@@ -155,7 +155,9 @@ def fold(tally: Tally, field: Field, amount: int) -> None:
 
 
 def fold_checks(counts: dict[tuple[int, str], CheckCounts], field: Field, amount: int) -> None:
-    """Add one field to its team's and model's requests, semantic hits, checks and reports, if it is one of those."""
+    """Add one field to its team's and model's requests, semantic hits, checks and reports, if it is
+    one of those.
+    """
     is_answer = field.letter == REQUESTS and field.kind in (*HITS, "miss")
     if not is_answer and field.kind != TRUTH:
         return
@@ -168,7 +170,9 @@ def fold_checks(counts: dict[tuple[int, str], CheckCounts], field: Field, amount
 
 
 class Sums:
-    """The sums of a window's buckets; requests count if they are of `team_id` and of `model` (None: any)."""
+    """The sums of a window's buckets; requests count if they are of `team_id` and of `model` (None:
+    any).
+    """
 
     def __init__(self, team_id: int | None, model: str | None) -> None:
         self._team_id = team_id

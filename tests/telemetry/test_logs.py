@@ -13,6 +13,7 @@ import pytest
 
 from gateway.deployments.progress import Attempt
 from gateway.journey.record import Rejection
+from gateway.loggers import get_logger
 from gateway.settings import Settings
 from gateway.telemetry import logs
 from tests.telemetry.records import hit, miss
@@ -96,7 +97,7 @@ def test_a_client_cannot_move_the_terminals_cursor() -> None:
     stream = Terminal()
     logs.configure(Settings(log_format="pretty", log_prompts=True), stream)
     logs.emit(miss(error="a\x1b[2Jb\nc"), prompt="\x1b]0;title\x07")
-    logs.get_logger("test").info("said", text="x\x1b[2Jy\nz")
+    get_logger("test").info("said", text="x\x1b[2Jy\nz")
     text = written(stream)
     assert "\x1b[2J" not in text
     assert "\x1b]0" not in text
@@ -107,7 +108,7 @@ def test_other_lines_and_other_libraries_land_in_the_same_log() -> None:
     """get_logger and the standard library's logging share the stream, with level, source and exception."""
     stream = io.BytesIO()
     logs.configure(Settings(log_format="json"), stream)
-    logs.get_logger("engine").info("model_loaded", seconds=3.5)
+    get_logger("engine").info("model_loaded", seconds=3.5)
     try:
         raise ValueError("boom")
     except ValueError:
