@@ -1,8 +1,8 @@
-"""Teams, keys and budgets: kept in SQL, answered from memory.
+"""Teams, keys and budgets: stored in SQL, answered from memory.
 
-Knows no HTTP, no Redis, no spend. Invariant: `identify` never awaits, and what it answers from is one consistent
-snapshot of the database. A change commits, is in this process's snapshot when its method returns, and `notify` tells
-the other processes, which then `reload`; `refresh` finds a change whose message was lost.
+No HTTP, no Redis, no spend. Invariant: `identify` never awaits and reads one consistent snapshot of
+the database. A change commits and is in this process's snapshot when its method returns. `notify`
+then asks the other processes to `reload`; `refresh` finds a change whose message was lost.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ROWS_AT_ONCE = 200
 
 
 async def _tell_nobody() -> None:
-    """For a process that is alone."""
+    """The default `notify`, for a single process."""
 
 
 class Accounts:
@@ -76,10 +76,13 @@ class Accounts:
     async def close(self) -> None:
         await self.database.close()
 
-    # ── who is calling ──
+    # ── callers ──
 
     def identify(self, bearer: str) -> Identity | None:
-        """The identity behind a key, from memory; None where it is unknown, revoked, expired, or its team is off."""
+        """The identity of a key, from memory.
+
+        Returns None where the key is unknown, revoked or expired, or its team is inactive.
+        """
         found = self._identities.get(digest(bearer))
         if found is None:
             return None
@@ -94,7 +97,7 @@ class Accounts:
         """Take a new snapshot of the database."""
         async with self._reading:
             async with self.database.reading() as connection:
-                if not self.database.is_sqlite:  # one snapshot for all the statements below, as SQLite has it anyway
+                if not self.database.is_sqlite:  # one snapshot for all reads, as SQLite has
                     await connection.execute(sa.text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"))
                 version = (await connection.execute(sa.select(schema.installation.c.version))).scalar_one()
                 teams = {team.id: team async for team in _read(connection, schema.teams, _team)}
@@ -110,7 +113,10 @@ class Accounts:
 
     @uncancelled
     async def refresh(self) -> bool:
-        """Reload where the database changed since the last time; True where it had. Cheap: one row is read."""
+        """Reload where the database has changed since the last reload, and return whether it had.
+
+        Reads one row.
+        """
         async with self.database.reading() as connection:
             version = (await connection.execute(sa.select(schema.installation.c.version))).scalar_one()
         if version == self._version:
@@ -120,7 +126,7 @@ class Accounts:
 
     @uncancelled
     async def save_last_used(self) -> None:
-        """Write down when keys were last used since the last call; call it now and then, and before `close`."""
+        """Save when keys were last used. Call it regularly, and before `close`."""
         used, self._used_at_s = self._used_at_s, {}
         if not used:
             return
@@ -138,10 +144,11 @@ class Accounts:
 
     @uncancelled
     async def ensure_first(self, team: str = "default", plaintext: str | None = None) -> str | None:
-        """The very first time this database is used: make `team` and a key (`plaintext`, or a new one) and return it.
+        """Create `team` and its first key in a new database, and return the key's plaintext.
 
-        None every other time, and in every process but one where several race. Raises Invalid for a `plaintext`
-        that is too short to be a secret.
+        `plaintext` presets the key. Returns None in a database that had its first key before; of
+        processes that race, one gets the key. Raises Invalid for a `plaintext` that is too short to
+        be a secret.
         """
         if plaintext is not None:
             check_plaintext(plaintext)
@@ -186,7 +193,7 @@ class Accounts:
 
     @uncancelled
     async def delete_team(self, team_id: int) -> None:
-        """With its keys and budgets; its ledger rows stay. Raises NotFound."""
+        """Delete a team with its keys and budgets; its ledger rows stay. Raises NotFound."""
         async with self._change("") as connection:
             await _delete(connection, schema.teams, team_id)
 
@@ -194,7 +201,10 @@ class Accounts:
 
     @uncancelled
     async def create_key(self, team_id: int, name: str, **fields: Unpack[KeyFields]) -> NewKey:
-        """A new key with its plaintext, which is kept nowhere. Raises Invalid, Conflict, NotFound (the team)."""
+        """Create a key; its plaintext is returned once and stored nowhere.
+
+        Raises Invalid, Conflict, NotFound (the team).
+        """
         check_key({"name": name, **fields})
         plaintext = new_plaintext(self._random_bytes)
         async with self._change(f"a key named {name!r} in this team") as connection:
@@ -211,7 +221,7 @@ class Accounts:
             return _key(await _row(connection, schema.keys, key_id))
 
     async def revoke_key(self, key_id: int) -> Key:
-        """The key stops working; its row stays, for the ledger's sake. Raises NotFound."""
+        """Deactivate a key; its row stays, since the ledger names it. Raises NotFound."""
         return await self.update_key(key_id, is_active=False)
 
     @uncancelled
@@ -226,7 +236,10 @@ class Accounts:
     async def create_budget(
         self, team_id: int, window: WindowKind, limit_microusd: MicroUSD, is_hard: bool = True
     ) -> Budget:
-        """It counts from the start of the running window. Raises Invalid, Conflict, NotFound (the team)."""
+        """Create a budget, which counts from the start of the running window.
+
+        Raises Invalid, Conflict, NotFound (the team).
+        """
         check_budget({"limit_microusd": limit_microusd, "is_hard": is_hard})
         values = {"team_id": team_id, "window_kind": window, "limit_microusd": limit_microusd, "is_hard": is_hard}
         async with self._change(f"a {'hard' if is_hard else 'soft'} {window} budget of this team") as connection:
@@ -254,13 +267,13 @@ class Accounts:
         async with self._change("") as connection:
             await _delete(connection, schema.budgets, budget_id)
 
-    # ── how ──
+    # ── changes ──
 
     @asynccontextmanager
     async def _change(self, taken: str) -> AsyncIterator[AsyncConnection]:
-        """A transaction that counts as a change; then a new snapshot here and a message to the others.
+        """A transaction that counts as a change; afterwards a new snapshot here, and `notify`.
 
-        `taken` is what a broken uniqueness means: "... exists already".
+        `taken` names the row that a violated uniqueness means: "... exists already".
         """
         try:
             async with self.database.writing() as connection:
@@ -291,7 +304,7 @@ class Accounts:
 async def _read(
     connection: AsyncConnection, table: sa.Table, make: Callable[[Any], _T], team_id: int | None = None
 ) -> AsyncIterator[_T]:
-    """The table's rows by id. The event loop gets its turn every few hundred."""
+    """The table's rows by id. Yields to the event loop every `_ROWS_AT_ONCE` rows."""
     statement = sa.select(table).order_by(table.c.id)
     if team_id is not None:
         statement = statement.where(table.c.team_id == team_id)

@@ -1,6 +1,6 @@
-"""Whether values may be written to the accounts: one rule a field.
+"""Checks of values before they are written to the accounts, one rule a field.
 
-Knows no SQL. Invariant: what passes here fits the tables and makes sense to `policies`.
+No SQL. Invariant: a value that passes fits the tables and is valid for `policies`.
 """
 
 from __future__ import annotations
@@ -18,22 +18,25 @@ _SECRET_CHARS_MIN = 16
 
 
 def check_team(values: Mapping[str, Any]) -> None:
-    """Raises Invalid for the first value of a team that cannot be."""
+    """Raises Invalid for the first invalid value of a team."""
     _check(values, _TEAM)
 
 
 def check_key(values: Mapping[str, Any]) -> None:
-    """Raises Invalid for the first value of a key that cannot be."""
+    """Raises Invalid for the first invalid value of a key."""
     _check(values, _KEY)
 
 
 def check_budget(values: Mapping[str, Any]) -> None:
-    """Raises Invalid for the first value of a budget that cannot be."""
+    """Raises Invalid for the first invalid value of a budget."""
     _check(values, _BUDGET)
 
 
 def check_plaintext(plaintext: str) -> None:
-    """A key that somebody chose: it is kept as a plain SHA-256, so it must not be guessable. Raises Invalid."""
+    """Check a preset key. Raises Invalid.
+
+    Keys are stored as plain SHA-256, so a preset key must be as hard to guess as a generated one.
+    """
     if len(plaintext) < _SECRET_CHARS_MIN or not plaintext.isascii() or not plaintext.isprintable() or " " in plaintext:
         raise Invalid("api_key", f"expected at least {_SECRET_CHARS_MIN} printable ASCII characters without spaces")
 

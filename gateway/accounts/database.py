@@ -1,9 +1,12 @@
-"""One SQL database: a SQLite file or a PostgreSQL, opened, migrated, and handed out as transactions.
+"""One SQL database, a SQLite file or a PostgreSQL: opened, migrated, and used in transactions.
 
-Knows no accounts. Invariants: when `open` returns the schema is at `schema.VERSION`, however many processes opened the
-database at once, and only one that finds an earlier version there imports alembic; a transaction that was begun ends, committed or
-rolled back, also when its caller is cancelled (`uncancelled`): a connection torn down in the middle of a statement can
-keep SQLite's write lock until it is garbage.
+No accounts. Invariants:
+
+- when `open` returns, the schema is at `schema.VERSION`, however many processes opened the database
+  at once; only a process that finds an earlier version imports alembic;
+- a transaction that has begun commits or rolls back, also when its caller is cancelled
+  (`uncancelled`): a connection that is torn down inside a statement can keep SQLite's write lock
+  until it is garbage-collected.
 """
 
 from __future__ import annotations
@@ -38,7 +41,10 @@ T = TypeVar("T")
 
 
 def uncancelled(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """The method runs to its end once it began; a caller that is cancelled waits for that, and is cancelled then."""
+    """Make a coroutine method run to its end once it has begun.
+
+    A caller that is cancelled waits for that end, and is cancelled then.
+    """
 
     @functools.wraps(method)
     async def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -49,17 +55,17 @@ def uncancelled(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coro
             while not task.done():
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([task])
-            task.exception()  # looked at: the cancellation is what the caller hears of
+            task.exception()  # retrieved, so that asyncio does not log it
             raise
 
     return run
 
 
 class Database:
-    """`reading()` and `writing()` give connections inside a transaction; the latter commits at its end."""
+    """Connections inside a transaction: `reading()`, and `writing()`, which commits at its end."""
 
     def __init__(self, url: str) -> None:
-        """Raises Invalid for a URL that is neither a SQLite file's nor a PostgreSQL's. Connects to nothing."""
+        """Connect to nothing yet. Raises Invalid for a `url` of another kind of database."""
         parsed = _normal(url)
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
         self._path = Path(parsed.database or "") if self.is_sqlite else None
@@ -72,14 +78,17 @@ class Database:
 
     @uncancelled
     async def open(self) -> None:
-        """Create or migrate the schema where it is not current. Raises SchemaUnknown, and sqlalchemy's errors."""
+        """Create or migrate the schema where it is not current.
+
+        Raises SchemaUnknown, and sqlalchemy's errors.
+        """
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             await self._use_wal()
         async with self.reading() as connection:
             if await _version(connection) == schema.VERSION:
                 return
-        async with self.writing() as connection:  # SQLite: the one writer; PostgreSQL: the lock below
+        async with self.writing() as connection:  # SQLite has one writer; PostgreSQL needs the lock
             if not self.is_sqlite:
                 await connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_ADVISORY_LOCK)))
             found = await _version(connection)
@@ -92,29 +101,35 @@ class Database:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
-        """A transaction to look around in. Enter it, like `writing`, in an `uncancelled` method only."""
+        """A transaction for reading. Enter it, like `writing`, only in an `uncancelled` method."""
         async with self._engine.connect() as connection:
             yield connection
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[AsyncConnection]:
-        """A transaction that holds SQLite's write lock from its start: what it reads stays true until it commits."""
+        """A transaction that holds SQLite's write lock from its start.
+
+        Values that it reads stay valid until it commits.
+        """
         async with self._writer.begin() as connection:
             yield connection
 
     def insert(self, table: sa.Table) -> Any:
-        """An INSERT that knows `on_conflict_do_nothing` and `on_conflict_do_update`, alike in both dialects."""
+        """An INSERT in the dialect, with `on_conflict_do_nothing` and `on_conflict_do_update`."""
         if self.is_sqlite:
             from sqlalchemy.dialects import sqlite
 
             return sqlite.insert(table)
-        from sqlalchemy.dialects import postgresql  # a tenth of a worker's start: for those who use it
+        from sqlalchemy.dialects import postgresql  # costs 10% of a start
 
         return postgresql.insert(table)
 
     async def _use_wal(self) -> None:
-        """Readers beside a writer, for good: the mode stays in the file. Of several processes that create the file at
-        once all but one are told "locked" at once (SQLite does not wait here), so try again."""
+        """Switch the file to WAL mode, in which readers run beside a writer.
+
+        Several processes may create the file at once. SQLite then reports "locked" to all but one
+        without waiting, so this retries.
+        """
         async with self._engine.connect() as connection:
             driver = (await connection.get_raw_connection()).driver_connection
             assert driver is not None
@@ -145,11 +160,11 @@ def _normal(url: str) -> URL:
 
 
 def _on_sqlite_connect(connection: Any, _record: Any) -> None:
-    connection.isolation_level = None  # the driver shall not begin transactions: _on_sqlite_begin does
+    connection.isolation_level = None  # _on_sqlite_begin begins transactions, not the driver
     cursor = connection.cursor()
     cursor.execute(f"PRAGMA busy_timeout={_SQLITE_BUSY_MS}")
     cursor.execute("PRAGMA foreign_keys=ON")
-    # every commit is on disk before it is answered: the ledger's rows leave Redis on the strength of it
+    # every commit is on disk before it returns: ledger rows leave Redis after it
     cursor.execute("PRAGMA synchronous=FULL")
     cursor.close()
 
@@ -169,7 +184,10 @@ async def _version(connection: AsyncConnection) -> str | None:
 
 
 def _create(connection: sa.Connection) -> None:
-    """Make an empty database what the migrations would make of it: without alembic, which a server that began with it would carry."""
+    """Create the tables of the latest migration in an empty database.
+
+    Does not import alembic, which a server would otherwise keep in memory.
+    """
     schema.metadata.create_all(connection, checkfirst=False)
     connection.execute(schema.installation.insert().values(id=1, version=1, is_claimed=False))
     version = sa.Table(

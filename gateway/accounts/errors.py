@@ -1,8 +1,8 @@
-"""What can be wrong with a question to the accounts.
+"""The errors of the accounts.
 
-    AccountsError          the message is for the admin who asked
+    AccountsError          the message is written for the admin
     ├── NotFound           no team, key or budget of that id
-    ├── Conflict           the name is taken, or there is a budget of the kind
+    ├── Conflict           the name is taken, or the team has a budget of this kind
     ├── Invalid            a value out of its range; `field` names it
     └── SchemaUnknown      the database was migrated by a later version of Sameway
 
@@ -21,7 +21,7 @@ class NotFound(AccountsError):
 
 
 class Conflict(AccountsError):
-    """The name is taken, or there is a budget of the kind."""
+    """The name is taken, or the team has a budget of this kind."""
 
 
 class Invalid(AccountsError):

@@ -1,7 +1,7 @@
-"""The ledger: a row per generation, what was spent on whose behalf, and the questions asked of it.
+"""The ledger in SQL: one row a generation, and queries of spend.
 
-Knows no Redis and no budgets' limits. Invariant: `ledger_days` is `ledger` summed by UTC day, always, because both
-are written in one transaction and a row is written once per id.
+No Redis and no budget limits. Invariant: `ledger_days` always equals `ledger` summed by UTC day,
+because one transaction writes both and writes a row once per id.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ _SUMS = ("prompt_tokens", "cached_tokens", "completion_tokens", "cost_microusd")
 
 @dataclass(frozen=True, slots=True)
 class LedgerFilter:
-    """Rows to look at: all of those named, from `from_ms` on and before `until_ms` (unix milliseconds)."""
+    """A selection of rows; a field that is None selects all.
+
+    `from_ms` is included and `until_ms` is not (unix milliseconds).
+    """
 
     team_id: int | None = None
     key_id: int | None = None
@@ -43,7 +46,7 @@ class LedgerFilter:
 
 @dataclass(frozen=True, slots=True)
 class LedgerPage:
-    """Rows, newest first; `cursor` fetches those after them, None where there are none."""
+    """Rows, newest first. `cursor` fetches the next page; None at the end."""
 
     rows: tuple[LedgerRow, ...]
     cursor: str | None
@@ -60,7 +63,7 @@ class Group(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LedgerTotal:
-    """Sums over one group; what was not grouped by is None. `day` is an ISO date in UTC."""
+    """Sums over one group; ungrouped columns are None. `day` is an ISO date in UTC."""
 
     requests: int
     prompt_tokens: int
@@ -83,16 +86,19 @@ class Ledger:
 
     @uncancelled
     async def append(self, rows: Sequence[LedgerRow]) -> int:
-        """Write the rows whose ids are not there yet, and their days' sums, in one transaction; the answer is how many."""
+        """Insert rows with new ids, and add them to their days, in one transaction.
+
+        Returns the number of new rows.
+        """
         if not rows:
             return 0
         table = schema.ledger
-        # in order of their ids, so that two writers cannot wait for each other
+        # sorted by id, so that two writers cannot deadlock
         by_id = {row.id: row for row in sorted(rows, key=lambda row: row.id)}
         async with self._database.writing() as connection:
             if self._database.is_sqlite:
                 new = await _insert_sqlite(connection, by_id)
-            else:  # a writer that is paused in here must not keep the next one waiting
+            else:  # a writer that pauses in here must not block the next one
                 await connection.execute(sa.text("SET LOCAL idle_in_transaction_session_timeout = '30s'"))
                 insert = (
                     self._database.insert(table).on_conflict_do_nothing(index_elements=["id"]).returning(table.c.id)
@@ -104,7 +110,7 @@ class Ledger:
 
     @uncancelled
     async def rows(self, where: LedgerFilter, limit: int = 100, cursor: str | None = None) -> LedgerPage:
-        """A page of rows, newest first. Raises Invalid for a cursor that `rows` did not give."""
+        """A page of rows, newest first. Raises Invalid for a malformed `cursor`."""
         table = schema.ledger
         statement = sa.select(table).where(*_conditions(table, where))
         if where.from_ms is not None:
@@ -121,7 +127,10 @@ class Ledger:
 
     @uncancelled
     async def totals(self, by: Sequence[Group], where: LedgerFilter | None = None) -> tuple[LedgerTotal, ...]:
-        """Sums by the groups of `by`, in their order. Whole UTC days: `from_ms` and `until_ms` are widened to them."""
+        """Sums by the groups in `by`, sorted by them.
+
+        Counts whole UTC days: `from_ms` and `until_ms` are widened to them.
+        """
         days, where = schema.ledger_days, where or LedgerFilter()
         columns = [days.c[group] for group in by]
         sums = [sa.func.coalesce(sa.func.sum(days.c[name]), 0).label(name) for name in ("requests", *_SUMS)]
@@ -135,7 +144,10 @@ class Ledger:
 
     @uncancelled
     async def spent(self, windows: Sequence[Window]) -> tuple[DrainedSpend, ...]:
-        """What every team that is or ever spent has spent in each of `windows`, by the rows in SQL; 0 is told too."""
+        """The spend of each team in each of `windows`, from the rows in SQL.
+
+        Covers deleted teams, and teams that spent nothing.
+        """
         rows, days = schema.ledger, schema.ledger_days
         answer: list[DrainedSpend] = []
         async with self._database.reading() as connection:
@@ -172,8 +184,11 @@ class Ledger:
 
 
 async def _insert_sqlite(connection: AsyncConnection, by_id: Mapping[str, LedgerRow]) -> list[LedgerRow]:
-    """Insert those that are not there yet; which they are is seen before, since nobody else writes meanwhile. By the driver
-    itself: sqlalchemy's own way to many rows costs several times what SQLite does."""
+    """Insert the rows with new ids, and return them.
+
+    Reads the known ids first: no other writer runs meanwhile. Uses the driver directly, since
+    sqlalchemy's way to insert many rows costs several times SQLite's own work.
+    """
     ids = msgspec.json.encode(tuple(by_id)).decode()
     found = await connection.exec_driver_sql(_KNOWN, (ids,))
     known = set(found.scalars())

@@ -1,15 +1,18 @@
-"""From Redis to SQL: drains the ledger's stream, and keeps Redis's counts equal to the ledger.
+"""Drains the ledger's stream from Redis to SQL, and keeps Redis's counts equal to the ledger.
 
-Every worker runs one; a lock in Redis lets one of them write. Knows no HTTP and no limits. Invariants:
+Every worker runs a writer; a lock in Redis lets one of them write. No HTTP and no limits.
+Invariants:
 
-- a row is in SQL once per id: an entry leaves the stream only after the commit that holds its row, and a repeated
-  insert is a no-op, so a kill anywhere loses and doubles nothing;
-- correctness never rests on the lock's lease: a writer that was paused past it finds its inserts and deletes done
-  already, and its restatement refused by a script that looks at the lock;
-- an entry that is no row is set aside in a stream of its own, counted, its spend still counted, and blocks nobody.
+- a row is in SQL once per id: an entry leaves the stream only after the commit that holds its row,
+  and a repeated insert is a no-op. A kill at any point loses no row and doubles none;
+- correctness does not depend on the lock's lease: after a pause beyond its lease, a writer's
+  inserts and deletes are no-ops, and a script that checks the lock refuses its restatement;
+- an entry that is not a row moves to a stream of its own and is counted. Its spend still counts,
+  and the entries behind it are not blocked.
 
-Restatement (`Budgets.restate`) runs when this writer became the one, when Redis lost its memory (no `ready` key:
-reserves are refused until it is done), and every `restate_every_s` after, where it should find nothing wrong.
+Restatement (`Budgets.restate`) runs when this writer gets the lock, when Redis has lost its memory
+(no `ready` key; Redis refuses reserves until it is done), and every `restate_every_s`, when it
+should find no difference.
 """
 
 from __future__ import annotations
@@ -42,9 +45,9 @@ _IDLE_S = 0.25
 _FOLLOWER_IDLE_S = 1.0
 _TROUBLE_S_MAX = 5.0
 
-# KEYS lock, stream. ARGV token, lease in ms, 1 to take a free lock or 0 to keep one's own only, count.
-# Replies the oldest entries where the lock is now the caller's, else 0. Reading is a right of the lock's holder: what
-# a later holder finds undone, it finds in the stream.
+# KEYS lock, stream. ARGV token, lease in ms, 1 to take a free lock or 0 to keep an own one, count.
+# Replies the oldest entries where the caller holds the lock now, else 0. Only the holder reads:
+# entries that one holder leaves, the next one finds in the stream.
 _READ = """
 local owner = redis.call('GET', KEYS[1])
 if owner ~= ARGV[1] and (owner or ARGV[3] == '0') then return 0 end
@@ -55,7 +58,8 @@ return redis.call('XRANGE', KEYS[2], '-', '+', 'COUNT', ARGV[4])
 # KEYS lock. ARGV token.
 _DROP_LOCK = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
 
-# KEYS stream, set aside. ARGV entry id, reason. Replies 1 where the entry was moved, 0 where it is gone.
+# KEYS stream, set aside. ARGV entry id, reason.
+# Replies 1 where the entry was moved, 0 where it is gone.
 _SET_ASIDE = """
 local entry = redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1])[1]
 if not entry then return 0 end
@@ -70,7 +74,7 @@ return 1
 
 @dataclass(slots=True)
 class WriterStats:
-    """What this writer did since it was made, for metrics. `drift_microusd`: what restatements had to put right."""
+    """Counts since its creation. `drift_microusd`: the sum that restatements corrected."""
 
     is_leader: bool = False
     rows: int = 0
@@ -90,7 +94,10 @@ class _Entry:
 
 
 class LedgerWriter:
-    """`run` until cancelled, or `step` by hand. `clock` gives unix seconds; `token` must differ between writers."""
+    """`run` it until cancelled, or call `step`.
+
+    `clock` gives unix seconds; `token` must differ between writers.
+    """
 
     def __init__(
         self,
@@ -112,7 +119,7 @@ class LedgerWriter:
         self.stats = WriterStats()
 
     async def run(self) -> None:
-        """Until cancelled. Failures of Redis and SQL are counted and waited off, growing to seconds."""
+        """Step until cancelled. Waits after failures of Redis and SQL, `_TROUBLE_S_MAX` at most."""
         trouble_s = 0.0
         try:
             while True:
@@ -124,17 +131,19 @@ class LedgerWriter:
                     self.stats.last_error = f"{type(error).__name__}: {error}"
                     trouble_s = min(max(2 * trouble_s, _IDLE_S), _TROUBLE_S_MAX)
                     is_leader = self.stats.is_leader = False
-                    await self._drop_lock()  # another one's way to SQL may work
+                    await self._drop_lock()  # another writer may reach SQL
                 if (task := asyncio.current_task()) is not None and task.cancelling():
-                    raise asyncio.CancelledError  # Python 3.11's wait_for, deep in a Redis client, can swallow it
+                    # Python 3.11: wait_for in a Redis client can swallow it
+                    raise asyncio.CancelledError
                 await asyncio.sleep(trouble_s or (_IDLE_S if is_leader else _FOLLOWER_IDLE_S))
         finally:
             await self._drop_lock()
 
     async def step(self) -> bool:
-        """Drain what waits and restate where it is due, if this is the writer; True where it is.
+        """Drain the stream and restate where that is due, if this writer holds the lock.
 
-        Raises LockLost, the Redis client's errors and sqlalchemy's; nothing is lost by any of them.
+        Returns whether it does. Raises LockLost, the Redis client's errors and sqlalchemy's; no
+        entry is lost by them.
         """
         self.stats.is_leader = await self._drain()
         if not self.stats.is_leader:
@@ -148,11 +157,15 @@ class LedgerWriter:
         return True
 
     async def backlog(self) -> int:
-        """Entries that wait in the stream."""
+        """The number of entries in the stream."""
         return int(await self._redis.execute_command("XLEN", LEDGER_STREAM))
 
     async def _drain(self) -> bool:
-        """Write what waits; False where the lock is another's from the start. Raises LockLost where it became so."""
+        """Write the entries of the stream.
+
+        Returns False where another writer holds the lock from the start. Raises LockLost where it
+        lost the lock meanwhile.
+        """
         entries = await self._read(is_new=True)
         if entries is None:
             return False
@@ -174,7 +187,7 @@ class LedgerWriter:
         try:
             new = await self._ledger.append([row for _, row in good])
         except (DataError, IntegrityError) as error:
-            if len(entries) > 1:  # one of them is to blame: find it
+            if len(entries) > 1:  # find the faulty one
                 for entry in entries:
                     await self._write([entry])
                 return
@@ -189,7 +202,7 @@ class LedgerWriter:
                 await self._set_aside(entry.id, entry.wrong)
 
     async def _drop_lock(self) -> None:
-        with contextlib.suppress(RedisError):  # its lease ends it then
+        with contextlib.suppress(RedisError):  # its lease ends it anyway
             await self._redis.eval(_DROP_LOCK, 1, LEDGER_LOCK, self._token)
 
     async def _set_aside(self, entry_id: bytes, reason: str) -> None:
@@ -198,7 +211,7 @@ class LedgerWriter:
         )
 
     async def _restate(self) -> None:
-        """Count the ledger for the windows of the present, and of a moment ago for workers whose clocks are behind."""
+        """Restate the current windows, and for clocks that are behind those of `_SKEW_MS` ago."""
         now_ms = int(self._clock() * 1000)
         windows = dict.fromkeys((*windows_at(now_ms), *windows_at(now_ms - _SKEW_MS)))
         drained = await self._ledger.spent(tuple(windows))

@@ -1,7 +1,7 @@
-"""One row of the ledger, and its form on the way from Redis to SQL.
+"""One row of the ledger, and its encoding on the way from Redis to SQL.
 
-Knows neither. Invariant: what `decode` accepts every database accepts, so a row that reached SQL's door never fails
-there by its own fault.
+No Redis and no SQL. Invariant: both databases accept each row that `decode_row` accepts, so no
+insert fails by its row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _Text = Annotated[str, Meta(max_length=512)]
 
 
 class LedgerRow(msgspec.Struct, frozen=True):
-    """What one generation cost, and on whose behalf. `id` is its hold's, `at_ms` the hold's moment (unix ms)."""
+    """The cost of one generation. `id` is the id of its hold, `at_ms` the hold's time (unix ms)."""
 
     id: Annotated[str, Meta(min_length=1, max_length=200)]
     at_ms: Annotated[int, Meta(ge=0, le=2**53 - 1)]
@@ -38,13 +38,18 @@ _decoder = msgspec.msgpack.Decoder(LedgerRow)
 
 
 def encode_row(row: LedgerRow) -> bytes:
-    """msgpack, fields by name: a row of an earlier or later version can be read."""
+    """Encode as msgpack with field names, so that earlier and later versions can read it."""
     return _encoder.encode(row)
 
 
 def decode_row(data: bytes) -> LedgerRow:
-    """Raises msgspec.DecodeError (and its ValidationError) for what is not a row or out of range."""
+    """Decode a row.
+
+    Raises msgspec.DecodeError (and its ValidationError) for other bytes and for values out of
+    range.
+    """
     row = _decoder.decode(data)
-    if "\0" in row.id + row.request_id + row.alias + row.deployment + row.kind:  # PostgreSQL has no NUL in texts
+    # PostgreSQL refuses NUL in texts
+    if "\0" in row.id + row.request_id + row.alias + row.deployment + row.kind:
         raise msgspec.ValidationError("a text holds a NUL")
     return row

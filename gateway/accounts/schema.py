@@ -1,7 +1,8 @@
 """The tables, as the last migration leaves them.
 
-Knows no connections. Invariant: `VERSION` is the head of `migrations/versions`, and the migrations make exactly these
-tables (a test compares). Ids are never used twice, because the ledger and Redis name teams and keys that may be gone.
+No connections. Invariant: `VERSION` is the latest of `migrations/versions`, and the migrations
+create exactly these tables (tests/accounts/test_database.py compares them). Ids are never reused,
+because the ledger and Redis name deleted teams and keys.
 """
 
 from __future__ import annotations
@@ -80,12 +81,13 @@ budgets = Table(
     Column("is_hard", Boolean, nullable=False),
     CheckConstraint("window_kind IN ('hour', 'day', 'week', 'month', 'total')", name="window_kind"),
     CheckConstraint("limit_microusd >= 0", name="limit_microusd"),
-    # of two of one kind only the smaller would ever matter, and nobody could say which is meant
+    # of two budgets of a kind only the smaller one would count
     Index("uq_budgets_kind", "team_id", "window_kind", "is_hard", unique=True),
     sqlite_autoincrement=True,
 )
 
-# One row. `version` grows with every change to the tables above; `is_claimed`: the first team and key were made.
+# One row. `version` grows with each change to the tables above. `is_claimed`: the first team and
+# key exist.
 installation = Table(
     "installation",
     metadata,
@@ -95,7 +97,7 @@ installation = Table(
     CheckConstraint("id = 1", name="single"),
 )
 
-# One row per generation, under the id of its hold. No foreign keys: the ledger outlives teams and keys.
+# One row per generation, by the id of its hold. No foreign keys: rows outlive teams and keys.
 ledger = Table(
     "ledger",
     metadata,
@@ -115,8 +117,8 @@ ledger = Table(
     Index(None, "team_id", "at_ms", "id"),
 )
 
-# The ledger summed by UTC day (days since 1970), written in the transaction that writes the rows: totals and budgets
-# over years are read from here.
+# The ledger summed by UTC day (days since 1970), written in the transaction of the rows. Totals and
+# budgets over years are read from it.
 ledger_days = Table(
     "ledger_days",
     metadata,

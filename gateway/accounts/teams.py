@@ -1,11 +1,11 @@
-"""Teams and their keys, as plain values; how a key is made, shown and recognised.
+"""Teams and their keys as plain values; how a key is generated, shown and recognised.
 
-Knows no SQL. Invariant: a key's plaintext exists in the moment it is made and in its owner's hands, nowhere else.
+No SQL. Invariant: no part of the gateway keeps a key's plaintext.
 
-A key is 256 random bits, so its SHA-256 is all that has to be kept: slow password hashes (bcrypt, argon2) defend
-secrets that people choose and that can be guessed offline; 2**256 keys cannot be, and a slow hash would be paid on
-every request. Looking the digest up in a hash table leaks nothing useful by its timing either: who could steer a
-digest's bits could invert SHA-256.
+A key has 256 random bits, so a SHA-256 of it is enough. Slow password hashes (bcrypt, argon2)
+defend secrets that people choose and that can be guessed offline; 2**256 keys cannot be, and each
+request would pay for a slow hash. A look-up of the digest in a hash table leaks nothing useful by
+its timing: steering the bits of a digest would need to invert SHA-256.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _PREFIX_CHARS = len(_KEY_START) + 4
 
 @dataclass(frozen=True, slots=True)
 class Team:
-    """Who pays. Limits None: unlimited. `semantic_error_max` None: the gateway's own bound. Times in unix seconds."""
+    """The unit that pays. Limits: None is unlimited. Times in unix seconds.
+
+    `semantic_error_max` None: the gateway's own bound.
+    """
 
     id: int
     name: str
@@ -40,7 +43,7 @@ class Team:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A team's virtual key. `prefix` is what may be shown of it; `models` None: all of them."""
+    """A team's virtual key. `prefix` may be shown; `models` None: all models."""
 
     id: int
     team_id: int
@@ -58,7 +61,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class NewKey:
-    """A key just made, with the plaintext that is shown this once."""
+    """A new key, with the plaintext that is shown once."""
 
     key: Key
     plaintext: str = field(repr=False)
@@ -66,7 +69,7 @@ class NewKey:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who is calling: the key, its team, and the team's budgets."""
+    """The caller of a request: the key, its team and the budgets of the team."""
 
     key: Key
     team: Team
@@ -85,7 +88,7 @@ def partition_of(secret: str | None, team_id: int) -> Partition:
 
 
 class TeamFields(TypedDict, total=False):
-    """What can be set of a team beside its name."""
+    """The optional fields of a team."""
 
     is_active: bool
     requests_per_min: int | None
@@ -99,7 +102,7 @@ class TeamChanges(TeamFields, total=False):
 
 
 class KeyFields(TypedDict, total=False):
-    """What can be set of a key beside its name."""
+    """The optional fields of a key."""
 
     is_active: bool
     expires_at_s: float | None
@@ -118,12 +121,12 @@ class BudgetChanges(TypedDict, total=False):
 
 
 def new_plaintext(random_bytes: Callable[[int], bytes]) -> str:
-    """A new key: `sk-sw-` and 256 bits in 43 characters of base64url."""
+    """A new key: `sk-sw-` and 256 bits as 43 characters of base64url."""
     return _KEY_START + base64.urlsafe_b64encode(random_bytes(32)).rstrip(b"=").decode()
 
 
 def digest(plaintext: str) -> bytes:
-    """SHA-256 of the key as it came in the header; total, also for text that is not UTF-8."""
+    """SHA-256 of the key in the header; works for any text, also for invalid UTF-8."""
     return hashlib.sha256(plaintext.encode("utf-8", "surrogatepass")).digest()
 
 

@@ -1,7 +1,7 @@
-"""From settings to backends: which class stands for a deployment, and what is known of it before it is asked.
+"""From the settings of a deployment to its backend, its price, its sizes and its capabilities.
 
-Facts come from the settings, else from litellm's table by the model's name, else from the kind of backend. Nothing is
-connected and nothing heavy is imported: `Backend.start` does that.
+Facts come from the settings, else by the model's name from litellm's table, else from the kind of
+backend. Connects to nothing and imports nothing heavy: `Backend.start` does.
 """
 
 import os
@@ -16,8 +16,8 @@ from gateway.settings import DeploymentSettings, PriceSettings, Settings, Settin
 from policies import Price
 from policies.prices import FREE
 
-# What a server of the kind can do where nobody says otherwise. The local engine samples what it likes: no tool calls are
-# parsed from it, no grammar holds it to JSON, and nothing follows what it says.
+# Capabilities by kind of backend, where the settings name none. The local engine parses no tool
+# calls, constrains no grammar and fills no gap before a suffix.
 _CAPABILITIES = {
     "local": frozenset({"n", "logprobs", "completions"}),
     "openai": frozenset(
@@ -25,11 +25,11 @@ _CAPABILITIES = {
     ),
     "litellm": frozenset({"tools"}),
 }
-_NEVER = {"litellm": frozenset({"completions"})}  # it would make a chat of a text
+_NEVER = {"litellm": frozenset({"completions"})}  # litellm would turn a text completion into a chat
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What routing and budgets know of a deployment. `is_price_known` False: counted as free for want of a price."""
+    """The facts of a deployment for routing and budgets. Without a known price it is free."""
 
     price: Price
     capabilities: frozenset[str]
@@ -39,7 +39,7 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 def describe(deployment: DeploymentSettings) -> Facts:
-    """The facts of one deployment, from its settings and what is publicly known of its model."""
+    """The facts of one deployment, from its settings and the public table."""
     row = _row(deployment)
     price = _price(deployment.price) if deployment.price is not None else (row.price if row else None)
     capabilities = row.capabilities if row else _CAPABILITIES[deployment.backend]
@@ -57,9 +57,9 @@ def describe(deployment: DeploymentSettings) -> Facts:
 def build_backend(
     alias: str, deployment: DeploymentSettings, settings: Settings, environ: Mapping[str, str] = os.environ
 ) -> Backend:
-    """The backend of one deployment, not started. Raises SettingsError for a URL that can't be one.
+    """The backend of one deployment, not started. Raises SettingsError for an invalid URL.
 
-    A key that is named but not in `environ` leaves the deployment unready, with the reason in its `load`.
+    A key whose variable `environ` lacks leaves the deployment unready; its `load` has the reason.
     """
     name = deployment_name(alias, deployment)
     facts = describe(deployment)

@@ -1,9 +1,10 @@
-"""What is publicly known of models: prices, sizes and abilities, from the table that litellm's wheel carries.
+"""The public facts of models: prices, sizes and capabilities, from the table in litellm's wheel.
 
-The table is read as a file: litellm itself is not imported. Read once, on first use, in some 20 ms. Format: litellm's
-model_prices_and_context_window.json, costs in USD per token. Invariant: a price is one number for every request that fits
-`context_tokens_max`; where a provider charges more beyond a border, the size ends at that border, so that no budget is
-charged too little (an operator who sets `context_tokens_max` takes the rest).
+Reads the table as a file, once, on first use, in about 20 ms; does not import litellm. Format:
+litellm's model_prices_and_context_window.json, costs in USD per token. Invariant: a price is one
+number for every request that fits `context_tokens_max`. Where a provider charges more above a
+border, the size ends at that border, so that no budget is charged too little. Setting
+`context_tokens_max` above the border accepts that risk.
 """
 
 import functools
@@ -20,7 +21,7 @@ from policies import Price
 _FILE = "model_prices_and_context_window_backup.json"
 _CHAT_MODES = frozenset({"chat", "responses", "completion"})
 _TIER = re.compile(r"(?:input|output)_cost_per_token_above_(\d+)k_tokens")
-# Of these litellm and the table can be trusted to mean OpenAI's own parameters.
+# litellm and the table mean OpenAI's own parameters for these providers.
 _OPENAI_LIKE = frozenset({"openai", "azure"})
 _ABILITIES = {
     "tools": ("supports_function_calling",),
@@ -33,7 +34,7 @@ _ABILITIES = {
 
 
 class Known(msgspec.Struct, frozen=True):
-    """One row of the table. Sizes in tokens; None where the table says nothing."""
+    """One row of the table. Sizes in tokens; None where the table has none."""
 
     provider: str
     price: Price | None
@@ -43,7 +44,9 @@ class Known(msgspec.Struct, frozen=True):
 
 
 def known(model: str, host: str = "") -> Known | None:
-    """What the table says of `model`, under its own name, that of its provider, or that of the `host` that serves it."""
+    """The row of `model`: under its own name, its provider's, or that of the
+    `host` that serves it.
+    """
     table = _table()
     provider, _, bare = model.partition("/")
     names = [model, *(f"{label}/{model}" for label in host.split(".") if label)]
@@ -103,5 +106,5 @@ def _price(row: dict[str, Any]) -> Price | None:
 
 
 def microusd(usd: float, digits: int = 6) -> int:
-    """USD times ten to the `digits`, rounded up; decimal, so that 0.1 is 100,000 and not one more."""
+    """USD times 10**`digits`, rounded up. Decimal, so that 0.1 is exactly 100,000."""
     return int(Decimal(repr(usd)).scaleb(digits).to_integral_value(ROUND_CEILING))

@@ -1,7 +1,7 @@
-"""The deployments of this worker: each a backend with its price, its breaker and its live estimates.
+"""The deployments of this worker: each a backend with its price, its breaker and its estimates.
 
-Here values for `policies.routing` are gathered before, and what happened is learned after; the decision itself is a pure
-function elsewhere. Knows no teams, budgets or caches.
+Collects the values that `policies.routing` decides by, and learns from each outcome; the decision
+is a pure function there. No teams, budgets or caches.
 """
 
 import random
@@ -41,13 +41,13 @@ class Deployment:
     """One place where an alias can be answered."""
 
     name: str
-    model: str  # what runs there: two deployments of one model give answers of one kind
+    model: str  # deployments of one model give answers of one kind
     backend: Backend
     price: Price
     capabilities: frozenset[str]
     context_tokens_max: int | None
     output_tokens_max: int | None
-    output_tokens_default: int | None  # what it keeps to by itself where a request sets no bound
+    output_tokens_default: int | None  # its own limit where a request has none
     settings: DeploymentSettings
     breaker: Breaker
     estimate: Estimate
@@ -58,7 +58,7 @@ class Deployment:
         load = self.backend.load(prompt_tokens)
         is_unavailable = not (load.is_ready and self.breaker.allows())
         figures = self.estimate.figures()
-        is_measured = figures.weight > 0  # a prior is no reason to reject anybody
+        is_measured = figures.weight > 0  # a prior rejects no deployment
         return Candidate(
             name=self.name,
             price=self.price,
@@ -74,15 +74,20 @@ class Deployment:
         )
 
     def ttft_timeout_s(self, prompt_tokens: int) -> float:
-        """How long to wait for the first chunk: as configured, else learned from what this deployment usually takes."""
+        """The time to wait for the first chunk: as configured, else learned
+        from this deployment.
+        """
         if self.settings.ttft_timeout_ms is not None:
             return self.settings.ttft_timeout_ms / 1000.0
         learned = self.estimate.ttft_timeout_ms(prompt_tokens, self.ttft_timeout_min_ms, _TTFT_TIMEOUT_MAX_MS)
         return learned / 1000.0
 
     def succeeded(self, made: Progress, prompt_tokens: int) -> None:
-        """Learn from a complete generation. An answer that came whole tells only its total: the time to its first token is
-        taken as predicted, and the rest is spread over its tokens."""
+        """Learn from a complete generation.
+
+        An answer that came whole has only a total: its time to first token is taken as predicted,
+        and its tokens share the rest.
+        """
         self.breaker.record_success()
         duration_ms = made.elapsed_ms()
         ttft_ms = made.ttft_ms if made.ttft_ms is not None else duration_ms
@@ -101,14 +106,17 @@ class Deployment:
             self.breaker.record_failure(error.retry_after_s if isinstance(error, BackendOverloaded) else None)
 
     def note_timeout(self, prompt_tokens: int) -> None:
-        """It did not begin within its time, and nobody else could answer either: it may have become slow, and gets longer next
-        time. Where others answer it gets no more, so that one that hangs holds nobody up."""
+        """Learn from a time-out, where no other deployment could answer either.
+
+        The deployment may have become slow, so its next time-out is longer. Where others answer,
+        its time-out stays, so that a deployment that hangs delays no request.
+        """
         self.estimate.observe_timeout(1000.0 * self.ttft_timeout_s(prompt_tokens), prompt_tokens)
 
 
 @dataclass(slots=True)
 class Alias:
-    """What a request's `model` may name."""
+    """A name that requests give as `model`, with its deployments."""
 
     name: str
     settings: ModelSettings
@@ -116,7 +124,7 @@ class Alias:
     deployments: Mapping[str, Deployment]
 
     def worst_case_microusd(self, demand: Demand) -> int:
-        """What the dearest deployment could charge for the longest answer: the amount that budgets hold."""
+        """The longest answer at the highest price: the amount that budgets hold."""
         return max(
             # decision: worst-case-by-bytes
             d.price.cost_max(demand.prompt_tokens_max, self._output_max(d, demand) * demand.choices)
@@ -124,27 +132,30 @@ class Alias:
         )
 
     def with_max_tokens(self, deployment: Deployment, demand: Demand, body: dict[str, Any]) -> dict[str, Any]:
-        """`body` with the longest answer spelled out, as it was reserved: without a bound no budget can hold it."""
+        """`body` with the reserved length as its limit: a budget cannot hold an
+        unlimited answer.
+        """
         is_bounded = deployment.output_tokens_default is not None and self.settings.output_tokens_default is None
         if demand.is_output_asked or is_bounded:
             return body
         is_openai = "api.openai.com" in (deployment.settings.base_url or "")
-        name = "max_completion_tokens" if is_openai else "max_tokens"  # others know only the older name
+        # other servers accept only the older name
+        name = "max_completion_tokens" if is_openai else "max_tokens"
         return {**body, name: self._output_max(deployment, demand)}
 
     @property
     def has_choice(self) -> bool:
-        """Whether it matters which deployment has a prefix warm."""
+        """Whether a warm prefix can decide between deployments."""
         return len(self.deployments) > 1
 
     @property
     def has_engine(self) -> bool:
-        """Whether a local engine may answer, which can use a draft."""
+        """Whether a local engine, which can use a draft, may answer."""
         return any(d.settings.engine is not None for d in self.deployments.values())
 
     @property
     def is_starting(self) -> bool:
-        """Nobody can answer yet, and somebody is about to."""
+        """No deployment is ready, and at least one is starting."""
         loads = [d.backend.load(0) for d in self.deployments.values()]
         return any(load.is_starting for load in loads) and not any(load.is_ready for load in loads)
 
@@ -160,7 +171,10 @@ class Alias:
         return policies.route(self._now(demand, warm, deadline_ms, tried), self._candidates(demand), self.policy)
 
     def first_choice_model(self, demand: Demand, warm: Mapping[str, int], route: Route) -> str:
-        """The model that would answer if everyone were well: an answer of another one is a fallback's, and is not cached."""
+        """The model of the first choice if every deployment were healthy.
+
+        An answer of another model is a fallback, and is not cached.
+        """
         ranked = route.ranked
         if any(rejected.cause is Cause.HEALTH for rejected in route.rejected):
             well = [_well(candidate) for candidate in self._candidates(demand)]
@@ -190,7 +204,9 @@ def _well(candidate: Candidate) -> Candidate:
 
 
 def pause_before_retry(failure: BackendError, attempts: int) -> float | None:
-    """Everyone was tried: how long to wait before another round, None where it is not worth it."""
+    """Seconds to wait before another round over all deployments; None where a
+    round is pointless.
+    """
     if attempts >= _ATTEMPTS_MAX or isinstance(failure, BackendTimeout):
         return None
     pause_s = failure.retry_after_s if failure.retry_after_s is not None else _PAUSE_BEFORE_RETRY_S * 2**attempts
@@ -258,7 +274,7 @@ def _build(alias: str, deployment: DeploymentSettings, settings: Settings, clock
 
 
 def no_route(route: Route, prompt: str) -> ApiError:
-    """What a client is told where no deployment may even be tried. `prompt` is the field that would be answered."""
+    """The error for a request that no deployment may try. `prompt` is the field with the prompt."""
     match route.cause:
         case Cause.CONTEXT | Cause.OUTPUT:
             return BadRequest(_sentence(route.refusal), param=prompt, code="context_length_exceeded")
@@ -275,7 +291,7 @@ def no_route(route: Route, prompt: str) -> ApiError:
             return Unavailable(_sentence(route.refusal), code="no_deployment_available")
 
 
-# The fields that need a capability; what is in the prompt itself (images, sounds, files) is not here.
+# The fields that need a capability. Images, sounds and files are in the prompt itself.
 _ASKED_IN = {name: name for name in ("tools", "logprobs", "n", "suffix")} | {
     "completions": "model",
     "json_object": "response_format",

@@ -1,6 +1,7 @@
-"""The progress of one try at one deployment: filled as its chunks come, read by the books, the breaker and the cache.
+"""The progress of one attempt at one deployment, filled as its chunks arrive.
 
-It contains no prompts and no routes. Invariant: a try ends once, with one outcome.
+Accounting, the breaker and the cache read it. No prompts and no routes. Invariant: an attempt ends
+once, with one outcome.
 """
 
 import time
@@ -21,20 +22,25 @@ class Attempt(msgspec.Struct, frozen=True):
 
     @property
     def verdict(self) -> str:
-        """`ok`, `error`, or the two that say nothing of the deployment: `refused` (the request was at fault), `cancelled`."""
+        """`ok`, `error`, or a verdict that leaves the deployment as it is.
+
+        Those are `refused` (the request was at fault) and `cancelled`.
+        """
         if self.outcome in ("ok", "cancelled"):
             return self.outcome
         return "refused" if self.is_refusal else "error"
 
 
 class Progress(msgspec.Struct):
-    """The answer of one deployment so far. `draft` is the id of the entry that the deployment was given as a draft."""
+    """The answer of one deployment so far. `draft` is the id of the entry that
+    served as a draft.
+    """
 
     deployment: str
     draft: str = ""
     started: float = msgspec.field(default_factory=time.perf_counter)
     has_begun: bool = False
-    is_whole: bool = False  # came in one piece: its time to first token is its time
+    is_whole: bool = False  # came in one piece: its first token took the whole time
     content_chunks: int = 0
     size_bytes: int = 0
     finish_reasons: list[str] = []
@@ -58,7 +64,7 @@ class Progress(msgspec.Struct):
                 self.ttft_ms = self.elapsed_ms()
 
     def end(self, outcome: str, *, is_refusal: bool = False) -> None:
-        """The try is over: `outcome` is `ok`, `cancelled`, or the error in words."""
+        """End the attempt: `outcome` is `ok`, `cancelled`, or the error in words."""
         self.attempt = Attempt(self.deployment, outcome, self.elapsed_ms(), is_refusal)
 
     @property

@@ -1,8 +1,8 @@
-"""What alembic runs to migrate: on the connection it is handed (`config.attributes`), inside that one's transaction.
+"""Alembic's entry point: migrates on the connection in `config.attributes`, in its transaction.
 
-To add a migration: write `versions/vNNNN_what.py` by hand, set `schema.VERSION` to its revision and the tables in
-`schema` to what it leaves; tests compare the two on both databases. Migrations only add: in a rolling upgrade the
-version before still runs on the new schema.
+To add a migration, write `versions/vNNNN_what.py` by hand, then set `schema.VERSION` to its
+revision and update the tables in `schema`; tests compare the two on both databases. Migrations only
+add: in a rolling upgrade the previous version still runs on the new schema.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A team has one budget of each window and hardness. Of several, the smallest stays: it is the one that held."""
+"""Allow a team one budget of each window and hardness.
+
+Of several, the smallest stays: it was the effective one.
+"""
 
 from __future__ import annotations
 
