@@ -44,7 +44,8 @@ class Bounds:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.strictness: dict[tuple[int, str], float] = {}  # by team and alias, below 1; without an entry: 1
+        # by team and alias, below 1; without an entry: 1. `telemetry.measured_error` updates it
+        self.strictness: dict[tuple[int, str], float] = {}
 
     def error_max(self, team: Team, alias: str, asked: float | None = None) -> float:
         """The least of all bounds that are given, before any tightening."""
