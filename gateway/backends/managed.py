@@ -207,7 +207,7 @@ class ManagedStream:
         self._backend = backend
         self._request = request
         self._is_stream = request.is_stream and request.choices == 1
-        self._ending = FinishTracker(request.choices)
+        self._finishes = FinishTracker(request.choices)
         self._litellm: Any = None  # set once the provider has been asked
         self._source: Any = None  # litellm's stream
         self._whole: Chunk | None = None
@@ -261,7 +261,7 @@ class ManagedStream:
         if self._is_stream:
             self._source = reply
         else:
-            self._whole = _whole(reply, self._ending)
+            self._whole = _whole(reply, self._finishes)
 
     async def _next(self) -> Chunk | None:
         """The next chunk; None after the finish."""
@@ -273,8 +273,8 @@ class ManagedStream:
         if piece is not None:
             if _has_invented_finish(piece, source):
                 raise BackendBroken("The deployment's answer ended before its finish")
-            return _chunk(piece, self._ending)
-        if not self._ending.is_complete:
+            return _chunk(piece, self._finishes)
+        if not self._finishes.is_complete:
             raise BackendBroken("The deployment's answer ended before its finish")
         return None
 
@@ -312,7 +312,7 @@ def _has_invented_finish(piece: Any, source: Any) -> bool:
     return source.received_finish_reason is None and source.intermittent_finish_reason is None
 
 
-def _chunk(piece: Any, ending: FinishTracker) -> Chunk:
+def _chunk(piece: Any, finishes: FinishTracker) -> Chunk:
     fields = piece.model_dump(exclude_none=True)
     for choice in fields["choices"]:
         _tidy(choice)
@@ -322,11 +322,11 @@ def _chunk(piece: Any, ending: FinishTracker) -> Chunk:
         fields["choices"] = []
     data = msgspec.json.encode(fields, enc_hook=str)
     answer = parse(data)
-    ending.add(answer)
+    finishes.add(answer)
     return to_chunk(data, answer)
 
 
-def _whole(reply: Any, ending: FinishTracker) -> Chunk:
+def _whole(reply: Any, finishes: FinishTracker) -> Chunk:
     fields = reply.model_dump(exclude_none=True)
     for choice in fields["choices"]:
         _tidy(choice)
@@ -336,8 +336,8 @@ def _whole(reply: Any, ending: FinishTracker) -> Chunk:
         choice.setdefault("logprobs", None)
     data = msgspec.json.encode(fields, enc_hook=str)
     answer = parse(data)
-    ending.add(answer)
-    if not ending.is_finished:
+    finishes.add(answer)
+    if not finishes.is_finished:
         raise BackendBroken("The deployment's answer ended before its finish")
     return to_chunk(data, answer, is_whole=True)
 

@@ -127,7 +127,7 @@ class TextWriter(Writer):
         self._top: int | None = body.get("logprobs")
         self._wants_prompt_logprobs = body.get("prompt_logprobs") is not None
         self._is_silent = body["max_tokens"] == 0
-        self._told: dict[int, int] = {}  # characters of each choice
+        self._sent: dict[int, int] = {}  # characters of each choice
 
     def chunks(self, output: Output, index: int) -> list[Chunk]:
         """One chunk: the prompt before the first piece where it is echoed, the text, the finish."""
@@ -137,8 +137,8 @@ class TextWriter(Writer):
             text, tokens, finish_reason = "", (), finish_reason and "length"
         choice: dict[str, Any] = {"index": index}
         given: tuple[TokenLogprob, ...] = ()
-        if index not in self._told:
-            self._told[index] = 0
+        if index not in self._sent:
+            self._sent[index] = 0
             if self._prompts:
                 prompt = self._prompts[index // self._per_prompt]
                 text = (prompt if isinstance(prompt, str) else _spelled(output.prompt_logprobs)) + text
@@ -147,8 +147,8 @@ class TextWriter(Writer):
                 choice["prompt_logprobs"] = _of_prompt(output.prompt_logprobs)
         logprobs = None
         if self._top is not None and (given or tokens):
-            logprobs = _of_text((*given, *tokens), bool(given), text, self._told[index], self._top)
-        self._told[index] += len(text)
+            logprobs = _of_text((*given, *tokens), bool(given), text, self._sent[index], self._top)
+        self._sent[index] += len(text)
         choice |= {"text": text, "logprobs": logprobs, "finish_reason": finish_reason}
         data = b'%b,"choices":[%b]}' % (self.head, _encode(choice))
         return [Chunk(data, has_content=bool(text), finish_reasons=(finish_reason,) if finish_reason else ())]
