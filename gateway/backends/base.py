@@ -1,16 +1,16 @@
-"""The one seam between the gateway and whatever generates: `Backend.stream(request)`, an async iterator of chunks as they come.
+"""The seam to all that generates: `Backend.stream(request)`, an async iterator of chunks.
 
-A backend knows one deployment and nothing of teams, money or caches. Errors of every backend are translated into the tree
-below in its own file (what statuses mean, which two of them share, in refusals.py), and nowhere else:
+A backend knows one deployment, and no teams, money or caches. Each backend translates its errors
+into this tree in its own file; refusals.py maps the statuses that two of them share.
 
-    BackendError                    carries the deployment's words for the log, and what a client may be told
-    ├── BackendUnavailable          no connection, a 5xx, a dead process: another deployment may do better
-    ├── BackendOverloaded           429 or a full queue: another may do better; `retry_after_s` where it was said
-    ├── BackendTimeout              no first chunk within its budget, or silence inside the stream
-    ├── BackendRejected             a 400, 413 or 422 that no retry mends: the client's own fault, passed on with `status` and `body`
-    └── BackendBroken               the stream ended without its finish: never shown as a finished answer
+    BackendError                    message for the client, details for the log
+    ├── BackendUnavailable          no connection, a 5xx, a dead process: another one may do better
+    ├── BackendOverloaded           429 or a full queue; `retry_after_s` where the upstream gave it
+    ├── BackendTimeout              no first chunk in time, or silence inside the stream
+    ├── BackendRejected             400, 413 or 422: the request is at fault, and a retry is useless
+    └── BackendBroken               the stream ended without its finish: never a finished answer
 
-Invariant: a stream either ends after its finish reason has been seen, or raises. It never just stops.
+Invariant: a stream ends after its finish reason, or raises. It never just stops.
 """
 
 from collections.abc import AsyncIterator
@@ -23,53 +23,54 @@ from local_engine import EngineLoad
 
 
 class BackendRequest(msgspec.Struct, frozen=True):
-    """What a backend is asked: the client's validated body (its own extensions removed) and what surrounds it."""
+    """A request to a backend: the validated body, without the gateway's own extensions."""
 
     body: dict[str, Any]
-    is_stream: bool  # how the first client reads; a backend may answer a whole or chunks either way
-    salt: bytes  # the partition: KV blocks are never shared across it
+    is_stream: bool  # how the first client reads; the answer may have either form
+    salt: bytes  # the partition: no other one shares its KV blocks
     request_id: str
     ttft_timeout_s: float
     idle_timeout_s: float
-    draft: str = ""  # a text that the answer may share passages with; for who can verify guesses, others ignore it
+    draft: str = ""  # a text that may share passages with the answer; engines verify it
     kind: Kind = CHAT
 
     @property
     def choices(self) -> int:
-        """How many choices the answer is to have."""
+        """The number of choices of the answer."""
         return (self.body.get("n") or 1) * self.prompts
 
     @property
     def prompts(self) -> int:
-        """How many prompts are to be answered."""
+        """The number of prompts."""
         return 1 if self.kind is CHAT else len(prompts_of(self.body))
 
 
 class Load(msgspec.Struct, frozen=True):
-    """What a backend knows of itself right now, for the router; None where it can't know."""
+    """The state of a backend, for routing; unknown values are None."""
 
     is_ready: bool = True
     reason: str = ""
-    detail: str = ""  # more of the reason, for who looks after it: it may name files, so no client is told
-    is_starting: bool = False  # not ready, but on its way: worth waiting for
+    detail: str = ""  # more of the reason, for operators only: it may name files
+    is_starting: bool = False  # not ready yet, and worth waiting for
     running: int = 0
     waiting: int = 0
     ttft_ms: float | None = None  # predicted for a prompt of the given length, its queue included
     tpot_ms: float | None = None
     context_tokens_max: int | None = None
     output_tokens_max: int | None = None
-    engine: EngineLoad | None = None  # all that a local engine tells of itself, for who looks after it
+    engine: EngineLoad | None = None  # the state of a local engine, for operators
 
     @property
     def why(self) -> str:
-        """Why it is not ready, in full: for who looks after it."""
+        """The whole reason why it is not ready, for operators."""
         return f"{self.reason}: {self.detail}" if self.detail else self.reason
 
 
 class ChunkStream(Protocol):
-    """An answer on its way: each read gives all chunks that have come since the last one, at least one.
+    """A running answer: each read gives all chunks since the last read, at least one.
 
-    `aclose` may be called at any time, also before the first `anext`, and frees everything upstream.
+    `aclose` may be called at any time, also before the first `anext`, and frees everything
+    upstream.
     """
 
     def __aiter__(self) -> AsyncIterator[list[Chunk]]: ...
@@ -78,7 +79,7 @@ class ChunkStream(Protocol):
 
 
 class Backend(Protocol):
-    """One deployment. `stream` connects lazily: errors come out of the first `anext`."""
+    """One deployment. `stream` connects lazily: the first `anext` raises its errors."""
 
     name: str
     capabilities: frozenset[str]
@@ -90,7 +91,7 @@ class Backend(Protocol):
 
 
 class BackendError(Exception):
-    """A deployment did not do what it was asked. `message` is fit for a client; details go to the log through `detail`."""
+    """Base. `message` is written for clients; `detail` is for the log."""
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class BackendUnavailable(BackendError):
 
 
 class BackendOverloaded(BackendError):
-    """The deployment asks to be left alone for a while (429, a full queue)."""
+    """A 429, or a full queue: the deployment needs a pause."""
 
 
 class BackendTimeout(BackendError):
@@ -122,7 +123,9 @@ class BackendTimeout(BackendError):
 
 
 class BackendRejected(BackendError):
-    """The request itself is at fault; `status` and `body` (an OpenAI error object) are the deployment's own."""
+    """The request is at fault; `status` and `body` (an OpenAI error object) are
+    the deployment's.
+    """
 
 
 class BackendBroken(BackendError):

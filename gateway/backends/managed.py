@@ -1,13 +1,14 @@
-"""Managed providers through litellm: for those that speak something else than OpenAI's protocol.
+"""Managed providers through litellm, for protocols other than OpenAI's.
 
-The only file that imports litellm, and not before a deployment needs it: two seconds of import run in a thread that
-`start` sets off, and the deployment is unready until then. Knows no teams, caches or routes. Invariants: base.py's, and
-one more that litellm does not keep: a finish reason that no provider sent (litellm makes one up for a stream that was
-cut) is never passed on. No key, address or setting of litellm's can be reached from a request: only fields on a list
-are handed over.
+The only file that imports litellm, and only once a deployment needs it: the import takes two
+seconds in a thread that `start` begins, and the deployment is unready until then. No teams, caches
+or routes. Invariants: those of base.py, and two more. A finish reason that litellm made up, because
+the provider's stream stopped, is never passed on. A request cannot set a key, an address or a
+setting of litellm's: only fields of a list are passed.
 
-Known limits: a whole answer without a finish reason can't be told from one with it (litellm fills it in), and errors
-inside a stream have lost their status. Streams of several choices lose finishes in litellm, so they are asked for whole.
+Known limits: litellm fills in a missing finish reason of a whole answer, so it cannot be detected,
+and errors inside a stream have no status. litellm loses finishes in streams of several choices, so
+those are requested whole.
 """
 
 import asyncio
@@ -36,42 +37,74 @@ from gateway.backends.refusals import Refused, error_body, refusal, retry_after_
 from gateway.wire.chunks import FinishTracker, parse, to_chunk
 from gateway.wire.types import Chunk
 
-# What may be handed over as litellm's own arguments: OpenAI's fields, and sampling parameters that providers share.
-# Everything else would let a request set `api_base` and have our key sent there.
-# fmt: off
-_FIELDS = frozenset({
-    "messages", "functions", "function_call", "temperature", "top_p", "n", "stop", "max_tokens", "max_completion_tokens",
-    "modalities", "prediction", "audio", "presence_penalty", "frequency_penalty", "logit_bias", "user", "response_format",
-    "seed", "tools", "tool_choice", "parallel_tool_calls", "logprobs", "top_logprobs", "reasoning_effort", "verbosity",
-    "safety_identifier", "service_tier", "store", "prompt_cache_key", "web_search_options",
-    "thinking", "top_k", "min_p", "repetition_penalty",
-})
+# Fields that are passed to litellm: OpenAI's, and sampling parameters that providers share. With
+# others a request could set `api_base` and receive our key.
+_FIELDS = frozenset(
+    {
+        "messages",
+        "functions",
+        "function_call",
+        "temperature",
+        "top_p",
+        "n",
+        "stop",
+        "max_tokens",
+        "max_completion_tokens",
+        "modalities",
+        "prediction",
+        "audio",
+        "presence_penalty",
+        "frequency_penalty",
+        "logit_bias",
+        "user",
+        "response_format",
+        "seed",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "logprobs",
+        "top_logprobs",
+        "reasoning_effort",
+        "verbosity",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "prompt_cache_key",
+        "web_search_options",
+        "thinking",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+    }
+)
 # fmt: on
 _OWN_FIELDS = frozenset({"cache", "model", "stream", "stream_options", "metadata"})
 
 _import_lock = threading.Lock()
 
-# pydantic warns of litellm's own types, dozens of times. litellm says so to its filters while it is imported, which is lost
-# when another thread leaves a `catch_warnings` meanwhile: it puts the filters back as it found them. So: once, before.
+# pydantic warns of litellm's own types, dozens of times. litellm filters these during its import,
+# but another thread that leaves `catch_warnings` meanwhile restores the filters. So: once, before.
 warnings.filterwarnings("ignore", message=".*`ReadOnly` qualifier", category=UserWarning, module="pydantic")
 
 
 def _import() -> Any:
-    """litellm, quiet and rehearsed. For a thread: takes seconds."""
+    """Import litellm, silence it and run `_rehearse`. Takes seconds: call it in a thread."""
     with _import_lock:
-        os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it fetches the table from the network
+        os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # no download of the table
         import litellm
 
         litellm.telemetry = False
         litellm.suppress_debug_info = True
-        logging.getLogger("LiteLLM").setLevel(logging.CRITICAL)  # its failures are ours to report
+        logging.getLogger("LiteLLM").setLevel(logging.CRITICAL)  # the gateway logs its failures
         asyncio.run(_rehearse(litellm))
         return litellm
 
 
 async def _rehearse(litellm: Any) -> None:
-    """Ask a port of this machine where nobody listens, and read a stream of litellm's own making: its lazy imports, type
-    hints and tokenizer (0.7 s) are loaded here and not on the loop."""
+    """Send a request to a closed local port, and read one of litellm's mock streams.
+
+    Loads its lazy imports, type hints and tokenizer (0.7 s) here and not on the event loop.
+    """
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         asked: dict[str, Any] = {
@@ -90,7 +123,9 @@ async def _rehearse(litellm: Any) -> None:
 
 
 class ManagedBackend:
-    """One deployment at a managed provider; `model` as litellm names it (`anthropic/claude-...`)."""
+    """One deployment at a managed provider. `model` is litellm's name, like
+    `anthropic/claude-...`.
+    """
 
     def __init__(
         self,
@@ -116,7 +151,7 @@ class ManagedBackend:
         self._importing: asyncio.Task[Any] | None = None
 
     async def start(self) -> None:
-        """Set off the import; the deployment is ready when it is done."""
+        """Begin the import; the deployment is ready after it."""
         if self._importing is None and not self._unready:
             self._importing = asyncio.create_task(asyncio.to_thread(_import), name="import-litellm")
             self._importing.add_done_callback(self._imported)
@@ -127,7 +162,7 @@ class ManagedBackend:
 
     async def aclose(self) -> None:
         if self._importing is not None:
-            self._importing.cancel()  # the thread ends by itself
+            self._importing.cancel()  # the thread runs to its end
             self._importing = None
 
     def stream(self, request: BackendRequest) -> "ManagedStream":
@@ -139,7 +174,7 @@ class ManagedBackend:
         return Load(is_ready=not reason, reason=reason, running=self.running)
 
     async def library(self) -> Any:
-        """litellm, once it is there. Raises BackendUnavailable."""
+        """Wait for the import and return litellm. Raises BackendUnavailable."""
         await self.start()
         if self._importing is not None:
             await asyncio.wait([self._importing])
@@ -148,7 +183,11 @@ class ManagedBackend:
         return self._importing.result()
 
     def arguments(self, request: BackendRequest, litellm: Any, is_stream: bool) -> dict[str, Any]:
-        """litellm.acompletion's arguments: the body's known fields, and unknown ones where the protocol is OpenAI's."""
+        """The arguments of litellm.acompletion.
+
+        Has the known fields of the body, and unknown ones where the provider speaks OpenAI's
+        protocol.
+        """
         body = request.body
         arguments = {name: value for name, value in body.items() if name in _FIELDS and value is not None}
         unknown = {name: value for name, value in body.items() if name not in _FIELDS and name not in _OWN_FIELDS}
@@ -167,10 +206,10 @@ class ManagedBackend:
             "model": self._model,
             "stream": is_stream,
             "timeout": request.ttft_timeout_s + request.idle_timeout_s,
-            "max_retries": 0,  # failover is the gateway's
+            "max_retries": 0,  # the gateway does the failover
             "num_retries": 0,
-            "drop_params": True,  # what the provider can't do and routing does not know as a capability
-            "_skip_mcp_handler": True,  # else tools import a package that litellm does not install
+            "drop_params": True,  # drops fields that the provider lacks
+            "_skip_mcp_handler": True,  # tools would import a package that litellm does not install
         }
 
     def _speaks_openai(self, litellm: Any) -> bool:
@@ -178,7 +217,7 @@ class ManagedBackend:
         return provider == "openai" or provider in litellm.openai_compatible_providers
 
     def translated(self, error: Exception, litellm: Any, has_output: bool) -> BackendError:
-        """base.py's error for one of litellm's. Inside a stream nothing is left to tell apart."""
+        """The error of base.py for litellm's. Inside a stream all errors are BackendBroken."""
         original = getattr(error, "original_exception", None)
         if isinstance(error, litellm.exceptions.MidStreamFallbackError) and isinstance(original, Exception):
             error = original
@@ -201,14 +240,14 @@ class ManagedBackend:
 
 
 class ManagedStream:
-    """One answer on its way; see base.ChunkStream."""
+    """A running answer; see base.ChunkStream."""
 
     def __init__(self, backend: ManagedBackend, request: BackendRequest) -> None:
         self._backend = backend
         self._request = request
         self._is_stream = request.is_stream and request.choices == 1
         self._finishes = FinishTracker(request.choices)
-        self._litellm: Any = None  # set once the provider has been asked
+        self._litellm: Any = None  # set once the provider has the request
         self._source: Any = None  # litellm's stream
         self._whole: Chunk | None = None
         self._waiting: asyncio.Timeout | None = None
@@ -279,7 +318,7 @@ class ManagedStream:
         return None
 
     async def _bounded(self, awaitable: Any) -> Any:
-        """Wait for litellm within bounds, its errors translated."""
+        """Await litellm within the time-outs, and translate its errors."""
         request = self._request
         timeout_s = request.idle_timeout_s if self._has_output else request.ttft_timeout_s
         if not self._is_stream:
@@ -292,7 +331,7 @@ class ManagedStream:
                 raise _given_up() from None
             what = "fell silent inside its answer" if self._has_output else "sent nothing"
             raise BackendTimeout(f"The deployment {what} within {timeout_s:g} s") from None
-        except Exception as error:  # litellm lets through what its providers' clients raise
+        except Exception as error:  # litellm passes on the errors of its providers' clients
             raise self._backend.translated(error, self._litellm, self._has_output) from None
         finally:
             self._waiting = None
@@ -302,11 +341,11 @@ def _given_up() -> BackendBroken:
     return BackendBroken("The answer was given up")
 
 
-# -- out ---------------------------------------------------------------------------------------------------------------
+# -- out
 
 
 def _has_invented_finish(piece: Any, source: Any) -> bool:
-    """Whether a finish reason in `piece` is one that litellm made up because the provider's stream just stopped."""
+    """Whether litellm made up a finish reason, because the provider's stream stopped."""
     if not any(getattr(choice, "finish_reason", None) for choice in piece.choices):
         return False
     return source.received_finish_reason is None and source.intermittent_finish_reason is None
@@ -343,14 +382,14 @@ def _whole(reply: Any, finishes: FinishTracker) -> Chunk:
 
 
 def _tidy(fields: dict[str, Any]) -> None:
-    """Leave out litellm's own field where it says nothing."""
+    """Remove the field `provider_specific_fields` where it has no value."""
     own = fields.pop("provider_specific_fields", None)
     if own and any(value is not None for value in own.values()):
         fields["provider_specific_fields"] = own
 
 
 def _body(error: Exception, litellm: Any) -> bytes:
-    """The provider's error object, from whatever litellm left of it."""
+    """The provider's error object, as far as litellm kept it."""
     fields = getattr(error, "body", None)
     fields = fields if isinstance(fields, dict) else {}
     message = fields.get("message")

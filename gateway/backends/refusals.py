@@ -1,9 +1,9 @@
-"""What a refusal from a provider means: its status, headers and error object become one of base.py's errors.
+"""Translates a provider's refusal (status, headers, error object) into an error of base.py.
 
-The rules are the same whether the words came over HTTP, inside a stream, or in an exception of litellm's. Shapes: OpenAI
-API reference, "Error codes"; RFC 9110, sections 10.2.3 (Retry-After) and 15. Pure: no clocks but the one handed in.
-Invariant: nothing of a provider's text reaches a client but the error object of a request that was itself at fault, and
-never the provider's key.
+The rules are the same for HTTP, for errors inside a stream, and for litellm's exceptions. Shapes:
+OpenAI API reference, "Error codes"; RFC 9110, sections 10.2.3 (Retry-After) and 15. Pure; the
+current time is a parameter. Invariant: of a provider's text a client gets only the error object of
+a request that was at fault, and never the provider's key.
 """
 
 import email.utils
@@ -25,7 +25,7 @@ from gateway.wire.errors import ApiError, Upstream, error_object, retry_after
 RETRY_AFTER_MAX_S = 3600.0
 _DETAIL_CHARACTERS = 500
 _REJECTED = frozenset({400, 413, 422})
-# Codes that say more than the status: providers send them with 400, 404 or 429 alike.
+# Codes that decide before the status: providers send them with 400, 404 and 429.
 _MONEY = frozenset({"insufficient_quota", "billing_hard_limit_reached", "insufficient_balance"})
 _CREDENTIALS = frozenset({"invalid_api_key", "authentication_error", "permission_error", "permission_denied"})
 _MODEL = frozenset({"model_not_found", "model_not_available", "not_found_error"})
@@ -48,7 +48,7 @@ _STATUS_BY_WORD = {
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """A refusal as it was told. `secret` is the provider's key, so that it can be kept out of every text."""
+    """A refusal as received. `secret` is the provider's key, to be removed from all texts."""
 
     status: int
     body: bytes = b""
@@ -57,7 +57,10 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 def refusal(refused: Refused) -> BackendError:
-    """The error that a refused request is. 402, 404, 429 without money and anything unknown: elsewhere may do better."""
+    """The error of a refused request.
+
+    After 402, 404, a 429 for lack of money, and unknown statuses another deployment may do better.
+    """
     error = _error_fields(refused.body)
     words = {str(error.get(key)).lower() for key in ("code", "type") if error.get(key)}
     status = refused.status
@@ -81,7 +84,7 @@ def refusal(refused: Refused) -> BackendError:
 
 
 def in_band(error: Any, secret: str = "") -> BackendError:
-    """The error that an error object inside a 200 is; its code or type says which status it would have had."""
+    """The error of an error object inside a 200; its code or type gives the missing status."""
     fields = error if isinstance(error, dict) else {"message": str(error)}
     status = 500
     for key in ("code", "status", "type"):
@@ -98,7 +101,10 @@ def in_band(error: Any, secret: str = "") -> BackendError:
 
 
 def retry_after_s(headers: Mapping[str, str], now_s: float) -> float | None:
-    """Seconds to wait from `retry-after-ms` or `retry-after` (seconds or an HTTP date), within an hour; else None."""
+    """The wait that `retry-after-ms` or `retry-after` (seconds or an HTTP date) asks for.
+
+    In seconds, at most `RETRY_AFTER_MAX_S`; None without such a header.
+    """
     for name, scale in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
         value = headers.get(name, "").strip()
         try:
@@ -109,7 +115,7 @@ def retry_after_s(headers: Mapping[str, str], now_s: float) -> float | None:
                 continue
             try:
                 seconds = email.utils.mktime_tz(date) - now_s
-            except (ValueError, OverflowError):  # a day that no calendar has
+            except (ValueError, OverflowError):  # a date that does not exist
                 continue
         if seconds == seconds:  # not NaN
             return min(max(0.0, seconds), RETRY_AFTER_MAX_S)
@@ -125,7 +131,7 @@ def _excerpt(body: bytes) -> str:
 
 
 def _error_fields(body: bytes) -> dict[str, Any]:
-    """The error object in `body`, wherever servers put it; {} where there is none."""
+    """The error object in `body`, in any of the known places; {} where there is none."""
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -148,7 +154,7 @@ def _error_fields(body: bytes) -> dict[str, Any]:
 
 
 def _client_body(refused: Refused, error: dict[str, Any]) -> bytes:
-    """OpenAI's error object in the provider's words; in ours where it had none."""
+    """OpenAI's error object with the provider's message, or with ours where it has none."""
     message = error.get("message")
     if not isinstance(message, str) or not message:
         message = f"The deployment rejected the request with HTTP {refused.status}"
@@ -156,7 +162,7 @@ def _client_body(refused: Refused, error: dict[str, Any]) -> bytes:
 
 
 def error_body(message: str, kind: Any, param: Any, code: Any) -> bytes:
-    """OpenAI's error object as JSON; what is not the text it should be is left out."""
+    """OpenAI's error object as JSON; fields of a wrong type are left out."""
     fields = {
         "message": message,
         "type": kind if isinstance(kind, str) and kind else "invalid_request_error",
@@ -167,9 +173,10 @@ def error_body(message: str, kind: Any, param: Any, code: Any) -> bytes:
 
 
 def from_backend(error: BackendError) -> ApiError:
-    """What a client is told of a deployment's failure. A rejection keeps the deployment's own words and status."""
+    """The client's error for a deployment's failure. A rejection keeps its own body and status."""
     if isinstance(error, BackendRejected):
-        rejected = Upstream(error.message, code="upstream_rejected")  # for the log; the client is sent the body
+        # for the log; the client gets the body
+        rejected = Upstream(error.message, code="upstream_rejected")
         rejected.http_status = error.status or 400
         rejected.raw_body = error.body or msgspec.json.encode(
             error_object(error.message, "invalid_request_error", None, None)

@@ -1,8 +1,9 @@
-"""The engine's outputs -> chunks: `chat.completion.chunk`s of a chat, `text_completion`s of a completion.
+"""Turns the engine's outputs into chunks: `chat.completion.chunk`s or `text_completion`s.
 
-Knows the engine's messages, no sockets and no torch. Shapes: OpenAI API reference, "The chat completion chunk object" and "The
-completion object"; `prompt_logprobs` as vLLM has them. Invariant: every choice of a chat begins with its role, every choice ends
-with its finish, and the usage chunk comes last.
+Uses the engine's messages; no sockets and no torch. Shapes: OpenAI API reference, "The chat
+completion chunk object" and "The completion object"; `prompt_logprobs` as in vLLM. Invariant: each
+choice of a chat begins with its role, each choice ends with its finish, and the usage chunk is
+last.
 """
 
 import hashlib
@@ -18,13 +19,16 @@ from gateway.backends.base import BackendRequest
 from gateway.wire.types import Chunk, Usage, prompts_of
 from local_engine import ModelInfo, Output, TokenLogprob
 
-_LOGPROB_MIN = -9999.0  # what OpenAI sends for "never"; JSON has no infinity
+_LOGPROB_MIN = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
 
 _encode = msgspec.json.encode
 
 
 class Writer(ABC):
-    """Writes chunks around a head that is encoded once. `index` of an output counts over all choices of the answer."""
+    """Writes chunks around a head that is encoded once.
+
+    `index` of an output counts over all choices of the answer.
+    """
 
     object: str
     id_prefix: str
@@ -44,7 +48,7 @@ class Writer(ABC):
         """The chunks of one piece of one choice."""
 
     def usage(self, of_prompts: Sequence[local_engine.Usage]) -> Chunk:
-        """The last chunk: what all prompts and their answers took."""
+        """The last chunk: the usage of all prompts and their answers."""
         found = Usage(
             sum(usage.prompt_tokens for usage in of_prompts),
             sum(usage.completion_tokens for usage in of_prompts),
@@ -77,7 +81,7 @@ class ChatWriter(Writer):
         self._begun: set[int] = set()
 
     def chunks(self, output: Output, index: int) -> list[Chunk]:
-        """Its role before the first piece, then its text, then its finish."""
+        """The role before the first piece, then the text, then the finish."""
         written = []
         if index not in self._begun:
             asked = _asked_of_prompt(output) if not self._begun else b""  # all choices have one prompt
@@ -114,7 +118,10 @@ class ChatWriter(Writer):
 
 
 class TextWriter(Writer):
-    """Where `max_tokens` is 0 the one token that the engine had to generate is told to nobody."""
+    """Writes text completions.
+
+    With `max_tokens` 0 the engine still generates one token, which this class leaves out.
+    """
 
     object = "text_completion"
     id_prefix = "cmpl"
@@ -159,7 +166,7 @@ class TextWriter(Writer):
         return super().usage(of_prompts)
 
 
-# -- log probabilities -------------------------------------------------------------------------------------------------
+# -- log probabilities
 
 
 def _of_chat(tokens: Iterable[TokenLogprob]) -> bytes:
@@ -172,9 +179,12 @@ def _entry(token: TokenLogprob) -> dict[str, Any]:
 
 
 def _of_text(tokens: Iterable[TokenLogprob], is_first_given: bool, text: str, start: int, top: int) -> dict[str, Any]:
-    """A completion's `logprobs`: four lists with a place for each token. Nothing is said of a prompt's first token, which nothing
-    predicts. `text_offset` counts characters from the choice's beginning, `start` of which are before `text`; a token that
-    the text does not spell (one that opens or ends it) stands where it would."""
+    """A completion's `logprobs`: four lists with one place a token.
+
+    A prompt's first token has no value: no token precedes it. `text_offset` counts characters from
+    the beginning of the choice, of which `start` precede `text`. A token that the text does not
+    contain (one that opens or ends it) has the offset where it would be.
+    """
     said: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     data, at, offset = text.encode(), 0, start
     for number, token in enumerate(tokens):
@@ -192,8 +202,11 @@ def _of_text(tokens: Iterable[TokenLogprob], is_first_given: bool, text: str, st
 
 
 def _place(raw: bytes, data: bytes, at: int, *, has_rest: bool) -> tuple[int, int]:
-    """Where a token stands in the text from `at` on. A text's first space may be in its token alone; with `has_rest` it may
-    begin with the rest of a token that came with the piece before."""
+    """The range of a token in the text, searched from `at`.
+
+    The first space of a text may be in its token alone. With `has_rest` the text may begin with the
+    rest of a token of the previous piece.
+    """
     for spelled in (raw, raw.removeprefix(b" ")):
         if data.startswith(spelled, at):
             return at, at + len(spelled)
@@ -202,11 +215,13 @@ def _place(raw: bytes, data: bytes, at: int, *, has_rest: bool) -> tuple[int, in
 
 
 def _characters(data: bytes) -> int:
-    return sum(byte & 0xC0 != 0x80 for byte in data)  # of a character's bytes the first
+    return sum(byte & 0xC0 != 0x80 for byte in data)  # the first byte of each character
 
 
 def _of_prompt(tokens: Iterable[TokenLogprob]) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: for each of the prompt's tokens but the first the likeliest and itself, by id."""
+    """vLLM's `prompt_logprobs`: for each prompt token but the first, the likeliest and itself, by
+    id.
+    """
     said: list[dict[str, Any] | None] = []
     for number, token in enumerate(tokens):
         fields = {str(token.token_id): _ranked(token, None)}
@@ -224,7 +239,7 @@ def _asked_of_prompt(output: Output) -> bytes:
 
 
 def _name(token: TokenLogprob) -> str:
-    """A token's text; OpenAI's spelling of bytes that are a part of a character."""
+    """A token's text; OpenAI's spelling for bytes that are part of a character."""
     try:
         return token.raw.decode()
     except UnicodeDecodeError:
@@ -240,6 +255,6 @@ def _spelled(tokens: Iterable[TokenLogprob]) -> str:
 
 
 def _fingerprint(info: ModelInfo | None) -> str:
-    """What OpenAI calls system_fingerprint: equal while model and numerics are."""
+    """OpenAI's `system_fingerprint`: equal while the model and its numerics are."""
     facts = (info.name, info.architecture, info.parameters, info.dtype, info.device) if info else ()
     return "fp_" + hashlib.blake2b(repr(facts).encode(), digest_size=5).hexdigest()

@@ -1,6 +1,7 @@
-"""The engine below, spoken to over its socket: what is asked of it is `local_request`'s, what it says `local_answer`'s.
+"""A local engine behind its socket. request.py makes its requests, answer.py reads its outputs.
 
-Knows the engine's messages and errors, and no torch. Invariant: an answer that is left is aborted in the engine, all of it.
+Uses the engine's messages and errors; no torch. Invariant: an answer that loses its reader is
+aborted in the engine, with all its choices.
 """
 
 import asyncio
@@ -25,13 +26,13 @@ from gateway.backends.local.request import engine_requests, rejected
 from gateway.wire.types import CHAT, Chunk
 from local_engine import AsyncEngine, EngineLoad, GenerateRequest, Generation
 
-_ANSWERS_AT_ONCE = 64  # of one request for many prompts: more would fill the engine's queue
-_COMES_BACK_S = 30.0  # a process that is not there yet, or died, is started again within this or not at all
-_STARTS_FAILED_MAX = 3  # one that dies again and again before it is ready is not on its way
+_ANSWERS_AT_ONCE = 64  # of one request with many prompts: more would fill the queue
+_COMES_BACK_S = 30.0  # a process that is away longer is taken to be gone
+_STARTS_FAILED_MAX = 3  # after so many, requests stop waiting for the engine
 
 
 class LocalBackend:
-    """One deployment on a local engine. `model` is the alias that answers name as their model."""
+    """One deployment on a local engine. Answers name `model`, the alias, as their model."""
 
     def __init__(
         self,
@@ -59,14 +60,14 @@ class LocalBackend:
         return f"the engine's process ended{' and is not started again' if ended.is_final else ''}"
 
     def _is_coming(self) -> bool:
-        """Of an engine that is not ready: whether it is worth waiting for."""
+        """Whether an engine that is not ready is worth waiting for."""
         engine = self.engine
         if engine.starts_failed >= _STARTS_FAILED_MAX or (engine.ended is not None and engine.ended.is_final):
             return False
         return self._away_since is None or time.monotonic() - self._away_since < _COMES_BACK_S
 
     async def start(self) -> None:
-        """Connect, and keep connecting: an engine that is not there yet is an unready deployment, not an error."""
+        """Connect, and reconnect for ever: a missing engine is an unready deployment."""
         await self.engine.connect()
 
     async def aclose(self) -> None:
@@ -98,14 +99,18 @@ class LocalBackend:
 
 
 class LocalStream:
-    """One answer on its way; see base.ChunkStream. Of several prompts many are generated at once, and told one after the other."""
+    """A running answer; see base.ChunkStream.
+
+    The engine generates several prompts of one request at once; the chunks come prompt by prompt.
+    """
 
     def __init__(self, backend: LocalBackend, request: BackendRequest) -> None:
         self._backend = backend
         self._request = request
         self._waiting: deque[GenerateRequest] = deque()  # prompts
-        self._generations: deque[Generation] = deque()  # of the prompts before those; the first is being told
-        self._usages: list[local_engine.Usage] = []  # of the prompts before those
+        # of earlier prompts; the first one is being read
+        self._generations: deque[Generation] = deque()
+        self._usages: list[local_engine.Usage] = []  # of the finished prompts
         self._ready: list[Chunk] = []
         self._writer: Writer | None = None
         self._quarantine_key: bytes | None = None
@@ -131,7 +136,7 @@ class LocalStream:
         return ready
 
     async def aclose(self) -> None:
-        """Abort in the engine what has not finished; its blocks are free by the engine's next step."""
+        """Abort unfinished choices in the engine; its next step frees their blocks."""
         self._ready.clear()
         self._is_over = True
         self._backend.quarantine.leave(self._quarantine_key)
@@ -174,7 +179,7 @@ class LocalStream:
         self._ready.extend(self._writer.chunks(output, index))
 
     def _end(self, generation: Generation) -> None:
-        """A prompt's last choice has finished."""
+        """End a prompt, whose last choice has finished."""
         assert self._writer is not None
         if generation.usage is None:
             raise BackendBroken("The local engine's answer ended before its finish")
@@ -187,11 +192,11 @@ class LocalStream:
         self._backend.quarantine.forget(self._quarantine_key)
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
+# -- errors
 
 
 def _translated(error: local_engine.EngineError, prompt: str, has_output: bool) -> BackendError:
-    """`prompt` is the field that the request has its prompt in."""
+    """The error of base.py for one of the engine. `prompt` is the field with the prompt."""
     match error:
         case local_engine.PromptTooLong():
             message = (

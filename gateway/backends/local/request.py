@@ -1,8 +1,8 @@
-"""OpenAI's parameters -> the engine's requests: one for a chat, one for each prompt of a completion.
+"""Turns a client's request into the engine's: one for a chat, one for each prompt of a completion.
 
-Knows the engine's messages and no torch. What the engine has no notion of (images, tool calls to parse, grammars, a text that
-follows) is refused, not ignored; routing should not have sent it here. Shapes: OpenAI API reference, "Create chat completion" and
-"Create completion"; what OpenAI does not have is called as vLLM calls it.
+Uses the engine's messages; no torch. Images, tool calls, grammars and suffixes, which the engine
+lacks, are refused and not ignored; routing should have sent them elsewhere. Shapes: OpenAI API
+reference, "Create chat completion" and "Create completion"; extensions have vLLM's names.
 """
 
 from typing import Any
@@ -15,12 +15,12 @@ from gateway.wire.types import CHAT, prompts_of
 from local_engine import GenerateRequest, SamplingParams
 
 _SEED_MASK = (1 << 63) - 1
-_PRIORITY_FLEX = 1  # OpenAI's tier for work that can wait: after everybody else's
-_TOP_P_MIN = 1e-6  # OpenAI allows 0 and means the likeliest token
+_PRIORITY_FLEX = 1  # OpenAI's tier for work that can wait
+_TOP_P_MIN = 1e-6  # OpenAI allows 0, meaning the likeliest token
 
 
 class _Parameters(msgspec.Struct):
-    """The fields that the engine acts on, of a chat and of a completion alike; vLLM's names for what OpenAI does not have."""
+    """The fields that the engine uses, of chats and completions; extensions have vLLM's names."""
 
     n: int | None = None
     best_of: int | None = None
@@ -45,7 +45,10 @@ class _Parameters(msgspec.Struct):
 
 
 def engine_requests(request: BackendRequest) -> list[GenerateRequest]:
-    """The engine's requests for a client's. Raises BackendRejected for what the engine cannot do or a wrong type."""
+    """The engine's requests for a client's.
+
+    Raises BackendRejected for unsupported fields and wrong types.
+    """
     body = request.body
     try:
         asked = msgspec.convert(body, _Parameters, str_keys=True)
@@ -82,8 +85,12 @@ def _of_chat(asked: _Parameters) -> SamplingParams:
 
 
 def _of_text(asked: _Parameters, body: dict[str, Any], prompt: str | list[int]) -> SamplingParams:
-    """An echo is told with its log probabilities where any are asked for; token ids also for what they spell. Of no tokens
-    one is generated, for nobody: there is no answer without."""
+    """The parameters of a text completion.
+
+    An echo gets log probabilities where the request asks for any; an echo of token ids always,
+    since their text comes with them. The engine generates at least one token, also for `max_tokens`
+    0.
+    """
     logprobs = None if asked.logprobs is None else int(asked.logprobs)
     prompt_logprobs = asked.prompt_logprobs
     if body.get("echo") and (logprobs is not None or not isinstance(prompt, str)):
@@ -98,7 +105,7 @@ def _sampling(
     given: dict[str, Any] = {
         "temperature": asked.temperature,
         "top_p": max(asked.top_p, _TOP_P_MIN) if asked.top_p is not None else None,
-        "top_k": max(asked.top_k, 0) if asked.top_k is not None else None,  # vLLM's -1 is off
+        "top_k": max(asked.top_k, 0) if asked.top_k is not None else None,  # -1 is off in vLLM
         "min_p": asked.min_p,
         "repetition_penalty": asked.repetition_penalty,
         "presence_penalty": asked.presence_penalty,
@@ -126,7 +133,9 @@ def _messages(body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _message(message: dict[str, Any], position: int) -> dict[str, Any]:
-    """A message as chat templates know it: a role and a text. Calls of tools are told the way templates tell them."""
+    """A message for chat templates: a role and a text. Tool calls become text as templates write
+    it.
+    """
     role = "system" if message["role"] == "developer" else message["role"]
     content = message.get("content")
     if isinstance(content, list):
@@ -144,5 +153,5 @@ def _message(message: dict[str, Any], position: int) -> dict[str, Any]:
 
 
 def rejected(message: str, param: str | None, code: str | None) -> BackendRejected:
-    """The client's fault, in OpenAI's error shape."""
+    """An error of the client, in OpenAI's shape."""
     return BackendRejected(message, status=400, body=error_body(message, None, param, code))
