@@ -1,8 +1,8 @@
 """The settings: one YAML file, plus environment variables for secrets and containers.
 
 Each setting is a field with its default and a description; `./run docs` lists them in
-docs/configuration.md. Unknown or wrong settings prevent the start: `SettingsError` names each of them. This
-module opens and creates nothing.
+docs/configuration.md. Unknown or wrong settings prevent the start: `SettingsError` names each of
+them. This module opens and creates nothing.
 """
 
 import hashlib
