@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from bench.labelled import Labelled, Recall, Request, load
 from cache.decision.features import FEATURES
-from cache.decision.model import Learner, Model, Prior, Row
+from cache.decision.model import CalibratedModel, LogisticModel, Prior, Row
 from cache.decision.rule import VerifiedRule
 from cache.encoder.embedder import open_embedder
 from cache.semantic.cache import SemanticCache
@@ -42,7 +42,7 @@ _BLANK = Prior(np.zeros(_COUNT), np.ones(_COUNT), np.zeros(_COUNT + 1), np.full(
 class Rows:
     """Comparisons of a set: evidence (n, features), whether the answers were the same (n)."""
 
-    evidence: NDArray[np.float64]
+    features: NDArray[np.float64]
     is_right: NDArray[np.float64]
 
 
@@ -53,11 +53,11 @@ class Watching(VerifiedRule):
         super().__init__(_BLANK, error_max=0.0)
         self.rows: list[Row] = []
 
-    def learn(self, row: Row, learner: Learner | None) -> Learner:
-        learner = learner or Learner(_BLANK)
-        learner.told.learn(row.features, row.is_right)
+    def learn(self, row: Row, model: CalibratedModel | None) -> CalibratedModel:
+        model = model or CalibratedModel(_BLANK)
+        model.word_odds.learn(row.features, row.is_right)
         self.rows.append(row)
-        return learner
+        return model
 
 
 def watch(requests: Sequence[Request], embedder: Recall, rule: Watching) -> None:
@@ -110,21 +110,21 @@ def rows_of(one: Labelled, embedder: Recall, seed: int = 1) -> list[Rows]:
         else:
             watch(requests, embedder, rule)
         if rule.rows:
-            evidence = np.stack([row.features[:_COUNT] for row in rule.rows])
-            found.append(Rows(evidence, np.array([row.is_right for row in rule.rows], dtype=np.float64)))
+            features = np.stack([row.features[:_COUNT] for row in rule.rows])
+            found.append(Rows(features, np.array([row.is_right for row in rule.rows], dtype=np.float64)))
     return found
 
 
 def fit(sets: Sequence[Rows], thresholds: tuple[tuple[float, float], ...]) -> Prior:
     """Weighted ridge logistic regression by Newton's method; every set weighs the same."""
-    evidence = np.concatenate([one.evidence for one in sets])
+    features = np.concatenate([one.features for one in sets])
     is_right = np.concatenate([one.is_right for one in sets])
     weights = np.concatenate(
         [np.full(len(one.is_right), _WEIGHT / max(len(one.is_right), _REQUESTS_MIN)) for one in sets]
     )
-    mean = np.average(evidence, axis=0, weights=weights)
-    scale = np.maximum(0.05, np.sqrt(np.average((evidence - mean) ** 2, axis=0, weights=weights)))
-    x = np.hstack([np.clip((evidence - mean) / scale, -5, 5), np.ones((len(evidence), 1))])
+    mean = np.average(features, axis=0, weights=weights)
+    scale = np.maximum(0.05, np.sqrt(np.average((features - mean) ** 2, axis=0, weights=weights)))
+    x = np.hstack([np.clip((features - mean) / scale, -5, 5), np.ones((len(features), 1))])
     ridge = np.full(x.shape[1], _RIDGE)
     ridge[-1] = 1e-3
     b = np.zeros(x.shape[1])
@@ -137,7 +137,7 @@ def fit(sets: Sequence[Rows], thresholds: tuple[tuple[float, float], ...]) -> Pr
 
 def least(prior: Prior, rows: Rows, bound: float) -> float:
     """The least p at which wrong answers stay within `bound` of the requests."""
-    p = Model(prior).lower(rows.evidence)
+    p = LogisticModel(prior).lower(rows.features)
     order = np.argsort(-p)
     within = np.nonzero(np.cumsum(1 - rows.is_right[order]) <= bound * len(order))[0]
     return float(p[order][within[-1]]) if len(within) else 1.0

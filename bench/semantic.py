@@ -28,7 +28,7 @@ from bench.semantic_http import stream_over_http
 from bench.vcache import VCache
 from cache import Hit, MissReason, Query
 from cache.decision.features import Neighbour
-from cache.decision.model import Learner, Row
+from cache.decision.model import CalibratedModel, Row
 from cache.decision.prior import PRIOR
 from cache.decision.rule import Decision, FixedRule, NamespaceCounters, NamespaceState, Rule, VerifiedRule
 from cache.encoder.embedder import open_embedder
@@ -64,9 +64,9 @@ class Cosine:
         reasons = tuple(None if one.similarity >= self._least else MissReason.FAR for one in neighbours)
         return Decision(0 if reasons[0] is None else None, reasons), state.counters
 
-    def learn(self, row: Row, learner: Learner | None) -> Learner | None:
+    def learn(self, row: Row, model: CalibratedModel | None) -> CalibratedModel | None:
         """It does not."""
-        return learner
+        return model
 
 
 def stream(
@@ -181,9 +181,9 @@ class Unjudged:
         decision, counters = self._rule.decide(query, neighbours, state)
         return Decision(decision.served, decision.reasons), counters
 
-    def learn(self, row: Row, learner: Learner | None) -> Learner | None:
+    def learn(self, row: Row, model: CalibratedModel | None) -> CalibratedModel | None:
         """None comes."""
-        return learner
+        return model
 
 
 def _line(one: Result) -> str:

@@ -18,7 +18,7 @@ from cache.entry import (
 from cache.exact.cache import CacheLimits, CacheStats, ExactCache, Lookup, LookupMiss, PurgeResult, Sample, StoreResult
 from cache.fingerprint import FIELDS, FieldKind, Fingerprint, Partition, fingerprint, partition
 from cache.query import Hit, Miss, MissReason, Near, Neighbourhood, Query, Trial
-from cache.verdicts.judges import EqualityJudge, Judge, Opinion, Panel, Ruling, Told
+from cache.verdicts.judges import EqualityJudge, Judge, Judgement, Panel, QAPair, Ruling
 from cache.verdicts.records import AnswerRef, Reply, Scope, Source, Suspension, Verdict
 from cache.verdicts.store import VerdictStore
 from cache.worker.client import SemanticClient, TextTooLong

@@ -32,7 +32,7 @@ class Trial(msgspec.Struct, frozen=True, array_like=True):
     be served. `rule` names whose evidence it is."""
 
     ranked: tuple[bytes, ...]
-    evidence: bytes
+    features: bytes
     p: float
     chance: float
     rule: bytes

@@ -70,8 +70,8 @@ def _near(one: Neighbour, reason: MissReason | None) -> Near:
 
 def _bar(query: Query, state: NamespaceState) -> tuple[float | None, int]:
     """The least p that would be served, and how many verdicts say so."""
-    learner = state.learner
-    if learner is None:
+    model = state.model
+    if model is None:
         return None, 0
-    is_known = learner.is_fitted and query.error_max is not None
-    return learner.threshold(query.error_max or 0.0) if is_known else None, learner.verdicts
+    is_known = model.is_fitted and query.error_max is not None
+    return model.threshold(query.error_max or 0.0) if is_known else None, model.verdicts

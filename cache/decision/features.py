@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.decision.text_features import Reading, is_inverted, is_negated, read
+from cache.decision.text_features import TextFeatures, is_inverted, is_negated, read
 from cache.decision.words import LIGHT_WORDS
 
 T = TypeVar("T")
@@ -93,7 +93,7 @@ class WordCounts:
         return max(0.0, idf) * (0.3 if word in LIGHT_WORDS else 1.0)
 
 
-class ToldWords:
+class WordOdds:
     """What verdicts have told of words that only one of two prompts has: `please` harms nothing, the name of a city does. Words
     are numbers here, so that a record of a verdict can carry them without a text."""
 
@@ -101,11 +101,11 @@ class ToldWords:
         self._counts: dict[int, tuple[float, float]] = {}
         self._all = (1.0, 1.0)
 
-    def learn(self, evidence: NDArray[np.float64], is_right: bool) -> None:
+    def learn(self, features: NDArray[np.float64], is_right: bool) -> None:
         """`evidence` is as `evidence()` makes it: the words are at its end."""
         right, wrong = float(is_right), float(not is_right)
         self._all = (self._all[0] + right, self._all[1] + wrong)
-        for word in evidence[len(FEATURES) : len(FEATURES) + ONE_SIDED_MAX].astype(np.int64).tolist():
+        for word in features[len(FEATURES) : len(FEATURES) + ONE_SIDED_MAX].astype(np.int64).tolist():
             if word:
                 before = self._counts.get(word, (0.0, 0.0))
                 self._counts[word] = (before[0] + right, before[1] + wrong)
@@ -139,12 +139,12 @@ def candidates(neighbours: Sequence[Neighbour]) -> list[Candidate]:
     return found
 
 
-def evidence(
+def features_of(
     asked: str,
     neighbours: Sequence[Neighbour],
     candidate: Candidate,
     words: WordCounts,
-    told: ToldWords | None,
+    word_odds: WordOdds | None,
     is_guarded: bool,
 ) -> NDArray[np.float64]:
     """The numbers of FEATURES, in their order, for serving `candidate` to who asked, and then the heaviest words that only one
@@ -163,14 +163,14 @@ def evidence(
             candidate.count / NEIGHBOURS, math.log1p(witness.keys),
             math.log((witness.right + 1.0) / (witness.wrong + 1.0)), math.log1p(verdicts), sum(cosines[:10]) / 10,
             cosines[-1], s * candidate.share, s * shared_words, shared_words,
-            *_word_evidence(one, other, asked, witness.text), *_weights(one, other, words), float(is_guarded),
-            *_group_evidence(one, neighbours, candidate, words), *_told_evidence(ids, told), *ids,
+            *_word_features(one, other, asked, witness.text), *_weights(one, other, words), float(is_guarded),
+            *_group_features(one, neighbours, candidate, words), *_odds_features(ids, word_odds), *ids,
         )
     )  # fmt: skip
 
 
-def _group_evidence(
-    one: Reading, neighbours: Sequence[Neighbour], candidate: Candidate, words: WordCounts
+def _group_features(
+    one: TextFeatures, neighbours: Sequence[Neighbour], candidate: Candidate, words: WordCounts
 ) -> tuple[float, ...]:
     """What all the near keys of the group say together: a word of the prompt that none of them has is unheard."""
     best = {True: 0.0, False: 0.0}
@@ -193,7 +193,7 @@ def _group_evidence(
     )
 
 
-def _one_sided(one: Reading, other: Reading, words: WordCounts) -> list[int]:
+def _one_sided(one: TextFeatures, other: TextFeatures, words: WordCounts) -> list[int]:
     some = sorted((-words.weight(word), word) for word in one.content_set ^ other.content_set)[:ONE_SIDED_MAX]
     ids = [_number(word) for _, word in some]
     return ids + [0] * (ONE_SIDED_MAX - len(ids))
@@ -205,12 +205,12 @@ def _number(word: str) -> int:
     return (zlib.crc32(word.encode("utf-8", "surrogatepass")) & 0xFFFFFF) or 1
 
 
-def _told_evidence(ids: Sequence[int], told: ToldWords | None) -> tuple[float, float]:
-    odds = [told.log_odds(one) for one in ids if one] if told is not None else []
+def _odds_features(ids: Sequence[int], word_odds: WordOdds | None) -> tuple[float, float]:
+    odds = [word_odds.log_odds(one) for one in ids if one] if word_odds is not None else []
     return max(-6.0, min(6.0, sum(odds))), min(odds, default=0.0)
 
 
-def _word_evidence(one: Reading, other: Reading, asked: str, known: str) -> tuple[float, ...]:
+def _word_features(one: TextFeatures, other: TextFeatures, asked: str, known: str) -> tuple[float, ...]:
     lengths = (len(one.words) + 1) / (len(other.words) + 1)
     return (
         _jaccard(frozenset(one.words), frozenset(other.words)),
@@ -227,7 +227,7 @@ def _word_evidence(one: Reading, other: Reading, asked: str, known: str) -> tupl
     )
 
 
-def _weights(one: Reading, other: Reading, words: WordCounts) -> tuple[float, ...]:
+def _weights(one: TextFeatures, other: TextFeatures, words: WordCounts) -> tuple[float, ...]:
     mine, theirs, both = (
         [words.weight(word) for word in some]
         for some in (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cache.decision.text_features import Reading, is_exchanged, is_inverted, is_negated
+from cache.decision.text_features import TextFeatures, is_exchanged, is_inverted, is_negated
 from cache.decision.words import LIGHT_WORDS
 from cache.query import MissReason
 
@@ -23,7 +23,7 @@ class Thresholds:
 
 
 def fixed_reason(
-    asked: Reading, known: Reading, similarity: float, age_s: float, thresholds: Thresholds
+    asked: TextFeatures, known: TextFeatures, similarity: float, age_s: float, thresholds: Thresholds
 ) -> MissReason | None:
     """Why the fixed thresholds do not let a neighbour of at least `thresholds.same` answer; None where they do."""
     guard = difference(asked, known)
@@ -34,7 +34,7 @@ def fixed_reason(
     return _too_different(asked, known, similarity, thresholds)
 
 
-def veto(asked: Reading, known: Reading, age_s: float) -> MissReason | None:
+def veto(asked: TextFeatures, known: TextFeatures, age_s: float) -> MissReason | None:
     """What no similarity and no verdict crosses."""
     if asked.numbers != known.numbers:
         return MissReason.NUMBERS
@@ -49,12 +49,12 @@ def veto(asked: Reading, known: Reading, age_s: float) -> MissReason | None:
     return None
 
 
-def is_free(asked: Reading, known: Reading) -> bool:
+def is_free(asked: TextFeatures, known: TextFeatures) -> bool:
     """Whether every guard passes."""
     return difference(asked, known) is None and not is_drowned(asked, known)
 
 
-def difference(asked: Reading, known: Reading) -> MissReason | None:
+def difference(asked: TextFeatures, known: TextFeatures) -> MissReason | None:
     """The first thing that two texts commit to differently, however similar they are, or None."""
     if asked.numbers != known.numbers:
         return MissReason.NUMBERS
@@ -73,7 +73,7 @@ def difference(asked: Reading, known: Reading) -> MissReason | None:
     return None
 
 
-def _has_other_names(asked: Reading, known: Reading) -> bool:
+def _has_other_names(asked: TextFeatures, known: TextFeatures) -> bool:
     """A name or a quotation of one that the other text does not say at all, in whatever case."""
     return not (asked.names <= set(known.words) and known.names <= set(asked.words)) or asked.quotes != known.quotes
 
@@ -83,7 +83,9 @@ def _asks_otherwise(one: str, other: str) -> bool:
     return one != other and {one, other} != {"", "amount"}
 
 
-def _too_different(asked: Reading, known: Reading, similarity: float, thresholds: Thresholds) -> MissReason | None:
+def _too_different(
+    asked: TextFeatures, known: TextFeatures, similarity: float, thresholds: Thresholds
+) -> MissReason | None:
     if is_long(asked, known):
         return None if asked.words == known.words else MissReason.WORDS
     mine, theirs = asked.content_set - known.content_set, known.content_set - asked.content_set
@@ -95,18 +97,18 @@ def _too_different(asked: Reading, known: Reading, similarity: float, thresholds
     return None if similarity >= (thresholds.same if is_same else thresholds.added) else MissReason.FAR
 
 
-def is_stale(asked: Reading, age_s: float) -> bool:
+def is_stale(asked: TextFeatures, age_s: float) -> bool:
     """The prompt is about now, and the answer was given too long ago."""
     return bool(asked.times) and age_s > FRESH_S
 
 
-def is_drowned(asked: Reading, known: Reading) -> bool:
+def is_drowned(asked: TextFeatures, known: TextFeatures) -> bool:
     """Words that differ move a cosine by about their share of the text: of more than a question's length it tells too little."""
     is_wordy = max(len(asked.words), len(known.words)) > QUESTION_WORDS
     return is_wordy and not (asked.content_set ^ known.content_set) <= LIGHT_WORDS
 
 
-def is_long(asked: Reading, known: Reading) -> bool:
+def is_long(asked: TextFeatures, known: TextFeatures) -> bool:
     """A long template drowns the few words that differ: of such, only the very same words are served."""
     return max(len(asked.words), len(known.words)) > LONG_WORDS
 

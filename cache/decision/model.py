@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.decision.features import ToldWords
+from cache.decision.features import WordOdds
 from cache.query import Trial
 
 Vector = NDArray[np.float64]
@@ -67,10 +67,10 @@ class Row:
 
     @property
     def features(self) -> Vector:
-        return np.frombuffer(self.trial.evidence, "<f4").astype(np.float64)
+        return np.frombuffer(self.trial.features, "<f4").astype(np.float64)
 
 
-class Model:
+class LogisticModel:
     """The prior, and what was learned since. It does not change: a fit makes another one."""
 
     def __init__(self, prior: Prior, coefficients: Vector | None = None, covariance: Vector | None = None) -> None:
@@ -78,24 +78,24 @@ class Model:
         self._coefficients = prior.coefficients if coefficients is None else coefficients
         self._covariance = np.diag(prior.variance) if covariance is None else covariance
 
-    def p(self, evidence: Vector) -> float:
+    def p(self, features: Vector) -> float:
         """The lower bound, one standard deviation down."""
         mean = self._prior.mean
         x = np.ones(len(mean) + 1)
-        scaled = (evidence[: len(mean)] - mean) / self._prior.scale
+        scaled = (features[: len(mean)] - mean) / self._prior.scale
         np.minimum(np.maximum(scaled, -_FAR, out=scaled), _FAR, out=x[:-1])
         sd = math.sqrt(max(0.0, float(x @ self._covariance @ x)))
         return 1 / (1 + math.exp(-max(-35.0, min(35.0, float(x @ self._coefficients) - sd))))
 
-    def lower(self, evidence: Vector) -> Vector:
+    def lower(self, features: Vector) -> Vector:
         """The same for rows."""
-        x = self._standard(evidence)
+        x = self._standard(features)
         sd = np.sqrt(np.maximum(0.0, np.einsum("ij,jk,ik->i", x, self._covariance, x)))
         return _sigmoid(x @ self._coefficients - sd)
 
-    def fitted(self, evidence: Vector, is_right: Vector, weights: Vector) -> Model:
+    def fitted(self, features: Vector, is_right: Vector, weights: Vector) -> LogisticModel:
         """Newton's method on the penalised likelihood, from where this one is."""
-        x = self._standard(evidence)
+        x = self._standard(features)
         prior = self._prior.coefficients
         ridge = np.full(len(prior), _RIDGE)
         ridge[-1] = _RIDGE_INTERCEPT
@@ -110,10 +110,10 @@ class Model:
             b -= step * min(1.0, 2.0 / size if size else 1.0)
             if size < 1e-4:
                 break
-        return Model(self._prior, b, np.linalg.inv(hessian))
+        return LogisticModel(self._prior, b, np.linalg.inv(hessian))
 
-    def _standard(self, evidence: Vector) -> Vector:
-        scaled = np.clip((evidence[:, : len(self._prior.mean)] - self._prior.mean) / self._prior.scale, -_FAR, _FAR)
+    def _standard(self, features: Vector) -> Vector:
+        scaled = np.clip((features[:, : len(self._prior.mean)] - self._prior.mean) / self._prior.scale, -_FAR, _FAR)
         return np.hstack([scaled, np.ones((len(scaled), 1))])
 
 
@@ -132,15 +132,15 @@ def beside() -> Run:
     return lambda work: thread.submit(work).add_done_callback(Future.result)
 
 
-class Learner:
+class CalibratedModel:
     """The model of one namespace and its thresholds, refitted as verdicts come. `run` does the fits: what is decided meanwhile
     is decided by the model before; a fit sees the rows that there were when it became due, so that the same rows give the same
     models whenever they are fitted."""
 
     def __init__(self, prior: Prior, run: Run = at_once) -> None:
-        self.model = Model(prior)
+        self.logistic = LogisticModel(prior)
         self._run = run
-        self.told = ToldWords()
+        self.word_odds = WordOdds()
         self._rows: list[Row] = []
         self._seen = 0
         self._fitted_at = 0
@@ -164,7 +164,7 @@ class Learner:
         self._rows.append(row)
         self._seen += 1
         features, p = row.features, row.trial.p
-        self.told.learn(features, row.is_right)
+        self.word_odds.learn(features, row.is_right)
         self._requests += 1 + float(features[-2])
         self._risked += float(features[-1])
         if p >= _NEARLY_SURE:
@@ -197,19 +197,19 @@ class Learner:
         return min(_KAPPA_MAX, max(_KAPPA_MIN, kappa))
 
     def _refit(self, rows: Sequence[Row], kappa: float) -> None:
-        evidence = np.frombuffer(b"".join([row.trial.evidence for row in rows]), "<f4").astype(np.float64)
-        evidence = evidence.reshape(len(rows), -1)
+        features = np.frombuffer(b"".join([row.trial.features for row in rows]), "<f4").astype(np.float64)
+        features = features.reshape(len(rows), -1)
         is_right = np.array([row.is_right for row in rows], dtype=np.float64)
         weights = 1 / np.array([row.trial.chance for row in rows])
-        model = self.model.fitted(evidence, is_right, np.minimum(_WEIGHT_MAX, weights))
+        model = self.logistic.fitted(features, is_right, np.minimum(_WEIGHT_MAX, weights))
         # each audit stands for 1 / chance would-be hits; of these there were as many as were served and audited (Hajek's estimator)
-        p, weights = model.lower(evidence[-_REQUESTS:]), weights[-_REQUESTS:]
-        served = sum(evidence[-_REQUESTS:, -2].tolist())
+        p, weights = model.lower(features[-_REQUESTS:]), weights[-_REQUESTS:]
+        served = sum(features[-_REQUESTS:, -2].tolist())
         audits = weights > 1
         if audits.any():
             weights[audits] *= (served + audits.sum()) / weights[audits].sum()
         order = np.argsort(-p, kind="stable")
-        self.model = model
+        self.logistic = model
         self._curve = p[order], np.cumsum((weights * (1 - p))[order]) * kappa / (len(p) + served)
 
 

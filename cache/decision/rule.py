@@ -14,9 +14,9 @@ from typing import Protocol
 
 import numpy as np
 
-from cache.decision.features import Candidate, Neighbour, WordCounts, candidates, evidence
+from cache.decision.features import Candidate, Neighbour, WordCounts, candidates, features_of
 from cache.decision.guards import fixed_reason, is_free, thresholds_of, veto
-from cache.decision.model import Learner, Prior, Row, Run, Vector, at_once, audit_chance
+from cache.decision.model import CalibratedModel, Prior, Row, Run, Vector, at_once, audit_chance
 from cache.decision.text_features import read
 from cache.query import MissReason, Query, Trial
 
@@ -39,7 +39,7 @@ class NamespaceState:
     """What a namespace has beside its keys: its words, the model that verdicts have fitted (None: no verdict yet), and counters."""
 
     words: WordCounts = field(default_factory=WordCounts)
-    learner: Learner | None = None
+    model: CalibratedModel | None = None
     counters: NamespaceCounters = NamespaceCounters()
 
 
@@ -60,7 +60,7 @@ class Rule(Protocol):
     ) -> tuple[Decision, NamespaceCounters]:
         """The decision, and the counters of the namespace after it."""
 
-    def learn(self, row: Row, learner: Learner | None) -> Learner | None:
+    def learn(self, row: Row, model: CalibratedModel | None) -> CalibratedModel | None:
         """Take in one comparison; the model of its namespace from now on."""
 
 
@@ -72,9 +72,9 @@ class FixedRule:
     ) -> tuple[Decision, NamespaceCounters]:
         return self.at(query.error_max, query.text, neighbours), state.counters
 
-    def learn(self, row: Row, learner: Learner | None) -> Learner | None:
+    def learn(self, row: Row, model: CalibratedModel | None) -> CalibratedModel | None:
         """It does not."""
-        return learner
+        return model
 
     def at(self, error_max: float | None, text: str, neighbours: Sequence[Neighbour]) -> Decision:
         """The decision at an error bound, which needs no state."""
@@ -107,7 +107,7 @@ class VerifiedRule:
         self._random = random
         self._run = run
         self._fixed = FixedRule()
-        self._cold = Learner(prior)
+        self._cold = CalibratedModel(prior)
 
     def decide(
         self, query: Query, neighbours: Sequence[Neighbour], state: NamespaceState
@@ -117,13 +117,13 @@ class VerifiedRule:
         ranked = _ranked(query.text, neighbours, fixed.served)
         first = ranked[0]
         witness = neighbours[first.place]
-        learner = state.learner or self._cold
-        seen = evidence(query.text, neighbours, first, state.words, learner.told, fixed.served is not None)
-        p = learner.model.p(seen)
+        model = state.model or self._cold
+        seen = features_of(query.text, neighbours, first, state.words, model.word_odds, fixed.served is not None)
+        p = model.logistic.p(seen)
         vetoed = veto(read(query.text), read(witness.text), witness.age_s)
         is_sure = vetoed is None and (
-            p >= learner.threshold(error_max)
-            if learner.is_fitted
+            p >= model.threshold(error_max)
+            if model.is_fitted
             else self._is_prior_sure(query.text, witness.text, p, error_max)
             or self._is_fixed_sure(query.text, neighbours, fixed, error_max)
         )
@@ -143,11 +143,11 @@ class VerifiedRule:
         after = counters if vetoed is not None else NamespaceCounters(counters.accepted + is_sure)
         return Decision(None, reasons, trial), after
 
-    def learn(self, row: Row, learner: Learner | None) -> Learner:
+    def learn(self, row: Row, model: CalibratedModel | None) -> CalibratedModel:
         """The first verdict of a namespace gives it a model of its own."""
-        learner = learner or Learner(self.prior, self._run)
-        learner.learn(row)
-        return learner
+        model = model or CalibratedModel(self.prior, self._run)
+        model.learn(row)
+        return model
 
     def _is_prior_sure(self, asked: str, known: str, p: float, error_max: float) -> bool:
         least = self.prior.threshold(error_max)

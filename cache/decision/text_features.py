@@ -40,7 +40,7 @@ from cache.decision.words import (
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class TextFeatures:
     """One text, read. Words are case-folded and stemmed; `content` leaves out function words, in order."""
 
     words: tuple[str, ...]
@@ -89,7 +89,7 @@ _ASKING = frozenset(("who", "whose", "whom", "how", "when", "where", "why"))
 
 
 @functools.lru_cache(maxsize=16_384)
-def read(text: str) -> Reading:
+def read(text: str) -> TextFeatures:
     """Read a text. Results are remembered: the same prompts come again."""
     words: list[str] = []
     names: set[str] = set()
@@ -120,7 +120,7 @@ def read(text: str) -> Reading:
     taken = {place for figure in figures for place in range(figure.start, figure.end)}
     content = tuple(word for place, word in enumerate(words) if word not in FUNCTION_WORDS and place not in taken)
     present = frozenset(words)
-    return Reading(
+    return TextFeatures(
         words=tuple(words),
         content=content,
         numbers=tuple((figure.value, figure.unit) for figure in figures),
@@ -141,7 +141,7 @@ def read(text: str) -> Reading:
     )
 
 
-def is_inverted(one: Reading, other: Reading) -> bool:
+def is_inverted(one: TextFeatures, other: TextFeatures) -> bool:
     """The same words, names or persons in another order, or a preposition that governs what another one governs on the other
     side."""
     if sorted(one.words) == sorted(other.words) and _stated(one) != _stated(other):
@@ -159,7 +159,7 @@ def is_inverted(one: Reading, other: Reading) -> bool:
     return False
 
 
-def is_exchanged(one: Reading, other: Reading) -> bool:
+def is_exchanged(one: TextFeatures, other: TextFeatures) -> bool:
     """Two words have changed places around what stands between them (who chases whom), or around a preposition (from where to
     where): less than `is_inverted` finds, and never harmless."""
     shared = (one.content_set & other.content_set) - LIGHT_WORDS
@@ -187,28 +187,28 @@ def _has_exchange(first: list[str], second: list[str]) -> bool:
     return first[moved[0]] == second[moved[1]] and first[moved[1]] == second[moved[0]]
 
 
-def _uttered(reading: Reading) -> list[str]:
+def _uttered(reading: TextFeatures) -> list[str]:
     return [word for word in reading.words if word not in GREETINGS]
 
 
-def _precedes(reading: Reading, word: str, later: str) -> bool:
+def _precedes(reading: TextFeatures, word: str, later: str) -> bool:
     """Whether one word comes before another, with something between them."""
     words = reading.words
     return word in words and later in words and words.index(word) + 1 < words.index(later)
 
 
-def _stated(reading: Reading) -> list[str]:
+def _stated(reading: TextFeatures) -> list[str]:
     return [word for word in reading.content if word not in NEGATIONS]
 
 
-def _is_reordered(one: Reading, other: Reading, among: frozenset[str]) -> bool:
+def _is_reordered(one: TextFeatures, other: TextFeatures, among: frozenset[str]) -> bool:
     """Both texts say the same of these words, in another order of their first places."""
     first = list(dict.fromkeys(word for word in one.words if word in among))
     second = list(dict.fromkeys(word for word in other.words if word in among))
     return first != second and sorted(first) == sorted(second)
 
 
-def is_negated(one: Reading, other: Reading) -> bool:
+def is_negated(one: TextFeatures, other: TextFeatures) -> bool:
     """One text denies, forbids or reverses what the other states."""
     if one.negations % 2 != other.negations % 2:
         return True

@@ -81,8 +81,8 @@ class NamespaceStates:
             taught.tallies[record.other] = (right + more[0], wrong + more[1])
             if len(taught.tallies) > _GROUPS_MAX:
                 del taught.tallies[next(iter(taught.tallies))]
-            if trial.evidence and trial.rule == self._rule_name:
-                state.learner = self._rule.learn(Row(trial, verdict.is_right), state.learner)
+            if trial.features and trial.rule == self._rule_name:
+                state.model = self._rule.learn(Row(trial, verdict.is_right), state.model)
         if len(self._taught) > _TAUGHT_MAX:
             self._unlearn(next(iter(self._taught)))
 
@@ -107,6 +107,6 @@ class NamespaceStates:
     def _unlearn(self, namespace: bytes) -> None:
         del self._taught[namespace]
         state = self._states[namespace]
-        state.learner, state.counters = None, NamespaceCounters()
+        state.model, state.counters = None, NamespaceCounters()
         if not state.words.texts:
             del self._states[namespace]

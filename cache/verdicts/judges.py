@@ -1,8 +1,8 @@
-"""Are two answers the same? The seam of a judge, and the one that costs nothing: equality up to form.
+"""Are two answers the same? The seam of a judge, equality up to form, and the agreement of short answers by words and vectors.
 
-Knows texts, no HTTP, models or Redis. That short answers agree is found in the cache worker, which has the encoder
-(`cache.verdicts.agreement`); a judge that asks a model is the gateway's. Invariant: what can't be told is UNKNOWN, and nothing is learned
-from it.
+Knows texts, and for agreement a function that encodes them; no HTTP, no language model and no Redis. `agree` runs in the cache worker,
+which has the encoder. Invariants: an answer that can't be compared is UNKNOWN, and nothing is learned from it; answers whose numbers,
+polarity or names differ are never the same, however similar the texts.
 """
 
 from __future__ import annotations
@@ -10,11 +10,18 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
+
+from cache.decision.guards import difference
+from cache.decision.text_features import TextFeatures, read
+from cache.query import MissReason
+
+if TYPE_CHECKING:
+    from cache.encoder.types import Encoded  # imports numpy, which a gateway worker does without
 
 
 class Ruling(StrEnum):
@@ -23,7 +30,7 @@ class Ruling(StrEnum):
     UNKNOWN = "unknown"
 
 
-class Opinion(msgspec.Struct, frozen=True):
+class Judgement(msgspec.Struct, frozen=True):
     """What one judge says, its name, and why in a few words."""
 
     ruling: Ruling
@@ -31,7 +38,7 @@ class Opinion(msgspec.Struct, frozen=True):
     why: str
 
 
-class Told(msgspec.Struct, frozen=True):
+class QAPair(msgspec.Struct, frozen=True):
     """An answer as a judge reads it, and the prompt it was given for."""
 
     prompt: str
@@ -39,7 +46,7 @@ class Told(msgspec.Struct, frozen=True):
 
 
 class Judge(Protocol):
-    async def judge(self, fresh: Told, cached: Told) -> Opinion:
+    async def judge(self, fresh: QAPair, cached: QAPair) -> Judgement:
         """Whether the cached answer would have done for the fresh one's prompt. Never raises: what fails is UNKNOWN."""
 
 
@@ -48,7 +55,7 @@ class EqualityJudge:
 
     name = "equality"
 
-    async def judge(self, fresh: Told, cached: Told) -> Opinion:
+    async def judge(self, fresh: QAPair, cached: QAPair) -> Judgement:
         one, other = fresh.answer.strip(), cached.answer.strip()
         if not one or not other:
             return self._says(Ruling.UNKNOWN, "an empty answer")
@@ -65,8 +72,8 @@ class EqualityJudge:
             return self._says(Ruling.SAME, "the same words")
         return self._says(Ruling.UNKNOWN, "other words")
 
-    def _says(self, ruling: Ruling, why: str) -> Opinion:
-        return Opinion(ruling, self.name, why)
+    def _says(self, ruling: Ruling, why: str) -> Judgement:
+        return Judgement(ruling, self.name, why)
 
 
 class Panel:
@@ -75,13 +82,13 @@ class Panel:
     def __init__(self, judges: Sequence[Judge]) -> None:
         self._judges = judges
 
-    async def judge(self, fresh: Told, cached: Told) -> Opinion:
-        opinion = Opinion(Ruling.UNKNOWN, "", "nobody to ask")
+    async def judge(self, fresh: QAPair, cached: QAPair) -> Judgement:
+        judgement = Judgement(Ruling.UNKNOWN, "", "nobody to ask")
         for judge in self._judges:
-            opinion = await judge.judge(fresh, cached)
-            if opinion.ruling is not Ruling.UNKNOWN:
+            judgement = await judge.judge(fresh, cached)
+            if judgement.ruling is not Ruling.UNKNOWN:
                 break
-        return opinion
+        return judgement
 
 
 _TOKEN = re.compile(r"[-−]?(?<![\w])\d[\d,]*(?:\.\d+)?|[^\W_]+(?:['’][^\W_]+)*|[+\-*/=<>%$€£¥^|&~@\\_#]")
@@ -129,3 +136,45 @@ def _canonical(value: Any) -> str:
         return int(one) if isinstance(one, float) and one.is_integer() else one
 
     return json.dumps(plain(value), sort_keys=True)
+
+
+SHORT_WORDS = 25  # of an answer that states a fact; a longer one explains
+_SAME_COSINE = 0.93
+_SURE_COSINE = 0.97  # where each has a content word that the other lacks
+_OTHER_COSINE = 0.6
+_OTHER_COSINE_TERSE = 0.8  # answers of a word or two: their other words are all they say
+_TERSE_WORDS = 3
+
+_NAME = "agreement"
+_STANCES = {"yes": "yes", "yeah": "yes", "yep": "yes", "correct": "yes", "true": "yes"}
+_STANCES |= {"no": "no", "nope": "no", "incorrect": "no", "wrong": "no", "false": "no"}
+
+
+def agree(fresh: str, cached: str, encode: Callable[[Sequence[str]], Encoded]) -> Judgement:
+    """Whether a cached answer says what a fresh one does. Encodes both where their words leave it open."""
+    one, other = read(fresh), read(cached)
+    if not one.words or not other.words or max(len(one.words), len(other.words)) > SHORT_WORDS:
+        return Judgement(Ruling.UNKNOWN, _NAME, "too long to compare by meaning")
+    guard = difference(one, other)
+    if {_stance(one), _stance(other)} == {"yes", "no"}:
+        return Judgement(Ruling.DIFFERENT, _NAME, "one says yes, the other no")
+    if guard in (MissReason.NUMBERS, MissReason.POLARITY):
+        return Judgement(Ruling.DIFFERENT, _NAME, f"{guard} differ")
+    if guard is MissReason.NAMES and one.names and other.names and not one.names & other.names:
+        return Judgement(Ruling.DIFFERENT, _NAME, "names differ")
+    mine, its = encode([fresh, cached]).vectors
+    cosine = float(mine @ its)
+    is_swapped = bool(one.content_set - other.content_set and other.content_set - one.content_set)
+    ruling = Ruling.UNKNOWN
+    is_guarded = guard is not None or one.negations != other.negations  # two negations are not always none
+    if not is_guarded and cosine >= (_SURE_COSINE if is_swapped else _SAME_COSINE):
+        ruling = Ruling.SAME
+    is_terse = max(len(one.content), len(other.content)) <= _TERSE_WORDS
+    if is_swapped and cosine < (_OTHER_COSINE_TERSE if is_terse else _OTHER_COSINE):
+        ruling = Ruling.DIFFERENT
+    return Judgement(ruling, _NAME, f"similarity {cosine:.2f}")
+
+
+def _stance(one: TextFeatures) -> str:
+    """What an answer that begins with yes or no says; empty for any other."""
+    return _STANCES.get(one.words[0], "")

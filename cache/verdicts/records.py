@@ -57,14 +57,14 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         trial, own = self.trial, msgspec.structs.asdict(self)
         del own["trial"]
         return _ENCODER.encode(
-            _StoredVerdict(evidence=trial.evidence, p=trial.p, chance=trial.chance, rule=trial.rule, **own)
+            _StoredVerdict(features=trial.features, p=trial.p, chance=trial.chance, rule=trial.rule, **own)
         )
 
     @staticmethod
     def decode(data: bytes) -> Verdict:
         """Raises msgspec.DecodeError for anything but a verdict of this version."""
         own = msgspec.structs.asdict(_VERDICTS.decode(data))
-        trial = Trial((), own.pop("evidence"), own.pop("p"), own.pop("chance"), own.pop("rule"))
+        trial = Trial((), own.pop("features"), own.pop("p"), own.pop("chance"), own.pop("rule"))
         return Verdict(trial=trial, **own)
 
 
@@ -76,7 +76,7 @@ class _StoredVerdict(msgspec.Struct, frozen=True, array_like=True, kw_only=True,
     exact: bytes
     created_at: float
     is_right: bool | None
-    evidence: bytes
+    features: bytes
     p: float
     chance: float
     rule: bytes
@@ -113,13 +113,13 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
         """As it is kept, flat, without the trial's `ranked` and `chance`."""
         trial, own = self.trial, msgspec.structs.asdict(self)
         del own["trial"]
-        return _ENCODER.encode(_StoredReply(evidence=trial.evidence, p=trial.p, rule=trial.rule, **own))
+        return _ENCODER.encode(_StoredReply(features=trial.features, p=trial.p, rule=trial.rule, **own))
 
     @staticmethod
     def decode(data: bytes) -> Reply:
         """Raises msgspec.DecodeError. The trial of what comes out has no `ranked`, and a `chance` of 1."""
         own = msgspec.structs.asdict(_REPLIES.decode(data))
-        trial = Trial((), own.pop("evidence"), own.pop("p"), 1.0, own.pop("rule"))
+        trial = Trial((), own.pop("features"), own.pop("p"), 1.0, own.pop("rule"))
         return Reply(trial=trial, **own)
 
 
@@ -132,7 +132,7 @@ class _StoredReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True, t
     compat: bytes
     alias: str
     at: float
-    evidence: bytes
+    features: bytes
     p: float
     rule: bytes
 

@@ -17,11 +17,12 @@ import msgspec
 
 from cache.entry import CacheError, CacheWorkerUnavailable
 from cache.query import Hit, Miss, MissReason, Neighbourhood, Query
-from cache.verdicts.judges import Opinion, Ruling
+from cache.verdicts.judges import Judgement, Ruling
 from cache.worker.messages import (
     FRAME_BYTES_MAX,
     LENGTH_BYTES,
     Agreed,
+    AnswerPayload,
     Ask,
     AskAgree,
     AskEmbed,
@@ -31,7 +32,6 @@ from cache.worker.messages import (
     Cancel,
     Embedded,
     Failed,
-    Reply,
     Status,
     TooLong,
     WorkerState,
@@ -64,7 +64,7 @@ class SemanticClient:
         self._path = str(socket_path)
         self._timeout_s = timeout_s
         self._ids = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._waiting: dict[int, asyncio.Future[AnswerPayload]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._link: asyncio.Task[None] | None = None
         self._silence: MissReason | None = MissReason.LOADING  # why nobody should wait: nothing was heard since
@@ -120,14 +120,16 @@ class SemanticClient:
             raise TextTooLong(reply.index, reply.tokens, reply.tokens_max)
         return _expect(Embedded, reply)
 
-    async def agree(self, fresh: str, cached: str) -> Opinion:
+    async def agree(self, fresh: str, cached: str) -> Judgement:
         """Whether two short answers state the same; UNKNOWN without a worker. Never raises."""
         try:
             reply = await self._ask(AskAgree(next(self._ids), fresh, cached, _AGREE_TIMEOUT_S), _AGREE_TIMEOUT_S)
         except (CacheWorkerUnavailable, TimeoutError) as error:
-            return Opinion(Ruling.UNKNOWN, "", str(error) or "the cache worker did not answer in time")
+            return Judgement(Ruling.UNKNOWN, "", str(error) or "the cache worker did not answer in time")
         return (
-            reply.opinion if isinstance(reply, Agreed) else Opinion(Ruling.UNKNOWN, "", "the cache worker can't tell")
+            reply.judgement
+            if isinstance(reply, Agreed)
+            else Judgement(Ruling.UNKNOWN, "", "the cache worker can't tell")
         )
 
     async def status(self) -> Status:
@@ -138,20 +140,20 @@ class SemanticClient:
             return Status(WorkerState.AWAY)
         return reply if isinstance(reply, Status) else Status(WorkerState.AWAY)
 
-    async def _ask_or_raise(self, ask: AskNear | AskEmbed, timeout_s: float) -> Reply:
+    async def _ask_or_raise(self, ask: AskNear | AskEmbed, timeout_s: float) -> AnswerPayload:
         try:
             return await self._ask(ask, timeout_s)
         except TimeoutError:
             raise CacheWorkerUnavailable(f"the cache worker did not answer within {timeout_s:g} s") from None
 
-    async def _ask(self, ask: AskLookup | AskNear | AskEmbed | AskAgree | AskStatus, timeout_s: float) -> Reply:
+    async def _ask(self, ask: AskLookup | AskNear | AskEmbed | AskAgree | AskStatus, timeout_s: float) -> AnswerPayload:
         """Raises CacheWorkerUnavailable at once where there is no connection, TimeoutError where no answer came."""
         if self._writer is None:
             raise CacheWorkerUnavailable("the cache worker is away")
         data = frame(ask)
         if len(data) > FRAME_BYTES_MAX:
             raise CacheWorkerUnavailable("too much for one request")
-        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[AnswerPayload] = asyncio.get_running_loop().create_future()
         self._waiting[ask.id] = future
         self._writer.write(data)
         try:
@@ -192,7 +194,7 @@ class SemanticClient:
             self._silence = None
             future = self._waiting.get(answer.id)
             if future is not None and not future.done():
-                future.set_result(answer.reply)
+                future.set_result(answer.payload)
 
     def _lose(self) -> None:
         """Close the connection and tell everybody who waits."""
@@ -209,7 +211,7 @@ def _is_answered(future: asyncio.Future[Any]) -> bool:
     return future.done() and not future.cancelled()
 
 
-def _expect(kind: type[T], reply: Reply) -> T:
+def _expect(kind: type[T], reply: AnswerPayload) -> T:
     if isinstance(reply, kind):
         return reply
     raise CacheWorkerUnavailable(reply.detail if isinstance(reply, Failed) else f"unexpected {type(reply).__name__}")

@@ -11,7 +11,7 @@ from enum import StrEnum
 import msgspec
 
 from cache.query import Hit, Miss, Neighbourhood, Query
-from cache.verdicts.judges import Opinion
+from cache.verdicts.judges import Judgement
 
 FRAME_BYTES_MAX = 32 << 20
 LENGTH_BYTES = 4
@@ -102,7 +102,7 @@ class AskAgree(msgspec.Struct, frozen=True, array_like=True, tag="agree"):
 
 
 class Agreed(msgspec.Struct, frozen=True, array_like=True, tag="agreed"):
-    opinion: Opinion
+    judgement: Judgement
 
 
 class AskStatus(msgspec.Struct, frozen=True, array_like=True, tag="status"):
@@ -116,14 +116,14 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
 
 
 Ask = AskLookup | AskNear | AskEmbed | AskAgree | AskStatus | Cancel
-Reply = Hit | Miss | Neighbourhood | Embedded | Agreed | TooLong | Status | Failed
+AnswerPayload = Hit | Miss | Neighbourhood | Embedded | Agreed | TooLong | Status | Failed
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
     """The reply to the ask of the same id."""
 
     id: int
-    reply: Reply
+    payload: AnswerPayload
 
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from cache.worker.messages import Answer, AskAgree, AskEmbed, AskLookup, AskNear, Reply, frame
+from cache.worker.messages import Answer, AnswerPayload, AskAgree, AskEmbed, AskLookup, AskNear, frame
 
 _UNSENT_BYTES_MAX = 64 << 20
 
@@ -23,7 +23,7 @@ class Connection:
     writer: asyncio.StreamWriter
     waiting: set[int] = field(default_factory=set)  # ids whose answer is still wanted
 
-    def answer(self, id: int, reply: Reply) -> None:
+    def answer(self, id: int, reply: AnswerPayload) -> None:
         self.waiting.discard(id)
         self.writer.write(frame(Answer(id, reply)))
         if self.writer.transport.get_write_buffer_size() > _UNSENT_BYTES_MAX:
@@ -42,7 +42,7 @@ class Job:
     def is_wanted(self) -> bool:
         return self.ask.id in self.connection.waiting and time.monotonic() < self.deadline
 
-    def answer(self, reply: Reply) -> None:
+    def answer(self, reply: AnswerPayload) -> None:
         if self.ask.id in self.connection.waiting:
             self.connection.answer(self.ask.id, reply)
 

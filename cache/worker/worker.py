@@ -32,6 +32,7 @@ from cache.worker.messages import (
     FRAME_BYTES_MAX,
     LENGTH_BYTES,
     Agreed,
+    AnswerPayload,
     Ask,
     AskAgree,
     AskEmbed,
@@ -41,7 +42,6 @@ from cache.worker.messages import (
     Cancel,
     Embedded,
     Failed,
-    Reply,
     Status,
     TooLong,
     WorkerState,
@@ -239,7 +239,7 @@ class Worker:
         job.answer(Embedded(tuple(vectors), tuple(counts), cache.embedder.dims))
 
     async def _agree(self, job: Job) -> None:
-        from cache.verdicts.agreement import agree
+        from cache.verdicts.judges import agree
 
         assert isinstance(job.ask, AskAgree)
         assert self._cache is not None
@@ -288,7 +288,7 @@ class Worker:
                 self._lookups.append(Job(connection, ask, deadline, len(ask.query.text)))
                 self._has_lookups.set()
 
-    def _not_ready(self, ask: AskLookup | AskNear | AskEmbed | AskAgree) -> Reply:
+    def _not_ready(self, ask: AskLookup | AskNear | AskEmbed | AskAgree) -> AnswerPayload:
         miss = Miss(MissReason.LOADING)
         if isinstance(ask, AskLookup):
             return miss

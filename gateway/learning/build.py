@@ -10,12 +10,12 @@ from cache import (
     EqualityJudge,
     ExactCache,
     Judge,
-    Opinion,
+    Judgement,
     Panel,
+    QAPair,
     Ruling,
     SemanticClient,
     Source,
-    Told,
     VerdictStore,
 )
 from gateway.accounts import Accounts
@@ -87,7 +87,7 @@ class Agreement:
     def __init__(self, semantic: SemanticClient) -> None:
         self._semantic = semantic
 
-    async def judge(self, fresh: Told, cached: Told) -> Opinion:
+    async def judge(self, fresh: QAPair, cached: QAPair) -> Judgement:
         return await self._semantic.agree(fresh.answer, cached.answer)
 
 

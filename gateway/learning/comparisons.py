@@ -22,15 +22,15 @@ from cache import (
     ExactCache,
     Fingerprint,
     Judge,
+    Judgement,
     MissReason,
-    Opinion,
     Partition,
+    QAPair,
     Reply,
     Ruling,
     Scope,
     Source,
     Suspension,
-    Told,
     Trial,
     Verdict,
     VerdictStore,
@@ -262,21 +262,21 @@ class Judging:
 
     async def _compare(self, asked: _Asked) -> None:
         """A fresh answer with those near it: the first comparison is the verdict, an equal one makes a group."""
-        trial, fresh = asked.trial, _told(asked.text, asked.chunks)
+        trial, fresh = asked.trial, _qa_pair(asked.text, asked.chunks)
         entries = await self._exact.lookup_many(asked.partition, asked.compat, trial.ranked)
         first = entries[0]
         if first is None or fresh is None:
             return
-        opinion = await self._opinion(fresh, first, asked.record.similarity)
-        is_right = _is_same(opinion)
+        judgement = await self._judgement(fresh, first, asked.record.similarity)
+        is_right = _is_same(judgement)
         equal = first if is_right else None
         for other in entries[1:]:
             if equal is None and is_right is not None and other is not None:
-                equal = other if _is_same(await self._opinion(fresh, other, asked.record.similarity)) else None
-        self._say(asked, opinion, _is_same(opinion))
+                equal = other if _is_same(await self._judgement(fresh, other, asked.record.similarity)) else None
+        self._say(asked, judgement, _is_same(judgement))
         if is_right is None and asked.source is Source.MISS:
             return
-        verdict = self._verdict(asked, opinion, is_right, entry=asked.entry)
+        verdict = self._verdict(asked, judgement, is_right, entry=asked.entry)
         ref = AnswerRef(equal.exact, equal.created_at) if equal is not None else None
         other_ref = AnswerRef(first.exact, first.created_at)
         await self._verdicts.take(asked.partition, f"{asked.record.request_id}:{asked.source}", verdict, other_ref, ref)
@@ -286,43 +286,43 @@ class Judging:
         assert self._regenerate is not None
         assert asked.entry is not None
         answer = await self._regenerate(asked.turn)
-        fresh = _told(asked.text, [Chunk(answer, is_whole=True)]) if answer is not None else None
+        fresh = _qa_pair(asked.text, [Chunk(answer, is_whole=True)]) if answer is not None else None
         if fresh is None:
             return
-        opinion = await self._opinion(fresh, asked.entry, 1.0)
-        is_right = _is_same(opinion)
-        self._say(asked, opinion, is_right)
-        verdict = self._verdict(asked, opinion, is_right)
+        judgement = await self._judgement(fresh, asked.entry, 1.0)
+        is_right = _is_same(judgement)
+        self._say(asked, judgement, is_right)
+        verdict = self._verdict(asked, judgement, is_right)
         ref = AnswerRef(asked.entry.exact, asked.entry.created_at)
-        await self._take_served(asked, verdict, ref, opinion, is_wrong=is_right is False)
+        await self._take_served(asked, verdict, ref, judgement, is_wrong=is_right is False)
 
     async def _check_again(self, asked: _Asked) -> None:
         """Somebody did not take what was served: a different fresh answer is a wrong verdict, one nobody can compare a weak one."""
-        fresh, served = _told(asked.text, asked.chunks), asked.served
+        fresh, served = _qa_pair(asked.text, asked.chunks), asked.served
         assert served is not None
         (entry,) = await self._exact.lookup_many(asked.partition, asked.compat, (served.exact,))
         if fresh is None or entry is None or entry.created_at != served.created_at:
             return
-        opinion = await self._opinion(fresh, entry, 1.0)
-        is_right = _is_same(opinion)
-        self._say(asked, opinion, is_right)
+        judgement = await self._judgement(fresh, entry, 1.0)
+        is_right = _is_same(judgement)
+        self._say(asked, judgement, is_right)
         if is_right:
             return
-        verdict = self._verdict(asked, opinion, False)
+        verdict = self._verdict(asked, judgement, False)
         if is_right is None:
             verdict = _weak(verdict)
-        await self._take_served(asked, verdict, served, opinion, is_wrong=is_right is False)
+        await self._take_served(asked, verdict, served, judgement, is_wrong=is_right is False)
 
     async def _take_served(
-        self, asked: _Asked, verdict: Verdict, ref: AnswerRef, opinion: Opinion, *, is_wrong: bool
+        self, asked: _Asked, verdict: Verdict, ref: AnswerRef, judgement: Judgement, *, is_wrong: bool
     ) -> None:
         record = asked.record
         out = Suspension(
             exact=ref.exact,
             source=asked.source,
             at=verdict.at,
-            judge=opinion.judge,
-            why=opinion.why,
+            judge=judgement.judge,
+            why=judgement.why,
             request_id=record.request_id,
             alias=record.alias,
         )
@@ -332,7 +332,7 @@ class Judging:
         )
 
     def _verdict(
-        self, asked: _Asked, opinion: Opinion, is_right: bool | None, *, entry: Entry | None = None
+        self, asked: _Asked, judgement: Judgement, is_right: bool | None, *, entry: Entry | None = None
     ) -> Verdict:
         """`entry` is the fresh answer, where it was stored."""
         return Verdict(
@@ -343,25 +343,25 @@ class Judging:
             at=time.time(),
             exact=entry.exact if entry is not None else b"",
             created_at=entry.created_at if entry is not None else 0.0,
-            judge=opinion.judge,
-            why=opinion.why,
+            judge=judgement.judge,
+            why=judgement.why,
         )
 
-    def _say(self, asked: _Asked, opinion: Opinion, is_right: bool | None) -> None:
-        self._count(asked.source, opinion.ruling, opinion.judge)
+    def _say(self, asked: _Asked, judgement: Judgement, is_right: bool | None) -> None:
+        self._count(asked.source, judgement.ruling, judgement.judge)
         if is_right is not None and asked.source in (Source.AUDIT, Source.SHADOW):
             # of the would-be hits like this one a share of 1 - audited was served, and a share of `chance` compared
             self._note(Check(asked.record, not is_right, (1.0 - _audited(asked.trial)) / asked.chance))
 
-    async def _opinion(self, fresh: Told, entry: Entry, similarity: float | None) -> Opinion:
-        cached = _told(entry.text or "", chunks_of(entry))
+    async def _judgement(self, fresh: QAPair, entry: Entry, similarity: float | None) -> Judgement:
+        cached = _qa_pair(entry.text or "", chunks_of(entry))
         if cached is None:
-            return Opinion(Ruling.UNKNOWN, "", "not an answer that can be compared")
-        opinion = await self._judge.judge(fresh, cached)
+            return Judgement(Ruling.UNKNOWN, "", "not an answer that can be compared")
+        judgement = await self._judge.judge(fresh, cached)
         is_worth = self._dear is not None and similarity is not None and similarity >= NEAR_SIMILARITY_MIN
-        if opinion.ruling is Ruling.UNKNOWN and is_worth and self._dear is not None:
-            opinion = await self._dear.judge(fresh, cached)
-        return opinion
+        if judgement.ruling is Ruling.UNKNOWN and is_worth and self._dear is not None:
+            judgement = await self._dear.judge(fresh, cached)
+        return judgement
 
     async def _remember(self, partition: Partition, reply: Reply, answer: str | None) -> None:
         try:
@@ -370,8 +370,8 @@ class Judging:
             _log.info("reply_not_remembered", reason=f"{type(error).__name__}: {error}")
 
 
-def _is_same(opinion: Opinion) -> bool | None:
-    return None if opinion.ruling is Ruling.UNKNOWN else opinion.ruling is Ruling.SAME
+def _is_same(judgement: Judgement) -> bool | None:
+    return None if judgement.ruling is Ruling.UNKNOWN else judgement.ruling is Ruling.SAME
 
 
 def _audited(trial: Trial) -> float:
@@ -379,19 +379,19 @@ def _audited(trial: Trial) -> float:
     return trial.chance if trial.chance < 1.0 else 0.0
 
 
-def _told(prompt: str, chunks: Sequence[Chunk]) -> Told | None:
+def _qa_pair(prompt: str, chunks: Sequence[Chunk]) -> QAPair | None:
     """A question and its answer, for a judge; None where the answer is nothing that one can read."""
     try:
         whole = fold(chunks)
     except msgspec.DecodeError:
         return None
     answer = answer_text(whole) if len(whole) <= _ANSWER_BYTES_MAX else None
-    return Told(prompt, answer) if answer is not None else None
+    return QAPair(prompt, answer) if answer is not None else None
 
 
 def _weak(verdict: Verdict) -> Verdict:
     """Counted in the group's tally as a part of a verdict; the model learns nothing from it."""
-    trial = msgspec.structs.replace(verdict.trial, evidence=b"")
+    trial = msgspec.structs.replace(verdict.trial, features=b"")
     return msgspec.structs.replace(verdict, trial=trial, weight=_AGAIN_WEIGHT)
 
 

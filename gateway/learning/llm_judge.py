@@ -8,7 +8,7 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from cache import Opinion, Ruling, Told
+from cache import Judgement, QAPair, Ruling
 from gateway.journey.storing import answer_text
 
 Ask = Callable[[dict[str, Any]], Awaitable[bytes | None]]
@@ -30,7 +30,7 @@ class LlmJudge:
         self._model = model
         self._ask = ask
 
-    async def judge(self, fresh: Told, cached: Told) -> Opinion:
+    async def judge(self, fresh: QAPair, cached: QAPair) -> Judgement:
         if len(fresh.prompt) + len(fresh.answer) + len(cached.answer) > _CHARS_MAX:
             return self._says(Ruling.UNKNOWN, "too long to ask about")
         asked = {"prompt": fresh.prompt, "answer_a": fresh.answer, "answer_b": cached.answer}
@@ -50,5 +50,5 @@ class LlmJudge:
         ruling = {"SAME": Ruling.SAME, "DIFFERENT": Ruling.DIFFERENT}.get(word, Ruling.UNKNOWN)
         return self._says(ruling, "asked the judge model")
 
-    def _says(self, ruling: Ruling, why: str) -> Opinion:
-        return Opinion(ruling, self._model, why)
+    def _says(self, ruling: Ruling, why: str) -> Judgement:
+        return Judgement(ruling, self._model, why)

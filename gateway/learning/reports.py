@@ -97,7 +97,7 @@ class Reports:
             source=Source.FEEDBACK,
             compat=reply.compat,
             is_right=is_right,
-            trial=msgspec.structs.replace(reply.trial, evidence=b"") if is_right else reply.trial,
+            trial=msgspec.structs.replace(reply.trial, features=b"") if is_right else reply.trial,
             at=time.time(),
             judge=who,
             why="reported",

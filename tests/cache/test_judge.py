@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache import EqualityJudge, Opinion, Panel, Ruling, Told
+from cache import EqualityJudge, Judgement, Panel, QAPair, Ruling
 from cache.encoder.types import Encoded
-from cache.verdicts.agreement import agree
-from cache.verdicts.judges import normalised
+from cache.verdicts.judges import agree, normalised
 
 SAME, DIFFERENT, UNKNOWN = Ruling.SAME, Ruling.DIFFERENT, Ruling.UNKNOWN
 LONG = "It depends on many things, and each of them would have to be told in full before anybody could say more. " * 2
@@ -49,7 +48,7 @@ async def test_equality(one: str, other: str, ruling: Ruling) -> None:
     """Form is no difference; what carries meaning is; of other words it says nothing. Either way round."""
     judge = EqualityJudge()
     for a, b in ((one, other), (other, one)):
-        assert (await judge.judge(Told("?", a), Told("?", b))).ruling is ruling
+        assert (await judge.judge(QAPair("?", a), QAPair("?", b))).ruling is ruling
 
 
 @given(st.text(max_size=60))
@@ -97,14 +96,14 @@ class Says:
         self.ruling = ruling
         self.asked = 0
 
-    async def judge(self, fresh: Told, cached: Told) -> Opinion:
+    async def judge(self, fresh: QAPair, cached: QAPair) -> Judgement:
         self.asked += 1
-        return Opinion(self.ruling, "says", "so")
+        return Judgement(self.ruling, "says", "so")
 
 
 async def test_a_panel_asks_until_somebody_can_tell() -> None:
     """The cheap first; who comes after is not asked."""
     judges = [Says(UNKNOWN), Says(DIFFERENT), Says(SAME)]
-    assert (await Panel(judges).judge(Told("", "a"), Told("", "b"))).ruling is DIFFERENT
+    assert (await Panel(judges).judge(QAPair("", "a"), QAPair("", "b"))).ruling is DIFFERENT
     assert [judge.asked for judge in judges] == [1, 1, 0]
-    assert (await Panel([]).judge(Told("", "a"), Told("", "a"))).ruling is UNKNOWN
+    assert (await Panel([]).judge(QAPair("", "a"), QAPair("", "a"))).ruling is UNKNOWN

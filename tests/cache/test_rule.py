@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from bench.vcache import VCache
 from cache import Hit, Miss, MissReason, Neighbourhood, Trial
-from cache.decision.features import FEATURES, ONE_SIDED_MAX, Neighbour, ToldWords, WordCounts, candidates, evidence
-from cache.decision.model import Learner, Prior, Row, audit_chance
+from cache.decision.features import FEATURES, ONE_SIDED_MAX, Neighbour, WordCounts, WordOdds, candidates, features_of
+from cache.decision.model import CalibratedModel, Prior, Row, audit_chance
 from cache.decision.prior import PRIOR
 from cache.decision.rule import NamespaceCounters, NamespaceState, VerifiedRule
 from cache.events import EntriesDropped
@@ -49,7 +49,7 @@ def test_evidence_is_total_and_finite(asked: str, known: list[tuple[str, float, 
     for one in some:
         words.add(one.text)
     for candidate in candidates(some):
-        made = evidence(asked, some, candidate, words, ToldWords(), False)
+        made = features_of(asked, some, candidate, words, WordOdds(), False)
         assert made.shape == (len(FEATURES) + ONE_SIDED_MAX,)
         assert np.isfinite(made).all()
         assert (made[len(FEATURES) :].astype(np.float32) == made[len(FEATURES) :]).all()
@@ -57,15 +57,15 @@ def test_evidence_is_total_and_finite(asked: str, known: list[tuple[str, float, 
 
 def test_verdicts_tell_which_words_may_be_left_out() -> None:
     """`please` was always harmless, `paris` never: they speak for and against, in other prompts too; a new word says nothing."""
-    told = ToldWords()
+    word_odds = WordOdds()
 
     def seen(asked: str, known: str) -> Any:
         some = [near(0.9, known, b"g")]
-        return evidence(asked, some, candidates(some)[0], WordCounts(), told, False)
+        return features_of(asked, some, candidates(some)[0], WordCounts(), word_odds, False)
 
     for place in range(20):
-        told.learn(seen(f"task{place} kindly", f"task{place}"), True)
-        told.learn(seen(f"task{place} paris", f"task{place}"), False)
+        word_odds.learn(seen(f"task{place} kindly", f"task{place}"), True)
+        word_odds.learn(seen(f"task{place} paris", f"task{place}"), False)
     of = {word: seen(f"hotel {word}", "hotel")[FEATURES.index("worst told")] for word in ("kindly", "paris", "unheard")}
     assert of["paris"] < -1 < of["unheard"] == 0.0 < 0.5 < of["kindly"]
 
@@ -115,31 +115,31 @@ def rows(count: int, seed: int, wrong: float = 0.02) -> list[Row]:
 @pytest.mark.parametrize("error_max", [0.005, 0.01, 0.05])
 def test_what_passes_the_threshold_is_wrong_less_than_the_bound(error_max: float) -> None:
     """On requests like those it learned from, counted over all of them; and a larger bound serves more."""
-    learner = Learner(prior())
+    model = CalibratedModel(prior())
     for row in rows(3_000, 1):
-        learner.learn(row)
+        model.learn(row)
     fresh = rows(4_000, 2)
-    served = [row for row in fresh if learner.model.p(row.features) >= learner.threshold(error_max)]
+    served = [row for row in fresh if model.logistic.p(row.features) >= model.threshold(error_max)]
     assert len(served) > 200
     assert sum(not row.is_right for row in served) <= error_max * len(fresh)
-    assert learner.threshold(error_max) >= learner.threshold(2 * error_max)
+    assert model.threshold(error_max) >= model.threshold(2 * error_max)
 
 
 def test_answers_that_are_never_right_are_never_served() -> None:
     """Nothing reaches the threshold, at any bound."""
-    learner = Learner(prior())
+    model = CalibratedModel(prior())
     for row in rows(500, 3):
-        learner.learn(compared(row.features, False, 1.0, 0.5))
-    assert not any(learner.model.p(row.features) >= learner.threshold(0.01) for row in rows(500, 4))
+        model.learn(compared(row.features, False, 1.0, 0.5))
+    assert not any(model.logistic.p(row.features) >= model.threshold(0.01) for row in rows(500, 4))
 
 
 def test_surprises_among_the_sure_raise_the_expected_errors() -> None:
     """Verdicts against a p of 0.95 make every p count for more errors; verdicts that bear it out earn no credit."""
-    learners = [Learner(prior()), Learner(prior())]
-    for place, learner in enumerate(learners):
+    models = [CalibratedModel(prior()), CalibratedModel(prior())]
+    for place, model in enumerate(models):
         for row in rows(200, 5):
-            learner.learn(compared(row.features, place == 0, 0.2, 0.95))
-    assert learners[0].kappa == 1 < learners[1].kappa
+            model.learn(compared(row.features, place == 0, 0.2, 0.95))
+    assert models[0].kappa == 1 < models[1].kappa
 
 
 def test_audits_become_rare_and_go_where_the_risk_is() -> None:
@@ -153,7 +153,7 @@ def test_audits_become_rare_and_go_where_the_risk_is() -> None:
 def test_a_fit_may_run_later_and_comes_out_the_same() -> None:
     """What is decided meanwhile is decided by the model before."""
     waiting: list[Callable[[], object]] = []
-    late, prompt = Learner(prior(), waiting.append), Learner(prior())
+    late, prompt = CalibratedModel(prior(), waiting.append), CalibratedModel(prior())
     made = rows(300, 1)
     for row in made:
         late.learn(row)
@@ -162,16 +162,16 @@ def test_a_fit_may_run_later_and_comes_out_the_same() -> None:
     for work in waiting:
         work()
     assert late.threshold(0.01) == prompt.threshold(0.01)
-    assert [late.model.p(row.features) for row in made] == [prompt.model.p(row.features) for row in made]
+    assert [late.logistic.p(row.features) for row in made] == [prompt.logistic.p(row.features) for row in made]
 
 
 def test_what_was_left_of_the_budget_is_spent_and_what_was_overspent_is_saved() -> None:
     """Rows tell how much was served before them at which risk: none at all lowers the threshold, too much raises it."""
-    learners = [Learner(prior()) for _ in range(3)]
-    for learner, risk in zip(learners, (0.0, 0.01, 0.05), strict=True):
+    models = [CalibratedModel(prior()) for _ in range(3)]
+    for model, risk in zip(models, (0.0, 0.01, 0.05), strict=True):
         for row in rows(1_000, 1):
-            learner.learn(compared(row_of(row.features, 1, 2 * risk), row.is_right, 1.0, 0.5))
-    frugal, even, lavish = (learner.threshold(0.01) for learner in learners)
+            model.learn(compared(row_of(row.features, 1, 2 * risk), row.is_right, 1.0, 0.5))
+    frugal, even, lavish = (model.threshold(0.01) for model in models)
     assert frugal < even < lavish
 
 
@@ -193,11 +193,11 @@ def test_cold_it_serves_a_paraphrase_with_one_entry_there() -> None:
 
 def sure_state(asked: str, known: Neighbour) -> NamespaceState:
     """A namespace where every verdict on such a pair said right."""
-    state = NamespaceState(learner=Learner(PRIOR))
-    assert state.learner is not None
-    seen = evidence(asked, [known], candidates([known])[0], WordCounts(), None, False)
+    state = NamespaceState(model=CalibratedModel(PRIOR))
+    assert state.model is not None
+    seen = features_of(asked, [known], candidates([known])[0], WordCounts(), None, False)
     for _ in range(400):
-        state.learner.learn(compared(row_of(seen), True, 1.0, 0.9))
+        state.model.learn(compared(row_of(seen), True, 1.0, 0.9))
     return state
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cache import Hit, Miss, MissReason, Partition, Query
 from cache.decision.features import Neighbour
-from cache.decision.model import Learner, Row
+from cache.decision.model import CalibratedModel, Row
 from cache.decision.rule import Decision, NamespaceCounters, NamespaceState
 from cache.events import EntriesDropped
 from cache.semantic.cache import PromptAdded, Record, SemanticCache
@@ -27,9 +27,9 @@ class Yes:
     ) -> tuple[Decision, NamespaceCounters]:
         return Decision(0, (None,) * len(neighbours)), state.counters
 
-    def learn(self, row: Row, learner: Learner | None) -> Learner | None:
+    def learn(self, row: Row, model: CalibratedModel | None) -> CalibratedModel | None:
         """It does not."""
-        return learner
+        return model
 
 
 def added(text: str, now: float, tenant: Partition = ACME, ttl_s: float = 60.0, **fields: Any) -> PromptAdded:

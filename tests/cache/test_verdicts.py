@@ -65,11 +65,11 @@ async def put(exact: ExactCache, text: str, tenant: Partition = ACME) -> AnswerR
 
 def verdict(is_right: bool | None, asked: AnswerRef | None = None, seed: int = 0) -> Verdict:
     """A verdict; the first number of its evidence is positive where it says right."""
-    evidence = np.random.default_rng(seed).random(len(FEATURES))
-    evidence[0] = 1.0 if is_right else -1.0
+    features = np.random.default_rng(seed).random(len(FEATURES))
+    features[0] = 1.0 if is_right else -1.0
     exact, at = (asked.exact, asked.created_at) if asked is not None else (b"", 0.0)
     rule = SemanticCache(FakeEmbedder(is_constant=True)).rule_name
-    trial = Trial((), evidence.astype("<f4").tobytes(), 0.8, 1.0, rule)
+    trial = Trial((), features.astype("<f4").tobytes(), 0.8, 1.0, rule)
     return Verdict(
         source=Source.MISS,
         compat=ask("open it").compat,

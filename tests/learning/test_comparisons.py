@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from cache import Entry, ExactCache, Opinion, Recorded, Ruling, Source, Told, Trial, VerdictStore
+from cache import Entry, ExactCache, Judgement, Recorded, Ruling, Source, QAPair, Trial, VerdictStore
 from gateway.deployments.progress import Progress
 from gateway.journey.flight import Flight
 from gateway.journey.generation import Generation
@@ -33,9 +33,9 @@ class Waits:
     def __init__(self) -> None:
         self.may = asyncio.Event()
 
-    async def judge(self, fresh: Told, cached: Told) -> Opinion:
+    async def judge(self, fresh: QAPair, cached: QAPair) -> Judgement:
         await self.may.wait()
-        return Opinion(Ruling.SAME, "waits", "so")
+        return Judgement(Ruling.SAME, "waits", "so")
 
 
 class Heard:
