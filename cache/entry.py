@@ -6,8 +6,6 @@ entry carries the partition and compat it was made under, so whoever serves it c
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 import msgspec
 
 from cache.fingerprint import Partition
@@ -25,14 +23,6 @@ class CacheUnavailable(CacheError):
 
 class CacheWorkerUnavailable(CacheError):
     """The cache worker is away, still loading, or did not answer in time."""
-
-
-class HitKind(StrEnum):
-    """How an answer was there already."""
-
-    EXACT = "exact"
-    SEMANTIC = "semantic"
-    COALESCED = "coalesced"
 
 
 class Recorded(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -18,7 +18,8 @@ from typing import Any
 
 import msgspec
 
-from cache import CacheUnavailable, Entry, ExactCache, Fingerprint, LookupMiss, fingerprint
+from cache import CacheUnavailable, Entry, ExactCache, Fingerprint, fingerprint
+from cache.exact import LookupMiss
 from gateway.accounts import Accounts, Identity, LedgerRow, partition_of
 from gateway.deployments.fleet import Alias, Fleet, no_route
 from gateway.journey.attempt import stream

@@ -23,7 +23,8 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from cache import CacheLimits, ExactCache, Hit, Miss, MissReason, Near, Query, SemanticClient, Trial
+from cache import CacheLimits, ExactCache, Hit, Miss, MissReason, Query, SemanticClient
+from cache.query import Near, Trial
 from gateway.accounts import Accounts, LedgerRow, decode_row
 from gateway.api.chat import Chat
 from gateway.backends.base import (

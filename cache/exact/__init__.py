@@ -2,3 +2,16 @@
 
 Must not import a room that knows meaning (`decision`, `encoder`, `semantic`, `verdicts`). Read `cache.py` first.
 """
+
+from cache.exact.cache import CacheLimits, CacheStats, ExactCache, Lookup, LookupMiss, PurgeResult, Sample, StoreResult
+
+__all__ = [
+    "CacheLimits",
+    "CacheStats",
+    "ExactCache",
+    "Lookup",
+    "LookupMiss",
+    "PurgeResult",
+    "Sample",
+    "StoreResult",
+]

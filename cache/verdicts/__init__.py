@@ -2,3 +2,23 @@
 
 Must not import `semantic` or `worker`. Read `records.py` first.
 """
+
+from cache.verdicts.judges import EqualityJudge, Judge, Judgement, Panel, QAPair, Ruling
+from cache.verdicts.records import AnswerRef, Reply, Scope, Source, Suspension, Verdict
+from cache.verdicts.store import VerdictStore
+
+__all__ = [
+    "AnswerRef",
+    "EqualityJudge",
+    "Judge",
+    "Judgement",
+    "Panel",
+    "QAPair",
+    "Reply",
+    "Ruling",
+    "Scope",
+    "Source",
+    "Suspension",
+    "Verdict",
+    "VerdictStore",
+]

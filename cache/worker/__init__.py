@@ -3,3 +3,14 @@
 `python -m cache.worker` serves the semantic cache to all gateway workers of a host. Read `worker.py` first. No room of the package imports
 this one; `client`, `messages` and `queue` import nothing heavy.
 """
+
+from cache.worker.client import SemanticClient, TextTooLong
+from cache.worker.messages import Embedded, Status, WorkerState
+
+__all__ = [
+    "Embedded",
+    "SemanticClient",
+    "Status",
+    "TextTooLong",
+    "WorkerState",
+]

@@ -5,19 +5,10 @@ Knows no HTTP and no HTML. Invariant: trying a prompt leaves no trace.
 
 from __future__ import annotations
 
-from cache import (
-    CacheWorkerUnavailable,
-    Hit,
-    MissReason,
-    Neighbourhood,
-    Partition,
-    Purge,
-    Query,
-    Scope,
-    Suspension,
-    WorkerState,
-    fingerprint,
-)
+from cache import CacheWorkerUnavailable, Hit, MissReason, Partition, Purge, Query, fingerprint
+from cache.query import Neighbourhood
+from cache.verdicts import Scope, Suspension
+from cache.worker import WorkerState
 from gateway.accounts import Team
 from gateway.admin import views
 from gateway.admin.models import (

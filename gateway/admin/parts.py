@@ -11,7 +11,8 @@ from cache import Partition
 from gateway.accounts import partition_of
 
 if TYPE_CHECKING:
-    from cache import ExactCache, SemanticClient, VerdictStore
+    from cache import ExactCache, SemanticClient
+    from cache.verdicts import VerdictStore
     from gateway.accounts import Accounts, Ledger
     from gateway.admin.models import DeploymentOut
     from gateway.learning.reports import Reports

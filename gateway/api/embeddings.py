@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from cache import CacheWorkerUnavailable, SemanticClient, TextTooLong
+from cache import CacheWorkerUnavailable, SemanticClient
+from cache.worker import TextTooLong
 from gateway.accounts import Identity
 from gateway.api.endpoint import JsonEndpoint
 from gateway.pipeline import Pipeline, may_use

@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from cache import Controls, Entry, Fingerprint, Outcome, Recorded, store_refusal
+from cache import Controls, Entry, Fingerprint, Outcome, Recorded
+from cache.eligibility import store_refusal
 from gateway.deployments.progress import Progress
 from gateway.wire.types import Chunk, Kind
 

@@ -6,18 +6,8 @@ Knows how they fit and nothing of what they do. Invariant: a worker without any 
 import random
 from dataclasses import dataclass
 
-from cache import (
-    EqualityJudge,
-    ExactCache,
-    Judge,
-    Judgement,
-    Panel,
-    QAPair,
-    Ruling,
-    SemanticClient,
-    Source,
-    VerdictStore,
-)
+from cache import ExactCache, SemanticClient
+from cache.verdicts import EqualityJudge, Judge, Judgement, Panel, QAPair, Ruling, Source, VerdictStore
 from gateway.accounts import Accounts
 from gateway.journey.turn import Turn
 from gateway.learning.comparisons import Check, Judging

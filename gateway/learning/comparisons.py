@@ -15,23 +15,17 @@ from dataclasses import dataclass
 import msgspec
 from redis.exceptions import RedisError
 
-from cache import (
+from cache import CacheUnavailable, Entry, ExactCache, Fingerprint, MissReason, Partition, Trial
+from cache.verdicts import (
     AnswerRef,
-    CacheUnavailable,
-    Entry,
-    ExactCache,
-    Fingerprint,
     Judge,
     Judgement,
-    MissReason,
-    Partition,
     QAPair,
     Reply,
     Ruling,
     Scope,
     Source,
     Suspension,
-    Trial,
     Verdict,
     VerdictStore,
 )

@@ -8,7 +8,7 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from cache import Judgement, QAPair, Ruling
+from cache.verdicts import Judgement, QAPair, Ruling
 from gateway.journey.storing import answer_text
 
 Ask = Callable[[dict[str, Any]], Awaitable[bytes | None]]

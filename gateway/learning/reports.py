@@ -13,19 +13,8 @@ from enum import StrEnum
 
 import msgspec
 
-from cache import (
-    AnswerRef,
-    ExactCache,
-    Partition,
-    Purge,
-    Reply,
-    Ruling,
-    Scope,
-    Source,
-    Suspension,
-    Verdict,
-    VerdictStore,
-)
+from cache import ExactCache, Partition, Purge
+from cache.verdicts import AnswerRef, Reply, Ruling, Scope, Source, Suspension, Verdict, VerdictStore
 from gateway.journey.record import Record
 from gateway.journey.turn import arrived_at
 from gateway.telemetry.stats import Stats

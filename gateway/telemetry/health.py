@@ -15,7 +15,8 @@ from typing import Any
 from redis.exceptions import RedisError
 from sqlalchemy.exc import SQLAlchemyError
 
-from cache import SemanticClient, Status, WorkerState
+from cache import SemanticClient
+from cache.worker import Status, WorkerState
 from gateway.accounts import Accounts, LedgerWriter
 from gateway.deployments.fleet import Deployment, Fleet
 from gateway.journey.budget import Money

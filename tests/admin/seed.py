@@ -6,7 +6,8 @@ import math
 import random
 from types import SimpleNamespace
 
-from cache import AnswerRef, Scope, Source, Suspension, Trial, Verdict
+from cache import Trial
+from cache.verdicts import AnswerRef, Scope, Source, Suspension, Verdict
 from gateway.deployments.progress import Attempt
 from gateway.journey.record import Record, Rejection
 from gateway.telemetry.parts import Health, Part

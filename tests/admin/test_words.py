@@ -7,7 +7,8 @@ from typing import get_args
 
 import pytest
 
-from cache import MissReason, Source
+from cache import MissReason
+from cache.verdicts import Source
 from gateway.admin.html import Pages
 from gateway.settings import DeploymentSettings
 

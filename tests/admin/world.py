@@ -20,22 +20,10 @@ from pathlib import Path
 from fastapi import FastAPI
 from redis.asyncio import Redis
 
-from cache import (
-    CacheLimits,
-    Entry,
-    ExactCache,
-    Hit,
-    Miss,
-    MissReason,
-    Near,
-    Neighbourhood,
-    Recorded,
-    SemanticClient,
-    Status,
-    VerdictStore,
-    WorkerState,
-    fingerprint,
-)
+from cache import CacheLimits, Entry, ExactCache, Hit, Miss, MissReason, Recorded, SemanticClient, fingerprint
+from cache.query import Near, Neighbourhood
+from cache.verdicts import VerdictStore
+from cache.worker import Status, WorkerState
 from cache.worker.messages import LENGTH_BYTES, Answer, AskNear, frame, read_ask
 from gateway.accounts import Accounts, Ledger, LedgerRow
 from gateway.admin.models import DeploymentOut, EngineOut

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from cache import Controls, Outcome, Refusal, store_refusal
+from cache import Controls, Outcome
+from cache.eligibility import Refusal, store_refusal
 
 GOOD = Outcome(is_complete=True, finish_reasons=("stop",), size_bytes=100)
 

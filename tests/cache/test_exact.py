@@ -16,16 +16,9 @@ from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from cache import (
-    CacheLimits,
-    CacheUnavailable,
-    Entry,
-    ExactCache,
-    LookupMiss,
-    Purge,
-    Refusal,
-    fingerprint,
-)
+from cache import CacheLimits, CacheUnavailable, Entry, ExactCache, Purge, fingerprint
+from cache.eligibility import Refusal
+from cache.exact import LookupMiss
 from cache.exact.store import EntryStore
 from tests.cache.fakes import ACME, OTHER, Clock, ask, entry_for
 from tests.services import RedisServer, run_redis

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cache import FIELDS, FieldKind, Fingerprint, fingerprint, partition
+from cache import Fingerprint, fingerprint, partition
+from cache.fingerprint import FIELDS, FieldKind
 
 ACME = partition(b"secret", "team:1")
 BODY: dict[str, Any] = {

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache import EqualityJudge, Judgement, Panel, QAPair, Ruling
 from cache.encoder.types import Encoded
+from cache.verdicts import EqualityJudge, Judgement, Panel, QAPair, Ruling
 from cache.verdicts.judges import agree, normalised
 
 SAME, DIFFERENT, UNKNOWN = Ruling.SAME, Ruling.DIFFERENT, Ruling.UNKNOWN

@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.vcache import VCache
-from cache import Hit, Miss, MissReason, Neighbourhood, Trial
+from cache import Hit, Miss, MissReason
 from cache.decision.features import FEATURES, ONE_SIDED_MAX, Neighbour, WordCounts, WordOdds, candidates, features_of
 from cache.decision.model import CalibratedModel, Prior, Row, audit_chance
 from cache.decision.prior import PRIOR
 from cache.decision.rule import NamespaceCounters, NamespaceState, VerifiedRule
 from cache.events import EntriesDropped
+from cache.query import Neighbourhood, Trial
 from cache.semantic.cache import PromptAdded, SemanticCache
 from cache.verdicts.records import AnswerJudged, AnswerSuspended, answer_name
 from tests.cache.fakes import ACME, Clock, FakeEmbedder, ask, query

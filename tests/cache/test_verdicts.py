@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from redis.asyncio import Redis
 
-from cache import ExactCache, Hit, Miss, MissReason, Neighbourhood, Partition, Purge, Trial
+from cache import ExactCache, Hit, Miss, MissReason, Partition, Purge
 from cache.decision.features import FEATURES
 from cache.decision.prior import PRIOR
 from cache.decision.rule import VerifiedRule
+from cache.query import Neighbourhood, Trial
 from cache.semantic.cache import SemanticCache
 from cache.semantic.follower import Follower
 from cache.verdicts.records import AnswerRef, Reply, Scope, Source, Suspension, Verdict

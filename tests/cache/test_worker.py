@@ -17,19 +17,9 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from cache import (
-    CacheWorkerUnavailable,
-    ExactCache,
-    Hit,
-    Miss,
-    MissReason,
-    Near,
-    Purge,
-    SemanticClient,
-    Status,
-    TextTooLong,
-    WorkerState,
-)
+from cache import CacheWorkerUnavailable, ExactCache, Hit, Miss, MissReason, Purge, SemanticClient
+from cache.query import Near
+from cache.worker import Status, TextTooLong, WorkerState
 from cache.worker.messages import LENGTH_BYTES, Answer, AskLookup, frame
 from tests.cache.fakes import OTHER, ask, entry_for, query
 from tests.services import RedisServer, run_redis

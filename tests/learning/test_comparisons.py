@@ -12,7 +12,8 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from cache import Entry, ExactCache, Judgement, Recorded, Ruling, Source, QAPair, Trial, VerdictStore
+from cache import Entry, ExactCache, Recorded, Trial
+from cache.verdicts import Judgement, QAPair, Ruling, Source, VerdictStore
 from gateway.deployments.progress import Progress
 from gateway.journey.flight import Flight
 from gateway.journey.generation import Generation
