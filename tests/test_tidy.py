@@ -23,7 +23,7 @@ ROOMS = {
     "gateway": (
         "gateway", "__main__", "cli", "worker", "supervisor", "demo", "app",
         "admin", "api", "learning", "telemetry", "pipeline", "journey", "deployments", "backends", "accounts",
-        "wire", "transport", "config_file", "data_dir", "settings",
+        "wire", "transport", "loggers", "config_file", "data_dir", "settings",
     ),
     "cache": (
         "cache", "worker", "semantic", "verdicts", "decision", "encoder", "exact",
@@ -43,7 +43,6 @@ ROOMS = {
 # Questions that were answered: why this file is one although it is small and one other file imports it.
 SMALL_FILES: dict[str, str] = {
     "cache/decision/explain.py": "what an operator is shown of a decision, apart from what decides",
-    "cache/verdicts/agreement.py": "the judge that needs the encoder, apart from those that need none",
     "cache/worker/options.py": "the command line of the process",
     "cache/worker/queue.py": "one mechanism with tests of its own",
     "gateway/api/feedback.py": "one endpoint",
