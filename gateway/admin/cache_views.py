@@ -1,6 +1,6 @@
-"""The cache as the admin sees it: sizes, what a prompt would be answered with, what was found wrong; and what an admin does about it.
+"""The cache in the admin plane: its sizes, a trial of a prompt, wrong answers, purges and feedback.
 
-Knows no HTTP and no HTML. Invariant: trying a prompt leaves no trace.
+No HTTP and no HTML. Invariant: a trial of a prompt changes nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WRONG_MAX = 200
 
 
 async def cache(parts: AdminParts) -> CacheOut:
-    """Sizes, by team. Raises CacheUnavailable."""
+    """The sizes of the cache, by team. Raises CacheUnavailable."""
     sizes, worker = await parts.exact.stats(), await parts.semantic.status()
     found = await parts.accounts.list_teams()
     owners = {parts.partition_of(team.id): team for team in found}
@@ -68,7 +68,10 @@ async def cache(parts: AdminParts) -> CacheOut:
 
 
 async def purge(parts: AdminParts, what: PurgeIn) -> PurgeOut:
-    """Removes entries, or counts them. Raises BadRequest where no condition was given, CacheUnavailable, accounts.NotFound."""
+    """Remove entries, or count them with `dry_run`.
+
+    Raises BadRequest without a condition, CacheUnavailable, accounts.NotFound (the team).
+    """
     conditions = what.model_dump(exclude={"dry_run", "all"}, exclude_none=True)
     if what.all == bool(conditions):
         words = (
@@ -103,9 +106,9 @@ async def purge(parts: AdminParts, what: PurgeIn) -> PurgeOut:
 
 
 async def try_prompt(parts: AdminParts, what: TryIn) -> TryOut:
-    """What the cache would do with a prompt that is a whole request of one user message. Serves, stores, counts and learns nothing.
+    """The cache's decision on a request of one user message, and its nearest neighbours.
 
-    Raises accounts.NotFound for the team.
+    Serves, stores, counts and learns nothing. Raises accounts.NotFound (the team).
     """
     await views.team(parts, what.team_id)
     team = next(one for one in await parts.accounts.list_teams() if one.id == what.team_id)
@@ -149,11 +152,11 @@ def _show(out: TryOut, found: Neighbourhood) -> None:
         out.reason = found.decision.reason.value
 
 
-# -- what was found wrong
+# -- wrong answers
 
 
 async def wrong(parts: AdminParts) -> WrongsOut:
-    """Answers that are out of service by meaning, the latest first. Raises RedisError."""
+    """Answers that are suspended from semantic hits, the latest first. Raises RedisError."""
     found = []
     for team in await parts.accounts.list_teams():
         partition = parts.partition_of(team.id)
@@ -182,14 +185,16 @@ async def _wrong(parts: AdminParts, team: Team, partition: Partition, name: byte
 
 
 async def clear(parts: AdminParts, what: ClearIn) -> ClearOut:
-    """Puts an answer back into service. Raises RedisError."""
+    """End the suspension of an answer. Raises RedisError."""
     partition = parts.partition_of(what.team_id)
     return ClearOut(was_out=await parts.verdicts.clear(partition, bytes.fromhex(what.name)))
 
 
 async def feedback(parts: AdminParts, what: FeedbackIn) -> FeedbackOut:
-    """Says of a response of any team what `POST /v1/feedback` says of one's own. Raises NotFound, AlreadyWrong, RedisError,
-    CacheUnavailable."""
+    """Report a response of any team as right or wrong, like `POST /v1/feedback`.
+
+    Raises NotFound, AlreadyWrong, RedisError, CacheUnavailable.
+    """
     record = await parts.reports.find(what.id)
     if record is None or not record.team_id:
         raise NotFound("There is no such response among the latest", param="id", code="response_not_found")

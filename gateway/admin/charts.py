@@ -1,9 +1,10 @@
-"""The dashboard's charts: which numbers of the stats are drawn, in which colours and words, as inline SVG.
+"""The dashboard's charts as inline SVG: which numbers of the stats they draw, with their labels.
 
-First the charts by name, then the three drawings that they use: stacked bars, lines on a logarithmic axis, single bars of
-parts. A plot stretches to its box (`preserveAspectRatio="none"`), so it is as sharp at 390 px as at 1280: labels are HTML
-around it, evenly spaced as their ticks are, and colours are classes of the style sheet, so both colour schemes need one
-chart. Invariant: all text is escaped, and nothing needs a style attribute.
+The charts come first, then their three drawings: stacked bars, lines on a logarithmic axis, and
+single bars of parts. A plot stretches to its box (`preserveAspectRatio="none"`), so it is sharp at
+390 px and at 1280 px. Labels are HTML around it, spaced as its ticks, and colours are classes of
+the style sheet, so one chart serves both colour schemes. Invariant: all text is escaped, and no
+element needs a style attribute.
 """
 
 from __future__ import annotations
@@ -36,24 +37,27 @@ LABELS = {
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One colour of a stack, or one line: `kind` is its class, `values` has one number (or None: unknown) per step."""
+    """One colour of a stack, or one line.
+
+    `kind` is its class. `values` has one number a step, or None where it is unknown.
+    """
 
     kind: str
     label: str
     values: tuple[float | None, ...]
-    highs: tuple[float | None, ...] = ()  # lines: the upper edge of a band over the line
+    highs: tuple[float | None, ...] = ()  # lines: the upper edge of a band above the line
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """How the y axis is labelled."""
+    """The labels of the y axis."""
 
     format: Callable[[float], str]
-    least_max: float = 1.0  # the axis never ends below
+    least_max: float = 1.0  # the lowest end of the axis
 
 
 def kinds_chart(stats: StatsOut) -> Markup:
-    """What answered, over time: hits below, misses above them, errors on top."""
+    """Requests by kind over time: hits below, misses above them, errors on top."""
     series = [
         Series(kind, LABELS[kind], tuple(float(point.tally.by_kind.get(kind, 0)) for point in stats.series))
         for kind in KINDS
@@ -69,7 +73,7 @@ def kinds_chart(stats: StatsOut) -> Markup:
 
 
 def money_chart(stats: StatsOut) -> Markup:
-    """What was spent, and on top what the cache saved: the whole bar is what it would have cost."""
+    """Spend over time with the savings on top: a whole bar is the cost without a cache."""
     spent = tuple(float(point.tally.cost_microusd) for point in stats.series)
     saved = tuple(float(point.tally.saved_microusd) for point in stats.series)
     series = [Series("spent", "spent", spent), Series("saved", "saved", saved)]
@@ -82,7 +86,9 @@ def money_chart(stats: StatsOut) -> Markup:
 
 
 def ttft_chart(stats: StatsOut) -> Markup:
-    """Time to first token of hits and of misses: the median as a line, up to the 95th percentile as a band."""
+    """Time to first token of hits and misses: the median as a line, the 95th
+    percentile as a band.
+    """
     hits = [point.ttft_hit for point in stats.series]
     misses = [point.ttft_miss for point in stats.series]
     series = [
@@ -98,12 +104,12 @@ def ttft_chart(stats: StatsOut) -> Markup:
 
 
 def kinds_bar(tally: TallyOut) -> Markup:
-    """One bar of all requests by what answered."""
+    """One bar of all requests by kind."""
     return _bar(tally, KINDS)
 
 
 def answers_bar(tally: TallyOut) -> Markup:
-    """One bar of what the hit rate is made of: hits and misses."""
+    """One bar of the hits and misses in the hit rate."""
     return _bar(tally, (*HITS, "miss"))
 
 
@@ -143,7 +149,7 @@ def _names(stats: StatsOut) -> list[str]:
 
 
 def _moments(stats: StatsOut) -> Iterator[str]:
-    """The axis' labels: clock times within a day, dates beyond; the last step is now."""
+    """The labels of the x axis: clock times within a day, else dates; the last step is now."""
     pattern = "%H:%M" if stats.window in (Window.HOUR, Window.DAY) else "%d %b"
     for point in stats.series[:-1]:
         yield datetime.fromtimestamp(point.start_s, UTC).strftime(pattern)
@@ -156,7 +162,10 @@ def _moments(stats: StatsOut) -> Iterator[str]:
 def stacked_bars(
     series: Sequence[Series], steps: Sequence[str], axis: Axis, label: str, notes: Sequence[str]
 ) -> Markup:
-    """Bars of parts over time. `steps` name the moments, `notes` is each bar's tooltip, `label` the chart in words."""
+    """Bars of parts over time.
+
+    `steps` names the moments, `notes` has each bar's tooltip, `label` is the chart in words.
+    """
     totals = [sum(one.values[i] or 0.0 for one in series) for i in range(len(steps))]
     top = nice_ceiling(max([axis.least_max, *totals]))
     columns = []
@@ -173,7 +182,10 @@ def stacked_bars(
 
 
 def log_lines(series: Sequence[Series], steps: Sequence[str], axis: Axis, label: str, notes: Sequence[str]) -> Markup:
-    """Lines over time on a logarithmic axis of whole decades; a gap where a value is unknown. Values are above 0."""
+    """Lines over time on a logarithmic axis of whole decades, with gaps for unknown values.
+
+    Values are above 0.
+    """
     known = [value for one in series for value in (*one.values, *one.highs) if value]
     low = math.floor(math.log10(min(known))) if known else 0
     high = max(low + 1, math.ceil(math.log10(max(known)))) if known else 3
@@ -201,7 +213,10 @@ def log_lines(series: Sequence[Series], steps: Sequence[str], axis: Axis, label:
 
 
 def parts_bar(parts: Sequence[tuple[str, float, str]], label: str, total: float | None = None) -> Markup:
-    """One bar of parts side by side: each a kind, an amount and its tooltip. What `total` has beyond the parts stays empty."""
+    """One bar of parts side by side: each has a kind, an amount and a tooltip.
+
+    Where `total` exceeds the sum of the parts, the rest stays empty.
+    """
     whole = max(total or 0.0, sum(amount for _, amount, _ in parts))
     if whole <= 0:
         return Markup('<svg class="parts" viewBox="0 0 1000 10" preserveAspectRatio="none" aria-hidden="true"></svg>')
@@ -217,7 +232,10 @@ def parts_bar(parts: Sequence[tuple[str, float, str]], label: str, total: float 
 
 
 def nice_ceiling(value: float) -> float:
-    """The next number at or above `value` (above 0) that is as round as its half: 1, 1.2, 1.6, 2, 3, 4, ... times a power of ten."""
+    """The next round number at or above `value`, which is above 0.
+
+    One of 1, 1.2, 1.6, 2, 3, 4, 6, 8 times a power of ten, so that its half is round too.
+    """
     power = 10.0 ** math.floor(math.log10(value))
     for factor in (1.0, 1.2, 1.6, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0):
         if value <= factor * power * (1 + 1e-9):
@@ -242,7 +260,7 @@ def _grid(steps: int, heights: Sequence[float]) -> Markup:
 
 
 def _column(index: int, inner: Markup, note: str) -> Markup:
-    """A step's drawing under a target of full height, so that the tooltip is easy to hit."""
+    """The drawing of a step over a target of full height, which makes its tooltip easy to hit."""
     return Markup(
         '<g class="column"><title>{}</title><rect class="target" x="{}" y="0" width="{}" height="{}"/>{}</g>'
     ).format(note, _number(index * _STEP), _number(_STEP), _number(_HEIGHT), inner)
@@ -268,7 +286,7 @@ def _runs(values: Sequence[float | None]) -> list[tuple[int, int]]:
 
 
 def _path(points: Sequence[tuple[float, float]]) -> str:
-    """A path through the points; a single one becomes a dot (a line of no length with a round cap)."""
+    """A path through the points; one point becomes a dot (a line of length 0 with a round cap)."""
     whole = points if len(points) > 1 else [points[0], points[0]]
     return "M" + "L".join(f"{_number(x)} {_number(y)}" for x, y in whole)
 

@@ -1,6 +1,6 @@
-"""Numbers and times as people read them: money, durations, sizes, shares, ages. Each with its unit.
+"""Formats numbers and times for people: money, durations, sizes, shares, ages, with units.
 
-Knows no HTML but `ago`, which is a <time> element. Pure functions; `now_s` is given.
+No HTML but the <time> element of `ago`. Pure functions; `now_s` is a parameter.
 """
 
 import math
@@ -15,7 +15,7 @@ NOTHING = "–"
 
 
 def usd(microusd: int | None) -> str:
-    """Dollars with as many decimals as say something: $1,234, $12.30, $0.0042, $0.000120."""
+    """Dollars with the decimals that matter: $1,234, $12.30, $0.0042, $0.000120."""
     if microusd is None:
         return NOTHING
     if microusd == 0:
@@ -23,14 +23,14 @@ def usd(microusd: int | None) -> str:
     dollars = abs(microusd) / 1e6
     decimals = 0 if dollars >= 1_000 else 2 if dollars >= 1 else min(6, 2 - math.floor(math.log10(dollars)))
     text = f"{dollars:,.{decimals}f}"
-    if decimals > 2:  # $0.0120 says no more than $0.012
+    if decimals > 2:  # $0.0120 is $0.012
         whole, _, fraction = text.partition(".")
         text = f"{whole}.{fraction.rstrip('0').ljust(2, '0')}"
     return f"{'-' if microusd < 0 else ''}${text}"
 
 
 def dollars(microusd: int) -> str:
-    """An amount as a form takes it: exact, no sign of the currency, at least two decimals."""
+    """An exact amount for a form: no currency sign, at least two decimals."""
     whole, fraction = divmod(microusd, 1_000_000)
     return f"{whole}.{f'{fraction:06}'.rstrip('0').ljust(2, '0')}"
 
@@ -46,7 +46,7 @@ def count(number: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """0.634 is 63%; small shares keep a digit, and only nothing is 0%."""
+    """0.634 is 63%. Small shares keep a digit; only 0 is 0%."""
     if share is None:
         return NOTHING
     if 0 < share < 0.001:
@@ -95,7 +95,7 @@ def price(microusd_per_mtok: int) -> str:
 
 
 def window(kind: WindowKind | str) -> str:
-    """A budget's window, in the words used everywhere: per month, in total."""
+    """A budget's window in words: per month, in total."""
     return "in total" if kind == WindowKind.TOTAL else f"per {WindowKind(kind).value}"
 
 
@@ -103,17 +103,17 @@ _MICROUSD = re.compile(r"(\d+) µUSD")
 
 
 def in_dollars(text: str) -> str:
-    """Words of the router with its amounts as the other figures are."""
+    """The router's words, with µUSD as dollars."""
     return _MICROUSD.sub(lambda amount: usd(int(amount[1])), text)
 
 
 def utc(at_s: float) -> str:
-    """A moment, in full."""
+    """A moment with date, time and zone."""
     return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def ago(at_s: float | None, now_s: float) -> Markup | str:
-    """How long ago, or how soon, with the moment itself in the title."""
+    """The distance to now, past or future, with the moment as its title."""
     if at_s is None:
         return "never"
     distance = now_s - at_s

@@ -1,8 +1,8 @@
-"""What the dashboard's forms do. Every change is a POST that ends in a redirect to the page that shows it; a wrong value shows
-the form again with what was wrong beside it.
+"""The dashboard's forms. Each change is a POST that redirects to the page that shows it.
 
-A new key is the exception: its plaintext is in the answer to the POST and nowhere else. Knows fields and words; the checks are
-the API's models and the accounts' own.
+An invalid value shows the form again, with the problem beside it. A new key is the exception to the
+redirect: its plaintext is in the answer to the POST and nowhere else. The API's models and the
+accounts check the values.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = get_logger(__name__)
 
 
 class FormProblem(Exception):
-    """A field that can't be used; `str()` is for the person who filled it in."""
+    """An invalid field; `str()` is the message in the form."""
 
 
 def add_session_forms(router: APIRouter, guard: Guard, pages: Pages) -> None:
@@ -187,7 +187,7 @@ _SELECTORS = ("id", "text", "team_id", "namespace", "model", "deployment")
 def add_cache_forms(router: APIRouter, parts: AdminParts, render_cache: Render) -> None:
     @router.post("/cache/purge")
     async def purge(request: Request) -> Response:
-        """First a dry run; its answer carries the same selection with a button that means it."""
+        """A dry run first; its page has a button that repeats the selection for real."""
         fields = await read_form(request)
         try:
             hours = _number(fields.get("older_than_h"), "Older than")
@@ -212,7 +212,7 @@ def add_cache_forms(router: APIRouter, parts: AdminParts, render_cache: Render) 
 
     @router.post("/cache/report")
     async def report(request: Request) -> Response:
-        """Right or wrong, said of a response; back to the page where it was said."""
+        """Report a response as right or wrong, and return to the page of the report."""
         fields = await read_form(request)
         body = _checked(FeedbackIn, {name: fields.get(name, "") for name in ("id", "verdict")})
         outcome = await cache_views.feedback(parts, body)
@@ -234,7 +234,7 @@ def add_cache_forms(router: APIRouter, parts: AdminParts, render_cache: Render) 
 
 
 def _checked(model: type[_Body], values: Mapping[str, Any]) -> _Body:
-    """What a button sends, which nobody fills in. Raises BadRequest."""
+    """Convert the hidden fields of a button. Raises BadRequest."""
     try:
         return convert(model, values)
     except ValidationError as error:
@@ -242,7 +242,7 @@ def _checked(model: type[_Body], values: Mapping[str, Any]) -> _Body:
 
 
 async def read_form(request: Request) -> dict[str, str]:
-    """A form's texts without surrounding space; what was left empty is not there."""
+    """The texts of a form without surrounding space; empty ones are left out."""
     form = await request.form()
     found = {name: value.strip() for name, value in form.items() if isinstance(value, str)}
     return {name: value for name, value in found.items() if value}
@@ -252,12 +252,12 @@ _REFUSALS = (FormProblem, ValidationError, accounts.Conflict, accounts.Invalid)
 
 
 def convert(model: type[_Body], values: Mapping[str, Any]) -> _Body:
-    """The form as the API's value. Raises pydantic's ValidationError."""
+    """Convert a form to a model of the API. Raises pydantic's ValidationError."""
     return model.model_validate(dict(values))
 
 
 def words_of(error: Exception) -> str:
-    """What was wrong, for the person who filled the form in."""
+    """The message for the form."""
     if isinstance(error, ValidationError):
         first = error.errors()[0]
         name = str(first["loc"][-1]) if first["loc"] else ""
@@ -295,7 +295,7 @@ def _rates(fields: Mapping[str, str]) -> dict[str, Any]:
     return {name: _whole(fields.get(name), label) for name, label in names.items()}
 
 
-# A comma groups thousands or nothing: whoever writes decimals with one would else get a hundred times what was meant.
+# A comma only groups thousands: a decimal comma would mean a hundred times the amount.
 _GROUPED = r"[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+"
 _WHOLE = re.compile(_GROUPED)
 _DOLLARS = re.compile(rf"\$? ?(?P<whole>{_GROUPED}|)(?:\.(?P<fraction>[0-9]{{0,6}}))?")
@@ -328,7 +328,7 @@ def _share(text: str | None) -> float | None:
 
 
 def _microusd(text: str | None) -> int:
-    """Dollars as written, exactly, in µUSD."""
+    """The exact µUSD of a text in dollars."""
     amount = _DOLLARS.fullmatch(text or "")
     whole, fraction = (amount["whole"].replace(",", ""), amount["fraction"] or "") if amount else ("", "")
     if not whole + fraction or len(whole) > 9:

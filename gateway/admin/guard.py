@@ -1,11 +1,12 @@
-"""Who may use the admin plane, and how its errors look.
+"""Authentication of the admin plane, and its errors.
 
-The API takes `Authorization: Bearer <admin key>`; a browser gets a session cookie from the login form instead: an expiry
-signed with a key derived from the admin's and the installation's, so a new admin key ends every session and no worker keeps
-any. The cookie is HttpOnly and SameSite=Strict, and what changes something must come from our own pages (Fetch Metadata, else
-`Origin`; OWASP Cross-Site Request Forgery Prevention Cheat Sheet).
+The API takes `Authorization: Bearer <admin key>`. A browser gets a session cookie from the login
+form: an expiry, signed with a key derived from the admin's and the installation's. So a new admin
+key ends all sessions, and no worker stores any. The cookie is HttpOnly and SameSite=Strict, and
+changes must come from the dashboard's own pages (Fetch Metadata, else `Origin`; OWASP Cross-Site
+Request Forgery Prevention Cheat Sheet).
 
-Invariant: nothing under /admin but the login form and static files answers without one of the two.
+Invariant: under /admin only the login form and static files answer without one of the two.
 """
 
 import hashlib
@@ -33,7 +34,7 @@ _log = get_logger(__name__)
 
 
 class Conflict(ApiError):
-    """409: what was asked contradicts what is there."""
+    """409: the request contradicts the current state."""
 
     status = 409
     type = "invalid_request_error"
@@ -41,13 +42,16 @@ class Conflict(ApiError):
 
 
 class CrossSite(Forbidden):
-    """403: a change asked for by another site's page, in the admin's name."""
+    """403: a change that comes from a page of another site."""
 
     code = "cross_site_request"
 
 
 class Guard:
-    """Checks one request. `secret` is the installation's, the same on all its hosts; `clock` is unix seconds."""
+    """Checks requests.
+
+    `secret` is the installation's, equal on all its hosts; `clock` gives unix seconds.
+    """
 
     def __init__(self, admin_key: str, secret: str, clock: Callable[[], float]) -> None:
         if not admin_key:
@@ -59,11 +63,11 @@ class Guard:
         self._clock = clock
 
     def is_key(self, key: str) -> bool:
-        """Whether this is the admin's key, in constant time."""
+        """Whether this is the admin key; compares in constant time."""
         return hmac.compare_digest(key.encode(errors="replace"), self._admin_key)
 
     def new_session(self) -> str:
-        """A cookie value that opens the dashboard for SESSION_S."""
+        """A cookie value that is valid for SESSION_S."""
         expires = str(int(self._clock()) + SESSION_S)
         return f"{expires}.{self._sign(expires)}"
 
@@ -77,7 +81,7 @@ class Guard:
         return hmac.new(self._signing_key, expires.encode(errors="replace"), hashlib.sha256).hexdigest()
 
     def check_api(self, request: Request) -> None:
-        """A dependency of every API route. Raises Unauthenticated, CrossSite."""
+        """The dependency of each API route. Raises Unauthenticated, CrossSite."""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self.is_key(key.strip()):
             return
@@ -91,7 +95,7 @@ class Guard:
 
 
 def check_same_site(request: Request) -> None:
-    """Refuses a change that another site's page asked a browser for. Raises CrossSite."""
+    """Refuse a change that comes from a page of another site. Raises CrossSite."""
     if request.method in _SAFE_METHODS:
         return
     site = request.headers.get("sec-fetch-site")
@@ -105,7 +109,7 @@ def check_same_site(request: Request) -> None:
 
 
 class ApiRoute(APIRoute):
-    """A route whose every error is OpenAI's error object."""
+    """A route that answers each error as OpenAI's error object."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -125,12 +129,12 @@ class ApiRoute(APIRoute):
 
 
 def as_api_error(error: Exception) -> ApiError | None:
-    """The admin's words for what other parts raised; None for what nobody foresaw."""
+    """The client's error for an exception; None for an unexpected one."""
     match error:
         case ApiError():
             return error
         case RequestValidationError():
-            if isinstance(error.body, bytes):  # read as JSON only where it says that it is
+            if isinstance(error.body, bytes):  # parsed as JSON only with a JSON content type
                 return BadRequest("Send the body as JSON, with `Content-Type: application/json`", code="invalid_body")
             return _bad_request(error)
         case accounts.NotFound():
@@ -145,7 +149,7 @@ def as_api_error(error: Exception) -> ApiError | None:
         case SQLAlchemyError():
             _log.warning("admin_without_database", reason=str(error))
             return Unavailable("The database does not answer; try again shortly", code="database_unavailable")
-        case HTTPException():  # a body that is no JSON or no form
+        case HTTPException():  # a body that is neither JSON nor a form
             return BadRequest(str(error.detail), code="invalid_body")
     return None
 
@@ -154,7 +158,7 @@ def _bad_request(error: RequestValidationError) -> BadRequest:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return BadRequest(f"The body is not valid JSON: {first['ctx']['error']}", code="invalid_json")
-    # the first part is where it came from (body, query, path): the names after it are the client's
+    # the first part is the place (body, query, path), the rest are names of fields
     path = ".".join(str(part) for part in first["loc"][1:])
     code = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}.get(first["type"])
     message = first["msg"].removeprefix("Value error, ")

@@ -1,7 +1,8 @@
-"""How a page becomes a response: templates, static files, headers, and errors as pages.
+"""Responses of the dashboard: templates, static files, headers, and errors as pages.
 
-Everything is escaped (jinja2 autoescape) and the content security policy allows nothing but our own style sheet and script, so a
-hostile prompt is text on a page and nothing else. Knows no data. Invariant: no page is cached, framed or scripted by others.
+jinja2 escapes everything, and the content security policy allows only our own style sheet and
+script, so a hostile prompt stays text. No data. Invariant: no page is cached, framed, or scripted
+by another site.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _log = get_logger(__name__)
 
 
 class Pages:
-    """Renders templates. `clock` is unix seconds; every page has the time it was made as `now_s`."""
+    """Renders templates. `clock` gives unix seconds; pages have the current time as `now_s`."""
 
     def __init__(self, clock: Callable[[], float], version: str) -> None:
         self._clock = clock
@@ -68,7 +69,7 @@ class Pages:
         self._templates.filters["words"] = lambda text: str(text).replace("_", " ").replace("-", " ")
 
     def render(self, request: Request, template: str, status: int = 200, **values: Any) -> Response:
-        """A page. `values` are the template's."""
+        """Render a page with the values of its template."""
         text = self._templates.get_template(template).render(
             values,
             path=request.url.path,
@@ -81,12 +82,15 @@ class Pages:
         return HTMLResponse(text, status, headers=_HEADERS)
 
     def error(self, request: Request, error: ApiError) -> Response:
-        """An error as a page that says what to do."""
+        """Render an error."""
         return self.render(request, "error.html", error.http_status, error=error)
 
 
 def page_route(pages: Pages, guard: Guard) -> type[APIRoute]:
-    """The class of the dashboard's routes: a session first, no change for other sites, errors as pages."""
+    """The route class of the dashboard.
+
+    It needs a session, refuses changes from other sites, and shows errors as pages.
+    """
 
     class PageRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -113,7 +117,7 @@ LOGIN = "/admin/login"
 
 
 def to_login(request: Request) -> Response:
-    """The way to the login form and, for pages that can be asked for again, back."""
+    """Redirect to the login form, and from there back to a page that GET can repeat."""
     target = (
         f"?next={quote(_here(request), safe='/')}" if request.method == "GET" and request.url.path != "/admin" else ""
     )
@@ -121,12 +125,12 @@ def to_login(request: Request) -> Response:
 
 
 def back_to(path: str, done: str = "") -> Response:
-    """After a change: the page that shows it, with a word of what was done."""
+    """Redirect to the page that shows a change; `done` names the message."""
     return RedirectResponse(f"{path}?done={done}" if done else path, 303)
 
 
 def is_own_path(path: str) -> bool:
-    """Whether a path leads into the dashboard, and nowhere else whatever a browser makes of it."""
+    """Whether a path leads into the dashboard, in every browser."""
     return path == "/admin" or (path.startswith("/admin/") and "\\" not in path and path.isprintable())
 
 
@@ -142,7 +146,7 @@ def with_query(request: Request, changes: Mapping[str, str | None]) -> str:
 
 @cache
 def static_file(name: str) -> Response | None:
-    """A static file with its type; None where there is none of that name."""
+    """A static file with its type; None for an unknown name."""
     path = _FOLDER / "static" / name
     if path.parent != _FOLDER / "static" or path.suffix not in _STATIC_TYPES or not path.is_file():
         return None

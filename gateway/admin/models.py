@@ -1,6 +1,7 @@
-"""The admin API's values on the wire: what may be sent and what comes back.
+"""The values of the admin API: its bodies, and its pages and lists.
 
-Money is an integer of µUSD, times are unix seconds, durations are ms; the unit is last in the name. Knows no storage.
+Money is an integer of µUSD, times are unix seconds, durations are ms; the unit is last in the name.
+The docstrings of models are descriptions in the OpenAPI document. No storage.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _Limit = Annotated[int, Field(ge=0, le=MICROUSD_MAX)]
 
 
 class _In(BaseModel):
-    """What a client sends: an unknown field is its mistake."""
+    """A body from a client; unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
@@ -40,14 +41,16 @@ class _Out(BaseModel):
 
 
 class _Flat:
-    """Lets a plain value out as it is: the schema `name` has the value's own fields, all of them required.
+    """Makes a plain value's own fields a response: a schema called `name`, all fields required.
 
-    `without`: fields that stay inside. `changed`: another type, or a type and a description, by field.
+    `without` names internal fields. `changed` has other types by field, or types with a
+    description.
     """
 
     def __init__(self, name: str, doc: str | None = None, without: tuple[str, ...] = (), **changed: Any) -> None:
         self._name, self._doc, self._without, self._changed = name, doc, without, changed
-        self._model: type[BaseModel] | None = None  # one a schema: two of a name would be told apart by longer names
+        # one per schema: OpenAPI would lengthen the names of two
+        self._model: type[BaseModel] | None = None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         if self._model is None:
@@ -162,7 +165,7 @@ class BudgetOut(_Out):
 
     @property
     def share(self) -> float | None:
-        """Spent and held, of the limit; None where it is not known."""
+        """The share of the limit that is spent or held; None where it is unknown."""
         if self.spent_microusd is None or self.held_microusd is None:
             return None
         used = self.spent_microusd + self.held_microusd
@@ -194,7 +197,7 @@ class BudgetsOut(_Out):
     budgets: list[BudgetOut]
 
 
-# -- what happened
+# -- history
 
 
 class TallyOut(_Out):

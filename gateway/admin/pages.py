@@ -1,6 +1,7 @@
 """The dashboard: /admin and the pages below it, on the same values as the API.
 
-Each page names its JSON twin. Knows what a page shows and in what words; how it looks is the templates' and the style sheet's.
+Each page names its JSON twin. Decides what each page shows; templates and the style sheet decide
+its looks.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
 
 
 def charts_of(stats: StatsOut) -> dict[str, Any]:
-    """The drawings of one window."""
+    """The charts of one window."""
     return {
         "kinds": kinds_chart(stats),
         "bar": kinds_bar(stats.total),
@@ -142,7 +143,7 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
 
 
 def _route_filter(request: Request) -> RouteFilter:
-    """The filter that the form's query describes; what it does not know is no filter."""
+    """The filter in the query; unknown values filter nothing."""
     query = request.query_params
     cache = query.get("cache", "")
     outcome = query.get("outcome", "")

@@ -1,4 +1,7 @@
-"""The parts of a worker that the admin plane reads and changes. Must not import the application, whose `Parts` has more."""
+"""The parts of a worker that the admin plane reads and changes.
+
+Must not import the application, whose `Parts` extends this class.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminParts:
-    """The parts that the pages and the API need. `settings` has its `admin_key` and `secret` filled in."""
+    """The parts that the pages and the API need.
+
+    `settings` has its `admin_key` and `secret` filled in.
+    """
 
     settings: Settings
     accounts: Accounts

@@ -1,6 +1,6 @@
-"""Is anything wrong? What an admin should look at, in words, the urgent first.
+"""Problems that an admin should look at, in words, the urgent ones first.
 
-A pure function of what was measured; knows no HTTP and asks nobody.
+A pure function of measurements. No HTTP.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def problems(
     last_hour: Summary | None,
     truths: Sequence[LiveError] = (),
 ) -> list[ProblemOut]:
-    """Everything that deserves a look; empty when all is well."""
+    """All current problems; empty when all is well."""
     found = [
         *_of_parts(parts, {view.name for view in deployments}),
         *_of_deployments(deployments, {part.name for part in parts if part.health is Health.STARTING}),
@@ -95,7 +95,7 @@ def _of_budgets(budgets: Sequence[BudgetOut], team_names: Mapping[int, str]) -> 
 
 
 def _of_truth(truths: Sequence[LiveError]) -> list[ProblemOut]:
-    """Answers by meaning that were wrong too often: the bound has tightened itself, and somebody should know why."""
+    """Bounds that have tightened themselves after too many wrong semantic hits."""
     return [
         ProblemOut(
             is_urgent=True,
@@ -109,7 +109,10 @@ def _of_truth(truths: Sequence[LiveError]) -> list[ProblemOut]:
 
 
 def _of_attempts(deployments: Sequence[DeploymentOut], last_hour: Summary | None) -> list[ProblemOut]:
-    """Those that may be tried and never answer: between two tries a breaker looks as if all were well."""
+    """Deployments that failed each attempt of the last hour.
+
+    Between two attempts such a deployment's breaker looks healthy.
+    """
     found = []
     for view in deployments:
         tally = last_hour.by_deployment.get(view.name) if last_hour is not None else None
@@ -120,7 +123,10 @@ def _of_attempts(deployments: Sequence[DeploymentOut], last_hour: Summary | None
 
 
 def _of_traffic(parts: Sequence[Part], last_hour: Summary | None) -> list[ProblemOut]:
-    """Too many failures; none while a part is starting, for it is what fails requests then, and is named itself."""
+    """Too many failed requests.
+
+    Not while a part is starting: it causes failures, and is listed itself.
+    """
     if last_hour is None or last_hour.total.requests < _REQUESTS_MIN:
         return []
     if any(part.health is Health.STARTING for part in parts):
@@ -134,7 +140,10 @@ def _of_traffic(parts: Sequence[Part], last_hour: Summary | None) -> list[Proble
 
 
 def _of_refusals(team_names: Mapping[int, str], last_hour: Summary | None) -> list[ProblemOut]:
-    """Teams of whose requests most are turned away. A budget too small for one answer is never used up: nothing else would tell."""
+    """Teams that had most of their requests refused.
+
+    This finds a budget below the price of one answer, which is never used up.
+    """
     found = []
     for team_id, tally in last_hour.by_team.items() if last_hour is not None else ():
         refused = tally.by_kind.get("refused", 0)

@@ -1,7 +1,8 @@
-"""The admin API: /admin/api, for scripts and for the curious. The dashboard shows the same values.
+"""The admin API: /admin/api. The dashboard shows the same values.
 
-Every route needs the admin's key (or the dashboard's session) and answers errors in OpenAI's shape; `admin_router` makes
-the whole admin plane, pages included. Knows how the parts are asked for over HTTP, and nothing of how they work.
+Each route needs the admin key (or the dashboard's session) and answers errors in OpenAI's shape.
+`admin_router` makes the whole admin plane, pages included. The docstrings of routes are
+descriptions in the OpenAPI document.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def admin_router(parts: AdminParts) -> APIRouter:
-    """Everything under /admin. Raises ValueError where the settings hold no admin key."""
+    """All routes under /admin. Raises ValueError without an admin key in the settings."""
     guard = Guard(parts.settings.admin_key or "", parts.settings.secret or "", parts.clock)
     router = APIRouter()
     api = APIRouter(
@@ -242,7 +243,7 @@ async def _csv(rows: AsyncIterator[LedgerRow]) -> AsyncIterator[str]:
 
 
 def _cell(value: Any) -> Any:
-    """A text that a spreadsheet would run as a formula is quoted (OWASP, CSV Injection)."""
+    """Quote a text that a spreadsheet would run as a formula (OWASP, CSV Injection)."""
     return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
 
 

@@ -1,7 +1,8 @@
-"""What the admin sees, put together from the parts: one function for each thing that a page and the API both show.
+"""The values of the admin plane, one function for each thing that a page and the API both show.
 
-Knows no HTTP and no HTML. Invariant: nothing here changes anything but the two that make and change budgets; what a part can't
-tell while Redis is away is None where the rest is still worth seeing, and raises where it is the whole answer.
+No HTTP and no HTML. Invariant: only `create_budget` and `update_budget` change anything. While
+Redis is away, values from it are None where the rest is still useful; where they are the whole
+answer, the function raises.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from policies import Budget
 from policies.holds import BudgetState
 
 _LEDGER_PAGE = 500
-_PROMPT_TOKENS_SHOWN = 500  # of the prompt that predictions are for
+_PROMPT_TOKENS_SHOWN = 500  # the prompt of predictions
 
 
 # -- teams
@@ -78,7 +79,7 @@ async def team(parts: AdminParts, team_id: int) -> TeamOut:
 
 
 async def budgets(parts: AdminParts, team_id: int | None = None) -> list[BudgetOut]:
-    """Budgets with what counts against them now; without the live figures while Redis is away."""
+    """Budgets with their current spend; without it while Redis is away."""
     found = await parts.accounts.list_budgets(team_id)
     try:
         states: Sequence[BudgetState | None] = await parts.budgets.spent(found)
@@ -105,16 +106,20 @@ def budget_out(budget: Budget, state: BudgetState | None) -> BudgetOut:
 
 
 async def create_budget(parts: AdminParts, team_id: int, body: BudgetIn) -> Budget:
-    """A new budget. Raises accounts.Conflict where the team has one of the same window and hardness, accounts.NotFound."""
+    """Create a budget.
+
+    Raises accounts.Conflict where the team has one of the same window and hardness,
+    accounts.NotFound.
+    """
     return await parts.accounts.create_budget(team_id, body.window, body.limit_microusd, body.is_hard)
 
 
 async def update_budget(parts: AdminParts, budget_id: int, body: BudgetPatch) -> Budget:
-    """Changes the fields that were given. Raises as `create_budget` does."""
+    """Change the given fields. Raises the errors of `create_budget`."""
     return await parts.accounts.update_budget(budget_id, **body.given())
 
 
-# -- what happened
+# -- history
 
 
 async def stats(parts: AdminParts, window: Window, team_id: int | None = None, model: str | None = None) -> StatsOut:
@@ -126,7 +131,7 @@ async def stats(parts: AdminParts, window: Window, team_id: int | None = None, m
 
 
 def _semantic(parts: AdminParts, summary: Summary, teams: Sequence[Team]) -> list[SemanticOut]:
-    """The measured error of answers by meaning beside its bound, the busiest first."""
+    """The measured error of semantic hits beside its bound, by descending hits."""
     known = {team.id: team for team in teams}
     now = {(live.team_id, live.alias): live.strictness for live in parts.truth.live}
     found = []
@@ -164,7 +169,7 @@ async def stats_or_none(parts: AdminParts, window: Window, team_id: int | None =
 
 
 def stats_out(summary: Summary, team_names: dict[int, str]) -> StatsOut:
-    """A summary on the wire: the busiest team and model first."""
+    """A summary for the API: teams and models by descending requests."""
     by_team = [
         TeamTally(
             **_tally(tally).model_dump(),
@@ -198,7 +203,7 @@ def _tally(tally: Tally) -> TallyOut:
 
 @dataclass(frozen=True, slots=True)
 class RouteFilter:
-    """Which of the latest requests to show; None and empty mean any."""
+    """A selection of the latest requests; None and empty values select all."""
 
     team_id: int | None = None
     model: str = ""
@@ -225,31 +230,31 @@ def _outcomes(record: Record) -> tuple[str, ...]:
 
 
 async def routes(parts: AdminParts, where: RouteFilter, cursor: str = "", limit: int = 50) -> RoutesOut:
-    """The latest requests, each with the reasons for its way. Raises RedisError."""
+    """The latest requests, each with the reasons for its route. Raises RedisError."""
     page = await parts.stats.routes(where.matches, before=cursor, limit=limit)
     return _routes(page)
 
 
 async def near_misses(parts: AdminParts, where: RouteFilter, cursor: str = "", limit: int = 50) -> RoutesOut:
-    """The latest requests that came close to a cached answer. Raises RedisError."""
+    """The latest misses with a near cached answer. Raises RedisError."""
     page = await parts.stats.near_misses(where.matches, before=cursor, limit=limit)
     return _routes(page)
 
 
 def _routes(page: Page) -> RoutesOut:
-    """The records as they are, each with what became of it."""
+    """The records, each with its kind."""
     found = [{**msgspec.structs.asdict(one), "kind": kind_of(one.cache, one.status, one.error)} for one in page.records]
     return RoutesOut.model_validate({"routes": found, "cursor": page.cursor})
 
 
 async def ledger(parts: AdminParts, where: LedgerFilter, cursor: str | None, limit: int) -> LedgerOut:
-    """A page of the ledger, newest first. Raises accounts.Invalid for a cursor that is none."""
+    """A page of the ledger, newest first. Raises accounts.Invalid for a malformed `cursor`."""
     page = await parts.ledger.rows(where, limit, cursor)
     return LedgerOut(rows=list(page.rows), cursor=page.cursor)
 
 
 async def ledger_rows(parts: AdminParts, where: LedgerFilter) -> AsyncIterator[LedgerRow]:
-    """All rows of the ledger that match, newest first, a page in memory at a time."""
+    """All matching rows of the ledger, newest first, one page in memory at a time."""
     cursor: str | None = None
     while True:
         page = await ledger(parts, where, cursor, _LEDGER_PAGE)
@@ -264,7 +269,7 @@ async def ledger_rows(parts: AdminParts, where: LedgerFilter) -> AsyncIterator[L
 
 
 async def status(parts: AdminParts) -> StatusOut:
-    """Every part's health, and what an admin should look at. Never raises for Redis' sake."""
+    """The health of all parts, and the problems. Works without Redis."""
     healths, live = parts.healths(), await budgets(parts)
     summary = await _or_none(parts, Window.HOUR)
     names = {team.id: team.name for team in await parts.accounts.list_teams()}
@@ -296,7 +301,10 @@ async def overview(parts: AdminParts, window: Window) -> OverviewOut:
 
 
 async def deployments(parts: AdminParts) -> list[DeploymentOut]:
-    """Every deployment with its health, its estimates and what it did in the last 24 h (None while Redis is away)."""
+    """All deployments with their health, their estimates and their last 24 hours.
+
+    `last_24h` is None while Redis is away.
+    """
     summary = await _or_none(parts, Window.DAY)
     found = []
     for one in parts.deployments():
@@ -308,7 +316,7 @@ async def deployments(parts: AdminParts) -> list[DeploymentOut]:
 
 
 def deployments_of(fleet: Fleet) -> list[DeploymentOut]:
-    """Every deployment as this worker sees it now, without what it did lately."""
+    """All deployments as this worker sees them now, without their last 24 hours."""
     return [_deployment(alias, one) for alias in fleet.aliases.values() for one in alias.deployments.values()]
 
 

@@ -30,7 +30,7 @@ _GENERATED = ("miss", "bypass")
 
 
 class Window(StrEnum):
-    """The length of a query's window, which ends now."""
+    """How far back a query looks."""  # a description in the OpenAPI document
 
     HOUR = "1h"
     DAY = "24h"
