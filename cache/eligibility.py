@@ -30,10 +30,7 @@ class Outcome(msgspec.Struct, frozen=True):
     is_complete: bool
     finish_reasons: tuple[str, ...]
     size_bytes: int
-    is_status_ok: bool = True
-    has_error: bool = False
     is_fallback: bool = False
-    is_filtered: bool = False
     has_content: bool = True
     is_length_asked: bool = False
 
@@ -42,8 +39,6 @@ class Refusal(StrEnum):
     """Why an answer is not stored; counted by this name."""
 
     NO_STORE = "no_store"
-    STATUS = "status"
-    ERROR = "error"
     INCOMPLETE = "incomplete"
     FALLBACK = "fallback"
     FILTERED = "filtered"
@@ -52,6 +47,7 @@ class Refusal(StrEnum):
     EMPTY = "empty"
     TTL = "ttl"
     TOO_LARGE = "too_large"
+    UNAVAILABLE = "unavailable"  # Redis did not take it
 
 
 _FINISHED = frozenset(("stop", "length", "tool_calls", "function_call"))
@@ -62,16 +58,12 @@ def store_refusal(outcome: Outcome, controls: Controls, entry_bytes_max: int) ->
     reasons = outcome.finish_reasons
     if controls.no_store:
         return Refusal.NO_STORE
-    if not outcome.is_status_ok:
-        return Refusal.STATUS
-    if outcome.has_error:
-        return Refusal.ERROR
     if not outcome.is_complete:
         return Refusal.INCOMPLETE
     # decision: doubtful-not-stored
     if outcome.is_fallback:
         return Refusal.FALLBACK
-    if outcome.is_filtered or "content_filter" in reasons:
+    if "content_filter" in reasons:
         return Refusal.FILTERED
     if "length" in reasons and not outcome.is_length_asked:
         return Refusal.TRUNCATED

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from cache import CacheUnavailable, Entry, ExactCache, Fingerprint, fingerprint
+from cache.eligibility import Refusal
 from cache.exact import LookupMiss
 from gateway.accounts import Accounts, Identity, LedgerRow, partition_of
 from gateway.deployments.fleet import Alias, Fleet, no_route
@@ -305,7 +306,7 @@ class Pipeline:
             elif generation.progress.has_begun and has_choice and self.settings.cache.is_exact:
                 await self.exact.store_warm(found, deployment)
         except CacheUnavailable:
-            store = "unavailable"
+            store = Refusal.UNAVAILABLE.value
         finally:
             generation.recorded(entry, store)
 

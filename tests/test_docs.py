@@ -142,8 +142,7 @@ def test_every_error_code_is_documented() -> None:
 
 def test_every_reason_is_documented() -> None:
     """docs/reasons.md has each store refusal, each miss and each rejection's cause; the dashboard has words for all misses."""
-    refusals = _words("no_store") - {"status", "error"}  # which can't occur
-    assert set(_names(REASONS, "## Why an answer was not stored")) == refusals | {"stored", "unavailable"}
+    assert set(_names(REASONS, "## Why an answer was not stored")) == _words("no_store") | {"stored"}
     assert set(_names(REASONS, "## Why the exact cache did not answer")) == _words("too_old")
     misses = set(_names(REASONS, "## Why the semantic cache did not answer"))
     assert _words("polarity") <= misses

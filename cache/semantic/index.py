@@ -76,8 +76,12 @@ class VectorIndex:
         mirror_min: int = MIRROR_MIN,
         flat_max: int = FLAT_MAX,
         run: Run = in_thread,
+        replayed_max: int = _REPLAYED_MAX,
+        dead_max: int = _DEAD_MAX,
     ) -> None:
         self.dims = dims
+        self._replayed_max = replayed_max
+        self._dead_max = dead_max
         self._mirror = mirror
         self._mirror_min = mirror_min
         self._flat_max = flat_max
@@ -144,7 +148,7 @@ class VectorIndex:
             return [_found([], [])] * len(queries)
         if self._mirror is not None and block.lists.ntotal >= self._mirror_min:
             if block.copy is None:
-                block.copy = _Copy(self._mirror(self.dims), block.lists)
+                block.copy = _Copy(self._mirror(self.dims), block.lists, self._dead_max)
             return block.copy.search(queries, count)
         with self._lock:
             similarities, keys = block.lists.search(queries, min(count, block.lists.ntotal))
@@ -163,7 +167,7 @@ class VectorIndex:
                 made = self._copied(block)
                 while True:
                     with self._lock:
-                        if len(block.changes or ()) <= _REPLAYED_MAX:
+                        if len(block.changes or ()) <= self._replayed_max:
                             _replay(made, block.changes or {})
                             block.made_for = made.ntotal if made.nlist > 1 else 0
                             block.lists, block.changes = made, None
@@ -249,7 +253,8 @@ class _Copy:
     """A namespace's vectors in `flat`, on a GPU. What such an index can't do is overwrite: removed rows stay, unanswered, until there
     are many."""
 
-    def __init__(self, flat: Any, lists: Any) -> None:
+    def __init__(self, flat: Any, lists: Any, dead_max: int) -> None:
+        self._dead_max = dead_max
         self._flat = flat
         self._lists = lists
         self._fill()
@@ -281,7 +286,7 @@ class _Copy:
         self._dead += 1
 
     def search(self, queries: NDArray[np.float32], count: int) -> list[Found]:
-        if self._dead > _DEAD_MAX:
+        if self._dead > self._dead_max:
             self._fill()
         if self._waiting:
             self._flat.add(np.concatenate(self._waiting))

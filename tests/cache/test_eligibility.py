@@ -23,10 +23,7 @@ def test_complete_answers_are_stored(reasons: tuple[str, ...]) -> None:
     ("change", "refusal"),
     [
         ({"is_complete": False}, Refusal.INCOMPLETE),
-        ({"is_status_ok": False}, Refusal.STATUS),
-        ({"has_error": True}, Refusal.ERROR),
         ({"is_fallback": True}, Refusal.FALLBACK),
-        ({"is_filtered": True}, Refusal.FILTERED),
         ({"has_content": False}, Refusal.EMPTY),
         ({"size_bytes": 101}, Refusal.TOO_LARGE),
         ({"finish_reasons": ("length",)}, Refusal.TRUNCATED),

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import cache.semantic.index
 from cache.encoder.gpu import TorchFlat
 from cache.query import Hit
 from cache.semantic.cache import SemanticCache
@@ -65,30 +64,26 @@ def test_search_is_exact_whatever_came_and_went(kind: Any, steps: list[tuple[str
     in lists that were made at any moment in between (few enough that all are probed); and in a copy such as a GPU holds (FAISS' flat
     index stands in for the GPU's: the same methods)."""
     later = Later()
-    index = VectorIndex(DIMS, run=later, **kind)
+    index = VectorIndex(DIMS, run=later, replayed_max=1, dead_max=2, **kind)
     model: dict[tuple[str, int], Any] = {}
-    with (
-        mock.patch.object(cache.semantic.index, "_DEAD_MAX", 2),
-        mock.patch.object(cache.semantic.index, "_REPLAYED_MAX", 1),
-    ):
-        for name, number, what in steps:
-            key = number * 3 + "ABC".index(name)
-            if what == "ask":
-                index.search(name.encode(), unit(number)[None, :], count)
-            elif what == "make":
-                later.catch_up()
-            elif what == "add" and (name, key) not in model:
-                index.add(name.encode(), key, unit(key))
-                model[name, key] = unit(key)
-            elif what == "remove":
-                assert index.remove(name.encode(), key) is (model.pop((name, key), None) is not None)
-        assert len(index) == len(model)
-        question = unit(999)
-        for name in "ABCD":
-            mine = {key: float(vector @ question) for (owner, key), vector in model.items() if owner == name}
-            (found,) = index.search(name.encode(), question[None, :], count)
-            assert found.keys.tolist() == sorted(mine, key=lambda key: -mine[key])[:count]
-            assert found.similarities == pytest.approx([mine[key] for key in found.keys.tolist()], abs=1e-5)
+    for name, number, what in steps:
+        key = number * 3 + "ABC".index(name)
+        if what == "ask":
+            index.search(name.encode(), unit(number)[None, :], count)
+        elif what == "make":
+            later.catch_up()
+        elif what == "add" and (name, key) not in model:
+            index.add(name.encode(), key, unit(key))
+            model[name, key] = unit(key)
+        elif what == "remove":
+            assert index.remove(name.encode(), key) is (model.pop((name, key), None) is not None)
+    assert len(index) == len(model)
+    question = unit(999)
+    for name in "ABCD":
+        mine = {key: float(vector @ question) for (owner, key), vector in model.items() if owner == name}
+        (found,) = index.search(name.encode(), question[None, :], count)
+        assert found.keys.tolist() == sorted(mine, key=lambda key: -mine[key])[:count]
+        assert found.similarities == pytest.approx([mine[key] for key in found.keys.tolist()], abs=1e-5)
 
 
 def test_lists_are_made_beside_the_work() -> None:
