@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 from redis.asyncio import Redis
 
+from tests.marks import MARKERS, marker_of
 from tests.services import PostgresServer, RedisServer, run_postgres, run_redis
 
 # how long an example takes says more of the machine than of the code: tests that bound time do so themselves
 hypothesis.settings.register_profile("sameway", deadline=None)
 hypothesis.settings.load_profile("sameway")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="only tests without a marker of tests/marks.py")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `--quick` the others are not even imported: their imports take longer than the quick tests."""
+    return True if config.getoption("--quick") and marker_of(collection_path) else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if marker := marker_of(item.path):
+            item.add_marker(marker)
+    if config.getoption("--quick"):
+        items[:] = [item for item in items if not any(map(item.get_closest_marker, MARKERS))]
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import MARKERS
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("gateway", "cache", "policies", "local_engine")
 LEAVES = ("cache", "policies", "local_engine")
@@ -231,3 +233,8 @@ def test_nothing_names_a_workplace() -> None:
         ["git", "grep", "-nIE", pattern, "--", "."], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert found.returncode in (1, 128), found.stdout  # 1: nothing found; 128: not a git checkout
+
+
+def test_marked_places_exist() -> None:
+    """What `./run test quick` leaves out is there."""
+    assert [p for places in MARKERS.values() for p in places if not (ROOT / "tests" / p).exists()] == []

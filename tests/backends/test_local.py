@@ -480,6 +480,7 @@ async def test_an_engine_that_is_gone_says_why(engine: ScriptedEngine, local: Lo
     assert not local.load(1).is_starting
 
 
+@pytest.mark.slow
 async def test_a_real_engine_answers(tmp_path: Path) -> None:
     """A worker process on a random checkpoint: greedy answers are equal, whole in OpenAI's shape, and the prompt counts."""
     checkpoint = make_checkpoint(tmp_path / "tiny", "llama")
