@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_tidy import ROOMS
+
 ROOT = Path(__file__).parent.parent
 MAP = (ROOT / "ARCHITECTURE.md").read_text()
 LINES_MAX, COLUMNS_MAX = 120, 100
@@ -42,18 +44,21 @@ def test_paths_in_sources_exist() -> None:
 
 
 def test_the_tree_is_the_packages() -> None:
-    """ARCHITECTURE.md's tree has every room of the four packages, and no file or room that is not there."""
+    """ARCHITECTURE.md's tree has every room of the four packages in their order, and nothing that is not there."""
     tree = MAP.partition("\n## Rooms\n")[2].partition("\n## ")[0]
-    named: set[str] = set()
+    named: list[str] = []
     package = ""
     for line in re.findall(r"^    (.+)$", tree, re.MULTILINE):
         if not line.startswith(" "):
             package = line.split("/")[0]
         else:
-            named.update(f"{package}/{word}" for word in re.findall(r"(?<!\S)(\w+(?:\.py|/))(?=[ ,;]|$)", line))
-    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+            named += (f"{package}/{word}" for word in re.findall(r"(?<!\S)(\w+(?:\.py|/))(?=[ ,;]|$)", line))
+    assert [path for path in named if not (ROOT / path).exists()] == []
+    for package in PACKAGES:
+        floors = [ROOMS[package].index(Path(path).stem) for path in named if path.startswith(f"{package}/")]
+        assert floors == sorted(floors), package
     rooms = {str(p.parent.relative_to(ROOT)) + "/" for name in PACKAGES for p in (ROOT / name).glob("*/__init__.py")}
-    assert rooms - named == set()
+    assert rooms - set(named) == set()
 
 
 def test_each_room_says_what_to_read_first() -> None:
