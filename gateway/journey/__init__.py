@@ -1,4 +1,4 @@
-"""One request on its way: what was asked, what happened, who listens, and its record.
+"""One request on its way: turn, generation, flight, reply and record.
 
 Must not import `pipeline`, `api`, `admin`, `learning` or `telemetry`: `pipeline` puts these parts in
 order. Read `flight.py` first, then `generation.py` and `attempt.py`.
