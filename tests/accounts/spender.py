@@ -41,7 +41,20 @@ async def spend(budgets: Budgets, limit: Budget, writer: LedgerWriter, file: int
             continue
         await asyncio.sleep(random.random() * 0.01)
         cost = random.randrange(101)
-        row = LedgerRow(name, hold.at_ms, "r", TEAM, 1, "m", "d", 1, 0, 1, cost, "generation")
+        row = LedgerRow(
+            id=name,
+            at_ms=hold.at_ms,
+            request_id="r",
+            team_id=TEAM,
+            key_id=1,
+            alias="m",
+            deployment="d",
+            prompt_tokens=1,
+            cached_tokens=0,
+            completion_tokens=1,
+            cost_microusd=cost,
+            kind="generation",
+        )
         while True:
             try:
                 await budgets.settle(hold, cost, encode_row(row))

@@ -185,7 +185,20 @@ async def test_a_deleted_team_takes_its_keys_and_leaves_its_ledger(accounts: Acc
     team = await accounts.create_team("a")
     made = await accounts.create_key(team.id, "k")
     await accounts.create_budget(team.id, WindowKind.DAY, 1)
-    row = LedgerRow("h", 1, "r", team.id, made.key.id, "m", "d", 1, 0, 1, 5, "generation")
+    row = LedgerRow(
+        id="h",
+        at_ms=1,
+        request_id="r",
+        team_id=team.id,
+        key_id=made.key.id,
+        alias="m",
+        deployment="d",
+        prompt_tokens=1,
+        cached_tokens=0,
+        completion_tokens=1,
+        cost_microusd=5,
+        kind="generation",
+    )
     await ledger.append([row])
     await accounts.delete_team(team.id)
     assert accounts.identify(made.plaintext) is None

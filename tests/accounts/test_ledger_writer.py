@@ -39,7 +39,20 @@ async def writer(redis: Redis, ledger: Ledger, budgets: Budgets) -> AsyncIterato
 
 
 def row_of(name: str, cost: int, at_ms: int, team_id: int = 7) -> LedgerRow:
-    return LedgerRow(name, at_ms, f"r-{name}", team_id, 3, "m", "d", 10, 0, 5, cost, "generation")
+    return LedgerRow(
+        id=name,
+        at_ms=at_ms,
+        request_id=f"r-{name}",
+        team_id=team_id,
+        key_id=3,
+        alias="m",
+        deployment="d",
+        prompt_tokens=10,
+        cached_tokens=0,
+        completion_tokens=5,
+        cost_microusd=cost,
+        kind="generation",
+    )
 
 
 async def spend(budgets: Budgets, name: str, cost: int) -> None:

@@ -136,7 +136,20 @@ class Money(RuleBasedStateMachine):
         )
 
     def row(self, hold: Hold, cost: int) -> LedgerRow:
-        return LedgerRow(hold.id, hold.at_ms, "r", hold.team_id, 1, "m", "d", 1, 0, 1, cost, "generation")
+        return LedgerRow(
+            id=hold.id,
+            at_ms=hold.at_ms,
+            request_id="r",
+            team_id=hold.team_id,
+            key_id=1,
+            alias="m",
+            deployment="d",
+            prompt_tokens=1,
+            cached_tokens=0,
+            completion_tokens=1,
+            cost_microusd=cost,
+            kind="generation",
+        )
 
     def pick(self, names: dict[str, Any], choice: int) -> str:
         return sorted(names)[choice % len(names)]

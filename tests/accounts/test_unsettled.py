@@ -20,7 +20,23 @@ async def test_what_redis_has_no_memory_for_is_settled_later() -> None:
         await link.execute_command("CONFIG", "SET", "maxmemory", "1")
         for name in ("a", "b"):
             hold = budgets.unreserved(name, 7)
-            await money.settle(hold, LedgerRow(name, hold.at_ms, name, 7, 1, "m", "d", 1, 0, 1, 5, "chat"))
+            await money.settle(
+                hold,
+                LedgerRow(
+                    id=name,
+                    at_ms=hold.at_ms,
+                    request_id=name,
+                    team_id=7,
+                    key_id=1,
+                    alias="m",
+                    deployment="d",
+                    prompt_tokens=1,
+                    cached_tokens=0,
+                    completion_tokens=1,
+                    cost_microusd=5,
+                    kind="chat",
+                ),
+            )
         for _ in range(3):
             await money.retry()
         assert money.unsettled == 2

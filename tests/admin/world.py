@@ -122,7 +122,15 @@ class World:
         chunk = Recorded(b'{"object":"chat.completion"}', is_whole=True)
         labels: dict[str, str | int] = {"model": model, "deployment": deployment, "cost_microusd": 120}
         entry = Entry(
-            asked.partition, asked.exact, asked.compat, prompt, (chunk,), created_at_s, 86_400.0, labels, namespace
+            partition=asked.partition,
+            exact=asked.exact,
+            compat=asked.compat,
+            text=prompt,
+            chunks=(chunk,),
+            created_at=created_at_s,
+            ttl_s=86_400.0,
+            labels=labels,
+            namespace=namespace,
         )
         await self.exact.store(entry)
         self.known_texts[prompt] = asked.exact

@@ -49,7 +49,9 @@ def ask(*, is_stream: bool = True, ttft_s: float = 5.0, idle_s: float = 5.0, **b
     body = {"model": "alias", "messages": [{"role": "user", "content": "Say héllo 😀"}], **body}
     if is_stream:
         body["stream"] = True
-    return BackendRequest(body, is_stream, b"salt", "req-1", ttft_s, idle_s)
+    return BackendRequest(
+        body=body, is_stream=is_stream, salt=b"salt", request_id="req-1", ttft_timeout_s=ttft_s, idle_timeout_s=idle_s
+    )
 
 
 async def collect(stream: ChunkStream) -> list[Chunk]:

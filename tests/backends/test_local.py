@@ -178,7 +178,15 @@ def spelled(raw: bytes, logprob: float = -0.5) -> TokenLogprob:
 
 def of_completion(prompt: Any, **body: Any) -> BackendRequest:
     body = {"model": "alias", "prompt": prompt, "max_tokens": 16, **body}
-    return BackendRequest(body, True, b"salt", "req-1", 5.0, 5.0, kind=COMPLETION)
+    return BackendRequest(
+        body=body,
+        is_stream=True,
+        salt=b"salt",
+        request_id="req-1",
+        ttft_timeout_s=5.0,
+        idle_timeout_s=5.0,
+        kind=COMPLETION,
+    )
 
 
 async def test_tokens_stand_where_their_text_does(engine: ScriptedEngine, local: LocalBackend) -> None:
@@ -514,7 +522,16 @@ async def test_a_real_engine_answers(tmp_path: Path) -> None:
         too_long = [{"role": "user", "content": "word " * 500}]
         with pytest.raises(BackendRejected) as caught:
             await collect(
-                backend.stream(BackendRequest({**request.body, "messages": too_long}, True, b"", "r", 60, 60))
+                backend.stream(
+                    BackendRequest(
+                        body={**request.body, "messages": too_long},
+                        is_stream=True,
+                        salt=b"",
+                        request_id="r",
+                        ttft_timeout_s=60,
+                        idle_timeout_s=60,
+                    )
+                )
             )
         assert json.loads(caught.value.body or b"")["error"]["code"] == "context_length_exceeded"
     finally:

@@ -332,7 +332,15 @@ async def test_a_prompt_without_an_answer_makes_a_broken_answer(is_whole: bool) 
         backend = make_backend(served.url)
         await backend.start()
         for prompts, is_broken in ((["one", "two"], True), (["one"], False)):
-            request = BackendRequest({"prompt": prompts}, not is_whole, b"salt", "req-1", 5.0, 5.0, kind=COMPLETION)
+            request = BackendRequest(
+                body={"prompt": prompts},
+                is_stream=not is_whole,
+                salt=b"salt",
+                request_id="req-1",
+                ttft_timeout_s=5.0,
+                idle_timeout_s=5.0,
+                kind=COMPLETION,
+            )
             with pytest.raises(BackendBroken) if is_broken else contextlib.nullcontext():
                 await collect(backend.stream(request))
         await backend.aclose()
