@@ -19,6 +19,8 @@ Errors:
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -199,6 +201,14 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     drafted_tokens: dict[str, int] = {}
     accepted_tokens: dict[str, int] = {}
+
+
+def added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    """The sum of several counts by source."""
+    total: Counter[str] = Counter()
+    for one in counts:
+        total.update(one)
+    return dict(total)
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,6 +19,11 @@ MICROUSD_MAX = 2**53 - 1
 _PER_MTOK = 1_000_000
 
 
+def dollars(microusd: MicroUSD) -> str:
+    """`microusd` in dollars, exact, with six decimals: 0.000120."""
+    return f"{microusd // _PER_MTOK}.{microusd % _PER_MTOK:06d}"
+
+
 class Tokens(msgspec.Struct, frozen=True):
     """Tokens of one generation. `cached` of the `prompt` tokens came from a prefix cache.
 

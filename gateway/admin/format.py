@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from markupsafe import Markup
 
 from policies import WindowKind
+from policies.prices import dollars as exact_dollars
 
 NOTHING = "–"
 
@@ -31,8 +32,8 @@ def usd(microusd: int | None) -> str:
 
 def dollars(microusd: int) -> str:
     """An exact amount for a form: no currency sign, at least two decimals."""
-    whole, fraction = divmod(microusd, 1_000_000)
-    return f"{whole}.{f'{fraction:06}'.rstrip('0').ljust(2, '0')}"
+    whole, _, fraction = exact_dollars(microusd).partition(".")
+    return f"{whole}.{fraction.rstrip('0').ljust(2, '0')}"
 
 
 def count(number: float | None) -> str:

@@ -24,7 +24,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from cache import CacheUnavailable
 from gateway import accounts
 from gateway.loggers import get_logger
-from gateway.wire.errors import ApiError, BadRequest, Forbidden, NotFound, Unauthenticated, Unavailable
+from gateway.wire.errors import ApiError, BadRequest, Forbidden, NotFound, Unauthenticated, Unavailable, sentence
 
 COOKIE = "sameway_admin"
 SESSION_S = 12 * 3_600
@@ -138,11 +138,11 @@ def as_api_error(error: Exception) -> ApiError | None:
                 return BadRequest("Send the body as JSON, with `Content-Type: application/json`", code="invalid_body")
             return _bad_request(error)
         case accounts.NotFound():
-            return NotFound(_sentence(error), code="not_found")
+            return NotFound(sentence(str(error)), code="not_found")
         case accounts.Conflict():
-            return Conflict(_sentence(error))
+            return Conflict(sentence(str(error)))
         case accounts.Invalid():
-            return BadRequest(_sentence(error), param=error.field, code="invalid_value")
+            return BadRequest(sentence(str(error)), param=error.field, code="invalid_value")
         case RedisError() | CacheUnavailable():
             _log.warning("admin_without_redis", reason=str(error))
             return Unavailable("Redis does not answer; try again shortly", code="redis_unavailable")
@@ -163,8 +163,3 @@ def _bad_request(error: RequestValidationError) -> BadRequest:
     code = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}.get(first["type"])
     message = first["msg"].removeprefix("Value error, ")
     return BadRequest(f"{path}: {message}" if path else message, param=path or None, code=code or "invalid_value")
-
-
-def _sentence(error: Exception) -> str:
-    words = str(error)
-    return f"{words[:1].upper()}{words[1:]}"

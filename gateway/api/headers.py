@@ -8,6 +8,7 @@ import time
 
 from cache import Entry
 from gateway.journey.flight import Reply
+from policies.prices import dollars
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -39,7 +40,7 @@ def answer_headers(reply: Reply) -> Headers:
             headers.append((b"x-sameway-similarity", f"{reply.reader.generation.semantic.similarity:.4f}".encode()))
         headers.append((b"age", str(int(entry.age_s(time.time()))).encode()))
         headers.append((b"x-sameway-cost-usd", b"0"))
-        headers.append((b"x-sameway-saved-usd", usd(int(entry.labels.get("cost_microusd", 0)))))
+        headers.append((b"x-sameway-saved-usd", dollars(int(entry.labels.get("cost_microusd", 0))).encode()))
     headers += reply.headers().items()
     return headers
 
@@ -49,15 +50,10 @@ def cost_header(reply: Reply) -> Headers:
     if reply.served is not None or reply.reader is None:
         return []
     spent = reply.reader.generation.spent
-    cost = usd(spent.cost_microusd if spent is not None else 0)
+    cost = dollars(spent.cost_microusd if spent is not None else 0).encode()
     if reply.is_leading:
         return [(b"x-sameway-cost-usd", cost)]
     return [(b"x-sameway-cost-usd", b"0"), (b"x-sameway-saved-usd", cost)]
-
-
-def usd(microusd: int) -> bytes:
-    """µUSD as dollars in plain decimal notation."""
-    return f"{microusd // 1_000_000}.{microusd % 1_000_000:06d}".encode()
 
 
 def _cache_status(kind: str, entry: Entry | None) -> str:

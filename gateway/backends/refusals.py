@@ -163,13 +163,13 @@ def _client_body(refused: Refused, error: dict[str, Any]) -> bytes:
 
 def error_body(message: str, kind: Any, param: Any, code: Any) -> bytes:
     """OpenAI's error object as JSON; fields of a wrong type are left out."""
-    fields = {
-        "message": message,
-        "type": kind if isinstance(kind, str) and kind else "invalid_request_error",
-        "param": param if isinstance(param, str) else None,
-        "code": code if isinstance(code, str) else None,
-    }
-    return msgspec.json.encode({"error": fields})
+    error = error_object(
+        message,
+        kind if isinstance(kind, str) and kind else "invalid_request_error",
+        param if isinstance(param, str) else None,
+        code if isinstance(code, str) else None,
+    )
+    return msgspec.json.encode(error)
 
 
 def from_backend(error: BackendError) -> ApiError:

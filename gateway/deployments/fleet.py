@@ -23,7 +23,7 @@ from gateway.deployments.build import build_backend, describe
 from gateway.deployments.progress import Progress
 from gateway.loggers import get_logger
 from gateway.settings import DeploymentSettings, ModelSettings, Settings, deployment_name
-from gateway.wire.errors import ApiError, BadRequest, DeadlineExceeded, NotFound, Unavailable
+from gateway.wire.errors import ApiError, BadRequest, DeadlineExceeded, NotFound, Unavailable, sentence
 from gateway.wire.requests import OUTPUT_TOKENS_EXPECTED, OUTPUT_TOKENS_MAX
 from policies import Breaker, Candidate, Cause, Demand, Estimate, Price, Route, RoutingPolicy
 from policies.routing import PolicyKind
@@ -277,18 +277,16 @@ def no_route(route: Route, prompt: str) -> ApiError:
     """The error for a request that no deployment may try. `prompt` is the field with the prompt."""
     match route.cause:
         case Cause.CONTEXT | Cause.OUTPUT:
-            return BadRequest(_sentence(route.refusal), param=prompt, code="context_length_exceeded")
+            return BadRequest(sentence(route.refusal), param=prompt, code="context_length_exceeded")
         case Cause.CAPABILITY:
             lacking = min(what for rejected in route.rejected for what in rejected.lacks)
-            return BadRequest(
-                _sentence(route.refusal), param=_ASKED_IN.get(lacking, prompt), code="unsupported_feature"
-            )
+            return BadRequest(sentence(route.refusal), param=_ASKED_IN.get(lacking, prompt), code="unsupported_feature")
         case Cause.DEADLINE:
-            return DeadlineExceeded(_sentence(route.refusal))
+            return DeadlineExceeded(sentence(route.refusal))
         case Cause.LIMIT:
-            return Unavailable(_sentence(route.refusal), code="no_deployment_within_limits")
+            return Unavailable(sentence(route.refusal), code="no_deployment_within_limits")
         case _:
-            return Unavailable(_sentence(route.refusal), code="no_deployment_available")
+            return Unavailable(sentence(route.refusal), code="no_deployment_available")
 
 
 # The fields that need a capability. Images, sounds and files are in the prompt itself.
@@ -297,7 +295,3 @@ _ASKED_IN = {name: name for name in ("tools", "logprobs", "n", "suffix")} | {
     "json_object": "response_format",
     "json_schema": "response_format",
 }
-
-
-def _sentence(words: str) -> str:
-    return f"{words[:1].upper()}{words[1:]}"

@@ -17,7 +17,7 @@ from gateway.loggers import get_logger
 from gateway.settings import BudgetSettings
 from gateway.wire.errors import BudgetExceeded, Unavailable
 from policies import Budgets, Hold, NotReady, Refused
-from policies.prices import MICROUSD_MAX
+from policies.prices import MICROUSD_MAX, dollars
 
 _RETRY_EVERY_S = 0.5
 _log = get_logger()
@@ -150,4 +150,4 @@ def _span(seconds: float) -> str:
 
 
 def _usd(microusd: int) -> str:
-    return f"${microusd / 1e6:.6f}".rstrip("0").rstrip(".") if microusd else "$0"
+    return f"${dollars(microusd)}".rstrip("0").rstrip(".")

@@ -22,6 +22,7 @@ from structlog.typing import EventDict
 from gateway.journey.record import Record
 from gateway.loggers import get_logger
 from gateway.settings import Settings
+from policies.prices import dollars
 
 _LINES_MAX = 20_000
 _GATHER_S = 0.02
@@ -249,9 +250,9 @@ def _request_renderer(has_colours: bool) -> Callable[[Any, str, EventDict], byte
         if event.get("deployment"):
             parts.append(f"→ {_printable(event['deployment'])}")
         if event.get("saved_microusd"):
-            parts.append(f"saved ${event['saved_microusd'] / 1e6:.6f}")
+            parts.append(f"saved ${dollars(event['saved_microusd'])}")
         elif event.get("cost_microusd"):
-            parts.append(f"${event['cost_microusd'] / 1e6:.6f}")
+            parts.append(f"${dollars(event['cost_microusd'])}")
         parts += [f"{key}={_printable(event[key])}" for key in _PRETTY_REST if event.get(key)]
         parts.append(_paint(_printable(event["request_id"]), "dim", has_colours))
         return "  ".join(parts).encode()

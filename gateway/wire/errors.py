@@ -57,6 +57,11 @@ def error_object(message: str, type: str, param: str | None, code: str | None) -
     return {"error": {"message": message, "type": type, "param": param, "code": code}}
 
 
+def sentence(words: str) -> str:
+    """`words` with a capital first letter."""
+    return f"{words[:1].upper()}{words[1:]}"
+
+
 class BadRequest(ApiError):
     status = 400
     type = "invalid_request_error"

@@ -14,8 +14,7 @@ import math
 import queue
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +39,7 @@ from local_engine.messages import (
     TokenCount,
     ToWorker,
     Usage,
+    added,
     error_to_wire,
 )
 
@@ -282,16 +282,9 @@ def _total(work: Work) -> Usage:
         prompt_tokens=first.prompt_tokens,
         completion_tokens=sum(usage.completion_tokens for usage in work.ended.values()),
         cached_tokens=first.cached_tokens,
-        drafted_tokens=_added(usage.drafted_tokens for usage in work.ended.values()),
-        accepted_tokens=_added(usage.accepted_tokens for usage in work.ended.values()),
+        drafted_tokens=added(usage.drafted_tokens for usage in work.ended.values()),
+        accepted_tokens=added(usage.accepted_tokens for usage in work.ended.values()),
     )
-
-
-def _added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for one in counts:
-        total.update(one)
-    return dict(total)
 
 
 def _best(work: Work) -> tuple[Output, ...]:

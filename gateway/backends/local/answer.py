@@ -8,7 +8,6 @@ last.
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ import local_engine
 from gateway.backends.base import BackendRequest
 from gateway.wire.types import Chunk, Usage, prompts_of
 from local_engine import ModelInfo, Output, TokenLogprob
+from local_engine.messages import added
 
 _LOGPROB_MIN = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
 
@@ -53,8 +53,8 @@ class Writer(ABC):
             sum(usage.prompt_tokens for usage in of_prompts),
             sum(usage.completion_tokens for usage in of_prompts),
             sum(usage.cached_tokens for usage in of_prompts),
-            _added(usage.drafted_tokens for usage in of_prompts),
-            _added(usage.accepted_tokens for usage in of_prompts),
+            added(usage.drafted_tokens for usage in of_prompts) or None,
+            added(usage.accepted_tokens for usage in of_prompts) or None,
         )
         counts = {
             "prompt_tokens": found.prompt_tokens,
@@ -63,13 +63,6 @@ class Writer(ABC):
             "prompt_tokens_details": {"cached_tokens": found.cached_tokens},
         }
         return Chunk(self.head + b',"choices":[],"usage":' + _encode(counts) + b"}", usage=found, is_usage_only=True)
-
-
-def _added(counts: Iterable[dict[str, int]]) -> dict[str, int] | None:
-    total: Counter[str] = Counter()
-    for one in counts:
-        total.update(one)
-    return dict(total) or None
 
 
 class ChatWriter(Writer):
