@@ -15,10 +15,12 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
-from cache import Partition, partition
 from policies import Budget
+
+if TYPE_CHECKING:
+    from cache import Partition
 
 _KEY_START = "sk-sw-"
 _PREFIX_CHARS = len(_KEY_START) + 4
@@ -84,6 +86,8 @@ def scope_of(team_id: int) -> str:
 @lru_cache(maxsize=10_000)
 def partition_of(secret: str | None, team_id: int) -> Partition:
     """The cache partition of a team: its own answers, and no other team's."""
+    from cache import partition  # imports a Redis client, which accounts' values do without
+
     return partition((secret or "").encode(), scope_of(team_id))
 
 
