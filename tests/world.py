@@ -41,6 +41,7 @@ from gateway.journey.budget import Money
 from gateway.journey.rate_limits import Limits
 from gateway.journey.record import Record
 from gateway.journey.semantic import Bounds, SemanticLookup
+from gateway.learning.internal_requests import InternalRequests
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
 from gateway.transport.redis_link import RedisLink
@@ -488,6 +489,16 @@ class World:
         reply = await self.begin(content, **how).reply()
         await self.quiet()
         return reply
+
+    async def ask_internally(self, content: str, *, model: str = "mock") -> bytes | None:
+        """The answer to a request of the gateway's own, once it is recorded."""
+        identity = self._accounts.identify(KEY)
+        assert identity is not None
+        requests = InternalRequests(identity)
+        requests.connect(self._pipeline)
+        answer = await requests.ask({"model": model, "messages": [{"role": "user", "content": content}]})
+        await self.quiet()
+        return answer
 
     async def quiet(self) -> None:
         """Until nothing is under way."""

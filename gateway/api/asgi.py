@@ -95,23 +95,18 @@ async def send_error(send: Send, error: ApiError, request_id: str) -> None:
     await send_whole(send, error.http_status, headers, error.body())
 
 
-def failure(error: BaseException, request_id: str) -> ApiError | None:
-    """Any exception as the ApiError that the client is sent; None where the client has gone. A bug is logged, and never sent.
-    Cancellation only happens at shutdown."""
+def failure(error: BaseException, request_id: str) -> tuple[ApiError | None, Ended]:
+    """Any exception as the ApiError that the client is sent, None where the client has gone; and how the request ended by it.
+
+    A bug is logged, and never sent. Cancellation only happens at shutdown.
+    """
     if isinstance(error, ClientGone):
-        return None
+        return None, Ended(499, is_disconnected=True)
     if isinstance(error, asyncio.CancelledError):
-        return Unavailable("The gateway was stopped before the answer was complete", code="shutting_down")
-    if isinstance(error, msgspec.DecodeError):  # the light parse found no error, putting the answer together does
-        return from_backend(BackendBroken("The deployment's answer is not JSON"))
-    if isinstance(error, ApiError):
-        return error
-    _log.error("request_failed", request_id=request_id, exc_info=error)
-    return ApiError("The gateway failed while it handled this request", code="internal_error")
-
-
-def ended_by(error: ApiError | None) -> Ended:
-    """How a request ended that `failure` translated."""
-    if error is None:
-        return Ended(499, is_disconnected=True)
-    return Ended(error.http_status, error.error_code or error.type)
+        error = Unavailable("The gateway was stopped before the answer was complete", code="shutting_down")
+    elif isinstance(error, msgspec.DecodeError):  # the light parse found no error, putting the answer together does
+        error = from_backend(BackendBroken("The deployment's answer is not JSON"))
+    if not isinstance(error, ApiError):
+        _log.error("request_failed", request_id=request_id, exc_info=error)
+        error = ApiError("The gateway failed while it handled this request", code="internal_error")
+    return error, Ended(error.http_status, error.error_code or error.type)

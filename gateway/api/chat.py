@@ -17,7 +17,6 @@ from gateway.api.asgi import (
     Scope,
     Send,
     bearer_of,
-    ended_by,
     failure,
     headers_of,
     read_body,
@@ -25,7 +24,7 @@ from gateway.api.asgi import (
     send_whole,
 )
 from gateway.api.headers import EVENT_STREAM, JSON, answer_headers, cost_header
-from gateway.journey.flight import Reply
+from gateway.journey.flight import Reader, Reply
 from gateway.journey.storing import chunks_of
 from gateway.journey.turn import Arrival, Ended, Turn, arrive, read_turn
 from gateway.pipeline import Pipeline
@@ -90,8 +89,7 @@ class Chat:
             else:
                 await self._whole(renderer, reply, send)
         except (Exception, asyncio.CancelledError) as error:
-            refusal = failure(error, arrival.request_id)
-            ended = ended_by(refusal)
+            refusal, ended = failure(error, arrival.request_id)
             watcher.note(ended)
             if refusal is not None:
                 await send_error(send, refusal, arrival.request_id)
@@ -131,8 +129,7 @@ class Chat:
             await send({"type": "http.response.body", "body": renderer.end()})
             return Ended()
         except (Exception, asyncio.CancelledError) as error:
-            refusal = failure(error, reply.turn.arrival.request_id)
-            ended = ended_by(refusal)
+            refusal, ended = failure(error, reply.turn.arrival.request_id)
             watcher.note(ended)
             if refusal is not None:
                 await send({"type": "http.response.body", "body": renderer.failed(refusal)})
@@ -197,12 +194,13 @@ class _DisconnectWatcher:
         self.reply: Reply | None = None  # one that waits for a flight
         self._when_gone = scope.get("extensions", {}).get(WHEN_GONE)
         self._receive = receive
+        self._reader: Reader | None = None
         self._task: asyncio.Task[None] | None = None  # under a server that can only be asked
         self._timer: asyncio.TimerHandle | None = None
 
     def attend(self, reply: Reply) -> None:
         """Watch the client of `reply`."""
-        self.reply = reply
+        self.reply, self._reader = reply, reply.reader
         if self._when_gone is not None:
             self._when_gone(self._gone)
         else:
@@ -218,8 +216,8 @@ class _DisconnectWatcher:
 
     def note(self, ended: Ended) -> None:
         """How the reply ended, if it was not whole."""
-        if self.reply is not None and self.reply.reader is not None:
-            self.reply.reader.ended(ended)
+        if self._reader is not None:
+            self._reader.ended(ended)
 
     async def _until_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -233,8 +231,8 @@ class _DisconnectWatcher:
         self._leave(DeadlineExceeded("The client's own deadline passed before the answer was there"))
 
     def _leave(self, reason: Exception) -> None:
-        if self.reply is not None and self.reply.reader is not None:
-            self.reply.reader.leave(reason)
+        if self._reader is not None:
+            self._reader.leave(reason)
 
     def stop(self) -> None:
         """Watch no longer, and give the place in the flight back."""
@@ -244,5 +242,5 @@ class _DisconnectWatcher:
             self._task.cancel()
         elif self._when_gone is not None:
             self._when_gone(None)
-        if self.reply is not None and self.reply.reader is not None:
-            self.reply.reader.close()
+        if self._reader is not None:
+            self._reader.close()

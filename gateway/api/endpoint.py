@@ -15,7 +15,6 @@ from gateway.api.asgi import (
     Scope,
     Send,
     bearer_of,
-    ended_by,
     failure,
     headers_of,
     read_body,
@@ -64,8 +63,7 @@ class JsonEndpoint(ABC, Generic[Request]):
             out = [JSON, *base_headers(arrival.request_id), *limited.items()]
             await send_whole(send, 200, out, msgspec.json.encode(reply))
         except (Exception, asyncio.CancelledError) as error:
-            refusal = failure(error, arrival.request_id)
-            ended = ended_by(refusal)
+            refusal, ended = failure(error, arrival.request_id)
             if refusal is not None:
                 await send_error(send, refusal, arrival.request_id)
         finally:

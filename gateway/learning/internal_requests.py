@@ -62,12 +62,12 @@ class InternalRequests:
         if self._pipeline is None:
             return None
         arrival = arrive("judge")
-        reply: Reply | None = None
+        replies: list[Reply] = []  # at most one, also where it fails before it begins
         own = {"no-cache": True, "no-store": True}
         turn = read_turn(msgspec.json.encode({**body, "stream": False, "cache": own}), {}, arrival)
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                reply = await self._pipeline.answer(turn, self._identity, _no_client)
+                reply = await self._pipeline.answer(turn, self._identity, replies.append)
                 assert reply.reader is not None
                 chunks: list[Chunk] = []
                 while batch := await reply.reader.next():
@@ -77,10 +77,8 @@ class InternalRequests:
             _log.info("own_request_failed", reason=str(error) or type(error).__name__)
             return None
         finally:
-            if reply is not None and reply.reader is not None:
+            for reply in replies:
+                assert reply.reader is not None
                 reply.reader.close()
-            self._pipeline.finish(arrival, Ended(), identity=self._identity, turn=turn, reply=reply)
-
-
-def _no_client(_: Reply) -> None:
-    """There is no client that could leave."""
+            attended = replies[0] if replies else None
+            self._pipeline.finish(arrival, Ended(), identity=self._identity, turn=turn, reply=attended)

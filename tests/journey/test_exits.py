@@ -9,7 +9,7 @@ import pytest
 
 from tests.journey.conftest import OpenWorld
 from tests.services import RedisServer
-from tests.world import Finish, Tokens, World
+from tests.world import Finish, Tokens, World, rejected
 
 INTERNAL = "The gateway failed while it answered this request"
 
@@ -187,3 +187,16 @@ async def test_many_at_once_leave_nothing(world: World) -> None:
         await client.reply()
     await world.quiet()
     assert len(world.records) == 100
+
+
+async def test_an_internal_request_is_recorded_once(world: World) -> None:
+    """One that is answered, one that fails before it begins, and one that names no model leave a record each."""
+    assert b"answer of plain" in (await world.ask_internally("judge this") or b"")
+    world.backends["plain"].plays(rejected())
+    assert await world.ask_internally("judge that") is None
+    assert await world.ask_internally("judge it", model="none") is None
+    assert [(record.route, record.cache, record.status) for record in world.records] == [
+        ("judge", "bypass", 200),
+        ("judge", "bypass", 400),
+        ("judge", "miss", 200),
+    ]
