@@ -182,10 +182,10 @@ def _module(prior: Prior, embedder: str, terms: str) -> str:
         rows = [", ".join(words[at : at + 12]) for at in range(0, len(words), 12)]
         return "np.array((\n        " + ",\n        ".join(rows) + ",\n    ))"
 
-    return f'''"""What the verified rule knows before its first verdict. Written by `./run bench prior`; not by hand.
+    return f'''"""The prior of the verified rule. Written by `./run bench prior`; not by hand.
 
 Coefficients for {embedder}.
-{textwrap.fill("Learned from: " + terms, 120)}
+{textwrap.fill("Learned from: " + terms, 100)}
 No text of these sets is in it: only how much each kind of evidence counts.
 """
 

@@ -2,7 +2,7 @@
 
 Must not import the gateway, the policies, the engine or an HTTP library. Importing this imports no
 torch, FAISS or transformers: `cache.semantic` and `cache.encoder` are for the worker and for tests.
-Verdicts on answers are in `cache.verdicts`. Read `fingerprint.py` first, then `exact/`, `decision/`.
+Verdicts on answers are in `cache.verdicts`. Read `fingerprint.py` first.
 """
 
 from cache.eligibility import Controls, Outcome

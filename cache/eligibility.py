@@ -1,7 +1,9 @@
-"""What a caller asked of the cache, and which answers may be kept. Pure values and one pure function.
+"""What a caller asked of the cache, and which answers may be kept. Pure values and one pure
+function.
 
-Knows no HTTP: the gateway parses `Cache-Control` and the body's `cache` object into `Controls`, and tells how a generation ended
-in an `Outcome`. Invariant: only complete, successful generations of the asked model are stored, and each refusal has one reason.
+Knows no HTTP: the gateway parses `Cache-Control` and the body's `cache` object into `Controls`, and
+tells how a generation ended in an `Outcome`. Invariant: only complete, successful generations of
+the asked model are stored, and each refusal has one reason.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import msgspec
 
 
 class Controls(msgspec.Struct, frozen=True):
-    """One request's wishes. Ages and TTLs are seconds; `error_max` may only tighten the configured bound."""
+    """One request's wishes. Ages and TTLs are seconds; `error_max` may only tighten the configured
+    bound.
+    """
 
     no_cache: bool = False
     no_store: bool = False
@@ -24,8 +28,10 @@ class Controls(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How a generation ended. `finish_reasons` has one word for each choice; `size_bytes` is what an entry would take.
-    `is_length_asked`: the caller said how long it is to be, so that one of that length is whole."""
+    """How a generation ended. `finish_reasons` has one word for each choice; `size_bytes` is what
+    an entry would take. `is_length_asked`: the caller said how long it is to be, so that one of
+    that length is whole.
+    """
 
     is_complete: bool
     finish_reasons: tuple[str, ...]
@@ -47,14 +53,16 @@ class Refusal(StrEnum):
     EMPTY = "empty"
     TTL = "ttl"
     TOO_LARGE = "too_large"
-    UNAVAILABLE = "unavailable"  # Redis did not take it
+    UNAVAILABLE = "unavailable"  # Redis did not take the answer
 
 
 _FINISHED = frozenset(("stop", "length", "tool_calls", "function_call"))
 
 
 def store_refusal(outcome: Outcome, controls: Controls, entry_bytes_max: int) -> Refusal | None:
-    """Why this answer must not be stored, or None where it may be. The first reason that applies, the caller's wish first."""
+    """Why this answer must not be stored, or None where it may be. The first reason that applies,
+    the caller's wish first.
+    """
     reasons = outcome.finish_reasons
     if controls.no_store:
         return Refusal.NO_STORE

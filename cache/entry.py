@@ -1,7 +1,8 @@
 """What the cache keeps of one answer, and how an answer is found: plain values, encoded as msgpack.
 
-Knows no Redis, no HTTP and no meaning of a chunk: `Recorded.data` is opaque bytes, `labels` are the caller's. Invariant: an
-entry carries the partition and compat it was made under, so whoever serves it can check them again.
+Knows no Redis, no HTTP and no meaning of a chunk: `Recorded.data` is opaque bytes, `labels` are the
+caller's. Invariant: an entry carries the partition and compat it was made under, so whoever serves
+it can check them again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ _ABOUT_BYTES = 500  # an entry without its chunks, about
 
 
 class CacheError(Exception):
-    """The cache could not do what was asked. Lookups never raise it: for them a failure is a miss."""
+    """The cache could not do what was asked. Lookups never raise it: for them a failure is a
+    miss.
+    """
 
 
 class CacheUnavailable(CacheError):
@@ -26,7 +29,9 @@ class CacheWorkerUnavailable(CacheError):
 
 
 class Recorded(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One piece of a generation as it came. `is_whole`: the data is a whole reply, not deltas of a stream; of those it holds `count`."""
+    """One piece of a generation as it came. `is_whole`: the data is a whole reply, not deltas of a
+    stream; of those it holds `count`.
+    """
 
     data: bytes
     is_whole: bool = False
@@ -34,8 +39,10 @@ class Recorded(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, tag="e1"):
-    """One complete answer. `created_at` is unix seconds; `text` is None where the prompt is not eligible for meaning; `saves` is what
-    a hit saves, in units of the caller's own (one is added, so that an answer that saved nothing is worth keeping too)."""
+    """One complete answer. `created_at` is unix seconds; `text` is None where the prompt is not
+    eligible for meaning; `saves` is what a hit saves, in units of the caller's own (one is added,
+    so that an answer that saved nothing is worth keeping too).
+    """
 
     partition: Partition
     exact: bytes
@@ -75,7 +82,9 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, tag="e1"):
 
     @staticmethod
     def decode(data: bytes) -> Entry:
-        """Raises msgspec.DecodeError (ValidationError included) for anything but an entry of this version."""
+        """Raises msgspec.DecodeError (ValidationError included) for anything but an entry of this
+        version.
+        """
         return _DECODER.decode(data)
 
     def about(self) -> About:
@@ -99,9 +108,11 @@ _DECODER = msgspec.msgpack.Decoder(Entry)
 
 
 class Purge(msgspec.Struct, frozen=True, array_like=True):
-    """Which entries to remove: those that match every given condition. One without any condition matches everything.
+    """Which entries to remove: those that match every given condition. One without any condition
+    matches everything.
 
-    `text` matches whatever its case and spacing; `labels` are keys and their values; `older_than_s` counts from creation.
+    `text` matches whatever its case and spacing; `labels` are keys and their values; `older_than_s`
+    counts from creation.
     """
 
     partition: Partition | None = None

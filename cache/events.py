@@ -1,6 +1,7 @@
-"""What the log tells the semantic indexes of all hosts: plain values, encoded as msgpack.
+"""Records of the log that all semantic indexes follow, encoded as msgpack.
 
-Knows no Redis and no entries: digests only, no prompt, so that a purge leaves nothing to read in the log.
+Knows no Redis and no entries. Invariant: the records hold digests and no prompt, so a purge leaves
+no text in the log.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class EntriesDropped(msgspec.Struct, frozen=True, array_like=True, tag="-"):
 
 
 class VerdictAdded(msgspec.Struct, frozen=True, array_like=True, tag="v"):
-    """A log record: this partition's stream of verdicts has something new (`cache.verdicts.store`)."""
+    """A log record: this partition's stream of verdicts has something new
+    (`cache.verdicts.store`).
+    """
 
     partition: Partition
 

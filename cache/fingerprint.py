@@ -1,8 +1,9 @@
 """Which requests are the same, and which differ only in the last user's words.
 
-Pure functions from a request's JSON to digests. Knows no Redis, no HTTP and no model. Invariants: an unknown field changes the
-key (`FIELDS` is a deny-list); the encoding is canonical (map order, 1 or 1.0, null or absent do not matter) and prefix-free (two
-different requests never encode to the same bytes); the partition is part of every digest.
+Pure functions from a request's JSON to digests. Knows no Redis, no HTTP and no model. Invariants:
+an unknown field changes the key (`FIELDS` is a deny-list); the encoding is canonical (map order, 1
+or 1.0, null or absent do not matter) and prefix-free (two different requests never encode to the
+same bytes); the partition is part of every digest.
 """
 
 from __future__ import annotations
@@ -16,20 +17,25 @@ from typing import Any, NewType
 import msgspec
 
 Partition = NewType("Partition", bytes)
-"""16 bytes: who may see an entry. Made by `partition` from the caller's authenticated tenancy, never from a request."""
+"""16 bytes: who may see an entry. Made by `partition` from the caller's authenticated tenancy,
+never from a request.
+"""
 
 DIGEST_BYTES = 16
 TEXT_CHARS_MAX = 8192
 """A longer last user text is not eligible for meaning: no encoder's window holds it."""
 
-_EXACT_INT_MAX = 2**53  # up to here a float and an int of the same value are the same JSON number to everybody
+# up to here every reader takes a float and an int of the same value for the same JSON number
+_EXACT_INT_MAX = 2**53
 
 
 class FieldKind(StrEnum):
-    """What a request field does to the answer."""
+    """How a request field affects the answer."""
 
-    MEANING = "meaning"  # another value may mean another answer: part of the key; null is the same as absent
-    DELIVERY = "delivery"  # how the answer is sent, billed, stored or attributed: not part of the key
+    # another value may mean another answer: part of the key; null is the same as absent
+    MEANING = "meaning"
+    # how the answer is sent, billed, stored or attributed: not part of the key
+    DELIVERY = "delivery"
     TURNS = "turns"  # the dialogue: one link of the chain for each turn
 
 
@@ -55,22 +61,27 @@ FIELDS: Mapping[str, FieldKind] = {
     "user": FieldKind.DELIVERY,
     **dict.fromkeys(_MEANINGS.split(), FieldKind.MEANING),
 }
-"""Every field known from OpenAI's chat completions, completions and responses, and from the engines that extend them."""
+"""Every field known from OpenAI's chat completions, completions and responses, and from the engines
+that extend them.
+"""
 
 _TURN_MEANINGS = """
     annotations audio content function_call name reasoning reasoning_content refusal role tool_call_id tool_calls
 """
 
 TURN_FIELDS = frozenset(_TURN_MEANINGS.split())
-"""Known fields of one message. All have meaning; null is the same as absent (SDKs echo an answer with its nulls)."""
+"""Known fields of one message. All have meaning; null is the same as absent (SDKs echo an answer
+with its nulls).
+"""
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
     """What a request is, in digests of 16 bytes.
 
-    `chain` has one digest for each turn; the last is `exact`, and the chain of a dialogue is a prefix of the chain of its
-    continuation. `compat` is equal for two requests iff they differ in nothing but the last user's text. `text` is that text, or
-    None where the last turn is not a user's or has not exactly one text.
+    `chain` has one digest for each turn; the last is `exact`, and the chain of a dialogue is a
+    prefix of the chain of its continuation. `compat` is equal for two requests iff they differ in
+    nothing but the last user's text. `text` is that text, or None where the last turn is not a
+    user's or has not exactly one text.
     """
 
     partition: Partition
@@ -87,7 +98,8 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
 
 def partition(secret: bytes, scope: str) -> Partition:
-    """The partition of an authenticated scope such as `team:17`, keyed so that scopes can't be guessed from digests.
+    """The partition of an authenticated scope such as `team:17`, keyed so that scopes can't be
+    guessed from digests.
 
     Raises ValueError for an empty secret.
     """
@@ -100,11 +112,12 @@ def partition(secret: bytes, scope: str) -> Partition:
 def fingerprint(body: Mapping[str, Any], partition: Partition, namespace: str = "") -> Fingerprint:
     """Fingerprint the JSON of a request.
 
-    `namespace` is the caller's own division of its partition. Raises ValueError for what JSON can't say (a NaN, bytes, a key that
-    is no string, a lone surrogate).
+    `namespace` is the caller's own division of its partition. Raises ValueError for what JSON can't
+    say (a NaN, bytes, a key that is no string, a lone surrogate).
     """
     messages = body.get("messages")
-    # a completion has no turns: it goes on with the very words of its `prompt`, not with their meaning
+    # a completion has no turns: it goes on with the very words of its `prompt`, not with their
+    # meaning
     turns_field, turns = ("messages", messages) if isinstance(messages, list) else (None, [])
     head: dict[str, Any] = {}
     try:
@@ -113,7 +126,8 @@ def fingerprint(body: Mapping[str, Any], partition: Partition, namespace: str = 
             if kind is FieldKind.DELIVERY or name == turns_field or (value is None and kind is not None):
                 continue
             head[name] = value if type(value) in _PLAIN else _canonical(value)
-        # a JSON array is self-delimiting, so namespace, field name and head can't run into each other
+        # a JSON array is self-delimiting, so namespace, field name and head can't run into each
+        # other
         link = before = _head_digest(partition + _encode([namespace, turns_field, head])).digest()
         chain = []
         turn: Any = None
@@ -129,7 +143,9 @@ def fingerprint(body: Mapping[str, Any], partition: Partition, namespace: str = 
 
 
 def _split_text(turn: Any) -> tuple[str | None, Any]:
-    """The user's text in a turn, and the turn with 0 in its place (a number no text can be), or (None, None)."""
+    """The user's text in a turn, and the turn with 0 in its place (a number no text can be), or
+    (None, None).
+    """
     if not isinstance(turn, dict) or turn.get("role") != "user":
         return None, None
     content = turn.get("content")
@@ -149,14 +165,16 @@ def _is_eligible(text: Any) -> bool:
     return isinstance(text, str) and len(text) <= TEXT_CHARS_MAX and not text.isspace() and text != ""
 
 
-# BLAKE2b (RFC 7693), personalised by purpose. What is digested has parts of fixed length but for the last: none runs into the next.
+# BLAKE2b (RFC 7693), personalised by purpose. What is digested has parts of fixed length but for
+# the last: none runs into the next.
 _head_digest, _turn_digest, _compat_digest, _whole_digest = (
     partial(blake2b, digest_size=DIGEST_BYTES, person=purpose)
     for purpose in (b"sw.head", b"sw.turn", b"sw.compat", b"sw.compat.whole")
 )
 
 
-_encode = msgspec.json.Encoder(order="sorted").encode  # raises TypeError for a key that is no string
+# raises TypeError for a key that is no string
+_encode = msgspec.json.Encoder(order="sorted").encode
 _PLAIN = frozenset({str, int, bool, type(None)})  # in their one form as they are
 
 

@@ -1,4 +1,5 @@
-"""A prompt to look up by meaning, and the decision that answers it: plain msgspec values, in a process and on a socket.
+"""A prompt to look up by meaning, and the decision that answers it: plain msgspec values, in a
+process and on a socket.
 
 Knows no rule, no index and no socket.
 """
@@ -13,9 +14,12 @@ from cache.fingerprint import Partition
 
 
 class Query(msgspec.Struct, frozen=True, array_like=True):
-    """One prompt to look up by meaning. `error_max` tightens the configured bound, as a share of requests; where it was tightened
-    because too many answers were wrong, `untightened` is what it would have been. `is_try`: somebody only wants to see the
-    decision; nothing is audited or counted."""
+    """One prompt to look up semantically.
+
+    `error_max` tightens the configured bound, as a share of requests. If it was tightened because
+    too many answers were wrong, `untightened` is the bound before. `is_try`: the decision is only
+    shown; it is neither audited nor counted.
+    """
 
     partition: Partition
     compat: bytes
@@ -26,10 +30,13 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Trial(msgspec.Struct, frozen=True, array_like=True):
-    """What a decision was made of, for the verdict that may follow. `ranked` has the entries that a fresh answer should be compared
-    with, the likeliest first, each of another group; `evidence` (float32, little-endian) and `p` are of the first, and empty evidence
-    means that a veto decided. `chance` is with which probability a request like this one is generated: 1 where it was not to
-    be served. `rule` names whose evidence it is."""
+    """The facts of a decision, for the verdict that may follow.
+
+    `ranked` has the entries to compare a fresh answer with, the likeliest first, each of another
+    group. `features` (float32, little-endian) and `p` are of the first; empty features mean that a
+    veto decided. `chance` is the probability that a request like this one is generated: 1 if it was
+    not to be served. `rule` names the features.
+    """
 
     ranked: tuple[bytes, ...]
     features: bytes
@@ -54,16 +61,19 @@ class MissReason(StrEnum):
     AUDIT = "audit"  # would be served, and is generated to see whether that would be right
     STRICT = "strict"  # near, but the error bound asked for is stricter than anything measured
     TIME = "time"  # asks about now, and the answer was not given now
-    SUSPENDED = "suspended"  # would be served, but its answer was found wrong and nobody has cleared it
-    TIGHTENED = "tightened"  # would be served, but too many answers were wrong lately: the bound has tightened itself
+    SUSPENDED = "suspended"  # would be served, but its answer was found wrong and is not cleared
+    # would be served, but too many answers were wrong lately: the bound has tightened itself
+    TIGHTENED = "tightened"
     LOADING = "loading"  # the encoder is not ready
     TIMEOUT = "timeout"  # the worker did not answer in time
     UNAVAILABLE = "unavailable"  # the worker is away
 
 
 class Near(msgspec.Struct, frozen=True, array_like=True):
-    """A cached prompt of the same partition and compat. `similarity` is the cosine; `reason` is why it may not be served. `group`
-    names the prompts with an equal answer, of which there are `keys`; `right` and `wrong` are the verdicts on serving that answer."""
+    """A cached prompt of the same partition and compat. `similarity` is the cosine; `reason` is why
+    it may not be served. `group` names the prompts with an equal answer, of which there are `keys`;
+    `right` and `wrong` are the verdicts on serving that answer.
+    """
 
     similarity: float
     text: str
@@ -93,8 +103,9 @@ class Miss(msgspec.Struct, frozen=True, array_like=True, tag="miss"):
 
 
 class Neighbourhood(msgspec.Struct, frozen=True, array_like=True, tag="near"):
-    """The decision for a prompt and its neighbours, the nearest first. `p_min` is the p that would be served, None while too few
-    verdicts have come to say; `verdicts` is how many have."""
+    """The decision for a prompt and its neighbours, the nearest first. `p_min` is the p that would
+    be served, None while too few verdicts have come to say; `verdicts` is how many have.
+    """
 
     decision: Hit | Miss
     neighbours: tuple[Near, ...]

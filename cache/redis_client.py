@@ -1,4 +1,5 @@
-"""The Redis that the cache needs: the part of a client that it uses, and a redis-py client from a URL.
+"""The Redis that the cache needs: the part of a client that it uses, and a redis-py client from a
+URL.
 
 Knows no keys. Nothing is sent until a client is used.
 """
@@ -22,8 +23,11 @@ def unavailable(error: BaseException) -> CacheUnavailable:
 
 
 class Redis(Protocol):
-    """What is needed of redis.asyncio.Redis (decode_responses=False) or of anything that batches for it. Replies are as redis-py
-    parses them: HSCAN a cursor and a dict, XRANGE pairs of id and dict."""
+    """The part of redis.asyncio.Redis (decode_responses=False) that the cache uses, or of a client
+    that batches.
+
+    Replies are as redis-py parses them: HSCAN a cursor and a dict, XRANGE pairs of id and dict.
+    """
 
     def execute_command(self, *args: Any) -> Awaitable[Any]: ...
     def eval(self, script: str, numkeys: int, *keys_and_args: Any) -> Awaitable[Any]: ...
@@ -40,7 +44,9 @@ Subscribe = Callable[[str], AbstractAsyncContextManager[Subscription]]
 
 def connect(url: str, timeout_s: float) -> Any:
     """A client for `redis://`, `rediss://`, `unix://`, `redis+cluster://host:port` or
-    `redis+sentinel://host:port,host:port/service[/db]`, without retries: who asks decides about those. Replies are bytes."""
+    `redis+sentinel://host:port,host:port/service[/db]`. It does not retry; its callers decide about
+    that. Replies are bytes. `timeout_s` is in seconds.
+    """
     from redis.asyncio import Redis
     from redis.asyncio.retry import Retry
     from redis.backoff import NoBackoff

@@ -1,7 +1,8 @@
-"""From neighbours to a decision that explains itself: the rule's decision, what is out of service, and what a judge will need.
+"""A decision with its explanation: the rule's choice, answers out of service, the trial.
 
-Knows no index and no Redis, and writes nothing. Invariants: an answer that is out of service is not served, and no other takes its
-place: what lies behind it was not what the features spoke for; a bound that has tightened itself says so where it alone refused.
+Knows no index and no Redis, and writes nothing. Invariants: an answer that is out of service is not
+served, and no other answer takes its place, because the features were those of that answer. If only
+a bound that tightened itself refused, the reason says so.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ _WOULD_BE_SERVED = (None, MissReason.TIGHTENED, MissReason.AUDIT)
 def decide(
     query: Query, known: Sequence[Neighbour], count: int, state: NamespaceState, rule: Rule, rule_name: bytes
 ) -> tuple[Neighbourhood, NamespaceCounters]:
-    """The decision with the `count` nearest of `known`, which come nearest first, at least one; and the counters after it."""
+    """The decision with the `count` nearest of `known`, which come nearest first, at least one; and
+    the counters after it.
+    """
     seen = known[:NEIGHBOURS]
     decision, counters = rule.decide(query, seen, state)
     reasons = list(decision.reasons)
@@ -51,7 +54,7 @@ def decide(
 
 
 def _untightened(query: Query, seen: Sequence[Neighbour], rule: Rule, state: NamespaceState) -> int | None:
-    """What would be served at the bound as it was."""
+    """The place that would be served at the bound before it tightened itself."""
     looser = msgspec.structs.replace(query, error_max=query.untightened, untightened=None, is_try=True)
     decision, _ = rule.decide(looser, seen, state)
     return decision.served
@@ -60,7 +63,8 @@ def _untightened(query: Query, seen: Sequence[Neighbour], rule: Rule, state: Nam
 def _trial(made: Trial | None, known: Sequence[Neighbour], rule_name: bytes) -> Trial | None:
     if made is None:
         return None
-    is_out = any(one.is_suspended and one.exact == made.ranked[0] for one in known)  # generated for certain
+    # generated for certain
+    is_out = any(one.is_suspended and one.exact == made.ranked[0] for one in known)
     return msgspec.structs.replace(made, chance=1.0 if is_out else made.chance, rule=rule_name)
 
 

@@ -1,8 +1,9 @@
-"""What speaks for and against serving a cached answer: the neighbours' votes, and how the words of two prompts differ.
+"""The features of a candidate answer: its neighbours' votes, and how two prompts' words differ.
 
-Pure: similarities, answer groups and texts in, one vector of numbers out. Knows no model, no threshold, no Redis. Neighbours whose
-answers were found equal form a group and vote together, each key with exp((s - s_1) / width). Invariant: a neighbour
-that is not there counts as a far one, so a namespace with one key reads like a full one whose other keys are unrelated.
+Pure: takes similarities, answer groups and texts, and returns one vector of numbers. Knows no
+model, no threshold and no Redis. Neighbours with equal answers form a group and vote together, each
+key with exp((s - s_1) / width). Invariant: a missing neighbour counts as a far one, so a namespace
+with one key reads like a full one with unrelated other keys.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ _FAR = 0.2  # the cosine that a missing neighbour is given
 _MARGIN_MAX = 0.3
 ONE_SIDED_MAX = 8
 _DOUBT = 4.0  # verdicts that a word needs to count half
-_UNSEEN = (
-    30  # texts of other words that a namespace is thought to have had before its first: smooths document frequencies
-)
+# texts of other words that a namespace is assumed to have had before its first: they smooth
+# document frequencies
+_UNSEEN = 30
 
 FEATURES = (
     "similarity", "similarity^2", "above 0.9", "margin", "vote share", "fraction", "log keys", "log odds of verdicts",
@@ -46,9 +47,10 @@ FEATURES = (
 
 
 class Neighbour(msgspec.Struct, frozen=True, gc=False):
-    """A cached prompt of the same partition and compat: cosine similarity, text, id, seconds since it was answered, the group of
-    its answer (its name, how many keys it has, how many verdicts said that it was right or wrong to serve), and whether that
-    answer is out of service."""
+    """A cached prompt of the same partition and compat: cosine similarity, text, id, seconds since
+    it was answered, the group of its answer (its name, how many keys it has, how many verdicts said
+    that it was right or wrong to serve), and whether that answer is out of service.
+    """
 
     similarity: float
     text: str
@@ -62,8 +64,10 @@ class Neighbour(msgspec.Struct, frozen=True, gc=False):
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
-    """A group among the neighbours. `place` is that of its nearest key, the witness; `share` of the vote; `count` of its keys
-    among the neighbours; `rival` the cosine of the nearest key of any other group."""
+    """A group among the neighbours. `place` is that of its nearest key, the witness; `share` of the
+    vote; `count` of its keys among the neighbours; `rival` the cosine of the nearest key of any
+    other group.
+    """
 
     group: bytes
     place: int
@@ -87,22 +91,27 @@ class WordCounts:
                 del self.counts[word]
 
     def weight(self, word: str) -> float:
-        """Inverse document frequency between 0 and 1; light words weigh little wherever they are rare."""
+        """Inverse document frequency between 0 and 1; light words weigh little wherever they are
+        rare.
+        """
         total = self.texts + _UNSEEN
         idf = math.log(total / (1 + self.counts.get(word, 0))) / math.log(total)
         return max(0.0, idf) * (0.3 if word in LIGHT_WORDS else 1.0)
 
 
 class WordOdds:
-    """What verdicts have told of words that only one of two prompts has: `please` harms nothing, the name of a city does. Words
-    are numbers here, so that a record of a verdict can carry them without a text."""
+    """How often answers were right where only one of two prompts has a word.
+
+    `please` harms nothing, the name of a city does. Words are numbers here, so that a stored
+    verdict carries them without a text.
+    """
 
     def __init__(self) -> None:
         self._counts: dict[int, tuple[float, float]] = {}
         self._all = (1.0, 1.0)
 
     def learn(self, features: NDArray[np.float64], is_right: bool) -> None:
-        """`evidence` is as `evidence()` makes it: the words are at its end."""
+        """Count one verdict. `features` is a row of `features_of`: the words are at its end."""
         right, wrong = float(is_right), float(not is_right)
         self._all = (self._all[0] + right, self._all[1] + wrong)
         for word in features[len(FEATURES) : len(FEATURES) + ONE_SIDED_MAX].astype(np.int64).tolist():
@@ -111,7 +120,9 @@ class WordOdds:
                 self._counts[word] = (before[0] + right, before[1] + wrong)
 
     def log_odds(self, word: int) -> float:
-        """How much likelier than usual an answer is right where one prompt has this word and the other lacks it."""
+        """How much likelier than usual an answer is right where one prompt has this word and the
+        other lacks it.
+        """
         right, wrong = self._counts.get(word, (0.0, 0.0))
         share = self._all[0] / (self._all[0] + self._all[1])
         odds = (right + _DOUBT * share) / (wrong + _DOUBT * (1 - share))
@@ -147,8 +158,11 @@ def features_of(
     word_odds: WordOdds | None,
     is_guarded: bool,
 ) -> NDArray[np.float64]:
-    """The numbers of FEATURES, in their order, for serving `candidate` to who asked, and then the heaviest words that only one
-    of the two prompts has, as numbers, 0 where there are no more. `is_guarded`: the fixed rule would."""
+    """The numbers of FEATURES, in their order, for serving `candidate` to the prompt `asked`.
+
+    The heaviest words that only one of the two prompts has follow as numbers, 0 where there are no
+    more. `is_guarded`: the fixed rule would serve it.
+    """
     witness = neighbours[candidate.place]
     s = witness.similarity
     cosines = [one.similarity for one in neighbours[:NEIGHBOURS]]
@@ -172,7 +186,9 @@ def features_of(
 def _group_features(
     one: TextFeatures, neighbours: Sequence[Neighbour], candidate: Candidate, words: WordCounts
 ) -> tuple[float, ...]:
-    """What all the near keys of the group say together: a word of the prompt that none of them has is unheard."""
+    """The features of all near keys of the group. A word of the prompt that none of them has is
+    unheard.
+    """
     best = {True: 0.0, False: 0.0}
     heard: set[str] = set()
     for near in neighbours[:NEIGHBOURS]:

@@ -1,7 +1,8 @@
-"""What forbids that the answer to one prompt answers another: guards on pairs of texts, and thresholds by lexical relation.
+"""Guards: reasons that forbid serving the answer of one prompt to another.
 
-Pure: the features of two texts, a similarity and an age in; a reason or None out. Knows no neighbours and no model. Invariant: two
-texts that commit to different things differ here, however similar they are.
+Pure: takes the features of two texts, a similarity and an age, and returns a reason or None. Knows
+no neighbours and no model. Invariant: two texts that commit to different numbers, names, directions
+or forms differ here, however similar they are.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from cache.query import MissReason
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """The least cosine at which a neighbour is served, by how its content words differ from the prompt's; the first the lowest."""
+    """The least cosine at which a neighbour is served, by how its content words differ from the
+    prompt's; the first the lowest.
+    """
 
     same: float  # the same content words
     added: float  # one text has further content words
@@ -25,7 +28,9 @@ class Thresholds:
 def fixed_reason(
     asked: TextFeatures, known: TextFeatures, similarity: float, age_s: float, thresholds: Thresholds
 ) -> MissReason | None:
-    """Why the fixed thresholds do not let a neighbour of at least `thresholds.same` answer; None where they do."""
+    """Why the fixed thresholds do not let a neighbour of at least `thresholds.same` answer; None
+    where they do.
+    """
     guard = difference(asked, known)
     if guard is not None:
         return guard
@@ -35,7 +40,7 @@ def fixed_reason(
 
 
 def veto(asked: TextFeatures, known: TextFeatures, age_s: float) -> MissReason | None:
-    """What no similarity and no verdict crosses."""
+    """The reason that no similarity and no verdict overrides, or None."""
     if asked.numbers != known.numbers:
         return MissReason.NUMBERS
     if is_negated(asked, known):
@@ -69,7 +74,8 @@ def difference(asked: TextFeatures, known: TextFeatures) -> MissReason | None:
     if asked.times != known.times or asked.dates != known.dates:
         return MissReason.TIME
     if asked.content_set != known.content_set and not (asked.is_latin and known.is_latin):
-        return MissReason.WORDS  # an encoder of English sees little of other scripts: much of them is one unknown token
+        # an encoder of English sees little of other scripts: much of them is one unknown token
+        return MissReason.WORDS
     return None
 
 
@@ -103,13 +109,18 @@ def is_stale(asked: TextFeatures, age_s: float) -> bool:
 
 
 def is_drowned(asked: TextFeatures, known: TextFeatures) -> bool:
-    """Words that differ move a cosine by about their share of the text: of more than a question's length it tells too little."""
+    """Whether the texts are too long for a cosine to show the words that differ.
+
+    Such words move a cosine by about their share of the text.
+    """
     is_wordy = max(len(asked.words), len(known.words)) > QUESTION_WORDS
     return is_wordy and not (asked.content_set ^ known.content_set) <= LIGHT_WORDS
 
 
 def is_long(asked: TextFeatures, known: TextFeatures) -> bool:
-    """A long template drowns the few words that differ: of such, only the very same words are served."""
+    """A long template drowns the few words that differ: of such, only the very same words are
+    served.
+    """
     return max(len(asked.words), len(known.words)) > LONG_WORDS
 
 
@@ -118,8 +129,9 @@ LONG_WORDS = 40
 FRESH_S = 600.0
 """For so long may the answer to a prompt about now be served again."""
 
-# No fixed cosine holds a bound on every traffic. These were measured with all-MiniLM-L6-v2 on assistants' queries (CLINC150 and
-# HWU64, streamed into an empty cache, wrong hits over requests): 0.3 and 0.5% at 25 and 15% hits; 0.1 and 0.4% at 16 and 7% hits.
+# No fixed cosine holds a bound on every traffic. These were measured with all-MiniLM-L6-v2 on
+# assistants' queries (CLINC150 and HWU64, streamed into an empty cache, wrong hits over requests):
+# 0.3 and 0.5% at 25 and 15% hits; 0.1 and 0.4% at 16 and 7% hits.
 _TABLE: tuple[tuple[float, Thresholds], ...] = (
     (0.01, Thresholds(same=0.80, added=0.90, changed=0.95)),
     (0.005, Thresholds(same=0.90, added=0.95, changed=0.98)),
@@ -127,7 +139,9 @@ _TABLE: tuple[tuple[float, Thresholds], ...] = (
 
 
 def thresholds_of(error_max: float | None) -> Thresholds | None:
-    """The row for an error bound: the default's where none is given, None where no row is strict enough."""
+    """The row for an error bound: the default's where none is given, None where no row is strict
+    enough.
+    """
     if error_max is None:
         return _TABLE[0][1]
     return next((thresholds for bound, thresholds in _TABLE if error_max >= bound), None)

@@ -1,10 +1,11 @@
-"""How sure is it that a cached answer is right, and how sure must it be? A logistic model with a lower bound, and a threshold.
+"""The probability that a cached answer is right, and the threshold it must reach.
 
-Pure numbers: evidence and verdicts in, a probability and a threshold out. Knows no texts and no cache. The model is ridge logistic
-regression towards a prior (MacKay's Laplace approximation, 1992: the posterior is normal with the inverse Hessian as its
-covariance), and what counts is p = sigmoid(m - sd). The threshold spends the error budget where answers are likeliest to be
-right (Neyman and Pearson): the longest prefix of all requests by p whose expected errors stay within it. Invariant: the same
-rows in any order give the same model, up to rounding; with no row it is the prior.
+Pure numbers: knows no texts and no cache. The model is ridge logistic regression towards a prior.
+By MacKay's Laplace approximation (1992) the posterior is normal with the inverse Hessian as its
+covariance, and p = sigmoid(m - sd). The threshold spends the error budget where answers are
+likeliest to be right (Neyman and Pearson): it ends the longest prefix of all requests by p with
+expected errors within the budget. Invariant: the same rows in any order give the same model, up to
+rounding; without a row the model is the prior.
 """
 
 from __future__ import annotations
@@ -30,21 +31,29 @@ _WEIGHT_MAX = 20.0
 _FAR = 5.0  # standard deviations: a number farther out says no more
 _STEPS = 12
 THRESHOLD_MIN = 0.7
-_WORST_MAX = 15.0  # of the bound: what is served at the threshold is wrong at most so many times as often
-# 1 at least: most comparisons tell of p just below the threshold, where it is too cautious; what is served is not
+# of the bound: what is served at the threshold is wrong at most so many times as often
+_WORST_MAX = 15.0
+# 1 at least: most comparisons tell of p just below the threshold, where it is too cautious; what is
+# served is not
 _KAPPA_MIN, _KAPPA_MAX, _KAPPA_DEVIATIONS = 1.0, 6.0, 0.5
 _NEARLY_SURE = 0.7  # comparisons from this p on tell how well p is calibrated where it matters
 _BUDGET = 0.9  # of the bound; the rest is for what chance adds to an expectation
 _BUDGET_MAX = 1.5
-_CATCH_UP, _CATCH_UP_MIN = 0.25, 1_000  # in so many requests, as a share of those till now, is spent what was left
-_AUDITED, _AUDITED_MIN, _AUDITED_MAX = 20, 0.02, 0.1  # the chance of an audit where 1 - p is _RISK_USUAL
+# in so many requests, as a share of those till now, is spent what was left
+_CATCH_UP, _CATCH_UP_MIN = 0.25, 1_000
+# the chance of an audit where 1 - p is _RISK_USUAL
+_AUDITED, _AUDITED_MIN, _AUDITED_MAX = 20, 0.02, 0.1
 _RISK_USUAL, _RISK_MIN, _AUDITED_MOST = 0.02, 0.002, 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """What was learned offline: the scale of each feature, coefficients on that scale (the intercept last), the covariance's
-    diagonal, and for error bounds (descending) the least p at which it may serve before anything was learned here."""
+    """The parameters that `./run bench prior` learned offline.
+
+    `mean` and `scale` are of each feature; `coefficients` are on that scale, the intercept last;
+    `variance` is the covariance's diagonal. `thresholds` has, for error bounds in descending order,
+    the least p at which the prior may serve.
+    """
 
     mean: Vector
     scale: Vector
@@ -58,9 +67,12 @@ class Prior:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One comparison: what the decision was made of, and whether the answers were the same. The trial's `chance` is that of the
-    comparison: 1 on a miss, that of the audit on a would-be hit. Its features end with how many hits there were since the row
-    before, and the errors to expect of them by the p that each had."""
+    """One comparison: the trial of a decision, and whether the answers were the same.
+
+    The trial's `chance` is that of the comparison: 1 on a miss, that of the audit on a would-be
+    hit. Its features end with the number of hits since the row before, and the errors to expect of
+    them by the p that each had.
+    """
 
     trial: Trial
     is_right: bool
@@ -118,7 +130,9 @@ class LogisticModel:
 
 
 Run = Callable[[Callable[[], object]], object]
-"""Does a piece of work, at once or on a thread of its own; pieces in the order in which they came."""
+"""Does a piece of work, at once or on a thread of its own; pieces in the order in which they
+came.
+"""
 
 
 def at_once(work: Callable[[], object]) -> object:
@@ -126,16 +140,19 @@ def at_once(work: Callable[[], object]) -> object:
 
 
 def beside() -> Run:
-    """On one thread, so that a fit holds up no decision. A fit that fails is logged by concurrent.futures: that is what the
-    callback is for; the model stays as it was."""
+    """On one thread, so that a fit holds up no decision. A fit that fails is logged by
+    concurrent.futures: that is what the callback is for; the model stays as it was.
+    """
     thread = ThreadPoolExecutor(1, thread_name_prefix="fits")
     return lambda work: thread.submit(work).add_done_callback(Future.result)
 
 
 class CalibratedModel:
-    """The model of one namespace and its thresholds, refitted as verdicts come. `run` does the fits: what is decided meanwhile
-    is decided by the model before; a fit sees the rows that there were when it became due, so that the same rows give the same
-    models whenever they are fitted."""
+    """The model of one namespace and its thresholds, refitted as verdicts come.
+
+    `run` does the fits; until a fit is done, decisions use the model before. A fit sees the rows of
+    the moment when it became due, so the same rows give the same models whenever they are fitted.
+    """
 
     def __init__(self, prior: Prior, run: Run = at_once) -> None:
         self.logistic = LogisticModel(prior)
@@ -147,7 +164,8 @@ class CalibratedModel:
         self._expected = self._wrong = 0.0  # of the comparisons that p was nearly sure of
         self._requests = 0.0  # that the rows stand for
         self._risked = 0.0  # errors to expect of those that were served
-        # p of the latest rows, descending, and the errors to expect down to each, as a share of all requests
+        # p of the latest rows, descending, and the errors to expect down to each, as a share of all
+        # requests
         self._curve = (np.zeros(0), np.zeros(0))
 
     @property
@@ -184,14 +202,18 @@ class CalibratedModel:
         return max(THRESHOLD_MIN, 1 - _WORST_MAX * error_max, float(p[count - 1])) if count else 1.0
 
     def _budget(self, error_max: float) -> float:
-        """The share of the coming requests that may go wrong: the bound, and what was left of it (or spent too much) till now."""
+        """The share of the coming requests that may go wrong: the bound, and what was left of it
+        (or spent too much) till now.
+        """
         wrong = self._risked * max(_KAPPA_MIN, (self._wrong + 1) / (self._expected + 1))
         left = (_BUDGET * error_max * self._requests - wrong) / max(_CATCH_UP_MIN, _CATCH_UP * self._requests)
         return max(error_max / 4, min(_BUDGET_MAX * error_max, _BUDGET * error_max + left))
 
     @property
     def kappa(self) -> float:
-        """How many times as many errors there are as p says: half a standard deviation up in the Gamma posterior."""
+        """How many times as many errors there are as p says: half a standard deviation up in the
+        Gamma posterior.
+        """
         wrong = self._wrong + 1
         kappa = (wrong + _KAPPA_DEVIATIONS * math.sqrt(wrong)) / (self._expected + 1)
         return min(_KAPPA_MAX, max(_KAPPA_MIN, kappa))
@@ -202,7 +224,8 @@ class CalibratedModel:
         is_right = np.array([row.is_right for row in rows], dtype=np.float64)
         weights = 1 / np.array([row.trial.chance for row in rows])
         model = self.logistic.fitted(features, is_right, np.minimum(_WEIGHT_MAX, weights))
-        # each audit stands for 1 / chance would-be hits; of these there were as many as were served and audited (Hajek's estimator)
+        # each audit stands for 1 / chance would-be hits; of these there were as many as were served
+        # and audited (Hajek's estimator)
         p, weights = model.lower(features[-_REQUESTS:]), weights[-_REQUESTS:]
         served = sum(features[-_REQUESTS:, -2].tolist())
         audits = weights > 1
@@ -214,8 +237,11 @@ class CalibratedModel:
 
 
 def audit_chance(accepted: int, p: float) -> float:
-    """With which probability a would-be hit is generated and judged instead, after so many: in proportion to the deviation of
-    what its verdict will say (Neyman's allocation, 1934)."""
+    """The probability that a would-be hit is generated and judged instead of served.
+
+    It falls with `accepted`, the would-be hits so far, and is in proportion to the deviation of the
+    verdict to expect (Neyman's allocation, 1934).
+    """
     usual = max(_AUDITED_MIN, min(_AUDITED_MAX, _AUDITED / max(1, accepted)))
     return min(_AUDITED_MOST, usual * math.sqrt(max(_RISK_MIN, 1 - p) / _RISK_USUAL))
 

@@ -1,9 +1,8 @@
-"""What the verified rule knows before its first verdict. Written by `./run bench prior`; not by hand.
+"""The prior of the verified rule. Written by `./run bench prior`; not by hand.
 
-Coefficients for all-MiniLM-L6-v2.
-Learned from: CLINC150 (CC BY 3.0), HWU64 by intent and by intent with slots (CC BY 4.0), ASDiv templates from SVAMP
-(MIT).
-No text of these sets is in it: only how much each kind of evidence counts.
+Coefficients for all-MiniLM-L6-v2. Learned from: CLINC150 (CC BY 3.0), HWU64 by intent and by intent
+with slots (CC BY 4.0), ASDiv templates from SVAMP (MIT). No text of these sets is in it: only how
+much each kind of evidence counts.
 """
 
 import numpy as np

@@ -1,9 +1,11 @@
-"""Which neighbour may answer a prompt: the seam of a rule, the fixed rule, and the verified rule that learns from verdicts.
+"""The rules: which neighbour may answer a prompt. The seam, the fixed rule and the verified rule.
 
-Pure, but for the injected randomness of audits: `decide` returns the namespace's new counters and writes nothing. Until verdicts have
-come from a namespace the verified rule serves what the fixed rule would, and what the shipped prior is sure of with every guard
-passed; from then on what the namespace's own model is sure of. Source: docs/semantic-cache.md. Invariants: no similarity and no
-verdict crosses a veto (numbers, polarity, an answer about now that has aged, a long template); a caller's `error_max` only tightens.
+Pure, but for the injected randomness of audits: `decide` returns the namespace's new counters and
+writes nothing. Until a namespace has verdicts, the verified rule serves a neighbour that the fixed
+rule serves, or that the shipped prior is sure of with every guard passed. From then on it serves a
+neighbour that the namespace's own model is sure of. Source: docs/semantic-cache.md. Invariants: no
+similarity and no verdict overrides a veto (numbers, polarity, an aged answer about now, a long
+template); a caller's `error_max` only tightens.
 """
 
 from __future__ import annotations
@@ -26,8 +28,11 @@ _COMPARED = 3  # groups that a fresh answer is compared with
 
 @dataclass(frozen=True, slots=True)
 class NamespaceCounters:
-    """How many would-be hits there were, and how many hits since the last request that was generated, with the errors to expect
-    of them."""
+    """Counts of a namespace's decisions.
+
+    `accepted` counts would-be hits. `served` counts hits since the last request that was generated,
+    `risked` sums the errors to expect of them.
+    """
 
     accepted: int = 0
     served: int = 0
@@ -36,7 +41,9 @@ class NamespaceCounters:
 
 @dataclass(slots=True)
 class NamespaceState:
-    """What a namespace has beside its keys: its words, the model that verdicts have fitted (None: no verdict yet), and counters."""
+    """The words of a namespace's keys, the model that verdicts have fitted (None before the first),
+    and its counters.
+    """
 
     words: WordCounts = field(default_factory=WordCounts)
     model: CalibratedModel | None = None
@@ -45,7 +52,9 @@ class NamespaceState:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`served` is the place of the neighbour whose answer may be served; `reasons` has, for each, why not (None: it may)."""
+    """`served` is the place of the neighbour whose answer may be served; `reasons` has, for each,
+    why not (None: it may).
+    """
 
     served: int | None
     reasons: tuple[MissReason | None, ...]
@@ -65,7 +74,9 @@ class Rule(Protocol):
 
 
 class FixedRule:
-    """Fixed thresholds by lexical relation, and guards. A smaller `error_max` takes a stricter row, below the last one nothing."""
+    """Fixed thresholds by lexical relation, and guards. A smaller `error_max` takes a stricter row,
+    below the last one nothing.
+    """
 
     def decide(
         self, query: Query, neighbours: Sequence[Neighbour], state: NamespaceState
@@ -92,8 +103,12 @@ class FixedRule:
 
 
 class VerifiedRule:
-    """`error_max` bounds wrong answers as a share of requests. `random` gives uniform numbers in [0, 1) and decides which would-be
-    hits are audited; without it none is, as it must be where nobody judges. `run` does the fits."""
+    """The rule that learns from verdicts.
+
+    `error_max` bounds wrong answers as a share of requests. `random` gives uniform numbers in [0,
+    1) and decides which would-be hits are audited; without it none is, as it must be where no judge
+    compares. `run` does the fits.
+    """
 
     def __init__(
         self,
@@ -166,8 +181,10 @@ def _row_features(seen: Vector, counters: NamespaceCounters) -> bytes:
 
 
 def _ranked(asked: str, neighbours: Sequence[Neighbour], guarded: int | None) -> list[Candidate]:
-    """The groups by their votes. The witness of each is its nearest key that no veto stops; groups without one come last, that of
-    the neighbour which the fixed rule would serve comes first, with it as the witness."""
+    """The groups by their votes. The witness of each is its nearest key that no veto stops; groups
+    without one come last, that of the neighbour which the fixed rule would serve comes first, with
+    it as the witness.
+    """
     found = []
     text = read(asked)
     for one in candidates(neighbours):

@@ -1,7 +1,9 @@
-"""What the words of a short text commit to: numbers, names, polarity, direction, form, time. English, by tables and rules.
+"""The features of a short text: numbers, names, polarity, direction, form, time. English, by
+tables.
 
-Pure functions, no model. Encoders put "enable" beside "disable" and 15 beside 50; the words show what such vectors hide. A text in
-another language still has its numbers, quotes, identifiers and words compared. Invariant: reading is deterministic and total.
+Pure functions, no model. Encoders put "enable" beside "disable" and 15 beside 50; the words show
+the difference. A text in another language still has its numbers, quotes, identifiers and words
+compared. Invariant: reading is deterministic and total.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ from cache.decision.words import (
 
 @dataclass(frozen=True, slots=True)
 class TextFeatures:
-    """One text, read. Words are case-folded and stemmed; `content` leaves out function words, in order."""
+    """One text, read. Words are case-folded and stemmed; `content` leaves out function words, in
+    order.
+    """
 
     words: tuple[str, ...]
     content: tuple[str, ...]
@@ -58,9 +62,8 @@ class TextFeatures:
     dates: frozenset[str]  # days, months and parts of a day
     question: str  # who, when, where, why, amount, whether, or "" for the rest
     content_set: frozenset[str]
-    reversals: tuple[
-        tuple[str, str], ...
-    ]  # content words that begin like a reversal, and what follows: ("unlock", "lock")
+    # content words that begin like a reversal, and the rest of each: ("unlock", "lock")
+    reversals: tuple[tuple[str, str], ...]
     is_latin: bool  # in Latin letters
 
 
@@ -142,8 +145,9 @@ def read(text: str) -> TextFeatures:
 
 
 def is_inverted(one: TextFeatures, other: TextFeatures) -> bool:
-    """The same words, names or persons in another order, or a preposition that governs what another one governs on the other
-    side."""
+    """The same words, names or persons in another order, or a preposition that governs what another
+    one governs on the other side.
+    """
     if sorted(one.words) == sorted(other.words) and _stated(one) != _stated(other):
         return True
     if any(_is_reordered(one, other, among) for among in (one.names | other.names, PERSONS)):
@@ -160,8 +164,10 @@ def is_inverted(one: TextFeatures, other: TextFeatures) -> bool:
 
 
 def is_exchanged(one: TextFeatures, other: TextFeatures) -> bool:
-    """Two words have changed places around what stands between them (who chases whom), or around a preposition (from where to
-    where): less than `is_inverted` finds, and never harmless."""
+    """Whether two words have changed places around a third (a chases b), or around a preposition.
+
+    It finds less than `is_inverted`, and its finds are never harmless.
+    """
     shared = (one.content_set & other.content_set) - LIGHT_WORDS
     first, second = (list(dict.fromkeys(word for word in some.content if word in shared)) for some in (one, other))
     if first != second and (_has_exchange(first, second) or _has_exchange(_uttered(one), _uttered(other))):
@@ -178,7 +184,9 @@ def is_exchanged(one: TextFeatures, other: TextFeatures) -> bool:
 
 
 def _has_exchange(first: list[str], second: list[str]) -> bool:
-    """Whether the lists differ by two words alone, each in the other's place and not side by side."""
+    """Whether the lists differ by two words alone, each in the other's place and not side by
+    side.
+    """
     if len(first) != len(second):
         return False
     moved = [place for place, pair in enumerate(zip(first, second, strict=True)) if pair[0] != pair[1]]
@@ -253,7 +261,9 @@ def _split(word: str) -> list[str]:
 
 
 def _is_identifier(token: str) -> bool:
-    """Has digits or underscores among letters, an inner capital, or is all capitals: D-7781, snake_case, iPhone, EU, C++."""
+    """Has digits or underscores among letters, an inner capital, or is all capitals: D-7781,
+    snake_case, iPhone, EU, C++.
+    """
     if len(token) > 1 and token.isupper():
         return True
     inner = any(char.isupper() for char in token[1:])

@@ -1,5 +1,6 @@
-"""English, by tables: function words, antonyms, numbers, units, and the words that say how an answer should be. Data only, and the
-light stemmer that all of them went through."""
+"""English, by tables: function words, antonyms, numbers, units, and the words that say how an
+answer should be. Data only, and the light stemmer that all of them went through.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ import re
 
 
 def stem(word: str) -> str:
-    """A light stemmer: plural, possessive, -ing, -ed, -ly. (The plural rules are Harman's S stemmer, 1991.)"""
+    """A light stemmer: plural, possessive, -ing, -ed, -ly. (The plural rules are Harman's S
+    stemmer, 1991.)
+    """
     if len(word) <= 3 or not word.isalpha():
         return word
     if word.endswith("ies") and word[-4] not in "ae":
@@ -84,7 +87,9 @@ FUNCTION_WORDS = _stems(
     """
 )
 LIGHT_WORDS = _stems("city place thing way method kind type sort name person people process step steps")
-"""Words that say what kind of answer is meant and may be left out: "which city is the capital" asks for the capital."""
+"""Words that say what kind of answer is meant and may be left out: "which city is the capital" asks
+for the capital.
+"""
 
 PREPOSITIONS = {
     "from": "from", "out": "from", "to": "to", "into": "to", "onto": "to", "than": "than", "before": "before", "after": "after",

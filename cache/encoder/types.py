@@ -22,7 +22,9 @@ KEY_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class EmbedderInfo:
-    """Which model makes the vectors. `key` (8 bytes) differs wherever vectors may differ: weights, pooling, window, precision."""
+    """Which model makes the vectors. `key` (8 bytes) differs wherever vectors may differ: weights,
+    pooling, window, precision.
+    """
 
     name: str
     dims: int
@@ -32,7 +34,9 @@ class EmbedderInfo:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """`vectors` is float32 (n, dims), of unit length; `tokens` int32 (n,). A text over the window has a vector of zeros."""
+    """`vectors` is float32 (n, dims), of unit length; `tokens` int32 (n,). A text over the window
+    has a vector of zeros.
+    """
 
     vectors: NDArray[np.float32]
     tokens: NDArray[np.int32]
@@ -46,7 +50,9 @@ class Embedder(Protocol):
 
 
 def folder_key(folder: Path) -> bytes:
-    """A digest of a model's files: whoever runs them, the vectors are the same to within float32's rounding."""
+    """A digest of a model's files. Every runtime gives the same vectors to within float32's
+    rounding.
+    """
     digest = hashlib.blake2b(digest_size=KEY_BYTES)
     for path in sorted(path for path in folder.rglob("*") if path.suffix in _MODEL_SUFFIXES):
         digest.update(f"{path.relative_to(folder).as_posix()} {path.stat().st_size} ".encode())

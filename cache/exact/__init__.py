@@ -1,6 +1,7 @@
 """The exact cache: the answer to this very request, in this process and in Redis.
 
-Must not import a room that knows meaning (`decision`, `encoder`, `semantic`, `verdicts`). Read `cache.py` first.
+Must not import a room that knows meaning (`decision`, `encoder`, `semantic`, `verdicts`). Read
+`cache.py` first.
 """
 
 from cache.exact.cache import CacheLimits, CacheStats, ExactCache, Lookup, LookupMiss, PurgeResult, Sample, StoreResult

@@ -1,8 +1,9 @@
-"""Entries on their way to Redis: those of a moment and one partition are stored by one script call.
+"""Stores on their way to Redis: one script call stores the entries of a moment and one partition.
 
-Knows no keys and no entries, only the script's arguments (`cache.exact.scripts.PUT`). Invariants: what was handed over is sent, whether or
-not its caller still waits; each entry's caller hears its own part of the reply, and all of them a failure; a partition is listed
-before it has an entry, because a purge of everything reads the list.
+Knows no keys and no entries, only the script's arguments (`cache.exact.scripts.PUT`). Invariants:
+an entry that was handed over is sent, whether or not its caller still waits; each caller gets its
+own part of the reply, and all of them a failure; a partition is listed before it has an entry,
+because a purge of everything reads the list.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ Defer = Callable[[Callable[[], None]], object]
 
 
 class BatchTerms(msgspec.Struct, frozen=True):
-    """What the entries of one call have in common: the script's keys and limits, and the command that lists their partition."""
+    """The common part of one call: the script's keys and limits, and the command that lists the
+    partition.
+    """
 
     keys: tuple[str, ...]
     size_max: int
@@ -49,7 +52,8 @@ class StoreBatch:
     def __init__(self, redis: Redis, defer: Defer | None) -> None:
         self._redis = redis
         self._defer = defer or (lambda leave: asyncio.get_running_loop().call_soon(leave))
-        self._waiting: dict[str, tuple[BatchTerms, list[BatchItem]]] = {}  # by the first of their keys
+        # by the first of their keys
+        self._waiting: dict[str, tuple[BatchTerms, list[BatchItem]]] = {}
 
     def store(
         self, terms: BatchTerms, argv: tuple[Any, ...], warm_keys: Sequence[str], now_ms: int
@@ -94,7 +98,7 @@ class StoreBatch:
 
 
 def _failed(together: list[BatchItem], reply: asyncio.Future[Any]) -> bool:
-    """Whether there is no reply; everybody has been told then."""
+    """Whether there is no reply. Every waiting caller then has the error."""
     error = asyncio.CancelledError() if reply.cancelled() else reply.exception()
     if error is None:
         return False

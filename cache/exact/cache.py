@@ -1,8 +1,9 @@
-"""The exact-prefix cache: the answer to this very request, and who saw the longest part of its dialogue last.
+"""The exact cache: the answer to this very request, and the deployment that saw its dialogue last.
 
-Knows no HTTP, teams or models. An answer is looked up in a bounded in-process L1 and then in Redis. Invariants: lookups never
-raise (a failure of Redis is a miss with its reason); an entry is served only under the partition and compat it was made under,
-before its expiry; a purge that returned is never followed by a hit (`cache.exact.purges` keeps the L1 honest).
+Knows no HTTP, teams or models. A lookup asks a bounded in-process L1 and then Redis. Invariants:
+lookups never raise (a failure of Redis is a miss with its reason); an entry is served only under
+the partition and compat it was made under, before its expiry; no hit follows a purge that returned
+(`cache.exact.purges` keeps the L1 honest).
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ _SAMPLE_MAX = 20
 
 @dataclass(frozen=True, slots=True)
 class CacheLimits:
-    """What the cache may take. Sizes in Redis are for each partition: one tenant can't evict another's answers."""
+    """Limits of the cache. Sizes in Redis are per partition: one tenant can't evict another's
+    answers.
+    """
 
     size_bytes_max: int = 256 << 20
     entry_bytes_max: int = 4 << 20
@@ -54,7 +57,9 @@ class LookupMiss(StrEnum):
 
 
 class Lookup(msgspec.Struct, frozen=True):
-    """`warm` is the label stored with the longest known earlier prefix, `warm_depth` how many turns that prefix has."""
+    """`warm` is the label stored with the longest known earlier prefix, `warm_depth` how many turns
+    that prefix has.
+    """
 
     entry: Entry | None
     miss: LookupMiss | None
@@ -63,7 +68,9 @@ class Lookup(msgspec.Struct, frozen=True):
 
 
 class StoreResult(msgspec.Struct, frozen=True):
-    """`size_bytes` is what the entry counts against the budget; `evicted` entries had to go for it."""
+    """`size_bytes` is what the entry counts against the budget; `evicted` entries had to go for
+    it.
+    """
 
     refusal: Refusal | None
     size_bytes: int = 0
@@ -72,7 +79,9 @@ class StoreResult(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class PurgeResult:
-    """What a purge removed, or with `is_dry_run` would remove. `samples` are the first few that matched."""
+    """The entries that a purge removed, or with `is_dry_run` would remove. `samples` are the first
+    few that matched.
+    """
 
     count: int
     size_bytes: int
@@ -94,7 +103,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """What is stored now. Entries that expired count until a store in their partition sweeps them."""
+    """What is stored now. Entries that expired count until a store in their partition sweeps
+    them.
+    """
 
     partitions: tuple[PartitionSize, ...]
     l1_entries: int
@@ -110,8 +121,9 @@ class CacheStats:
 
 
 class ExactCache:
-    """The exact cache of one process. `clock` gives unix seconds, `monotonic` seconds that never jump; stores gather until `defer`
-    calls back (None: the end of the event loop's tick)."""
+    """The exact cache of one process. `clock` gives unix seconds, `monotonic` seconds that never
+    jump; stores gather until `defer` calls back (None: the end of the event loop's tick).
+    """
 
     def __init__(
         self,
@@ -146,11 +158,15 @@ class ExactCache:
         return entry
 
     def derived(self, entry: Entry, form: str, make: Callable[[Entry], bytes]) -> bytes:
-        """What `make` makes of an entry that was looked up: made once for all its hits, where this process holds the entry."""
+        """`make(entry)` of an entry that was looked up: made once for all its hits, if this process
+        holds the entry.
+        """
         return self._l1.derived(entry, form, make)
 
     async def lookup(self, fp: Fingerprint, max_age_s: float | None = None, *, wants_warm: bool = True) -> Lookup:
-        """The entry for this very request and, where `wants_warm`, the warm hint, in one round trip."""
+        """The entry for this very request and, where `wants_warm`, the warm hint, in one round
+        trip.
+        """
         entry = self.lookup_local(fp, max_age_s)
         if entry is not None:
             return Lookup(entry, None)
@@ -173,8 +189,10 @@ class ExactCache:
     async def lookup_entry(
         self, fp: Fingerprint, exact: bytes, max_age_s: float | None = None, *, is_served: bool = True
     ) -> Lookup:
-        """The entry that a semantic hit for `fp` points at: same partition, same compat. One that is gone is reported to the
-        semantic indexes, so that a stale pointer heals at its first use. Only one that `is_served` is worth more for it."""
+        """The entry that a semantic hit for `fp` points at: same partition, same compat. One that
+        is gone is reported to the semantic indexes, so that a stale pointer heals at its first use.
+        Only one that `is_served` is worth more for it.
+        """
         entry = self._l1.lookup(fp.partition, exact) if self.is_l1_on else None
         if entry is not None and self._unfit(entry, fp, max_age_s) is None:
             if is_served:
@@ -191,13 +209,14 @@ class ExactCache:
         return Lookup(entry, miss)
 
     async def lookup_about(self, partition: Partition, exact: bytes) -> About | None:
-        """What is kept about one entry. Raises redis.exceptions.RedisError."""
+        """The facts kept about one entry. Raises redis.exceptions.RedisError."""
         found = await self._store.lookup_about(partition, exact)
         return found.about if found is not None else None
 
     async def lookup_many(self, partition: Partition, compat: bytes, exacts: Sequence[bytes]) -> list[Entry | None]:
-        """Entries to compare with, past the L1; None for what is gone, expired or of another partition or compat. Raises
-        redis.exceptions.RedisError."""
+        """Entries to compare with, past the L1; None for what is gone, expired or of another
+        partition or compat. Raises redis.exceptions.RedisError.
+        """
         entries: list[Entry | None] = []
         for data in await self._store.lookup_many(partition, exacts) if exacts else ():
             try:
@@ -222,7 +241,8 @@ class ExactCache:
             return None, miss
         if not is_served:
             return entry, None
-        if self.is_l1_on and purges_before == self._l1.purges:  # no purge came between the question and the answer
+        # no purge came between the question and the answer
+        if self.is_l1_on and purges_before == self._l1.purges:
             self._l1.store(entry)
         self._touch(entry)
         return entry, None
@@ -245,9 +265,11 @@ class ExactCache:
             self._l1.store(entry)
 
     async def store(self, entry: Entry, warm: str | None = None, chain: Sequence[bytes] = ()) -> StoreResult:
-        """Store an answer and, where `warm` says who made it, the warm hint for its prefixes in `chain`.
+        """Store an answer and, where `warm` names its deployment, the warm hint for its prefixes in
+        `chain`.
 
-        Raises CacheUnavailable. An entry over the entry limit is refused; an older answer to the same request is replaced.
+        An entry over the entry limit is refused; an older answer to the same request is replaced.
+        Raises CacheUnavailable.
         """
         now = self._clock()
         limits = self.limits
@@ -275,7 +297,7 @@ class ExactCache:
         return StoreResult(None, packed.size_bytes, len(put.evicted))
 
     async def store_warm(self, fp: Fingerprint, warm: str) -> None:
-        """Remember who saw this dialogue although its answer is not stored. Raises CacheUnavailable."""
+        """Store which deployment saw this dialogue, without an answer. Raises CacheUnavailable."""
         try:
             await self._store.store_warm(fp.partition, {fp.chain[0], fp.exact}, warm, self.limits.warm_ttl_s)
         except REDIS_FAILURES as error:
@@ -284,8 +306,10 @@ class ExactCache:
     # --- administration
 
     async def purge(self, purge: Purge, is_dry_run: bool = False) -> PurgeResult:
-        """Remove what matches, here, in Redis and in every other process, or only count it. Raises CacheUnavailable: then some
-        may be gone and the rest is not, and purging again finishes the work."""
+        """Remove what matches, here, in Redis and in every other process, or only count it. Raises
+        CacheUnavailable: then some may be gone and the rest is not, and purging again finishes the
+        work.
+        """
         count = size = 0
         samples: list[Sample] = []
         try:
@@ -326,7 +350,10 @@ class ExactCache:
         return CacheStats(tuple(sizes), len(self._l1), self._l1.size_bytes)
 
     async def follow_purges(self, subscribe: Subscribe) -> None:
-        """Obey every process' purges until cancelled. The L1 is off until this runs and hears itself, and whenever it does not."""
+        """Apply every process' purges until cancelled.
+
+        The L1 is off until this runs and receives its own heartbeats, and whenever it does not.
+        """
         await self._purges.follow(subscribe)
 
     @property
@@ -344,7 +371,9 @@ class ExactCache:
             uses[entry.exact] = (entry, count + 1)
 
     async def flush_touches(self) -> None:
-        """Tell Redis what was used since the last call; call it about once a second. Raises CacheUnavailable."""
+        """Send the uses since the last call to Redis; call it about once a second. Raises
+        CacheUnavailable.
+        """
         touches, self._touches, self._touches_count = self._touches, {}, 0
         now = self._clock()
         touching = [

@@ -1,4 +1,5 @@
-"""The answers that this process holds itself: no round trip, bounded in number and bytes, least recently used out first.
+"""The answers that this process holds itself: no round trip, bounded in number and bytes, least
+recently used out first.
 
 Knows no Redis and no clock. Whether it may be asked at all is `ExactCache`'s to decide.
 """
@@ -26,7 +27,11 @@ class _Held:
 
 
 class L1:
-    """`purges` counts purges, so that who asked Redis before one does not put the answer here after it."""
+    """Entries by partition and id, with their size.
+
+    `purges` counts purges: an answer that was asked of Redis before a purge must not be put here
+    after it.
+    """
 
     def __init__(self, entries_max: int, bytes_max: int) -> None:
         self._entries_max = entries_max
@@ -55,7 +60,9 @@ class L1:
         self._evict()
 
     def derived(self, entry: Entry, form: str, make: Callable[[Entry], bytes]) -> bytes:
-        """`make(entry)`, kept and counted beside the entry for as long as this very entry is held, under the name `form`."""
+        """`make(entry)`, kept and counted beside the entry for as long as this very entry is held,
+        under the name `form`.
+        """
         held = self._entries.get((entry.partition, entry.exact))
         if held is None or held.entry is not entry:
             return make(entry)

@@ -1,12 +1,13 @@
-"""What the processes tell each other through Redis: entries that came and went, and purges.
+"""The stream and the channel through which processes tell each other about entries and purges.
 
-    sameway:cache:log       stream   partition and id of each entry that came or went, and where verdicts came, for the indexes
+    sameway:cache:log       stream   partition and id of each entry that came or went, for the indexes,
+                                     and the partitions with new verdicts
     sameway:cache:epoch     string   random; another one means that Redis lost its data
-    sameway:cache:purge     channel  what was purged, for the in-process caches, and their heartbeats
-    sameway:cache:purged:R  string   how many of them have obeyed the purge with receipt R
+    sameway:cache:purge     channel  purges, for the in-process caches, and their heartbeats
+    sameway:cache:purged:R  string   how many of them have applied the purge with receipt R
 
-Knows no entries: the log holds digests, no prompt, so a purge leaves nothing to read in it. Invariant: a follower that can't have
-read everything is told so.
+Knows no entries: the log holds digests, no prompt, so a purge leaves no text in it. Invariant: a
+follower that may have missed records gets `is_lost`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ _RECEIPT_TTL_S = 60
 
 
 class Announced(msgspec.Struct, frozen=True, array_like=True):
-    """A message on the purge channel. A heartbeat is one without a purge; `receipt` names who waits for obedience, or the heart."""
+    """A message on the purge channel. A heartbeat is one without a purge.
+
+    `receipt` names the process that waits until all have applied the purge, or the sender of the
+    heartbeat.
+    """
 
     purge: Purge | None
     receipt: bytes = b""
@@ -46,7 +51,9 @@ class LogPosition:
 
 @dataclass(frozen=True, slots=True)
 class LogRead:
-    """Records after a position. `is_lost`: the position is not in this log any more; rebuild from the entries."""
+    """Records after a position. `is_lost`: the position is not in this log any more; rebuild from
+    the entries.
+    """
 
     records: tuple[LogRecord, ...]
     position: LogPosition
@@ -55,7 +62,9 @@ class LogRead:
 
 
 class EntryLog:
-    """The stream and the channel. Everything raises redis.exceptions.RedisError or OSError while Redis is away."""
+    """The stream and the channel. Everything raises redis.exceptions.RedisError or OSError while
+    Redis is away.
+    """
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
@@ -65,7 +74,9 @@ class EntryLog:
         await self._redis.execute_command("XADD", _LOG, "MAXLEN", "~", LOG_LENGTH_MAX, "*", "r", data)
 
     async def end(self, new_epoch: bytes) -> LogPosition:
-        """The position after the last record. `new_epoch` names the life of Redis' data if it has no name yet."""
+        """The position after the last record. `new_epoch` names the life of Redis' data if it has
+        no name yet.
+        """
         await self._redis.execute_command("SET", _EPOCH, new_epoch, "NX")
         epoch, last = await asyncio.gather(
             self._redis.execute_command("GET", _EPOCH),
@@ -74,8 +85,9 @@ class EntryLog:
         return LogPosition(last[0][0] if last else b"0-0", epoch)
 
     async def read(self, position: LogPosition, is_glance: bool = False) -> LogRead:
-        """Up to a thousand records after `position`; never waits for new ones. A glance is one command, and leaves it to the next
-        whole read to find that Redis has lost its data."""
+        """Up to a thousand records after `position`; never waits for new ones. A glance is one
+        command, and leaves it to the next whole read to find that Redis has lost its data.
+        """
         range_ = self._redis.execute_command("XRANGE", _LOG, b"(" + position.id, "+", "COUNT", _READ_COUNT)
         if is_glance:
             epoch, items = position.epoch, await range_
@@ -92,16 +104,19 @@ class EntryLog:
             try:
                 records.append(_RECORDS.decode(fields[b"r"]))
             except (msgspec.DecodeError, KeyError):
-                continue  # of another version of Sameway beside this one: its entries are none of ours
+                # of another version of Sameway beside this one: its entries are none of ours
+                continue
         end = LogPosition(items[-1][0] if items else position.id, position.epoch)
         return LogRead(tuple(records), end, is_lost, is_full)
 
     async def announce(self, purge: Purge, receipt: bytes = b"") -> int:
-        """Tell every in-process cache; the answer is how many listen. Each signs a given receipt once it has obeyed."""
+        """Send a purge to every in-process cache; returns how many listen. Each signs the receipt
+        when it has applied the purge.
+        """
         return await self._publish(Announced(purge, receipt))
 
     async def beat(self, name: bytes) -> None:
-        """A heartbeat on the purge channel, for whoever knows its name."""
+        """Send a heartbeat on the purge channel, under the name of its sender."""
         await self._publish(Announced(None, name))
 
     async def _publish(self, message: Announced) -> int:

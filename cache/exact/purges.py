@@ -1,8 +1,9 @@
-"""What keeps every process' L1 honest: nothing is served from one that a purge would not reach.
+"""Purges across processes: an L1 serves nothing that a purge would not reach.
 
-Each process listens on one Redis channel and speaks on it itself: it trusts its L1 only while it hears its own heartbeats. A purge is
-announced there, every listener obeys and signs, and the purge returns when all have signed, or when those that did not must have
-missed their heartbeats. Invariant: once a purge has returned, no process serves what it removed.
+Each process listens on one Redis channel and sends on it itself: it trusts its L1 only while it
+receives its own heartbeats. A purge is announced there, and every listener applies and signs it.
+The purge returns when all have signed, or when those that did not must have missed their
+heartbeats. Invariant: once a purge has returned, no process serves an entry that it removed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _ANNOUNCED = msgspec.msgpack.Decoder(Announced)
 
 
 class Purges:
-    """The purges of all processes, as one of them hears and announces them. `monotonic` gives seconds that never jump."""
+    """One process' end of the purge channel. `monotonic` gives seconds that never jump."""
 
     def __init__(self, log: EntryLog, l1: L1, clock: Callable[[], float], monotonic: Callable[[], float]) -> None:
         self._log = log
@@ -47,7 +48,9 @@ class Purges:
         return False
 
     async def announce(self, purge: Purge) -> None:
-        """Return once no L1 can serve what was purged from Redis before. Raises redis.exceptions.RedisError."""
+        """Return once no L1 can serve what was purged from Redis before. Raises
+        redis.exceptions.RedisError.
+        """
         self._obey(purge)
         receipt = uuid.uuid4().bytes
         listening = await self._log.announce(purge, receipt)
@@ -58,7 +61,7 @@ class Purges:
             await asyncio.sleep(_SIGNED_POLL_S)
 
     async def follow(self, subscribe: Subscribe) -> None:
-        """Listen and obey until cancelled."""
+        """Listen and apply purges until cancelled."""
         while True:
             try:
                 async with subscribe(PURGE_CHANNEL) as subscription:
@@ -87,14 +90,15 @@ class Purges:
         if announced.purge is not None:
             self._obey(announced.purge)
             if announced.receipt:
-                with contextlib.suppress(*REDIS_FAILURES):  # who waits for it gives up after a while
+                # the process that waits for it gives up after a while
+                with contextlib.suppress(*REDIS_FAILURES):
                     await self._log.sign(announced.receipt)
         elif announced.receipt == name:
             self._heard_at = self._monotonic()
 
     async def _beat(self, name: bytes) -> None:
         while True:
-            with contextlib.suppress(*REDIS_FAILURES):  # not hearing it is what tells
+            with contextlib.suppress(*REDIS_FAILURES):  # a missing heartbeat turns the L1 off
                 await self._log.beat(name)
             await asyncio.sleep(_HEARTBEAT_S if self.is_on else _HEARTBEAT_S / 10)
 

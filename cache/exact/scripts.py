@@ -1,11 +1,12 @@
 """The Lua that moves an entry and its accounting together, for Redis 6.2 to 8.
 
-Each script runs alone in Redis, so what it reads is still so when it writes. `cache.exact.store` gives the keys and reads the replies.
-KEYS 1 to 7 are one partition's entries, about, used, expires, bytes, vectors, groups. Invariant: `bytes` is
-the sum of the sizes in `about`.
+Each script runs alone in Redis, so what it reads is still so when it writes. `cache.exact.store`
+gives the keys and reads the replies. KEYS 1 to 7 are one partition's entries, about, used, expires,
+bytes, vectors, groups. Invariant: `bytes` is the sum of the sizes in `about`.
 """
 
-# One function for all scripts: forget an entry and give its bytes back. Sizes are the first 10 digits of `about`.
+# One function for all scripts: forget an entry and give its bytes back. Sizes are the first 10
+# digits of `about`.
 _FORGET = """
 local entries, about, used, expires, bytes, vectors = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
 local groups = KEYS[7]
@@ -23,10 +24,12 @@ local function forget(id)
 end
 """
 
-# When an entry counts as used, on the scale of `used`: milliseconds. Each use adds what a hit saves for a byte, and that halves with
-# every half-life. What an entry has, as S = now + half_life log2(sum), orders entries alike at every later moment, for all of them fade
-# alike: nothing is ever scored anew, and what has least is found in O(log n). (LRFU, Lee et al., IEEE Transactions on Computers
-# 50(12), 2001, weighed by saving over size as in GreedyDual-Size, Cao and Irani, USITS 1997.)
+# When an entry counts as used, on the scale of `used`: milliseconds. Each use adds what a hit saves
+# for a byte, and that halves with every half-life. What an entry has, as S = now + half_life
+# log2(sum), orders entries alike at every later moment, for all of them fade alike: nothing is ever
+# scored anew, and what has least is found in O(log n). (LRFU, Lee et al., IEEE Transactions on
+# Computers 50(12), 2001, weighed by saving over size as in GreedyDual-Size, Cao and Irani, USITS
+# 1997.)
 # decision: eviction-by-worth
 _USED_AT = """
 local function used_at(score, now, half_life, worth)
@@ -36,7 +39,8 @@ local function used_at(score, now, half_life, worth)
 end
 """
 
-# KEYS: used. ARGV: now_ms, half_life_ms, then pairs of exact and the worth of its uses. What is gone stays gone.
+# KEYS: used. ARGV: now_ms, half_life_ms, then pairs of exact and the worth of its uses. What is
+# gone stays gone.
 TOUCH = (
     _USED_AT
     + """
@@ -49,12 +53,13 @@ return 1
 """
 )
 
-# Stores entries, one after the other.
-# ARGV: now_ms, size_max, 1 where the partition is listed, warm_ttl_ms, half_life_ms; then of each entry: exact, entry, about, size,
-# expires_ms, worth, warm, warm links. KEYS from 8: the warm links of each entry. Answers {}, and does nothing, where the partition is
-# new and not said to be listed; else for each entry {was there before, evicted...}. The vector of a replaced entry stays: the same exact
-# key means the same text. Its group goes: that was its answer's. The keys' own expiry is a little behind the last entry's, so that
-# it is moved seldom; keys that begin anew have none until then.
+# Stores entries, one after the other. ARGV: now_ms, size_max, 1 where the partition is listed,
+# warm_ttl_ms, half_life_ms; then of each entry: exact, entry, about, size, expires_ms, worth, warm,
+# warm links. KEYS from 8: the warm links of each entry. Answers {}, and does nothing, where the
+# partition is new and not said to be listed; else for each entry {was there before, evicted...}.
+# The vector of a replaced entry stays: the same exact key means the same text. Its group goes: that
+# was its answer's. The keys' own expiry is a little behind the last entry's, so that it is moved
+# seldom; keys that begin anew have none until then.
 PUT = (
     _FORGET
     + _USED_AT
@@ -116,7 +121,8 @@ return {count, freed}
 """
 )
 
-# KEYS: vectors, about. ARGV: pairs of exact, value. A vector lives only beside its entry, and no longer than its partition.
+# KEYS: vectors, about. ARGV: pairs of exact, value. A vector lives only beside its entry, and no
+# longer than its partition.
 PUT_VECTORS = """
 for i = 1, #ARGV, 2 do
   if redis.call('HEXISTS', KEYS[2], ARGV[i]) == 1 then redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end

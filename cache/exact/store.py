@@ -1,19 +1,21 @@
-"""Redis as the ground state of cached answers: entries and their accounting. The only file that knows these keys.
+"""Cached answers in Redis: entries and their accounting. The only file that knows these keys.
 
-    sameway:{P}:entries   hash    exact -> Entry                          P: the partition in hex, the hash tag of all its keys
+    sameway:{P}:entries   hash    exact -> Entry
     sameway:{P}:about     hash    exact -> size (10 digits), About
-    sameway:{P}:used      zset    exact by uses, their worth and age, ms  who is evicted next
+    sameway:{P}:used      zset    exact by uses, their worth and age, ms: the order of eviction
     sameway:{P}:expires   zset    exact by expiry, ms
     sameway:{P}:bytes     string  sum of the sizes
-    sameway:{P}:vectors   hash    exact -> embedder's key, vector         written by cache workers, gone with the entry
-    sameway:{P}:groups    hash    which answers are equal                 written by `cache.verdicts.store`, gone with the entry
-    sameway:{P}:warm:L    string  who saw the prefix with digest L last
+    sameway:{P}:vectors   hash    exact -> embedder's key, vector, written by cache workers
+    sameway:{P}:groups    hash    which answers are equal, written by `cache.verdicts.store`
+    sameway:{P}:warm:L    string  the deployment that saw the prefix with digest L last
     sameway:cache:partitions      zset    partition by when it last began to hold entries, s
 
-Knows no policy and no L1. Invariants: one script moves an entry and its accounting together, so a partition's bytes are exact and
-never above its budget; every key of a script is in KEYS and under one hash tag (Redis Cluster); a partition without live entries
-expires whole, a sixteenth of its last entry's lifetime later. Hash fields hold entries (not a key for each) so that eviction needs
-no undeclared keys.
+P is the partition in hex, the hash tag of all its keys; vectors and groups go with their entry.
+Knows no policy and no L1. Invariants: one script moves an entry and its accounting together, so a
+partition's bytes are exact and never above its budget; every key of a script is in KEYS and under
+one hash tag (Redis Cluster); a partition without live entries expires whole, a sixteenth of its
+last entry's lifetime later. Hash fields hold entries (not a key for each) so that eviction needs no
+undeclared keys.
 """
 
 from __future__ import annotations
@@ -48,8 +50,9 @@ T = TypeVar("T")
 
 
 class Packed(msgspec.Struct, frozen=True):
-    """An entry as it goes to Redis. `size_bytes` is what it counts against the budget: its data, what is kept about it, its
-    vector, and Redis' overhead."""
+    """An entry as it goes to Redis. `size_bytes` is what it counts against the budget: its data,
+    what is kept about it, its vector, and Redis' overhead.
+    """
 
     entry: Entry
     data: bytes
@@ -58,7 +61,7 @@ class Packed(msgspec.Struct, frozen=True):
 
 
 class StoreEffect(msgspec.Struct, frozen=True):
-    """What storing one entry did."""
+    """The result of storing one entry."""
 
     is_replaced: bool
     evicted: tuple[bytes, ...]
@@ -85,7 +88,9 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 class EntryStore:
-    """Entries in Redis. Everything raises redis.exceptions.RedisError or OSError while Redis is away."""
+    """Entries in Redis. Everything raises redis.exceptions.RedisError or OSError while Redis is
+    away.
+    """
 
     def __init__(self, redis: Redis, defer: Defer | None = None) -> None:
         """`defer`: when entries that have gathered are to leave; see `cache.exact.batch`."""
@@ -105,7 +110,7 @@ class EntryStore:
         return data
 
     def lookup_warm(self, partition: Partition, links: Sequence[bytes]) -> Awaitable[list[bytes | None]]:
-        """Who saw each prefix last."""
+        """The deployment that saw each prefix last."""
         return self._redis.execute_command("MGET", *(_warm_key(partition, link) for link in links))
 
     async def store(
@@ -118,7 +123,9 @@ class EntryStore:
         links: Iterable[bytes],
         warm_ttl_s: float,
     ) -> StoreEffect:
-        """Store an entry, evicting those of its partition that have been worth least lately until it fits."""
+        """Store an entry, evicting those of its partition that have been worth least lately until
+        it fits.
+        """
         entry = packed.entry
         warm_keys = [_warm_key(entry.partition, link) for link in dict.fromkeys(links)] if warm is not None else ()
         terms = BatchTerms(
@@ -139,7 +146,7 @@ class EntryStore:
             len(warm_keys),
         )
         was_there, *evicted = await self._batch.store(terms, argv, warm_keys, _ms(now))
-        # and the log tells of an entry that is there: who reads the record fetches what is known about it
+        # after the entry is there: a follower that reads the record fetches the facts on it
         if entry.text is not None:
             await self.log.append(EntryAdded(entry.partition, entry.exact))
         if evicted:
@@ -147,19 +154,21 @@ class EntryStore:
         return StoreEffect(bool(was_there), tuple(evicted))
 
     async def store_warm(self, partition: Partition, links: Iterable[bytes], warm: str, warm_ttl_s: float) -> None:
-        """Remember who saw these prefixes, without an entry."""
+        """Store which deployment saw these prefixes, without an entry."""
         key_of, ttl_ms = _warm_key, _ms(warm_ttl_s)
         commands = (self._redis.execute_command("SET", key_of(partition, one), warm, "PX", ttl_ms) for one in links)
         await asyncio.gather(*commands)
 
     async def touch(self, partition: Partition, now: float, uses: Iterable[tuple[bytes, float]]) -> None:
-        """Record uses: what the uses of each entry were worth. Those that are gone stay gone."""
+        """Record the worth of each entry's uses. Entries that are gone stay gone."""
         for some in _portions(list(uses), _DROP_COUNT):
             arguments = [argument for use in some for argument in use]
             await self._redis.eval(TOUCH, 1, _keys(partition)[2], _ms(now), _ms(_HALF_LIFE_S), *arguments)
 
     async def purge(self, partition: Partition, exacts: Sequence[bytes]) -> tuple[int, int]:
-        """Remove entries and say so in the log. The answer is how many there were, and their bytes."""
+        """Remove entries and say so in the log. The answer is how many there were, and their
+        bytes.
+        """
         keys, count, freed = _keys(partition), 0, 0
         for portion in _portions(exacts, _DROP_COUNT):
             some = tuple(portion)
@@ -177,14 +186,14 @@ class EntryStore:
         return [Partition(member) for member in members if len(member) == DIGEST_BYTES]
 
     async def sizes(self) -> list[PartitionSize]:
-        """What each partition holds. Those that hold nothing any more are forgotten."""
+        """The size of each partition. Empty partitions are forgotten."""
         reply: list[Any] = await self._redis.execute_command("ZREVRANGE", _PARTITIONS, 0, -1, "WITHSCORES")
         latest = {Partition(member): score for member, score in reply if len(member) == DIGEST_BYTES}
         sizes = []
         for some in _portions(list(latest), _AT_ONCE):
             sizes += await asyncio.gather(*(self.size(partition) for partition in some))
         for empty in (one.partition for one in sizes if one.entries == 0):
-            # unless somebody has stored there meanwhile
+            # unless an entry was stored there meanwhile
             await self._redis.eval(FORGET_PARTITION, 1, _PARTITIONS, empty, int(latest[empty]))
         return [one for one in sizes if one.entries]
 
@@ -227,7 +236,9 @@ class EntryStore:
     async def store_vectors(
         self, partition: Partition, embedder_key: bytes, vectors: Sequence[tuple[bytes, bytes]]
     ) -> None:
-        """Keep vectors (exact, bytes) beside their entries; those whose entry is gone are not kept."""
+        """Keep vectors (exact, bytes) beside their entries; those whose entry is gone are not
+        kept.
+        """
         keys = _keys(partition)
         for some in _portions(vectors, _DROP_COUNT):
             argv: list[bytes] = []

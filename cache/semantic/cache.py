@@ -1,12 +1,13 @@
-"""The semantic cache: which cached answer means the same? One synchronous object, usable with no process around it.
+"""The semantic cache: find the cached answer of a prompt that means the same. One synchronous
+object.
 
-Encoder, index and verifier inline; entries come and go by the store's log (`fold`), at start-up and afterwards alike. Knows no
-Redis and no answers: a hit is a pointer, and whoever serves it fetches the entry; whether two answers are the same is
-judged elsewhere and comes back as a record (`cache.semantic.state` knows what those taught). Invariants: a hit has the query's
-partition and compat,
-byte for byte: they select what is searched; what was dropped, has expired or is out of service is not served; the same records give
-the same answers, whether folded one by one or at a restart. Keys are embedded when somebody asks beside them: a dialogue nobody
-repeats never costs the encoder anything.
+It holds encoder, index and rule, and needs no process around it. `fold` takes in the log's records,
+at start-up and afterwards alike. Knows no Redis and no answers: a hit is a pointer, and the caller
+fetches the entry. Judges elsewhere compare answers; their verdicts come back as records
+(`cache.semantic.state`). Invariants: a hit has the query's partition and compat, byte for byte:
+they select the searched keys; an answer that was dropped, has expired or is out of service is not
+served; the same records give the same answers, folded one by one or at a restart. A key is embedded
+when a lookup comes beside it: a dialogue that is never repeated costs the encoder nothing.
 """
 
 from __future__ import annotations
@@ -35,15 +36,17 @@ from cache.semantic.index import Found, VectorIndex
 from cache.semantic.state import NamespaceStates
 from cache.verdicts.records import AnswerJudged, Source, Verdict, VerdictRecord, answer_name
 
-_INLINE_MAX = 32  # keys still without a vector that one lookup embeds beside its query; the newest first
+# keys still without a vector that one lookup embeds beside its query; the newest first
+_INLINE_MAX = 32
 
 EntryKey = tuple[Partition, bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class PromptAdded:
-    """An entry that can be found by meaning, as the log and the store tell of it. `group` names the answers found equal to its own,
-    where any was."""
+    """A cached prompt that can be found semantically. `group` names the answers found equal to its
+    own, or is empty.
+    """
 
     partition: Partition
     exact: bytes
@@ -89,8 +92,9 @@ class _Namespace:
 
 
 class SemanticCache:
-    """`clock` gives unix seconds; `keys_max` bounds the keys, the oldest go first; `index` is an empty one, on the CPU if not
-    given."""
+    """`clock` gives unix seconds; `keys_max` bounds the keys, the oldest go first; `index` is an
+    empty one, on the CPU if not given.
+    """
 
     def __init__(
         self,
@@ -110,7 +114,8 @@ class SemanticCache:
         self._by_entry: dict[EntryKey, int] = {}
         self._namespaces: dict[bytes, _Namespace] = {}
         self._expiries: list[tuple[float, int]] = []
-        self._settling: dict[bytes, None] = {}  # namespaces where keys wait for a vector beside others
+        # namespaces where keys wait for a vector beside others
+        self._settling: dict[bytes, None] = {}
         self._unsaved: list[tuple[Partition, bytes, bytes]] = []
         self.rule_name = hashlib.blake2b("\n".join(FEATURES).encode() + embedder.info.key, digest_size=8).digest()
         self._states = NamespaceStates(self._rule, self.rule_name)
@@ -141,7 +146,9 @@ class SemanticCache:
         return [near.decision for near in self.near(queries, 0)]
 
     def near(self, queries: Sequence[Query], count: int = NEIGHBOURS) -> list[Neighbourhood]:
-        """A verdict for each query with its `count` nearest neighbours, and why each of them may not be served."""
+        """A verdict for each query with its `count` nearest neighbours, and why each of them may
+        not be served.
+        """
         self._expire()
         asked = [place for place, query in enumerate(queries) if self.has_neighbours(query)]
         encoded = self._encode_with_pending([queries[place] for place in asked])
@@ -160,7 +167,9 @@ class SemanticCache:
         return answers
 
     def has_neighbours(self, query: Query) -> bool:
-        """Whether anything is cached that could answer it. Safe beside the thread that uses the cache."""
+        """Whether anything is cached that could answer it. Safe beside the thread that uses the
+        cache.
+        """
         return query.partition + query.compat in self._namespaces
 
     def prepare(self, queries: Sequence[Query]) -> None:
@@ -195,7 +204,8 @@ class SemanticCache:
             similarity, age_s = min(1.0, round(similarity, 6)), max(0.0, now - key.created_at)
             near = Neighbour(similarity, key.text, key.exact, age_s, group, counts[group], right, wrong, is_out)
             neighbours.append(near)
-        # equal cosines (the encoder ignores case) in an order that does not depend on when keys came
+        # equal cosines (the encoder ignores case) in an order that does not depend on when keys
+        # came
         neighbours.sort(key=lambda one: (-one.similarity, one.exact))
         return neighbours
 
@@ -204,9 +214,12 @@ class SemanticCache:
     def judge(
         self, query: Query, answer: Hit | Miss, exact: bytes, same: Callable[[bytes], bool | None]
     ) -> AnswerJudged | None:
-        """Compare the fresh answer to a query that was answered so, stored as `exact`, with those that its neighbours have.
-        `same` says whether it is the answer of another entry, None where that can't be told. What comes out is for `fold`; None
-        where there was nothing to compare with, or no verdict."""
+        """Compare the fresh answer to `query`, stored as `exact`, with those of its neighbours.
+
+        `answer` is the decision on the query. `same` tells whether the fresh answer equals that of
+        another entry, None if that can't be decided. The result is for `fold`; None if there was
+        nothing to compare with, or no verdict.
+        """
         trial = answer.trial
         if trial is None:
             return None
@@ -235,11 +248,12 @@ class SemanticCache:
         self._states.learn(record)
         if isinstance(record, AnswerJudged) and record.joined is not None:
             key = self._keys.get(self._by_entry.get((record.partition, record.verdict.exact), -1))
-            if key is not None and key.created_at == record.verdict.created_at:  # not answered anew since
+            # not answered anew since
+            if key is not None and key.created_at == record.verdict.created_at:
                 self._regroup(key, record.joined)
 
     def forget_verdicts(self) -> None:
-        """Before all verdicts are told anew. What the entries say of their groups stays."""
+        """Forget all verdicts, before they are read anew. The groups that entries carry stay."""
         self._states.clear()
 
     def _regroup(self, key: _Key, name: bytes | None) -> None:
@@ -255,7 +269,9 @@ class SemanticCache:
     # --- following the log
 
     def fold(self, records: Sequence[Record], vectors: Mapping[EntryKey, NDArray[np.float32]] | None = None) -> None:
-        """Take in what was added, dropped and judged, in order. `vectors` are those already known, by entry."""
+        """Take in what was added, dropped and judged, in order. `vectors` are those already known,
+        by entry.
+        """
         self._expire()
         for record in records:
             if isinstance(record, EntriesDropped):
@@ -267,12 +283,16 @@ class SemanticCache:
                 self._add(record, (vectors or {}).get((record.partition, record.exact)))
 
     def retain(self, entries: set[EntryKey]) -> None:
-        """Drop every key that is not of these entries: the end of a rebuild into a cache that was not empty."""
+        """Drop every key that is not of these entries: the end of a rebuild into a cache that was
+        not empty.
+        """
         for number in [number for entry, number in self._by_entry.items() if entry not in entries]:
             self._drop(number)
 
     def settle(self, limit: int) -> int:
-        """Embed up to `limit` keys that wait beside others, so that the next lookup there need not. How many were."""
+        """Embed up to `limit` keys that wait beside others, so that the next lookup there need not.
+        How many were.
+        """
         waiting: list[_Key] = []
         while self._settling and len(waiting) < limit:
             name = next(iter(self._settling))
@@ -305,7 +325,8 @@ class SemanticCache:
         known = self._by_entry.get(entry)
         if known is not None:
             key = self._keys[known]
-            if (key.compat, key.text) == (record.compat, record.text):  # answered anew: the times and the answer change
+            # answered anew: the times and the answer change
+            if (key.compat, key.text) == (record.compat, record.text):
                 is_anew = key.created_at != record.created_at
                 key.created_at, key.expires_at = record.created_at, record.expires_at
                 if is_anew or record.group:
@@ -359,7 +380,9 @@ class SemanticCache:
     # --- vectors
 
     def _encode_with_pending(self, queries: Sequence[Query]) -> Encoded:
-        """Encode the queries and, in the same batch, the keys beside them that have no vector yet."""
+        """Encode the queries and, in the same batch, the keys beside them that have no vector
+        yet.
+        """
         waiting: list[_Key] = []
         for name in dict.fromkeys(query.partition + query.compat for query in queries):
             newest = list(self._namespaces[name].pending)[-_INLINE_MAX:]
@@ -379,7 +402,9 @@ class SemanticCache:
             self._put_vector(key, stored.astype(np.float32))
 
     def _put_vector(self, key: _Key, vector: NDArray[np.float32]) -> None:
-        """`vector` has been through float16, as the store keeps it: a rebuilt index holds the same numbers."""
+        """`vector` has been through float16, as the store keeps it: a rebuilt index holds the same
+        numbers.
+        """
         namespace = self._namespaces[key.namespace]
         if key.number in namespace.pending:
             del namespace.pending[key.number]

@@ -1,9 +1,10 @@
-"""From Redis into a semantic cache: the rebuild at start-up, and following the log afterwards, by the same fold.
+"""From Redis into a semantic cache: a rebuild at start-up, then the log, by the same fold.
 
-Knows the store and the semantic cache, no sockets. Reading is asynchronous; everything that touches the cache runs in the one thread
-it is given, so that encoding never holds the event loop. Invariants: records are folded in the log's order, verdicts in that of their
-partition's stream, each once; a rebuild that meets a changing store ends equal to it (the log's end is noted first, the scan is
-folded, then the log from there); a failure of Redis leaves the cache as it was and is retried.
+Knows the store and the semantic cache, no sockets. Reads are asynchronous; the given thread does
+all work on the cache, so encoding never blocks the event loop. Invariants: records are folded in
+the log's order, verdicts in that of their partition's stream, each once; a rebuild beside a
+changing store ends equal to it (it notes the log's end first, folds the scan, then the log from
+there); a failure of Redis leaves the cache as it was and is retried.
 """
 
 from __future__ import annotations
@@ -47,15 +48,18 @@ class Progress:
 
 
 class Follower:
-    """Keeps `cache` equal to the entries in Redis that have a text. `embedder_key` names who made the stored vectors."""
+    """Keeps `cache` equal to the entries in Redis that have a text. `embedder_key` names the model
+    of the stored vectors.
+    """
 
     def __init__(self, redis: Redis, cache: SemanticCache, thread: ThreadPoolExecutor, embedder_key: bytes) -> None:
         self.progress = Progress()
         self.is_up = False
-        self.failure = ""  # what Redis said last when it was away
+        self.failure = ""  # the last error of Redis
         self._store = EntryStore(redis)
         self._verdicts = VerdictStore(redis)
-        self._heard: dict[Partition, bytes] = {}  # how far each partition's verdicts have been folded
+        # how far each partition's verdicts have been folded
+        self._heard: dict[Partition, bytes] = {}
         self._cache = cache
         self._thread = thread
         self._embedder_key = embedder_key
@@ -68,8 +72,9 @@ class Follower:
         return self._position is not None
 
     async def follow(self) -> None:
-        """Fold what the log has, without waiting for more; where there is no place in the log, rebuild first. While Redis is away
-        nothing happens but `is_up`."""
+        """Fold what the log has, without waiting for more; where there is no place in the log,
+        rebuild first. While Redis is away nothing happens but `is_up`.
+        """
         async with self._lock:
             try:
                 if self._position is None:
@@ -81,8 +86,11 @@ class Follower:
                 self._fail(error)
 
     async def catch_up(self) -> None:
-        """What a lookup does first: fold one read of the log, unless Redis is away or a rebuild is running. One that began before
-        does not do: it may have read before what this lookup should see."""
+        """Fold one read of the log before a lookup, unless Redis is away or a rebuild is running.
+
+        It waits for a read that began before, and reads again: that one may have missed records
+        that this lookup should see.
+        """
         if not self.is_up or self._position is None:
             return
         async with self._lock:
@@ -125,8 +133,11 @@ class Follower:
         return end
 
     async def _resolve(self, records: Sequence[LogRecord]) -> list[Record]:
-        """The records with what the store knows about each entry that came; of those gone again there is nothing to fold. What a
-        partition's verdicts taught does not depend on its entries, so they follow at the end."""
+        """The records, with the store's facts on each entry that came; entries that are gone again
+        are left out.
+
+        A model does not depend on its partition's entries, so verdicts follow at the end.
+        """
         came: dict[Partition, dict[bytes, PromptAdded | None]] = {}
         for record in records:
             if isinstance(record, EntryAdded):
@@ -150,8 +161,11 @@ class Follower:
         return resolved
 
     async def _said(self, partition: Partition) -> list[Record]:
-        """The verdicts of a partition since they were read last. At the first time what the stream says of services is history: what
-        is out of them now is read after it, and what changes in between is told again."""
+        """The verdicts of a partition since the last read.
+
+        At the first read the stream's suspensions are history: the current ones are read after it,
+        and changes in between come again with the next read.
+        """
         after = self._heard.get(partition)
         said, self._heard[partition] = await self._verdicts.read(partition, after or b"0-0")
         if after is not None:

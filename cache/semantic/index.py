@@ -1,15 +1,16 @@
 """The nearest vectors within a namespace. The only file that imports faiss.
 
-Knows no texts and no Redis. Each namespace has FAISS inverted lists of its own: one list, searched whole, while it is small; past
-`flat_max` keys about 4 sqrt(2 n) lists of which the 32 nearest are searched. The lists of a namespace that has outgrown them (or shrunk
-under them) are made by a thread beside the work: it trains on a sample, copies list by list, and replays what came and went
-meanwhile; searches go on in the old ones until the new ones are complete. Vectors are kept as float16 (768 bytes for 384 dimensions);
-those that have been through float16 before, as the store's have, are kept exactly. On a GPU a large namespace is searched, exactly,
-in a copy there. Sources: Johnson et al., "Billion-scale similarity search with GPUs", arXiv:1702.08734, and FAISS' guidelines on the
-number of lists.
+Knows no texts and no Redis. Each namespace has FAISS inverted lists of its own: one list, searched
+whole, while it is small; past `flat_max` keys about 4 sqrt(2 n) lists, of which the 32 nearest are
+searched. A thread makes new lists for a namespace that has outgrown its own, or shrunk under them:
+it trains on a sample, copies list by list, and replays the changes since; searches use the old
+lists until the new ones are complete. Vectors are kept as float16 (768 bytes for 384 dimensions);
+those that have been through float16 before, as the store's have, are kept exactly. On a GPU a large
+namespace is searched, exactly, in a copy there. Sources: Johnson et al., "Billion-scale similarity
+search with GPUs", arXiv:1702.08734, and FAISS' guidelines on the number of lists.
 
-Invariants: a search answers with keys of its namespace only; a removed key is never answered again; below `flat_max` keys a search is
-exact; add and remove take microseconds whatever the size.
+Invariants: a search answers with keys of its namespace only; a removed key is never answered again;
+below `flat_max` keys a search is exact; add and remove take microseconds at any size.
 """
 
 from __future__ import annotations
@@ -38,14 +39,18 @@ _DEAD_MAX = 1_024  # removed rows that a copy on a GPU drags along; its top-k en
 _COPY_ROWS = 65_536
 
 MakeFlat = Callable[[int], Any]
-"""From dimensions to an empty index that searches exactly by inner product: FAISS' flat ones, or TorchFlat."""
+"""From dimensions to an empty index that searches exactly by inner product: FAISS' flat ones, or
+TorchFlat.
+"""
 _Changes = dict[int, NDArray[np.float32] | None]
 Run = Callable[[Callable[[], None]], None]
 """Does some work beside the caller's."""
 
 
 def on_gpu() -> MakeFlat | None:
-    """How to make an index on the GPU: with FAISS where this FAISS can, else with torch; None where this machine has none."""
+    """How to make an index on the GPU: with FAISS where this FAISS can, else with torch; None where
+    this machine has none.
+    """
     if hasattr(faiss, "StandardGpuResources") and faiss.get_num_gpus() > 0:
         resources = faiss.StandardGpuResources()
         return lambda dims: faiss.GpuIndexFlatIP(resources, dims)
@@ -53,7 +58,9 @@ def on_gpu() -> MakeFlat | None:
 
 
 def in_thread(work: Callable[[], None]) -> None:
-    """Beside everything else; does not outlive the process. Its priority is everybody's: it holds what others wait for, now and then."""
+    """Run `work` in a daemon thread of normal priority: now and then it holds a lock that searches
+    wait for.
+    """
     threading.Thread(target=work, name="index", daemon=True).start()
 
 
@@ -66,8 +73,10 @@ class Found:
 
 
 class VectorIndex:
-    """Unit vectors by namespace and key, a number of the caller's that no two vectors share. Used by one thread; `run` is
-    where lists are made. `mirror` makes the copies on a GPU, of namespaces with at least `mirror_min` keys."""
+    """Unit vectors by namespace and key, a number of the caller's that no two vectors share. Used
+    by one thread; `run` is where lists are made. `mirror` makes the copies on a GPU, of namespaces
+    with at least `mirror_min` keys.
+    """
 
     def __init__(
         self,
@@ -91,9 +100,8 @@ class VectorIndex:
         # decision: lists-per-namespace
         self._blocks: dict[bytes, _Block] = {}
         self._count = 0
-        self._lock = (
-            threading.Lock()
-        )  # around every use of lists that others can see; the thread that makes new ones takes turns
+        # around every use of lists that others can see; the thread that makes new ones takes turns
+        self._lock = threading.Lock()
         self._making = threading.Lock()  # one at a time
 
     def __len__(self) -> int:
@@ -142,7 +150,9 @@ class VectorIndex:
         return was_there
 
     def search(self, namespace: bytes, queries: NDArray[np.float32], count: int) -> list[Found]:
-        """For each of the (n, dims) queries its up to `count` nearest in the namespace, as far as the probed lists have them."""
+        """For each of the (n, dims) queries its up to `count` nearest in the namespace, as far as
+        the probed lists have them.
+        """
         block = self._blocks.get(namespace)
         if block is None:
             return [_found([], [])] * len(queries)
@@ -174,13 +184,15 @@ class VectorIndex:
                             return
                         changes, block.changes = block.changes or {}, {}
                     _replay(made, changes)
-        except Exception:  # out of memory, most likely: the old lists serve on, and the next growth tries again
+        except Exception:  # most likely out of memory: the old lists stay, the next growth retries
             _log.exception("the lists of %d vectors could not be made", block.lists.ntotal)
             with self._lock:
                 block.made_for, block.changes = block.lists.ntotal, None
 
     def _copied(self, block: _Block) -> Any:
-        """New lists with what is in the block's, but for the keys that came or went since the work began."""
+        """New lists with what is in the block's, but for the keys that came or went since the work
+        began.
+        """
         count = int(block.lists.ntotal)
         lists = int(4 * (2 * count) ** 0.5) if count >= self._flat_max // 2 else 1
         made = _empty(self._trained(block, lists) if lists > 1 else self._whole)
@@ -210,8 +222,9 @@ class VectorIndex:
 
 
 class _Block:
-    """A namespace. `changes` are the keys that came (with a vector) or went since new lists are being made, by the last word on each;
-    None while none are."""
+    """A namespace. `changes` are the keys that came (with a vector) or went since new lists are
+    being made, by the last word on each; None while none are.
+    """
 
     __slots__ = ("changes", "copy", "lists", "made_for")
 
@@ -223,7 +236,8 @@ class _Block:
 
     @property
     def size_bytes(self) -> int:
-        vectors = self.lists.ntotal * (self.lists.code_size + 8 + 48)  # code, key, its place in the direct map
+        # code, key, its place in the direct map
+        vectors = self.lists.ntotal * (self.lists.code_size + 8 + 48)
         return int(vectors + self.lists.nlist * 4 * self.lists.d + 3_000)
 
     def is_outgrown(self, flat_max: int) -> bool:
@@ -250,8 +264,11 @@ class _Block:
 
 
 class _Copy:
-    """A namespace's vectors in `flat`, on a GPU. What such an index can't do is overwrite: removed rows stay, unanswered, until there
-    are many."""
+    """A namespace's vectors in `flat`, on a GPU.
+
+    Such an index can't overwrite: removed rows stay, unanswered, until there are more than
+    `dead_max`.
+    """
 
     def __init__(self, flat: Any, lists: Any, dead_max: int) -> None:
         self._dead_max = dead_max

@@ -1,8 +1,9 @@
-"""What verdicts have taught: for each namespace a model and the tallies of its answers, and which answers are out of service.
+"""The state that verdicts have made: models, the tallies of answers, and which are out of service.
 
-Knows no keys, vectors, Redis or answers: only their names. An answer is named by its entry's id and when it was made, so that one
-made anew starts anew; a group of equal answers by its first. Invariant: what is known depends on the records and their order
-within a partition alone, not on which entries are there or when they came: a rebuild and a follower agree.
+Knows no keys, vectors, Redis or answers, only their names. The name of an answer is its entry's id
+and its time, so an answer made anew starts anew; the name of a group of equal answers is that of
+its first. Invariant: the state depends on the records and their order within a partition alone, not
+on which entries are there or when they came: a rebuild and a follower agree.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from cache.verdicts.records import AnswerCleared, AnswerJudged, AnswerSuspended,
 
 _GROUPS_MAX = 20_000  # of a namespace, whose tallies are kept; the oldest go first
 _TAUGHT_MAX = 5_000  # namespaces with a model of their own: about 10 kB each, before their verdicts
-_UNTOLD_COUNTS = 10  # as many audits as one that no judge could settle: what can't be judged is audited less
+# an audit that no judge could settle counts as so many: such answers are audited less
+_UNTOLD_COUNTS = 10
 
 
 @dataclass(slots=True)
@@ -29,7 +31,9 @@ class _Taught:
 
 
 class NamespaceStates:
-    """`rule_name` names the features that `rule` can learn from; those of another one are passed over."""
+    """The states of all namespaces. `rule_name` names the features that `rule` learns from;
+    verdicts on others are skipped.
+    """
 
     def __init__(self, rule: Rule, rule_name: bytes) -> None:
         self._rule = rule
@@ -87,19 +91,24 @@ class NamespaceStates:
             self._unlearn(next(iter(self._taught)))
 
     def _take_back(self, partition: Partition, group: bytes) -> None:
-        """An admin says that a group's answer was not wrong, as somebody had: what counts against it is forgotten. The model keeps
-        the row, among thousands: it is about the evidence, of which nobody has said anything."""
+        """An admin cleared a group: its wrong verdicts are forgotten.
+
+        The model keeps the row, among thousands: it is about features, and the clearing is about
+        one answer.
+        """
         for namespace, taught in self._taught.items():
             if namespace.startswith(partition) and group in taught.tallies:
                 taught.tallies[group] = (taught.tallies[group][0], 0.0)
 
     def leave(self, namespace: bytes) -> None:
-        """The namespace has no keys any more: its state goes, unless verdicts have made something of it."""
+        """The namespace has no keys any more: its state goes, unless verdicts have made something
+        of it.
+        """
         if namespace not in self._taught:
             self._states.pop(namespace, None)
 
     def clear(self) -> None:
-        """Before everything is told anew. Words belong to the keys and stay."""
+        """Forget all verdicts, before they are read anew. Words belong to the keys and stay."""
         self._suspended.clear()
         for namespace in list(self._taught):
             self._unlearn(namespace)

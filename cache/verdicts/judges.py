@@ -1,8 +1,10 @@
-"""Are two answers the same? The seam of a judge, equality up to form, and the agreement of short answers by words and vectors.
+"""Are two answers the same? The seam of a judge, equality up to form, and the agreement of short
+answers by words and vectors.
 
-Knows texts, and for agreement a function that encodes them; no HTTP, no language model and no Redis. `agree` runs in the cache worker,
-which has the encoder. Invariants: an answer that can't be compared is UNKNOWN, and nothing is learned from it; answers whose numbers,
-polarity or names differ are never the same, however similar the texts.
+Knows texts, and for agreement a function that encodes them; no HTTP, no language model and no
+Redis. `agree` runs in the cache worker, which has the encoder. Invariants: an answer that can't be
+compared is UNKNOWN, and nothing is learned from it; answers whose numbers, polarity or names differ
+are never the same, however similar the texts.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class Ruling(StrEnum):
 
 
 class Judgement(msgspec.Struct, frozen=True):
-    """What one judge says, its name, and why in a few words."""
+    """The ruling of one judge, its name, and the reason in a few words."""
 
     ruling: Ruling
     judge: str
@@ -47,11 +49,15 @@ class QAPair(msgspec.Struct, frozen=True):
 
 class Judge(Protocol):
     async def judge(self, fresh: QAPair, cached: QAPair) -> Judgement:
-        """Whether the cached answer would have done for the fresh one's prompt. Never raises: what fails is UNKNOWN."""
+        """Whether the cached answer would have served the fresh one's prompt. Never raises: a
+        failure is UNKNOWN.
+        """
 
 
 class EqualityJudge:
-    """The same text but for case, white space, punctuation and the way numbers are written; JSON by its values, code by its lines."""
+    """The same text but for case, white space, punctuation and the way numbers are written; JSON by
+    its values, code by its lines.
+    """
 
     name = "equality"
 
@@ -77,7 +83,7 @@ class EqualityJudge:
 
 
 class Panel:
-    """Several judges, asked in order until one can tell: the cheap first."""
+    """Several judges, asked in order until one can decide: the cheap first."""
 
     def __init__(self, judges: Sequence[Judge]) -> None:
         self._judges = judges
@@ -96,7 +102,9 @@ _GROUPED = re.compile(r"[-−]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
 def normalised(text: str) -> tuple[str, ...]:
-    """Words, numbers and operators: case, spacing, markdown's emphasis and the punctuation of prose left out."""
+    """Words, numbers and operators: case, spacing, markdown's emphasis and the punctuation of prose
+    left out.
+    """
     plain = unicodedata.normalize("NFKC", text).casefold().replace("**", "").replace("__", "").replace("’", "'")
     return tuple(_number(token) if token[-1].isdigit() else token for token in _TOKEN.findall(plain))
 
@@ -151,7 +159,9 @@ _STANCES |= {"no": "no", "nope": "no", "incorrect": "no", "wrong": "no", "false"
 
 
 def agree(fresh: str, cached: str, encode: Callable[[Sequence[str]], Encoded]) -> Judgement:
-    """Whether a cached answer says what a fresh one does. Encodes both where their words leave it open."""
+    """Whether a cached answer says what a fresh one does. Encodes both where their words leave it
+    open.
+    """
     one, other = read(fresh), read(cached)
     if not one.words or not other.words or max(len(one.words), len(other.words)) > SHORT_WORDS:
         return Judgement(Ruling.UNKNOWN, _NAME, "too long to compare by meaning")
@@ -166,7 +176,8 @@ def agree(fresh: str, cached: str, encode: Callable[[Sequence[str]], Encoded]) -
     cosine = float(mine @ its)
     is_swapped = bool(one.content_set - other.content_set and other.content_set - one.content_set)
     ruling = Ruling.UNKNOWN
-    is_guarded = guard is not None or one.negations != other.negations  # two negations are not always none
+    # two negations are not always none
+    is_guarded = guard is not None or one.negations != other.negations
     if not is_guarded and cosine >= (_SURE_COSINE if is_swapped else _SAME_COSINE):
         ruling = Ruling.SAME
     is_terse = max(len(one.content), len(other.content)) <= _TERSE_WORDS
@@ -176,5 +187,5 @@ def agree(fresh: str, cached: str, encode: Callable[[Sequence[str]], Encoded]) -
 
 
 def _stance(one: TextFeatures) -> str:
-    """What an answer that begins with yes or no says; empty for any other."""
+    """The stance of an answer that begins with yes or no; empty for any other."""
     return _STANCES.get(one.words[0], "")

@@ -1,7 +1,8 @@
-"""Verdicts as plain values: what was found, what follows from it, and what a response had served.
+"""Verdicts as plain values: the verdict on an answer, its effects, and the answer that a response
+served.
 
-Knows no Redis and no rule. An answer is named by its entry's id and when it was made, so that one made anew is another; a group of
-equal answers by its first.
+Knows no Redis and no rule. The name of an answer is its entry's id and its time, so an answer made
+anew is another; the name of a group of equal answers is that of its first.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ class Source(StrEnum):
     MISS = "miss"  # a request that was generated anyway, and the answers near it
     AUDIT = "audit"  # a would-be hit that was generated instead
     SHADOW = "shadow"  # a served hit, generated afresh in the background
-    FEEDBACK = "feedback"  # somebody said so
+    FEEDBACK = "feedback"  # a client or an admin reported it
     AGAIN = "again"  # a served hit whose client asked again at once, past the cache
 
 
 class Scope(StrEnum):
-    """What a wrong verdict takes out of service."""
+    """The reach of a wrong verdict: which answers it takes out of service."""
 
     NOTHING = ""
     ANSWER = "a"
@@ -35,11 +36,14 @@ class Scope(StrEnum):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a cached answer was right for a request, None where no judge could say, on the trial of that request.
+    """Whether a cached answer was right for a request, None where no judge could say, on the trial
+    of that request.
 
-    `exact` and `created_at` name the fresh answer it was compared with (empty: there is none). The trial's `chance` is with which
-    probability this comparison was made; its features are empty where the model has nothing to learn. `at` is unix seconds; `judge`
-    and `why` say which judge found so; it counts `weight` in the tally of the answer's group."""
+    `exact` and `created_at` name the fresh answer it was compared with (empty: there is none). The
+    trial's `chance` is with which probability this comparison was made; its features are empty
+    where the model has nothing to learn. `at` is unix seconds; `judge` and `why` say which judge
+    found so; it counts `weight` in the tally of the answer's group.
+    """
 
     source: Source
     compat: bytes
@@ -53,7 +57,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     weight: float = 1.0
 
     def encode(self) -> bytes:
-        """As it is kept, flat: what was made of the trial's `ranked` entries, the stream says itself."""
+        """The stored form, flat. The trial's `ranked` is left out: the stream has the answer beside
+        the verdict.
+        """
         trial, own = self.trial, msgspec.structs.asdict(self)
         del own["trial"]
         return _ENCODER.encode(
@@ -87,7 +93,9 @@ class _StoredVerdict(msgspec.Struct, frozen=True, array_like=True, kw_only=True,
 
 
 class Suspension(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="s1"):
-    """Why an answer is out of service. `exact` is the entry that was served; `request_id` who was served it."""
+    """Why an answer is out of service. `exact` is the entry that was served, `request_id` the
+    request that it answered.
+    """
 
     exact: bytes
     source: Source
@@ -99,7 +107,9 @@ class Suspension(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """What response `id` served: the answer of entry `exact`, made at `created_at`, on this trial."""
+    """What response `id` served: the answer of entry `exact`, made at `created_at`, on this
+    trial.
+    """
 
     id: str
     exact: bytes
@@ -117,7 +127,9 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def decode(data: bytes) -> Reply:
-        """Raises msgspec.DecodeError. The trial of what comes out has no `ranked`, and a `chance` of 1."""
+        """Raises msgspec.DecodeError. The trial of what comes out has no `ranked`, and a `chance`
+        of 1.
+        """
         own = msgspec.structs.asdict(_REPLIES.decode(data))
         trial = Trial((), own.pop("features"), own.pop("p"), 1.0, own.pop("rule"))
         return Reply(trial=trial, **own)
@@ -151,15 +163,20 @@ class AnswerRef:
 
 
 def answer_name(exact: bytes, created_at: float) -> bytes:
-    """The name of one answer: 16 bytes of its entry's id, and when it was made as a big-endian double."""
+    """The name of one answer: 16 bytes of its entry's id, and when it was made as a big-endian
+    double.
+    """
     # decision: groups-hold-answers
     return exact + struct.pack(">d", created_at)
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerJudged:
-    """A verdict as the indexes learn it: `other` names the group of the answer that it is on, `joined` the group whose answer the
-    fresh one equals, if any."""
+    """A verdict, as the indexes learn it.
+
+    `other` names the group of the judged answer, `joined` the group of the answer that equals the
+    fresh one, if any.
+    """
 
     partition: Partition
     verdict: Verdict
@@ -169,7 +186,9 @@ class AnswerJudged:
 
 @dataclass(frozen=True, slots=True)
 class AnswerSuspended:
-    """An answer (`name` is `a` and its name) or a whole group of equal ones (`g` and its name) is out of service."""
+    """An answer (`name` is `a` and its name) or a whole group of equal ones (`g` and its name) is
+    out of service.
+    """
 
     partition: Partition
     name: bytes
@@ -177,7 +196,7 @@ class AnswerSuspended:
 
 @dataclass(frozen=True, slots=True)
 class AnswerCleared:
-    """Somebody has looked at it: it may be served again."""
+    """An admin has cleared an answer or a group: it may be served again."""
 
     partition: Partition
     name: bytes

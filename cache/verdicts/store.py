@@ -1,14 +1,16 @@
-"""Verdicts in Redis: what was found, which answers are equal, which are out of service, and who was served what.
+"""Verdicts in Redis, with groups of equal answers, suspensions, and the answers of responses.
 
-    sameway:{P}:verdicts     stream   what was found, in the order in which every index learns it; P: the partition in hex
-    sameway:{P}:groups       hash     exact -> when its answer was made, the name of its group     gone with the entry
-    sameway:{P}:suspended    hash     name -> Suspension                                           until somebody clears it
+    sameway:{P}:verdicts     stream   verdicts, in the order in which every index learns them
+    sameway:{P}:groups       hash     exact -> its answer's time, the name of its group
+    sameway:{P}:suspended    hash     name -> Suspension, until it is cleared
     sameway:{P}:told:I       string   a verdict with the id I has been taken
-    sameway:{P}:reply:R      string   Reply: what response R served, for who reports on it; R is its id, or that of its answer
+    sameway:{P}:reply:R      string   Reply: the answer that response R, or the answer R, served
 
-Knows no answers and no texts: digests, numbers and times. The log (`cache.exact.log`) says in which partition there is something new, and
-a follower reads the stream from where it was: what a process that died did not say is read with the next. Invariants: one
-script takes a verdict with all that follows from it, once for an id; a group holds answers, not entries: one made anew is in none.
+P is the partition in hex. Knows no answers and no texts: digests, numbers and times. The log
+(`cache.exact.log`) names the partitions with new verdicts, and a follower reads their streams from
+its last position: a verdict that a crashed process did not announce is read with the next.
+Invariants: one script takes a verdict with all its effects, once for an id; a group holds answers,
+not entries: an answer made anew is in none.
 """
 
 from __future__ import annotations
@@ -46,9 +48,10 @@ _SUSPENDED_MAX = 10_000
 _ENCODER = msgspec.msgpack.Encoder()
 _SUSPENSIONS = msgspec.msgpack.Decoder(Suspension)
 
-# KEYS: verdicts, groups, about, suspended, told. ARGV: verdict, once_ms, kept_ms, length_max, other, its time, same as (or empty),
-# its time, asked (or empty), its time, scope, suspension, suspended_max. Answers whether it was new. A group is resolved here, where
-# nothing can move it meanwhile.
+# KEYS: verdicts, groups, about, suspended, told. ARGV: verdict, once_ms, kept_ms, length_max,
+# other, its time, same as (or empty), its time, asked (or empty), its time, scope, suspension,
+# suspended_max. Answers whether it was new. A group is resolved here, where nothing can move it
+# meanwhile.
 _TAKE = """
 local verdicts, groups, about, suspended = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 if not redis.call('SET', KEYS[5], 1, 'NX', 'PX', ARGV[2]) then return 0 end
@@ -105,8 +108,10 @@ class VerdictStore:
         scope: Scope = Scope.NOTHING,
         suspension: Suspension | None = None,
     ) -> bool:
-        """Keep a verdict on the answer `other`, with what follows: the asked entry joins the group of `same_as`, `scope` goes out
-        of service. False where one with this id was taken before: nothing happens then, but that it is said again."""
+        """Keep a verdict on the answer `other`, with what follows: the asked entry joins the group
+        of `same_as`, `scope` goes out of service. False where one with this id was taken before:
+        nothing happens then, but that it is said again.
+        """
         tag = _tag(partition)
         keys = (tag + "verdicts", tag + "groups", tag + "about", tag + "suspended", tag + "told:" + id)
         equal = (same_as.exact, _double(same_as.created_at)) if same_as is not None else (b"", b"")
@@ -120,7 +125,7 @@ class VerdictStore:
         return is_new
 
     async def take_once(self, partition: Partition, id: str) -> bool:
-        """A verdict that only its id is kept of. False where it was taken before."""
+        """Take a verdict of which only the id is kept. False if it was taken before."""
         key = _tag(partition) + "told:" + id
         return bool(await self._redis.execute_command("SET", key, 1, "NX", "PX", _ms(_ONCE_S)))
 
@@ -135,7 +140,7 @@ class VerdictStore:
         return was
 
     async def suspended(self, partition: Partition) -> dict[bytes, Suspension]:
-        """What is out of service, by name."""
+        """The suspensions of a partition, by name."""
         found: dict[bytes, Suspension] = {}
         cursor = 0
         while True:
@@ -151,7 +156,9 @@ class VerdictStore:
                 return found
 
     async def read(self, partition: Partition, after: bytes) -> tuple[list[VerdictRecord], bytes]:
-        """Everything said after a position of the stream (`0-0`: all that is kept), and the position then."""
+        """Everything said after a position of the stream (`0-0`: all that is kept), and the
+        position then.
+        """
         records: list[VerdictRecord] = []
         while True:
             # decision: verdicts-in-one-stream
@@ -170,13 +177,15 @@ class VerdictStore:
         return [(_undouble(value[:8]), value[8:]) if value is not None else None for value in values]
 
     async def remember_reply(self, partition: Partition, reply: Reply, names: Iterable[str], ttl_s: float) -> None:
-        """Under its id, and under other names that its reader may know it by; a name means the latest reply that had it."""
+        """Under its id, and under other names that its reader may know it by; a name means the
+        latest reply that had it.
+        """
         value = reply.encode()
         for name in (reply.id, *names):
             await self._redis.execute_command("SET", _tag(partition) + "reply:" + name, value, "PX", _ms(ttl_s))
 
     async def reply(self, partition: Partition, id: str) -> Reply | None:
-        """What a response served; None where nobody remembers."""
+        """The answer that a response served; None if it is not remembered."""
         value = await self._redis.execute_command("GET", _tag(partition) + "reply:" + id)
         return Reply.decode(value) if value is not None else None
 

@@ -8,4 +8,5 @@ from cache.worker.worker import main
 if __name__ == "__main__":
     status = main()
     logging.shutdown()
-    os._exit(status)  # a model may still be loading in the thread, which the interpreter would wait for
+    # a model may still be loading in the thread, which the interpreter would wait for
+    os._exit(status)

@@ -1,8 +1,9 @@
 """The gateway's end of the cache worker's socket.
 
-Knows no torch, FAISS or Redis. Runs on one event loop, multiplexes everything over one connection and reconnects by itself.
-Invariants: a lookup never raises and never outlives its time-out: without the worker it is a miss that says so; what nobody waits
-for any more is cancelled in the worker.
+Knows no torch, FAISS or Redis. Runs on one event loop, multiplexes all requests over one connection
+and reconnects by itself. Invariants: a lookup never raises and never outlives its time-out: without
+the worker it is a miss with that reason; a request whose caller has gone is cancelled in the
+worker.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ T = TypeVar("T")
 
 
 class TextTooLong(CacheError):
-    """A text does not fit the encoder's window: `index` in the request, `tokens` of at most `tokens_max`."""
+    """A text does not fit the encoder's window: `index` in the request, `tokens` of at most
+    `tokens_max`.
+    """
 
     def __init__(self, index: int, tokens: int, tokens_max: int) -> None:
         super().__init__(f"text {index} has {tokens} tokens, the encoder reads at most {tokens_max}")
@@ -58,7 +61,9 @@ class TextTooLong(CacheError):
 
 
 class SemanticClient:
-    """Ask the worker at `socket_path`. `timeout_s` bounds a lookup. Use as an async context manager, or `start` and `aclose`."""
+    """Ask the worker at `socket_path`. `timeout_s` bounds a lookup. Use as an async context
+    manager, or `start` and `aclose`.
+    """
 
     def __init__(self, socket_path: Path | str, timeout_s: float = 0.5) -> None:
         self._path = str(socket_path)
@@ -67,7 +72,8 @@ class SemanticClient:
         self._waiting: dict[int, asyncio.Future[AnswerPayload]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._link: asyncio.Task[None] | None = None
-        self._silence: MissReason | None = MissReason.LOADING  # why nobody should wait: nothing was heard since
+        # why no lookup should wait: no answer has come since
+        self._silence: MissReason | None = MissReason.LOADING
 
     def start(self) -> None:
         """Begin to connect, and keep connecting, in the background. Needs a running loop."""
@@ -92,8 +98,12 @@ class SemanticClient:
         return self._writer is not None
 
     async def lookup(self, query: Query, timeout_s: float | None = None) -> Hit | Miss:
-        """The verdict on a prompt. Without a worker, or in time, it is a Miss with UNAVAILABLE, LOADING or TIMEOUT. While the
-        worker is silent (its imports hold it up, or one lookup was not answered in time) nobody else waits for it."""
+        """The decision on a prompt. Without a worker, or in time, it is a Miss with UNAVAILABLE,
+        LOADING or TIMEOUT.
+
+        While the worker is silent (its imports hold it up, or one lookup was not answered in time)
+        no other lookup waits for it. `timeout_s` may only shorten the client's.
+        """
         timeout_s = min(self._timeout_s, timeout_s) if timeout_s is not None else self._timeout_s
         if self._writer is not None and self._silence is not None:
             return Miss(self._silence)
@@ -107,8 +117,9 @@ class SemanticClient:
         return reply if isinstance(reply, Hit | Miss) else Miss(MissReason.UNAVAILABLE)
 
     async def near(self, query: Query, count: int = 8) -> Neighbourhood:
-        """The decision for a prompt and its neighbours in the same partition and compat: to be seen, not counted. Raises
-        CacheWorkerUnavailable."""
+        """The decision for a prompt and its neighbours in the same partition and compat: to be
+        seen, not counted. Raises CacheWorkerUnavailable.
+        """
         shown = msgspec.structs.replace(query, is_try=True)
         ask = AskNear(next(self._ids), shown, count, _NEAR_TIMEOUT_S)
         return _expect(Neighbourhood, await self._ask_or_raise(ask, _NEAR_TIMEOUT_S))
@@ -147,7 +158,9 @@ class SemanticClient:
             raise CacheWorkerUnavailable(f"the cache worker did not answer within {timeout_s:g} s") from None
 
     async def _ask(self, ask: AskLookup | AskNear | AskEmbed | AskAgree | AskStatus, timeout_s: float) -> AnswerPayload:
-        """Raises CacheWorkerUnavailable at once where there is no connection, TimeoutError where no answer came."""
+        """Raises CacheWorkerUnavailable at once where there is no connection, TimeoutError where no
+        answer came.
+        """
         if self._writer is None:
             raise CacheWorkerUnavailable("the cache worker is away")
         data = frame(ask)
@@ -181,7 +194,8 @@ class SemanticClient:
                 self._listen(MissReason.LOADING)
                 await self._read(reader)
             except (OSError, asyncio.IncompleteReadError, msgspec.DecodeError):
-                pass  # away, gone or broken: everybody who waits is told below, and the next attempt follows
+                # away, gone or broken: waiting requests fail below, and the next attempt follows
+                pass
             finally:
                 self._lose()
             await asyncio.sleep(_RECONNECT_S[min(attempt, len(_RECONNECT_S) - 1)])
@@ -197,7 +211,7 @@ class SemanticClient:
                 future.set_result(answer.payload)
 
     def _lose(self) -> None:
-        """Close the connection and tell everybody who waits."""
+        """Close the connection and fail every waiting request."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()

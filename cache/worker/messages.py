@@ -1,7 +1,9 @@
-"""What is asked of the semantic cache and what it answers, in its process and across the worker's socket.
+"""What is asked of the semantic cache and what it answers, in its process and across the worker's
+socket.
 
-Plain msgspec values and their framing: a 4-byte big-endian length, then msgpack. Knows no torch, FAISS or Redis. Invariant:
-what a client does not understand closes its connection, never the worker.
+Plain msgspec values and their framing: a 4-byte big-endian length, then msgpack. Knows no torch,
+FAISS or Redis. Invariant: what a client does not understand closes its connection, never the
+worker.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class WorkerState(StrEnum):
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True, tag="status"):
-    """What the worker is doing. `progress` is 0 to 1 of `state`; `lookups` and `batches` count since its start."""
+    """The worker's state. `progress` is 0 to 1 of `state`; `lookups` and `batches` count since its
+    start.
+    """
 
     state: WorkerState
     progress: float = 0.0
@@ -110,7 +114,7 @@ class AskStatus(msgspec.Struct, frozen=True, array_like=True, tag="status"):
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
-    """Whoever asked `id` does not wait any more."""
+    """The client of request `id` does not wait any more."""
 
     id: int
 

@@ -1,4 +1,6 @@
-"""How a cache worker is started: its command line as a value. Knows no cache and imports nothing heavy."""
+"""How a cache worker is started: its command line as a value. Knows no cache and imports nothing
+heavy.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ class Options:
     keys_max: int
     error_max: float
     is_audited: bool
-    parent_pid: int = field(default_factory=os.getppid)  # as early as can be: a parent may die while this starts
+    # as early as can be: a parent may die while this starts
+    parent_pid: int = field(default_factory=os.getppid)
 
 
 def _cores() -> int:

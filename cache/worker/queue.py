@@ -1,6 +1,8 @@
-"""Who waits in the cache worker, for what, and how many are answered together.
+"""The requests that wait in the cache worker, their connections, and how many are answered
+together.
 
-Knows the messages, no cache and no encoder. Invariant: nobody is answered twice, or after leaving.
+Knows the messages, no cache and no encoder. Invariant: no request is answered twice, or after its
+client left.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""The cache worker: one process a host that holds the encoder and the index, and answers every gateway worker on a unix socket.
+"""The cache worker: one process a host with the encoder and the index, for all its gateway workers.
 
     python -m cache.worker --socket PATH [--redis URL] [--embedder NAME] [--device auto|cpu|cuda]
 
-The socket listens at once; heavy imports and the model follow in a thread, and until then lookups are a miss that says LOADING. All
-work on the cache runs in one thread, lookups in batches of whatever waits when it is free. Before a batch the log is folded, so a
-lookup sees every store that finished before it. Invariants: what nobody waits for any more is not computed; garbage closes its own
-connection and nothing else; while Redis is away lookups are answered from what the index has (a hit is only a pointer: the
-gateway fetches the entry from Redis, so what was purged can't be served). Ends on SIGTERM, or with its parent.
+The socket listens at once; heavy imports and the model follow in a thread, and until then lookups
+are a miss with LOADING. One thread does all work on the cache, lookups in batches of those that
+wait when it is free. Before a batch the log is folded, so a lookup sees every store that finished
+before it. Invariants: a request whose client has gone is not computed; garbage closes its own
+connection and nothing else; while Redis is away the index answers lookups (a hit is only a pointer:
+the gateway fetches the entry from Redis, so a purged one can't be served). Ends on SIGTERM, or with
+its parent.
 """
 
 from __future__ import annotations
@@ -56,11 +58,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("cache.worker")  # not __name__: operators know the process by this name
 
-_LOOKUPS, _LOOKUP_CHARS = (
-    64,
-    4_000,
-)  # in one batch: a larger one is hardly faster a text, and all of it waits for its end
-_EMBED_TEXTS, _EMBED_CHARS = 8, 1_000  # embedded at a time for others than lookups, which so never wait long
+# in one batch of lookups: a larger one is hardly faster a text, and all of it waits for its end
+_LOOKUPS, _LOOKUP_CHARS = 64, 4_000
+# at a time of the texts that are no lookups', so that a lookup never waits long
+_EMBED_TEXTS, _EMBED_CHARS = 8, 1_000
 _FOLLOW_S = 0.25
 _RETRY_S = 15.0
 _PARENT_S = 0.5
@@ -84,7 +85,9 @@ class Worker:
         self._stop = asyncio.Event()
 
     async def run(self) -> None:
-        """Serve until SIGTERM, SIGINT or the parent's death. Raises OSError where the socket can't be had."""
+        """Serve until SIGTERM, SIGINT or the parent's death. Raises OSError where the socket can't
+        be had.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
@@ -122,7 +125,7 @@ class Worker:
             try:
                 _log.info("loading the embedder %s", self._options.embedder)
                 cache, key = await loop.run_in_executor(self._thread, _load, self._options)
-            except Exception as error:  # whatever a model library raises: the worker says so and tries again
+            except Exception as error:  # a model library may raise anything
                 self._failure = f"{type(error).__name__}: {error}"
                 _log.exception("the embedder %s can't be loaded", self._options.embedder)
                 await asyncio.sleep(_RETRY_S)
@@ -193,8 +196,10 @@ class Worker:
                 job.answer(found if isinstance(job.ask, AskNear) else found.decision)
 
     async def _prepare(self, cache: SemanticCache, follower: Follower, jobs: list[Job]) -> None:
-        """Embed the prompts while Redis is asked for what is new: neither needs the other. A failure to embed is met again by the
-        lookup that follows."""
+        """Embed the prompts while Redis is asked for new records: neither needs the other.
+
+        If embedding fails, the lookup that follows fails too and reports it.
+        """
         loop = asyncio.get_running_loop()
         queries = [job.ask.query for job in jobs if isinstance(job.ask, AskLookup | AskNear)]
         known = [query for query in queries if cache.has_neighbours(query)]
@@ -217,7 +222,9 @@ class Worker:
                 self._fail([job], error)
 
     async def _embed(self, job: Job) -> None:
-        """A few texts at a time, so that lookups come in between, and none once nobody waits."""
+        """Embed a few texts at a time, so that lookups come in between, and none once the client
+        has gone.
+        """
         assert isinstance(job.ask, AskEmbed)
         assert self._cache is not None
         cache, loop = self._cache, asyncio.get_running_loop()
@@ -325,7 +332,9 @@ def _describe(is_following: bool, is_up: bool) -> str:
 
 
 def _load(options: Options) -> tuple[SemanticCache, bytes]:
-    """Heavy: imports OpenVINO (or torch) and FAISS and loads the model. Runs in the worker's thread."""
+    """Heavy: imports OpenVINO (or torch) and FAISS and loads the model. Runs in the worker's
+    thread.
+    """
     from cache.decision.model import beside
     from cache.decision.prior import PRIOR
     from cache.decision.rule import VerifiedRule

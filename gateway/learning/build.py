@@ -1,6 +1,8 @@
-"""The parts that make the semantic cache learn, put together: who judges, who is heard, what is measured and what follows.
+"""The parts that make the semantic cache learn, put together: who judges, who is heard, what is
+measured and what follows.
 
-Knows how they fit and nothing of what they do. Invariant: a worker without any of it would serve the same answers, and never better.
+Knows how they fit and nothing of what they do. Invariant: a worker without any of it would serve
+the same answers, and never better.
 """
 
 import random
@@ -28,7 +30,7 @@ _log = get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Learning:
-    """What a worker learns with."""
+    """The learning parts of a worker."""
 
     verdicts: VerdictStore
     judging: Judging
@@ -46,7 +48,9 @@ class Learning:
             self._own.connect(pipeline)
 
     async def look(self) -> None:
-        """Measure, and tighten or relax bounds. Raises redis.exceptions.RedisError, SQLAlchemyError."""
+        """Measure, and tighten or relax bounds. Raises redis.exceptions.RedisError,
+        SQLAlchemyError.
+        """
         changed = self.truth.update(await self._stats.samples(), await self._accounts.list_teams())
         for live in changed:
             _tell(live)

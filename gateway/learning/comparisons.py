@@ -1,9 +1,11 @@
-"""What a running cache learns from: fresh answers compared with the cached ones near them, served hits checked, words of clients.
+"""Comparisons that teach the semantic cache: fresh answers with cached ones, served hits, repeats.
 
-After a miss or an audit is recorded its answer is compared with those of up to three entries; a share of served hits is generated
-afresh and compared; a client that asks the same again at once, past the cache, is heard. All of it happens behind the clients'
-backs, in order and bounded: what finds no room is not judged. Knows no rule and no routes. Invariants: no request waits for
-anything here; what no judge can tell teaches nothing; a verdict has an id and counts once.
+After a miss or an audit is recorded, its answer is compared with those of up to three entries. A
+share of served hits is generated afresh and compared. A client that asks the same again at once,
+past the cache, gives a verdict on the hit before. All of it runs after the response, in order and
+bounded: an answer that finds no room is not judged. Knows no rule and no routes. Invariants: no
+request waits for a comparison; an answer that no judge can compare teaches nothing; a verdict has
+an id and counts once.
 """
 
 import asyncio
@@ -44,7 +46,8 @@ _ANSWER_BYTES_MAX = 64 << 10  # a longer one no judge reads
 _AGAIN_S = 60.0
 _AGAIN_KEYS_MAX = 10_000
 _AGAIN_SHARED = 0.8  # of the words of both prompts
-_AGAIN_WEIGHT = 0.25  # of a verdict: what nobody could compare, and somebody did not take
+# of a verdict on an answer that no judge could compare and a client did not take
+_AGAIN_WEIGHT = 0.25
 _log = get_logger()
 
 Regenerate = Callable[[Turn], Awaitable[bytes | None]]
@@ -78,7 +81,7 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """What a key was served last by meaning."""
+    """The last semantic hits of a key."""
 
     at: float
     words: frozenset[str]
@@ -87,9 +90,13 @@ class _Served:
 
 
 class Judging:
-    """One worker's. `judge` costs nothing; `dear` is asked what it can't tell, of answers to prompts that are near. `regenerate` answers
-    a turn afresh at the gateway's own expense, None where it may not or can't; `share` is that of served hits to check so. `random`
-    gives numbers in [0, 1); `note` is told of every check, `count` of every verdict."""
+    """The comparisons of one worker.
+
+    `judge` costs nothing; `dear` is asked about answers to near prompts that `judge` can't decide.
+    `regenerate` answers a turn afresh at the gateway's own expense, or returns None; `share` is the
+    share of served hits to check so. `random` gives numbers in [0, 1); `note` gets every check,
+    `count` every verdict.
+    """
 
     def __init__(
         self,
@@ -124,7 +131,7 @@ class Judging:
         """Answers that are still to be judged, or are being."""
         return len(self._queue) + len(self._running)
 
-    # -- what the pipeline tells: never awaits, never raises -----------------------------------------------------
+    # -- called by the pipeline: never awaits, never raises
 
     def recorded(self, flight: Flight, record: Record) -> None:
         """A request that led a flight is over."""
@@ -165,12 +172,14 @@ class Judging:
             self._put(self._asked(flight, record, entry, trial, Source.SHADOW, self._chance(trial)))
 
     def _chance(self, trial: Trial) -> float:
-        """With which probability a would-be hit like this one is compared: audited, or served and then checked."""
+        """With which probability a would-be hit like this one is compared: audited, or served and
+        then checked.
+        """
         audited = _audited(trial)
         return audited + (1.0 - audited) * self._share
 
     def _last_served(self, found: Fingerprint, record: Record) -> _Served | None:
-        """The hit of the last minute whose prompt this key now asks again, past the cache."""
+        """The hit of the last minute with this prompt, if the key asks it again past the cache."""
         words, now = _words(found.text or ""), time.monotonic()
         for served in reversed(self._served.get(record.key_id, ())):
             both = len(words | served.words)
@@ -221,10 +230,10 @@ class Judging:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
-    # -- the work ---------------------------------------------------------------------------------------------
+    # -- the work
 
     async def run(self) -> None:
-        """For ever: judge what waits, a few at a time."""
+        """Judge waiting answers forever, a few at a time."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -235,7 +244,7 @@ class Judging:
                 self._start(self._one(self._queue.popleft()))
 
     async def aclose(self) -> None:
-        """What is under way is finished; what waits is let go of."""
+        """Finish running comparisons; drop waiting ones."""
         self._queue.clear()
         if self._running:
             await asyncio.wait(self._running, timeout=2.0)
@@ -255,7 +264,9 @@ class Judging:
             _log.exception("judging_failed", source=asked.source, request_id=asked.record.request_id)
 
     async def _compare(self, asked: _Asked) -> None:
-        """A fresh answer with those near it: the first comparison is the verdict, an equal one makes a group."""
+        """A fresh answer with those near it: the first comparison is the verdict, an equal one
+        makes a group.
+        """
         trial, fresh = asked.trial, _qa_pair(asked.text, asked.chunks)
         entries = await self._exact.lookup_many(asked.partition, asked.compat, trial.ranked)
         first = entries[0]
@@ -276,7 +287,9 @@ class Judging:
         await self._verdicts.take(asked.partition, f"{asked.record.request_id}:{asked.source}", verdict, other_ref, ref)
 
     async def _check_served(self, asked: _Asked) -> None:
-        """Generate what was served by meaning, and compare. A wrong one is served no more until somebody clears it."""
+        """Generate a semantic hit's answer afresh and compare. A wrong answer is not served again
+        until it is cleared.
+        """
         assert self._regenerate is not None
         assert asked.entry is not None
         answer = await self._regenerate(asked.turn)
@@ -291,7 +304,10 @@ class Judging:
         await self._take_served(asked, verdict, ref, judgement, is_wrong=is_right is False)
 
     async def _check_again(self, asked: _Asked) -> None:
-        """Somebody did not take what was served: a different fresh answer is a wrong verdict, one nobody can compare a weak one."""
+        """Compare the answer of a repeated request with the hit before.
+
+        A different fresh answer is a wrong verdict, one that no judge can compare a weak one.
+        """
         fresh, served = _qa_pair(asked.text, asked.chunks), asked.served
         assert served is not None
         (entry,) = await self._exact.lookup_many(asked.partition, asked.compat, (served.exact,))
@@ -344,7 +360,8 @@ class Judging:
     def _say(self, asked: _Asked, judgement: Judgement, is_right: bool | None) -> None:
         self._count(asked.source, judgement.ruling, judgement.judge)
         if is_right is not None and asked.source in (Source.AUDIT, Source.SHADOW):
-            # of the would-be hits like this one a share of 1 - audited was served, and a share of `chance` compared
+            # of the would-be hits like this one a share of 1 - audited was served, and a share of
+            # `chance` compared
             self._note(Check(asked.record, not is_right, (1.0 - _audited(asked.trial)) / asked.chance))
 
     async def _judgement(self, fresh: QAPair, entry: Entry, similarity: float | None) -> Judgement:
@@ -369,12 +386,16 @@ def _is_same(judgement: Judgement) -> bool | None:
 
 
 def _audited(trial: Trial) -> float:
-    """With which probability a would-be hit is generated instead; 1 says that it was not to be served or nothing is audited."""
+    """With which probability a would-be hit is generated instead; 1 says that it was not to be
+    served or nothing is audited.
+    """
     return trial.chance if trial.chance < 1.0 else 0.0
 
 
 def _qa_pair(prompt: str, chunks: Sequence[Chunk]) -> QAPair | None:
-    """A question and its answer, for a judge; None where the answer is nothing that one can read."""
+    """A question and its answer, for a judge; None where the answer is nothing that one can
+    read.
+    """
     try:
         whole = fold(chunks)
     except msgspec.DecodeError:

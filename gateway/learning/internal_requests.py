@@ -1,7 +1,9 @@
-"""Requests that the gateway makes itself, through its own routes: a judge's questions, and answers generated afresh to check a hit.
+"""Requests that the gateway makes itself, through its own routes: a judge's questions, and answers
+generated afresh to check a hit.
 
-They belong to a team of their own, with a hard daily budget and no key: their cost is in the ledger and on the team's page like
-anybody's, and where the money is spent there are none. Knows no judge. Invariant: nothing of them is read from a cache or stored.
+They belong to a team of their own, with a hard daily budget and no key: their cost is in the ledger
+and on the team's page like anybody's, and where the money is spent there are none. Knows no judge.
+Invariant: nothing of them is read from a cache or stored.
 """
 
 import asyncio
@@ -27,7 +29,9 @@ _log = get_logger()
 
 
 async def own_identity(settings: CacheSettings, accounts: Accounts) -> Identity | None:
-    """The team that pays, made where there is none, with the budget that is configured; None where nothing may be spent or is asked."""
+    """The team that pays, made where there is none, with the budget that is configured; None where
+    nothing may be spent or is asked.
+    """
     if not settings.judge_budget_usd or not (settings.judge_model or settings.shadow_share):
         return None
     limit = round(settings.judge_budget_usd * 1e6)
@@ -58,7 +62,9 @@ class InternalRequests:
         self._pipeline = pipeline
 
     async def ask(self, body: dict[str, Any]) -> bytes | None:
-        """The whole `chat.completion` for a body; None where it was refused (no money, no deployment) or failed."""
+        """The whole `chat.completion` for a body; None where it was refused (no money, no
+        deployment) or failed.
+        """
         if self._pipeline is None:
             return None
         arrival = arrive("judge")

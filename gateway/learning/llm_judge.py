@@ -1,7 +1,8 @@
 """A judge that asks a model: would the cached answer have done for this prompt?
 
-Knows one function that answers a chat request. Invariants: both answers are data, quoted as JSON under an instruction that says so,
-and only one of three exact words is a ruling; whatever else comes back, or nothing, is UNKNOWN.
+Knows one function that answers a chat request. Invariants: both answers are data, quoted as JSON
+under an instruction that says so, and only one of three exact words is a ruling; whatever else
+comes back, or nothing, is UNKNOWN.
 """
 
 import json
@@ -24,7 +25,9 @@ Your whole reply is one word: SAME, DIFFERENT or UNKNOWN."""
 
 
 class LlmJudge:
-    """`model` is an alias of this gateway; `ask` answers a chat request, None where there is no money or nobody."""
+    """`model` is an alias of this gateway. `ask` answers a chat request, None if the budget is
+    spent or no deployment answers.
+    """
 
     def __init__(self, model: str, ask: Ask) -> None:
         self._model = model

@@ -1,9 +1,10 @@
-"""What people say of answers they were given, and what follows.
+"""Reports on answers, and their effects.
 
-Knows no HTTP. A response by meaning that was wrong takes its answer, and all that were found equal to it, out of service until an
-admin clears it; any other that was wrong is removed from the cache, and the next who asks is answered anew. What was right speaks for
-the answer, and no more: who reports chooses what to report, so a report is no sample of anything. Invariants: a response is
-found only among those of the team that is asked for; the same verdict twice counts once.
+Knows no HTTP. A wrong semantic response takes its answer, and all answers found equal to it, out of
+service until an admin clears it. Any other wrong response is removed from the cache, and the next
+request is answered anew. A right report counts for the answer and no more: clients choose what to
+report, so a report is no sample. Invariants: a response is found only among those of the team that
+asks; the same verdict twice counts once.
 """
 
 import asyncio
@@ -21,7 +22,8 @@ from gateway.telemetry.stats import Stats
 from gateway.wire.errors import ApiError, NotFound
 
 _FLUSHED_S = 1.2  # workers hand the latest requests over once a second
-_ANSWERED_S = 3_600.0  # no answer takes longer: a request that came before that was handed over, or never was
+# no answer takes longer: a request that came before that was handed over, or never was
+_ANSWERED_S = 3_600.0
 
 
 class AlreadyWrong(ApiError):
@@ -40,7 +42,7 @@ class Effect(StrEnum):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What became of a report."""
+    """The effect of a report."""
 
     id: str
     verdict: str
@@ -48,7 +50,9 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Reports:
-    """`note` is told the team, the alias and whether it was wrong, once for a hit by meaning; `count` every verdict."""
+    """`note` gets the team, the alias and whether it was wrong, once for a semantic hit; `count`
+    every verdict.
+    """
 
     def __init__(
         self,
@@ -67,8 +71,12 @@ class Reports:
         self._flushed_s = flushed_s
 
     async def report(self, partition: Partition, team_id: int, id: str, is_right: bool, who: str) -> Outcome:
-        """Take what `who` says of response `id` of a team: its x-request-id or, of a hit by meaning, the `id` in its body.
-        Raises NotFound, AlreadyWrong, redis.exceptions.RedisError, CacheUnavailable."""
+        """Take a report on response `id` of a team: its x-request-id or, for a semantic hit, the
+        `id` in its body.
+
+        `who` names the reporter. Raises NotFound, AlreadyWrong, redis.exceptions.RedisError,
+        CacheUnavailable.
+        """
         verdict = "right" if is_right else "wrong"
         reply = await self._verdicts.reply(partition, id)
         if reply is not None:
@@ -131,7 +139,9 @@ class Reports:
         return Effect.PURGED
 
     async def find(self, id: str, team_id: int | None = None) -> Record | None:
-        """The request among the latest; one that has just finished may be handed over by its worker a second later."""
+        """The request among the latest; one that has just finished may be handed over by its worker
+        a second later.
+        """
 
         def is_it(record: Record) -> bool:
             return record.request_id == id and team_id in (None, record.team_id)
