@@ -44,7 +44,6 @@ ROOMS = {
 # fmt: on
 # Questions that were answered: why this file is one although it is small and one other file imports it.
 SMALL_FILES: dict[str, str] = {
-    "cache/decision/explain.py": "what an operator is shown of a decision, apart from what decides",
     "cache/worker/options.py": "the command line of the process",
     "cache/worker/queue.py": "one mechanism with tests of its own",
     "gateway/api/feedback.py": "one endpoint",
