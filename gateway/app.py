@@ -1,8 +1,9 @@
-"""One gateway worker: the application, its parts, and the loops that keep them honest.
+"""One gateway worker: the application, its parts, and its background loops.
 
-`create_app(settings)` opens nothing; the lifespan opens the parts in order and closes them in the reverse order. Knows how the
-parts fit together and nothing of what they do. Invariant: Redis, the cache worker and deployments may be away at the start; only
-without its database a worker can't tell who is calling, and does not start.
+`create_app(settings)` opens nothing; the lifespan opens the parts in order and closes them in the
+reverse order. Knows how the parts fit together, and not how they work. Invariant: a worker starts
+without Redis, the cache worker and deployments, but not without its database, which it needs to
+authenticate.
 """
 
 import asyncio
@@ -60,9 +61,9 @@ from policies import Budgets, LeasedRateLimits, LocalRateLimits, RateLimits
 
 VERSION = "0.1.0"
 ACCOUNTS_CHANNEL = "sameway:accounts"
-# A request leaves no cycles behind, so there is little to find: look for them seldom. Measured in docs/benchmarks.md.
+# a request leaves no reference cycles, so collections are rare; measured in docs/benchmarks.md
 _GC_THRESHOLDS = (20_000, 20, 50)
-# What a busy minute frees lies between cached answers that live on, and the allocator would keep it. Measured there too.
+# freed memory lies between cached answers, and the allocator would keep it; measured there too
 _TRIM_EVERY_S = 30.0
 _TRUTH_EVERY_S = 5.0
 _log = get_logger()
@@ -83,8 +84,8 @@ class Parts(AdminParts):
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """The ASGI application for `settings`. Nothing is opened before its lifespan starts."""
-    app = FastAPIOffline(  # `/docs` from files of its own: no CDN hears of it, and a host without Internet has it too
+    """The ASGI application for `settings`. Its lifespan opens the parts."""
+    app = FastAPIOffline(  # serves `/docs` without a CDN, also on a host without Internet
         title="Sameway",
         version=VERSION,
         description="A semantic-caching inference gateway. `/v1` speaks OpenAI's API; `/admin/api` is for operators.",
@@ -120,7 +121,7 @@ def create_app(settings: Settings) -> FastAPI:
 
 
 async def _in_openai_shape(request: Request, error: Exception) -> Response:
-    """What FastAPI refuses by itself (an unknown path, a wrong method), in the shape of everything else."""
+    """FastAPI's own refusals (an unknown path, a wrong method), in OpenAI's shape."""
     assert isinstance(error, HTTPException)
     refusal: ApiError = BadRequest(str(error.detail))
     if error.status_code == 404:
@@ -129,7 +130,10 @@ async def _in_openai_shape(request: Request, error: Exception) -> Response:
 
 
 class _NoDatabase(Exception):
-    """A start without its database. What it said is all there is to say: where in the code it did would hide it."""
+    """The database cannot be used at the start.
+
+    Logged without a stack trace, which would hide the reason.
+    """
 
 
 @asynccontextmanager
@@ -154,18 +158,18 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
             )
         await _check_eviction(parts.link)
         gc.collect()
-        gc.freeze()  # what start-up built lives as long as the process: no collection need look at it again
+        gc.freeze()  # objects of the start-up live as long as the process
         gc.set_threshold(*_GC_THRESHOLDS)
         yield
 
 
 async def _open_accounts(settings: Settings, link: RedisLink) -> Accounts:
-    """Those of the database, whose changes the other workers are told of. Raises _NoDatabase."""
+    """The accounts of the database; announces changes to the other workers. Raises _NoDatabase."""
 
     async def tell_others() -> None:
         try:
             await link.execute_command("PUBLISH", ACCOUNTS_CHANNEL, "changed")
-        except RedisError as error:  # they find out by themselves within seconds: `refresh`
+        except RedisError as error:  # `refresh` finds the change within seconds
             _log.warning("account_change_not_announced", reason=str(error))
 
     accounts = Accounts(settings.sql_url, notify=tell_others)
@@ -178,7 +182,7 @@ async def _open_accounts(settings: Settings, link: RedisLink) -> Accounts:
 
 
 async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
-    """Every part, in the order in which they need each other."""
+    """Open every part, in the order of their dependencies."""
     metrics = Metrics(settings.run_dir / "metrics")
     stack.callback(metrics.close)
     log = logs.configure(settings, on_drop=lambda lines: metrics.add(LOG_DROPPED, lines))
@@ -272,10 +276,10 @@ def _routes(settings: Settings, parts: Parts) -> Routes:
 
 
 async def _check_eviction(link: RedisLink) -> None:
-    """Redis holds money: one that may evict keys is worth a warning (a managed one may not tell)."""
+    """Warn if Redis may evict keys: budgets are in Redis."""
     try:
         found = await link.client.config_get("maxmemory-policy")
-    except Exception as error:  # advice only: a managed Redis may refuse to tell
+    except Exception as error:  # a managed Redis may refuse the question; this is only advice
         _log.info("redis_policy_unknown", reason=f"{type(error).__name__}: {error}")
         return
     if found.get("maxmemory-policy", "noeviction") != "noeviction":
@@ -307,7 +311,7 @@ def _start_loops(parts: Parts, stack: AsyncExitStack) -> None:
 
 
 async def _for_ever(name: str, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """A loop that ends by a bug is logged and started again: a worker without it would be silently wrong."""
+    """Log and restart a loop that failed: a worker without it would be wrong without a sign."""
     while True:
         try:
             await loop()
@@ -325,7 +329,7 @@ async def _every(seconds: float, act: Callable[[], Awaitable[object]]) -> None:
 
 
 async def _trim() -> None:
-    """Give free pages back to the kernel, wherever in the heap they lie: about 1 ms."""
+    """Return free pages of the whole heap to the kernel; takes about 1 ms."""
     ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -338,13 +342,13 @@ async def _follow_accounts(parts: Parts) -> None:
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:
-    while not task.done():  # on Python 3.11 a wait inside redis-py can swallow a cancellation: say it again
+    while not task.done():  # on Python 3.11 a wait inside redis-py can swallow a cancellation
         task.cancel()
         await asyncio.wait([task], timeout=0.5)
 
 
 def _told(chunks: Sequence[Chunk]) -> str:
-    """What was answered, for the log; chunk by chunk where nobody can put them together."""
+    """The answer for the log; chunk by chunk if the chunks cannot be folded."""
     try:
         return fold(chunks).decode()
     except msgspec.DecodeError:

@@ -1,7 +1,8 @@
-"""`./run demo`: a gateway of its own, watched doing its main job through the official `openai` client.
+"""`./run demo`: starts a gateway and shows its main functions through the official `openai` client.
 
-Knows only what a user knows: the command line, the configuration file, the wire and the admin API. Every step says what it will
-show, shows it, and checks it; the first that does not do what it says ends the demo with status 1. Nothing is left running.
+Uses only public interfaces: the command line, the configuration file, the wire and the admin API.
+Each step announces, shows and checks one thing; the first failed check ends the demo with status 1.
+Invariant: no process is left running.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ _PRICE = {"input_usd_per_mtok": 0.10, "output_usd_per_mtok": 0.40}
 
 
 class DemoFailed(Exception):
-    """A step did not do what it says."""
+    """A step's check failed."""
 
 
 def main() -> int:
@@ -63,7 +64,7 @@ def _config(failing_port: int) -> dict[str, Any]:
         "priority": 1,
     }
     return {
-        "cache": {"is_audited": False},  # by chance an audit would make a miss of the hit that is shown
+        "cache": {"is_audited": False},  # an audit could turn the shown hit into a miss
         "models": {
             _LOCAL: {"deployments": [local]},
             "prefers-api": {"policy": "cheapest", "deployments": [failing, {**local, "name": "local-fallback"}]},
@@ -106,7 +107,7 @@ class _Demo:
                 if states != shown:
                     _say(states)
                     shown = states
-                # the failing API is down on purpose and is not waited for
+                # the failing API is down on purpose
                 waiting = [n for n, part in report["parts"].items() if part["health"] != "ok" and n != "failing-api"]
                 if not waiting:
                     return
@@ -122,7 +123,10 @@ class _Demo:
         return (await _parsed(raw)).choices[0].message.content or "", raw.headers
 
     async def _seen(self, path: str, is_there: Callable[[Any], object], **params: str) -> Any:
-        """What the admin API says once it says it: workers write their counts down once a second."""
+        """The reply of the admin API once `is_there` accepts it: workers send counts once a second.
+
+        Raises DemoFailed after 5 s.
+        """
         for _ in range(20):
             found = (await self._admin.get(path, params=params)).raise_for_status().json()
             if is_there(found):
@@ -268,7 +272,10 @@ async def _parsed(raw: Any) -> Any:
 
 @contextlib.contextmanager
 def _gateway(config: Path, data_dir: Path) -> Iterator[str]:
-    """A gateway process; yields its base_url. Its log goes to a file that is shown when it does not start."""
+    """A gateway process; yields its base_url.
+
+    Raises DemoFailed with its log if it does not start.
+    """
     log = data_dir.with_suffix(".log")
     argv = [
         sys.executable,

@@ -1,9 +1,11 @@
-"""The two shapes of one answer: a whole `chat.completion`, and the `chat.completion.chunk`s of a stream; of a completion both are
-a `text_completion`.
+"""Reads answers lightly, whole ones (`chat.completion`) and streamed ones
+(`chat.completion.chunk`).
 
-`read` finds the few facts that the gateway needs in either; `unfold` and `fold` (fold.py) turn each into the other, so that one
-cached entry serves both kinds of client. Shapes: OpenAI API reference, "The chat completion object", "The chat
-completion chunk object" and "The completion object"; fields that are not in there travel along. Knows no HTTP, no cache and no backend.
+For a completion both are a `text_completion`. `read` finds the few facts that the gateway needs in
+either. `unfold` turns a whole into chunks, `fold` (fold.py) chunks into a whole, so that one cached
+entry serves both kinds of client. Shapes: OpenAI API reference, "The chat completion object", "The
+chat completion chunk object" and "The completion object"; unknown fields are kept. Knows no HTTP,
+no cache and no backend.
 Invariant: `fold(unfold(whole))` is JSON-equal to `whole`.
 """
 
@@ -34,7 +36,7 @@ class _Delta(msgspec.Struct, gc=False):
     audio: Any = None
 
     def has_content(self) -> bool:
-        """Anything but `content` that a person or a program would see."""
+        """Whether it has anything besides `content` that a person or a program would see."""
         return bool(
             self.tool_calls
             or self.reasoning_content
@@ -53,7 +55,7 @@ class _Choice(msgspec.Struct, gc=False):
     finish_reason: str | None = None
 
 
-_TOKENS_MAX = 1_000_000_000  # what a server claims beyond it is an error of its own, and none of what adds claims up
+_TOKENS_MAX = 1_000_000_000  # a larger claim is the server's error; sums of claims must not overflow
 
 
 class _PromptDetails(msgspec.Struct, gc=False):
@@ -74,7 +76,7 @@ class _Usage(msgspec.Struct, gc=False):
 
 
 class Answer(msgspec.Struct, gc=False):
-    """What a light parse keeps of a chunk or a whole. `error` is there where a server reports one inside a 200."""
+    """The result of a light parse of a chunk or a whole. `error` is an error inside a 200."""
 
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
@@ -88,26 +90,31 @@ def _within(count: int, most: int) -> int:
 
 _decode_answer = msgspec.json.Decoder(Answer).decode
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What reading JSON raises that is none."""
+"""The exceptions that reading invalid JSON raises."""
 
 
 def parse(data: bytes) -> Answer:
-    """The light view of `data`. Raises msgspec.DecodeError where it is no JSON, or no answer."""
+    """Parse `data` lightly.
+
+    Raises msgspec.DecodeError for invalid JSON, or JSON that is no answer.
+    """
     try:
-        return _decode_answer(data.decode())  # as text: msgspec looks at no byte of a field that it skips
+        return _decode_answer(
+            data.decode()
+        )  # as text, because msgspec does not check the UTF-8 of a field that it skips
     except (UnicodeDecodeError, RecursionError) as error:
         raise msgspec.DecodeError(str(error)) from None
 
 
 def to_chunk(data: bytes, answer: Answer, is_whole: bool = False) -> Chunk:
-    """`data` with what was found in it."""
+    """The chunk of `data`, with the facts found in it."""
     choices = answer.choices or ()
     usage = answer.usage.value() if answer.usage is not None else None
     has_content = False
     reasons: tuple[str, ...] = ()
     for choice in choices:
         part = choice.delta or choice.message
-        if choice.text if part is None else part.content or part.has_content():  # most have text: no call for them
+        if choice.text if part is None else part.content or part.has_content():  # most have text, and need no call
             has_content = True
         if choice.finish_reason:
             reasons = (*reasons, choice.finish_reason)
@@ -115,11 +122,11 @@ def to_chunk(data: bytes, answer: Answer, is_whole: bool = False) -> Chunk:
 
 
 def read(data: bytes, is_whole: bool = False) -> Chunk:
-    """A chunk from JSON that was recorded. Raises msgspec.DecodeError."""
+    """A chunk from recorded JSON. Raises msgspec.DecodeError."""
     return to_chunk(data, parse(data), is_whole)
 
 
-# Not finishes but confessions: OpenRouter sends "error", vLLM and SGLang "abort".
+# these report a failure, not a finish: OpenRouter sends "error", vLLM and SGLang "abort"
 _FAILED_REASONS = frozenset({"error", "abort"})
 
 
@@ -144,7 +151,7 @@ class FinishTracker:
                     self.failed_reason = choice.finish_reason
 
     def is_going_on(self, answer: Answer) -> bool:
-        """More text of one choice that has begun, and nothing else: nearly every chunk there is."""
+        """Whether `answer` is only more text of one known choice, as nearly every chunk is."""
         choices = answer.choices
         if choices is None or len(choices) != 1 or answer.usage is not None or answer.error is not None:
             return False
@@ -154,28 +161,33 @@ class FinishTracker:
 
     @property
     def is_complete(self) -> bool:
-        """As many choices as were asked for have finished, and none that began has not."""
+        """Whether the requested number of choices finished, and every choice that began."""
         return len(self._finished) >= self._choices and len(self._finished) == len(self._seen)
 
     @property
     def is_finished(self) -> bool:
-        """Every choice that began has finished, and there is one for each prompt: enough where the server says itself that it
-        is done, for some ignore `n`."""
+        """Whether every choice that began finished, and there is one for each prompt.
+
+        Enough if the server also ends the stream: some servers ignore `n`.
+        """
         return len(self._finished) >= self._prompts and len(self._finished) == len(self._seen)
 
 
 def is_text(choice: Mapping[str, Any]) -> bool:
-    """Whether a choice, of a whole or of a chunk, is a completion's. Some servers send a `text` in a chat's as well."""
+    """Whether a choice of a whole or a chunk is a completion's; some servers send `text` in chats
+    too.
+    """
     return "text" in choice and choice.get("delta") is None and choice.get("message") is None
 
 
-# -- text that goes on ------------------------------------------------------------------------------------------------
+# -- continued text ---------------------------------------------------------------------------------------------------
 
 _decode_texts = msgspec.json.Decoder(list[str]).decode
 
 
 class DeltaTemplate:
-    """The bytes before and after the text in chunks that differ only in that text, as most servers send them.
+    """The bytes before and after the text in chunks that differ only in that text, as most servers
+    send them.
 
     A chunk with these bytes around another text needs no parse; many are compared at once.
     """
@@ -191,10 +203,12 @@ class DeltaTemplate:
 
     @staticmethod
     def of(data: bytes, piece: Mapping[str, Any] | None = None) -> "DeltaTemplate | None":
-        """The template of the chunk `data`, decoded as `piece` if the caller has it; None if it has none."""
+        """The template of the chunk `data`, decoded as `piece` if the caller has it; None if it has
+        none.
+        """
         try:
             piece = msgspec.json.decode(data) if piece is None else piece
-        except UNREADABLE:  # the light view overlooks what is wrong in fields that it does not need
+        except UNREADABLE:  # the light parse skips fields, valid or not
             return None
         choices: list[Any] = piece.get("choices") or []
         if len(choices) != 1 or data.find(b"\n") >= 0:
@@ -217,13 +231,16 @@ class DeltaTemplate:
         return DeltaTemplate(before, after) if is_alike else None
 
     def texts(self, payloads: Sequence[bytes]) -> list[str]:
-        """The texts of the leading payloads that match; none is empty. Uses maps: a stream has thousands of chunks."""
+        """The texts of the leading payloads that match; none is empty.
+
+        Uses maps: a stream has thousands of chunks.
+        """
         goes_on = list(map(bytes.startswith, payloads, repeat(self._before)))
         count = goes_on.index(False) if False in goes_on else len(goes_on)
         ends = list(map(bytes.endswith, payloads[:count], repeat(self._after)))
         count = ends.index(False) if False in ends else count
         parts: Any = map(getitem, payloads[:count], repeat(self._inside))
-        try:  # all at once: what holds more or less than a string's inside makes this no list of so many strings
+        try:  # all at once: anything but the inside of a string changes the list's length
             texts = _decode_texts(b'["%b"]' % b'"\n,"'.join(parts)) if count else []
         except UNREADABLE:
             return []
@@ -234,17 +251,18 @@ class DeltaTemplate:
 
 TEXT = "text_completion"
 _HEAD = ("id", "created", "model", "system_fingerprint", "service_tier")
-_TEXTS = ("reasoning_content", "reasoning", "content", "refusal")  # in the order a model writes them
-# about five words each: cut after a word where there is one, and anywhere in what has no spaces
+_TEXTS = ("reasoning_content", "reasoning", "content", "refusal")  # in the order in which a model writes them
+# about five words each: cuts after a word, or anywhere in text without spaces
 _PIECES = re.compile(r".{24}\S{0,40}\s{0,8}|.+", re.DOTALL)
 
 
 def unfold(whole: bytes) -> list[Chunk]:
-    """The chunks a stream of `whole` would have had, each field in the place where servers send it.
+    """The chunks that a stream of `whole` would have, each field in the usual place.
 
-    Text is cut at word borders, or by token where log probabilities say what the tokens were; a completion's not at all.
-    Unknown fields of the whole and of its choices come with the finish, unknown fields of a message with its first delta;
-    usage comes last and alone. Raises msgspec.DecodeError.
+    A chat's text is cut at word borders, or by token if log probabilities list the tokens; a
+    completion's is not cut. Unknown fields of the whole and of its choices are in the finish's
+    chunk, those of a message in its first delta. Usage is the last chunk. Raises
+    msgspec.DecodeError.
     """
     try:
         return _unfold(msgspec.json.decode(whole))
@@ -289,7 +307,7 @@ def _has_content(delta: dict[str, Any]) -> bool:
 
 
 def _pieces(choice: dict[str, Any], position: int) -> Iterator[dict[str, Any]]:
-    """One choice of a whole as the choices of chunks."""
+    """One choice of a whole, as choices of chunks."""
     index = choice.get("index", position)
     if is_text(choice):
         yield {"index": index, **choice}
@@ -324,7 +342,7 @@ def _pieces(choice: dict[str, Any], position: int) -> Iterator[dict[str, Any]]:
 
 
 def _tokens(content: Any, logprobs: Any) -> list[dict[str, Any]]:
-    """The log probabilities by token, where the tokens spell out the content; else none."""
+    """The log probabilities by token, if the tokens spell the content; otherwise none."""
     tokens = logprobs.get("content") if isinstance(logprobs, dict) else None
     if not (isinstance(tokens, list) and isinstance(content, str) and content):
         return []

@@ -1,4 +1,4 @@
-"""What a client is told when it does not get its answer, and the one place where other parts' errors become that.
+"""The errors that a client can get instead of an answer.
 
     ApiError                   status, OpenAI's {message, type, param, code}, headers
     ├── BadRequest         400 the client's fault, `param` names the field
@@ -7,14 +7,15 @@
     ├── NotFound           404 an unknown model or route
     ├── TooLarge           413
     ├── UnsupportedMediaType 415 a compressed body
-    ├── RateLimited        429 with retry-after: worth repeating
+    ├── RateLimited        429 with retry-after: a retry can succeed
     ├── BudgetExceeded     429 insufficient_quota, x-should-retry: false
-    ├── NotCached          504 only-if-cached, and it is not
-    ├── DeadlineExceeded   504 the client's own deadline would pass first
-    ├── Upstream           the deployments' failure, as told by the last of them
-    └── Unavailable        503 a part of the gateway that may not be missing is missing
+    ├── NotCached          504 only-if-cached, and no cached answer
+    ├── DeadlineExceeded   504 the client's deadline would pass first
+    ├── Upstream           the failure of the last deployment tried
+    └── Unavailable        503 a required part of the gateway is missing
 
-Shapes: OpenAI API reference, "Error codes". Invariant: `message` never carries an upstream's key, a path or a stack trace.
+Shapes: OpenAI API reference, "Error codes". Invariant: `message` never carries an upstream's key, a
+path or a stack trace.
 """
 
 import math
@@ -25,7 +26,7 @@ import msgspec
 
 
 class ApiError(Exception):
-    """Base: what is sent instead of an answer. `headers` are lower-case names."""
+    """Base. `headers` has lower-case names."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
@@ -100,7 +101,7 @@ class TooLarge(ApiError):
 
 
 class UnsupportedMediaType(ApiError):
-    """RFC 9110, section 12.5.3: `accept-encoding` in a response says what a request's body may be."""
+    """RFC 9110, section 12.5.3: `accept-encoding` in a response lists encodings of requests."""
 
     status = 415
     type = "invalid_request_error"
@@ -120,7 +121,10 @@ class RateLimited(ApiError):
 
 
 class BudgetExceeded(ApiError):
-    """No retry mends this before the window's reset, if then (None): the SDKs are told so, else they send it three times."""
+    """A budget has no room. `resets_in_s` None: a retry never succeeds.
+
+    `x-should-retry: false` keeps the official SDKs from sending the request three times.
+    """
 
     status = 429
     type = "insufficient_quota"
@@ -134,7 +138,7 @@ class BudgetExceeded(ApiError):
 
 
 class NotCached(ApiError):
-    """RFC 9111, section 5.2.1.7: only-if-cached answers 504 where there is no stored answer."""
+    """RFC 9111, section 5.2.1.7: only-if-cached without a stored answer."""
 
     status = 504
     type = "invalid_request_error"
@@ -154,7 +158,7 @@ class DeadlineExceeded(ApiError):
 
 
 class Upstream(ApiError):
-    """A deployment's failure. The status is the gateway's word for it: 502, 503, 504, or the deployment's own 4xx."""
+    """A deployment's failure: 429, 502, 503, 504, or the deployment's own 4xx."""
 
     type = "upstream_error"
     status = 502

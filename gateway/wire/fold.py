@@ -1,8 +1,8 @@
-"""Chunks -> whole: the `chat.completion` that a stream of `chat.completion.chunk`s tells, or the `text_completion` of its like.
+"""Folds a stream of `chat.completion.chunk`s into a `chat.completion`; the same for completions.
 
-Shapes: OpenAI API reference, "The chat completion chunk object" and "The completion object"; fields that are not in there travel
-along. Knows no HTTP, no cache and no backend. Invariant: `fold(unfold(whole))` is JSON-equal to `whole`, and how chunks are
-spelled changes nothing.
+Shapes: OpenAI API reference, "The chat completion chunk object" and "The completion object";
+unknown fields are kept. Knows no HTTP, no cache and no backend. Invariant: `fold(unfold(whole))` is
+JSON-equal to `whole`, however the chunks are spelled.
 """
 
 from collections.abc import Sequence
@@ -13,21 +13,23 @@ import msgspec
 from gateway.wire.chunks import TEXT, UNREADABLE, DeltaTemplate, is_text
 from gateway.wire.types import Chunk
 
-_FIRST = frozenset({"id", "created", "model"})  # Azure opens with a chunk where these are empty
+_FIRST = frozenset({"id", "created", "model"})  # Azure's first chunk has these empty
 _DROPPED = frozenset({"object", "choices", "obfuscation"})  # obfuscation pads chunks against eavesdroppers
-# Whatever else is text in a delta comes in parts; these come whole, and from some servers again and again.
+# other text in a delta arrives in parts; these arrive whole, from some servers repeatedly
 _IDENTITY = frozenset({"id", "type", "name", "role", "index"})
 
 
 class _Text(list[str]):
-    """A string that is still growing: joined once at the end, so that a long answer costs no quadratic time."""
+    """A growing string, joined once at the end: a long answer must not take quadratic time."""
 
 
 def fold(chunks: Sequence[Chunk]) -> bytes:
-    """The `chat.completion` or `text_completion` that `chunks` tell. A whole chunk is that already, and is passed through byte for byte.
+    """The `chat.completion` or `text_completion` of `chunks`; a whole chunk passes through
+    unchanged.
 
-    Text in deltas is joined, tool calls by their `index`, lists appended; of other fields the last value that is not
-    null stays. A message always has `role` and `content`. Raises msgspec.DecodeError.
+    Joins text in deltas, joins tool calls by their `index`, appends lists, and keeps the last
+    non-null value of other fields. A message always has `role` and `content`. Raises
+    msgspec.DecodeError.
     """
     if chunks and chunks[0].is_whole:
         return chunks[0].data
@@ -67,7 +69,10 @@ def _fold(payloads: Sequence[bytes]) -> bytes:
 
 
 def _fold_run(run: DeltaTemplate, payloads: Sequence[bytes], said: dict[str, Any], key: str) -> int:
-    """How many chunks go on with a run that ends in `said[key]`: folded by their texts alone, at a fifth of the cost."""
+    """Fold the chunks that match `run` into `said[key]` by their texts, at a fifth of the cost.
+
+    Returns their number.
+    """
     if not isinstance(said[key], str | _Text):
         return 0
     texts = run.texts(payloads)
@@ -119,13 +124,15 @@ def _merged(old: Any, new: Any, key: str) -> Any:
 
 
 def _as_parts(text: str | _Text) -> list[dict[str, Any]]:
-    """Text where a list of parts is wanted: Mistral's reasoning models send both in one stream."""
+    """Text as a list of parts: Mistral's reasoning models send both in one stream."""
     joined = "".join(text)
     return [{"type": "text", "text": joined}] if joined else []
 
 
 def _merge_call(calls: list[Any], new: dict[str, Any]) -> None:
-    """Continue the call of the same index; without an index, the last call, unless another id begins one."""
+    """Continue the call of the same index; without an index, the last call, unless another id
+    begins one.
+    """
     index = new.get("index")
     for call in calls:
         if index is not None and call.get("index") == index:

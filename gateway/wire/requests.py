@@ -1,6 +1,7 @@
-"""Requests as OpenAI writes them: the known fields with type and range, and the demand that follows from a request.
+"""Requests in OpenAI's shape: known fields with types and ranges, and the demand of a request.
 
-Shapes: OpenAI API reference, "Create chat completion" and "Create completion". Unknown fields pass through untouched.
+Shapes: OpenAI API reference, "Create chat completion" and "Create completion". Unknown fields pass
+through unchanged.
 """
 
 import re
@@ -13,21 +14,21 @@ from gateway.wire.errors import BadRequest
 from gateway.wire.types import CHAT, COMPLETION, prompts_of
 from policies import Demand
 
-OUTPUT_TOKENS_EXPECTED = 256  # of an answer, where its caller says nothing
-OUTPUT_TOKENS_MAX = 4096  # the same, for the worst case
+OUTPUT_TOKENS_EXPECTED = 256  # of an answer without a bound
+OUTPUT_TOKENS_MAX = 4096  # of an answer without a bound, in the worst case
 
-# A token of a byte-level BPE is at least one byte, so bytes bound tokens from above; a chat template adds a few to each message
-# and a default system prompt to a conversation without one.
+# A token of a byte-level BPE has at least one byte, so bytes bound tokens from above. A chat
+# template adds a few to each message, and a default system prompt to a conversation without one.
 _TEMPLATE_TOKENS = 64
 
 
 _MESSAGE_TOKENS = 12
 
 
-_BYTES_PER_TOKEN_MAX = 10.0  # long words; below this many tokens hardly any prompt can be
+_BYTES_PER_TOKEN_MAX = 10.0  # long words: hardly any prompt has fewer tokens
 
 
-_BYTES_PER_TOKEN = 4.0  # English prose; for expectations only, never for bounds
+_BYTES_PER_TOKEN = 4.0  # English prose; for expectations, not for bounds
 
 
 _TOKENS_MAX = 2**31 - 1
@@ -36,10 +37,10 @@ _TOKENS_MAX = 2**31 - 1
 _PROMPTS_MAX = 2_048
 
 
-MESSAGES_MAX = 20_000  # each costs the event loop a little: many tiny ones would hold up everybody else
+MESSAGES_MAX = 20_000  # each takes time on the event loop
 
 
-_MEDIA_TOKENS_MAX = 50_000  # of one image, sound or file: what no provider's largest exceeds
+_MEDIA_TOKENS_MAX = 50_000  # of one image, sound or file; above every provider's maximum
 
 
 class _Message(msgspec.Struct):
@@ -82,7 +83,10 @@ class _Request(msgspec.Struct, kw_only=True):
 
     @property
     def candidates(self) -> int:
-        """How many answers to a prompt are generated, of which `n` are given. Raises BadRequest."""
+        """The number of answers generated for a prompt, `n` of which are returned.
+
+        Raises BadRequest.
+        """
         if self.best_of is not None and self.best_of < (self.n or 1):
             raise BadRequest("`best_of` must be at least `n`", param="best_of", code="invalid_value")
         return self.best_of or self.n or 1
@@ -102,7 +106,7 @@ class ChatRequest(_Request, kw_only=True):
     response_format: _ResponseFormat | None = None
 
     def demand(self, raw: bytes, body: dict[str, Any]) -> Demand:
-        """What a deployment must be able to do for it. Raises BadRequest."""
+        """The capabilities that a deployment needs for it. Raises BadRequest."""
         for index, message in enumerate(self.messages):
             if message.content is None and message.role in _SPEAKERS:
                 raise _without_content(f"messages[{index}].content", is_null="content" in body["messages"][index])
@@ -118,12 +122,13 @@ class ChatRequest(_Request, kw_only=True):
             needs.add("n")
         media = [kind for message in self.messages if type(message.content) is list for kind in _media(message.content)]
         needs.update(media)
-        # the body's bytes are at least the bytes of every text in it: escapes only make them longer. But an escape may also
-        # stand for more bytes of UTF-8 than its own (never: \uXXXX is 6 bytes for at most 3), so this bounds the tokens from above
+        # the body's bytes are at least the bytes of every text in it: escapes only make them
+        # longer. But an escape may also stand for more bytes of UTF-8 than its own (never: \uXXXX
+        # is 6 bytes for at most 3), so this bounds the tokens from above
         bound = len(raw) + _TEMPLATE_TOKENS + _MESSAGE_TOKENS * len(self.messages) + _MEDIA_TOKENS_MAX * len(media)
         least = 0 if media else int(len(raw) / _BYTES_PER_TOKEN_MAX)
         expected = int(len(raw) / _BYTES_PER_TOKEN) + _MESSAGE_TOKENS
-        output_tokens = max(self.max_completion_tokens or 0, self.max_tokens or 0)  # a server may know only one
+        output_tokens = max(self.max_completion_tokens or 0, self.max_tokens or 0)  # a server may support only one
         return _demand(expected, (least, bound), output_tokens or None, candidates, needs)
 
 
@@ -131,14 +136,14 @@ class CompletionRequest(_Request, kw_only=True):
     """The known fields of a completion. A `prompt` is a text, token ids, or a list of either."""
 
     prompt: str | list[str | Annotated[int, Meta(ge=0)] | list[Annotated[int, Meta(ge=0)]]]
-    messages: None = None  # a chat's: no completion may have the fingerprint of one
+    messages: None = None  # keeps a completion's fingerprint apart from a chat's
     suffix: str | None = None
     max_tokens: Annotated[int, Meta(ge=0, le=_TOKENS_MAX)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
 
     def demand(self, raw: bytes, body: dict[str, Any]) -> Demand:
-        """What a deployment must be able to do for it. Raises BadRequest."""
+        """The capabilities that a deployment needs for it. Raises BadRequest."""
         if not isinstance(self.prompt, str) and len(set(map(type, self.prompt))) != 1:
             message = "`prompt` must be a text, token ids, or a list of texts or of token ids, and not empty"
             raise BadRequest(message, param="prompt", code="invalid_type" if self.prompt else "invalid_value")
@@ -155,7 +160,7 @@ class CompletionRequest(_Request, kw_only=True):
             needs.add("n")
         expected = [len(one) / (_BYTES_PER_TOKEN if isinstance(one, str) else 1) for one in prompts]
         least = [len(one) / (_BYTES_PER_TOKEN_MAX if isinstance(one, str) else 1) for one in prompts]
-        bounds = int(max(least)), len(raw) + len(prompts)  # each has the whole context to itself
+        bounds = int(max(least)), len(raw) + len(prompts)  # each has a context of its own
         output_tokens, choices = self.max_tokens or 1, candidates * len(prompts)
         return _demand(int(sum(expected)) + len(prompts), bounds, output_tokens, choices, needs)
 
@@ -169,7 +174,11 @@ SHAPES: dict[str, type[ChatRequest | CompletionRequest]] = {
 def _demand(
     prompt_tokens: int, bounds: tuple[int, int], output_tokens: int | None, choices: int, needs: set[str]
 ) -> Demand:
-    """The demand of a request: `bounds` of its prompt's tokens, and the longest answer that it allows, where it says."""
+    """The demand of a request.
+
+    `bounds` are those of its prompt's tokens; `output_tokens_max` is the longest allowed answer, if
+    set.
+    """
     return Demand(
         prompt_tokens=prompt_tokens,
         prompt_tokens_min=min(bounds[0], prompt_tokens),
@@ -182,7 +191,7 @@ def _demand(
     )
 
 
-# An assistant may have called tools, refused or spoken instead; all others have nothing but their content.
+# an assistant's message may have tool calls, a refusal or audio instead of content
 _SPEAKERS = frozenset({"system", "developer", "user", "tool"})
 
 
@@ -197,7 +206,7 @@ def decode_object(raw: bytes) -> dict[str, Any]:
     try:
         body = msgspec.json.decode(raw.removeprefix(_BOM))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        half = _HALF_A_PAIR.search(raw) if "truncated" in str(error) else None  # which msgspec takes for the end
+        half = _HALF_A_PAIR.search(raw) if "truncated" in str(error) else None  # msgspec reports it as an early end
         why = f"a surrogate without its pair stands for no character (byte {half.start()})" if half else error
         raise BadRequest(f"The body is not valid JSON: {why}", code="invalid_json") from None
     if not isinstance(body, dict):
@@ -209,7 +218,7 @@ _HALF_A_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 
 
 def convert(body: dict[str, Any], shape: type[Any], prefix: str = "") -> Any:
-    """`body` as a struct. Raises BadRequest with the path of the first field that does not fit."""
+    """`body` as a struct. Raises BadRequest with the path of the first invalid field."""
     try:
         return msgspec.convert(body, shape)
     except msgspec.ValidationError as error:
@@ -227,11 +236,11 @@ def convert(body: dict[str, Any], shape: type[Any], prefix: str = "") -> Any:
         raise BadRequest(f"Invalid {param or 'body'}: {what}", param=param, code=code) from None
 
 
-_BOM = b"\xef\xbb\xbf"  # which RFC 8259, section 8.1 lets a parser ignore, and .NET's writers send
+_BOM = b"\xef\xbb\xbf"  # .NET sends it; RFC 8259, section 8.1 lets a parser ignore it
 
 
 def _media(parts: list[dict[str, Any]]) -> list[str]:
-    """What it takes to read each part that is no text."""
+    """The capabilities needed for parts that are not text."""
     return [_PART_NEEDS[kind] for part in parts if isinstance(kind := part.get("type"), str) and kind in _PART_NEEDS]
 
 

@@ -1,7 +1,8 @@
-"""Server-sent events, both ways: frames for our clients, and a splitter for what upstreams send.
+"""Server-sent events: frames for clients, and a splitter for upstream streams.
 
-Format: WHATWG HTML, section 9.2.6 "Interpreting an event stream". Knows no JSON and no OpenAI. Only `data` matters here:
-event names, ids, retry hints and comments are dropped. Invariant: however the bytes are cut, the payloads are the same.
+Format: WHATWG HTML, section 9.2.6 "Interpreting an event stream". Knows no JSON and no OpenAI. The
+splitter keeps only `data` and drops event names, ids, retry hints and comments. Invariant: the
+payloads do not depend on how the bytes are cut.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from operator import contains
 DONE = b"data: [DONE]\n\n"
 PAYLOAD_BYTES_MAX = 64 << 20
 
-_LF, _CR = b"\n\r"  # as numbers: bytes are asked for a byte at a fifth of what being asked for bytes costs
+_LF, _CR = b"\n\r"  # as numbers: a search for a byte costs a fifth of one for bytes
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -36,7 +37,7 @@ def frames(payloads: Sequence[bytes]) -> bytes:
 
 
 def _have_lines(payloads: Sequence[bytes]) -> bool:
-    """Whether any has lines of its own, which hardly any has."""
+    """Whether any payload has several lines, which is rare."""
     return True in map(contains, payloads, repeat(_LF))
 
 
@@ -48,7 +49,7 @@ class Splitter:
             for payload in splitter.feed(data): ...
         last = splitter.end()
 
-    The lines of one event are joined by LF. Line ends are LF, CRLF or CR; what is buffered is bounded.
+    The lines of one event are joined by LF. Line ends are LF, CRLF or CR; the buffer is bounded.
     """
 
     __slots__ = ("_buffered_bytes", "_ends_in_cr", "_is_at_start", "_parts")
@@ -81,13 +82,16 @@ class Splitter:
             data = data[:end]
         if data.startswith(b"data: "):
             payloads = data[6:-2].split(b"\n\ndata: ")
-            if not _have_lines(payloads):  # nearly always: events of one line, and nothing between them
+            if not _have_lines(payloads):  # nearly always: events of one line
                 self._is_at_start = False
                 return payloads
         return [payload for event in data[:-2].split(b"\n\n") if (payload := self._payload(event)) is not None]
 
     def end(self) -> bytes | None:
-        """The payload of an event whose blank line never came. The standard drops it; servers that just close mean it."""
+        """The payload of an event without its blank line.
+
+        The standard drops such an event, but some servers end their streams with one.
+        """
         event = b"".join(self._parts)
         self._parts.clear()
         self._buffered_bytes = 0
@@ -113,7 +117,7 @@ class Splitter:
         if self._is_at_start:
             self._is_at_start = False
             event = event.removeprefix(_BOM)
-        if event.startswith(b"data: ") and _LF not in event:  # nearly every event there is
+        if event.startswith(b"data: ") and _LF not in event:  # nearly every event
             return event[6:]
         lines = []
         for line in event.split(b"\n"):
