@@ -313,7 +313,5 @@ def test_money_holds(redis_server: RedisServer, tmp_path: Path) -> None:
     Money.url, Money.template = redis_server.url, tmp_path / "template.db"
     run_state_machine_as_test(
         Money,
-        settings=settings(
-            max_examples=50, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
+        settings=settings(max_examples=50, stateful_step_count=30, suppress_health_check=list(HealthCheck)),
     )

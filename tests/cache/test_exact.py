@@ -170,7 +170,7 @@ async def test_the_longest_known_prefix_is_the_warm_hint(exact: ExactCache, cloc
 steps_of = st.tuples(st.integers(0, 12), st.integers(1, 3000), st.sampled_from([0, 0, 900, 50_000]), st.integers(0, 3))
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(steps_of, min_size=1, max_size=25), st.sampled_from([2, 3_600, 40_000]))
 async def test_the_size_budget_is_never_exceeded(
     redis_server: RedisServer, steps: list[tuple[int, int, int, int]], pause_s: int

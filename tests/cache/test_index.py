@@ -11,7 +11,7 @@ from unittest import mock
 import faiss
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.encoder.gpu import TorchFlat
@@ -57,7 +57,6 @@ steps_of = st.lists(
     ],
     ids=["flat", "lists", "copied by faiss", "copied by torch"],
 )
-@settings(deadline=None)
 @given(steps=steps_of, count=st.integers(1, 20))
 def test_search_is_exact_whatever_came_and_went(kind: Any, steps: list[tuple[str, int, str]], count: int) -> None:
     """After any adds, removes and searches a search gives a namespace's own nearest, all of them and nothing of others: read whole;
@@ -165,7 +164,6 @@ def test_lists_that_can_not_be_made_leave_the_old_ones(caplog: pytest.LogCapture
 records_of = st.lists(st.tuples(st.integers(0, 13), st.booleans(), st.sampled_from([ACME, OTHER])), max_size=50)
 
 
-@settings(deadline=None)
 @given(records_of)
 def test_lists_decide_as_reading_everything_does(plan: list[tuple[int, bool, Any]]) -> None:
     """As far as the probed lists reach, here all of them: the same hits and misses with the same neighbours."""

@@ -297,7 +297,7 @@ def test_verdicts_teach_a_namespace_and_a_rebuild_decides_the_same() -> None:
     assert [seen(one) for one in rebuilt.near(questions, 16)] == [seen(one) for one in cache.near(questions, 16)]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, 11), min_size=1, max_size=40))
 def test_what_was_dropped_is_not_served_whatever_was_learned(drops: list[int]) -> None:
     """Neither by its own key nor by its group; verdicts on entries that are gone are taken without harm."""

@@ -77,7 +77,6 @@ def test_a_miss_names_the_nearest(clock: Clock) -> None:
 namespaces = st.tuples(st.sampled_from([ACME, OTHER]), st.sampled_from([0, 1, 2]))
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(namespaces, st.integers(0, 5)), max_size=30), st.lists(namespaces, min_size=1, max_size=8))
 def test_nothing_crosses_a_partition_or_a_compat(
     stored: list[tuple[tuple[Partition, int], int]], asked: list[tuple[Partition, int]]
@@ -123,7 +122,7 @@ steps = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(steps)
 def test_dropped_and_expired_entries_are_never_found(plan: list[tuple[str, int, int]]) -> None:
     """At every moment a text is found iff it was added, not dropped since, and has not expired. A hit does not prolong it."""
@@ -147,7 +146,7 @@ def test_dropped_and_expired_entries_are_never_found(plan: list[tuple[str, int, 
         assert cache.namespaces == (1 if living else 0)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.integers(0, 1)), max_size=40), st.integers(1, 40))
 def test_how_records_are_folded_does_not_matter(plan: list[tuple[bool, int, int]], cut: int) -> None:
     """One by one with lookups in between, or the survivors at once as a rebuild does, with the vectors the first one saved: the

@@ -111,7 +111,7 @@ def expected(model: ModelConfig, of: Looking) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 620), st.integers(1, 40)), min_size=1, max_size=4),
     block_tokens=st.sampled_from([4, 5, 16, 32, 40]),
@@ -176,7 +176,7 @@ def test_a_broken_key_is_not_looked_past(dtype: torch.dtype, softcap: float | No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     common=st.integers(0, 600),
     own=st.lists(st.integers(1, 60), min_size=2, max_size=9),

@@ -125,5 +125,5 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check_integrity([holder.blocks for holder in self.holders])
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25)
 TestPool = PoolMachine.TestCase

@@ -66,7 +66,7 @@ def rounded_inputs(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     rows=st.integers(1, 19),
     columns=st.sampled_from([32, 96, 256]),
@@ -129,7 +129,7 @@ def test_eight_bits_lose_what_they_say() -> None:
     assert torch.equal(quantise(torch.zeros(2, 64), 8).dequantised(), torch.zeros(2, 64))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 999), size=st.sampled_from([1e-3, 1.0, 300.0]), tail=st.sampled_from([1.0, 8.0]))
 def test_four_bits_fit_better_than_rounding_between_the_ends(seed: int, size: float, tail: float) -> None:
     """No group's square error is above that of codes between its least and greatest value, and in all it is a tenth less."""

@@ -24,7 +24,7 @@ from tests.engine.test_prequantised import METHODS, expected, said
 CPU = torch.device("cpu")
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     rows=st.integers(0, 5),
     outputs=st.sampled_from([16, 48]),

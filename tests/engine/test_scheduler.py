@@ -97,7 +97,7 @@ class Simulation:
         scheduler.check_integrity(self.live.keys())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     requests=st.lists(arrivals, min_size=1, max_size=20),
     blocks=st.integers(CONTEXT // BLOCK, 60),
@@ -133,7 +133,7 @@ def test_everybody_is_served_and_the_better_first(
     assert simulation.scheduler.pool.available == blocks
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     decodes=st.integers(1, 8), long=st.integers(30, 200), step_tokens_max=st.integers(8, 32), count=st.integers(1, 3)
 )
@@ -154,7 +154,7 @@ def test_a_long_prompt_delays_no_token_by_more_than_a_step(
         assert sum(one.computed for one in (*answers, *prompts)) <= computed + step_tokens_max
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     prompt=st.integers(1, 30), answer=st.integers(1, 20), blocks=st.integers(16, 40), sequences_max=st.integers(1, 6)
 )
@@ -172,7 +172,7 @@ def test_two_salts_share_alike(prompt: int, answer: int, blocks: int, sequences_
             assert abs(done[b"a"] - done[b"b"]) <= sequences_max + 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     queues=st.lists(st.tuples(st.integers(0, 8), st.integers(4, 40)), min_size=2, max_size=5),
     prompt=st.integers(1, 40),

@@ -106,7 +106,7 @@ class World:
         return self.ms / self.tokens * len(self.texts) / plain_ms
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     rows=st.sampled_from([1, 4, 8]),
     rates=st.lists(st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.7]), min_size=16, max_size=16),

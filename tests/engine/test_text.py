@@ -68,7 +68,7 @@ def test_what_only_began_like_a_stop_string_comes_later() -> None:
     assert "".join(pieces(TextStream(TOKENIZER, ("quick brawn", "fox jumps")), TOKENIZER.encode(text))) == text
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     text=st.text(st.sampled_from("ab é東🎉\n"), max_size=30),
     stops=st.lists(st.text(st.sampled_from("ab é東🎉"), min_size=1, max_size=4), max_size=3),
@@ -101,7 +101,7 @@ def test_any_text_is_cut_at_its_first_stop_string(text: str, stops: list[str]) -
     assert not TOKENIZER.decode(tokens[:-1]).startswith(emitted) or not tokens or not emitted
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(ids=st.lists(st.integers(0, 319), max_size=20))
 def test_any_tokens_decode_as_the_library_does(ids: list[int]) -> None:
     """Our spelling of tokens, byte by byte, is the tokenizers library's decoding, broken characters included."""

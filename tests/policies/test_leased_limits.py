@@ -104,7 +104,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(per_min=st.sampled_from([300, 1_000, 20_000]), steps=STEPS)
 def test_two_processes_keep_a_limit_together(redis_server: RedisServer, per_min: int, steps: list) -> None:
     """In any stretch of t minutes at most per_min * (1 + t) and a five-hundredth per process are used; and nobody is refused

@@ -132,7 +132,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=steps)
 def test_alone_or_on_redis_the_verdicts_are_alike(redis_server: RedisServer, steps: list) -> None:
     """Any sequence of requests, waits and corrections: one process alone decides what Redis decides."""
@@ -161,7 +161,7 @@ def test_alone_or_on_redis_the_verdicts_are_alike(redis_server: RedisServer, ste
     asyncio.run(compare())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(per_min=st.integers(1, 100), gaps=st.lists(st.floats(0, 20), max_size=200))
 def test_no_stretch_of_time_gets_more_than_a_burst_and_its_rate(per_min: int, gaps: list[float]) -> None:
     """In any stretch of t minutes at most per_min * (1 + t) pass, and with that wait honoured the next one does."""

@@ -208,7 +208,7 @@ def test_labels_nobody_bounded_cost_no_memory() -> None:
     assert re.search(r'^sameway_requests_total\{.*model="small".*\} 2.0$', text, re.M)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.floats(min_value=0, max_value=1e6), max_size=50))
 def test_a_histogram_counts_every_value_in_its_bucket(durations_ms: list[float]) -> None:
     """Cumulative buckets agree with a count by hand, inclusive bounds included, and the last is the count."""

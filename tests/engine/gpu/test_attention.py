@@ -79,7 +79,7 @@ def by_the_book(case: Case, spans: list[Span], queries: torch.Tensor, pool: torc
     return out
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(case=cases, is_cascaded=st.booleans(), dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
 def test_tiles_give_what_the_book_gives(case: Case, is_cascaded: bool, dtype: torch.dtype) -> None:
     """Prompts, decodes and drafts of ragged lengths, over page borders, with windows, caps and shared prefixes."""

@@ -18,7 +18,7 @@ from tests.engine.checkpoints import naive_greedy, random_prompt
 from tests.engine.conftest import greedy, run
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     rows=st.sampled_from([0, 1, 5, 40, 300]),
     experts=st.sampled_from([1, 3, 8]),

@@ -13,7 +13,7 @@ from local_engine.weights.quantised import Quantised, QuantisedProduct, quantise
 CPU = torch.device("cpu")
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     rows=st.sampled_from([0, 1, 3, 17, 70]),
     outputs=st.sampled_from([1, 50, 64, 130]),

@@ -16,7 +16,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 dtypes = st.sampled_from(list(TOLERANCE))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(rows=st.integers(0, 4), width=st.integers(1, 70), has_more=st.booleans(), dtype=dtypes)
 def test_add_norm_equals_torch(rows: int, width: int, has_more: bool, dtype: torch.dtype) -> None:
     """The sum lands in place, its norm is returned, at any width and for no rows."""
@@ -31,7 +31,7 @@ def test_add_norm_equals_torch(rows: int, width: int, has_more: bool, dtype: tor
     torch.testing.assert_close(found, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     rows=st.integers(0, 3), width=st.integers(1, 70), activation=st.sampled_from(["silu", "gelu_tanh"]), dtype=dtypes
 )
