@@ -89,7 +89,14 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, tag="e1"):
 
     def about(self) -> About:
         """What an admin, a purge and the semantic index need of it, without its chunks."""
-        return About(self.compat, self.text, self.namespace, self.created_at, self.expires_at, self.labels)
+        return About(
+            compat=self.compat,
+            text=self.text,
+            namespace=self.namespace,
+            created_at=self.created_at,
+            expires_at=self.expires_at,
+            labels=self.labels,
+        )
 
 
 class About(msgspec.Struct, frozen=True, array_like=True, tag="a1"):

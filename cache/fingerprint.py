@@ -139,7 +139,9 @@ def fingerprint(body: Mapping[str, Any], partition: Partition, namespace: str = 
         compat = (_whole_digest(link) if is_whole else _compat_digest(before + _encode(rest))).digest()
     except (TypeError, UnicodeEncodeError, RecursionError) as error:
         raise ValueError(f"not a JSON request: {error}") from error
-    return Fingerprint(partition, link, compat, tuple(chain) or (link,), text, namespace)
+    return Fingerprint(
+        partition=partition, exact=link, compat=compat, chain=tuple(chain) or (link,), text=text, namespace=namespace
+    )
 
 
 def _split_text(turn: Any) -> tuple[str | None, Any]:

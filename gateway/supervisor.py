@@ -213,7 +213,16 @@ class Supervisor:
             argv = [sys.executable, "-m", "gateway", "worker"]
             argv += ["--fd", str(listener.fileno()), "--heartbeat", str(socket_path)]
             heartbeat = Heartbeat(socket_path)
-            self._keep(Child(Kind.GATEWAY, f"gateway-{index}", argv, env, (listener.fileno(),), heartbeat))
+            self._keep(
+                Child(
+                    kind=Kind.GATEWAY,
+                    name=f"gateway-{index}",
+                    argv=argv,
+                    env=env,
+                    fds=(listener.fileno(),),
+                    heartbeat=heartbeat,
+                )
+            )
         port = listener.getsockname()[1]
         await asyncio.wait(
             [asyncio.ensure_future(self._until_healthy(port)), stopping], return_when=asyncio.FIRST_COMPLETED

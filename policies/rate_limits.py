@@ -194,7 +194,14 @@ def _charges(limits: Sequence[RateLimit]) -> list[int]:
 
 def _state(limit: RateLimit, lead_us: int, leased: int) -> LimitState:
     room = max(0, (MINUTE_US - lead_us) * limit.per_min // MINUTE_US)
-    return LimitState(limit.subject, limit.unit, limit.per_min, room, lead_us / 1e6, leased)
+    return LimitState(
+        subject=limit.subject,
+        unit=limit.unit,
+        limit=limit.per_min,
+        remaining=room,
+        reset_s=lead_us / 1e6,
+        leased=leased,
+    )
 
 
 def _wait_s(limit: RateLimit, lead_us: int) -> float:

@@ -69,7 +69,16 @@ def _trial(made: Trial | None, known: Sequence[Neighbour], rule_name: bytes) -> 
 
 
 def _near(one: Neighbour, reason: MissReason | None) -> Near:
-    return Near(one.similarity, one.text, one.exact, reason, one.group, one.keys, one.right, one.wrong)
+    return Near(
+        similarity=one.similarity,
+        text=one.text,
+        exact=one.exact,
+        reason=reason,
+        group=one.group,
+        keys=one.keys,
+        right=one.right,
+        wrong=one.wrong,
+    )
 
 
 def _bar(query: Query, state: NamespaceState) -> tuple[float | None, int]:

@@ -394,4 +394,11 @@ def _earlier_links(chain: Sequence[bytes]) -> list[int]:
 
 def _sample(partition: Partition, stored: Stored) -> Sample:
     about = stored.about
-    return Sample(stored.exact.hex(), partition, about.text, about.namespace, about.created_at, stored.size_bytes)
+    return Sample(
+        id=stored.exact.hex(),
+        partition=partition,
+        text=about.text,
+        namespace=about.namespace,
+        created_at=about.created_at,
+        size_bytes=stored.size_bytes,
+    )

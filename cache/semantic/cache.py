@@ -202,7 +202,17 @@ class SemanticCache:
             is_out = bool(out) and (b"a" + key.answer in out or b"g" + group in out)
             right, wrong = tallies.get(group, (0.0, 0.0))
             similarity, age_s = min(1.0, round(similarity, 6)), max(0.0, now - key.created_at)
-            near = Neighbour(similarity, key.text, key.exact, age_s, group, counts[group], right, wrong, is_out)
+            near = Neighbour(
+                similarity=similarity,
+                text=key.text,
+                exact=key.exact,
+                age_s=age_s,
+                group=group,
+                keys=counts[group],
+                right=right,
+                wrong=wrong,
+                is_suspended=is_out,
+            )
             neighbours.append(near)
         # equal cosines (the encoder ignores case) in an order that does not depend on when keys
         # came
@@ -335,9 +345,15 @@ class SemanticCache:
                 return
             self._drop(known)
         key = _Key(
-            next(self._numbers), record.partition, record.exact, record.compat, record.text, record.created_at,
-            record.expires_at, record.group or answer_name(record.exact, record.created_at),
-        )  # fmt: skip
+            number=next(self._numbers),
+            partition=record.partition,
+            exact=record.exact,
+            compat=record.compat,
+            text=record.text,
+            created_at=record.created_at,
+            expires_at=record.expires_at,
+            group=record.group or answer_name(record.exact, record.created_at),
+        )
         self._keys[key.number] = key
         self._by_entry[entry] = key.number
         heapq.heappush(self._expiries, (key.expires_at, key.number))

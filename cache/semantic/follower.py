@@ -181,11 +181,16 @@ class Follower:
         groups = await self._verdicts.groups(partition, [exact for exact, _, _ in known])
         return [
             PromptAdded(
-                partition, exact, about.compat, text, about.created_at, about.expires_at,
-                group[1] if group is not None and group[0] == about.created_at else b"",
+                partition=partition,
+                exact=exact,
+                compat=about.compat,
+                text=text,
+                created_at=about.created_at,
+                expires_at=about.expires_at,
+                group=group[1] if group is not None and group[0] == about.created_at else b"",
             )
             for (exact, about, text), group in zip(known, groups, strict=True)
-        ]  # fmt: skip
+        ]
 
     async def _fold(self, records: Sequence[Record]) -> None:
         vectors = await self._known_vectors([one for one in records if isinstance(one, PromptAdded)])

@@ -47,5 +47,12 @@ def read_options(argv: list[str] | None) -> Options:
     if not found.redis:
         parser.error("--redis or SAMEWAY_REDIS_URL is needed")
     return Options(
-        found.socket, found.redis, found.embedder, found.device, found.threads, found.keys_max, found.error_max, found.audit
-    )  # fmt: skip
+        socket_path=found.socket,
+        redis_url=found.redis,
+        embedder=found.embedder,
+        device=found.device,
+        threads=found.threads,
+        keys_max=found.keys_max,
+        error_max=found.error_max,
+        is_audited=found.audit,
+    )

@@ -33,11 +33,27 @@ class _Kind:
 
 _ITEM = {"type": "message", "role": "assistant", "content": []}
 _PART = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-_TEXT = _Kind(_ITEM, "content", _PART, "text", "content_part", "output_text")
-_REFUSAL = _Kind(_ITEM, "content", {"type": "refusal", "refusal": ""}, "refusal", "content_part", "refusal")
+_TEXT = _Kind(
+    item=_ITEM, parts="content", part=_PART, field="text", part_event="content_part", text_event="output_text"
+)
+_REFUSAL = _Kind(
+    item=_ITEM,
+    parts="content",
+    part={"type": "refusal", "refusal": ""},
+    field="refusal",
+    part_event="content_part",
+    text_event="refusal",
+)
 # told as a summary, which is what clients of this API show of a model's reasoning
 _ITEM, _PART = {"type": "reasoning", "summary": []}, {"type": "summary_text", "text": ""}
-_REASONING = _Kind(_ITEM, "summary", _PART, "text", "reasoning_summary_part", "reasoning_summary_text")
+_REASONING = _Kind(
+    item=_ITEM,
+    parts="summary",
+    part=_PART,
+    field="text",
+    part_event="reasoning_summary_part",
+    text_event="reasoning_summary_text",
+)
 
 _IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}

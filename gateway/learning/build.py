@@ -125,4 +125,14 @@ async def open_learning(
     )
     reports = Reports(verdicts, exact, stats, stats.add_report, count)
     learn = judging.recorded if cache.is_semantic else None
-    return Learning(verdicts, judging, reports, truth, learn, own, stats, metrics, accounts)
+    return Learning(
+        verdicts=verdicts,
+        judging=judging,
+        reports=reports,
+        truth=truth,
+        learn=learn,
+        _own=own,
+        _stats=stats,
+        _metrics=metrics,
+        _accounts=accounts,
+    )

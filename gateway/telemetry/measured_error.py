@@ -165,7 +165,15 @@ class MeasuredErrors:
             measured, error_max = measure(sample), self.bounds.error_max(team, alias)
             before = tightened.get((team_id, alias))
             after = _strictness(sample, measured, error_max, is_tight=before is not None)
-            one = LiveError(team_id, team.name, alias, sample, measured, error_max, after)
+            one = LiveError(
+                team_id=team_id,
+                team=team.name,
+                alias=alias,
+                sample=sample,
+                measured=measured,
+                error_max=error_max,
+                strictness=after,
+            )
             live.append(one)
             if after < 1.0:
                 tightened[team_id, alias] = after

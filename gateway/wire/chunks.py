@@ -118,7 +118,14 @@ def to_chunk(data: bytes, answer: Answer, is_whole: bool = False) -> Chunk:
             has_content = True
         if choice.finish_reason:
             reasons = (*reasons, choice.finish_reason)
-    return Chunk(data, is_whole, has_content, reasons, usage, not choices and usage is not None)
+    return Chunk(
+        data=data,
+        is_whole=is_whole,
+        has_content=has_content,
+        finish_reasons=reasons,
+        usage=usage,
+        is_usage_only=not choices and usage is not None,
+    )
 
 
 def read(data: bytes, is_whole: bool = False) -> Chunk:
