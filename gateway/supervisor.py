@@ -37,7 +37,7 @@ _OPEN_FILES = 1 << 16
 WORKER_SETTINGS = "SAMEWAY_WORKER_SETTINGS"
 
 
-class Kind(Enum):
+class ChildKind(Enum):
     """A child's part in the gateway; it decides when the child is stopped."""
 
     REDIS = auto()
@@ -86,7 +86,7 @@ class Heartbeat:
 class Child:
     """One process to keep running."""
 
-    kind: Kind
+    kind: ChildKind
     name: str
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
@@ -199,7 +199,7 @@ class Supervisor:
         settings = self.settings
         if settings.redis_url is None:
             Path(settings.run_dir / "redis.sock").unlink(missing_ok=True)
-            self._keep(Child(Kind.REDIS, "redis", redis_argv(settings)))
+            self._keep(Child(ChildKind.REDIS, "redis", redis_argv(settings)))
         engines = sorted({d.engine for model in settings.models.values() for d in model.deployments if d.engine})
         for name in engines:
             ended_path(settings.engine_socket(name)).unlink(missing_ok=True)  # an earlier run's
@@ -215,7 +215,7 @@ class Supervisor:
             heartbeat = Heartbeat(socket_path)
             self._keep(
                 Child(
-                    kind=Kind.GATEWAY,
+                    kind=ChildKind.GATEWAY,
                     name=f"gateway-{index}",
                     argv=argv,
                     env=env,
@@ -233,11 +233,13 @@ class Supervisor:
         # Heavy imports follow the announcement, so that they do not delay it
         quiet = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
         env = {**quiet, "SAMEWAY_REDIS_URL": settings.redis_target}
-        self._keep(Child(Kind.CACHE, "cache", cache_argv(settings), env))
+        self._keep(Child(ChildKind.CACHE, "cache", cache_argv(settings), env))
         self._ready = asyncio.create_task(self._say_when_ready(port))
         for name in engines:
             heartbeat = Heartbeat(settings.engine_socket(name))
-            self._keep(Child(Kind.ENGINE, f"engine-{name}", engine_argv(settings, name), quiet, heartbeat=heartbeat))
+            self._keep(
+                Child(ChildKind.ENGINE, f"engine-{name}", engine_argv(settings, name), quiet, heartbeat=heartbeat)
+            )
 
     def _announce(self, port: int) -> None:
         host = self.settings.host
@@ -266,7 +268,9 @@ class Supervisor:
             endings = 0 if time.monotonic() - started > _STEADY_AFTER_S else endings + 1
             pause_s = _RESTART_PAUSES_S[min(max(endings, 1), len(_RESTART_PAUSES_S)) - 1]
             _warn(f"{child.name} {_how_it_ended(status)}; starting it again in {pause_s} s")
-            if child.kind is Kind.ENGINE and child.heartbeat is not None and status < 0:  # a signal: it wrote no reason
+            if (
+                child.kind is ChildKind.ENGINE and child.heartbeat is not None and status < 0
+            ):  # a signal: it wrote no reason
                 with contextlib.suppress(OSError):
                     write_ended(child.heartbeat.path, Ended(_how_it_ended(status)))
             await asyncio.sleep(pause_s)
@@ -318,7 +322,11 @@ class Supervisor:
         if self._ready is not None:
             self._ready.cancel()
         grace_s = self.settings.shutdown_grace_s + 5.0
-        for kinds, patience_s in (({Kind.GATEWAY}, grace_s), ({Kind.CACHE, Kind.ENGINE}, 10.0), ({Kind.REDIS}, 10.0)):
+        for kinds, patience_s in (
+            ({ChildKind.GATEWAY}, grace_s),
+            ({ChildKind.CACHE, ChildKind.ENGINE}, 10.0),
+            ({ChildKind.REDIS}, 10.0),
+        ):
             await asyncio.gather(*(_end(child, patience_s) for child in self._children if child.kind in kinds))
         (self.settings.run_dir / "worker.json").unlink(missing_ok=True)  # it contains secrets
 

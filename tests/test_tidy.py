@@ -18,6 +18,7 @@ PACKAGES = ("gateway", "cache", "policies", "local_engine")
 LEAVES = ("cache", "policies", "local_engine")
 LINES_MIN = 80
 FUNCTION_LINES_MAX = 70
+EXPORTS_MAX = 20
 
 # From top to bottom: each room imports only rooms below it.
 # fmt: off
@@ -50,6 +51,11 @@ SMALL_FILES: dict[str, str] = {
     "gateway/api/models.py": "one endpoint",
     "gateway/learning/llm_judge.py": "the one place that writes a prompt",
     "gateway/worker.py": "the command line of the process",
+}
+# Names that two classes of one package have, with what tells them apart.
+SAME_NAMES: dict[str, str] = {
+    "Conflict": "an account's is always `accounts.Conflict`; the other is HTTP's 409",
+    "NotFound": "an account's is always `accounts.NotFound`; the other is HTTP's 404",
 }
 # The same: why this function is one although it is long.
 LONG_FUNCTIONS: dict[str, str] = {
@@ -185,6 +191,72 @@ def test_a_small_file_with_one_importer_has_a_reason() -> None:
     }
     assert small - SMALL_FILES.keys() == set()
     assert SMALL_FILES.keys() - small == set()
+
+
+@cache
+def classes() -> dict[str, dict[str, ast.ClassDef]]:
+    """Every public class that a module holds, by its name and path."""
+    found: dict[str, dict[str, ast.ClassDef]] = {}
+    for path, module in sources().items():
+        for node in module.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, {})[path] = node
+    return found
+
+
+def test_a_class_name_is_used_once_in_a_package() -> None:
+    """A name means one thing; leaves do not know each other, so each has words of its own."""
+    packages = {name: [path.split("/")[0] for path in places] for name, places in classes().items()}
+    twice = {name for name, places in packages.items() if len(places) > len(set(places))}
+    assert twice - SAME_NAMES.keys() == set()
+    assert SAME_NAMES.keys() - twice == set()
+
+
+def is_record(node: ast.ClassDef) -> bool:
+    bases = [ast.unparse(base) for base in node.bases]
+    decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+    return any(base.endswith(("Struct", "NamedTuple")) for base in bases) or any("dataclass" in d for d in decorators)
+
+
+def test_structs_of_many_fields_name_them() -> None:
+    """No call gives a struct or dataclass over five values by their places alone."""
+    records = {
+        node.name
+        for module in sources().values()
+        for node in ast.walk(module)
+        if isinstance(node, ast.ClassDef) and is_record(node)
+    }
+    unnamed = [
+        f"{path}:{node.lineno}"
+        for path, module in sources().items()
+        for node in ast.walk(module)
+        if isinstance(node, ast.Call)
+        and len(node.args) > 5
+        and (node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")) in records
+    ]
+    assert unnamed == []
+
+
+@pytest.mark.parametrize("package", ["cache", "policies"])
+def test_a_leaf_exports_few_names(package: str) -> None:
+    """A leaf's own name gives twenty names at most; the rest is imported from its rooms."""
+    (exports,) = [
+        node.value
+        for node in sources()[f"{package}/__init__.py"].body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    assert len(ast.literal_eval(exports)) <= EXPORTS_MAX
+
+
+def test_the_scope_of_a_team_is_made_in_one_place() -> None:
+    """Partitions and rate limits are kept apart by it: two spellings would be a hole."""
+    spelled = {
+        path
+        for path, module in sources().items()
+        for node in ast.walk(module)
+        if isinstance(node, ast.JoinedStr) and getattr(node.values[0], "value", "") == "team:"
+    }
+    assert len(spelled) == 1
 
 
 def test_functions_are_short() -> None:

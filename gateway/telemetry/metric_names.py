@@ -15,7 +15,7 @@ TPOT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 
 TOKEN_BOUNDS = tuple(float(4**power) for power in range(11))  # 1 to 1,048,576
 
 
-class Kind(StrEnum):
+class MetricKind(StrEnum):
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
@@ -33,7 +33,7 @@ class Definition(msgspec.Struct, frozen=True):
     """One metric: its scraped name, its labels and its help text."""
 
     name: str
-    kind: Kind
+    kind: MetricKind
     help: str
     labels: tuple[str, ...] = ()
     bounds: tuple[float, ...] = ()  # of a histogram: inclusive upper bounds, without +Inf
@@ -41,19 +41,19 @@ class Definition(msgspec.Struct, frozen=True):
 
     @property
     def width(self) -> int:
-        return len(self.bounds) + 2 if self.kind is Kind.HISTOGRAM else 1  # the sum, the buckets and +Inf
+        return len(self.bounds) + 2 if self.kind is MetricKind.HISTOGRAM else 1  # the sum, the buckets and +Inf
 
 
 def _counter(name: str, help: str, *labels: str) -> Definition:
-    return Definition(name, Kind.COUNTER, help, labels)
+    return Definition(name, MetricKind.COUNTER, help, labels)
 
 
 def _gauge(name: str, merge: Merge, help: str, *labels: str) -> Definition:
-    return Definition(name, Kind.GAUGE, help, labels, merge=merge)
+    return Definition(name, MetricKind.GAUGE, help, labels, merge=merge)
 
 
 def _histogram(name: str, bounds: tuple[float, ...], help: str, *labels: str) -> Definition:
-    return Definition(name, Kind.HISTOGRAM, help, labels, bounds)
+    return Definition(name, MetricKind.HISTOGRAM, help, labels, bounds)
 
 
 REQUESTS = _counter(

@@ -49,8 +49,8 @@ from gateway.telemetry.metric_names import (
     TTFT,
     WORKERS,
     Definition,
-    Kind,
     Merge,
+    MetricKind,
 )
 from gateway.telemetry.shared_numbers import Key, SharedNumbers
 
@@ -130,7 +130,7 @@ class Metrics:
         self._by_sort: dict[tuple[str | int, ...], _RequestSeries] = {}
         self._starts: dict[Key, int] = {}
         for key, start in self._numbers.own():
-            if key[0] not in BY_NAME or BY_NAME[key[0]].kind is Kind.GAUGE:
+            if key[0] not in BY_NAME or BY_NAME[key[0]].kind is MetricKind.GAUGE:
                 self._values[start] = math.nan  # a gauge of the file's last worker
         self._start(SERIES_DROPPED)
         self.set(WORKERS, 1)
@@ -242,7 +242,7 @@ class Metrics:
                 definition = BY_NAME.get(key[0])
                 if definition is None or len(numbers) != definition.width or len(key) != 1 + len(definition.labels):
                     continue  # written by an older version
-                if definition.kind is Kind.GAUGE and (not snapshot.is_alive or math.isnan(numbers[0])):
+                if definition.kind is MetricKind.GAUGE and (not snapshot.is_alive or math.isnan(numbers[0])):
                     continue
                 known = series.get(key)
                 series[key] = numbers if known is None else _merge(definition, known, numbers)
@@ -283,10 +283,10 @@ def _family(definition: Definition, series: dict[Key, tuple[float, ...]]) -> "Me
     for key, numbers in sorted(series.items()):
         if key[0] != definition.name:
             continue
-        if definition.kind is not Kind.GAUGE and not any(numbers[1:] or numbers):
+        if definition.kind is not MetricKind.GAUGE and not any(numbers[1:] or numbers):
             continue  # allocated, but never moved
         labels = dict(zip(definition.labels, key[1:], strict=True))
-        if definition.kind is not Kind.HISTOGRAM:
+        if definition.kind is not MetricKind.HISTOGRAM:
             family.add_sample(definition.name, labels, numbers[0])
             continue
         for bound, count in _cumulative(definition.bounds, numbers):

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from gateway.config_file import load_settings
-from gateway.telemetry.metric_names import DEFINITIONS, Kind
+from gateway.telemetry.metric_names import DEFINITIONS, MetricKind
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -187,7 +187,7 @@ def _exported() -> dict[str, set[str]]:
     """Every name a scrape can hold, with its labels."""
     names: dict[str, set[str]] = {}
     for one in DEFINITIONS:
-        if one.kind is Kind.HISTOGRAM:
+        if one.kind is MetricKind.HISTOGRAM:
             names[f"{one.name}_bucket"] = {*one.labels, "le"}
             names[f"{one.name}_sum"] = names[f"{one.name}_count"] = set(one.labels)
         else:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gateway.settings import EngineSettings, Settings
-from gateway.supervisor import Child, Heartbeat, Kind, _kill_if_silent, engine_argv
+from gateway.supervisor import Child, ChildKind, Heartbeat, _kill_if_silent, engine_argv
 from local_engine.config import EngineConfig
 from local_engine.process.options import arguments, config_from
 
@@ -84,7 +84,7 @@ async def test_a_silent_process_is_killed(tmp_path: Path) -> None:
     """The supervisor kills a process whose heartbeat stops."""
     heartbeat = Heartbeat(tmp_path / "s.sock", interval_s=0.01)
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", MUTE, str(heartbeat.path), "hangs")
-    killing = asyncio.create_task(_kill_if_silent(Child(Kind.ENGINE, "engine", [], heartbeat=heartbeat), process))
+    killing = asyncio.create_task(_kill_if_silent(Child(ChildKind.ENGINE, "engine", [], heartbeat=heartbeat), process))
     try:
         assert await asyncio.wait_for(process.wait(), 30) == -signal.SIGKILL
     finally:
