@@ -35,23 +35,23 @@ class Purges:
         self._l1 = l1
         self._clock = clock
         self._monotonic = monotonic
-        self._heard_at: float | None = None
+        self._heartbeat_at: float | None = None
 
     @property
     def is_on(self) -> bool:
         """Whether the L1 may be used; it is emptied the moment it may not."""
-        if self._heard_at is None:
+        if self._heartbeat_at is None:
             return False
-        if self._monotonic() - self._heard_at <= _HEARTBEAT_MISSED_S:
+        if self._monotonic() - self._heartbeat_at <= _HEARTBEAT_MISSED_S:
             return True
-        self._silence()
+        self._turn_off()
         return False
 
     async def announce(self, purge: Purge) -> None:
         """Return once no L1 can serve what was purged from Redis before. Raises
         redis.exceptions.RedisError.
         """
-        self._obey(purge)
+        self._apply(purge)
         receipt = uuid.uuid4().bytes
         listening = await self._log.announce(purge, receipt)
         deadline = self._monotonic() + _HEARTBEAT_MISSED_S
@@ -69,32 +69,32 @@ class Purges:
             except REDIS_FAILURES:
                 pass  # the L1 is off meanwhile, and lookups say what Redis says
             finally:
-                self._silence()
+                self._turn_off()
             await asyncio.sleep(_RESUBSCRIBE_S)
 
     async def _listen(self, subscription: Subscription) -> None:
         name = uuid.uuid4().bytes
-        heart = asyncio.create_task(self._beat(name))
+        heartbeats = asyncio.create_task(self._beat(name))
         try:
             async for message in subscription.listen():
                 if message["type"] == "message":
-                    await self._hear(message["data"], name)
+                    await self._receive(message["data"], name)
         finally:
-            heart.cancel()
+            heartbeats.cancel()
 
-    async def _hear(self, data: bytes, name: bytes) -> None:
+    async def _receive(self, data: bytes, name: bytes) -> None:
         try:
             announced = _ANNOUNCED.decode(data)
         except msgspec.DecodeError:
             announced = Announced(Purge())  # of another version: it must have meant something
         if announced.purge is not None:
-            self._obey(announced.purge)
+            self._apply(announced.purge)
             if announced.receipt:
                 # the process that waits for it gives up after a while
                 with contextlib.suppress(*REDIS_FAILURES):
                     await self._log.sign(announced.receipt)
         elif announced.receipt == name:
-            self._heard_at = self._monotonic()
+            self._heartbeat_at = self._monotonic()
 
     async def _beat(self, name: bytes) -> None:
         while True:
@@ -102,9 +102,9 @@ class Purges:
                 await self._log.beat(name)
             await asyncio.sleep(_HEARTBEAT_S if self.is_on else _HEARTBEAT_S / 10)
 
-    def _obey(self, purge: Purge) -> None:
+    def _apply(self, purge: Purge) -> None:
         self._l1.purge(purge, self._clock())
 
-    def _silence(self) -> None:
-        self._heard_at = None
+    def _turn_off(self) -> None:
+        self._heartbeat_at = None
         self._l1.clear()

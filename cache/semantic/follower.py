@@ -59,7 +59,7 @@ class Follower:
         self._store = EntryStore(redis)
         self._verdicts = VerdictStore(redis)
         # how far each partition's verdicts have been folded
-        self._heard: dict[Partition, bytes] = {}
+        self._read_to: dict[Partition, bytes] = {}
         self._cache = cache
         self._thread = thread
         self._embedder_key = embedder_key
@@ -120,7 +120,7 @@ class Follower:
         sizes = await self._store.sizes()
         self.progress = Progress(total=sum(size.entries for size in sizes))
         seen: set[EntryKey] = set()
-        self._heard.clear()
+        self._read_to.clear()
         await self._run(self._cache.forget_verdicts)
         for partition in (size.partition for size in sizes):
             async for batch in self._store.scan(partition):
@@ -128,7 +128,7 @@ class Follower:
                 seen.update((partition, record.exact) for record in found)
                 await self._fold(found)
                 self.progress.done += len(batch)
-            await self._fold(await self._said(partition))
+            await self._fold(await self._new_verdicts(partition))
         await self._run(lambda: self._cache.retain(seen))
         return end
 
@@ -152,25 +152,25 @@ class Follower:
                 resolved.append(record)
             elif isinstance(record, EntryAdded) and (known := came[record.partition][record.exact]) is not None:
                 resolved.append(known)
-        spoke = [record.partition for record in records if isinstance(record, VerdictAdded)]
-        unheard = [
-            partition for partition in came if partition not in self._heard
+        announced = [record.partition for record in records if isinstance(record, VerdictAdded)]
+        unread = [
+            partition for partition in came if partition not in self._read_to
         ]  # had no entries when the rebuild came by
-        for partition in dict.fromkeys((*spoke, *unheard)):
-            resolved += await self._said(partition)
+        for partition in dict.fromkeys((*announced, *unread)):
+            resolved += await self._new_verdicts(partition)
         return resolved
 
-    async def _said(self, partition: Partition) -> list[Record]:
+    async def _new_verdicts(self, partition: Partition) -> list[Record]:
         """The verdicts of a partition since the last read.
 
         At the first read the stream's suspensions are history: the current ones are read after it,
         and changes in between come again with the next read.
         """
-        after = self._heard.get(partition)
-        said, self._heard[partition] = await self._verdicts.read(partition, after or b"0-0")
+        after = self._read_to.get(partition)
+        verdicts, self._read_to[partition] = await self._verdicts.read(partition, after or b"0-0")
         if after is not None:
-            return [*said]
-        before = [record for record in said if not isinstance(record, AnswerSuspended)]
+            return [*verdicts]
+        before = [record for record in verdicts if not isinstance(record, AnswerSuspended)]
         return [*before, *(AnswerSuspended(partition, name) for name in await self._verdicts.suspended(partition))]
 
     async def _added(self, partition: Partition, entries: Iterable[tuple[bytes, About | None]]) -> list[PromptAdded]:

@@ -17,13 +17,14 @@ from cache.fingerprint import Partition
 from cache.verdicts.records import AnswerCleared, AnswerJudged, AnswerSuspended, VerdictRecord
 
 _GROUPS_MAX = 20_000  # of a namespace, whose tallies are kept; the oldest go first
-_TAUGHT_MAX = 5_000  # namespaces with a model of their own: about 10 kB each, before their verdicts
+# namespaces with a model of their own: about 10 kB each, before their verdicts
+_TALLIED_MAX = 5_000
 # an audit that no judge could settle counts as so many: such answers are audited less
-_UNTOLD_COUNTS = 10
+_UNDECIDED_COUNTS = 10
 
 
 @dataclass(slots=True)
-class _Taught:
+class _GroupTallies:
     """Right and wrong verdicts by group, and how many would-be hits the audits stand for."""
 
     tallies: dict[bytes, tuple[float, float]] = field(default_factory=dict)
@@ -39,7 +40,7 @@ class NamespaceStates:
         self._rule = rule
         self._rule_name = rule_name
         self._states: dict[bytes, NamespaceState] = {}
-        self._taught: dict[bytes, _Taught] = {}
+        self._tallied: dict[bytes, _GroupTallies] = {}
         self._suspended: dict[Partition, set[bytes]] = {}
 
     def of(self, namespace: bytes) -> NamespaceState:
@@ -51,8 +52,8 @@ class NamespaceStates:
 
     def tallies(self, namespace: bytes) -> Mapping[bytes, tuple[float, float]]:
         """Right and wrong verdicts on serving the answer of each group that had any."""
-        taught = self._taught.get(namespace)
-        return taught.tallies if taught is not None else {}
+        tallied = self._tallied.get(namespace)
+        return tallied.tallies if tallied is not None else {}
 
     def suspended(self, partition: Partition) -> Set[bytes]:
         """The names of what is out of service."""
@@ -72,23 +73,23 @@ class NamespaceStates:
     def _judge(self, record: AnswerJudged) -> None:
         verdict = record.verdict
         name, trial = record.partition + verdict.compat, verdict.trial
-        state, taught = self.of(name), self._taught.pop(name, None) or _Taught()
-        self._taught[name] = taught  # the latest at the end
+        state, tallied = self.of(name), self._tallied.pop(name, None) or _GroupTallies()
+        self._tallied[name] = tallied  # the latest at the end
         if trial.chance < 1.0:
-            taught.audited += (1.0 if verdict.is_right is not None else _UNTOLD_COUNTS) / trial.chance
+            tallied.audited += (1.0 if verdict.is_right is not None else _UNDECIDED_COUNTS) / trial.chance
             before = state.counters
-            accepted = max(before.accepted, int(taught.audited))
+            accepted = max(before.accepted, int(tallied.audited))
             state.counters = NamespaceCounters(accepted, before.served, before.risked)
         if verdict.is_right is not None:
-            right, wrong = taught.tallies.get(record.other, (0.0, 0.0))
+            right, wrong = tallied.tallies.get(record.other, (0.0, 0.0))
             more = (verdict.weight, 0.0) if verdict.is_right else (0.0, verdict.weight)
-            taught.tallies[record.other] = (right + more[0], wrong + more[1])
-            if len(taught.tallies) > _GROUPS_MAX:
-                del taught.tallies[next(iter(taught.tallies))]
+            tallied.tallies[record.other] = (right + more[0], wrong + more[1])
+            if len(tallied.tallies) > _GROUPS_MAX:
+                del tallied.tallies[next(iter(tallied.tallies))]
             if trial.features and trial.rule == self._rule_name:
                 state.model = self._rule.learn(Row(trial, verdict.is_right), state.model)
-        if len(self._taught) > _TAUGHT_MAX:
-            self._unlearn(next(iter(self._taught)))
+        if len(self._tallied) > _TALLIED_MAX:
+            self._unlearn(next(iter(self._tallied)))
 
     def _take_back(self, partition: Partition, group: bytes) -> None:
         """An admin cleared a group: its wrong verdicts are forgotten.
@@ -96,25 +97,25 @@ class NamespaceStates:
         The model keeps the row, among thousands: it is about features, and the clearing is about
         one answer.
         """
-        for namespace, taught in self._taught.items():
-            if namespace.startswith(partition) and group in taught.tallies:
-                taught.tallies[group] = (taught.tallies[group][0], 0.0)
+        for namespace, tallied in self._tallied.items():
+            if namespace.startswith(partition) and group in tallied.tallies:
+                tallied.tallies[group] = (tallied.tallies[group][0], 0.0)
 
     def leave(self, namespace: bytes) -> None:
         """The namespace has no keys any more: its state goes, unless verdicts have made something
         of it.
         """
-        if namespace not in self._taught:
+        if namespace not in self._tallied:
             self._states.pop(namespace, None)
 
     def clear(self) -> None:
         """Forget all verdicts, before they are read anew. Words belong to the keys and stay."""
         self._suspended.clear()
-        for namespace in list(self._taught):
+        for namespace in list(self._tallied):
             self._unlearn(namespace)
 
     def _unlearn(self, namespace: bytes) -> None:
-        del self._taught[namespace]
+        del self._tallied[namespace]
         state = self._states[namespace]
         state.model, state.counters = None, NamespaceCounters()
         if not state.words.texts:

@@ -64,21 +64,21 @@ class EqualityJudge:
     async def judge(self, fresh: QAPair, cached: QAPair) -> Judgement:
         one, other = fresh.answer.strip(), cached.answer.strip()
         if not one or not other:
-            return self._says(Ruling.UNKNOWN, "an empty answer")
+            return self._judgement(Ruling.UNKNOWN, "an empty answer")
         if one == other:
-            return self._says(Ruling.SAME, "the same text")
+            return self._judgement(Ruling.SAME, "the same text")
         values = _json(one), _json(other)
         if None not in values:
             is_same = _canonical(values[0]) == _canonical(values[1])
-            return self._says(Ruling.SAME if is_same else Ruling.DIFFERENT, "JSON compared by value")
+            return self._judgement(Ruling.SAME if is_same else Ruling.DIFFERENT, "JSON compared by value")
         if "```" in one or "```" in other:
             is_same = [line.rstrip() for line in one.splitlines()] == [line.rstrip() for line in other.splitlines()]
-            return self._says(Ruling.SAME if is_same else Ruling.UNKNOWN, "code compared by line")
+            return self._judgement(Ruling.SAME if is_same else Ruling.UNKNOWN, "code compared by line")
         if normalised(one) == normalised(other):
-            return self._says(Ruling.SAME, "the same words")
-        return self._says(Ruling.UNKNOWN, "other words")
+            return self._judgement(Ruling.SAME, "the same words")
+        return self._judgement(Ruling.UNKNOWN, "other words")
 
-    def _says(self, ruling: Ruling, why: str) -> Judgement:
+    def _judgement(self, ruling: Ruling, why: str) -> Judgement:
         return Judgement(ruling, self.name, why)
 
 

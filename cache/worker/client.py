@@ -73,7 +73,7 @@ class SemanticClient:
         self._writer: asyncio.StreamWriter | None = None
         self._link: asyncio.Task[None] | None = None
         # why no lookup should wait: no answer has come since
-        self._silence: MissReason | None = MissReason.LOADING
+        self._silent_for: MissReason | None = MissReason.LOADING
 
     def start(self) -> None:
         """Begin to connect, and keep connecting, in the background. Needs a running loop."""
@@ -105,12 +105,12 @@ class SemanticClient:
         no other lookup waits for it. `timeout_s` may only shorten the client's.
         """
         timeout_s = min(self._timeout_s, timeout_s) if timeout_s is not None else self._timeout_s
-        if self._writer is not None and self._silence is not None:
-            return Miss(self._silence)
+        if self._writer is not None and self._silent_for is not None:
+            return Miss(self._silent_for)
         try:
             reply = await self._ask(AskLookup(next(self._ids), query, timeout_s), timeout_s)
         except TimeoutError:
-            self._listen(MissReason.TIMEOUT)
+            self._probe(MissReason.TIMEOUT)
             return Miss(MissReason.TIMEOUT)
         except CacheWorkerUnavailable:
             return Miss(MissReason.UNAVAILABLE)
@@ -176,9 +176,9 @@ class SemanticClient:
             if self._waiting.pop(ask.id, None) is not None and not _is_answered(future):
                 self._send(Cancel(ask.id))
 
-    def _listen(self, silence: MissReason) -> None:
+    def _probe(self, silence: MissReason) -> None:
         """Ask for a sign of life; whatever comes ends the silence."""
-        self._silence = silence
+        self._silent_for = silence
         self._send(AskStatus(next(self._ids)))
 
     def _send(self, ask: Ask) -> None:
@@ -191,7 +191,7 @@ class SemanticClient:
             try:
                 reader, self._writer = await asyncio.open_unix_connection(self._path)
                 attempt = 0
-                self._listen(MissReason.LOADING)
+                self._probe(MissReason.LOADING)
                 await self._read(reader)
             except (OSError, asyncio.IncompleteReadError, msgspec.DecodeError):
                 # away, gone or broken: waiting requests fail below, and the next attempt follows
@@ -205,7 +205,7 @@ class SemanticClient:
         while True:
             length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
             answer = read_answer(await reader.readexactly(length))
-            self._silence = None
+            self._silent_for = None
             future = self._waiting.get(answer.id)
             if future is not None and not future.done():
                 future.set_result(answer.payload)

@@ -53,7 +53,7 @@ class Learning:
         """
         changed = self.truth.update(await self._stats.samples(), await self._accounts.list_teams())
         for live in changed:
-            _tell(live)
+            _log_bound(live)
         for live in self.truth.live:
             labels = (live.team, live.alias)
             if live.measured.estimate is not None:
@@ -64,7 +64,7 @@ class Learning:
             self._metrics.set(m.SEMANTIC_STRICTNESS, live.strictness, *labels)
 
 
-def _tell(live: LiveError) -> None:
+def _log_bound(live: LiveError) -> None:
     facts = {"team": live.team, "model": live.alias, "error_max": live.error_max}
     if live.strictness < 1.0:
         measured = live.measured
@@ -100,7 +100,7 @@ async def open_learning(
     identity = await own_identity(cache, accounts)
     own = InternalRequests(identity) if identity is not None else None
     model = cache.judge_model
-    dear: Judge | None = LlmJudge(model, own.ask) if own is not None and model is not None else None
+    fallback: Judge | None = LlmJudge(model, own.ask) if own is not None and model is not None else None
 
     async def regenerate(turn: Turn) -> bytes | None:
         return await own.ask(turn.body) if own is not None else None
@@ -115,7 +115,7 @@ async def open_learning(
         exact,
         verdicts,
         Panel([EqualityJudge(), Agreement(semantic)]),
-        dear,
+        fallback,
         regenerate if own is not None else None,
         cache.shadow_share,
         float(cache.feedback_ttl_s),

@@ -92,10 +92,10 @@ class _Served:
 class Judging:
     """The comparisons of one worker.
 
-    `judge` costs nothing; `dear` is asked about answers to near prompts that `judge` can't decide.
-    `regenerate` answers a turn afresh at the gateway's own expense, or returns None; `share` is the
-    share of served hits to check so. `random` gives numbers in [0, 1); `note` gets every check,
-    `count` every verdict.
+    `judge` costs nothing; `fallback` is asked about answers to near prompts that `judge` can't
+    decide. `regenerate` answers a turn afresh at the gateway's own expense, or returns None;
+    `share` is the share of served hits to check so. `random` gives numbers in [0, 1); `note` gets
+    every check, `count` every verdict.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Judging:
         exact: ExactCache,
         verdicts: VerdictStore,
         judge: Judge,
-        dear: Judge | None,
+        fallback: Judge | None,
         regenerate: Regenerate | None,
         share: float,
         reply_ttl_s: float,
@@ -114,7 +114,7 @@ class Judging:
         self._exact = exact
         self._verdicts = verdicts
         self._judge = judge
-        self._dear = dear
+        self._fallback = fallback
         self._regenerate = regenerate
         self._share = share if regenerate is not None else 0.0
         self._reply_ttl_s = reply_ttl_s
@@ -278,7 +278,7 @@ class Judging:
         for other in entries[1:]:
             if equal is None and is_right is not None and other is not None:
                 equal = other if _is_same(await self._judgement(fresh, other, asked.record.similarity)) else None
-        self._say(asked, judgement, _is_same(judgement))
+        self._report(asked, judgement, _is_same(judgement))
         if is_right is None and asked.source is Source.MISS:
             return
         verdict = self._verdict(asked, judgement, is_right, entry=asked.entry)
@@ -298,7 +298,7 @@ class Judging:
             return
         judgement = await self._judgement(fresh, asked.entry, 1.0)
         is_right = _is_same(judgement)
-        self._say(asked, judgement, is_right)
+        self._report(asked, judgement, is_right)
         verdict = self._verdict(asked, judgement, is_right)
         ref = AnswerRef(asked.entry.exact, asked.entry.created_at)
         await self._take_served(asked, verdict, ref, judgement, is_wrong=is_right is False)
@@ -315,7 +315,7 @@ class Judging:
             return
         judgement = await self._judgement(fresh, entry, 1.0)
         is_right = _is_same(judgement)
-        self._say(asked, judgement, is_right)
+        self._report(asked, judgement, is_right)
         if is_right:
             return
         verdict = self._verdict(asked, judgement, False)
@@ -357,7 +357,7 @@ class Judging:
             why=judgement.why,
         )
 
-    def _say(self, asked: _Asked, judgement: Judgement, is_right: bool | None) -> None:
+    def _report(self, asked: _Asked, judgement: Judgement, is_right: bool | None) -> None:
         self._count(asked.source, judgement.ruling, judgement.judge)
         if is_right is not None and asked.source in (Source.AUDIT, Source.SHADOW):
             # of the would-be hits like this one a share of 1 - audited was served, and a share of
@@ -369,9 +369,9 @@ class Judging:
         if cached is None:
             return Judgement(Ruling.UNKNOWN, "", "not an answer that can be compared")
         judgement = await self._judge.judge(fresh, cached)
-        is_worth = self._dear is not None and similarity is not None and similarity >= NEAR_SIMILARITY_MIN
-        if judgement.ruling is Ruling.UNKNOWN and is_worth and self._dear is not None:
-            judgement = await self._dear.judge(fresh, cached)
+        is_worth = self._fallback is not None and similarity is not None and similarity >= NEAR_SIMILARITY_MIN
+        if judgement.ruling is Ruling.UNKNOWN and is_worth and self._fallback is not None:
+            judgement = await self._fallback.judge(fresh, cached)
         return judgement
 
     async def _remember(self, partition: Partition, reply: Reply, answer: str | None) -> None:

@@ -35,7 +35,7 @@ class LlmJudge:
 
     async def judge(self, fresh: QAPair, cached: QAPair) -> Judgement:
         if len(fresh.prompt) + len(fresh.answer) + len(cached.answer) > _CHARS_MAX:
-            return self._says(Ruling.UNKNOWN, "too long to ask about")
+            return self._judgement(Ruling.UNKNOWN, "too long to ask about")
         asked = {"prompt": fresh.prompt, "answer_a": fresh.answer, "answer_b": cached.answer}
         body = {
             "model": self._model,
@@ -48,10 +48,10 @@ class LlmJudge:
         }
         whole = await self._ask(body)
         if whole is None:
-            return self._says(Ruling.UNKNOWN, "the judge did not answer")
+            return self._judgement(Ruling.UNKNOWN, "the judge did not answer")
         word = (answer_text(whole) or "").strip().rstrip(".").upper()
         ruling = {"SAME": Ruling.SAME, "DIFFERENT": Ruling.DIFFERENT}.get(word, Ruling.UNKNOWN)
-        return self._says(ruling, "asked the judge model")
+        return self._judgement(ruling, "asked the judge model")
 
-    def _says(self, ruling: Ruling, why: str) -> Judgement:
+    def _judgement(self, ruling: Ruling, why: str) -> Judgement:
         return Judgement(ruling, self._model, why)
