@@ -22,6 +22,7 @@ MARKERS: dict[str, tuple[str, ...]] = {
         "backends/test_managed.py",
         "cache/test_cluster.py",
         "cache/test_embedder.py",
+        "cache/test_index.py",
         "cache/test_rule.py",
         "cache/test_worker.py",
         "engine/test_attention.py",
