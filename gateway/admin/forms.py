@@ -78,7 +78,7 @@ def add_team_forms(router: APIRouter, parts: AdminParts, render_teams: Render, r
             body = convert(TeamIn, {"name": fields.get("name", ""), **_rates(fields)})
             team = await known.create_team(body.name, **{k: v for k, v in body.given().items() if k != "name"})
         except _REFUSALS as error:
-            return await render_teams(request, _status(error), form="team", problem=words_of(error), values=fields)
+            return await render_teams(request, **_refusal(error, "team", fields))
         return back_to(f"/admin/teams/{team.id}", "team-created")
 
     @router.post("/teams/{team_id}")
@@ -94,9 +94,7 @@ def add_team_forms(router: APIRouter, parts: AdminParts, render_teams: Render, r
             }
             await known.update_team(team_id, **convert(TeamIn, values).given())
         except _REFUSALS as error:
-            return await render_team(
-                request, team_id, _status(error), form="settings", problem=words_of(error), values=fields
-            )
+            return await render_team(request, team_id, **_refusal(error, "settings", fields))
         return back_to(f"/admin/teams/{team_id}", "team-saved")
 
     @router.post("/teams/{team_id}/delete")
@@ -132,9 +130,7 @@ def _add_key_forms(router: APIRouter, parts: AdminParts, render_team: Render) ->
             body = convert(KeyIn, values)
             made = await known.create_key(team_id, body.name, **{k: v for k, v in body.given().items() if k != "name"})
         except _REFUSALS as error:
-            return await render_team(
-                request, team_id, _status(error), form="key", problem=words_of(error), values=fields
-            )
+            return await render_team(request, team_id, **_refusal(error, "key", fields))
         return await render_team(request, team_id, new_key=made)
 
     @router.post("/teams/{team_id}/keys/{key_id}/revoke")
@@ -158,9 +154,7 @@ def _add_budget_forms(router: APIRouter, parts: AdminParts, render_team: Render)
             body = convert(BudgetIn, values)
             await views.create_budget(parts, team_id, body)
         except _REFUSALS as error:
-            return await render_team(
-                request, team_id, _status(error), form="budget", problem=words_of(error), values=fields
-            )
+            return await render_team(request, team_id, **_refusal(error, "budget", fields))
         return back_to(f"/admin/teams/{team_id}", "budget-created")
 
     @router.post("/teams/{team_id}/budgets/{budget_id}")
@@ -170,9 +164,7 @@ def _add_budget_forms(router: APIRouter, parts: AdminParts, render_team: Render)
             values = {"limit_microusd": _microusd(fields.get("limit_usd")), "is_hard": fields.get("kind") != "soft"}
             await views.update_budget(parts, budget_id, convert(BudgetPatch, values))
         except _REFUSALS as error:
-            return await render_team(
-                request, team_id, _status(error), form=f"budget-{budget_id}", problem=words_of(error), values=fields
-            )
+            return await render_team(request, team_id, **_refusal(error, f"budget-{budget_id}", fields))
         return back_to(f"/admin/teams/{team_id}", "budget-saved")
 
     @router.post("/teams/{team_id}/budgets/{budget_id}/delete")
@@ -201,8 +193,7 @@ def add_cache_forms(router: APIRouter, parts: AdminParts, render_cache: Render) 
             body = convert(PurgeIn, {**values, "dry_run": fields.get("confirmed") != "yes"})
             result = await cache_views.purge(parts, body)
         except (*_REFUSALS, BadRequest, accounts.NotFound) as error:
-            words = words_of(error)
-            return await render_cache(request, _status(error), form="purge", problem=words, values=fields)
+            return await render_cache(request, **_refusal(error, "purge", fields))
         return await render_cache(request, form="purge", purge=result, values=fields)
 
     @router.post("/cache/clear")
@@ -226,7 +217,7 @@ def add_cache_forms(router: APIRouter, parts: AdminParts, render_cache: Render) 
         try:
             tried = await cache_views.try_prompt(parts, convert(TryIn, fields))
         except (*_REFUSALS, accounts.NotFound) as error:
-            return await render_cache(request, _status(error), form="try", problem=words_of(error), values=fields)
+            return await render_cache(request, **_refusal(error, "try", fields))
         return await render_cache(request, form="try", tried=tried, values=fields)
 
 
@@ -286,8 +277,10 @@ _LABELS = {
 }
 
 
-def _status(error: Exception) -> int:
-    return 409 if isinstance(error, accounts.Conflict) else 404 if isinstance(error, accounts.NotFound) else 400
+def _refusal(error: Exception, form: str, fields: Mapping[str, str]) -> dict[str, Any]:
+    """The values of a page that shows `form` again with its problem."""
+    status = 409 if isinstance(error, accounts.Conflict) else 404 if isinstance(error, accounts.NotFound) else 400
+    return {"status": status, "form": form, "problem": words_of(error), "values": fields}
 
 
 def _rates(fields: Mapping[str, str]) -> dict[str, Any]:

@@ -85,15 +85,10 @@ class TeamIn(_In):
     is_semantic_enabled: bool = True
 
 
-class TeamPatch(_In):
+class TeamPatch(TeamIn):
     """Only the fields that are sent change."""
 
     name: _Name = ""
-    is_active: bool = True
-    requests_per_min: _Rate | None = None
-    tokens_per_min: _Rate | None = None
-    semantic_error_max: _ErrorMax | None = None
-    is_semantic_enabled: bool = True
 
 
 class KeyIn(_In):
