@@ -323,13 +323,6 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     id: int
 
 
-class CountTokens(msgspec.Struct, frozen=True, tag="count"):
-    """Client to worker: how many prompt tokens would this request have?"""
-
-    id: int
-    request: GenerateRequest
-
-
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
     """Worker to client: one step's pieces of one generation; `usage` comes with the last of all
     choices."""
@@ -351,13 +344,6 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     progress: float = 0.0
 
 
-class TokenCount(msgspec.Struct, frozen=True, tag="counted"):
-    """Worker to client: the answer to CountTokens."""
-
-    id: int
-    tokens: int
-
-
 class State(msgspec.Struct, frozen=True, tag="state"):
     """Worker to client: sent on connecting, whenever the load changes (a few times a second), and
     at least every second: a worker that sends nothing for much longer hangs."""
@@ -366,8 +352,8 @@ class State(msgspec.Struct, frozen=True, tag="state"):
     info: ModelInfo | None = None
 
 
-ToWorker = Submit | Abort | CountTokens
-ToClient = Outputs | Failed | TokenCount | State
+ToWorker = Submit | Abort
+ToClient = Outputs | Failed | State
 
 FRAME_SIZE_MAX_BYTES = 64 * 1024 * 1024
 

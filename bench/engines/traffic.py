@@ -34,7 +34,6 @@ class Ask:
     leaves_after: int | None = None
     leaves_client: bool = False
     is_wrong: bool = False
-    is_count: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,6 @@ class Traffic:
             request,
             leaves_after=draw.choice((0, 0, 1, 3)) if chance < 0.15 else None,
             leaves_client=chance > 0.97,
-            is_count=0.5 < chance < 0.52,
         )
 
     def _sampling(self) -> SamplingParams:
@@ -122,9 +120,6 @@ async def ask(engine: AsyncEngine, wanted: Ask) -> Outcome:
     request = wanted.request
     try:
         async with asyncio.timeout(_END_TIMEOUT_S):
-            if wanted.is_count:
-                await engine.count_tokens(request)
-                return Outcome("counted")
             return await _read(engine, wanted)
     except TimeoutError:
         return Outcome("hung", wrong=f"no end within {_END_TIMEOUT_S:.0f} s: {str(request)[:200]}")

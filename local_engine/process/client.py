@@ -21,7 +21,6 @@ import msgspec
 from local_engine.messages import (
     FRAME_SIZE_MAX_BYTES,
     Abort,
-    CountTokens,
     Ended,
     EngineError,
     EngineLoad,
@@ -35,7 +34,6 @@ from local_engine.messages import (
     State,
     Submit,
     ToClient,
-    TokenCount,
     ToWorker,
     Usage,
     error_from_wire,
@@ -200,7 +198,6 @@ class AsyncEngine:
         self._load = EngineLoad()
         self._ids = itertools.count(1)
         self._generations: dict[int, Generation] = {}
-        self._counts: dict[int, asyncio.Future[int]] = {}
         self._transport: asyncio.WriteTransport | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_changed = asyncio.Event()
@@ -249,20 +246,6 @@ class AsyncEngine:
             self._send(Submit(generation.id, request))
         return generation
 
-    async def count_tokens(self, request: GenerateRequest) -> int:
-        """How many prompt tokens that request has, chat template included. Raises EngineError."""
-        refusal = self._refusal()
-        if refusal is not None:
-            raise refusal
-        id = next(self._ids)
-        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._counts[id] = future
-        try:
-            self._send(CountTokens(id, request))
-            return await future
-        finally:
-            self._counts.pop(id, None)
-
     def _refusal(self) -> EngineError | None:
         if self._transport is None:
             return EngineUnavailable(f"no engine answers at {self.socket_path}")
@@ -294,13 +277,6 @@ class AsyncEngine:
                 generation = self._generations.pop(message.id, None)
                 if generation is not None:
                     generation._fail(error_from_wire(message))
-                count = self._counts.get(message.id)
-                if count is not None and not count.done():
-                    count.set_exception(error_from_wire(message))
-            case TokenCount():
-                count = self._counts.get(message.id)
-                if count is not None and not count.done():
-                    count.set_result(message.tokens)
             case State():
                 self._load = msgspec.structs.replace(message.load, is_connected=True)
                 self.info = message.info
@@ -354,6 +330,3 @@ class AsyncEngine:
         generations, self._generations = self._generations, {}
         for generation in generations.values():
             generation._fail(EngineUnavailable(f"the engine's process {how or 'was left'}", is_death=is_death))
-        for count in self._counts.values():
-            if not count.done():
-                count.set_exception(EngineUnavailable(f"the engine's process {how or 'was left'}"))

@@ -23,7 +23,6 @@ import msgspec
 from local_engine.config import EngineConfig
 from local_engine.messages import (
     Abort,
-    CountTokens,
     EngineError,
     EngineFailed,
     EngineLoad,
@@ -36,7 +35,6 @@ from local_engine.messages import (
     SamplingParams,
     Submit,
     ToClient,
-    TokenCount,
     ToWorker,
     Usage,
     added,
@@ -158,8 +156,6 @@ class EngineThread(threading.Thread):
                     self._submit(engine, key, command.request)
                 case Abort():
                     self._abort(engine, key)
-                case CountTokens():
-                    self._deliver([(key, TokenCount(key.id, len(engine.prompt_tokens(command.request))))])
         except EngineError as error:
             self._deliver([(key, error_to_wire(key.id, error))])
         except Exception as error:
