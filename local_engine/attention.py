@@ -16,8 +16,9 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as functional
@@ -30,13 +31,16 @@ if TYPE_CHECKING:
     from local_engine.kernels.gpu.attention import Tiles
 
 
+Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
     """Rows `start .. stop` of a step: sequences of similar length with one query each, padded to a
     common length.
 
     `blocks` [sequences * blocks each]; `masks` additive, [sequences, 1, tokens], one per window
-    (`Pools.windows`).
+    (`KV.windows`).
     """
 
     start: int
@@ -95,30 +99,9 @@ class StepInput:
     tiles: Tiles | None = None
 
 
-class KV(Protocol):
-    """The pools of all layers, as the decoder uses them."""
-
-    def angles(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The part of a rotary table [context, 1, head_dim] that `attend` takes: the rows of these
-        positions, or all."""
-
-    def attend(
-        self,
-        layer: int,
-        qkv: torch.Tensor,
-        qk_norm: torch.Tensor | None,
-        epsilon: float,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        step: StepInput,
-    ) -> torch.Tensor:
-        """Normalise (`qk_norm`) and rotate the q and k of qkv [rows, heads + 2 kv_heads, head_dim],
-        perhaps in place, store k and v, and attend. Returns [rows, heads * head_dim]. `cos` and
-        `sin` come from `angles`."""
-
-
-class Pools:
-    """Room for `blocks` blocks of `block_tokens` tokens in every layer."""
+class KV(ABC):
+    """Room for the KV of `blocks` blocks of `block_tokens` tokens in every layer, and attention over
+    it. `windows` are the distinct ones of the model's layers."""
 
     def __init__(
         self,
@@ -126,16 +109,15 @@ class Pools:
         *,
         blocks: int,
         block_tokens: int,
-        stored_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
+        stored_tokens: int | None = None,
     ) -> None:
-        """`stored_tokens`: how many tokens a block has room for."""
-        self.blocks = blocks
-        self.block_tokens = block_tokens
+        """`stored_tokens`: tokens that a block has room for, where it is more than `block_tokens`."""
+        self.blocks, self.block_tokens = blocks, block_tokens
         self.windows = tuple(dict.fromkeys(model.windows))
         self.window_of = [self.windows.index(window) for window in model.windows]
-        shape = (2 * model.kv_heads, blocks, stored_tokens, model.head_dim)
+        shape = (2 * model.kv_heads, blocks, stored_tokens or block_tokens, model.head_dim)
         self.pools = [_zeros(shape, dtype, device) for _ in range(model.layers)]
 
     @property
@@ -148,8 +130,21 @@ class Pools:
         for pool in self.pools:
             pool.zero_()
 
+    def angles(self, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor) -> Angles:
+        """The parts of rotary tables [context, 1, head_dim] that `attend` takes: all, because
+        kernels look positions up."""
+        return cos, sin
 
-class NativeKV(Pools):
+    @abstractmethod
+    def attend(
+        self, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None, angles: Angles, step: StepInput
+    ) -> torch.Tensor:
+        """Normalise (`qk_norm`) and rotate the q and k of qkv [rows, heads + 2 kv_heads, head_dim],
+        perhaps in place, store k and v, and attend. Returns [rows, heads * head_dim]. `angles` are
+        those of the layer's tables."""
+
+
+class NativeKV(KV):
     """Pools in the order of the native kernels, which read pages where they lie."""
 
     def __init__(
@@ -159,28 +154,17 @@ class NativeKV(Pools):
             model,
             blocks=blocks,
             block_tokens=block_tokens,
-            stored_tokens=_whole_tiles(block_tokens),
             dtype=dtype,
             device=torch.device("cpu"),
+            stored_tokens=_whole_tiles(block_tokens),
         )
-        self.native = native
+        self.native, self._epsilon = native, model.rms_epsilon
         self._scale, self._softcap = model.attention_scale, model.attention_softcap
         self._layer_windows = model.windows
         self._sizes = (model.heads, model.kv_heads, model.head_dim, block_tokens, blocks)
 
-    def angles(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """All: the kernel looks positions up."""
-        return table
-
     def attend(
-        self,
-        layer: int,
-        qkv: torch.Tensor,
-        qk_norm: torch.Tensor | None,
-        epsilon: float,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        step: StepInput,
+        self, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None, angles: Angles, step: StepInput
     ) -> torch.Tensor:
         """In two passes over the rows. `qk_norm` is float32."""
         rows, kind, pool = step.paged, kind_of(qkv.dtype), self.pools[layer].data_ptr()
@@ -190,9 +174,8 @@ class NativeKV(Pools):
             kind,
             qkv.data_ptr(),
             None if qk_norm is None else qk_norm.data_ptr(),
-            epsilon,
-            cos.data_ptr(),
-            sin.data_ptr(),
+            self._epsilon,
+            *(table.data_ptr() for table in angles),
             step.positions.data_ptr(),
             step.slots.data_ptr(),
             pool,
@@ -218,40 +201,32 @@ class NativeKV(Pools):
         return output
 
 
-class TorchKV(Pools):
-    """Pools that torch's own kernels look at, on any device. `windows` are the distinct ones of the
-    model's layers."""
+class TorchKV(KV):
+    """Pools that torch's own kernels read, on any device."""
 
     def __init__(
         self, model: ModelConfig, *, blocks: int, block_tokens: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        super().__init__(
-            model, blocks=blocks, block_tokens=block_tokens, stored_tokens=block_tokens, dtype=dtype, device=device
-        )
+        super().__init__(model, blocks=blocks, block_tokens=block_tokens, dtype=dtype, device=device)
+        self._epsilon = model.rms_epsilon
         self._heads, self._kv_heads, self._head_dim = model.heads, model.kv_heads, model.head_dim
         self._scale, self._softcap = model.attention_scale, model.attention_softcap
         self._workspace = torch.empty(0, dtype=dtype, device=device)
         self._has_slow_sdpa = device.type == "cpu" and dtype != torch.float32
 
-    def angles(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def angles(self, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor) -> Angles:
         """Those of these positions, [rows, 1, head_dim]."""
-        return table[positions]
+        return cos[positions], sin[positions]
 
     def attend(
-        self,
-        layer: int,
-        qkv: torch.Tensor,
-        qk_norm: torch.Tensor | None,
-        epsilon: float,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        step: StepInput,
+        self, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None, angles: Angles, step: StepInput
     ) -> torch.Tensor:
         """In torch's steps; qkv stays as it is."""
         rotated = self._heads + self._kv_heads
         qk = qkv[:, :rotated]
         if qk_norm is not None:
-            qk = rms_norm(qk, None, epsilon, qk_norm)
+            qk = rms_norm(qk, None, self._epsilon, qk_norm)
+        cos, sin = angles
         qk = (qk * cos).addcmul_(qk.roll(self._head_dim // 2, -1), sin)
         queries = qk[:, : self._heads]
         self._write(layer, step.slots, qk[:, self._heads :], qkv[:, rotated:])

@@ -61,11 +61,6 @@ class DraftModel:
         self._timing = timing
         self._whole: dict[int, bytes] = {}  # blocks with the KV of all of their tokens here, and their keys then
 
-    @property
-    def context_tokens(self) -> int:
-        """How many tokens of a sequence it can look at."""
-        return self._runner.context_tokens
-
     def clear(self) -> None:
         """Forget everything: any KV may be wrong."""
         self._whole.clear()

@@ -100,9 +100,8 @@ class Engine:
         step_tokens_max = config.step_tokens_max or default_step_tokens(self._runner.device)
         vocabulary = checkpoint.config.vocabulary_size
         self._draft_model = DraftModel(draft, vocabulary, step_tokens_max, self._timing) if draft is not None else None
-        self._speculator = Speculator(
-            self._timing, config.draft_tokens_max, draft.context_tokens if draft is not None else 0
-        )
+        draft_context_tokens = draft.context_tokens if draft is not None else 0
+        self._speculator = Speculator(self._timing, config.draft_tokens_max, draft_context_tokens)
         self._scheduler = Scheduler(
             self._pool,
             step_tokens_max=step_tokens_max,
@@ -176,6 +175,7 @@ class Engine:
         self._scheduler.check_queue(priority, salt, self.config.queue_max)
         room = self.info.context_tokens - len(tokens)
         answer_tokens_max = min(params.max_tokens or self.config.answer_tokens_default, room)
+        known = [] if params.prompt_logprobs is None else [self.tokenizer.token_logprob(tokens[0], 0.0)]
         self._submitted += 1
         sequence = Sequence(
             id=self._submitted,
@@ -191,9 +191,7 @@ class Engine:
             text=TextStream(self.tokenizer, params.stop),
             deadline=deadline,
             submitted_s=self._clock(),
-            prompt_logprobs=[self.tokenizer.token_logprob(tokens[0], 0.0)]
-            if params.prompt_logprobs is not None
-            else [],
+            prompt_logprobs=known,
         )
         if self.config.draft_tokens_max and not sequence.has_penalties:
             # at its beginning the answer is looked for where the reference begins

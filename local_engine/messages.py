@@ -373,20 +373,11 @@ def error_to_wire(id: int, error: EngineError) -> Failed:
 
 def error_from_wire(failed: Failed) -> EngineError:
     """The error a message carries; a kind this side does not know is EngineFailed."""
-    match failed.kind:
-        case "PromptTooLong":
-            return PromptTooLong(
-                failed.message, prompt_tokens=failed.prompt_tokens, context_tokens=failed.context_tokens
-            )
-        case "InvalidRequest":
-            return InvalidRequest(failed.message, param=failed.param)
-        case "Overloaded":
-            return Overloaded(failed.message)
-        case "DeadlineExceeded":
-            return DeadlineExceeded(failed.message)
-        case "EngineLoading":
-            return EngineLoading(failed.message, progress=failed.progress)
-        case "EngineUnavailable":
-            return EngineUnavailable(failed.message)
-        case _:
-            return EngineFailed(failed.message)
+    kinds = (PromptTooLong, InvalidRequest, Overloaded, DeadlineExceeded, EngineLoading, EngineUnavailable)
+    kind = next((kind for kind in kinds if kind.__name__ == failed.kind), EngineFailed)
+    fields: dict[type[EngineError], tuple[str, ...]] = {
+        PromptTooLong: ("prompt_tokens", "context_tokens"),
+        InvalidRequest: ("param",),
+        EngineLoading: ("progress",),
+    }
+    return kind(failed.message, **{name: getattr(failed, name) for name in fields.get(kind, ())})

@@ -292,13 +292,7 @@ class Scheduler:
             return Chunk(sequence, start, count, logit_rows)
         more = len(draft.tokens)
         return Chunk(
-            sequence,
-            start,
-            count + more,
-            logit_rows + more,
-            draft=draft.tokens,
-            kind=draft.kind,
-            wanted=draft.wanted,
+            sequence, start, count + more, logit_rows + more, draft=draft.tokens, kind=draft.kind, wanted=draft.wanted
         )
 
     def _release(self, sequence: Sequence) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from local_engine.attention import Pools, StepInput
+from local_engine.attention import KV, Angles, StepInput
 from local_engine.config import ModelConfig
 from local_engine.executors.rows import POSITIONS, SLOTS, TOKENS, Longs, fill_rows, logit_rows
 from local_engine.kernels.gpu.attention import TILE_FIELDS, Shape, attend
@@ -68,36 +68,24 @@ def verify(model: ModelConfig, block_tokens: int, dtype: torch.dtype, device: to
         leave_alone(device, one.part)
 
 
-class TritonKV(Pools):
+class TritonKV(KV):
     """Pools in the layout of `TorchKV`, but nothing is gathered and nothing masked beforehand:
     kernels read pages where they lie."""
 
     def __init__(
         self, model: ModelConfig, *, blocks: int, block_tokens: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        super().__init__(
-            model, blocks=blocks, block_tokens=block_tokens, stored_tokens=block_tokens, dtype=dtype, device=device
-        )
+        super().__init__(model, blocks=blocks, block_tokens=block_tokens, dtype=dtype, device=device)
+        self._epsilon = model.rms_epsilon
         self.shape = shape_of(model, block_tokens)
 
-    def angles(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """All: the kernel looks positions up."""
-        return table
-
     def attend(
-        self,
-        layer: int,
-        qkv: torch.Tensor,
-        qk_norm: torch.Tensor | None,
-        epsilon: float,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        step: StepInput,
+        self, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None, angles: Angles, step: StepInput
     ) -> torch.Tensor:
         """In two passes over the rows."""
         assert step.tiles is not None, "the step was not prepared for tiles"
         pool = self.pools[layer]
-        rotate_write(qkv, pool, qk_norm, epsilon, cos, sin, step.positions, step.slots)
+        rotate_write(qkv, pool, qk_norm, self._epsilon, *angles, step.positions, step.slots)
         return attend(self.shape, layer, qkv[:, : self.shape.heads], pool, step.positions, step.tiles)
 
 

@@ -26,13 +26,12 @@ def fill_rows(longs: Longs, chunks: Many[Chunk], block_tokens: int) -> None:
     at = 0
     for chunk in chunks:
         stop = at + chunk.count
-        blocks = np.array(chunk.sequence.blocks[chunk.start // block_tokens : -(-chunk.end // block_tokens)], np.int64)
+        first = chunk.start // block_tokens
+        blocks = np.array(chunk.sequence.blocks[first : -(-chunk.end // block_tokens)], np.int64)
         where = np.arange(chunk.start, chunk.end)
         longs[TOKENS, at:stop] = chunk.tokens
         longs[POSITIONS, at:stop] = where
-        longs[SLOTS, at:stop] = (
-            blocks[where // block_tokens - chunk.start // block_tokens] * block_tokens + where % block_tokens
-        )
+        longs[SLOTS, at:stop] = blocks[where // block_tokens - first] * block_tokens + where % block_tokens
         at = stop
 
 

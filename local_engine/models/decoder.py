@@ -202,15 +202,11 @@ class Decoder:
         x = self.embed(step.token_ids)
         more = torch.zeros_like(x)  # the layer before adds this to x
         tables = {id(table): table for table in self.rotary}
-        angles = {
-            key: (kv.angles(table.cos, step.positions), kv.angles(table.sin, step.positions))
-            for key, table in tables.items()
-        }
+        angles = {key: kv.angles(table.cos, table.sin, step.positions) for key, table in tables.items()}
         for index, layer in enumerate(self.layers):
-            cos, sin = angles[id(self.rotary[index])]
             y = add_norm(self.native, x, more, layer.attention_norm, epsilon)
             qkv = layer.qkv(y).view(-1, heads, config.head_dim)
-            y = layer.output(kv.attend(index, qkv, layer.qk_norm, epsilon, cos, sin, step))
+            y = layer.output(kv.attend(index, qkv, layer.qk_norm, angles[id(self.rotary[index])], step))
             y = y if layer.output_norm is None else rms_norm(y, layer.output_norm, epsilon)
             more = layer.mlp(add_norm(self.native, x, y, layer.mlp_norm, epsilon))
             more = more if layer.down_norm is None else rms_norm(more, layer.down_norm, epsilon)

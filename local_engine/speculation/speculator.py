@@ -153,9 +153,7 @@ class Speculation:
     """The state of speculation for one sequence."""
 
     lookup: Lookup
-    corrections: dict[Source, RateCorrection] = field(
-        default_factory=lambda: {source: RateCorrection() for source in Source}
-    )
+    corrections: dict[Source, RateCorrection] = field(default_factory=lambda: {s: RateCorrection() for s in Source})
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,7 @@ class Layer:
             ),
         )
         qkv = torch.cat([of.qkv[start:stop] for of, start, stop in parts]).contiguous()
-        return self.kv.attend(0, qkv, None, EPSILON, self.rotary.cos, self.rotary.sin, step)
+        return self.kv.attend(0, qkv, None, (self.rotary.cos, self.rotary.sin), step)
 
 
 def expected(model: ModelConfig, of: Looking) -> torch.Tensor:

@@ -184,10 +184,9 @@ def _product(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.T
         minimums = (scales.float() * -(1 << bits - 1)).half()
         weight = codes.view(*scales.shape, -1) * scales.float().unsqueeze(-1) + minimums.float().unsqueeze(-1)
         weight = weight.view(codes.shape).to(dtype).float()
-        held = codes if bits == 8 else halves(codes)
         for count in (1, 70):
             x = torch.randn(count, 256, device=device).to(dtype)
-            yield product(x, held, scales, minimums, None, bits), x.float() @ weight.T
+            yield product(x, halves(codes) if bits == 4 else codes, scales, minimums, None, bits), x.float() @ weight.T
 
 
 def _experts(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
