@@ -59,7 +59,8 @@ class DraftModel:
         self._vocabulary = vocabulary
         self._step_tokens_max = step_tokens_max
         self._timing = timing
-        self._whole: dict[int, bytes] = {}  # blocks with the KV of all of their tokens here, and their keys then
+        # blocks with the KV of all of their tokens here, and their keys then
+        self._whole: dict[int, bytes] = {}
 
     def clear(self) -> None:
         """Forget everything: any KV may be wrong."""

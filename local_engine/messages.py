@@ -276,7 +276,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
         reading_ms = 1000.0 * ahead / self.prefill_tokens_per_s + self.decode_ms_per_token
         if not self.waiting and self.running < self.running_max:
             return reading_ms
-        turns = (self.waiting + 1) / max(1, self.running)  # places come free one after the other, over an answer's time
+        # places come free one after the other, over an answer's time
+        turns = (self.waiting + 1) / max(1, self.running)
         return reading_ms + turns * self.answer_tokens_expected * self.decode_ms_per_token
 
 

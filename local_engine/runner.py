@@ -75,7 +75,8 @@ class ModelRunner:
                     ),
                     bits=_bits(config, self),
                 )
-            except (RuntimeError, MemoryError) as error:  # torch has no type of its own for an allocation that fails
+            # torch has no type of its own for an allocation that fails
+            except (RuntimeError, MemoryError) as error:
                 said = str(error).partition("\n")[0]
                 raise ModelError(f"{checkpoint.place}: no memory for the weights that are described: {said}") from None
             self._read(checkpoint, progress)

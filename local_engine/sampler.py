@@ -155,7 +155,8 @@ def _first(rows: _Rows, width: int) -> list[int]:
     before = (probabilities.cumsum(-1) - probabilities) / mass
     kept &= (before < top_p) | (top_p >= 1.0)
     kept &= probabilities >= min_p * probabilities[:, :1]
-    has_mass = (top_k <= width) | (top_k >= vocabulary) | (top_p >= 1.0)  # else top-p's share is of more than is here
+    # else top-p's share is of more than is here
+    has_mass = (top_k <= width) | (top_k >= vocabulary) | (top_p >= 1.0)
     is_enough = is_open | (~kept[:, -1:] & has_mass) | (top_k <= width)
     kept[:, 0] = True
     rates = (probabilities * kept).double()

@@ -119,7 +119,8 @@ class Scheduler:
         no work."""
         chunks: list[Chunk] = []
         budget, has_preempted = self.step_tokens_max, False
-        candidates = set(map(id, self.waiting))  # a sequence that loses its place in this step is none
+        # a sequence that loses its place in this step is none
+        candidates = set(map(id, self.waiting))
         ready = sorted((s for s in self.running if s.has_room), key=lambda s: (s.priority, s.pending > 1, s.order))
         drafts = self._drafts([s for s in ready if s.pending == 1])
         without_room: list[Sequence] = []  # they found no block, and still hold theirs
@@ -179,7 +180,8 @@ class Scheduler:
         size = pool.block_tokens
         if len(self.running) >= self.sequences_max:
             return None
-        reusable = (len(sequence.tokens) - 1) // size  # one token at least is computed, for its logits
+        # one token at least is computed, for its logits
+        reusable = (len(sequence.tokens) - 1) // size
         if sequence.wants_prompt_logprobs:
             reusable = 0  # every token is computed
         pool.extend_keys(sequence.keys, sequence.tokens, sequence.cache_salt, reusable)

@@ -86,7 +86,8 @@ def _drawn(logits: torch.Tensor, rows: list[int], places: list[Place]) -> Drawn:
 
 def _prompt_logprobs(chunk: Chunk, logits: torch.Tensor, tokenizer: Tokenizer) -> list[TokenLogprob]:
     sequence = chunk.sequence
-    first = len(sequence.prompt_logprobs) - 1  # the row at position p predicts token p + 1; known are those up to first
+    # the row at position p predicts token p + 1; known are those up to first
+    first = len(sequence.prompt_logprobs) - 1
     stop = min(chunk.end, sequence.prompt_tokens - 1)
     if not stop > first >= chunk.start:
         return []

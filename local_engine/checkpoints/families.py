@@ -119,7 +119,8 @@ FAMILIES = (
         defaults={**_GEMMA, **_GEMMA3},
     ),
 )
-_WITH_IMAGES = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}  # their text model is a supported one
+# their text model is a supported one
+_WITH_IMAGES = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
 
 
 def family_of(architecture: str) -> Family:

@@ -25,7 +25,8 @@ from local_engine.weights.scaled import Scaled
 
 _MAPPED_SIZE_MAX_BYTES = 256 << 20
 _MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
-_FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # all experts of a layer in one tensor
+# all experts of a layer in one tensor
+_FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _EXPERTS = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 _OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 _OF_TEXT = re.compile(

@@ -86,7 +86,8 @@ class GgufCheckpoint:
             self.tokenizer = tokenizer_from_gguf(metadata)
         except ModelError:
             raise
-        except Exception as error:  # a file may hold anything, and `tokenizers` raises a bare Exception
+        # a file may hold anything, and `tokenizers` raises a bare Exception
+        except Exception as error:
             said = str(error).partition("\n")[0]
             raise ModelError(f"{path} says what makes no sense: {type(error).__name__}: {said}") from error
         family = family_of(str(metadata["general.architecture"]))
@@ -112,7 +113,8 @@ class GgufCheckpoint:
                     values = self._read(file, name)
                     share = (before_bytes + file.end_of(name)) / total_bytes
                     pieces = self._pieces(name, entry.shape)
-                    if len(entry.shape) == 3 and isinstance(values, torch.Tensor):  # [experts, rows, columns]
+                    # [experts, rows, columns]
+                    if len(entry.shape) == 3 and isinstance(values, torch.Tensor):
                         values = values.flatten(0, 1)
                     rows = values.shape[0] // len(pieces)
                     for index, piece in enumerate(pieces):

@@ -63,7 +63,8 @@ class GgufFile:
             self._place(entry)
 
     def close(self) -> None:
-        with contextlib.suppress(BufferError):  # something read in place is still in use: the mapping ends with it
+        # something read in place is still in use: the mapping ends with it
+        with contextlib.suppress(BufferError):
             self._map.close()
 
     def end_of(self, name: str) -> int:
@@ -91,7 +92,8 @@ class GgufFile:
         raw, kind, shape = self._raw(name)
         values = np.empty((len(raw), shape[-1]), np.float32)
         try:
-            for start in range(0, len(raw), _ROWS_AT_ONCE):  # what stands between is several times as large
+            # what stands between is several times as large
+            for start in range(0, len(raw), _ROWS_AT_ONCE):
                 some = slice(start, start + _ROWS_AT_ONCE)
                 values[some] = dequantize(raw[some], kind)
         except NotImplementedError:

@@ -253,7 +253,9 @@ class GpuExecutor:
         current = torch.cuda.current_stream(self._device)
         self._aside.wait_stream(current)
         with torch.cuda.stream(self._aside):
-            compute()  # compiles kernels and lets libraries choose theirs, which must not happen while recording
+            # compiles kernels and lets libraries choose theirs, which must not happen while
+            # recording
+            compute()
         current.wait_stream(self._aside)
         graph = torch.cuda.CUDAGraph()
         # other threads may use the device meanwhile, which the default mode forbids them

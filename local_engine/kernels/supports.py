@@ -20,7 +20,8 @@ Part = Literal["attention", "rows", "draw", "product", "experts", "fp8"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 FP8_CAPABILITY = (8, 9)  # of a GPU that has 8-bit floats: Ada, Hopper and later
-_left_alone: set[tuple[str, Part]] = set()  # devices on which a kernel of that part failed or was wrong
+# devices on which a kernel of that part failed or was wrong
+_left_alone: set[tuple[str, Part]] = set()
 
 
 def supports(device: torch.device, part: Part) -> bool:

@@ -291,7 +291,8 @@ class Decoder:
             qk_norm = self._norm(f"{attention}.q_norm.weight", config.heads + config.kv_heads, size)
             self._targets[f"{attention}.q_norm.weight"] = qk_norm[: config.heads]
             self._targets[f"{attention}.k_norm.weight"] = qk_norm[config.heads :]
-        after = f"{prefix}.post_attention_layernorm.weight"  # Llama's name for the norm before the MLP
+        # Llama's name for the norm before the MLP
+        after = f"{prefix}.post_attention_layernorm.weight"
         return Layer(
             attention_norm=self._norm(f"{prefix}.input_layernorm.weight", hidden),
             qkv=self._fused(attention, ("q_proj", "k_proj", "v_proj"), qkv_rows, hidden, has_bias=config.has_qkv_bias),

@@ -209,7 +209,8 @@ class EngineThread(threading.Thread):
     def _step(self, engine: Engine) -> None:
         try:
             outputs = engine.step()
-        except Exception as error:  # a bug outside the model's own run: end all, so that nothing waits for ever
+        # a bug outside the model's own run: end all, so that nothing waits for ever
+        except Exception as error:
             _log.exception("the engine's step raised")
             failed = [(key, error_to_wire(key.id, EngineFailed(f"the engine failed: {error}"))) for key in self._works]
             for key in list(self._works):

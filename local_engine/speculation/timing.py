@@ -52,7 +52,8 @@ class Line:
     that steps which had to wait count less)."""
 
     row_ms: float = 0.0
-    assumed_ms: float = 0.0  # a row's time to fall back to where it was not measured for long; 0 is unknown
+    # a row's time to fall back to where it was not measured for long; 0 is unknown
+    assumed_ms: float = 0.0
     _count: int = 0
     _rows: float = 0.0
     _ms: float = 0.0

@@ -45,7 +45,8 @@ _DEEPSEEK_V3 = (
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 _FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")
-_UNNAMED = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")  # what llama.cpp has for it
+# what llama.cpp has for it
+_UNNAMED = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "roberta-bpe", "mellum", "a.x-4.0"), (_GPT2,)
@@ -73,7 +74,8 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
         return _from_sentencepiece(folder, config)
     try:
         backend = Backend.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for whatever is wrong with the file
+    # the library raises bare Exception for whatever is wrong with the file
+    except Exception as error:
         raise ModelError(f"{path} cannot be read: {error}") from None
     backend.no_truncation()
     backend.no_padding()

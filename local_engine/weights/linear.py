@@ -26,8 +26,10 @@ from local_engine.weights import scaled
 from local_engine.weights.quantised import Quantised, QuantisedProduct, joined, packed, packed_bfloat16, quantise
 from local_engine.weights.scaled import Scaled, ScaledProduct, to_scaled
 
-_ROWS_HINT = 32  # oneDNN's packing optimises for this many rows; other counts are as exact and about as fast
-_DEQUANTISED_FROM = 16  # rows from which quantised matrices are multiplied panel by panel in bfloat16
+# oneDNN's packing optimises for this many rows; other counts are as exact and about as fast
+_ROWS_HINT = 32
+# rows from which quantised matrices are multiplied panel by panel in bfloat16
+_DEQUANTISED_FROM = 16
 _BFLOAT16_TO_FLOAT32 = 2  # the product's kind beside those of `kind_of`
 _ROWS_ALL = (1 << 31) - 1
 

@@ -261,7 +261,8 @@ def _unpack_packed(tensors: Tensors, module: str) -> torch.Tensor | Quantised:
             words = _int32(tensors, f"{module}.weight_zero_point")
             zeros = _unpacked(words.T.contiguous(), bits)[:, :rows].T
     groups = tensors.read(f"{module}.weight_g_idx").long() if f"{module}.weight_g_idx" in tensors else None
-    if groups is not None and bool((groups < 0).any()):  # what an initial, unused one is filled with
+    # what an initial, unused one is filled with
+    if groups is not None and bool((groups < 0).any()):
         groups = None
     return _matrix(module, codes, zeros, scales, bits, groups)
 

@@ -19,7 +19,9 @@ import torch
 from local_engine.kernels.cpu import GROUP, PANEL, Kernels
 
 _ROWS_AT_ONCE = 1024
-_CUT = 1 / 30  # of a group's range; larger and smaller cuts, more of them and more rounds gain at most 4% of the error
+# of a group's range; larger and smaller cuts, more of them and more rounds gain at most 4% of the
+# error
+_CUT = 1 / 30
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Halves = np.ndarray[Any, np.dtype[np.float16]]
@@ -86,7 +88,8 @@ def quantise(values: torch.Tensor, bits: int) -> Quantised:
     scales, minimums = (
         torch.empty(rows, columns // GROUP, dtype=torch.float16, device=values.device) for _ in range(2)
     )
-    for start in range(0, rows, _ROWS_AT_ONCE):  # in float32 a large matrix would be many times what comes of it
+    # in float32 a large matrix would be many times what comes of it
+    for start in range(0, rows, _ROWS_AT_ONCE):
         some = slice(start, start + _ROWS_AT_ONCE)
         groups = values[some].float().view(-1, columns // GROUP, GROUP)
         if bits == 8:

@@ -272,7 +272,8 @@ def attend(
             HEADS=shape.heads,
             HEAD_DIM=shape.head_dim,
             BLOCK_D=_power_of_2(shape.head_dim),
-            BLOCK_S=8 if splits <= 8 else 2 * _SPLITS_MAX,  # each size is a kernel of its own to compile
+            # each size is a kernel of its own to compile
+            BLOCK_S=8 if splits <= 8 else 2 * _SPLITS_MAX,
             num_warps=4,
         )
     if tiles.whole is not None:

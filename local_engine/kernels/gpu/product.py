@@ -54,7 +54,8 @@ def _product(
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row, is_output = row < rows, output < outputs
-    RUN: tl.constexpr = GROUP * BITS // 8  # bytes of a group: with 4 bits its first half lies in the low halves
+    # bytes of a group: with 4 bits its first half lies in the low halves
+    RUN: tl.constexpr = GROUP * BITS // 8
     ROUND: tl.constexpr = BLOCK_K // GROUP
     byte = tl.arange(0, BLOCK_K * BITS // 8)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)

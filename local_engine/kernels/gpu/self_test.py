@@ -127,7 +127,8 @@ def _attend(shape: Shape, dtype: torch.dtype, device: torch.device) -> Iterator[
     """Two sequences over a prefix, one with a draft, and a prompt after a cached part: over every
     kind of layer there is."""
     size, long = shape.block_tokens, 3 * SHORT_ROWS_MAX
-    drafted = range(4, 6 + -(-3 // size))  # blocks of what a sequence with a draft has beyond the prefix
+    # blocks of what a sequence with a draft has beyond the prefix
+    drafted = range(4, 6 + -(-3 // size))
     own = range(drafted.stop, drafted.stop + 2 + -(-long // size))
     spans = [
         Span(0, 1, 3 * size, [0, 1, 2, 3]),
