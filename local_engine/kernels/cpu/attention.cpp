@@ -35,7 +35,7 @@ inline __m512 power_of_2(__m512 x) {  // to float's precision; exact at 0, and 0
 }
 inline float power_of_2(float x) { return _mm512_cvtss_f32(power_of_2(_mm512_set1_ps(x))); }
 
-// What a row sees: tokens first .. last.
+// A row's tokens: first .. last.
 struct Sight {
   int64_t first, last;
 };
@@ -282,7 +282,7 @@ void look_back(const Rows<T>& rows, const Task& task, Scratch<T>& own, std::vect
   }
 }
 
-// What all tasks and rows of a layer come to.
+// The results of all tasks and rows of a layer.
 template <typename T>
 void attend(Team& team, const Rows<T>& rows, Plan& p) {
   static thread_local Scratch<T> own;

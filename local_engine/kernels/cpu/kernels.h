@@ -1,5 +1,5 @@
-// What step.cpp strings together: each works on a team, all of whose threads call it with the same arguments, and is done for
-// all of them when it returns. Types are numbers: 0 float, 1 bfloat16, 2 bfloat16 in and float out.
+// The functions that step.cpp calls one after the other. All threads of a team call each with the
+// same arguments, and it is done for all of them when it returns. Types are numbers: 0 float, 1 bfloat16, 2 bfloat16 in and float out.
 
 #pragma once
 
@@ -39,18 +39,20 @@ void add_norm(Team& team, int kind, void* x, const void* more, const float* weig
 // activation(gate) * up of rows of gate and up side by side.
 void gate(Team& team, int kind, const void* gate_up, void* out, int rows, int width, bool is_gelu);
 
-// q and k of qkv [rows, heads + 2 kv_heads, size] normalised (where there are weights) and rotated in place, k and v remembered.
+// q and k of qkv [rows, heads + 2 kv_heads, size] normalised (where there are weights) and rotated
+// in place, k and v stored.
 void rotate_write(Team& team, int kind, void* qkv, const float* qk_norm, float epsilon, const void* cos, const void* sin,
                   const int64_t* positions, const int64_t* slots, void* pool, int rows, const Shape& shape);
 
-// What rows look at: blocks tables[starts[row]] .., up to position positions[row], at most `window` tokens where that is not 0.
+// The blocks of rows: blocks tables[starts[row]] .., up to position positions[row], at most `window` tokens where that is not 0.
 struct Sights {
   const int64_t *tables, *starts, *positions;
   int64_t window;
   Shape shape;
 };
 
-// What one thread does at a time: rows that share a span, or consecutive rows of one sequence with all they see.
+// One thread's task: rows that share a span, or consecutive rows of one sequence with all of their
+// spans.
 struct Task {
   int row, rows, kv, span;
 };

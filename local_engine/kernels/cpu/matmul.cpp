@@ -1,6 +1,6 @@
 // Products of rows with a matrix whose rows lie in panels of 16: quantised to 8, 6 or 4 bits, or bfloat16.
 //
-// Plain C functions over pointers; local_engine/kernels/cpu/__init__.py says what each expects. Oracle: Quantised.dequantised.
+// Plain C functions over pointers; local_engine/kernels/cpu/__init__.py has each one's arguments. Oracle: Quantised.dequantised.
 
 #include "kernels.h"
 
@@ -42,7 +42,7 @@ void quantise(const T* x, Codes* to) {
   to->sum = to->scale * static_cast<float>(_mm512_reduce_add_epi32(_mm512_add_epi32(q[0], q[1])));
 }
 
-// One panel's group: 16 rows x 32 codes, four consecutive inputs of each row in a lane; then 16 scales and 16 minima. Of 6
+// One panel's group: 16 rows x 32 codes, four consecutive inputs of each row in a lane; then 16 scales and 16 minimums. Of 6
 // bits the lower four lie as 4-bit codes do, the upper two of four lanes' bytes in one; then 16 scales for the first 16
 // inputs and 16 for the others: the minimum is -32 times the scale.
 template <int Bits>

@@ -1,4 +1,5 @@
-// What a step adds to the pages: q and k normalised and rotated, k and v written. Oracle: local_engine/models/decoder.py.
+// A step's KV into the pages: q and k normalised and rotated, k and v written. Oracle: TorchKV in
+// local_engine/attention.py.
 
 #include "kernels.h"
 

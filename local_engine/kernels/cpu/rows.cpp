@@ -1,4 +1,4 @@
-// What stands between products, row by row: sums, norms and gates. Oracle: local_engine/weights/fused.py.
+// The operations between products, row by row: sums, norms and gates. Oracle: local_engine/kernels/fused.py.
 
 #include "kernels.h"
 

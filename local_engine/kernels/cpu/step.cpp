@@ -32,7 +32,7 @@ struct Model {
   float epsilon, scale, cap;
 };
 
-// What a step works in: room for each kind of value, used by every layer in turn.
+// A step's workspace: room for each kind of value, used by every layer in turn.
 struct Space {
   std::vector<uint32_t> y, more, qkv, seen, gate_up, gated;
   std::vector<Codes> codes;

@@ -1,7 +1,8 @@
-// Threads that do one thing together: work is handed out as it is asked for, so that one whom the system puts aside holds up
-// no more than it holds. Who is done waits spinning for about as long as waking one who sleeps would take, then asleep. To wake
-// a team costs some 50 us, so it is called together once for much work. Where others want the cores too, a team waits more
-// than it works: then its caller goes on alone, and tries again later.
+// Threads that do one task together. Each takes its next share of the work when it is free, so that a
+// preempted thread delays no other share. A thread that is done spins for about as long as waking a
+// sleeping one takes, then sleeps. To wake a team costs some 50 us, so one call covers much work. Where
+// other processes need the cores, a team waits more than it works: then its caller goes on alone, and
+// tries again later.
 
 #pragma once
 
@@ -21,7 +22,7 @@ namespace sameway {
 constexpr uint64_t kSpinCycles = 50'000;           // of the time stamp counter: some 20 us
 constexpr int kAloneMin = 8, kAloneMax = 512;  // calls
 
-// What a team has in common, each on a cache line of its own.
+// A team's shared state, each value on a cache line of its own.
 struct Meeting {
   alignas(64) std::atomic<int64_t> next{0};
   alignas(64) std::atomic<int> arrived{0};

@@ -1,4 +1,4 @@
-// What the kernels have in common: vectors of 16 floats, loaded from and stored to float and bfloat16, e^x of
+// Shared by the kernels: vectors of 16 floats, loaded from and stored to float and bfloat16, e^x of
 // them, and the norm of a row.
 //
 // Invariant of all kernels: a row's result depends on nothing but that row: the order of its sums is the same in every

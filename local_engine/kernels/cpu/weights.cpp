@@ -1,7 +1,7 @@
 // Matrices brought into the layout that products read (matmul.cpp), once, when a model is loaded; and single rows read from it,
 // because tied embeddings are held only so.
 //
-// Plain C functions over pointers; local_engine/kernels/cpu/__init__.py says what each expects.
+// Plain C functions over pointers; local_engine/kernels/cpu/__init__.py has each one's arguments.
 
 #include "kernels.h"
 
@@ -67,8 +67,8 @@ void sw_take_rows(int kind, const Matrix* m, const int64_t* ids, void* out, int 
   });
 }
 
-// codes [rows, columns], below 1 << bits; scales and leasts of half precision [rows, columns / 32], with 6 bits scales
-// [rows, columns / 16] and no leasts. Rows are filled up with zeros to whole panels.
+// codes [rows, columns], below 1 << bits; scales and minimums of half precision [rows, columns / 32], with 6 bits scales
+// [rows, columns / 16] and no minimums. Rows are filled up with zeros to whole panels.
 void sw_pack(int bits, const uint8_t* codes, const uint16_t* scales, const uint16_t* leasts, uint8_t* out, int rows, int columns) {
   const int groups = columns / kGroup, panels = (rows + kPanel - 1) / kPanel;
   const int64_t code_bytes = kPanel * kGroup * bits / 8, group_bytes = code_bytes + 4 * kPanel;
