@@ -234,7 +234,7 @@ async def test_passwords_and_databases() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["redis", "redis+cluster", "redis+sentinel"])
-async def test_nobody_there(scheme: str) -> None:
+async def test_a_redis_that_is_away_is_an_error(scheme: str) -> None:
     """A Redis of any kind that is not there is an error at once, every time, and never a wait for ever."""
     path = "/main" if "sentinel" in scheme else ""
     link = RedisLink(f"{scheme}://127.0.0.1:{free_ports(1)[0]}{path}", 0.5)

@@ -69,7 +69,7 @@ def test_any_cut_gives_what_the_standard_says(stream: bytes, cuts: list[int]) ->
 
 
 @given(streams)
-def test_byte_by_byte(stream: bytes) -> None:
+def test_a_stream_is_split_the_same_byte_by_byte(stream: bytes) -> None:
     """One byte at a time is just another way of cutting."""
     assert split(stream, list(range(len(stream)))) == by_the_standard(stream)
 
