@@ -122,9 +122,8 @@ class ChatRequest(_Request, kw_only=True):
             needs.add("n")
         media = [kind for message in self.messages if type(message.content) is list for kind in _media(message.content)]
         needs.update(media)
-        # the body's bytes are at least the bytes of every text in it: escapes only make them
-        # longer. But an escape may also stand for more bytes of UTF-8 than its own (never: \uXXXX
-        # is 6 bytes for at most 3), so this bounds the tokens from above
+        # the body has at least as many bytes as its texts: an escape is never shorter than its
+        # UTF-8 (\uXXXX: 6 bytes for at most 3). So the body's size bounds the tokens from above.
         bound = len(raw) + _TEMPLATE_TOKENS + _MESSAGE_TOKENS * len(self.messages) + _MEDIA_TOKENS_MAX * len(media)
         least = 0 if media else int(len(raw) / _BYTES_PER_TOKEN_MAX)
         expected = int(len(raw) / _BYTES_PER_TOKEN) + _MESSAGE_TOKENS

@@ -67,7 +67,8 @@ async def serve(script: Script, tls: ssl.SSLContext | None = None) -> AsyncItera
         served.closed[number] = asyncio.Event()
         if (secured := writer.get_extra_info("ssl_object")) is not None:
             served.is_resumed.append(bool(secured.session_reused))
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        # RuntimeError: uvloop's for a write to a connection that the client has closed
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, RuntimeError):
             while True:
                 request = await read_request(reader)
                 served.requests.append((number, request))
