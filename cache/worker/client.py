@@ -19,26 +19,7 @@ import msgspec
 from cache.entry import CacheError, CacheWorkerUnavailable
 from cache.query import Hit, Miss, MissReason, Neighbourhood, Query
 from cache.verdicts.judges import Judgement, Ruling
-from cache.worker.messages import (
-    FRAME_BYTES_MAX,
-    LENGTH_BYTES,
-    Agreed,
-    AnswerPayload,
-    Ask,
-    AskAgree,
-    AskEmbed,
-    AskLookup,
-    AskNear,
-    AskStatus,
-    Cancel,
-    Embedded,
-    Failed,
-    Status,
-    TooLong,
-    WorkerState,
-    frame,
-    read_answer,
-)
+from cache.worker import messages as wire
 
 _RECONNECT_S = (0.05, 0.1, 0.25, 0.5, 1.0)
 _EMBED_TIMEOUT_S = 60.0
@@ -69,7 +50,7 @@ class SemanticClient:
         self._path = str(socket_path)
         self._timeout_s = timeout_s
         self._ids = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[AnswerPayload]] = {}
+        self._waiting: dict[int, asyncio.Future[wire.AnswerPayload]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._link: asyncio.Task[None] | None = None
         # why no lookup should wait: no answer has come since
@@ -108,7 +89,7 @@ class SemanticClient:
         if self._writer is not None and self._silent_for is not None:
             return Miss(self._silent_for)
         try:
-            reply = await self._ask(AskLookup(next(self._ids), query, timeout_s), timeout_s)
+            reply = await self._ask(wire.AskLookup(next(self._ids), query, timeout_s), timeout_s)
         except TimeoutError:
             self._probe(MissReason.TIMEOUT)
             return Miss(MissReason.TIMEOUT)
@@ -121,52 +102,52 @@ class SemanticClient:
         seen, not counted. Raises CacheWorkerUnavailable.
         """
         shown = msgspec.structs.replace(query, is_try=True)
-        ask = AskNear(next(self._ids), shown, count, _NEAR_TIMEOUT_S)
+        ask = wire.AskNear(next(self._ids), shown, count, _NEAR_TIMEOUT_S)
         return _expect(Neighbourhood, await self._ask_or_raise(ask, _NEAR_TIMEOUT_S))
 
-    async def embed(self, texts: Sequence[str], timeout_s: float = _EMBED_TIMEOUT_S) -> Embedded:
+    async def embed(self, texts: Sequence[str], timeout_s: float = _EMBED_TIMEOUT_S) -> wire.Embedded:
         """Unit vectors and token counts. Raises TextTooLong, or CacheWorkerUnavailable."""
-        reply = await self._ask_or_raise(AskEmbed(next(self._ids), tuple(texts), timeout_s), timeout_s)
-        if isinstance(reply, TooLong):
+        reply = await self._ask_or_raise(wire.AskEmbed(next(self._ids), tuple(texts), timeout_s), timeout_s)
+        if isinstance(reply, wire.TooLong):
             raise TextTooLong(reply.index, reply.tokens, reply.tokens_max)
-        return _expect(Embedded, reply)
+        return _expect(wire.Embedded, reply)
 
     async def agree(self, fresh: str, cached: str) -> Judgement:
         """Whether two short answers state the same; UNKNOWN without a worker. Never raises."""
         try:
-            reply = await self._ask(AskAgree(next(self._ids), fresh, cached, _AGREE_TIMEOUT_S), _AGREE_TIMEOUT_S)
+            reply = await self._ask(wire.AskAgree(next(self._ids), fresh, cached, _AGREE_TIMEOUT_S), _AGREE_TIMEOUT_S)
         except (CacheWorkerUnavailable, TimeoutError) as error:
             return Judgement(Ruling.UNKNOWN, "", str(error) or "the cache worker did not answer in time")
         return (
             reply.judgement
-            if isinstance(reply, Agreed)
+            if isinstance(reply, wire.Agreed)
             else Judgement(Ruling.UNKNOWN, "", "the cache worker can't tell")
         )
 
-    async def status(self) -> Status:
+    async def status(self) -> wire.Status:
         """What the worker is doing; AWAY where there is none. Never raises."""
         try:
-            reply = await self._ask(AskStatus(next(self._ids)), _NEAR_TIMEOUT_S)
+            reply = await self._ask(wire.AskStatus(next(self._ids)), _NEAR_TIMEOUT_S)
         except (CacheWorkerUnavailable, TimeoutError):
-            return Status(WorkerState.AWAY)
-        return reply if isinstance(reply, Status) else Status(WorkerState.AWAY)
+            return wire.Status(wire.WorkerState.AWAY)
+        return reply if isinstance(reply, wire.Status) else wire.Status(wire.WorkerState.AWAY)
 
-    async def _ask_or_raise(self, ask: AskNear | AskEmbed, timeout_s: float) -> AnswerPayload:
+    async def _ask_or_raise(self, ask: wire.AskNear | wire.AskEmbed, timeout_s: float) -> wire.AnswerPayload:
         try:
             return await self._ask(ask, timeout_s)
         except TimeoutError:
             raise CacheWorkerUnavailable(f"the cache worker did not answer within {timeout_s:g} s") from None
 
-    async def _ask(self, ask: AskLookup | AskNear | AskEmbed | AskAgree | AskStatus, timeout_s: float) -> AnswerPayload:
+    async def _ask(self, ask: wire.Ask, timeout_s: float) -> wire.AnswerPayload:
         """Raises CacheWorkerUnavailable at once where there is no connection, TimeoutError where no
         answer came.
         """
         if self._writer is None:
             raise CacheWorkerUnavailable("the cache worker is away")
-        data = frame(ask)
-        if len(data) > FRAME_BYTES_MAX:
+        data = wire.frame(ask)
+        if len(data) > wire.FRAME_BYTES_MAX:
             raise CacheWorkerUnavailable("too much for one request")
-        future: asyncio.Future[AnswerPayload] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[wire.AnswerPayload] = asyncio.get_running_loop().create_future()
         self._waiting[ask.id] = future
         self._writer.write(data)
         try:
@@ -174,16 +155,16 @@ class SemanticClient:
                 return await future
         finally:
             if self._waiting.pop(ask.id, None) is not None and not _is_answered(future):
-                self._send(Cancel(ask.id))
+                self._send(wire.Cancel(ask.id))
 
     def _probe(self, silence: MissReason) -> None:
         """Ask for a sign of life; whatever comes ends the silence."""
         self._silent_for = silence
-        self._send(AskStatus(next(self._ids)))
+        self._send(wire.AskStatus(next(self._ids)))
 
-    def _send(self, ask: Ask) -> None:
+    def _send(self, ask: wire.Ask) -> None:
         if self._writer is not None:
-            self._writer.write(frame(ask))
+            self._writer.write(wire.frame(ask))
 
     async def _keep_connected(self) -> None:
         attempt = 0
@@ -203,8 +184,8 @@ class SemanticClient:
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while True:
-            length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
-            answer = read_answer(await reader.readexactly(length))
+            length = int.from_bytes(await reader.readexactly(wire.LENGTH_BYTES), "big")
+            answer = wire.read_answer(await reader.readexactly(length))
             self._silent_for = None
             future = self._waiting.get(answer.id)
             if future is not None and not future.done():
@@ -225,7 +206,9 @@ def _is_answered(future: asyncio.Future[Any]) -> bool:
     return future.done() and not future.cancelled()
 
 
-def _expect(kind: type[T], reply: AnswerPayload) -> T:
+def _expect(kind: type[T], reply: wire.AnswerPayload) -> T:
     if isinstance(reply, kind):
         return reply
-    raise CacheWorkerUnavailable(reply.detail if isinstance(reply, Failed) else f"unexpected {type(reply).__name__}")
+    raise CacheWorkerUnavailable(
+        reply.detail if isinstance(reply, wire.Failed) else f"unexpected {type(reply).__name__}"
+    )

@@ -30,25 +30,7 @@ import uvloop
 
 from cache.query import Miss, MissReason, Neighbourhood
 from cache.redis_client import connect
-from cache.worker.messages import (
-    FRAME_BYTES_MAX,
-    LENGTH_BYTES,
-    Agreed,
-    AnswerPayload,
-    Ask,
-    AskAgree,
-    AskEmbed,
-    AskLookup,
-    AskNear,
-    AskStatus,
-    Cancel,
-    Embedded,
-    Failed,
-    Status,
-    TooLong,
-    WorkerState,
-    read_ask,
-)
+from cache.worker import messages as wire
 from cache.worker.options import Options, read_options
 from cache.worker.queue import Connection, Job, fitting
 
@@ -193,7 +175,7 @@ class Worker:
                 self._fail(jobs, error)
                 continue
             for job, found in zip(jobs, near, strict=True):
-                job.answer(found if isinstance(job.ask, AskNear) else found.decision)
+                job.answer(found if isinstance(job.ask, wire.AskNear) else found.decision)
 
     async def _prepare(self, cache: SemanticCache, follower: Follower, jobs: list[Job]) -> None:
         """Embed the prompts while Redis is asked for new records: neither needs the other.
@@ -201,7 +183,7 @@ class Worker:
         If embedding fails, the lookup that follows fails too and reports it.
         """
         loop = asyncio.get_running_loop()
-        queries = [job.ask.query for job in jobs if isinstance(job.ask, AskLookup | AskNear)]
+        queries = [job.ask.query for job in jobs if isinstance(job.ask, wire.AskLookup | wire.AskNear)]
         known = [query for query in queries if cache.has_neighbours(query)]
         embedding = loop.run_in_executor(self._thread, cache.prepare, known) if known else None
         await follower.catch_up()
@@ -216,7 +198,7 @@ class Worker:
             if not self._embeds:
                 self._has_embeds.clear()
             try:
-                await (self._agree(job) if isinstance(job.ask, AskAgree) else self._embed(job))
+                await (self._agree(job) if isinstance(job.ask, wire.AskAgree) else self._embed(job))
             except Exception as error:
                 _log.exception("embedding failed")
                 self._fail([job], error)
@@ -225,7 +207,7 @@ class Worker:
         """Embed a few texts at a time, so that lookups come in between, and none once the client
         has gone.
         """
-        assert isinstance(job.ask, AskEmbed)
+        assert isinstance(job.ask, wire.AskEmbed)
         assert self._cache is not None
         cache, loop = self._cache, asyncio.get_running_loop()
         vectors: list[bytes] = []
@@ -239,25 +221,25 @@ class Worker:
             encoded = await loop.run_in_executor(self._thread, cache.embed, some)
             for place, tokens in enumerate(encoded.tokens.tolist()):
                 if tokens > cache.embedder.tokens_max:
-                    job.answer(TooLong(start + place, tokens, cache.embedder.tokens_max))
+                    job.answer(wire.TooLong(start + place, tokens, cache.embedder.tokens_max))
                     return
                 counts.append(tokens)
                 vectors.append(encoded.vectors[place].astype("<f4").tobytes())
-        job.answer(Embedded(tuple(vectors), tuple(counts), cache.embedder.dims))
+        job.answer(wire.Embedded(tuple(vectors), tuple(counts), cache.embedder.dims))
 
     async def _agree(self, job: Job) -> None:
         from cache.verdicts.judges import agree
 
-        assert isinstance(job.ask, AskAgree)
+        assert isinstance(job.ask, wire.AskAgree)
         assert self._cache is not None
         if job.is_wanted():
             told = (job.ask.fresh, job.ask.cached, self._cache.embed)
-            job.answer(Agreed(await asyncio.get_running_loop().run_in_executor(self._thread, agree, *told)))
+            job.answer(wire.Agreed(await asyncio.get_running_loop().run_in_executor(self._thread, agree, *told)))
 
     def _fail(self, jobs: list[Job], error: Exception) -> None:
         for job in jobs:
-            is_lookup = isinstance(job.ask, AskLookup)
-            job.answer(Miss(MissReason.UNAVAILABLE) if is_lookup else Failed(f"{type(error).__name__}: {error}"))
+            is_lookup = isinstance(job.ask, wire.AskLookup)
+            job.answer(Miss(MissReason.UNAVAILABLE) if is_lookup else wire.Failed(f"{type(error).__name__}: {error}"))
 
     # --- connections
 
@@ -265,11 +247,11 @@ class Worker:
         connection = Connection(writer)
         try:
             while True:
-                length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
-                if length > FRAME_BYTES_MAX:
+                length = int.from_bytes(await reader.readexactly(wire.LENGTH_BYTES), "big")
+                if length > wire.FRAME_BYTES_MAX:
                     _log.warning("a frame of %d bytes: connection closed", length)
                     return
-                self._take(connection, read_ask(await reader.readexactly(length)))
+                self._take(connection, wire.read_ask(await reader.readexactly(length)))
         except (asyncio.IncompleteReadError, OSError):
             pass  # the client left
         except msgspec.DecodeError as error:
@@ -278,38 +260,38 @@ class Worker:
             connection.waiting.clear()
             writer.close()
 
-    def _take(self, connection: Connection, ask: Ask) -> None:
-        if isinstance(ask, AskStatus):
+    def _take(self, connection: Connection, ask: wire.Ask) -> None:
+        if isinstance(ask, wire.AskStatus):
             connection.answer(ask.id, self._status())
-        elif isinstance(ask, Cancel):
+        elif isinstance(ask, wire.Cancel):
             connection.waiting.discard(ask.id)
         elif self._cache is None:
             connection.answer(ask.id, self._not_ready(ask))
         else:
             connection.waiting.add(ask.id)
             deadline = time.monotonic() + ask.timeout_s
-            if isinstance(ask, AskEmbed | AskAgree):
+            if isinstance(ask, wire.AskEmbed | wire.AskAgree):
                 self._embeds.append(Job(connection, ask, deadline))
                 self._has_embeds.set()
             else:
                 self._lookups.append(Job(connection, ask, deadline, len(ask.query.text)))
                 self._has_lookups.set()
 
-    def _not_ready(self, ask: AskLookup | AskNear | AskEmbed | AskAgree) -> AnswerPayload:
+    def _not_ready(self, ask: wire.AskLookup | wire.AskNear | wire.AskEmbed | wire.AskAgree) -> wire.AnswerPayload:
         miss = Miss(MissReason.LOADING)
-        if isinstance(ask, AskLookup):
+        if isinstance(ask, wire.AskLookup):
             return miss
-        if isinstance(ask, AskNear):
+        if isinstance(ask, wire.AskNear):
             return Neighbourhood(miss, ())
-        return Failed(self._failure or "the embedder is still loading")
+        return wire.Failed(self._failure or "the embedder is still loading")
 
-    def _status(self) -> Status:
+    def _status(self) -> wire.Status:
         cache, follower = self._cache, self._follower
         if cache is None or follower is None:
-            state = WorkerState.FAILED if self._failure else WorkerState.LOADING
-            return Status(state, detail=self._failure, embedder=self._options.embedder)
-        state = WorkerState.READY if follower.is_following else WorkerState.REBUILDING
-        return Status(
+            state = wire.WorkerState.FAILED if self._failure else wire.WorkerState.LOADING
+            return wire.Status(state, detail=self._failure, embedder=self._options.embedder)
+        state = wire.WorkerState.READY if follower.is_following else wire.WorkerState.REBUILDING
+        return wire.Status(
             state,
             progress=1.0 if follower.is_following else follower.progress.share,
             detail=_describe(follower.is_following, follower.is_up),
@@ -350,10 +332,10 @@ def _load(options: Options) -> tuple[SemanticCache, bytes]:
 
 
 def _find(cache: SemanticCache, asks: list[Any]) -> list[Neighbourhood]:
-    count = max((ask.count for ask in asks if isinstance(ask, AskNear)), default=0)
+    count = max((ask.count for ask in asks if isinstance(ask, wire.AskNear)), default=0)
     found = cache.near([ask.query for ask in asks], count)
     return [
-        msgspec.structs.replace(one, neighbours=one.neighbours[: ask.count] if isinstance(ask, AskNear) else ())
+        msgspec.structs.replace(one, neighbours=one.neighbours[: ask.count] if isinstance(ask, wire.AskNear) else ())
         for ask, one in zip(asks, found, strict=True)
     ]
 

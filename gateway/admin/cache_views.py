@@ -10,23 +10,7 @@ from cache.query import Neighbourhood
 from cache.verdicts import Scope, Suspension
 from cache.worker import WorkerState
 from gateway.accounts import Team
-from gateway.admin import views
-from gateway.admin.models import (
-    CacheOut,
-    ClearIn,
-    ClearOut,
-    FeedbackIn,
-    FeedbackOut,
-    NeighbourOut,
-    PartitionOut,
-    PurgeIn,
-    PurgeOut,
-    SampleOut,
-    TryIn,
-    TryOut,
-    WrongOut,
-    WrongsOut,
-)
+from gateway.admin import models, views
 from gateway.admin.parts import AdminParts
 from gateway.telemetry.parts import Health, Part
 from gateway.wire.errors import BadRequest, NotFound
@@ -35,13 +19,13 @@ _NEIGHBOURS = 8
 _WRONG_MAX = 200
 
 
-async def cache(parts: AdminParts) -> CacheOut:
+async def cache(parts: AdminParts) -> models.CacheOut:
     """The sizes of the cache, by team. Raises CacheUnavailable."""
     sizes, worker = await parts.exact.stats(), await parts.semantic.status()
     found = await parts.accounts.list_teams()
     owners = {parts.partition_of(team.id): team for team in found}
     partitions = [
-        PartitionOut(
+        models.PartitionOut(
             team_id=owner.id if owner else None,
             team=owner.name if owner else None,
             entries=one.entries,
@@ -57,7 +41,7 @@ async def cache(parts: AdminParts) -> CacheOut:
         WorkerState.REBUILDING: Health.STARTING,
     }
     detail = f"{worker.size}, {worker.embedder}" if worker.is_ready else worker.detail or worker.state
-    return CacheOut(
+    return models.CacheOut(
         entries=sizes.entries,
         size_bytes=sizes.size_bytes,
         partitions=sorted(partitions, key=lambda one: -one.size_bytes),
@@ -67,7 +51,7 @@ async def cache(parts: AdminParts) -> CacheOut:
     )
 
 
-async def purge(parts: AdminParts, what: PurgeIn) -> PurgeOut:
+async def purge(parts: AdminParts, what: models.PurgeIn) -> models.PurgeOut:
     """Remove entries, or count them with `dry_run`.
 
     Raises BadRequest without a condition, CacheUnavailable, accounts.NotFound (the team).
@@ -91,7 +75,7 @@ async def purge(parts: AdminParts, what: PurgeIn) -> PurgeOut:
     result = await parts.exact.purge(selector, is_dry_run=what.dry_run)
     owners = {parts.partition_of(team.id): team for team in await parts.accounts.list_teams()}
     samples = [
-        SampleOut(
+        models.SampleOut(
             id=sample.id,
             team_id=owner.id if owner else None,
             team=owner.name if owner else None,
@@ -102,10 +86,10 @@ async def purge(parts: AdminParts, what: PurgeIn) -> PurgeOut:
         for sample in result.samples
         for owner in (owners.get(sample.partition),)
     ]
-    return PurgeOut(dry_run=what.dry_run, count=result.count, size_bytes=result.size_bytes, samples=samples)
+    return models.PurgeOut(dry_run=what.dry_run, count=result.count, size_bytes=result.size_bytes, samples=samples)
 
 
-async def try_prompt(parts: AdminParts, what: TryIn) -> TryOut:
+async def try_prompt(parts: AdminParts, what: models.TryIn) -> models.TryOut:
     """The cache's decision on a request of one user message, and its nearest neighbours.
 
     Serves, stores, counts and learns nothing. Raises accounts.NotFound (the team).
@@ -116,7 +100,7 @@ async def try_prompt(parts: AdminParts, what: TryIn) -> TryOut:
     asked = fingerprint(body, parts.partition_of(what.team_id))
     entry = (await parts.exact.lookup(asked)).entry
     bound = parts.truth.bounds.bound(team, what.model, None)
-    out = TryOut(
+    out = models.TryOut(
         decision="miss", reason="not_eligible", similarity=None, neighbours=[], p=None, p_min=None, verdicts=0,
         error_max=bound.error_max,
     )  # fmt: skip
@@ -133,12 +117,12 @@ async def try_prompt(parts: AdminParts, what: TryIn) -> TryOut:
     return out
 
 
-def _show(out: TryOut, found: Neighbourhood) -> None:
+def _show(out: models.TryOut, found: Neighbourhood) -> None:
     numbers: dict[bytes, int] = {}
     for one in found.neighbours:
         number = numbers.setdefault(one.group or one.exact, len(numbers) + 1)
         out.neighbours.append(
-            NeighbourOut(
+            models.NeighbourOut(
                 text=one.text, similarity=one.similarity, id=one.exact.hex(), reason=one.reason or "", group=number,
                 keys=one.keys, right=one.right, wrong=one.wrong,
             )
@@ -155,7 +139,7 @@ def _show(out: TryOut, found: Neighbourhood) -> None:
 # -- wrong answers
 
 
-async def wrong(parts: AdminParts) -> WrongsOut:
+async def wrong(parts: AdminParts) -> models.WrongsOut:
     """Answers that are suspended from semantic hits, the latest first. Raises RedisError."""
     found = []
     for team in await parts.accounts.list_teams():
@@ -163,12 +147,12 @@ async def wrong(parts: AdminParts) -> WrongsOut:
         for name, why in (await parts.verdicts.suspended(partition)).items():
             found.append((team, partition, name, why))
     found.sort(key=lambda one: -one[3].at)
-    return WrongsOut(wrong=[await _wrong(parts, *one) for one in found[:_WRONG_MAX]])
+    return models.WrongsOut(wrong=[await _wrong(parts, *one) for one in found[:_WRONG_MAX]])
 
 
-async def _wrong(parts: AdminParts, team: Team, partition: Partition, name: bytes, why: Suspension) -> WrongOut:
+async def _wrong(parts: AdminParts, team: Team, partition: Partition, name: bytes, why: Suspension) -> models.WrongOut:
     about = await parts.exact.lookup_about(partition, why.exact)
-    return WrongOut(
+    return models.WrongOut(
         team_id=team.id,
         team=team.name,
         name=name.hex(),
@@ -184,13 +168,13 @@ async def _wrong(parts: AdminParts, team: Team, partition: Partition, name: byte
     )
 
 
-async def clear(parts: AdminParts, what: ClearIn) -> ClearOut:
+async def clear(parts: AdminParts, what: models.ClearIn) -> models.ClearOut:
     """End the suspension of an answer. Raises RedisError."""
     partition = parts.partition_of(what.team_id)
-    return ClearOut(was_out=await parts.verdicts.clear(partition, bytes.fromhex(what.name)))
+    return models.ClearOut(was_out=await parts.verdicts.clear(partition, bytes.fromhex(what.name)))
 
 
-async def feedback(parts: AdminParts, what: FeedbackIn) -> FeedbackOut:
+async def feedback(parts: AdminParts, what: models.FeedbackIn) -> models.FeedbackOut:
     """Report a response of any team as right or wrong, like `POST /v1/feedback`.
 
     Raises NotFound, AlreadyWrong, RedisError, CacheUnavailable.
@@ -200,4 +184,4 @@ async def feedback(parts: AdminParts, what: FeedbackIn) -> FeedbackOut:
         raise NotFound("There is no such response among the latest", param="id", code="response_not_found")
     partition = parts.partition_of(record.team_id)
     outcome = await parts.reports.report(partition, record.team_id, what.id, what.verdict == "right", "admin")
-    return FeedbackOut(id=outcome.id, verdict=outcome.verdict, effect=outcome.effect)
+    return models.FeedbackOut(id=outcome.id, verdict=outcome.verdict, effect=outcome.effect)

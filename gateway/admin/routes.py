@@ -18,40 +18,8 @@ from fastapi.responses import StreamingResponse
 from pydantic import Field
 
 from gateway.accounts import LedgerFilter, LedgerRow
-from gateway.admin import cache_views, views
+from gateway.admin import cache_views, models, views
 from gateway.admin.guard import ApiRoute, Guard
-from gateway.admin.models import (
-    BudgetIn,
-    BudgetOut,
-    BudgetPatch,
-    BudgetsOut,
-    CacheOut,
-    ClearIn,
-    ClearOut,
-    DeploymentsOut,
-    ErrorBody,
-    FeedbackIn,
-    FeedbackOut,
-    KeyIn,
-    KeyOut,
-    KeyPatch,
-    KeysOut,
-    LedgerOut,
-    NewKeyOut,
-    OverviewOut,
-    PurgeIn,
-    PurgeOut,
-    RoutesOut,
-    StatsOut,
-    StatusOut,
-    TeamIn,
-    TeamOut,
-    TeamPatch,
-    TeamsOut,
-    TryIn,
-    TryOut,
-    WrongsOut,
-)
 from gateway.admin.pages import pages_router
 from gateway.admin.parts import AdminParts
 from gateway.admin.views import RouteFilter
@@ -61,8 +29,8 @@ _Id = Annotated[int, Field(ge=0, le=2**31 - 1)]
 _Limit = Annotated[int, Field(ge=1, le=500)]
 _Moment = Annotated[float, Field(ge=0, le=1e11, description="unix seconds")]
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorBody, "description": "What was wrong with the request, in OpenAI's error shape"},
-    503: {"model": ErrorBody, "description": "Redis or the database does not answer"},
+    "4XX": {"model": models.ErrorBody, "description": "What was wrong with the request, in OpenAI's error shape"},
+    503: {"model": models.ErrorBody, "description": "Redis or the database does not answer"},
 }
 
 
@@ -91,23 +59,23 @@ def _add_teams(api: APIRouter, parts: AdminParts) -> None:
     accounts = parts.accounts
 
     @api.get("/teams")
-    async def list_teams() -> TeamsOut:
+    async def list_teams() -> models.TeamsOut:
         """All teams with their keys and budgets."""
-        return TeamsOut(teams=await views.teams(parts))
+        return models.TeamsOut(teams=await views.teams(parts))
 
     @api.post("/teams", status_code=201)
-    async def create_team(body: TeamIn) -> TeamOut:
+    async def create_team(body: models.TeamIn) -> models.TeamOut:
         """A new team. 409 where the name is taken."""
         fields = body.given()
         return await views.team(parts, (await accounts.create_team(fields.pop("name"), **fields)).id)
 
     @api.get("/teams/{team_id}")
-    async def get_team(team_id: _Id) -> TeamOut:
+    async def get_team(team_id: _Id) -> models.TeamOut:
         """One team with its keys and its budgets as they stand."""
         return await views.team(parts, team_id)
 
     @api.patch("/teams/{team_id}")
-    async def update_team(team_id: _Id, body: TeamPatch) -> TeamOut:
+    async def update_team(team_id: _Id, body: models.TeamPatch) -> models.TeamOut:
         """Changes the fields that are sent. An inactive team's keys stop working."""
         await accounts.update_team(team_id, **body.given())
         return await views.team(parts, team_id)
@@ -122,49 +90,49 @@ def _add_keys_and_budgets(api: APIRouter, parts: AdminParts) -> None:
     accounts = parts.accounts
 
     @api.get("/keys")
-    async def list_keys() -> KeysOut:
+    async def list_keys() -> models.KeysOut:
         """All keys. Only the first characters of a key are known."""
-        return KeysOut(keys=[KeyOut.model_validate(key) for key in await accounts.list_keys()])
+        return models.KeysOut(keys=[models.KeyOut.model_validate(key) for key in await accounts.list_keys()])
 
     @api.get("/teams/{team_id}/keys")
-    async def list_keys_of_team(team_id: _Id) -> KeysOut:
+    async def list_keys_of_team(team_id: _Id) -> models.KeysOut:
         """One team's keys."""
-        return KeysOut(keys=(await views.team(parts, team_id)).keys)
+        return models.KeysOut(keys=(await views.team(parts, team_id)).keys)
 
     @api.post("/teams/{team_id}/keys", status_code=201)
-    async def create_key(team_id: _Id, body: KeyIn, response: Response) -> NewKeyOut:
+    async def create_key(team_id: _Id, body: models.KeyIn, response: Response) -> models.NewKeyOut:
         """A new key. The answer is the only place where its plaintext is ever shown."""
         response.headers["cache-control"] = "no-store"
         fields = body.given()
-        return NewKeyOut.model_validate(await accounts.create_key(team_id, fields.pop("name"), **fields))
+        return models.NewKeyOut.model_validate(await accounts.create_key(team_id, fields.pop("name"), **fields))
 
     @api.patch("/keys/{key_id}")
-    async def update_key(key_id: _Id, body: KeyPatch) -> KeyOut:
+    async def update_key(key_id: _Id, body: models.KeyPatch) -> models.KeyOut:
         """Changes the fields that are sent."""
-        return KeyOut.model_validate(await accounts.update_key(key_id, **body.given()))
+        return models.KeyOut.model_validate(await accounts.update_key(key_id, **body.given()))
 
     @api.delete("/keys/{key_id}")
-    async def revoke_key(key_id: _Id) -> KeyOut:
+    async def revoke_key(key_id: _Id) -> models.KeyOut:
         """The key stops working at once; its row stays for the ledger's sake."""
-        return KeyOut.model_validate(await accounts.revoke_key(key_id))
+        return models.KeyOut.model_validate(await accounts.revoke_key(key_id))
 
     @api.get("/budgets")
-    async def list_budgets() -> BudgetsOut:
+    async def list_budgets() -> models.BudgetsOut:
         """All budgets, with what is spent, held and left now."""
-        return BudgetsOut(budgets=await views.budgets(parts))
+        return models.BudgetsOut(budgets=await views.budgets(parts))
 
     @api.get("/teams/{team_id}/budgets")
-    async def list_budgets_of_team(team_id: _Id) -> BudgetsOut:
+    async def list_budgets_of_team(team_id: _Id) -> models.BudgetsOut:
         """One team's budgets, with what is spent, held and left now."""
-        return BudgetsOut(budgets=(await views.team(parts, team_id)).budgets)
+        return models.BudgetsOut(budgets=(await views.team(parts, team_id)).budgets)
 
     @api.post("/teams/{team_id}/budgets", status_code=201)
-    async def create_budget(team_id: _Id, body: BudgetIn) -> BudgetOut:
+    async def create_budget(team_id: _Id, body: models.BudgetIn) -> models.BudgetOut:
         """A new budget. It counts from the start of the running window. 409 where the team has one of its kind."""
         return await _budget((await views.create_budget(parts, team_id, body)).id)
 
     @api.patch("/budgets/{budget_id}")
-    async def update_budget(budget_id: _Id, body: BudgetPatch) -> BudgetOut:
+    async def update_budget(budget_id: _Id, body: models.BudgetPatch) -> models.BudgetOut:
         """Changes the fields that are sent. 409 where the team has one of that kind."""
         await views.update_budget(parts, budget_id, body)
         return await _budget(budget_id)
@@ -174,30 +142,34 @@ def _add_keys_and_budgets(api: APIRouter, parts: AdminParts) -> None:
         """The team is no longer held to it."""
         await accounts.delete_budget(budget_id)
 
-    async def _budget(budget_id: int) -> BudgetOut:
+    async def _budget(budget_id: int) -> models.BudgetOut:
         return next(one for one in await views.budgets(parts) if one.id == budget_id)
 
 
 def _add_history(api: APIRouter, parts: AdminParts) -> None:
     @api.get("/stats")
-    async def stats(window: Window = Window.DAY, team: _Id | None = None, model: str | None = None) -> StatsOut:
+    async def stats(window: Window = Window.DAY, team: _Id | None = None, model: str | None = None) -> models.StatsOut:
         """Hit rate by kind, tokens, money and time saved, latency: in total, by team, by model and over time."""
         return await views.stats(parts, window, team, model)
 
     @api.get("/routes")
-    async def routes(where: Annotated[RouteFilter, Depends()], cursor: str = "", limit: _Limit = 50) -> RoutesOut:
+    async def routes(
+        where: Annotated[RouteFilter, Depends()], cursor: str = "", limit: _Limit = 50
+    ) -> models.RoutesOut:
         """The latest requests, newest first, each with the winner, why, each rejection and each attempt."""
         return await views.routes(parts, where, cursor, limit)
 
     @api.get("/near-misses")
-    async def near_misses(where: Annotated[RouteFilter, Depends()], cursor: str = "", limit: _Limit = 50) -> RoutesOut:
+    async def near_misses(
+        where: Annotated[RouteFilter, Depends()], cursor: str = "", limit: _Limit = 50
+    ) -> models.RoutesOut:
         """The latest requests that came close to a cached answer (similarity 0.6 or more) and did not get it, with the reason."""
         return await views.near_misses(parts, where, cursor, limit)
 
     @api.get("/ledger")
     async def ledger(
         where: Annotated[LedgerFilter, Depends(ledger_filter)], cursor: str | None = None, limit: _Limit = 100
-    ) -> LedgerOut:
+    ) -> models.LedgerOut:
         """One row per generation, also those that cost nothing, newest first."""
         return await views.ledger(parts, where, cursor, limit)
 
@@ -249,48 +221,48 @@ def _cell(value: Any) -> Any:
 
 def _add_machine(api: APIRouter, parts: AdminParts) -> None:
     @api.get("/overview")
-    async def overview(window: Window = Window.DAY) -> OverviewOut:
+    async def overview(window: Window = Window.DAY) -> models.OverviewOut:
         """What the dashboard's first page shows."""
         return await views.overview(parts, window)
 
     @api.get("/status")
-    async def status() -> StatusOut:
+    async def status() -> models.StatusOut:
         """Every part's health, and what deserves a look."""
         return await views.status(parts)
 
     @api.get("/deployments")
-    async def deployments() -> DeploymentsOut:
+    async def deployments() -> models.DeploymentsOut:
         """Every deployment: health, breaker, estimates, queue."""
-        return DeploymentsOut(deployments=await views.deployments(parts))
+        return models.DeploymentsOut(deployments=await views.deployments(parts))
 
 
 def _add_cache(api: APIRouter, parts: AdminParts) -> None:
     @api.get("/cache")
-    async def cache() -> CacheOut:
+    async def cache() -> models.CacheOut:
         """How much is cached, by team, and the semantic index."""
         return await cache_views.cache(parts)
 
     @api.post("/cache/purge")
-    async def purge(body: PurgeIn) -> PurgeOut:
+    async def purge(body: models.PurgeIn) -> models.PurgeOut:
         """Removes entries by id, text, team, model, namespace, deployment and age; with `dry_run` (the default) only counts them."""
         return await cache_views.purge(parts, body)
 
     @api.post("/cache/try")
-    async def try_prompt(body: TryIn) -> TryOut:
+    async def try_prompt(body: models.TryIn) -> models.TryOut:
         """What the cache would do with a prompt, and its nearest neighbours. Nothing is served, stored, counted or learned."""
         return await cache_views.try_prompt(parts, body)
 
     @api.get("/cache/wrong")
-    async def wrong() -> WrongsOut:
+    async def wrong() -> models.WrongsOut:
         """Answers that were found wrong and are out of service by meaning, the latest first."""
         return await cache_views.wrong(parts)
 
     @api.post("/cache/clear")
-    async def clear(body: ClearIn) -> ClearOut:
+    async def clear(body: models.ClearIn) -> models.ClearOut:
         """Puts an answer, or a group of equal ones, back into service."""
         return await cache_views.clear(parts, body)
 
     @api.post("/feedback")
-    async def feedback(body: FeedbackIn) -> FeedbackOut:
+    async def feedback(body: models.FeedbackIn) -> models.FeedbackOut:
         """Says of any team's response what `POST /v1/feedback` says of one's own."""
         return await cache_views.feedback(parts, body)

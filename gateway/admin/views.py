@@ -16,26 +16,7 @@ from redis.exceptions import RedisError
 
 from gateway import accounts
 from gateway.accounts import LedgerFilter, LedgerRow, Team
-from gateway.admin.models import (
-    BudgetIn,
-    BudgetOut,
-    BudgetPatch,
-    DeploymentOut,
-    DeploymentTallyOut,
-    EngineOut,
-    KeyOut,
-    LedgerOut,
-    ModelTally,
-    OverviewOut,
-    PointOut,
-    RoutesOut,
-    SemanticOut,
-    StatsOut,
-    StatusOut,
-    TallyOut,
-    TeamOut,
-    TeamTally,
-)
+from gateway.admin import models
 from gateway.admin.parts import AdminParts
 from gateway.admin.problems import problems
 from gateway.deployments.fleet import Alias, Deployment, Fleet
@@ -55,14 +36,14 @@ _PROMPT_TOKENS_SHOWN = 500  # the prompt of predictions
 # -- teams
 
 
-async def teams(parts: AdminParts) -> list[TeamOut]:
+async def teams(parts: AdminParts) -> list[models.TeamOut]:
     """All teams with their keys and budgets, by id."""
     found, keys = await parts.accounts.list_teams(), await parts.accounts.list_keys()
     live = await budgets(parts)
     return [
-        TeamOut.model_validate(team).model_copy(
+        models.TeamOut.model_validate(team).model_copy(
             update={
-                "keys": [KeyOut.model_validate(key) for key in keys if key.team_id == team.id],
+                "keys": [models.KeyOut.model_validate(key) for key in keys if key.team_id == team.id],
                 "budgets": [budget for budget in live if budget.team_id == team.id],
             }
         )
@@ -70,7 +51,7 @@ async def teams(parts: AdminParts) -> list[TeamOut]:
     ]
 
 
-async def team(parts: AdminParts, team_id: int) -> TeamOut:
+async def team(parts: AdminParts, team_id: int) -> models.TeamOut:
     """One team with its keys and budgets. Raises accounts.NotFound."""
     for one in await teams(parts):
         if one.id == team_id:
@@ -78,7 +59,7 @@ async def team(parts: AdminParts, team_id: int) -> TeamOut:
     raise accounts.NotFound(f"there is no team {team_id}")
 
 
-async def budgets(parts: AdminParts, team_id: int | None = None) -> list[BudgetOut]:
+async def budgets(parts: AdminParts, team_id: int | None = None) -> list[models.BudgetOut]:
     """Budgets with their current spend; without it while Redis is away."""
     found = await parts.accounts.list_budgets(team_id)
     try:
@@ -88,9 +69,9 @@ async def budgets(parts: AdminParts, team_id: int | None = None) -> list[BudgetO
     return [budget_out(budget, state) for budget, state in zip(found, states, strict=True)]
 
 
-def budget_out(budget: Budget, state: BudgetState | None) -> BudgetOut:
+def budget_out(budget: Budget, state: BudgetState | None) -> models.BudgetOut:
     """One budget on the wire."""
-    out = BudgetOut.model_validate(budget)
+    out = models.BudgetOut.model_validate(budget)
     if state is None:
         return out
     used = state.spent_microusd + state.held_microusd
@@ -105,7 +86,7 @@ def budget_out(budget: Budget, state: BudgetState | None) -> BudgetOut:
     )
 
 
-async def create_budget(parts: AdminParts, team_id: int, body: BudgetIn) -> Budget:
+async def create_budget(parts: AdminParts, team_id: int, body: models.BudgetIn) -> Budget:
     """Create a budget.
 
     Raises accounts.Conflict where the team has one of the same window and hardness,
@@ -114,7 +95,7 @@ async def create_budget(parts: AdminParts, team_id: int, body: BudgetIn) -> Budg
     return await parts.accounts.create_budget(team_id, body.window, body.limit_microusd, body.is_hard)
 
 
-async def update_budget(parts: AdminParts, budget_id: int, body: BudgetPatch) -> Budget:
+async def update_budget(parts: AdminParts, budget_id: int, body: models.BudgetPatch) -> Budget:
     """Change the given fields. Raises the errors of `create_budget`."""
     return await parts.accounts.update_budget(budget_id, **body.given())
 
@@ -122,7 +103,9 @@ async def update_budget(parts: AdminParts, budget_id: int, body: BudgetPatch) ->
 # -- history
 
 
-async def stats(parts: AdminParts, window: Window, team_id: int | None = None, model: str | None = None) -> StatsOut:
+async def stats(
+    parts: AdminParts, window: Window, team_id: int | None = None, model: str | None = None
+) -> models.StatsOut:
     """Counts over a window. Raises RedisError."""
     summary = await parts.stats.query(window, team_id=team_id, model=model)
     teams = await parts.accounts.list_teams()
@@ -130,7 +113,7 @@ async def stats(parts: AdminParts, window: Window, team_id: int | None = None, m
     return out.model_copy(update={"semantic": _semantic(parts, summary, teams)})
 
 
-def _semantic(parts: AdminParts, summary: Summary, teams: Sequence[Team]) -> list[SemanticOut]:
+def _semantic(parts: AdminParts, summary: Summary, teams: Sequence[Team]) -> list[models.SemanticOut]:
     """The measured error of semantic hits beside its bound, by descending hits."""
     known = {team.id: team for team in teams}
     now = {(live.team_id, live.alias): live.strictness for live in parts.truth.live}
@@ -141,7 +124,7 @@ def _semantic(parts: AdminParts, summary: Summary, teams: Sequence[Team]) -> lis
             continue
         measured = measure(sample)
         found.append(
-            SemanticOut(
+            models.SemanticOut(
                 team_id=team_id,
                 team=team.name,
                 model=alias,
@@ -160,7 +143,7 @@ def _semantic(parts: AdminParts, summary: Summary, teams: Sequence[Team]) -> lis
     return sorted(found, key=lambda one: -one.hits)
 
 
-async def stats_or_none(parts: AdminParts, window: Window, team_id: int | None = None) -> StatsOut | None:
+async def stats_or_none(parts: AdminParts, window: Window, team_id: int | None = None) -> models.StatsOut | None:
     """Counts over a window; None while Redis is away."""
     try:
         return await stats(parts, window, team_id)
@@ -168,18 +151,20 @@ async def stats_or_none(parts: AdminParts, window: Window, team_id: int | None =
         return None
 
 
-def stats_out(summary: Summary, team_names: dict[int, str]) -> StatsOut:
+def stats_out(summary: Summary, team_names: dict[int, str]) -> models.StatsOut:
     """A summary for the API: teams and models by descending requests."""
     by_team = [
-        TeamTally(
+        models.TeamTally(
             **_tally(tally).model_dump(),
             team_id=team_id,
             team=team_names.get(team_id, "" if not team_id else "deleted"),
         )
         for team_id, tally in summary.by_team.items()
     ]
-    by_model = [ModelTally(**_tally(tally).model_dump(), model=model) for model, tally in summary.by_model.items()]
-    return StatsOut(
+    by_model = [
+        models.ModelTally(**_tally(tally).model_dump(), model=model) for model, tally in summary.by_model.items()
+    ]
+    return models.StatsOut(
         window=summary.window,
         start_s=summary.start_s,
         end_s=summary.end_s,
@@ -187,17 +172,17 @@ def stats_out(summary: Summary, team_names: dict[int, str]) -> StatsOut:
         by_team=sorted(by_team, key=lambda one: -one.requests),
         by_model=sorted(by_model, key=lambda one: -one.requests),
         by_deployment=[
-            DeploymentTallyOut.model_validate(tally).model_copy(update={"deployment": name})
+            models.DeploymentTallyOut.model_validate(tally).model_copy(update={"deployment": name})
             for name, tally in sorted(summary.by_deployment.items())
         ],
-        series=[PointOut.model_validate(point) for point in summary.series],
+        series=[models.PointOut.model_validate(point) for point in summary.series],
         ttft=summary.ttft,
         duration=summary.duration,
     )
 
 
-def _tally(tally: Tally) -> TallyOut:
-    out = TallyOut.model_validate(tally)
+def _tally(tally: Tally) -> models.TallyOut:
+    out = models.TallyOut.model_validate(tally)
     return out.model_copy(update={"by_kind": {kind: out.by_kind.get(kind, 0) for kind in KINDS}})
 
 
@@ -229,28 +214,28 @@ def _outcomes(record: Record) -> tuple[str, ...]:
     return (outcome, "failover") if len(record.attempts) > 1 else (outcome,)
 
 
-async def routes(parts: AdminParts, where: RouteFilter, cursor: str = "", limit: int = 50) -> RoutesOut:
+async def routes(parts: AdminParts, where: RouteFilter, cursor: str = "", limit: int = 50) -> models.RoutesOut:
     """The latest requests, each with the reasons for its route. Raises RedisError."""
     page = await parts.stats.routes(where.matches, before=cursor, limit=limit)
     return _routes(page)
 
 
-async def near_misses(parts: AdminParts, where: RouteFilter, cursor: str = "", limit: int = 50) -> RoutesOut:
+async def near_misses(parts: AdminParts, where: RouteFilter, cursor: str = "", limit: int = 50) -> models.RoutesOut:
     """The latest misses with a near cached answer. Raises RedisError."""
     page = await parts.stats.near_misses(where.matches, before=cursor, limit=limit)
     return _routes(page)
 
 
-def _routes(page: Page) -> RoutesOut:
+def _routes(page: Page) -> models.RoutesOut:
     """The records, each with its kind."""
     found = [{**msgspec.structs.asdict(one), "kind": kind_of(one.cache, one.status, one.error)} for one in page.records]
-    return RoutesOut.model_validate({"routes": found, "cursor": page.cursor})
+    return models.RoutesOut.model_validate({"routes": found, "cursor": page.cursor})
 
 
-async def ledger(parts: AdminParts, where: LedgerFilter, cursor: str | None, limit: int) -> LedgerOut:
+async def ledger(parts: AdminParts, where: LedgerFilter, cursor: str | None, limit: int) -> models.LedgerOut:
     """A page of the ledger, newest first. Raises accounts.Invalid for a malformed `cursor`."""
     page = await parts.ledger.rows(where, limit, cursor)
-    return LedgerOut(rows=list(page.rows), cursor=page.cursor)
+    return models.LedgerOut(rows=list(page.rows), cursor=page.cursor)
 
 
 async def ledger_rows(parts: AdminParts, where: LedgerFilter) -> AsyncIterator[LedgerRow]:
@@ -268,12 +253,12 @@ async def ledger_rows(parts: AdminParts, where: LedgerFilter) -> AsyncIterator[L
 # -- the machine
 
 
-async def status(parts: AdminParts) -> StatusOut:
+async def status(parts: AdminParts) -> models.StatusOut:
     """The health of all parts, and the problems. Works without Redis."""
     healths, live = parts.healths(), await budgets(parts)
     summary = await _or_none(parts, Window.HOUR)
     names = {team.id: team.name for team in await parts.accounts.list_teams()}
-    return StatusOut(
+    return models.StatusOut(
         version=parts.version,
         uptime_s=max(0.0, parts.clock() - parts.started_at_s),
         parts=list(healths),
@@ -295,12 +280,12 @@ async def _or_none(parts: AdminParts, window: Window) -> Summary | None:
         return None
 
 
-async def overview(parts: AdminParts, window: Window) -> OverviewOut:
+async def overview(parts: AdminParts, window: Window) -> models.OverviewOut:
     """Health and counts; the counts are None while Redis is away."""
-    return OverviewOut(status=await status(parts), stats=await stats_or_none(parts, window))
+    return models.OverviewOut(status=await status(parts), stats=await stats_or_none(parts, window))
 
 
-async def deployments(parts: AdminParts) -> list[DeploymentOut]:
+async def deployments(parts: AdminParts) -> list[models.DeploymentOut]:
     """All deployments with their health, their estimates and their last 24 hours.
 
     `last_24h` is None while Redis is away.
@@ -309,21 +294,21 @@ async def deployments(parts: AdminParts) -> list[DeploymentOut]:
     found = []
     for one in parts.deployments():
         if summary is not None and one.name in summary.by_deployment:
-            tally = DeploymentTallyOut.model_validate(summary.by_deployment[one.name])
+            tally = models.DeploymentTallyOut.model_validate(summary.by_deployment[one.name])
             one = one.model_copy(update={"last_24h": tally.model_copy(update={"deployment": one.name})})
         found.append(one)
     return found
 
 
-def deployments_of(fleet: Fleet) -> list[DeploymentOut]:
+def deployments_of(fleet: Fleet) -> list[models.DeploymentOut]:
     """All deployments as this worker sees them now, without their last 24 hours."""
     return [_deployment(alias, one) for alias in fleet.aliases.values() for one in alias.deployments.values()]
 
 
-def _deployment(alias: Alias, deployment: Deployment) -> DeploymentOut:
+def _deployment(alias: Alias, deployment: Deployment) -> models.DeploymentOut:
     seen = deployment.candidate(_PROMPT_TOKENS_SHOWN)
     load = deployment.backend.load(_PROMPT_TOKENS_SHOWN)
-    return DeploymentOut(
+    return models.DeploymentOut(
         name=deployment.name,
         alias=alias.name,
         backend=deployment.settings.backend,
@@ -340,5 +325,5 @@ def _deployment(alias: Alias, deployment: Deployment) -> DeploymentOut:
         capabilities=tuple(sorted(deployment.capabilities)),
         context_tokens_max=seen.context_tokens_max,
         output_tokens_max=seen.output_tokens_max,
-        engine=load.engine and EngineOut.model_validate(load.engine),
+        engine=load.engine and models.EngineOut.model_validate(load.engine),
     )

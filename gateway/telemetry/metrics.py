@@ -19,39 +19,8 @@ import msgspec
 
 from gateway.deployments.progress import Attempt
 from gateway.journey.record import Record
+from gateway.telemetry import metric_names as names
 from gateway.telemetry.buckets import HITS
-from gateway.telemetry.metric_names import (
-    ACCEPTED,
-    ATTEMPT_DURATION,
-    ATTEMPTS,
-    BUILD,
-    BY_NAME,
-    COST,
-    DEFINITIONS,
-    DISCONNECTS,
-    DRAFTED,
-    DURATION,
-    ERRORS,
-    FAILOVERS,
-    FAILURES,
-    REQUESTS,
-    SAVED_COST,
-    SAVED_TIME,
-    SECONDS,
-    SEMANTIC_MISSES,
-    SERIES_DROPPED,
-    STORES,
-    TOKEN_BOUNDS,
-    TOKEN_USAGE,
-    TOKENS,
-    TPOT,
-    TPOT_SECONDS,
-    TTFT,
-    WORKERS,
-    Definition,
-    Merge,
-    MetricKind,
-)
 from gateway.telemetry.shared_numbers import Key, SharedNumbers
 
 if TYPE_CHECKING:
@@ -88,9 +57,9 @@ class _RequestSeries(msgspec.Struct, frozen=True):
         """Count one finished request, without its attempts."""
         for counter in self.counters:
             values[counter] += 1.0
-        _add(values, self.duration, SECONDS, record.duration_ms / 1e3)
+        _add(values, self.duration, names.SECONDS, record.duration_ms / 1e3)
         if record.ttft_ms is not None:
-            _add(values, self.ttft, SECONDS, record.ttft_ms / 1e3)
+            _add(values, self.ttft, names.SECONDS, record.ttft_ms / 1e3)
         if self.is_hit:
             values[self.saved_cost] += record.saved_microusd / 1e6
             values[self.saved_time] += record.saved_ms / 1e3
@@ -101,18 +70,18 @@ class _RequestSeries(msgspec.Struct, frozen=True):
         values[self.cost] += record.cost_microusd / 1e6
         values[self.input_tokens] += record.prompt_tokens
         values[self.output_tokens] += record.completion_tokens
-        _add(values, self.input_usage, TOKEN_BOUNDS, record.prompt_tokens)
-        _add(values, self.output_usage, TOKEN_BOUNDS, record.completion_tokens)
+        _add(values, self.input_usage, names.TOKEN_BOUNDS, record.prompt_tokens)
+        _add(values, self.output_usage, names.TOKEN_BOUNDS, record.completion_tokens)
         if record.cached_tokens:
             values[self.cached_tokens] += record.cached_tokens
         if record.ttft_ms is not None and record.completion_tokens > 1:
             tpot_s = (record.duration_ms - record.ttft_ms) / (record.completion_tokens - 1) / 1e3
-            _add(values, self.tpot, TPOT_SECONDS, max(tpot_s, 0.0))
+            _add(values, self.tpot, names.TPOT_SECONDS, max(tpot_s, 0.0))
 
     def count_attempt(self, values: "memoryview[float]", attempt: Attempt) -> None:
         """Count the request's single, successful attempt."""
         values[self.attempt] += 1.0
-        _add(values, self.attempt_duration, SECONDS, attempt.duration_ms / 1e3)
+        _add(values, self.attempt_duration, names.SECONDS, attempt.duration_ms / 1e3)
 
 
 class Metrics:
@@ -130,11 +99,11 @@ class Metrics:
         self._by_sort: dict[tuple[str | int, ...], _RequestSeries] = {}
         self._starts: dict[Key, int] = {}
         for key, start in self._numbers.own():
-            if key[0] not in BY_NAME or BY_NAME[key[0]].kind is MetricKind.GAUGE:
+            if key[0] not in names.BY_NAME or names.BY_NAME[key[0]].kind is names.MetricKind.GAUGE:
                 self._values[start] = math.nan  # a gauge of the file's last worker
-        self._start(SERIES_DROPPED)
-        self.set(WORKERS, 1)
-        self.set(BUILD, 1, _version())
+        self._start(names.SERIES_DROPPED)
+        self.set(names.WORKERS, 1)
+        self.set(names.BUILD, 1, _version())
 
     def observe(self, record: Record) -> None:
         """Count one finished request; takes about 3 µs."""
@@ -154,12 +123,12 @@ class Metrics:
         if record.attempts:
             self._count_attempts(record, series)
         if record.is_disconnected:
-            self.add(DISCONNECTS, 1, record.alias)
+            self.add(names.DISCONNECTS, 1, record.alias)
         for part in record.survived:
-            self.add(FAILURES, 1, part)
+            self.add(names.FAILURES, 1, part)
         for source, drafted in (record.drafted_tokens or {}).items():
-            self.add(DRAFTED, drafted, record.deployment, source)
-            self.add(ACCEPTED, (record.accepted_tokens or {}).get(source, 0), record.deployment, source)
+            self.add(names.DRAFTED, drafted, record.deployment, source)
+            self.add(names.ACCEPTED, (record.accepted_tokens or {}).get(source, 0), record.deployment, source)
 
     def _count_attempts(self, record: Record, series: _RequestSeries) -> None:
         first = record.attempts[0]
@@ -169,61 +138,61 @@ class Metrics:
             return
         for attempt in record.attempts:
             verdict = attempt.verdict
-            self.add(ATTEMPTS, 1, attempt.name, verdict)
-            start = self._start(ATTEMPT_DURATION, record.alias, attempt.name, "" if verdict == "ok" else verdict)
-            _add(self._values, start, SECONDS, attempt.duration_ms / 1e3)
+            self.add(names.ATTEMPTS, 1, attempt.name, verdict)
+            start = self._start(names.ATTEMPT_DURATION, record.alias, attempt.name, "" if verdict == "ok" else verdict)
+            _add(self._values, start, names.SECONDS, attempt.duration_ms / 1e3)
         if len(record.attempts) > 1:
-            self.add(FAILOVERS, 1, record.alias)
+            self.add(names.FAILOVERS, 1, record.alias)
 
     def _find(self, record: Record, sort: tuple[str | int, ...]) -> _RequestSeries:
         if len(self._by_sort) >= _SORTS_MAX:
             self._by_sort.clear()
         route, model, team, cache = record.route, record.alias, record.team, record.cache
         error = str(record.status) if record.status >= 400 else ""
-        counters = [self._start(REQUESTS, route, model, team, cache, str(record.status))]
+        counters = [self._start(names.REQUESTS, route, model, team, cache, str(record.status))]
         if record.store:
-            counters.append(self._start(STORES, record.store))
+            counters.append(self._start(names.STORES, record.store))
         if record.miss_reason:
-            counters.append(self._start(SEMANTIC_MISSES, record.miss_reason))
+            counters.append(self._start(names.SEMANTIC_MISSES, record.miss_reason))
         if record.error:
-            counters.append(self._start(ERRORS, route, model, record.error))
+            counters.append(self._start(names.ERRORS, route, model, record.error))
         is_generated = bool(record.deployment) and cache not in HITS
         series = self._by_sort[sort] = _RequestSeries(
             counters=tuple(counters),
-            duration=self._start(DURATION, route, model, cache, error),
-            ttft=self._start(TTFT, route, model, cache),
-            tpot=self._start(TPOT, route, model),
+            duration=self._start(names.DURATION, route, model, cache, error),
+            ttft=self._start(names.TTFT, route, model, cache),
+            tpot=self._start(names.TPOT, route, model),
             is_hit=cache in HITS,
-            cost=self._start(COST, model, team, record.deployment),
-            saved_cost=self._start(SAVED_COST, model, team, cache) if cache in HITS else 0,
-            saved_time=self._start(SAVED_TIME, model, cache) if cache in HITS else 0,
-            input_tokens=self._start(TOKENS, model, team, "input"),
-            cached_tokens=self._start(TOKENS, model, team, "cached_input"),
-            output_tokens=self._start(TOKENS, model, team, "output"),
-            input_usage=self._start(TOKEN_USAGE, route, model, "input"),
-            output_usage=self._start(TOKEN_USAGE, route, model, "output"),
-            attempt=self._start(ATTEMPTS, record.deployment, "ok") if is_generated else 0,
-            attempt_duration=self._start(ATTEMPT_DURATION, model, record.deployment, "") if is_generated else 0,
+            cost=self._start(names.COST, model, team, record.deployment),
+            saved_cost=self._start(names.SAVED_COST, model, team, cache) if cache in HITS else 0,
+            saved_time=self._start(names.SAVED_TIME, model, cache) if cache in HITS else 0,
+            input_tokens=self._start(names.TOKENS, model, team, "input"),
+            cached_tokens=self._start(names.TOKENS, model, team, "cached_input"),
+            output_tokens=self._start(names.TOKENS, model, team, "output"),
+            input_usage=self._start(names.TOKEN_USAGE, route, model, "input"),
+            output_usage=self._start(names.TOKEN_USAGE, route, model, "output"),
+            attempt=self._start(names.ATTEMPTS, record.deployment, "ok") if is_generated else 0,
+            attempt_duration=self._start(names.ATTEMPT_DURATION, model, record.deployment, "") if is_generated else 0,
         )
         return series
 
-    def _start(self, definition: Definition, *labels: str) -> int:
+    def _start(self, definition: names.Definition, *labels: str) -> int:
         key = (definition.name, *labels)
         start = self._starts.get(key)
         if start is None:
             assert len(labels) == len(definition.labels), f"{definition.name} has the labels {definition.labels}"
             start = self._starts[key] = self._numbers.allocate(key, definition.width)
             if start == 0:
-                self.add(SERIES_DROPPED, 1)
+                self.add(names.SERIES_DROPPED, 1)
         return start
 
-    def add(self, definition: Definition, amount: float, *labels: str) -> None:
+    def add(self, definition: names.Definition, amount: float, *labels: str) -> None:
         """Add `amount` to a counter or a gauge. `labels` are in the order of the definition."""
         start = self._start(definition, *labels)
         before = self._values[start]
         self._values[start] = amount if math.isnan(before) else before + amount
 
-    def set(self, definition: Definition, value: float, *labels: str) -> None:
+    def set(self, definition: names.Definition, value: float, *labels: str) -> None:
         """Set this worker's gauge. `labels` are in the order of the definition."""
         self._values[self._start(definition, *labels)] = value
 
@@ -239,14 +208,14 @@ class Metrics:
         series: dict[Key, tuple[float, ...]] = {}
         for snapshot in self._numbers.snapshots():
             for key, numbers in snapshot.series:
-                definition = BY_NAME.get(key[0])
+                definition = names.BY_NAME.get(key[0])
                 if definition is None or len(numbers) != definition.width or len(key) != 1 + len(definition.labels):
                     continue  # written by an older version
-                if definition.kind is MetricKind.GAUGE and (not snapshot.is_alive or math.isnan(numbers[0])):
+                if definition.kind is names.MetricKind.GAUGE and (not snapshot.is_alive or math.isnan(numbers[0])):
                     continue
                 known = series.get(key)
                 series[key] = numbers if known is None else _merge(definition, known, numbers)
-        return [_family(definition, series) for definition in DEFINITIONS]
+        return [_family(definition, series) for definition in names.DEFINITIONS]
 
     def close(self) -> None:
         """Release the worker's files; the numbers stay."""
@@ -268,25 +237,29 @@ def _add(values: "memoryview[float]", start: int, bounds: tuple[float, ...], val
     values[start + 1 + bisect_left(bounds, value)] += 1.0
 
 
-_MERGES: dict[Merge, Callable[[float, float], float]] = {Merge.SUM: float.__add__, Merge.MAX: max, Merge.MIN: min}
+_MERGES: dict[names.Merge, Callable[[float, float], float]] = {
+    names.Merge.SUM: float.__add__,
+    names.Merge.MAX: max,
+    names.Merge.MIN: min,
+}
 
 
-def _merge(definition: Definition, left: tuple[float, ...], right: tuple[float, ...]) -> tuple[float, ...]:
+def _merge(definition: names.Definition, left: tuple[float, ...], right: tuple[float, ...]) -> tuple[float, ...]:
     merge = _MERGES[definition.merge]
     return tuple(merge(a, b) for a, b in zip(left, right, strict=True))
 
 
-def _family(definition: Definition, series: dict[Key, tuple[float, ...]]) -> "Metric":
+def _family(definition: names.Definition, series: dict[Key, tuple[float, ...]]) -> "Metric":
     from prometheus_client.metrics_core import Metric
 
     family = Metric(definition.name.removesuffix("_total"), definition.help, definition.kind.value)
     for key, numbers in sorted(series.items()):
         if key[0] != definition.name:
             continue
-        if definition.kind is not MetricKind.GAUGE and not any(numbers[1:] or numbers):
+        if definition.kind is not names.MetricKind.GAUGE and not any(numbers[1:] or numbers):
             continue  # allocated, but never moved
         labels = dict(zip(definition.labels, key[1:], strict=True))
-        if definition.kind is not MetricKind.HISTOGRAM:
+        if definition.kind is not names.MetricKind.HISTOGRAM:
             family.add_sample(definition.name, labels, numbers[0])
             continue
         for bound, count in _cumulative(definition.bounds, numbers):

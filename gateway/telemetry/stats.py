@@ -19,21 +19,7 @@ import msgspec
 
 from gateway.journey.record import Record
 from gateway.settings import NEAR_SIMILARITY_MIN
-from gateway.telemetry.buckets import (
-    CHECKED,
-    DEPLOYMENT,
-    DURATION,
-    REQUESTS,
-    TALLIED,
-    TRIED,
-    TRUTH,
-    TTFT,
-    amounts,
-    field_name,
-    kind_of,
-    read_fields,
-    step,
-)
+from gateway.telemetry import buckets
 from gateway.telemetry.measured_error import CheckCounts
 from gateway.telemetry.summary import DeploymentTally, Summary, Sums, Window, fold_checks
 from policies.redis import Redis
@@ -136,18 +122,18 @@ class _Counts:
         self.cost_microusd += record.cost_microusd
         self.saved_microusd += record.saved_microusd
         self.saved_ms += record.saved_ms
-        bucket = step(record.duration_ms)
+        bucket = buckets.step(record.duration_ms)
         self.duration[bucket] = self.duration.get(bucket, 0) + 1
         if record.ttft_ms is not None:
-            bucket = step(record.ttft_ms)
+            bucket = buckets.step(record.ttft_ms)
             self.ttft[bucket] = self.ttft.get(bucket, 0) + 1
 
     def fields(self) -> Iterable[tuple[str, int]]:
         """Each letter with its amount."""
-        yield REQUESTS, self.requests
-        yield from amounts(TALLIED, self)
-        yield from ((f"{TTFT}{bucket}", count) for bucket, count in self.ttft.items())
-        yield from ((f"{DURATION}{bucket}", count) for bucket, count in self.duration.items())
+        yield buckets.REQUESTS, self.requests
+        yield from buckets.amounts(buckets.TALLIED, self)
+        yield from ((f"{buckets.TTFT}{bucket}", count) for bucket, count in self.ttft.items())
+        yield from ((f"{buckets.DURATION}{bucket}", count) for bucket, count in self.duration.items())
 
 
 class Stats:
@@ -165,7 +151,7 @@ class Stats:
 
     def add(self, record: Record) -> None:
         """Count one finished request, in memory; takes about 2 µs."""
-        kind = kind_of(record.cache, record.status, record.error)
+        kind = buckets.kind_of(record.cache, record.status, record.error)
         minute = int(record.at_s) // 60
         key = (minute, record.team_id, kind, record.alias)
         sums = self._sums.get(key)
@@ -200,7 +186,7 @@ class Stats:
         self._add_truth(team_id, model, counts)
 
     def _add_truth(self, team_id: int, model: str, counts: CheckCounts) -> None:
-        self._count(int(self._clock()) // 60, team_id, TRUTH, model, amounts(CHECKED, counts))
+        self._count(int(self._clock()) // 60, team_id, buckets.TRUTH, model, buckets.amounts(buckets.CHECKED, counts))
 
     async def flush(self) -> None:
         """Send the sums to Redis. Errors of the client pass through; unsent sums stay for the next
@@ -227,14 +213,14 @@ class Stats:
         for (minute, team_id, kind, model), counts in sums.items():
             self._count(minute, team_id, kind, model, counts.fields())
         for (minute, name), tally in deployments.items():
-            self._count(minute, "", DEPLOYMENT, name, amounts(TRIED, tally))
+            self._count(minute, "", buckets.DEPLOYMENT, name, buckets.amounts(buckets.TRIED, tally))
         while len(self._unsent) > _UNSENT_MAX:
             self._unsent.pop(next(iter(self._unsent)))
 
     def _count(
         self, minute: int, team_id: int | str, kind: str, model: str, counted: Iterable[tuple[str, int]]
     ) -> None:
-        fields = {field_name(letter, team_id, kind, model): amount for letter, amount in counted if amount}
+        fields = {buckets.field_name(letter, team_id, kind, model): amount for letter, amount in counted if amount}
         for resolution in _RESOLUTIONS:
             key = resolution.key(minute * 60)
             bucket = self._unsent.get(key)
@@ -268,7 +254,7 @@ class Stats:
         replies = await _abreast(self._redis.eval(_READ, 1, shape.resolution.key(at)) for at in starts)
         sums = Sums(team_id, model)
         for first in range(0, shape.buckets, shape.per_point):
-            fields = chain.from_iterable(map(read_fields, replies[first : first + shape.per_point]))
+            fields = chain.from_iterable(map(buckets.read_fields, replies[first : first + shape.per_point]))
             sums.add_point(starts[first], shape.per_point * length_s, fields)
         return sums.summary(window, start, end)
 
@@ -284,7 +270,7 @@ class Stats:
             found = self._hours.get(at)
             if found is None:
                 found = {}
-                for field, amount in read_fields(await self._redis.eval(_READ, 1, _HOUR.key(at))):
+                for field, amount in buckets.read_fields(await self._redis.eval(_READ, 1, _HOUR.key(at))):
                     fold_checks(found, field, amount)
                 if at < now - _HOUR.length_s:  # no worker counts in a past hour
                     self._hours[at] = found

@@ -9,21 +9,7 @@ from enum import StrEnum
 
 import msgspec
 
-from gateway.telemetry.buckets import (
-    CHECKED,
-    DEPLOYMENT,
-    DURATION,
-    HITS,
-    REQUESTS,
-    TALLIED,
-    TRIED,
-    TRUTH,
-    TTFT,
-    Field,
-    add,
-    merged,
-    percentile_ms,
-)
+from gateway.telemetry import buckets
 from gateway.telemetry.measured_error import CheckCounts
 
 _GENERATED = ("miss", "bypass")
@@ -63,7 +49,7 @@ class Tally(msgspec.Struct):
     @property
     def hits(self) -> int:
         """Answers from the cache, or from another request's generation."""
-        return sum(self.by_kind.get(kind, 0) for kind in HITS)
+        return sum(self.by_kind.get(kind, 0) for kind in buckets.HITS)
 
     @property
     def hit_rate(self) -> float | None:
@@ -108,7 +94,7 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 def percentiles(histogram: dict[int, int]) -> Percentiles:
-    p50, p95, p99 = (percentile_ms(histogram, share) for share in (0.5, 0.95, 0.99))
+    p50, p95, p99 = (buckets.percentile_ms(histogram, share) for share in (0.5, 0.95, 0.99))
     return Percentiles(sum(histogram.values()), p50, p95, p99)
 
 
@@ -119,54 +105,54 @@ class Folded:
         self.tally = Tally()
         self._histograms: dict[tuple[str, str], dict[int, int]] = {}
 
-    def fold(self, field: Field, amount: int) -> None:
+    def fold(self, field: buckets.Field, amount: int) -> None:
         """Add one field of a request's kind."""
         latency, bucket = field.letter[0], field.letter[1:]
-        if latency not in (TTFT, DURATION) or not bucket.isdigit():
+        if latency not in (buckets.TTFT, buckets.DURATION) or not bucket.isdigit():
             fold(self.tally, field, amount)
             return
         histogram = self._histograms.setdefault((latency, field.kind), {})
         histogram[int(bucket)] = histogram.get(int(bucket), 0) + amount
 
     def _sum(self, latency: str, kinds: Iterable[str]) -> dict[int, int]:
-        return merged(self._histograms.get((latency, kind), {}) for kind in kinds)
+        return buckets.merged(self._histograms.get((latency, kind), {}) for kind in kinds)
 
     def percentiles(self, latency: str) -> dict[str, Percentiles]:
         """The percentiles by kind, of all answers and of all hits."""
-        kinds = (*HITS, *_GENERATED)
-        groups = {"all": kinds, "hit": HITS, **{kind: (kind,) for kind in kinds}}
+        kinds = (*buckets.HITS, *_GENERATED)
+        groups = {"all": kinds, "hit": buckets.HITS, **{kind: (kind,) for kind in kinds}}
         return {name: percentiles(self._sum(latency, group)) for name, group in groups.items()}
 
     def point(self, start_s: int, length_s: int) -> Point:
         """These sums as a step of a series."""
-        hit, miss = self._sum(TTFT, HITS), self._sum(TTFT, _GENERATED)
+        hit, miss = self._sum(buckets.TTFT, buckets.HITS), self._sum(buckets.TTFT, _GENERATED)
         return Point(start_s, length_s, self.tally, percentiles(hit), percentiles(miss))
 
 
-def fold(tally: Tally, field: Field, amount: int) -> None:
+def fold(tally: Tally, field: buckets.Field, amount: int) -> None:
     """Add one field of a request's kind to `tally`. Tokens of hits count as saved."""
-    if field.letter == REQUESTS:
+    if field.letter == buckets.REQUESTS:
         tally.requests += amount
         tally.by_kind[field.kind] = tally.by_kind.get(field.kind, 0) + amount
-    elif field.kind in HITS and field.letter in ("p", "c"):
+    elif field.kind in buckets.HITS and field.letter in ("p", "c"):
         tally.saved_tokens += amount
     else:
-        add(TALLIED, field.letter, amount, tally)
+        buckets.add(buckets.TALLIED, field.letter, amount, tally)
 
 
-def fold_checks(counts: dict[tuple[int, str], CheckCounts], field: Field, amount: int) -> None:
+def fold_checks(counts: dict[tuple[int, str], CheckCounts], field: buckets.Field, amount: int) -> None:
     """Add one field to its team's and model's requests, semantic hits, checks and reports, if it is
     one of those.
     """
-    is_answer = field.letter == REQUESTS and field.kind in (*HITS, "miss")
-    if not is_answer and field.kind != TRUTH:
+    is_answer = field.letter == buckets.REQUESTS and field.kind in (*buckets.HITS, "miss")
+    if not is_answer and field.kind != buckets.TRUTH:
         return
     counted = counts.setdefault((field.team_id, field.model), CheckCounts())
-    if field.letter == REQUESTS:
+    if field.letter == buckets.REQUESTS:
         counted.requests += amount
         counted.hits += amount if field.kind == "semantic" else 0
     else:
-        add(CHECKED, field.letter, amount, counted)
+        buckets.add(buckets.CHECKED, field.letter, amount, counted)
 
 
 class Sums:
@@ -184,20 +170,20 @@ class Sums:
         self._checks: dict[tuple[int, str], CheckCounts] = {}
         self._series: list[Point] = []
 
-    def add_point(self, start_s: int, length_s: int, fields: Iterable[tuple[Field, int]]) -> None:
+    def add_point(self, start_s: int, length_s: int, fields: Iterable[tuple[buckets.Field, int]]) -> None:
         """Add the fields of one step of the series."""
         point = Folded()
         for field, amount in fields:
-            if field.kind == DEPLOYMENT:
+            if field.kind == buckets.DEPLOYMENT:
                 tally = self._by_deployment.setdefault(field.model, DeploymentTally())
-                add(TRIED, field.letter, amount, tally)
+                buckets.add(buckets.TRIED, field.letter, amount, tally)
             elif self._team_id in (None, field.team_id) and self._model in (None, field.model):
                 self._add(point, field, amount)
         self._series.append(point.point(start_s, length_s))
 
-    def _add(self, point: Folded, field: Field, amount: int) -> None:
+    def _add(self, point: Folded, field: buckets.Field, amount: int) -> None:
         fold_checks(self._checks, field, amount)
-        if field.kind != TRUTH:
+        if field.kind != buckets.TRUTH:
             self._total.fold(field, amount)
             point.fold(field, amount)
             fold(self._by_team.setdefault(field.team_id, Tally()), field, amount)
@@ -214,7 +200,7 @@ class Sums:
             by_model=self._by_model,
             by_deployment=self._by_deployment,
             series=tuple(self._series),
-            ttft=self._total.percentiles(TTFT),
-            duration=self._total.percentiles(DURATION),
+            ttft=self._total.percentiles(buckets.TTFT),
+            duration=self._total.percentiles(buckets.DURATION),
             samples=self._checks,
         )

@@ -18,27 +18,7 @@ from typing import cast
 
 import msgspec
 
-from local_engine.messages import (
-    FRAME_SIZE_MAX_BYTES,
-    Abort,
-    Ended,
-    EngineError,
-    EngineLoad,
-    EngineLoading,
-    EngineUnavailable,
-    Failed,
-    GenerateRequest,
-    ModelInfo,
-    Output,
-    Outputs,
-    State,
-    Submit,
-    ToClient,
-    ToWorker,
-    Usage,
-    error_from_wire,
-    read_ended,
-)
+from local_engine import messages as wire
 
 _SILENT_LOOKS_MAX = 10  # a worker that works sends something every second
 
@@ -54,10 +34,10 @@ class Generation:
 
     def __init__(self, engine: AsyncEngine, id: int) -> None:
         self.id = id
-        self.usage: Usage | None = None
+        self.usage: wire.Usage | None = None
         self._engine = engine
-        self._items: deque[Output] = deque()
-        self._error: EngineError | None = None
+        self._items: deque[wire.Output] = deque()
+        self._error: wire.EngineError | None = None
         self._is_done = False
         self._has_output = False
         self._wake: asyncio.Future[None] | None = None
@@ -65,7 +45,7 @@ class Generation:
     def __aiter__(self) -> Generation:
         return self
 
-    async def __anext__(self) -> Output:
+    async def __anext__(self) -> wire.Output:
         while True:
             if self._items:
                 return self._items.popleft()
@@ -98,7 +78,7 @@ class Generation:
     ) -> None:
         await self.aclose()
 
-    def _push(self, outputs: tuple[Output, ...], usage: Usage | None) -> None:
+    def _push(self, outputs: tuple[wire.Output, ...], usage: wire.Usage | None) -> None:
         if self._is_done:
             return
         self._items.extend(outputs)
@@ -108,10 +88,10 @@ class Generation:
             self._is_done = True
         self._notify()
 
-    def _fail(self, error: EngineError) -> None:
+    def _fail(self, error: wire.EngineError) -> None:
         if self._is_done:
             return
-        if isinstance(error, EngineUnavailable):
+        if isinstance(error, wire.EngineUnavailable):
             error.has_output = self._has_output
         self._error = error
         self._is_done = True
@@ -143,7 +123,7 @@ class _Frames(asyncio.Protocol):
         start = 0
         while len(buffer) - start >= 4:
             size_bytes = int.from_bytes(buffer[start : start + 4], "big")
-            if size_bytes > FRAME_SIZE_MAX_BYTES:
+            if size_bytes > wire.FRAME_SIZE_MAX_BYTES:
                 assert self._transport is not None
                 self._transport.abort()
                 return
@@ -190,20 +170,20 @@ class AsyncEngine:
         """`look_s`: seconds between looks whether the worker has sent anything; after 10 in vain it
         is silent."""
         self.socket_path = str(socket_path)
-        self.info: ModelInfo | None = None
-        self.ended: Ended | None = None  # why its process ended, since it was ready last
+        self.info: wire.ModelInfo | None = None
+        self.ended: wire.Ended | None = None  # why its process ended, since it was ready last
         self.starts_failed = 0  # processes that were seen loading since then, and ended
         self._reconnect_min_s = reconnect_min_s
         self._reconnect_max_s = reconnect_max_s
         self._look_s = look_s
-        self._load = EngineLoad()
+        self._load = wire.EngineLoad()
         self._ids = itertools.count(1)
         self._generations: dict[int, Generation] = {}
         self._transport: asyncio.WriteTransport | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_changed = asyncio.Event()
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[list[ToClient]] = msgspec.msgpack.Decoder(list[ToClient])
+        self._decoder: msgspec.msgpack.Decoder[list[wire.ToClient]] = msgspec.msgpack.Decoder(list[wire.ToClient])
 
     async def connect(self) -> None:
         """Start connecting and reconnecting in the background; returns after the first attempt,
@@ -222,7 +202,7 @@ class AsyncEngine:
                 await self._task
             self._task = None
 
-    async def wait_ready(self) -> ModelInfo:
+    async def wait_ready(self) -> wire.ModelInfo:
         """Wait until the model is loaded; bound it with asyncio.timeout. The wait ends by no error
         of the engine's."""
         while not (self._load.is_ready and self.info is not None):
@@ -230,12 +210,12 @@ class AsyncEngine:
             await self._is_changed.wait()
         return self.info
 
-    def load(self) -> EngineLoad:
+    def load(self) -> wire.EngineLoad:
         """The last state the worker pushed; `is_connected` and `is_ready` are False when there is
         none."""
         return self._load
 
-    def generate(self, request: GenerateRequest) -> Generation:
+    def generate(self, request: wire.GenerateRequest) -> Generation:
         """Start a generation. Its errors, EngineUnavailable and EngineLoading included, come from
         its `__anext__`."""
         generation = Generation(self, next(self._ids))
@@ -244,41 +224,43 @@ class AsyncEngine:
             generation._fail(refusal)
         else:
             self._generations[generation.id] = generation
-            self._send(Submit(generation.id, request))
+            self._send(wire.Submit(generation.id, request))
         return generation
 
-    def _refusal(self) -> EngineError | None:
+    def _refusal(self) -> wire.EngineError | None:
         if self._transport is None:
-            return EngineUnavailable(f"no engine answers at {self.socket_path}")
+            return wire.EngineUnavailable(f"no engine answers at {self.socket_path}")
         if self._load.is_draining:
-            return EngineUnavailable("the engine is shutting down")
+            return wire.EngineUnavailable("the engine is shutting down")
         if not self._load.is_ready:
             percent = round(100 * self._load.progress)
-            return EngineLoading(f"the model is loading: {percent}% ({self._load.stage})", progress=self._load.progress)
+            return wire.EngineLoading(
+                f"the model is loading: {percent}% ({self._load.stage})", progress=self._load.progress
+            )
         return None
 
-    def _send(self, message: ToWorker) -> None:
+    def _send(self, message: wire.ToWorker) -> None:
         if self._transport is not None:
             body = self._encoder.encode([message])
             self._transport.write(len(body).to_bytes(4, "big") + body)
 
     def _abort(self, id: int) -> None:
         if self._generations.pop(id, None) is not None:
-            self._send(Abort(id))
+            self._send(wire.Abort(id))
 
-    def _on_message(self, message: ToClient) -> None:
+    def _on_message(self, message: wire.ToClient) -> None:
         match message:
-            case Outputs():
+            case wire.Outputs():
                 generation = self._generations.get(message.id)
                 if generation is not None:
                     if message.usage is not None:
                         del self._generations[message.id]
                     generation._push(message.outputs, message.usage)
-            case Failed():
+            case wire.Failed():
                 generation = self._generations.pop(message.id, None)
                 if generation is not None:
-                    generation._fail(error_from_wire(message))
-            case State():
+                    generation._fail(wire.error_from_wire(message))
+            case wire.State():
                 self._load = msgspec.structs.replace(message.load, is_connected=True)
                 self.info = message.info
                 if message.load.is_ready:
@@ -293,7 +275,7 @@ class AsyncEngine:
                 try:
                     transport, frames = await loop.create_unix_connection(lambda: _Frames(self), self.socket_path)
                 except OSError:
-                    self.ended = read_ended(self.socket_path) or self.ended
+                    self.ended = wire.read_ended(self.socket_path) or self.ended
                     first_attempt.set()
                     await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                     pause_s = min(self._reconnect_max_s, pause_s * 2)
@@ -325,9 +307,9 @@ class AsyncEngine:
         is_death = bool(how) and not self._load.is_draining
         self.starts_failed += self._load.is_connected and not self._load.is_ready
         self._transport = None
-        self._load = EngineLoad()
+        self._load = wire.EngineLoad()
         self.info = None
         self._is_changed.set()
         generations, self._generations = self._generations, {}
         for generation in generations.values():
-            generation._fail(EngineUnavailable(f"the engine's process {how or 'was left'}", is_death=is_death))
+            generation._fail(wire.EngineUnavailable(f"the engine's process {how or 'was left'}", is_death=is_death))

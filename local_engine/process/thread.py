@@ -20,26 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from local_engine import messages as wire
 from local_engine.config import EngineConfig
-from local_engine.messages import (
-    Abort,
-    EngineError,
-    EngineFailed,
-    EngineLoad,
-    GenerateRequest,
-    InvalidRequest,
-    ModelInfo,
-    Output,
-    Outputs,
-    Overloaded,
-    SamplingParams,
-    Submit,
-    ToClient,
-    ToWorker,
-    Usage,
-    added,
-    error_to_wire,
-)
 
 if TYPE_CHECKING:
     from local_engine.engine import Engine, StepOutput
@@ -68,21 +50,21 @@ class Work:
     sequences: list[int]
     n: int
     wants_logprobs: bool
-    held: dict[int, list[Output]] | None = None
-    ended: dict[int, Usage] = field(default_factory=dict)
+    held: dict[int, list[wire.Output]] | None = None
+    ended: dict[int, wire.Usage] = field(default_factory=dict)
 
 
-Command = tuple[Key, ToWorker] | None
+Command = tuple[Key, wire.ToWorker] | None
 
 
 class EngineThread(threading.Thread):
     """Loads the engine, then turns commands into sequences and steps into messages. Everything here
     but `send` and the public attributes runs in the thread."""
 
-    def __init__(self, config: EngineConfig, deliver: Callable[[list[tuple[Key, ToClient]]], None]) -> None:
+    def __init__(self, config: EngineConfig, deliver: Callable[[list[tuple[Key, wire.ToClient]]], None]) -> None:
         super().__init__(name="engine", daemon=True)
-        self.load = EngineLoad(stage="starting", queue_max=config.queue_max)
-        self.info: ModelInfo | None = None
+        self.load = wire.EngineLoad(stage="starting", queue_max=config.queue_max)
+        self.info: wire.ModelInfo | None = None
         self.error: BaseException | None = None
         self.steps_begun = self.steps_ended = 0
         self.step_s_expected = 0.0  # of the longest, 0 where nothing is known
@@ -146,34 +128,34 @@ class EngineThread(threading.Thread):
         return self.error is None
 
     def _show_progress(self, fraction: float, stage: str) -> None:
-        self.load = EngineLoad(progress=fraction, stage=stage, queue_max=self._config.queue_max)
+        self.load = wire.EngineLoad(progress=fraction, stage=stage, queue_max=self._config.queue_max)
 
-    def _handle(self, engine: Engine, key: Key, command: ToWorker) -> None:
+    def _handle(self, engine: Engine, key: Key, command: wire.ToWorker) -> None:
         """One bad request must never end the loop: its error is its own answer."""
         try:
             match command:
-                case Submit():
+                case wire.Submit():
                     self._submit(engine, key, command.request)
-                case Abort():
+                case wire.Abort():
                     self._abort(engine, key)
-        except EngineError as error:
-            self._deliver([(key, error_to_wire(key.id, error))])
+        except wire.EngineError as error:
+            self._deliver([(key, wire.error_to_wire(key.id, error))])
         except Exception as error:
             _log.exception("a request failed")
-            self._deliver([(key, error_to_wire(key.id, EngineFailed(f"{type(error).__name__}: {error}")))])
+            self._deliver([(key, wire.error_to_wire(key.id, wire.EngineFailed(f"{type(error).__name__}: {error}")))])
 
-    def _submit(self, engine: Engine, key: Key, request: GenerateRequest) -> None:
+    def _submit(self, engine: Engine, key: Key, request: wire.GenerateRequest) -> None:
         if not 1 <= request.n <= CHOICES_MAX:
-            raise InvalidRequest(f"n must be from 1 to {CHOICES_MAX}, not {request.n}", param="n")
+            raise wire.InvalidRequest(f"n must be from 1 to {CHOICES_MAX}, not {request.n}", param="n")
         candidates = request.best_of or request.n
         if not request.n <= candidates <= CHOICES_MAX:
-            raise InvalidRequest(f"best_of must be from n to {CHOICES_MAX}, not {candidates}", param="best_of")
+            raise wire.InvalidRequest(f"best_of must be from n to {CHOICES_MAX}, not {candidates}", param="best_of")
         if key in self._works:
-            raise InvalidRequest(f"request id {key.id} is in use")
+            raise wire.InvalidRequest(f"request id {key.id} is in use")
         tokens = engine.prompt_tokens(request)
         deadline = None if request.deadline_s is None else self._clock() + request.deadline_s
         params = request.sampling
-        held: dict[int, list[Output]] | None = {} if candidates > request.n else None
+        held: dict[int, list[wire.Output]] | None = {} if candidates > request.n else None
         work = Work(key, [], request.n, params.logprobs is not None, held)
         if work.held is not None and params.logprobs is None:
             params = msgspec.structs.replace(params, logprobs=0)  # the choice needs them
@@ -193,7 +175,7 @@ class EngineThread(threading.Thread):
                     reference=reference,
                 )
                 work.sequences.append(id)
-        except EngineError:
+        except wire.EngineError:
             for id in work.sequences:
                 engine.abort(id)
             raise
@@ -212,7 +194,10 @@ class EngineThread(threading.Thread):
         # a bug outside the model's own run: end all, so that nothing waits for ever
         except Exception as error:
             _log.exception("the engine's step raised")
-            failed = [(key, error_to_wire(key.id, EngineFailed(f"the engine failed: {error}"))) for key in self._works]
+            failed = [
+                (key, wire.error_to_wire(key.id, wire.EngineFailed(f"the engine failed: {error}")))
+                for key in self._works
+            ]
             for key in list(self._works):
                 self._abort(engine, key)
             self._deliver(list(failed))
@@ -220,14 +205,14 @@ class EngineThread(threading.Thread):
                 engine.abort(self._probe)
             self._probe_device(engine, error, has_probe=self._probe is not None, is_alone=not failed)
             return
-        messages: list[tuple[Key, ToClient]] = []
+        messages: list[tuple[Key, wire.ToClient]] = []
         for output in outputs:
             work = self._by_sequence.get(output.id)
             if work is not None:
                 self._report(engine, work, output, messages)
         if messages:
             self._deliver(messages)
-        errors = {output.id: output.error for output in outputs if isinstance(output.error, EngineFailed)}
+        errors = {output.id: output.error for output in outputs if isinstance(output.error, wire.EngineFailed)}
         has_probe = self._probe in errors
         if not has_probe and any(output.id == self._probe for output in outputs):
             self._probe, self._probes_failed = None, 0
@@ -244,19 +229,19 @@ class EngineThread(threading.Thread):
         if self._probes_failed == _PROBES_FAILED_MAX:
             self.error = error
         elif self._probe is None:
-            with contextlib.suppress(Overloaded):  # the next step that fails will do
-                self._probe = engine.submit([0], SamplingParams(temperature=0.0, max_tokens=1))
+            with contextlib.suppress(wire.Overloaded):  # the next step that fails will do
+                self._probe = engine.submit([0], wire.SamplingParams(temperature=0.0, max_tokens=1))
 
-    def _report(self, engine: Engine, work: Work, step: StepOutput, messages: list[tuple[Key, ToClient]]) -> None:
+    def _report(self, engine: Engine, work: Work, step: StepOutput, messages: list[tuple[Key, wire.ToClient]]) -> None:
         """Turn one sequence's step into its request's message, where it has any output."""
         if step.error is not None:
             self._abort(engine, work.key)
-            messages.append((work.key, error_to_wire(work.key.id, step.error)))
+            messages.append((work.key, wire.error_to_wire(work.key.id, step.error)))
             return
         output = step.output
         if not (output.text or output.token_ids or output.prompt_logprobs or output.finish_reason):
             return
-        usage: Usage | None = None
+        usage: wire.Usage | None = None
         if step.usage is not None:
             work.ended[step.id] = step.usage
             if len(work.ended) == len(work.sequences):
@@ -267,24 +252,24 @@ class EngineThread(threading.Thread):
         if work.held is not None:
             work.held.setdefault(step.id, []).append(output)
             if usage is not None:
-                messages.append((work.key, Outputs(work.key.id, _best(work), usage)))
+                messages.append((work.key, wire.Outputs(work.key.id, _best(work), usage)))
             return
         index = work.sequences.index(step.id)
-        messages.append((work.key, Outputs(work.key.id, (msgspec.structs.replace(output, index=index),), usage)))
+        messages.append((work.key, wire.Outputs(work.key.id, (msgspec.structs.replace(output, index=index),), usage)))
 
 
-def _total(work: Work) -> Usage:
+def _total(work: Work) -> wire.Usage:
     first = work.ended[work.sequences[0]]
-    return Usage(
+    return wire.Usage(
         prompt_tokens=first.prompt_tokens,
         completion_tokens=sum(usage.completion_tokens for usage in work.ended.values()),
         cached_tokens=first.cached_tokens,
-        drafted_tokens=added(usage.drafted_tokens for usage in work.ended.values()),
-        accepted_tokens=added(usage.accepted_tokens for usage in work.ended.values()),
+        drafted_tokens=wire.added(usage.drafted_tokens for usage in work.ended.values()),
+        accepted_tokens=wire.added(usage.accepted_tokens for usage in work.ended.values()),
     )
 
 
-def _best(work: Work) -> tuple[Output, ...]:
+def _best(work: Work) -> tuple[wire.Output, ...]:
     """The outputs of the `n` likeliest candidates, best first: by the mean log probability of their
     tokens."""
     held = work.held or {}

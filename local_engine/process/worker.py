@@ -24,23 +24,8 @@ from pathlib import Path
 
 import msgspec
 
+from local_engine import messages as wire
 from local_engine.config import EngineConfig, ModelError
-from local_engine.messages import (
-    FRAME_SIZE_MAX_BYTES,
-    Abort,
-    Ended,
-    EngineError,
-    EngineLoading,
-    EngineUnavailable,
-    Outputs,
-    State,
-    Submit,
-    ToClient,
-    ToWorker,
-    ended_path,
-    error_to_wire,
-    write_ended,
-)
 from local_engine.process.options import EX_CONFIG, arguments, config_from, prepare_environment
 from local_engine.process.thread import EngineThread, Key
 
@@ -70,11 +55,11 @@ class Server:
         self._is_draining = False
         self._drain: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
-        self._sent: State | None = None
+        self._sent: wire.State | None = None
         self._is_over = asyncio.Event()
         self._is_idle = asyncio.Event()
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[list[ToWorker]] = msgspec.msgpack.Decoder(list[ToWorker])
+        self._decoder: msgspec.msgpack.Decoder[list[wire.ToWorker]] = msgspec.msgpack.Decoder(list[wire.ToWorker])
 
     async def serve(self, socket_path: Path) -> int:
         """Until SIGTERM, the parent's death or a failure to load; returns the exit status."""
@@ -100,7 +85,7 @@ class Server:
         if isinstance(error, ModelError | ValueError):
             return _refuse_to_run(socket_path, error)
         _log.error("the engine gave up", exc_info=error)
-        _write_ended(socket_path, Ended(f"{type(error).__name__}: {error}"))
+        _write_ended(socket_path, wire.Ended(f"{type(error).__name__}: {error}"))
         return 1
 
     async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -115,7 +100,7 @@ class Server:
         try:
             while True:
                 size_bytes = int.from_bytes(await reader.readexactly(4), "big")
-                if size_bytes > FRAME_SIZE_MAX_BYTES:
+                if size_bytes > wire.FRAME_SIZE_MAX_BYTES:
                     _log.warning("a client sent a frame of %d bytes; its connection is closed", size_bytes)
                     break
                 frame = await reader.readexactly(size_bytes)
@@ -129,21 +114,21 @@ class Server:
             del self._writers[client]
             for key in [key for key in self._running if key.client == client]:
                 self._forget(key)
-                self._thread.send((key, Abort(key.id)))
+                self._thread.send((key, wire.Abort(key.id)))
             writer.close()
 
-    def _on_message(self, key: Key, message: ToWorker) -> None:
-        refusal: EngineError | None = None
+    def _on_message(self, key: Key, message: wire.ToWorker) -> None:
+        refusal: wire.EngineError | None = None
         if self._is_draining:
-            refusal = EngineUnavailable("the engine is shutting down")
+            refusal = wire.EngineUnavailable("the engine is shutting down")
         elif not self._thread.load.is_ready:
-            refusal = EngineLoading("the model is loading", progress=self._thread.load.progress)
-        if isinstance(message, Abort):
+            refusal = wire.EngineLoading("the model is loading", progress=self._thread.load.progress)
+        if isinstance(message, wire.Abort):
             self._forget(key)
         elif refusal is not None:
-            self._deliver([(key, error_to_wire(key.id, refusal))])
+            self._deliver([(key, wire.error_to_wire(key.id, refusal))])
             return
-        elif isinstance(message, Submit):
+        elif isinstance(message, wire.Submit):
             self._running.add(key)
             self._is_idle.clear()
         self._thread.send((key, message))
@@ -153,22 +138,22 @@ class Server:
         if not self._running:
             self._is_idle.set()
 
-    def _deliver_from_thread(self, messages: list[tuple[Key, ToClient]]) -> None:
+    def _deliver_from_thread(self, messages: list[tuple[Key, wire.ToClient]]) -> None:
         self._loop.call_soon_threadsafe(self._deliver, messages)
 
-    def _deliver(self, messages: list[tuple[Key, ToClient]]) -> None:
+    def _deliver(self, messages: list[tuple[Key, wire.ToClient]]) -> None:
         """One frame per client for all that a step had for it."""
-        by_client: dict[int, list[ToClient]] = {}
+        by_client: dict[int, list[wire.ToClient]] = {}
         for key, message in messages:
             by_client.setdefault(key.client, []).append(message)
-            if not isinstance(message, Outputs) or message.usage is not None:
+            if not isinstance(message, wire.Outputs) or message.usage is not None:
                 self._forget(key)
         for client, own in by_client.items():
             writer = self._writers.get(client)
             if writer is not None:
                 self._write(writer, own)
 
-    def _write(self, writer: asyncio.StreamWriter, messages: list[ToClient]) -> None:
+    def _write(self, writer: asyncio.StreamWriter, messages: list[wire.ToClient]) -> None:
         if writer.is_closing():
             return
         if writer.transport.get_write_buffer_size() > _UNREAD_SIZE_MAX_BYTES:
@@ -178,11 +163,11 @@ class Server:
         body = self._encoder.encode(messages)
         writer.write(len(body).to_bytes(4, "big") + body)
 
-    def _state(self) -> State:
+    def _state(self) -> wire.State:
         load = self._thread.load
         if self._is_draining:
             load = msgspec.structs.replace(load, is_ready=False, is_draining=True, stage="shutting down")
-        return State(load, self._thread.info)
+        return wire.State(load, self._thread.info)
 
     async def _push_state(self) -> None:
         """Push every change of the load to the clients, a few times a second, and the load every
@@ -237,13 +222,13 @@ class Server:
 def _refuse_to_run(socket_path: Path, error: Exception) -> int:
     """Print why, and write it down for the clients."""
     print(f"local_engine: {error}", file=sys.stderr, flush=True)
-    _write_ended(socket_path, Ended(str(error), is_final=True))
+    _write_ended(socket_path, wire.Ended(str(error), is_final=True))
     return EX_CONFIG
 
 
-def _write_ended(socket_path: Path, ended: Ended) -> None:
+def _write_ended(socket_path: Path, ended: wire.Ended) -> None:
     try:
-        write_ended(socket_path, ended)
+        wire.write_ended(socket_path, ended)
     except OSError as error:
         _log.warning("why this engine ended is told here alone: %s", error)
 
@@ -263,7 +248,7 @@ def main() -> int:
         config = config_from(options)
     except ValueError as error:
         return _refuse_to_run(options.socket, error)
-    ended_path(options.socket).unlink(missing_ok=True)
+    wire.ended_path(options.socket).unlink(missing_ok=True)
     return asyncio.run(_serve(config, options.socket, options.drain_s))
 
 
