@@ -277,18 +277,8 @@ def _gateway(config: Path, data_dir: Path) -> Iterator[str]:
     Raises DemoFailed with its log if it does not start.
     """
     log = data_dir.with_suffix(".log")
-    argv = [
-        sys.executable,
-        "-m",
-        "gateway",
-        "serve",
-        "--config",
-        str(config),
-        "--data-dir",
-        str(data_dir),
-        "--port",
-        "0",
-    ]
+    argv = [sys.executable, "-m", "gateway", "serve", "--port", "0"]
+    argv += ["--config", str(config), "--data-dir", str(data_dir)]
     keys = {"SAMEWAY_ADMIN_KEY": _ADMIN_KEY, "SAMEWAY_API_KEY": _API_KEY, "SAMEWAY_LOG_FORMAT": "json"}
     started = time.perf_counter()
     with log.open("w") as errors:

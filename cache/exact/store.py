@@ -267,15 +267,7 @@ def pack(entry: Entry) -> Packed:
 def _keys(partition: Partition) -> tuple[str, ...]:
     # decision: cache-budget-per-partition
     tag = "sameway:{" + partition.hex() + "}:"
-    return (
-        tag + "entries",
-        tag + "about",
-        tag + "used",
-        tag + "expires",
-        tag + "bytes",
-        tag + "vectors",
-        tag + "groups",
-    )
+    return tuple(tag + name for name in ("entries", "about", "used", "expires", "bytes", "vectors", "groups"))
 
 
 def _warm_key(partition: Partition, link: bytes) -> str:

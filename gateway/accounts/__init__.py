@@ -44,14 +44,9 @@ __all__ = [
 ]
 
 _LATE = {
+    **dict.fromkeys(("Group", "Ledger", "LedgerFilter", "LedgerPage", "LedgerTotal"), "ledger"),
+    **dict.fromkeys(("LedgerWriter", "WriterStats"), "ledger_writer"),
     "Accounts": "accounts",
-    "Group": "ledger",
-    "Ledger": "ledger",
-    "LedgerFilter": "ledger",
-    "LedgerPage": "ledger",
-    "LedgerTotal": "ledger",
-    "LedgerWriter": "ledger_writer",
-    "WriterStats": "ledger_writer",
 }
 
 

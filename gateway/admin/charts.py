@@ -10,7 +10,7 @@ element needs a style attribute.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -145,15 +145,9 @@ def _note(stats: StatsOut, index: int, *lines: str) -> str:
 
 
 def _names(stats: StatsOut) -> list[str]:
-    return list(_moments(stats))
-
-
-def _moments(stats: StatsOut) -> Iterator[str]:
     """The labels of the x axis: clock times within a day, else dates; the last step is now."""
     pattern = "%H:%M" if stats.window in (Window.HOUR, Window.DAY) else "%d %b"
-    for point in stats.series[:-1]:
-        yield datetime.fromtimestamp(point.start_s, UTC).strftime(pattern)
-    yield "now"
+    return [*(datetime.fromtimestamp(point.start_s, UTC).strftime(pattern) for point in stats.series[:-1]), "now"]
 
 
 # -- drawings
@@ -212,12 +206,9 @@ def log_lines(series: Sequence[Series], steps: Sequence[str], axis: Axis, label:
     return _plot(Markup("").join(drawn), len(steps), ticks, steps, label)
 
 
-def parts_bar(parts: Sequence[tuple[str, float, str]], label: str, total: float | None = None) -> Markup:
-    """One bar of parts side by side: each has a kind, an amount and a tooltip.
-
-    Where `total` exceeds the sum of the parts, the rest stays empty.
-    """
-    whole = max(total or 0.0, sum(amount for _, amount, _ in parts))
+def parts_bar(parts: Sequence[tuple[str, float, str]], label: str) -> Markup:
+    """One bar of parts side by side: each has a kind, an amount and a tooltip."""
+    whole = sum(amount for _, amount, _ in parts)
     if whole <= 0:
         return Markup('<svg class="parts" viewBox="0 0 1000 10" preserveAspectRatio="none" aria-hidden="true"></svg>')
     x, drawn = 0.0, []

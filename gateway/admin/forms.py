@@ -75,8 +75,8 @@ def add_team_forms(router: APIRouter, parts: AdminParts, render_teams: Render, r
     async def create_team(request: Request) -> Response:
         fields = await read_form(request)
         try:
-            body = convert(TeamIn, {"name": fields.get("name", ""), **_rates(fields)})
-            team = await known.create_team(body.name, **{k: v for k, v in body.given().items() if k != "name"})
+            given = convert(TeamIn, {"name": fields.get("name", ""), **_rates(fields)}).given()
+            team = await known.create_team(given.pop("name"), **given)
         except _REFUSALS as error:
             return await render_teams(request, **_refusal(error, "team", fields))
         return back_to(f"/admin/teams/{team.id}", "team-created")
@@ -127,8 +127,8 @@ def _add_key_forms(router: APIRouter, parts: AdminParts, render_team: Render) ->
                 "models": models or None,
                 **_rates(fields),
             }
-            body = convert(KeyIn, values)
-            made = await known.create_key(team_id, body.name, **{k: v for k, v in body.given().items() if k != "name"})
+            given = convert(KeyIn, values).given()
+            made = await known.create_key(team_id, given.pop("name"), **given)
         except _REFUSALS as error:
             return await render_team(request, team_id, **_refusal(error, "key", fields))
         return await render_team(request, team_id, new_key=made)
@@ -151,8 +151,7 @@ def _add_budget_forms(router: APIRouter, parts: AdminParts, render_team: Render)
                 "limit_microusd": _microusd(fields.get("limit_usd")),
                 "is_hard": fields.get("kind") != "soft",
             }
-            body = convert(BudgetIn, values)
-            await views.create_budget(parts, team_id, body)
+            await known.create_budget(team_id, **convert(BudgetIn, values).model_dump())
         except _REFUSALS as error:
             return await render_team(request, team_id, **_refusal(error, "budget", fields))
         return back_to(f"/admin/teams/{team_id}", "budget-created")
@@ -162,7 +161,7 @@ def _add_budget_forms(router: APIRouter, parts: AdminParts, render_team: Render)
         fields = await read_form(request)
         try:
             values = {"limit_microusd": _microusd(fields.get("limit_usd")), "is_hard": fields.get("kind") != "soft"}
-            await views.update_budget(parts, budget_id, convert(BudgetPatch, values))
+            await known.update_budget(budget_id, **convert(BudgetPatch, values).given())
         except _REFUSALS as error:
             return await render_team(request, team_id, **_refusal(error, f"budget-{budget_id}", fields))
         return back_to(f"/admin/teams/{team_id}", "budget-saved")

@@ -27,6 +27,7 @@ from gateway.wire.errors import NotFound
 _ROUTES_PER_PAGE = 50
 _LEDGER_PER_PAGE = 50
 _LATEST = 6
+_NO_FORM: dict[str, Any] = {"form": "", "problem": "", "values": {}, "new_key": None, "purge": None, "tried": None}
 
 
 def pages_router(parts: AdminParts, guard: Guard) -> APIRouter:
@@ -171,9 +172,7 @@ def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             status,
             teams=teams,
             tallies={one.team_id: one for one in stats.by_team} if stats is not None else {},
-            form=form.get("form", ""),
-            problem=form.get("problem", ""),
-            values=form.get("values", {}),
+            **{**_NO_FORM, **form},
         )
 
     async def render_team(request: Request, team_id: int, status: int = 200, **form: Any) -> Response:
@@ -190,10 +189,7 @@ def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             charts=charts_of(stats) if stats is not None else {},
             spent=sorted(by_model, key=lambda total: -total.cost_microusd),
             models=parts.settings.names,
-            form=form.get("form", ""),
-            problem=form.get("problem", ""),
-            values=form.get("values", {}),
-            new_key=form.get("new_key"),
+            **{**_NO_FORM, **form},
         )
 
     @router.get("/teams")
@@ -235,11 +231,7 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             settings=parts.settings.cache,
             log_prompts=parts.settings.log_prompts,
             near_similarity_min=NEAR_SIMILARITY_MIN,
-            form=form.get("form", ""),
-            problem=form.get("problem", ""),
-            values=form.get("values", {}),
-            purge=form.get("purge"),
-            tried=form.get("tried"),
+            **{**_NO_FORM, **form},
         )
 
     @router.get("/cache")

@@ -129,12 +129,12 @@ def _add_keys_and_budgets(api: APIRouter, parts: AdminParts) -> None:
     @api.post("/teams/{team_id}/budgets", status_code=201)
     async def create_budget(team_id: _Id, body: models.BudgetIn) -> models.BudgetOut:
         """A new budget. It counts from the start of the running window. 409 where the team has one of its kind."""
-        return await _budget((await views.create_budget(parts, team_id, body)).id)
+        return await _budget((await accounts.create_budget(team_id, **body.model_dump())).id)
 
     @api.patch("/budgets/{budget_id}")
     async def update_budget(budget_id: _Id, body: models.BudgetPatch) -> models.BudgetOut:
         """Changes the fields that are sent. 409 where the team has one of that kind."""
-        await views.update_budget(parts, budget_id, body)
+        await accounts.update_budget(budget_id, **body.given())
         return await _budget(budget_id)
 
     @api.delete("/budgets/{budget_id}", status_code=204, response_class=Response)

@@ -1,8 +1,7 @@
 """The values of the admin plane, one function for each thing that a page and the API both show.
 
-No HTTP and no HTML. Invariant: only `create_budget` and `update_budget` change anything. While
-Redis is away, values from it are None where the rest is still useful; where they are the whole
-answer, the function raises.
+No HTTP and no HTML. Invariant: nothing here changes anything. While Redis is away, values from it
+are None where the rest is still useful; where they are the whole answer, the function raises.
 """
 
 from __future__ import annotations
@@ -84,20 +83,6 @@ def budget_out(budget: Budget, state: BudgetState | None) -> models.BudgetOut:
             "resets_at_s": state.window.end_ms / 1000 if state.window.end_ms is not None else None,
         }
     )
-
-
-async def create_budget(parts: AdminParts, team_id: int, body: models.BudgetIn) -> Budget:
-    """Create a budget.
-
-    Raises accounts.Conflict where the team has one of the same window and hardness,
-    accounts.NotFound.
-    """
-    return await parts.accounts.create_budget(team_id, body.window, body.limit_microusd, body.is_hard)
-
-
-async def update_budget(parts: AdminParts, budget_id: int, body: models.BudgetPatch) -> Budget:
-    """Change the given fields. Raises the errors of `create_budget`."""
-    return await parts.accounts.update_budget(budget_id, **body.given())
 
 
 # -- history
@@ -216,14 +201,12 @@ def _outcomes(record: Record) -> tuple[str, ...]:
 
 async def routes(parts: AdminParts, where: RouteFilter, cursor: str = "", limit: int = 50) -> models.RoutesOut:
     """The latest requests, each with the reasons for its route. Raises RedisError."""
-    page = await parts.stats.routes(where.matches, before=cursor, limit=limit)
-    return _routes(page)
+    return _routes(await parts.stats.routes(where.matches, before=cursor, limit=limit))
 
 
 async def near_misses(parts: AdminParts, where: RouteFilter, cursor: str = "", limit: int = 50) -> models.RoutesOut:
     """The latest misses with a near cached answer. Raises RedisError."""
-    page = await parts.stats.near_misses(where.matches, before=cursor, limit=limit)
-    return _routes(page)
+    return _routes(await parts.stats.near_misses(where.matches, before=cursor, limit=limit))
 
 
 def _routes(page: Page) -> models.RoutesOut:

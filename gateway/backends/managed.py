@@ -24,59 +24,21 @@ from typing import Any
 
 import msgspec
 
-from gateway.backends.base import (
-    BackendBroken,
-    BackendError,
-    BackendRejected,
-    BackendRequest,
-    BackendTimeout,
-    BackendUnavailable,
-    Load,
-)
+from gateway.backends import base
 from gateway.backends.refusals import Refused, error_body, refusal, retry_after_s, scrubbed
 from gateway.wire.chunks import FinishTracker, parse, to_chunk
 from gateway.wire.types import Chunk
 
 # Fields that are passed to litellm: OpenAI's, and sampling parameters that providers share. With
 # others a request could set `api_base` and receive our key.
-_FIELDS = frozenset(
-    {
-        "messages",
-        "functions",
-        "function_call",
-        "temperature",
-        "top_p",
-        "n",
-        "stop",
-        "max_tokens",
-        "max_completion_tokens",
-        "modalities",
-        "prediction",
-        "audio",
-        "presence_penalty",
-        "frequency_penalty",
-        "logit_bias",
-        "user",
-        "response_format",
-        "seed",
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-        "logprobs",
-        "top_logprobs",
-        "reasoning_effort",
-        "verbosity",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "prompt_cache_key",
-        "web_search_options",
-        "thinking",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-    }
-)
+# fmt: off
+_FIELDS = frozenset({
+    "messages", "functions", "function_call", "temperature", "top_p", "n", "stop", "max_tokens", "max_completion_tokens",
+    "modalities", "prediction", "audio", "presence_penalty", "frequency_penalty", "logit_bias", "user", "response_format",
+    "seed", "tools", "tool_choice", "parallel_tool_calls", "logprobs", "top_logprobs", "reasoning_effort", "verbosity",
+    "safety_identifier", "service_tier", "store", "prompt_cache_key", "web_search_options",
+    "thinking", "top_k", "min_p", "repetition_penalty",
+})
 # fmt: on
 _OWN_FIELDS = frozenset({"cache", "model", "stream", "stream_options", "metadata"})
 
@@ -165,13 +127,13 @@ class ManagedBackend:
             self._importing.cancel()  # the thread runs to its end
             self._importing = None
 
-    def stream(self, request: BackendRequest) -> "ManagedStream":
+    def stream(self, request: base.BackendRequest) -> "ManagedStream":
         return ManagedStream(self, request)
 
-    def load(self, prompt_tokens: int) -> Load:
+    def load(self, prompt_tokens: int) -> base.Load:
         is_imported = self._importing is not None and self._importing.done()
         reason = self._unready or ("" if is_imported else "litellm is being loaded")
-        return Load(is_ready=not reason, reason=reason, running=self.running)
+        return base.Load(is_ready=not reason, reason=reason, running=self.running)
 
     async def library(self) -> Any:
         """Wait for the import and return litellm. Raises BackendUnavailable."""
@@ -179,10 +141,10 @@ class ManagedBackend:
         if self._importing is not None:
             await asyncio.wait([self._importing])
         if self._unready or self._importing is None:
-            raise BackendUnavailable(f"The deployment is not ready: {self._unready}")
+            raise base.BackendUnavailable(f"The deployment is not ready: {self._unready}")
         return self._importing.result()
 
-    def arguments(self, request: BackendRequest, litellm: Any, is_stream: bool) -> dict[str, Any]:
+    def arguments(self, request: base.BackendRequest, litellm: Any, is_stream: bool) -> dict[str, Any]:
         """The arguments of litellm.acompletion.
 
         Has the known fields of the body, and unknown ones where the provider speaks OpenAI's
@@ -216,25 +178,25 @@ class ManagedBackend:
         provider: str = litellm.get_llm_provider(self._model)[1]
         return provider == "openai" or provider in litellm.openai_compatible_providers
 
-    def translated(self, error: Exception, litellm: Any, has_output: bool) -> BackendError:
+    def translated(self, error: Exception, litellm: Any, has_output: bool) -> base.BackendError:
         """The error of base.py for litellm's. Inside a stream all errors are BackendBroken."""
         original = getattr(error, "original_exception", None)
         if isinstance(error, litellm.exceptions.MidStreamFallbackError) and isinstance(original, Exception):
             error = original
         detail = scrubbed(f"{type(error).__name__}: {error}"[:1000], self.api_key)
         if isinstance(error, litellm.exceptions.Timeout):
-            return BackendTimeout("The deployment did not answer in time", detail=detail)
+            return base.BackendTimeout("The deployment did not answer in time", detail=detail)
         if has_output:
-            return BackendBroken("The deployment's answer broke off", detail=detail)
+            return base.BackendBroken("The deployment's answer broke off", detail=detail)
         if isinstance(error, litellm.exceptions.APIConnectionError):
-            return BackendUnavailable("The deployment cannot be reached", detail=detail)
+            return base.BackendUnavailable("The deployment cannot be reached", detail=detail)
         status = getattr(error, "status_code", None)
         if not isinstance(status, int):
-            return BackendUnavailable("The deployment failed", detail=detail)
+            return base.BackendUnavailable("The deployment failed", detail=detail)
         headers = getattr(error, "litellm_response_headers", None) or {}
         after_s = retry_after_s(headers, self._wall_clock())
         translated = refusal(Refused(status, _body(error, litellm), after_s, self.api_key))
-        if not isinstance(translated, BackendRejected):
+        if not isinstance(translated, base.BackendRejected):
             translated.detail = detail
         return translated
 
@@ -242,7 +204,7 @@ class ManagedBackend:
 class ManagedStream:
     """A running answer; see base.ChunkStream."""
 
-    def __init__(self, backend: ManagedBackend, request: BackendRequest) -> None:
+    def __init__(self, backend: ManagedBackend, request: base.BackendRequest) -> None:
         self._backend = backend
         self._request = request
         self._is_stream = request.is_stream and request.choices == 1
@@ -311,10 +273,10 @@ class ManagedStream:
         piece = await self._bounded(anext(source, None))
         if piece is not None:
             if _has_invented_finish(piece, source):
-                raise BackendBroken("The deployment's answer ended before its finish")
+                raise base.BackendBroken("The deployment's answer ended before its finish")
             return _chunk(piece, self._finishes)
         if not self._finishes.is_complete:
-            raise BackendBroken("The deployment's answer ended before its finish")
+            raise base.BackendBroken("The deployment's answer ended before its finish")
         return None
 
     async def _bounded(self, awaitable: Any) -> Any:
@@ -330,15 +292,15 @@ class ManagedStream:
             if self._is_over:
                 raise _given_up() from None
             what = "fell silent inside its answer" if self._has_output else "sent nothing"
-            raise BackendTimeout(f"The deployment {what} within {timeout_s:g} s") from None
+            raise base.BackendTimeout(f"The deployment {what} within {timeout_s:g} s") from None
         except Exception as error:  # litellm passes on the errors of its providers' clients
             raise self._backend.translated(error, self._litellm, self._has_output) from None
         finally:
             self._waiting = None
 
 
-def _given_up() -> BackendBroken:
-    return BackendBroken("The answer was given up")
+def _given_up() -> base.BackendBroken:
+    return base.BackendBroken("The answer was given up")
 
 
 # -- out
@@ -377,7 +339,7 @@ def _whole(reply: Any, finishes: FinishTracker) -> Chunk:
     answer = parse(data)
     finishes.add(answer)
     if not finishes.is_finished:
-        raise BackendBroken("The deployment's answer ended before its finish")
+        raise base.BackendBroken("The deployment's answer ended before its finish")
     return to_chunk(data, answer, is_whole=True)
 
 

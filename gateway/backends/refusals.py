@@ -12,14 +12,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.backends.base import (
-    BackendBroken,
-    BackendError,
-    BackendOverloaded,
-    BackendRejected,
-    BackendTimeout,
-    BackendUnavailable,
-)
+from gateway.backends import base
 from gateway.wire.errors import ApiError, Upstream, error_object, retry_after
 
 RETRY_AFTER_MAX_S = 3600.0
@@ -56,7 +49,7 @@ class Refused(msgspec.Struct, frozen=True):
     secret: str = ""
 
 
-def refusal(refused: Refused) -> BackendError:
+def refusal(refused: Refused) -> base.BackendError:
     """The error of a refused request.
 
     After 402, 404, a 429 for lack of money, and unknown statuses another deployment may do better.
@@ -66,24 +59,24 @@ def refusal(refused: Refused) -> BackendError:
     status = refused.status
     detail = scrubbed(f"HTTP {status}: {_excerpt(refused.body)}", refused.secret)
     if words & _CREDENTIALS or status in (401, 403):
-        return BackendUnavailable(
+        return base.BackendUnavailable(
             "The deployment does not accept the gateway's credentials", detail=detail, status=status
         )
     if words & _MONEY or status == 402:
-        return BackendUnavailable("The deployment's account is out of quota", detail=detail, status=status)
+        return base.BackendUnavailable("The deployment's account is out of quota", detail=detail, status=status)
     if words & _MODEL or status == 404:
-        return BackendUnavailable("The deployment does not have its model", detail=detail, status=status)
+        return base.BackendUnavailable("The deployment does not have its model", detail=detail, status=status)
     if status == 429 or (status in (503, 529) and (refused.retry_after_s is not None or status == 529)):
         message = "The deployment is overloaded"
-        return BackendOverloaded(message, detail=detail, status=status, retry_after_s=refused.retry_after_s)
+        return base.BackendOverloaded(message, detail=detail, status=status, retry_after_s=refused.retry_after_s)
     if status in _REJECTED:
         body = _client_body(refused, error)
         told: str = msgspec.json.decode(body)["error"]["message"]
-        return BackendRejected(told, detail=detail, status=status, body=body)
-    return BackendUnavailable(f"The deployment failed with HTTP {status}", detail=detail, status=status)
+        return base.BackendRejected(told, detail=detail, status=status, body=body)
+    return base.BackendUnavailable(f"The deployment failed with HTTP {status}", detail=detail, status=status)
 
 
-def in_band(error: Any, secret: str = "") -> BackendError:
+def in_band(error: Any, secret: str = "") -> base.BackendError:
     """The error of an error object inside a 200; its code or type gives the missing status."""
     fields = error if isinstance(error, dict) else {"message": str(error)}
     status = 500
@@ -172,9 +165,9 @@ def error_body(message: str, kind: Any, param: Any, code: Any) -> bytes:
     return msgspec.json.encode(error)
 
 
-def from_backend(error: BackendError) -> ApiError:
+def from_backend(error: base.BackendError) -> ApiError:
     """The client's error for a deployment's failure. A rejection keeps its own body and status."""
-    if isinstance(error, BackendRejected):
+    if isinstance(error, base.BackendRejected):
         # for the log; the client gets the body
         rejected = Upstream(error.message, code="upstream_rejected")
         rejected.http_status = error.status or 400
@@ -189,11 +182,11 @@ def from_backend(error: BackendError) -> ApiError:
     return translated
 
 
-_UPSTREAM_STATUS = {BackendOverloaded: 429, BackendTimeout: 504, BackendBroken: 502}
+_UPSTREAM_STATUS = {base.BackendOverloaded: 429, base.BackendTimeout: 504, base.BackendBroken: 502}
 
 
 _UPSTREAM_CODES = {
-    BackendOverloaded: "upstream_overloaded",
-    BackendTimeout: "upstream_timeout",
-    BackendBroken: "upstream_broken",
+    base.BackendOverloaded: "upstream_overloaded",
+    base.BackendTimeout: "upstream_timeout",
+    base.BackendBroken: "upstream_broken",
 }

@@ -44,40 +44,35 @@ class Definition(msgspec.Struct, frozen=True):
         return len(self.bounds) + 2 if self.kind is MetricKind.HISTOGRAM else 1  # the sum, the buckets and +Inf
 
 
-def _counter(name: str, help: str, *labels: str) -> Definition:
-    return Definition(name, MetricKind.COUNTER, help, labels)
+# `labels` are names with spaces between them
 
 
-def _gauge(name: str, merge: Merge, help: str, *labels: str) -> Definition:
-    return Definition(name, MetricKind.GAUGE, help, labels, merge=merge)
+def _counter(name: str, help: str, labels: str = "") -> Definition:
+    return Definition(name, MetricKind.COUNTER, help, tuple(labels.split()))
 
 
-def _histogram(name: str, bounds: tuple[float, ...], help: str, *labels: str) -> Definition:
-    return Definition(name, MetricKind.HISTOGRAM, help, labels, bounds)
+def _gauge(name: str, merge: Merge, help: str, labels: str = "") -> Definition:
+    return Definition(name, MetricKind.GAUGE, help, tuple(labels.split()), merge=merge)
+
+
+def _histogram(name: str, bounds: tuple[float, ...], help: str, labels: str) -> Definition:
+    return Definition(name, MetricKind.HISTOGRAM, help, tuple(labels.split()), bounds)
 
 
 REQUESTS = _counter(
     "sameway_requests_total",
     "Requests finished, by what answered them and the HTTP status.",
-    "route",
-    "model",
-    "team",
-    "cache",
-    "status",
+    "route model team cache status",
 )
-ERRORS = _counter(
-    "sameway_errors_total", "Requests that ended in an error, by the error's code.", "route", "model", "code"
-)
+ERRORS = _counter("sameway_errors_total", "Requests that ended in an error, by the error's code.", "route model code")
 DISCONNECTS = _counter("sameway_disconnects_total", "Clients that left before their last byte.", "model")
-COST = _counter("sameway_cost_usd_total", "Money spent on generations.", "model", "team", "deployment")
-SAVED_COST = _counter("sameway_saved_usd_total", "Money that cached answers did not cost.", "model", "team", "cache")
-SAVED_TIME = _counter("sameway_saved_seconds_total", "Time that cached answers did not take.", "model", "cache")
+COST = _counter("sameway_cost_usd_total", "Money spent on generations.", "model team deployment")
+SAVED_COST = _counter("sameway_saved_usd_total", "Money that cached answers did not cost.", "model team cache")
+SAVED_TIME = _counter("sameway_saved_seconds_total", "Time that cached answers did not take.", "model cache")
 TOKENS = _counter(
     "sameway_tokens_total",
     "Tokens generated or read by deployments: type is input, cached_input or output.",
-    "model",
-    "team",
-    "type",
+    "model team type",
 )
 STORES = _counter(
     "sameway_cache_stores_total", "Answers offered to the cache: stored, or the reason why not.", "outcome"
@@ -88,47 +83,20 @@ SEMANTIC_MISSES = _counter(
 VERDICTS = _counter(
     "sameway_semantic_verdicts_total",
     "Answers compared or reported: by source (miss, audit, shadow, feedback, again), ruling (same, different, unknown) and judge.",
-    "source",
-    "ruling",
-    "judge",
-)
-SEMANTIC_ERROR = _gauge(
-    "sameway_semantic_error_ratio",
-    Merge.MAX,
-    "Requests answered wrongly by meaning, of all: estimated from checks and reports of the last day.",
-    "team",
-    "model",
-)
-SEMANTIC_ERROR_LOW = _gauge(
-    "sameway_semantic_error_low_ratio", Merge.MAX, "The low end of its 95% interval.", "team", "model"
-)
-SEMANTIC_ERROR_HIGH = _gauge(
-    "sameway_semantic_error_high_ratio", Merge.MAX, "The high end of its 95% interval.", "team", "model"
-)
-SEMANTIC_BOUND = _gauge(
-    "sameway_semantic_error_bound_ratio", Merge.MIN, "What it should stay under, as configured.", "team", "model"
-)
-SEMANTIC_STRICTNESS = _gauge(
-    "sameway_semantic_strictness_ratio",
-    Merge.MIN,
-    "What the bound is multiplied with now: below 1 it has tightened itself.",
-    "team",
-    "model",
+    "source ruling judge",
 )
 DRAFTED = _counter(
     "sameway_drafted_tokens_total",
     "Tokens that were guessed and verified by a local engine: source is text, reference (a near cached answer) or model.",
-    "deployment",
-    "source",
+    "deployment source",
 )
 ACCEPTED = _counter(
-    "sameway_accepted_tokens_total", "Guessed tokens that were right: as many steps less.", "deployment", "source"
+    "sameway_accepted_tokens_total", "Guessed tokens that were right: as many steps less.", "deployment source"
 )
 ATTEMPTS = _counter(
     "sameway_attempts_total",
     "Generations tried, per deployment: ok, error, refused (the request was at fault) or cancelled (nobody waited any more).",
-    "deployment",
-    "outcome",
+    "deployment outcome",
 )
 FAILOVERS = _counter("sameway_failovers_total", "Requests that needed more than one deployment.", "model")
 FAILURES = _counter(
@@ -144,41 +112,31 @@ DURATION = _histogram(
     "gen_ai_server_request_duration_seconds",
     SECONDS,
     "Arrival to the last byte (OpenTelemetry gen_ai.server.request.duration).",
-    "gen_ai_operation_name",
-    "gen_ai_request_model",
-    "cache",
-    "error_type",
+    "gen_ai_operation_name gen_ai_request_model cache error_type",
 )
 TTFT = _histogram(
     "gen_ai_server_time_to_first_token_seconds",
     SECONDS,
     "Arrival to the first piece of the answer (OpenTelemetry gen_ai.server.time_to_first_token).",
-    "gen_ai_operation_name",
-    "gen_ai_request_model",
-    "cache",
+    "gen_ai_operation_name gen_ai_request_model cache",
 )
 TPOT = _histogram(
     "gen_ai_server_time_per_output_token_seconds",
     TPOT_SECONDS,
     "Time per generated token after the first (OpenTelemetry gen_ai.server.time_per_output_token).",
-    "gen_ai_operation_name",
-    "gen_ai_request_model",
+    "gen_ai_operation_name gen_ai_request_model",
 )
 TOKEN_USAGE = _histogram(
     "gen_ai_client_token_usage",
     TOKEN_BOUNDS,
     "Tokens of one generation (OpenTelemetry gen_ai.client.token.usage).",
-    "gen_ai_operation_name",
-    "gen_ai_request_model",
-    "gen_ai_token_type",
+    "gen_ai_operation_name gen_ai_request_model gen_ai_token_type",
 )
 ATTEMPT_DURATION = _histogram(
     "gen_ai_client_operation_duration_seconds",
     SECONDS,
     "One attempt at one deployment (OpenTelemetry gen_ai.client.operation.duration).",
-    "gen_ai_request_model",
-    "deployment",
-    "error_type",
+    "gen_ai_request_model deployment error_type",
 )
 
 IN_FLIGHT = _gauge("sameway_in_flight_requests", Merge.SUM, "Requests being answered now.")
@@ -191,6 +149,27 @@ DATABASE_UP = _gauge("sameway_database_up", Merge.MIN, "1 while every worker rea
 LEDGER_BACKLOG = _gauge("sameway_ledger_backlog_rows", Merge.MAX, "Ledger rows in Redis that SQL does not have yet.")
 CACHE_WORKER_UP = _gauge("sameway_cache_worker_up", Merge.MIN, "1 while the cache worker answers.")
 INDEX_ENTRIES = _gauge("sameway_semantic_index_entries", Merge.MAX, "Prompts in the semantic index.")
+SEMANTIC_ERROR = _gauge(
+    "sameway_semantic_error_ratio",
+    Merge.MAX,
+    "Requests answered wrongly by meaning, of all: estimated from checks and reports of the last day.",
+    "team model",
+)
+SEMANTIC_ERROR_LOW = _gauge(
+    "sameway_semantic_error_low_ratio", Merge.MAX, "The low end of its 95% interval.", "team model"
+)
+SEMANTIC_ERROR_HIGH = _gauge(
+    "sameway_semantic_error_high_ratio", Merge.MAX, "The high end of its 95% interval.", "team model"
+)
+SEMANTIC_BOUND = _gauge(
+    "sameway_semantic_error_bound_ratio", Merge.MIN, "What it should stay under, as configured.", "team model"
+)
+SEMANTIC_STRICTNESS = _gauge(
+    "sameway_semantic_strictness_ratio",
+    Merge.MIN,
+    "What the bound is multiplied with now: below 1 it has tightened itself.",
+    "team model",
+)
 L1_BYTES = _gauge("sameway_l1_bytes", Merge.SUM, "Answers kept in the gateway workers' own memory.")
 DEPLOYMENT_AVAILABLE = _gauge(
     "sameway_deployment_available",
@@ -213,12 +192,6 @@ ENGINE_KV_USED = _gauge(
 WORKERS = _gauge("sameway_workers", Merge.SUM, "Gateway workers alive on this host.")
 BUILD = _gauge("sameway_build_info", Merge.MAX, "Always 1; the version is a label.", "version")
 
-DEFINITIONS: tuple[Definition, ...] = (
-    *(REQUESTS, ERRORS, DISCONNECTS, COST, SAVED_COST, SAVED_TIME, TOKENS, STORES, SEMANTIC_MISSES, VERDICTS),
-    *(DRAFTED, ACCEPTED),
-    *(ATTEMPTS, FAILOVERS, FAILURES, LOG_DROPPED, SERIES_DROPPED, DURATION, TTFT, TPOT, TOKEN_USAGE, ATTEMPT_DURATION),
-    *(IN_FLIGHT, LOOP_LAG, WORKER_MEMORY, REDIS_UP, DATABASE_UP, LEDGER_BACKLOG, CACHE_WORKER_UP, INDEX_ENTRIES),
-    *(SEMANTIC_ERROR, SEMANTIC_ERROR_LOW, SEMANTIC_ERROR_HIGH, SEMANTIC_BOUND, SEMANTIC_STRICTNESS),
-    *(L1_BYTES, DEPLOYMENT_AVAILABLE, DEPLOYMENT_RUNNING, DEPLOYMENT_WAITING, ENGINE_KV_USED, WORKERS, BUILD),
-)
+# in the order above, which is that of a scrape
+DEFINITIONS = tuple(one for one in list(globals().values()) if isinstance(one, Definition))
 BY_NAME = {definition.name: definition for definition in DEFINITIONS}

@@ -92,27 +92,18 @@ class Page(msgspec.Struct, frozen=True):
     cursor: str | None  # of the next page; None if this is the last
 
 
-class _Counts:
+class _Counts(msgspec.Struct):
     """One worker's sums of one minute, team, kind and model, under the names that records have."""
 
-    __slots__ = (
-        "cached_tokens",
-        "completion_tokens",
-        "cost_microusd",
-        "duration",
-        "prompt_tokens",
-        "requests",
-        "saved_microusd",
-        "saved_ms",
-        "ttft",
-    )
-
-    def __init__(self) -> None:
-        self.requests = self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
-        self.cost_microusd = self.saved_microusd = 0
-        self.saved_ms = 0.0
-        self.ttft: dict[int, int] = {}
-        self.duration: dict[int, int] = {}
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    cost_microusd: int = 0
+    saved_microusd: int = 0
+    saved_ms: float = 0.0
+    ttft: dict[int, int] = {}
+    duration: dict[int, int] = {}
 
     def add(self, record: Record) -> None:
         self.requests += 1

@@ -11,15 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import local_engine
-from gateway.backends.base import (
-    BackendBroken,
-    BackendError,
-    BackendOverloaded,
-    BackendRequest,
-    BackendTimeout,
-    BackendUnavailable,
-    Load,
-)
+from gateway.backends import base
 from gateway.backends.local.answer import ChatWriter, TextWriter, Writer
 from gateway.backends.local.quarantine import Quarantine
 from gateway.backends.local.request import engine_requests, rejected
@@ -73,17 +65,17 @@ class LocalBackend:
     async def aclose(self) -> None:
         await self.engine.close()
 
-    def stream(self, request: BackendRequest) -> "LocalStream":
+    def stream(self, request: base.BackendRequest) -> "LocalStream":
         return LocalStream(self, request)
 
-    def load(self, prompt_tokens: int) -> Load:
+    def load(self, prompt_tokens: int) -> base.Load:
         now = self.engine.load()
         info = self.engine.info
         if now.is_connected:
             self._away_since = None
         elif self._away_since is None:
             self._away_since = time.monotonic()
-        return Load(
+        return base.Load(
             is_ready=now.is_ready,
             reason=self._why_not_ready(now),
             detail=self.engine.ended.why if self.engine.ended is not None and not now.is_ready else "",
@@ -104,7 +96,7 @@ class LocalStream:
     The engine generates several prompts of one request at once; the chunks come prompt by prompt.
     """
 
-    def __init__(self, backend: LocalBackend, request: BackendRequest) -> None:
+    def __init__(self, backend: LocalBackend, request: base.BackendRequest) -> None:
         self._backend = backend
         self._request = request
         self._waiting: deque[GenerateRequest] = deque()  # prompts
@@ -126,7 +118,7 @@ class LocalStream:
             if self._is_over:
                 if self._is_finished:
                     raise StopAsyncIteration
-                raise BackendBroken("The answer was given up")
+                raise base.BackendBroken("The answer was given up")
             try:
                 await self._fill()
             except BaseException:
@@ -162,7 +154,7 @@ class LocalStream:
                 output = await anext(generation)
         except TimeoutError:
             what = "fell silent inside its answer" if self._has_output else "sent nothing"
-            raise BackendTimeout(f"The local engine {what} within {timeout_s:g} s") from None
+            raise base.BackendTimeout(f"The local engine {what} within {timeout_s:g} s") from None
         except local_engine.EngineError as error:
             if isinstance(error, local_engine.EngineUnavailable) and error.is_death:
                 self._backend.quarantine.note_crash(self._request)
@@ -174,7 +166,7 @@ class LocalStream:
             self._has_output = True
             self._backend.quarantine.leave(self._quarantine_key)
         if output.finish_reason == "abort":
-            raise BackendBroken("The local engine gave its answer up")
+            raise base.BackendBroken("The local engine gave its answer up")
         index = len(self._usages) * (request.body.get("n") or 1) + output.index
         self._ready.extend(self._writer.chunks(output, index))
 
@@ -182,7 +174,7 @@ class LocalStream:
         """End a prompt, whose last choice has finished."""
         assert self._writer is not None
         if generation.usage is None:
-            raise BackendBroken("The local engine's answer ended before its finish")
+            raise base.BackendBroken("The local engine's answer ended before its finish")
         self._usages.append(generation.usage)
         self._generations.popleft()
         if self._generations or self._waiting:
@@ -195,7 +187,7 @@ class LocalStream:
 # -- errors
 
 
-def _translated(error: local_engine.EngineError, prompt: str, has_output: bool) -> BackendError:
+def _translated(error: local_engine.EngineError, prompt: str, has_output: bool) -> base.BackendError:
     """The error of base.py for one of the engine. `prompt` is the field with the prompt."""
     match error:
         case local_engine.PromptTooLong():
@@ -208,13 +200,13 @@ def _translated(error: local_engine.EngineError, prompt: str, has_output: bool) 
             param = prompt if error.param in ("messages", "prompt_token_ids") else error.param
             return rejected(str(error), param, "invalid_value")
         case local_engine.Overloaded():
-            return BackendOverloaded("The local engine's queue is full", detail=str(error), retry_after_s=1.0)
+            return base.BackendOverloaded("The local engine's queue is full", detail=str(error), retry_after_s=1.0)
         case local_engine.DeadlineExceeded():
-            return BackendTimeout("The local engine did not finish in time", detail=str(error))
+            return base.BackendTimeout("The local engine did not finish in time", detail=str(error))
         case local_engine.EngineLoading():
-            return BackendUnavailable(f"The local engine is not ready: {error}")
+            return base.BackendUnavailable(f"The local engine is not ready: {error}")
     if has_output:
-        return BackendBroken("The local engine's answer broke off", detail=str(error))
+        return base.BackendBroken("The local engine's answer broke off", detail=str(error))
     failed = isinstance(error, local_engine.EngineFailed)
     what = "failed at this request" if failed else "is not there"
-    return BackendUnavailable(f"The local engine {what}", detail=str(error))
+    return base.BackendUnavailable(f"The local engine {what}", detail=str(error))
