@@ -235,10 +235,10 @@ class Pipeline:
         waits_until = time.perf_counter() + self._starting_awaited_s
         while True:
             route = flight.route()
+            generation.routed(route)
             if route.ranked or not (alias.is_starting and time.perf_counter() < waits_until):
                 break
             await asyncio.sleep(_STARTING_POLL_S)  # better a late answer than an error
-        generation.routed(route)
         if not route.ranked:
             raise no_route(route, generation.turn.kind.prompt)
         return route

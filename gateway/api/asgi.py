@@ -88,18 +88,34 @@ async def send_whole(send: Send, status: int, headers: Headers, body: bytes) -> 
     await send({"type": "http.response.body", "body": body})
 
 
-async def send_error(send: Send, error: ApiError, request_id: str) -> None:
+async def send_error(send: Send, request_id: str, error: ApiError) -> None:
     """An error in OpenAI's shape."""
     headers = [JSON, *base_headers(request_id)]
     headers += [(name.encode(), value.encode("latin-1", "replace")) for name, value in error.headers.items()]
     await send_whole(send, error.http_status, headers, error.body())
 
 
-def failure(error: BaseException, request_id: str) -> tuple[ApiError | None, Ended]:
-    """Any exception as the ApiError that the client is sent, None where the client has gone; and how the request ended by it.
+async def fail(
+    error: BaseException,
+    request_id: str,
+    respond: Callable[[ApiError], Awaitable[None]],
+    note: Callable[[Ended], None] | None = None,
+) -> Ended:
+    """Send any exception to the client as an ApiError, by `respond`, and return how the request ended.
 
-    A bug is logged, and never sent. Cancellation only happens at shutdown.
+    `note` is given that before the response leaves. A client that has gone is sent nothing. No frame of the exception's
+    traceback holds the ApiError, so that a refusal leaves no reference cycle.
     """
+    refusal, ended = _translated(error, request_id)
+    if note is not None:
+        note(ended)
+    if refusal is not None:
+        await respond(refusal)
+    return ended
+
+
+def _translated(error: BaseException, request_id: str) -> tuple[ApiError | None, Ended]:
+    """A bug is logged, and never sent. Cancellation only happens at shutdown."""
     if isinstance(error, ClientGone):
         return None, Ended(499, is_disconnected=True)
     if isinstance(error, asyncio.CancelledError):

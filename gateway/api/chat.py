@@ -7,6 +7,7 @@ with an error event and without `[DONE]`; a client that leaves gives its place i
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 from cache import Entry, ExactCache
@@ -17,7 +18,7 @@ from gateway.api.asgi import (
     Scope,
     Send,
     bearer_of,
-    failure,
+    fail,
     headers_of,
     read_body,
     send_error,
@@ -89,10 +90,8 @@ class Chat:
             else:
                 await self._whole(renderer, reply, send)
         except (Exception, asyncio.CancelledError) as error:
-            refusal, ended = failure(error, arrival.request_id)
-            watcher.note(ended)
-            if refusal is not None:
-                await send_error(send, refusal, arrival.request_id)
+            respond = partial(send_error, send, arrival.request_id)
+            ended = await fail(error, arrival.request_id, respond, watcher.note)
         finally:
             watcher.stop()
             self._pipeline.finish(arrival, ended, identity=identity, turn=turn, reply=reply or watcher.reply)
@@ -129,11 +128,11 @@ class Chat:
             await send({"type": "http.response.body", "body": renderer.end()})
             return Ended()
         except (Exception, asyncio.CancelledError) as error:
-            refusal, ended = failure(error, reply.turn.arrival.request_id)
-            watcher.note(ended)
-            if refusal is not None:
+
+            async def respond(refusal: ApiError) -> None:
                 await send({"type": "http.response.body", "body": renderer.failed(refusal)})
-            return ended
+
+            return await fail(error, reply.turn.arrival.request_id, respond, watcher.note)
 
 
 class _Completion:

@@ -5,6 +5,7 @@ It contains the wire and no shapes. Invariant: whatever happens a request gets o
 
 import asyncio
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -15,7 +16,7 @@ from gateway.api.asgi import (
     Scope,
     Send,
     bearer_of,
-    failure,
+    fail,
     headers_of,
     read_body,
     send_error,
@@ -63,9 +64,7 @@ class JsonEndpoint(ABC, Generic[Request]):
             out = [JSON, *base_headers(arrival.request_id), *limited.items()]
             await send_whole(send, 200, out, msgspec.json.encode(reply))
         except (Exception, asyncio.CancelledError) as error:
-            refusal, ended = failure(error, arrival.request_id)
-            if refusal is not None:
-                await send_error(send, refusal, arrival.request_id)
+            ended = await fail(error, arrival.request_id, partial(send_error, send, arrival.request_id))
         finally:
             duration_ms = elapsed_ms_since(arrival.at_s)
             record = record_of(

@@ -53,11 +53,11 @@ class Front:
         if scope["method"] == "OPTIONS":
             await _say_options(scope, methods or ("GET", "POST"), send)  # a page may ask, and read why not
         elif methods is None:
-            await send_error(send, no_such_route(path, routes), arrive("unknown").request_id)
+            await send_error(send, arrive("unknown").request_id, no_such_route(path, routes))
         elif (endpoint := methods.get(_with_get(scope)["method"])) is None:
             allowed = ", ".join(sorted(methods))
             refusal = MethodNotAllowed(f"{path} takes {allowed}, not {scope['method']}", headers={"allow": allowed})
-            await send_error(send, refusal, arrive("unknown").request_id)
+            await send_error(send, arrive("unknown").request_id, refusal)
         else:
             await endpoint(scope, receive, send)
 

@@ -8,6 +8,7 @@ import time
 
 from cache import Entry
 from gateway.journey.flight import Reply
+from gateway.journey.storing import deployment_of
 from policies.prices import dollars
 
 Headers = list[tuple[bytes, bytes]]
@@ -27,21 +28,25 @@ def base_headers(request_id: str) -> Headers:
 
 def answer_headers(reply: Reply) -> Headers:
     """The headers of an answer that has begun."""
-    turn, source, entry = reply.turn, reply.source, reply.served
+    turn, source, entry, reader = reply.turn, reply.source, reply.served, reply.reader
+    deployment = deployment_of(entry) if reader is None else reader.generation.answered_by
     headers = [
         (b"x-request-id", turn.arrival.request_id.encode()),
         (b"x-sameway-cache", source.encode()),
-        (b"x-sameway-backend", reply.deployment.encode("latin-1", "replace")),
+        (b"x-sameway-backend", deployment.encode("latin-1", "replace")),
         (b"cache-status", _cache_status(source, entry).encode()),
         (b"server-timing", f"sameway;dur={turn.elapsed_ms():.2f}".encode()),
     ]
     if entry is not None:
-        if reply.reader is not None:
-            headers.append((b"x-sameway-similarity", f"{reply.reader.generation.semantic.similarity:.4f}".encode()))
+        if reader is not None:
+            headers.append((b"x-sameway-similarity", f"{reader.generation.semantic.similarity:.4f}".encode()))
         headers.append((b"age", str(int(entry.age_s(time.time()))).encode()))
         headers.append((b"x-sameway-cost-usd", b"0"))
         headers.append((b"x-sameway-saved-usd", dollars(int(entry.labels.get("cost_microusd", 0))).encode()))
-    headers += reply.headers().items()
+    limits = reply.limits
+    if reader is not None and reader.is_leader and reader.generation.headers:
+        limits = limits | reader.generation.headers  # those of the tokens too
+    headers += limits.items()
     return headers
 
 

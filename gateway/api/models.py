@@ -32,7 +32,7 @@ class Models:
             asked = unquote(scope["path"].removeprefix("/v1/models").lstrip("/"))
             reply = self._one(identity, asked) if asked else self._all(identity)
         except ApiError as error:
-            await send_error(send, error, arrival.request_id)
+            await send_error(send, arrival.request_id, error)
             return
         await send_whole(send, 200, [JSON, *base_headers(arrival.request_id)], msgspec.json.encode(reply))
 

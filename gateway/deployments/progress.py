@@ -46,6 +46,8 @@ class Progress(msgspec.Struct):
     finish_reasons: list[str] = []
     usage: Usage | None = None
     ttft_ms: float | None = None
+    is_complete: bool = False
+    is_abandoned: bool = False  # the last reader left while the deployment was at work
     attempt: Attempt | None = None  # once it has ended
 
     def add(self, chunks: Sequence[Chunk]) -> None:
@@ -63,18 +65,22 @@ class Progress(msgspec.Struct):
                 self.is_whole = chunk.is_whole
                 self.ttft_ms = self.elapsed_ms()
 
-    def end(self, outcome: str, *, is_refusal: bool = False) -> None:
-        """End the attempt: `outcome` is `ok`, `cancelled`, or the error in words."""
+    def complete(self) -> None:
+        """The answer is whole."""
+        self.is_complete = True
+        self._end("ok")
+
+    def abandon(self) -> None:
+        """The last reader has left."""
+        self.is_abandoned = True
+        self._end("cancelled")
+
+    def fail(self, why: str, *, is_refusal: bool) -> None:
+        """The deployment failed, or refused the request."""
+        self._end(why, is_refusal=is_refusal)
+
+    def _end(self, outcome: str, *, is_refusal: bool = False) -> None:
         self.attempt = Attempt(self.deployment, outcome, self.elapsed_ms(), is_refusal)
-
-    @property
-    def is_complete(self) -> bool:
-        return self.attempt is not None and self.attempt.outcome == "ok"
-
-    @property
-    def is_abandoned(self) -> bool:
-        """The last reader left while the deployment was at work."""
-        return self.attempt is not None and self.attempt.outcome == "cancelled"
 
     @property
     def has_content(self) -> bool:

@@ -81,10 +81,10 @@ async def attempt(
 
     Returns the failure, which `progress.has_begun` says to be before or after that; None where the answer is complete.
     """
-    stream = deployment.backend.stream(request)
+    answer = deployment.backend.stream(request)
     held: list[Chunk] = []
     try:
-        async for chunks in stream:
+        async for chunks in answer:
             progress.add(chunks)
             if progress.size_bytes > _ANSWER_BYTES_MAX:
                 raise BackendBroken("The deployment's answer is too long", detail=f"over {_ANSWER_BYTES_MAX} bytes")
@@ -95,17 +95,17 @@ async def attempt(
                 held.clear()
     except BackendError as error:
         deployment.failed(error)
-        progress.end(error.detail[:300], is_refusal=isinstance(error, BackendRejected))
+        progress.fail(error.detail[:300], is_refusal=isinstance(error, BackendRejected))
         return error
     except asyncio.CancelledError:
         deployment.breaker.record_cancelled()
-        progress.end("cancelled")
+        progress.abandon()
         raise
     except Exception:
         deployment.breaker.record_cancelled()  # our own bug says nothing of the deployment
         raise
     finally:
-        await stream.aclose()
-    progress.end("ok")
+        await answer.aclose()
+    progress.complete()
     deployment.succeeded(progress, prompt_tokens)
     return None

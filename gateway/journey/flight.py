@@ -14,7 +14,6 @@ import msgspec
 
 from cache import Entry
 from gateway.journey.generation import Generation
-from gateway.journey.storing import deployment_of
 from gateway.journey.turn import Ended, Turn
 from gateway.wire.types import Chunk
 from policies import Route
@@ -54,7 +53,7 @@ class Flight:
         """One more reader, from chunk 0; the first one leads. The flight waits for the latest deadline."""
         self._readers += 1
         self.deadline = None if self.deadline is None or deadline is None else max(self.deadline, deadline)
-        return Reader(self, is_leader=self._readers == 1 and self._task is None)
+        return Reader(self, is_leader=self._task is None)
 
     def remaining_ms(self) -> float | None:
         """Milliseconds until the latest deadline; None where a reader has none."""
@@ -217,7 +216,7 @@ class Reply(msgspec.Struct, frozen=True):
     entry: Entry | None = None
     reader: Reader | None = None
     looked_up_ms: float = 0.0  # until the entry was found, since the turn began
-    degraded: tuple[str, ...] = ()
+    degraded: tuple[str, ...] = ()  # of a reply that joined a flight: a leader's are its generation's
 
     @property
     def is_leading(self) -> bool:
@@ -234,16 +233,7 @@ class Reply(msgspec.Struct, frozen=True):
         """exact | semantic | coalesced | miss | bypass."""
         if self.reader is None:
             return "exact"
-        if not self.reader.is_leader:
-            return "coalesced"
-        return self.reader.generation.source
-
-    @property
-    def deployment(self) -> str:
-        """The deployment whose answer it is, once the reply has begun."""
-        if self.reader is None:
-            return deployment_of(self.entry)
-        return self.reader.generation.answered_by
+        return self.reader.generation.source if self.reader.is_leader else "coalesced"
 
     @property
     def begun_ms(self) -> float | None:
@@ -252,11 +242,3 @@ class Reply(msgspec.Struct, frozen=True):
             return self.looked_up_ms
         ready_at = self.reader.ready_at
         return None if ready_at is None else (ready_at - self.turn.started) * 1000.0
-
-    def headers(self) -> dict[bytes, bytes]:
-        """The rate limits' headers: those of its tokens too, where it started a generation."""
-        return (
-            {**self.limits, **(self.reader.generation.headers or {})}
-            if self.is_leading and self.reader
-            else self.limits
-        )

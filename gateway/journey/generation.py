@@ -84,7 +84,7 @@ class Generation:
         self._near = entry
 
     def routed(self, route: Route) -> None:
-        """8. The first route."""
+        """8. The route before the first try."""
         self.route = route
         self._first_choice_model = self.alias.first_choice_model(self.turn.demand, self.warm, route)
 

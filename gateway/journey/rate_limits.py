@@ -49,7 +49,7 @@ class Limits:
         self._known: dict[int, _Known] = {}
 
     def take(self, identity: Identity) -> Eager[Headers]:
-        """2. One request. Raises RateLimited."""
+        """3. One request. Raises RateLimited."""
         return self._take(identity, 1, 0)
 
     def take_tokens(self, demand: Demand, identity: Identity) -> Eager[Headers]:

@@ -9,6 +9,7 @@ from cache import Entry
 from gateway.accounts import Identity
 from gateway.deployments.progress import Attempt
 from gateway.journey.flight import Flight, Reply
+from gateway.journey.storing import deployment_of
 from gateway.journey.turn import Arrival, Ended, Turn
 from gateway.wire.errors import ApiError
 
@@ -92,20 +93,19 @@ def record_of(
     `alias` is a configured name or empty. A request that led a `flight` is recorded by its generation; any other one by its
     `reply`, as far as it got one. `cache` and `prompt_tokens` are for requests that ask for no generation.
     """
-    facts: dict[str, Any] = {"cache": cache, "prompt_tokens": prompt_tokens}
     if flight is not None:
-        facts |= _of_generation(flight, duration_ms)
+        facts = _of_generation(flight, duration_ms)
     elif reply is not None:
-        facts |= _of_reply(reply, duration_ms)
-    team, key = (identity.team, identity.key) if identity is not None else (None, None)
+        facts = _of_reply(reply, duration_ms)
+    else:
+        facts = {"cache": cache, "prompt_tokens": prompt_tokens}
+    if identity is not None:
+        team, key = identity.team, identity.key
+        facts["team_id"], facts["team"], facts["key_id"], facts["key"] = team.id, team.name, key.id, key.name
     return Record(
         request_id=arrival.request_id,
         at_s=arrival.at_s,
         route=arrival.operation,
-        team_id=team.id if team is not None else 0,
-        team=team.name if team is not None else "",
-        key_id=key.id if key is not None else 0,
-        key=key.name if key is not None else "",
         alias=alias,
         is_stream=turn is not None and turn.is_stream,
         status=ended.status,
@@ -126,55 +126,59 @@ def _of_generation(flight: Flight, duration_ms: float) -> dict[str, Any]:
         "miss_reason": semantic.miss_reason,
         "nearest": semantic.nearest,
         "store": generation.store,
-        "entry": generation.stored.id if generation.stored is not None else "",
         "deployment": generation.answered_by,
-        "policy": generation.alias.settings.policy if route is not None else "",
         "why": generation.why,
-        "rejected": tuple([Rejection(r.name, r.reason) for r in route.rejected]) if route is not None else (),
         "attempts": generation.attempts,
         "draft": progress.draft,
         "survived": generation.degraded,
     }
+    if route is not None:
+        facts["policy"] = generation.alias.settings.policy
+        facts["rejected"] = tuple([Rejection(r.name, r.reason) for r in route.rejected])
     if semantic.entry is not None:
-        return facts | {"entry": semantic.entry.id, "ttft_ms": duration_ms} | _saved_by(semantic.entry, duration_ms)
+        return facts | _of_entry(semantic.entry, duration_ms, ttft_ms=duration_ms)
+    if generation.stored is not None:
+        facts["entry"] = generation.stored.id
     if flight.first_at is not None:
         facts["ttft_ms"] = (flight.first_at - generation.turn.started) * 1000.0
     if spent is not None and progress.has_begun:
-        facts |= {
-            "prompt_tokens": spent.usage.prompt_tokens,
-            "completion_tokens": spent.usage.completion_tokens,
-            "cached_tokens": spent.usage.cached_tokens,
-            "drafted_tokens": spent.usage.drafted_tokens,
-            "accepted_tokens": spent.usage.accepted_tokens,
-            "cost_microusd": spent.cost_microusd,
-        }
+        facts |= msgspec.structs.asdict(spent.usage)
+        facts["cost_microusd"] = spent.cost_microusd
     return facts
 
 
 def _of_reply(reply: Reply, duration_ms: float) -> dict[str, Any]:
     """The facts of a request that was not generated for: an exact hit, or a place in the flight of another one."""
-    facts: dict[str, Any] = {"cache": reply.source, "survived": reply.degraded, "ttft_ms": reply.begun_ms}
-    if reply.begun_ms is None:  # its generation failed before the first chunk
-        return facts
-    facts["deployment"] = reply.deployment
-    if reply.served is not None:
-        return facts | {"entry": reply.served.id} | _saved_by(reply.served, duration_ms)
-    assert reply.reader is not None
-    generation = reply.reader.generation
-    facts["entry"] = generation.fingerprint.exact.hex()
-    if (spent := generation.spent) is not None:
-        facts |= {
-            "saved_microusd": spent.cost_microusd,
-            "prompt_tokens": spent.usage.prompt_tokens,
-            "completion_tokens": spent.usage.completion_tokens,
+    if (reader := reply.reader) is None:
+        assert reply.entry is not None
+        return {"cache": "exact"} | _of_entry(reply.entry, duration_ms, ttft_ms=reply.looked_up_ms)
+    ttft_ms, served = reply.begun_ms, reply.served
+    if ttft_ms is None:  # its generation failed before the first chunk
+        facts: dict[str, Any] = {}
+    elif served is not None:
+        facts = _of_entry(served, duration_ms, ttft_ms=ttft_ms)
+    else:
+        generation, spent = reader.generation, reader.generation.spent
+        facts = {
+            "entry": generation.fingerprint.exact.hex(),
+            "deployment": generation.answered_by,
+            "ttft_ms": ttft_ms,
         }
+        if spent is not None:
+            facts["saved_microusd"] = spent.cost_microusd
+            facts["prompt_tokens"] = spent.usage.prompt_tokens
+            facts["completion_tokens"] = spent.usage.completion_tokens
+    facts["cache"], facts["survived"] = reply.source, reply.degraded
     return facts
 
 
-def _saved_by(entry: Entry, duration_ms: float) -> dict[str, Any]:
-    """The cost of the recorded answer when it was generated."""
+def _of_entry(entry: Entry, duration_ms: float, *, ttft_ms: float) -> dict[str, Any]:
+    """The facts of a recorded answer that was served, with its cost when it was generated."""
     labels = entry.labels
     return {
+        "entry": entry.id,
+        "deployment": deployment_of(entry),
+        "ttft_ms": ttft_ms,
         "saved_microusd": int(labels.get("cost_microusd", 0)),
         "prompt_tokens": int(labels.get("prompt_tokens", 0)),
         "completion_tokens": int(labels.get("completion_tokens", 0)),

@@ -206,7 +206,7 @@ def decode_object(raw: bytes) -> dict[str, Any]:
         body = msgspec.json.decode(raw.removeprefix(_BOM))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         half = _HALF_A_PAIR.search(raw) if "truncated" in str(error) else None  # msgspec reports it as an early end
-        why = f"a surrogate without its pair stands for no character (byte {half.start()})" if half else error
+        why = f"a surrogate without its pair stands for no character (byte {half.start()})" if half else str(error)
         raise BadRequest(f"The body is not valid JSON: {why}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise BadRequest(f"The body must be a JSON object, not {json_name(body)}", code="invalid_json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 import pytest
@@ -200,3 +201,22 @@ async def test_an_internal_request_is_recorded_once(world: World) -> None:
         ("judge", "bypass", 400),
         ("judge", "miss", 200),
     ]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"key": None}, {"raw": b"{no json"}, {"model": "none"}],
+    ids=["401", "400", "404"],
+)
+async def test_a_refusal_leaves_nothing_to_the_collector(world: World, how: dict[str, Any]) -> None:
+    """A refused request, whose exception has a traceback, is freed by its last reference."""
+    await world.ask(**how)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(10):
+            await world.ask(**how)
+        left = gc.collect()
+    finally:
+        gc.enable()
+    assert left // 10 == 0

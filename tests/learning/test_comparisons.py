@@ -58,7 +58,7 @@ def over(chance: float, entry: Entry | None = None) -> tuple[Flight, Record]:
     trial = Trial((ask("open the crate").exact,), b"", 0.9, chance, b"rule")
     generation.looked_up(SemanticResult(entry=entry, trial=trial))
     progress = Progress("somewhere")
-    progress.end("ok")
+    progress.complete()
     generation._tries.append(progress)
     flight = Flight(generation)
     flight.extend([Chunk(WHOLE, is_whole=True)])
