@@ -3,12 +3,12 @@
     authenticate(bearer)   1 authenticate, from memory, before a byte of the body is read
     answer(turn)           raises -> an HTTP status; returns -> the first chunk exists
       2 fingerprint    3 rate-limit    4 exact lookup    5 join the flight
-    generate(flight)       once per flight, in a task of its own, because a generation must outlive the client that started it
+    generate(flight)       once per flight, in a task that outlives the client that began it
       6 semantic lookup    7 reserve    8 route    9 stream    10 record, on every exit
 
-It joins the four packages and contains none of their decisions, no HTTP and no SQL. Invariants: a failure of the cache is a
-miss; money fails closed; only a complete answer is stored; every hold is settled or released; a broken answer is never shown
-as a finished one.
+It joins the four packages and contains none of their decisions, no HTTP and no SQL. Invariants: a
+failure of the cache is a miss; money fails closed; only a complete answer is stored; every hold is
+settled or released; a broken answer is never shown as a finished one.
 """
 
 import asyncio
@@ -44,14 +44,20 @@ _STARTING_POLL_S = 0.1
 _log = get_logger()
 
 Emit = Callable[[Record, Turn | None, Sequence[Chunk]], None]
-"""Logs, measures and counts one record. The turn and the chunks are for the log, where prompts may be logged."""
+"""Logs, measures and counts one record.
+
+The turn and the chunks are for the log, if prompts may be logged.
+"""
 
 Learn = Callable[[Flight, Record], None]
-"""Takes a flight that is recorded and that followed a semantic lookup, or that went past the cache; never awaits or raises."""
+"""Takes a recorded flight that had a semantic lookup or no cache. Never awaits or raises."""
 
 
 class _Looked(msgspec.Struct, frozen=True):
-    """The outcome of 3 and 4: the rate limits' headers, the exact entry, and the prompt tokens that deployments saw last."""
+    """The outcome of stages 3 and 4.
+
+    `headers` are the rate limits'. `warm` are the prompt tokens that deployments saw last, by name.
+    """
 
     headers: dict[bytes, bytes]
     entry: Entry | None = None
@@ -60,8 +66,11 @@ class _Looked(msgspec.Struct, frozen=True):
 
 
 class Pipeline:
-    """The stages, with what they need. One per worker. `starting_awaited_s`: how long a request waits for a deployment that is
-    loading where no other one can answer."""
+    """The stages and the services that they use. One per worker.
+
+    `emit` and `learn` take each record. `starting_awaited_s` is how long a request waits for a
+    deployment that is loading, if no other one can answer.
+    """
 
     def __init__(
         self,
@@ -91,16 +100,16 @@ class Pipeline:
 
     @property
     def generations(self) -> int:
-        """Generations under way."""
+        """The number of generations under way."""
         return len(self._generating)
 
     async def drain(self) -> None:
-        """Until every generation is recorded: no new one comes after the server has stopped."""
+        """Wait until every generation is recorded. The server has stopped: none is added."""
         while self._generating:
             await asyncio.wait(self._generating)
 
     def authenticate(self, bearer: str | None) -> Identity:
-        """1. The caller, by the key in `bearer`. Raises Unauthenticated."""
+        """1. The identity of the key in `bearer`. Raises Unauthenticated."""
         identity = self.accounts.identify(bearer) if bearer else None
         if identity is None:
             raise Unauthenticated(
@@ -110,11 +119,14 @@ class Pipeline:
             )
         return identity
 
-    # -- answer: 2 to 5 -----------------------------------------------------------------------------------------
+    # -- answer: 2 to 5 ----------------------------------------------------------------------------
 
     async def answer(self, turn: Turn, identity: Identity, attend: Callable[[Reply], None]) -> Reply:
-        """The reply to `turn`, begun. `attend` is given the reply before its reader is awaited, so that a client that leaves can
-        be taken out at any time. Raises ApiError."""
+        """The reply to `turn`, begun.
+
+        `attend` is called with the reply before its reader is awaited, so that a client that leaves
+        can be removed at any time. Raises ApiError.
+        """
         alias = self.fleet.alias(turn.alias)
         may_use(identity, turn.alias)
         found = self._fingerprint(turn, identity)
@@ -143,7 +155,10 @@ class Pipeline:
             raise BadRequest(f"The body can't be encoded: {error}", code="invalid_json") from None
 
     async def _look_up(self, turn: Turn, identity: Identity, alias: Alias, found: Fingerprint) -> _Looked:
-        """3 and 4, in one round trip: limits, the exact entry, and which deployment saw this prefix last."""
+        """3 and 4, in one round trip: limits, exact entry, deployment that saw this prefix last.
+
+        Raises RateLimited.
+        """
         controls = turn.controls
         may_look = self.settings.cache.is_exact and not controls.no_cache
         entry = self.exact.lookup_local(found, controls.max_age_s) if may_look else None
@@ -161,7 +176,7 @@ class Pipeline:
         )
 
     def _join(self, turn: Turn, identity: Identity, alias: Alias, found: Fingerprint, looked: _Looked) -> Flight:
-        """5. The flight of an identical request in the air, or a new one."""
+        """5. The flight of an identical request under way, or a new one."""
         controls = turn.controls
         # decision: flights-by-freshness
         key = (found.exact, controls.max_age_s, controls.error_max)
@@ -172,10 +187,10 @@ class Pipeline:
                 self.flights.enter(key, flight)
         return flight
 
-    # -- generate: 6 to 10 --------------------------------------------------------------------------------------
+    # -- generate: 6 to 10 -------------------------------------------------------------------------
 
     async def generate(self, flight: Flight) -> None:
-        """Fill the flight, and account for it on every exit."""
+        """Fill `flight`, and account for it on every exit."""
         recorded = asyncio.get_running_loop().create_future()
         self._generating.add(recorded)
         generation, error = flight.generation, None
@@ -204,7 +219,7 @@ class Pipeline:
             recorded.set_result(None)
 
     async def _replay(self, flight: Flight) -> bool:
-        """6. Replay a verified semantic hit; False where there is none."""
+        """6. Replay a verified semantic hit; returns False if there is none."""
         generation = flight.generation
         turn, team = generation.turn, generation.identity.team
         found = await self._semantic.find(generation.fingerprint, turn.controls, team, generation.alias)
@@ -214,8 +229,12 @@ class Pipeline:
         return found.entry is not None
 
     async def _reserve(self, generation: Generation) -> None:
-        """7. The tokens and the money that the generation may need, in one round trip. A refusal leaves nothing taken: `_record`
-        releases the hold and gives the tokens back. Where both are refused the caller is given the rate limit's refusal."""
+        """7. Take the tokens and the money that the generation may need, in one round trip.
+
+        A refusal leaves nothing taken: `_record` releases the hold and returns the tokens. If both
+        are refused, the rate limit's refusal is raised. Raises RateLimited, BudgetExceeded,
+        Unavailable.
+        """
         turn, identity, near = generation.turn, generation.identity, None
         if generation.alias.has_engine:
             near = self._semantic.begin_draft(generation.fingerprint, generation.semantic)
@@ -230,7 +249,10 @@ class Pipeline:
             generation.found_near((await near).entry)
 
     async def _route(self, flight: Flight) -> Route:
-        """8. The deployments in order; where none can answer, one that is starting is waited for. Raises ApiError."""
+        """8. The deployments in order; waits for one that is starting if no other can answer.
+
+        Raises ApiError.
+        """
         generation, alias = flight.generation, flight.generation.alias
         waits_until = time.perf_counter() + self._starting_awaited_s
         while True:
@@ -238,13 +260,13 @@ class Pipeline:
             generation.routed(route)
             if route.ranked or not (alias.is_starting and time.perf_counter() < waits_until):
                 break
-            await asyncio.sleep(_STARTING_POLL_S)  # better a late answer than an error
+            await asyncio.sleep(_STARTING_POLL_S)  # a late answer is better than an error
         if not route.ranked:
             raise no_route(route, generation.turn.kind.prompt)
         return route
 
     async def _record(self, flight: Flight, error: ApiError | None) -> None:
-        """10. The last chunk leaves first; then the hold is settled and the answer stored, in one round trip."""
+        """10. Send the last chunk, then settle the hold and store the answer, in one round trip."""
         generation = flight.generation
         row = generation.end()
         entry, store = self._entry_of(flight)
@@ -270,7 +292,7 @@ class Pipeline:
             self._emit(record, turn, flight.chunks)
 
     def _entry_of(self, flight: Flight) -> tuple[Entry | None, str]:
-        """The entry to store, and `stored` or why there is none. This worker finds it from now on."""
+        """The entry to store, with `stored`, or None, with the reason. This worker finds it now."""
         generation, cache = flight.generation, self.settings.cache
         if not generation.progress.has_begun:
             return None, ""
@@ -297,7 +319,7 @@ class Pipeline:
         return works
 
     async def _store(self, generation: Generation, entry: Entry | None, store: str) -> None:
-        """Store the answer and, even where it is not stored, which deployment has this prefix warm now."""
+        """Store the entry, if there is one, and the deployment that has this prefix warm now."""
         has_choice, found, deployment = generation.alias.has_choice, generation.fingerprint, generation.answered_by
         try:
             if entry is not None:
@@ -319,8 +341,10 @@ class Pipeline:
         turn: Turn | None = None,
         reply: Reply | None = None,
     ) -> None:
-        """Count and log a request whose journey ends at the wire. One that led a flight is recorded by its generation, which
-        may outlive it."""
+        """Count and log a request when its reply has ended.
+
+        The generation records the request that led its flight, because it may outlive that request.
+        """
         if reply is not None and reply.is_leading:
             return
         alias = turn.alias if turn is not None and turn.alias in self.fleet.aliases else ""
@@ -334,6 +358,6 @@ class Pipeline:
 
 
 def may_use(identity: Identity, alias: str) -> None:
-    """Raises Forbidden where the key is limited to other models."""
+    """Raises Forbidden if the key is limited to other models."""
     if identity.key.models is not None and alias not in identity.key.models:
         raise Forbidden(f"This API key may not use the model `{alias}`", param="model")

@@ -1,8 +1,8 @@
-"""Stage 9 of the journey: try deployments in the order of the route, from the request that leaves to the last chunk.
+"""Stage 9 of the journey: try deployments in the order of the route, from request to last chunk.
 
-Invariants: failover is free until the first chunk with content has left; the breaker is given the outcome of every call
-that was begun, exactly once; the backend's stream is closed on every exit; a try that has not begun leaves no trace in an
-answer.
+Invariants: failover is possible until the first chunk with content has left; the breaker records
+the outcome of every call that was begun, exactly once; the backend's stream is closed on every
+exit; a try that has not begun leaves no trace in an answer.
 """
 
 import asyncio
@@ -16,14 +16,14 @@ from gateway.journey.flight import Flight
 from gateway.wire.types import Chunk
 from policies import Route
 
-# a flight keeps its answer for later readers: one that never ends must not take the worker's memory
+# a flight keeps its answer for later readers: an endless one must not take the worker's memory
 _ANSWER_BYTES_MAX = 64 << 20
 
 
 async def stream(flight: Flight, route: Route) -> None:
-    """Fill `flight`: try each deployment of `route`, and all of them again after a pause, until one has begun.
+    """Fill `flight`: try each deployment of `route` until one begins; after a pause, try again.
 
-    Raises ApiError where none has begun, or where the one that has fails.
+    Raises ApiError if none begins, or if the one that began fails.
     """
     while True:
         latest, failure = await _try_each(flight, route)
@@ -41,8 +41,10 @@ async def stream(flight: Flight, route: Route) -> None:
 
 
 async def _try_each(flight: Flight, route: Route) -> tuple[Deployment, BackendError | None]:
-    """The deployment that was tried last, and why it failed; None where it answered. Raises ApiError where another one can't
-    take over: the answer had begun, or the request is at fault."""
+    """The deployment that was tried last, and its failure; None if it answered.
+
+    Raises ApiError if no other one can take over: the answer had begun, or the request is at fault.
+    """
     deployments, tried = flight.generation.alias.deployments, frozenset[str]()
     while True:
         best = route.ranked[0]
@@ -77,9 +79,10 @@ async def attempt(
     *,
     prompt_tokens: int,
 ) -> BackendError | None:
-    """Ask `deployment`, whose breaker has let the call begin, and `deliver` its chunks from the first with content on.
+    """Send `request` to `deployment`, whose breaker has admitted the call.
 
-    Returns the failure, which `progress.has_begun` says to be before or after that; None where the answer is complete.
+    `deliver` gets its chunks from the first with content on. Returns the failure, or None if the
+    answer is complete; `progress.has_begun` tells whether chunks were delivered before it.
     """
     answer = deployment.backend.stream(request)
     held: list[Chunk] = []
@@ -102,7 +105,7 @@ async def attempt(
         progress.abandon()
         raise
     except Exception:
-        deployment.breaker.record_cancelled()  # our own bug says nothing of the deployment
+        deployment.breaker.record_cancelled()  # a bug here is no failure of the deployment
         raise
     finally:
         await answer.aclose()

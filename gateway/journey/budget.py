@@ -1,7 +1,8 @@
-"""The gateway's side of budgets: a hold before each generation that costs, a settled ledger row after it, whatever happens.
+"""The gateway's side of budgets: a hold before each generation that costs, a ledger row after it.
 
-Knows no routes, chunks or SQL. Invariants: money fails closed unless the operator says otherwise; a hold lives as long as
-its generation and no longer; a row that Redis can't take now is kept and tried again until it can.
+Knows no routes, chunks or SQL. Invariants: money fails closed unless the operator configures
+otherwise; every generation's row is settled, however it ended; a hold lasts as long as its
+generation and no longer; a row that Redis cannot take is kept and retried until it can.
 """
 
 import asyncio
@@ -40,28 +41,26 @@ class Money:
 
     @property
     def unsettled(self) -> int:
-        """Rows that wait for Redis to come back."""
+        """The number of rows that wait for Redis."""
         return len(self._unsettled)
 
     @property
     def holds(self) -> int:
-        """Generations under way that hold money."""
+        """The number of generations under way that hold money."""
         return len(self._living)
 
     async def reserve(self, identity: Identity, hold_id: str, amount_microusd: int) -> Hold:
-        """The worst case, held against every budget of the team. Raises BudgetExceeded, Unavailable.
+        """Hold the worst case, `amount_microusd`, against every budget of the team.
 
-        What costs nothing needs no money: it is neither held nor refused.
+        An amount of 0 is neither held nor refused. Raises BudgetExceeded, Unavailable.
         """
         budgets = identity.budgets if amount_microusd else ()
         amount_microusd = min(amount_microusd, MICROUSD_MAX)
         intended = self._budgets.intended(hold_id, identity.team.id, budgets, amount_microusd)
         try:
             outcome = await self._budgets.hold(intended, budgets, self._settings.hold_lease_s)
-        except (
-            asyncio.CancelledError
-        ):  # Redis may hold it by now, and nobody else would let go of it before its lease ends
-            await self.release(intended)  # the link sends it after what was asked before
+        except asyncio.CancelledError:  # Redis may hold it by now, and would keep it until its lease ends
+            await self.release(intended)  # the link sends it after the hold
             raise
         except (RedisError, NotReady) as error:
             if self._settings.on_redis_failure == "refuse" and any(b.is_hard for b in budgets):
@@ -76,7 +75,7 @@ class Money:
         return outcome
 
     async def settle(self, hold: Hold, row: LedgerRow) -> None:
-        """Spend `row.cost_microusd` of the hold and let go of the rest; kept for later while Redis is away."""
+        """Spend `row.cost_microusd` of the hold and release the rest; kept while Redis is away."""
         self._living.pop(hold.id, None)
         try:
             await self._budgets.settle(hold, row.cost_microusd, encode_row(row))
@@ -84,7 +83,7 @@ class Money:
             self._unsettled.append(_Unsettled(hold, row))
 
     async def release(self, hold: Hold) -> None:
-        """Nothing was spent. Where Redis is away the hold ends with its lease."""
+        """Release the whole hold. While Redis is away, the hold ends with its lease instead."""
         self._living.pop(hold.id, None)
         if hold.held:
             try:
@@ -93,7 +92,7 @@ class Money:
                 _log.warning("hold_left_to_its_lease", hold=hold.id, reason=str(error))
 
     async def keep(self) -> None:
-        """For ever: renew what lives, and settle what could not be settled."""
+        """For ever: renew the holds under way, and retry the rows that could not be settled."""
         renew_in_s = 0.0
         while True:
             await asyncio.sleep(_RETRY_EVERY_S)
@@ -107,12 +106,12 @@ class Money:
                     renew_in_s = _RETRY_EVERY_S
 
     async def retry(self) -> None:
-        """Settle what waits, oldest first, until Redis fails again or does not want one."""
+        """Settle the waiting rows, oldest first, until Redis fails again or refuses one."""
         while self._unsettled:
             waiting = self._unsettled[0]
             try:
                 await self._budgets.settle(waiting.hold, waiting.row.cost_microusd, encode_row(waiting.row))
-            except ResponseError as error:  # now (out of memory, read only) or ever: the next time another one is first
+            except ResponseError as error:  # perhaps for ever: the next retry begins with another row
                 _log.warning("ledger_row_refused", hold=waiting.hold.id, reason=str(error))
                 self._unsettled.rotate(-1)
                 return
@@ -121,7 +120,7 @@ class Money:
             self._unsettled.popleft()
 
     async def aclose(self) -> None:
-        """A last try; what can't be settled then is written to the log whole, so that nothing is lost in silence."""
+        """Retry once more, then log each row that is left, whole: no row is lost silently."""
         await self.retry()
         for waiting in self._unsettled:
             _log.error("ledger_row_not_settled", row=msgspec.to_builtins(waiting.row))
@@ -134,7 +133,7 @@ def _refusal(identity: Identity, refused: Refused) -> BudgetExceeded:
         f"Team {identity.team.name} has a {state.budget.window} budget of {limit}: {spent} is spent, {held} is held by "
         f"requests under way, and this request may cost {_usd(refused.amount_microusd)}."
     )
-    if refused.amount_microusd > state.budget.limit_microusd:  # nor does it fit a new window
+    if refused.amount_microusd > state.budget.limit_microusd:  # it does not fit a new window either
         words += " That is more than the whole budget: ask for a shorter answer with `max_tokens`."
         return BudgetExceeded(words, None)
     if refused.resets_in_s is not None:

@@ -1,6 +1,7 @@
-"""One generation as a value: whom it serves, and the outcome of each stage.
+"""One generation as a value: its turn, its identity, and the outcome of each stage.
 
-Nothing here awaits, and it contains no services. Invariant: each outcome is set once, whole, by the method of its stage.
+It never awaits, and contains no services. Invariant: each outcome is set once, whole, by the method
+of its stage.
 """
 
 from collections.abc import Sequence
@@ -18,8 +19,9 @@ from gateway.journey.turn import Turn
 from gateway.wire.types import Chunk, Usage
 from policies import Hold, Route, Tokens
 
-_UNSTREAMED = frozenset({"best_of", "prompt_logprobs"})  # asked for these, servers refuse to stream
-_WHOLE_TIMEOUT_S = 600.0  # a whole shows nothing until it is there: as long as the official SDKs wait by default
+_UNSTREAMED = frozenset({"best_of", "prompt_logprobs"})  # servers refuse to stream with these
+# a whole answer has no bytes until it is complete; the official SDKs wait this long by default
+_WHOLE_TIMEOUT_S = 600.0
 
 
 class Spent(msgspec.Struct, frozen=True):
@@ -30,8 +32,11 @@ class Spent(msgspec.Struct, frozen=True):
 
 
 class Generation:
-    """One generation. `warm` are the prompt tokens that deployments saw last, by name; `degraded` the parts that failed and
-    were done without."""
+    """One generation.
+
+    `warm` are the prompt tokens that deployments saw last, by name. `degraded` names the parts that
+    failed and that the request did without.
+    """
 
     __slots__ = (
         "_degraded", "_first_choice_model", "_near", "_tries", "alias", "fingerprint", "headers", "hold", "identity", "route",
@@ -54,46 +59,46 @@ class Generation:
         self.warm = warm
         self.semantic = SemanticResult()
         self.hold: Hold | None = None
-        self.headers: dict[bytes, bytes] | None = None  # of the tokens' rate limits, once the tokens have been taken
+        self.headers: dict[bytes, bytes] | None = None  # the tokens' rate limits', once taken
         self.route: Route | None = None  # the first one, with each rejection
-        self.why = ""  # the deployment that was tried last was chosen
+        self.why = ""  # why the deployment that was tried last was chosen
         self.spent: Spent | None = None
         self.stored: Entry | None = None  # the entry that was to be stored
-        self.store = ""  # `stored`, or why not
+        self.store = ""  # `stored`, or the reason against it
         self._degraded = degraded
         self._near: Entry | None = None
         self._first_choice_model = ""
         self._tries: list[Progress] = []
 
-    # -- the outcomes of the stages -----------------------------------------------------------------------------
+    # -- the outcomes of the stages ----------------------------------------------------------------
 
     def looked_up(self, result: SemanticResult) -> None:
-        """6. A hit, or the reason why there is none."""
+        """6. Set the semantic hit, or the reason why there is none."""
         self.semantic = result
 
     def reserved(self, hold: Hold) -> None:
-        """7. The money that is set apart."""
+        """7. Set the hold."""
         self.hold = hold
 
     def admitted(self, headers: dict[bytes, bytes]) -> None:
-        """7. The tokens are taken from the rate limits, which `headers` describe."""
+        """7. Set `headers`, which describe the rate limits after the tokens were taken."""
         self.headers = headers
 
     def found_near(self, entry: Entry | None) -> None:
-        """7. The answer to the nearest prompt, of which a local engine may make a draft."""
+        """7. Set the answer to the nearest prompt, which a local engine may use as a draft."""
         self._near = entry
 
     def routed(self, route: Route) -> None:
-        """8. The route before the first try."""
+        """8. Set the route before the first try."""
         self.route = route
         self._first_choice_model = self.alias.first_choice_model(self.turn.demand, self.warm, route)
 
     def chosen(self, why: str) -> None:
-        """9. The reason why the deployment that is tried next was ranked first."""
+        """9. Set the reason why the deployment that is tried next was ranked first."""
         self.why = why
 
     def begin_try(self, deployment: Deployment) -> tuple[BackendRequest, Progress]:
-        """9. The request to `deployment`, and the progress of its answer, empty."""
+        """9. The request to `deployment`, and the empty progress of its answer."""
         turn = self.turn
         # decision: always-stream
         is_stream = turn.is_stream or (len(self.alias.deployments) > 1 and _UNSTREAMED.isdisjoint(turn.body))
@@ -114,18 +119,18 @@ class Generation:
         return request, progress
 
     def end(self) -> LedgerRow | None:
-        """10. No more comes: what it spent is fixed. Returns what is to be paid; None where nothing is."""
+        """10. Fix the tokens and the cost. Returns the row to settle; None if there is none."""
         row = self._ledger_row()
         is_counted = row is not None and self.progress.has_begun
         self.spent = Spent(self._usage(), row.cost_microusd if row is not None and is_counted else 0)
         return row
 
     def recorded(self, entry: Entry | None, store: str) -> None:
-        """10. The entry that was made of the answer, if any, and `stored` or the reason why it is not."""
+        """10. Set the entry made of the answer, if any, and `stored` or the reason against it."""
         self.stored = entry
         self.store = store
 
-    # -- what follows from them ---------------------------------------------------------------------------------
+    # -- derived from the outcomes -----------------------------------------------------------------
 
     @property
     def source(self) -> str:
@@ -137,7 +142,7 @@ class Generation:
 
     @property
     def progress(self) -> Progress:
-        """Of the deployment that was tried last; an empty one where none was."""
+        """The progress at the deployment that was tried last; empty if none was tried."""
         return self._tries[-1] if self._tries else _NO_PROGRESS
 
     @property
@@ -146,7 +151,7 @@ class Generation:
 
     @property
     def answered_by(self) -> str:
-        """The deployment whose answer it is, recorded or new; empty before that has begun."""
+        """The deployment that generated the answer, recorded or new; empty before it has begun."""
         if self.semantic.entry is not None:
             return deployment_of(self.semantic.entry)
         return self.progress.deployment if self.progress.has_begun else ""
@@ -157,12 +162,12 @@ class Generation:
 
     @property
     def is_fallback(self) -> bool:
-        """Another model than that of the first choice answered."""
+        """Whether another model than that of the first choice answered."""
         model = self.alias.deployments[self.progress.deployment].model if self._tries else ""
         return bool(self._tries) and self._first_choice_model not in ("", model)
 
     def store_refusal(self, entry_bytes_max: int) -> str | None:
-        """Why the answer is not stored, in the cache's counted words; None where it is."""
+        """The reason why the answer is not stored, as the cache counts it; None if it is."""
         turn = self.turn
         return refusal_of(self.progress, turn.kind, turn.controls, entry_bytes_max, is_fallback=self.is_fallback)
 
@@ -181,7 +186,7 @@ class Generation:
         return entry_of(self.fingerprint, chunks, labels, ttl_s=ttl_s, namespace=namespace, is_findable=is_findable)
 
     def _usage(self) -> Usage:
-        """Tokens as the backend counted them; estimated where it never said: what was cut short still cost something."""
+        """The tokens that the backend counted, else an estimate: a cut answer costs money, too."""
         progress = self.progress
         return progress.usage or Usage(
             # decision: abandoned-prompts-are-charged

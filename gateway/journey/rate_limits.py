@@ -1,7 +1,7 @@
-"""Rate limits as the pipeline sees them: who is limited, by how much, and what the client is told.
+"""Rate limits as the pipeline uses them: an identity's limits, and the headers that report them.
 
-Knows no prompts. Invariant: limits never fail open. While Redis is away each worker keeps them by itself, so that a team gets
-at most its limit per worker.
+Knows no prompts. Invariant: limits never fail open. While Redis is away, each worker applies them
+separately, so a team gets at most its limit from each worker.
 """
 
 import time
@@ -27,7 +27,7 @@ Headers = dict[bytes, bytes]
 
 
 class _Known(msgspec.Struct):
-    """An identity's limits, made ready once; and what was shown of them last, for requests, tokens or both."""
+    """An identity's limits, prepared once, and their last headers, by requests and tokens."""
 
     identity: Identity
     scope: str
@@ -37,8 +37,11 @@ class _Known(msgspec.Struct):
 
 
 class Limits:
-    """Requests and tokens per minute, of keys and teams. What is taken comes as the response's headers, when awaited: Redis is asked
-    at once where it must be."""
+    """Requests and tokens per minute, of keys and teams.
+
+    Each method that takes sends its command to Redis at once, if it needs one, and gives the
+    response's headers when awaited.
+    """
 
     def __init__(
         self, shared: LeasedRateLimits, local: LocalRateLimits, clock: Callable[[], float] = time.monotonic
@@ -49,19 +52,22 @@ class Limits:
         self._known: dict[int, _Known] = {}
 
     def take(self, identity: Identity) -> Eager[Headers]:
-        """3. One request. Raises RateLimited."""
+        """3. Take one request. Raises RateLimited."""
         return self._take(identity, 1, 0)
 
     def take_tokens(self, demand: Demand, identity: Identity) -> Eager[Headers]:
-        """The tokens that a generation is expected to need; hits need none. Raises RateLimited."""
+        """7. Take the tokens that a generation is expected to need. Raises RateLimited."""
         return self._take(identity, None, _expected_tokens(demand))
 
     def take_requests(self, identity: Identity) -> Eager[Headers]:
-        """One request that is not a chat: its tokens are not limited. Raises RateLimited."""
+        """Take one request without a generation: its tokens are not limited. Raises RateLimited."""
         return self._take(identity, 1, None)
 
     def correct(self, demand: Demand, identity: Identity, tokens: int) -> Coroutine[Any, Any, None] | None:
-        """What `take_tokens` took was expected; now it is known what it was. What to await, where Redis must know."""
+        """Replace the expected tokens that `take_tokens` took by `tokens`, those used.
+
+        Returns a coroutine to await if Redis must be updated, else None.
+        """
         expected = _expected_tokens(demand)
         known = self._of(identity)
         correcting = self._shared.correct(known.limited, expected, tokens)
@@ -76,7 +82,7 @@ class Limits:
             self._local.correct(scope_of(identity.team.id), _limits_of(identity, None, expected), "tokens", tokens)
 
     def _of(self, identity: Identity) -> _Known:
-        """Limits change with the snapshot of accounts, whose identities are new objects then."""
+        """The identity's prepared limits. A new snapshot of accounts has new identity objects."""
         known = self._known.get(identity.key.id)
         if known is None or known.identity is not identity:
             if len(self._known) > _IDENTITIES_MAX:
@@ -87,7 +93,7 @@ class Limits:
         return known
 
     def _take(self, identity: Identity, requests: int | None, tokens: int | None) -> Eager[Headers]:
-        """Of what this worker holds, without waiting; from Redis where that does not suffice."""
+        """Take from this worker's lease without waiting, or from Redis if that does not suffice."""
         known = self._of(identity)
         if not known.limited:
             return Eager.done({})
@@ -106,7 +112,7 @@ class Limits:
         raise _refusal(verdict, headers)
 
     def _shown(self, known: _Known, requests: int | None, tokens: int | None) -> Headers:
-        """What remains of large limits is written anew every 50 ms: what Redis knows of them is as much as a second old."""
+        """The headers, made once in 50 ms: the worker's copy of Redis's counts is up to 1 s old."""
         now_s = self._clock()
         if now_s - known.shown_at_s > _SHOWN_FOR_S:
             known.shown, known.shown_at_s = {}, now_s
@@ -141,7 +147,7 @@ def _expected_tokens(demand: Demand) -> int:
 
 
 def _limits_of(identity: Identity, requests: int | None, tokens: int | None) -> list[RateLimit]:
-    """Every limit of the key and its team in the units that have a cost."""
+    """Every limit of the key and its team, in the units that are taken."""
     key, team = identity.key, identity.team
     scope = scope_of(team.id)
     limits = (

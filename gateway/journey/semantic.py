@@ -1,7 +1,7 @@
-"""Stage 6 of the journey: a semantic hit, or the reason why there is none; the error bound that it keeps to; drafts.
+"""Stage 6 of the journey: a semantic hit or the reason for a miss; its error bound; drafts.
 
-The cache decides what a hit is. Invariants: a lookup that fails, or that points at an answer which is gone, is a miss with
-its reason; of all error bounds that are given the least holds.
+The cache decides which answers are hits. Invariants: a lookup that fails, or that points at an
+answer which is gone, is a miss with its reason; the least of all given error bounds holds.
 """
 
 import asyncio
@@ -25,14 +25,17 @@ _DRAFT_CHARS_MAX = 16 << 10
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The error bound of a semantic lookup. `untightened` is the bound before the measured error tightened it, else None."""
+    """The error bound of a semantic lookup.
+
+    `untightened` is the bound before the measured error tightened it; None if it did not.
+    """
 
     error_max: float
     untightened: float | None = None
 
 
 def error_max_of(settings: Settings, team: Team, alias: str, asked: float | None = None) -> float:
-    """The least of all bounds that are given."""
+    """The least of the bounds of the settings, the team, the alias and the request (`asked`)."""
     model = settings.models.get(alias)
     of_alias = model.semantic_error_max if model is not None else None
     given = (settings.cache.error_max, team.semantic_error_max, of_alias, asked)
@@ -40,7 +43,7 @@ def error_max_of(settings: Settings, team: Team, alias: str, asked: float | None
 
 
 class Bounds:
-    """The error bounds of one worker, tightened where the measured error passed them."""
+    """The error bounds of one worker, tightened if the measured error passed them."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -48,11 +51,11 @@ class Bounds:
         self.strictness: dict[tuple[int, str], float] = {}
 
     def error_max(self, team: Team, alias: str, asked: float | None = None) -> float:
-        """The least of all bounds that are given, before any tightening."""
+        """The least of all given bounds, before any tightening."""
         return error_max_of(self._settings, team, alias, asked)
 
     def bound(self, team: Team, alias: str, asked: float | None) -> Bound:
-        """The bound for a request of a team for an alias."""
+        """The bound for a request of `team` for `alias`; `asked` is the request's own bound."""
         error_max = self.error_max(team, alias, asked)
         strictness = self.strictness.get((team.id, alias))
         return Bound(error_max) if strictness is None else Bound(error_max * strictness, error_max)
@@ -66,11 +69,14 @@ class SemanticResult(msgspec.Struct, frozen=True):
     miss_reason: str = ""
     nearest: str = ""  # the nearest entry's text; empty unless prompts may be logged
     trial: Trial | None = None  # the decision's features, for the verdict that may follow
-    degraded: tuple[str, ...] = ()  # parts that failed and were done without
+    degraded: tuple[str, ...] = ()  # parts that failed and that the request did without
 
 
 class SemanticLookup:
-    """Finds answers that were given to other words of the same meaning. One per worker."""
+    """Finds answers to prompts in other words. One per worker.
+
+    `stores_awaited_s` is how long a lookup waits for an answer that is being stored.
+    """
 
     def __init__(
         self,
@@ -85,15 +91,16 @@ class SemanticLookup:
         self._exact = exact
         self._bounds = bounds
         self._stores_awaited_s = stores_awaited_s
-        self._stores: dict[bytes, asyncio.Future[None]] = {}  # by compat: the latest answer on its way to Redis
+        # by compat: the latest answer on its way to Redis
+        self._stores: dict[bytes, asyncio.Future[None]] = {}
 
     async def find(self, found: Fingerprint, controls: Controls, team: Team, alias: Alias) -> SemanticResult:
-        """A verified answer to a prompt of the same meaning, or why there is none."""
+        """A verified semantic hit, or the reason for a miss."""
         reason = self._why_not(found, team, alias) or ("no-cache" if controls.no_cache else "")
         if reason or found.text is None:
             return SemanticResult(miss_reason=reason)
         storing = self._stores.get(found.compat)
-        if storing is not None:  # an answer that this worker is storing right now may be the one
+        if storing is not None:  # an answer that this worker is storing may be the hit
             await asyncio.wait((storing,), timeout=self._stores_awaited_s)
         bound = self._bounds.bound(team, alias.name, controls.error_max)
         query = Query(found.partition, found.compat, found.text, bound.error_max, bound.untightened)
@@ -108,21 +115,22 @@ class SemanticLookup:
                 degraded=("cache_worker",) if is_away else (),
             )
         pointed = await self._exact.lookup_entry(found, result.exact, controls.max_age_s)
-        if pointed.entry is None:  # a would-be hit with nothing to serve: no sample of misses or audits
+        if pointed.entry is None:  # the answer is gone: no sample of misses or audits
             reason = pointed.miss.value if pointed.miss else "gone"
             return SemanticResult(similarity=result.similarity, miss_reason=reason)
         return SemanticResult(entry=pointed.entry, similarity=result.similarity, trial=result.trial)
 
     def is_findable(self, found: Fingerprint, team: Team, alias: Alias) -> bool:
-        """Whether the answer to this request may be found by other requests of the same meaning."""
+        """Whether a semantic lookup may find the answer to this request."""
         return not self._why_not(found, team, alias)
 
     def begin_draft(self, found: Fingerprint, result: SemanticResult) -> Eager[Lookup] | None:
-        """Ask for the answer to the nearest cached prompt, where one is near: a local engine takes it for a draft.
+        """Begin to read the answer to the nearest cached prompt, as a local engine's draft.
 
-        The engine verifies each guess that comes from it, so it changes no answer, only how many steps one takes. It is of
-        the request's own partition and compat, as a hit would be. A guess is no use of the answer, and keeps it from no
-        eviction.
+        Returns None if no prompt is near enough. The engine verifies each guess from the draft, so
+        a draft changes the number of steps and never the answer. It is of the request's own
+        partition and compat, as a hit is. A draft does not count as a use of the entry, and does
+        not delay its eviction.
         """
         trial, similarity = result.trial, result.similarity
         if trial is None or not trial.ranked or similarity is None or similarity < NEAR_SIMILARITY_MIN:
@@ -132,7 +140,7 @@ class SemanticLookup:
 
     @contextlib.contextmanager
     def storing(self, fingerprint: Fingerprint) -> Iterator[None]:
-        """While the answer to this request is on its way to Redis, lookups that it may answer wait for it a little."""
+        """Let lookups that this request's answer may serve wait while it is being stored."""
         stored = self._stores[fingerprint.compat] = asyncio.get_running_loop().create_future()
         try:
             yield
@@ -142,7 +150,7 @@ class SemanticLookup:
                 del self._stores[fingerprint.compat]
 
     def _why_not(self, found: Fingerprint, team: Team, alias: Alias) -> str:
-        """Why the request has no semantic lookup, whatever its cache controls; empty where it has one."""
+        """The reason for no semantic lookup, apart from cache controls; empty if there is one."""
         if not (self._settings.cache.is_semantic and alias.settings.is_semantic):
             return "off"
         if not team.is_semantic_enabled:
@@ -151,11 +159,11 @@ class SemanticLookup:
 
 
 def draft_of(entry: Entry | None) -> str:
-    """The text of the entry's answer, or as much of it as is worth reading; empty where it is no text."""
+    """The text of the entry's answer, up to a bound; empty if there is none or it is too long."""
     if entry is None or entry.chunks_bytes > _DRAFT_BYTES_MAX:
         return ""
     try:
         whole = fold(chunks_of(entry))
-    except msgspec.DecodeError:  # recorded as it came, with an error where no part had to look
+    except msgspec.DecodeError:  # recorded as received, with an error in a part that was not parsed
         return ""
     return (answer_text(whole) or "")[:_DRAFT_CHARS_MAX]

@@ -1,6 +1,6 @@
-"""From a generation to a cached entry and back: what the gateway's chunks are in the cache's terms.
+"""Converts a generation's chunks into a cached entry, and an entry into chunks.
 
-Invariant: what is replayed is what was recorded, chunk for chunk; only a complete answer becomes an entry.
+Invariant: a replay has the recorded chunks, one for one; only a complete answer becomes an entry.
 """
 
 import json
@@ -19,7 +19,7 @@ from gateway.wire.types import Chunk, Kind
 def refusal_of(
     progress: Progress, kind: Kind, controls: Controls, entry_bytes_max: int, *, is_fallback: bool
 ) -> str | None:
-    """Why this generation is not stored, in the cache's counted words; None where it is."""
+    """The reason why this generation is not stored, as the cache counts it; None if it is."""
     refusal = store_refusal(
         Outcome(
             is_complete=progress.is_complete,
@@ -44,7 +44,10 @@ def entry_of(
     namespace: str,
     is_findable: bool,
 ) -> Entry:
-    """The entry that records an answer. Its text is None if it must not be found semantically, so it is never embedded."""
+    """The entry that records an answer.
+
+    `ttl_s` is in seconds. Without `is_findable` the entry's text is None, so it is never embedded.
+    """
     return Entry(
         partition=fingerprint.partition,
         exact=fingerprint.exact,
@@ -55,17 +58,18 @@ def entry_of(
         ttl_s=ttl_s,
         namespace=namespace,
         labels={**labels, "has_usage_chunk": int(bool(chunks) and chunks[-1].is_usage_only)},
-        saves=labels["cost_microusd"] + labels["duration_ms"],  # a second of waiting counts like a tenth of a cent
+        # a second of waiting counts as a tenth of a cent
+        saves=labels["cost_microusd"] + labels["duration_ms"],
     )
 
 
 def deployment_of(entry: Entry | None) -> str:
-    """The deployment that generated the recorded answer."""
+    """The deployment that generated the recorded answer; empty without an entry."""
     return str(entry.labels.get("deployment", "")) if entry is not None else ""
 
 
 def chunks_of(entry: Entry) -> list[Chunk]:
-    """The recorded chunks, as the wire wants them."""
+    """The recorded chunks, as the wire's values."""
     chunks = [Chunk(data=r.data, is_whole=r.is_whole, count=r.count) for r in entry.chunks]
     if entry.labels.get("has_usage_chunk") and chunks:
         chunks[-1] = Chunk(data=chunks[-1].data, is_usage_only=True)
@@ -73,8 +77,10 @@ def chunks_of(entry: Entry) -> list[Chunk]:
 
 
 def answer_text(whole: bytes) -> str | None:
-    """What a judge compares of a `chat.completion`: its text, or its tool calls as JSON without their ids. None where there are
-    several choices, a refusal or anything else than text: that is not compared."""
+    """The part of a `chat.completion` that a judge compares: text, or tool calls as JSON, no ids.
+
+    None if there are several choices, a refusal or anything but text: these are not compared.
+    """
     try:
         choices = msgspec.json.decode(whole)["choices"]
         (message,) = (choice["message"] for choice in choices)
@@ -87,7 +93,7 @@ def answer_text(whole: bytes) -> str | None:
         return content or None
     try:
         told = [{"name": call["function"]["name"], "arguments": _arguments(call["function"])} for call in calls]
-    except (KeyError, TypeError):  # calls of another kind, as of custom tools
+    except (KeyError, TypeError):  # calls of another kind, such as custom tools
         return None
     return json.dumps([content, *told] if content else told)
 
@@ -100,7 +106,7 @@ _NAMED = msgspec.json.Decoder(_Named)
 
 
 def answer_id(entry: Entry) -> str | None:
-    """The `id` that the entry's answer carries in its body, whoever it is replayed to."""
+    """The `id` in the body of the entry's answer, the same in every replay; None if it has none."""
     try:
         return _NAMED.decode(entry.chunks[0].data).id
     except (IndexError, msgspec.DecodeError):
@@ -108,7 +114,7 @@ def answer_id(entry: Entry) -> str | None:
 
 
 def _arguments(function: dict[str, Any]) -> Any:
-    """A call's arguments as values; as text where they are no JSON."""
+    """A call's arguments as values; as text if they are not JSON."""
     try:
         return json.loads(function["arguments"])
     except ValueError:

@@ -1,8 +1,9 @@
-"""One request as the pipeline sees it: validated, with its cache controls and its deadline read, and nothing decided yet.
+"""One request as a value: validated, with its cache controls and its deadline, before any decision.
 
-Shapes: OpenAI API reference, "Create chat completion" and "Create completion". Known fields are checked for type and range,
-unknown ones pass through untouched. Invariant: `body` is the client's JSON less Sameway's own `cache` object; nothing here
-rewrites it, but that the length of a completion is spelled out, where servers have other defaults than OpenAI's.
+Shapes: OpenAI API reference, "Create chat completion" and "Create completion". Known fields
+are checked for type and range, unknown ones pass through unchanged. Invariant: `body` is the
+client's JSON without Sameway's own `cache` object, otherwise unchanged, except that a completion
+without a length gets OpenAI's default, because servers have other defaults.
 """
 
 import random
@@ -41,13 +42,16 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 def arrive(operation: str) -> Arrival:
-    """The arrival of a request, now, with a new id."""
+    """The arrival of a request of this operation, now, with a new id."""
     at_s = time.time()
     return Arrival(new_id(at_s), at_s, operation)
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """How the reply to a request ended for its client. `error` is the error's code, empty where there was none."""
+    """The end of a reply, as its client saw it.
+
+    `status` is HTTP's; `error` is the error's code, empty without one.
+    """
 
     status: int = 200
     error: str = ""
@@ -55,7 +59,7 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One request: what the caller asks. Times are on the clock of `time.perf_counter`, in seconds."""
+    """One request, as its caller sent it. Times are seconds on the clock of `time.perf_counter`."""
 
     arrival: Arrival
     alias: str
@@ -66,18 +70,21 @@ class Turn(msgspec.Struct, frozen=True):
     wants_usage: bool
     kind: Kind
     started: float
-    deadline: float | None = None  # None: the caller waits as long as it takes
+    deadline: float | None = None  # None: the client has no deadline
 
     def elapsed_ms(self) -> float:
         return (time.perf_counter() - self.started) * 1000.0
 
     def remaining_ms(self) -> float | None:
-        """Milliseconds until the client's deadline; None where it has none."""
+        """Milliseconds until the client's deadline; None if it has none."""
         return None if self.deadline is None else max(0.0, (self.deadline - time.perf_counter()) * 1000.0)
 
 
 def read_turn(raw: bytes, headers: Mapping[str, str], arrival: Arrival, kind: Kind = CHAT) -> Turn:
-    """A turn from a request's bytes and lower-case headers. Raises BadRequest naming the field."""
+    """The turn of the body `raw` and of `headers`, by lower-case name.
+
+    Raises BadRequest with the invalid field.
+    """
     body = decode_object(raw)
     if kind.output_tokens_default is not None and body.get("max_tokens") is None:
         body["max_tokens"] = kind.output_tokens_default
@@ -98,8 +105,12 @@ def read_turn(raw: bytes, headers: Mapping[str, str], arrival: Arrival, kind: Ki
 
 
 def read_controls(cache_control: str, fields: Any) -> Controls:
-    """Cache controls from a `Cache-Control` header (RFC 9111, section 5.2.1) and the body's `cache` object; of two, the
-    stricter. Unknown directives are ignored, as the RFC wants; unknown fields of our own object are not. Raises BadRequest."""
+    """Cache controls from a `Cache-Control` header and the body's `cache` object (`fields`).
+
+    Source: RFC 9111, section 5.2.1. If both set a control, the stricter one holds. Unknown
+    directives are ignored, as the RFC requires. Raises BadRequest, also for unknown fields of the
+    `cache` object.
+    """
     if not cache_control and fields is None:
         return _DEFAULT_CONTROLS
     directives: dict[str, str] = {}
@@ -127,7 +138,7 @@ _DEFAULT_CONTROLS = Controls()
 
 
 def _deadline(header: str | None, started: float) -> float | None:
-    """The client's read time-out in seconds, as the official SDKs send it; anything else is no deadline."""
+    """The deadline of the official SDKs' read time-out, in seconds; None for any other value."""
     try:
         seconds = float(header or "")
     except ValueError:
@@ -136,17 +147,20 @@ def _deadline(header: str | None, started: float) -> float | None:
 
 
 def elapsed_ms_since(at_s: float) -> float:
-    """Milliseconds since a unix time."""
+    """Milliseconds since `at_s`, in unix time."""
     return max(0.0, (time.time() - at_s) * 1000.0)
 
 
 def new_id(at_s: float) -> str:
-    """The id of a request that came at `at_s`, unix time, and says so, as a version 7 UUID does (RFC 9562, section 5.7)."""
+    """The id of a request that arrived at `at_s`, in unix time.
+
+    It contains that time, as a version 7 UUID does (RFC 9562, section 5.7).
+    """
     return f"req_{int(at_s * 1000):012x}{_random.getrandbits(80):020x}"
 
 
 def arrived_at(request_id: str) -> float | None:
-    """When the request of this id came, in unix time; None where it is no id of ours."""
+    """The unix time in an id that `new_id` made; None for any other id."""
     digits = request_id.removeprefix("req_")
     try:
         return int(digits[:12], 16) / 1000.0 if len(digits) == 32 else None
