@@ -13,32 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cache.decision.words import (
-    AMOUNTS,
-    ASKING_WHETHER,
-    BEFORE_PRONOUN_ONE,
-    CONTRACTIONS,
-    DATES,
-    FORMS,
-    FUNCTION_WORDS,
-    GREETINGS,
-    HUNDRED,
-    LARGE,
-    LIGHT_WORDS,
-    NEGATIONS,
-    ONE,
-    OTHER_NUMBERS,
-    OWNERS,
-    PERSONS,
-    POLES,
-    PREPOSITIONS,
-    REVERSING,
-    SCOPES,
-    SMALL,
-    TIMES,
-    UNITS,
-    stem,
-)
+from cache.decision import words as lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +62,7 @@ _TOKEN = re.compile(
 )
 _SENTENCE_END = frozenset(".!?:;\n")
 _LATIN_LAST = "\u024f"
-_NUMERALS = frozenset((*SMALL, *OTHER_NUMBERS))  # words that a number can begin with
+_NUMERALS = frozenset((*lists.SMALL, *lists.OTHER_NUMBERS))  # words that a number can begin with
 _ASKING = frozenset(("who", "whose", "whom", "how", "when", "where", "why"))
 
 
@@ -102,11 +77,13 @@ def read(text: str) -> TextFeatures:
     is_shouted = text.isupper()  # then capitals say nothing
     for match in _TOKEN.finditer(text):
         token, kind = match.group(), match.lastgroup
-        is_start = end == 0 or not _SENTENCE_END.isdisjoint(text[end : match.start()]) or GREETINGS.issuperset(words)
+        is_start = (
+            end == 0 or not _SENTENCE_END.isdisjoint(text[end : match.start()]) or lists.GREETINGS.issuperset(words)
+        )
         end = match.end()
         if kind == "quote":
             quotes.add(" ".join(token[1:-1].casefold().split()))
-            words += (stem(word) for word in re.findall(r"\w+", token.casefold()))
+            words += (lists.stem(word) for word in re.findall(r"\w+", token.casefold()))
         elif kind == "link":
             names.add(token.casefold())
             words.append(token.casefold())
@@ -121,22 +98,22 @@ def read(text: str) -> TextFeatures:
                 names.update(parts)
     figures = [_with_unit(words, figure) for figure in sorted([*figures, *_spelled_out(words)])]
     taken = {place for figure in figures for place in range(figure.start, figure.end)}
-    content = tuple(word for place, word in enumerate(words) if word not in FUNCTION_WORDS and place not in taken)
+    content = tuple(word for place, word in enumerate(words) if word not in lists.FUNCTION_WORDS and place not in taken)
     present = frozenset(words)
     return TextFeatures(
         words=tuple(words),
         content=content,
         numbers=tuple((figure.value, figure.unit) for figure in figures),
-        names=frozenset(name for name in names if name not in FUNCTION_WORDS),
+        names=frozenset(name for name in names if name not in lists.FUNCTION_WORDS),
         quotes=frozenset(quotes),
-        negations=sum(word in NEGATIONS for word in words) if present & NEGATIONS else 0,
-        poles=frozenset(pole for word in present & POLES.keys() for pole in POLES[word]),
+        negations=sum(word in lists.NEGATIONS for word in words) if present & lists.NEGATIONS else 0,
+        poles=frozenset(pole for word in present & lists.POLES.keys() for pole in lists.POLES[word]),
         roles=frozenset(_roles(words)),
-        forms=present & FORMS,
-        scopes=present & SCOPES,
-        owners=present & OWNERS,
-        times=present & TIMES,
-        dates=present & DATES,
+        forms=present & lists.FORMS,
+        scopes=present & lists.SCOPES,
+        owners=present & lists.OWNERS,
+        times=present & lists.TIMES,
+        dates=present & lists.DATES,
         question=_question(words),
         content_set=frozenset(content),
         reversals=_reversals(frozenset(content)),
@@ -150,7 +127,7 @@ def is_inverted(one: TextFeatures, other: TextFeatures) -> bool:
     """
     if sorted(one.words) == sorted(other.words) and _stated(one) != _stated(other):
         return True
-    if any(_is_reordered(one, other, among) for among in (one.names | other.names, PERSONS)):
+    if any(_is_reordered(one, other, among) for among in (one.names | other.names, lists.PERSONS)):
         return True
     governed: dict[str, set[str]] = {}
     for preposition, word in one.roles:
@@ -168,7 +145,7 @@ def is_exchanged(one: TextFeatures, other: TextFeatures) -> bool:
 
     It finds less than `is_inverted`, and its finds are never harmless.
     """
-    shared = (one.content_set & other.content_set) - LIGHT_WORDS
+    shared = (one.content_set & other.content_set) - lists.LIGHT_WORDS
     first, second = (list(dict.fromkeys(word for word in some.content if word in shared)) for some in (one, other))
     if first != second and (_has_exchange(first, second) or _has_exchange(_uttered(one), _uttered(other))):
         return True
@@ -196,7 +173,7 @@ def _has_exchange(first: list[str], second: list[str]) -> bool:
 
 
 def _uttered(reading: TextFeatures) -> list[str]:
-    return [word for word in reading.words if word not in GREETINGS]
+    return [word for word in reading.words if word not in lists.GREETINGS]
 
 
 def _precedes(reading: TextFeatures, word: str, later: str) -> bool:
@@ -206,7 +183,7 @@ def _precedes(reading: TextFeatures, word: str, later: str) -> bool:
 
 
 def _stated(reading: TextFeatures) -> list[str]:
-    return [word for word in reading.content if word not in NEGATIONS]
+    return [word for word in reading.content if word not in lists.NEGATIONS]
 
 
 def _is_reordered(one: TextFeatures, other: TextFeatures, among: frozenset[str]) -> bool:
@@ -232,8 +209,8 @@ def is_negated(one: TextFeatures, other: TextFeatures) -> bool:
 def _reversals(content: frozenset[str]) -> tuple[tuple[str, str], ...]:
     return tuple(
         (word, word[len(prefix) :])
-        for word in sorted(word for word in content if word.startswith(REVERSING))
-        for prefix in REVERSING
+        for word in sorted(word for word in content if word.startswith(lists.REVERSING))
+        for prefix in lists.REVERSING
         if word.startswith(prefix) and len(word) > len(prefix) + 2
     )
 
@@ -241,7 +218,7 @@ def _reversals(content: frozenset[str]) -> tuple[tuple[str, str], ...]:
 @functools.lru_cache(maxsize=32_768)
 def _word(token: str) -> tuple[tuple[str, ...], bool]:
     """The stems of a word's parts, and whether it is an identifier."""
-    return tuple(stem(part) for part in _split(_plain(token))), _is_identifier(token)
+    return tuple(lists.stem(part) for part in _split(_plain(token))), _is_identifier(token)
 
 
 def _plain(token: str) -> str:
@@ -251,8 +228,8 @@ def _plain(token: str) -> str:
 
 def _split(word: str) -> list[str]:
     """Contractions and hyphens: "don't" is do not, "two-factor" is two factor."""
-    if word in CONTRACTIONS:
-        return CONTRACTIONS[word].split()
+    if word in lists.CONTRACTIONS:
+        return lists.CONTRACTIONS[word].split()
     if word.endswith("n't"):
         return [word[:-3], "not"]
     if "'" in word:
@@ -285,16 +262,16 @@ def _figure(token: str) -> tuple[str, str]:
     letters = letters.casefold()
     if letters in ("st", "nd", "rd", "th"):
         letters = ""
-    unit = UNITS.get(symbol or percent or stem(letters), letters)
+    unit = lists.UNITS.get(symbol or percent or lists.stem(letters), letters)
     return value, unit
 
 
 def _with_unit(words: list[str], figure: _Figure) -> _Figure:
     """The figure with the unit that follows it, where it has none yet."""
     follower = words[figure.end] if figure.end < len(words) else ""
-    if figure.unit or follower not in UNITS:
+    if figure.unit or follower not in lists.UNITS:
         return figure
-    return _Figure(figure.start, figure.end + 1, figure.value, UNITS[follower])
+    return _Figure(figure.start, figure.end + 1, figure.value, lists.UNITS[follower])
 
 
 def _spelled_out(words: list[str]) -> list[_Figure]:
@@ -317,18 +294,18 @@ def _spelled_out_at(words: list[str], start: int) -> tuple[int, str]:
     end = start
     while end < len(words):
         word = words[end]
-        if word in SMALL:
-            group += SMALL[word]
-        elif word == HUNDRED and group:
+        if word in lists.SMALL:
+            group += lists.SMALL[word]
+        elif word == lists.HUNDRED and group:
             group *= 100
-        elif word in LARGE and group:
-            total, group = total + group * LARGE[word], 0
+        elif word in lists.LARGE and group:
+            total, group = total + group * lists.LARGE[word], 0
         elif (
             word == "and"
             and end > start
-            and words[end - 1] == HUNDRED
+            and words[end - 1] == lists.HUNDRED
             and end + 1 < len(words)
-            and words[end + 1] in SMALL
+            and words[end + 1] in lists.SMALL
         ):
             pass
         else:
@@ -336,26 +313,26 @@ def _spelled_out_at(words: list[str], start: int) -> tuple[int, str]:
         end += 1
     if end > start:
         return end, str(total + group)
-    value = OTHER_NUMBERS.get(words[start])
+    value = lists.OTHER_NUMBERS.get(words[start])
     return (start, "") if value is None else (start + 1, value)
 
 
 def _is_pronoun_one(words: list[str], start: int, end: int) -> bool:
     """ "which one", "one of": no number is meant."""
-    if words[start:end] != [ONE]:
+    if words[start:end] != [lists.ONE]:
         return False
-    return words[end : end + 1] == ["of"] or (start > 0 and words[start - 1] in BEFORE_PRONOUN_ONE)
+    return words[end : end + 1] == ["of"] or (start > 0 and words[start - 1] in lists.BEFORE_PRONOUN_ONE)
 
 
 def _roles(words: list[str]) -> list[tuple[str, str]]:
     roles = []
     for i, word in enumerate(words):
-        if word in PREPOSITIONS:
+        if word in lists.PREPOSITIONS:
             for follower in words[i + 1 : i + 4]:
-                if follower in PREPOSITIONS:
+                if follower in lists.PREPOSITIONS:
                     break
-                if follower not in FUNCTION_WORDS:
-                    roles.append((PREPOSITIONS[word], follower))
+                if follower not in lists.FUNCTION_WORDS:
+                    roles.append((lists.PREPOSITIONS[word], follower))
                     break
     return roles
 
@@ -368,8 +345,8 @@ def _question(words: list[str]) -> str:
             return "who"
         if word == "how" and words[i + 1 : i + 2] == ["com"]:
             return "why"
-        if word == "how" and words[i + 1 : i + 2] and words[i + 1] in AMOUNTS:
+        if word == "how" and words[i + 1 : i + 2] and words[i + 1] in lists.AMOUNTS:
             return "amount"
         if word in ("when", "where", "why"):
             return word
-    return "whether" if words[:1] and words[0] in ASKING_WHETHER else ""
+    return "whether" if words[:1] and words[0] in lists.ASKING_WHETHER else ""

@@ -7,26 +7,11 @@ because the ledger and Redis name deleted teams and keys.
 
 from __future__ import annotations
 
-from sqlalchemy import (
-    JSON,
-    BigInteger,
-    Boolean,
-    CheckConstraint,
-    Column,
-    Double,
-    ForeignKey,
-    Index,
-    Integer,
-    LargeBinary,
-    MetaData,
-    Table,
-    Text,
-    UniqueConstraint,
-)
+import sqlalchemy as sa
 
 VERSION = "0002"
 
-metadata = MetaData(
+metadata = sa.MetaData(
     naming_convention={
         "ix": "ix_%(table_name)s_%(column_0_N_name)s",
         "uq": "uq_%(table_name)s_%(column_0_N_name)s",
@@ -36,101 +21,101 @@ metadata = MetaData(
     }
 )
 
-teams = Table(
+teams = sa.Table(
     "teams",
     metadata,
-    Column("id", Integer, primary_key=True),
-    Column("name", Text, nullable=False),
-    Column("created_at_s", Double, nullable=False),
-    Column("is_active", Boolean, nullable=False),
-    Column("requests_per_min", BigInteger),
-    Column("tokens_per_min", BigInteger),
-    Column("semantic_error_max", Double),
-    Column("is_semantic_enabled", Boolean, nullable=False),
-    UniqueConstraint("name"),
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("name", sa.Text, nullable=False),
+    sa.Column("created_at_s", sa.Double, nullable=False),
+    sa.Column("is_active", sa.Boolean, nullable=False),
+    sa.Column("requests_per_min", sa.BigInteger),
+    sa.Column("tokens_per_min", sa.BigInteger),
+    sa.Column("semantic_error_max", sa.Double),
+    sa.Column("is_semantic_enabled", sa.Boolean, nullable=False),
+    sa.UniqueConstraint("name"),
     sqlite_autoincrement=True,
 )
 
-keys = Table(
+keys = sa.Table(
     "keys",
     metadata,
-    Column("id", Integer, primary_key=True),
-    Column("team_id", ForeignKey(teams.c.id, ondelete="CASCADE"), nullable=False),
-    Column("name", Text, nullable=False),
-    Column("prefix", Text, nullable=False),
-    Column("digest", LargeBinary(32), nullable=False),
-    Column("created_at_s", Double, nullable=False),
-    Column("is_active", Boolean, nullable=False),
-    Column("expires_at_s", Double),
-    Column("requests_per_min", BigInteger),
-    Column("tokens_per_min", BigInteger),
-    Column("models", JSON(none_as_null=True)),
-    Column("last_used_at_s", Double),
-    UniqueConstraint("digest"),
-    UniqueConstraint("team_id", "name"),
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("team_id", sa.ForeignKey(teams.c.id, ondelete="CASCADE"), nullable=False),
+    sa.Column("name", sa.Text, nullable=False),
+    sa.Column("prefix", sa.Text, nullable=False),
+    sa.Column("digest", sa.LargeBinary(32), nullable=False),
+    sa.Column("created_at_s", sa.Double, nullable=False),
+    sa.Column("is_active", sa.Boolean, nullable=False),
+    sa.Column("expires_at_s", sa.Double),
+    sa.Column("requests_per_min", sa.BigInteger),
+    sa.Column("tokens_per_min", sa.BigInteger),
+    sa.Column("models", sa.JSON(none_as_null=True)),
+    sa.Column("last_used_at_s", sa.Double),
+    sa.UniqueConstraint("digest"),
+    sa.UniqueConstraint("team_id", "name"),
     sqlite_autoincrement=True,
 )
 
-budgets = Table(
+budgets = sa.Table(
     "budgets",
     metadata,
-    Column("id", Integer, primary_key=True),
-    Column("team_id", ForeignKey(teams.c.id, ondelete="CASCADE"), nullable=False, index=True),
-    Column("window_kind", Text, nullable=False),
-    Column("limit_microusd", BigInteger, nullable=False),
-    Column("is_hard", Boolean, nullable=False),
-    CheckConstraint("window_kind IN ('hour', 'day', 'week', 'month', 'total')", name="window_kind"),
-    CheckConstraint("limit_microusd >= 0", name="limit_microusd"),
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("team_id", sa.ForeignKey(teams.c.id, ondelete="CASCADE"), nullable=False, index=True),
+    sa.Column("window_kind", sa.Text, nullable=False),
+    sa.Column("limit_microusd", sa.BigInteger, nullable=False),
+    sa.Column("is_hard", sa.Boolean, nullable=False),
+    sa.CheckConstraint("window_kind IN ('hour', 'day', 'week', 'month', 'total')", name="window_kind"),
+    sa.CheckConstraint("limit_microusd >= 0", name="limit_microusd"),
     # of two budgets of a kind only the smaller one would count
-    Index("uq_budgets_kind", "team_id", "window_kind", "is_hard", unique=True),
+    sa.Index("uq_budgets_kind", "team_id", "window_kind", "is_hard", unique=True),
     sqlite_autoincrement=True,
 )
 
 # One row. `version` grows with each change to the tables above. `is_claimed`: the first team and
 # key exist.
-installation = Table(
+installation = sa.Table(
     "installation",
     metadata,
-    Column("id", Integer, primary_key=True, autoincrement=False),
-    Column("version", BigInteger, nullable=False),
-    Column("is_claimed", Boolean, nullable=False),
-    CheckConstraint("id = 1", name="single"),
+    sa.Column("id", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("version", sa.BigInteger, nullable=False),
+    sa.Column("is_claimed", sa.Boolean, nullable=False),
+    sa.CheckConstraint("id = 1", name="single"),
 )
 
 # One row per generation, by the id of its hold. No foreign keys: rows outlive teams and keys.
-ledger = Table(
+ledger = sa.Table(
     "ledger",
     metadata,
-    Column("id", Text, primary_key=True),
-    Column("at_ms", BigInteger, nullable=False),
-    Column("request_id", Text, nullable=False),
-    Column("team_id", Integer, nullable=False),
-    Column("key_id", Integer, nullable=False),
-    Column("alias", Text, nullable=False),
-    Column("deployment", Text, nullable=False),
-    Column("prompt_tokens", BigInteger, nullable=False),
-    Column("cached_tokens", BigInteger, nullable=False),
-    Column("completion_tokens", BigInteger, nullable=False),
-    Column("cost_microusd", BigInteger, nullable=False),
-    Column("kind", Text, nullable=False),
-    Index(None, "at_ms", "id"),
-    Index(None, "team_id", "at_ms", "id"),
+    sa.Column("id", sa.Text, primary_key=True),
+    sa.Column("at_ms", sa.BigInteger, nullable=False),
+    sa.Column("request_id", sa.Text, nullable=False),
+    sa.Column("team_id", sa.Integer, nullable=False),
+    sa.Column("key_id", sa.Integer, nullable=False),
+    sa.Column("alias", sa.Text, nullable=False),
+    sa.Column("deployment", sa.Text, nullable=False),
+    sa.Column("prompt_tokens", sa.BigInteger, nullable=False),
+    sa.Column("cached_tokens", sa.BigInteger, nullable=False),
+    sa.Column("completion_tokens", sa.BigInteger, nullable=False),
+    sa.Column("cost_microusd", sa.BigInteger, nullable=False),
+    sa.Column("kind", sa.Text, nullable=False),
+    sa.Index(None, "at_ms", "id"),
+    sa.Index(None, "team_id", "at_ms", "id"),
 )
 
 # The ledger summed by UTC day (days since 1970), written in the transaction of the rows. Totals and
 # budgets over years are read from it.
-ledger_days = Table(
+ledger_days = sa.Table(
     "ledger_days",
     metadata,
-    Column("day", Integer, primary_key=True, autoincrement=False),
-    Column("team_id", Integer, primary_key=True, autoincrement=False),
-    Column("key_id", Integer, primary_key=True, autoincrement=False),
-    Column("alias", Text, primary_key=True),
-    Column("deployment", Text, primary_key=True),
-    Column("kind", Text, primary_key=True),
-    Column("requests", BigInteger, nullable=False),
-    Column("prompt_tokens", BigInteger, nullable=False),
-    Column("cached_tokens", BigInteger, nullable=False),
-    Column("completion_tokens", BigInteger, nullable=False),
-    Column("cost_microusd", BigInteger, nullable=False),
+    sa.Column("day", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("team_id", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("key_id", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("alias", sa.Text, primary_key=True),
+    sa.Column("deployment", sa.Text, primary_key=True),
+    sa.Column("kind", sa.Text, primary_key=True),
+    sa.Column("requests", sa.BigInteger, nullable=False),
+    sa.Column("prompt_tokens", sa.BigInteger, nullable=False),
+    sa.Column("cached_tokens", sa.BigInteger, nullable=False),
+    sa.Column("completion_tokens", sa.BigInteger, nullable=False),
+    sa.Column("cost_microusd", sa.BigInteger, nullable=False),
 )

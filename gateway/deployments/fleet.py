@@ -12,13 +12,7 @@ from typing import Any
 import msgspec
 
 import policies
-from gateway.backends.base import (
-    Backend,
-    BackendError,
-    BackendOverloaded,
-    BackendRejected,
-    BackendTimeout,
-)
+from gateway.backends import base
 from gateway.deployments.build import build_backend, describe
 from gateway.deployments.progress import Progress
 from gateway.loggers import get_logger
@@ -42,7 +36,7 @@ class Deployment:
 
     name: str
     model: str  # deployments of one model give answers of one kind
-    backend: Backend
+    backend: base.Backend
     price: Price
     capabilities: frozenset[str]
     context_tokens_max: int | None
@@ -98,12 +92,12 @@ class Deployment:
         tokens = made.usage.completion_tokens if made.usage else made.content_chunks
         self.estimate.observe(ttft_ms, (duration_ms - ttft_ms) / (tokens - 1) if tokens > 1 else None, prompt_tokens)
 
-    def failed(self, error: BackendError) -> None:
+    def failed(self, error: base.BackendError) -> None:
         """Count a failure against the deployment, unless the request itself was at fault."""
-        if isinstance(error, BackendRejected):
+        if isinstance(error, base.BackendRejected):
             self.breaker.record_success()
         else:
-            self.breaker.record_failure(error.retry_after_s if isinstance(error, BackendOverloaded) else None)
+            self.breaker.record_failure(error.retry_after_s if isinstance(error, base.BackendOverloaded) else None)
 
     def note_timeout(self, prompt_tokens: int) -> None:
         """Learn from a time-out, where no other deployment could answer either.
@@ -203,11 +197,11 @@ def _well(candidate: Candidate) -> Candidate:
     return msgspec.structs.replace(candidate, is_unavailable=False)
 
 
-def pause_before_retry(failure: BackendError, attempts: int) -> float | None:
+def pause_before_retry(failure: base.BackendError, attempts: int) -> float | None:
     """Seconds to wait before another round over all deployments; None where a
     round is pointless.
     """
-    if attempts >= _ATTEMPTS_MAX or isinstance(failure, BackendTimeout):
+    if attempts >= _ATTEMPTS_MAX or isinstance(failure, base.BackendTimeout):
         return None
     pause_s = failure.retry_after_s if failure.retry_after_s is not None else _PAUSE_BEFORE_RETRY_S * 2**attempts
     return pause_s * random.uniform(1.0, 1.25) if pause_s <= _PAUSE_MAX_S else None

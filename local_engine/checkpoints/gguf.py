@@ -15,17 +15,8 @@ from typing import Any
 
 import torch
 
+from local_engine.checkpoints import families
 from local_engine.checkpoints.checkpoint import WeightPiece
-from local_engine.checkpoints.families import (
-    GEMMA_LOCAL_THETA,
-    Family,
-    family_of,
-    gemma,
-    require,
-    softcap,
-    windows_of,
-    yarn_scale,
-)
 from local_engine.checkpoints.gguf_file import GgufFile
 from local_engine.config import ExpertsConfig, ModelConfig, ModelError, RopeConfig
 from local_engine.weights.quantised import Quantised
@@ -90,7 +81,7 @@ class GgufCheckpoint:
         except Exception as error:
             said = str(error).partition("\n")[0]
             raise ModelError(f"{path} says what makes no sense: {type(error).__name__}: {said}") from error
-        family = family_of(str(metadata["general.architecture"]))
+        family = families.family_of(str(metadata["general.architecture"]))
         self._is_permuted = family.is_gguf_rope_permuted
         self._names = {**_LAYER_NAMES, **(_GEMMA_NAMES if family.is_gemma else {})}
         self.form = "GGUF " + ", ".join(sorted({kind for file in self._files for kind in file.kinds()}))
@@ -187,17 +178,17 @@ def model_config_from_gguf(metadata: Mapping[str, Any], tensors: Shapes, name: s
     """A ModelConfig from a GGUF file's metadata and its tensors' names and shapes. Raises
     ModelError."""
     source = "the GGUF metadata"
-    arch = str(require(metadata, "general.architecture", source))
-    family = family_of(arch)
+    arch = str(families.require(metadata, "general.architecture", source))
+    family = families.family_of(arch)
     for key, neutral in _NEUTRAL.items():
         found = metadata.get(f"{arch}.{key}")
         if found is not None and found not in neutral:
             raise ModelError(f"{source}: {arch}.{key} {found!r} is not supported")
     if not family.has_experts and metadata.get(f"{arch}.expert_count"):
         raise ModelError(f"{source}: {arch} with {metadata[f'{arch}.expert_count']} experts is not supported")
-    heads = int(require(metadata, f"{arch}.attention.head_count", source))
-    hidden_size = int(require(metadata, f"{arch}.embedding_length", source))
-    layers = int(require(metadata, f"{arch}.block_count", source))
+    heads = int(families.require(metadata, f"{arch}.attention.head_count", source))
+    hidden_size = int(families.require(metadata, f"{arch}.embedding_length", source))
+    layers = int(families.require(metadata, f"{arch}.block_count", source))
     head_dim = int(metadata.get(f"{arch}.attention.key_length") or hidden_size // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         found = metadata.get(f"{arch}.{key}") or head_dim
@@ -213,9 +204,9 @@ def model_config_from_gguf(metadata: Mapping[str, Any], tensors: Shapes, name: s
         kv_heads=int(metadata.get(f"{arch}.attention.head_count_kv", heads)),
         head_dim=head_dim,
         intermediate_size=int(metadata.get(f"{arch}.feed_forward_length") or 0),
-        vocabulary_size=require(tensors, "token_embd.weight", source)[0],  # some have no token
-        context_tokens=int(require(metadata, f"{arch}.context_length", source)),
-        rms_epsilon=float(require(metadata, f"{arch}.attention.layer_norm_rms_epsilon", source)),
+        vocabulary_size=families.require(tensors, "token_embd.weight", source)[0],  # some have no token
+        context_tokens=int(families.require(metadata, f"{arch}.context_length", source)),
+        rms_epsilon=float(families.require(metadata, f"{arch}.attention.layer_norm_rms_epsilon", source)),
         rope=_rope(metadata, arch, family),
         window_rope=_window_rope(metadata) if arch == "gemma3" else None,
         has_qk_norm=family.has_qk_norm,
@@ -227,26 +218,28 @@ def model_config_from_gguf(metadata: Mapping[str, Any], tensors: Shapes, name: s
         experts=_experts(metadata, arch, tensors, layers) if family.has_experts else None,
         activation="gelu_tanh" if family.is_gemma else "silu",
         attention_scale=_attention_divisor(arch, layers, hidden_size // heads, head_dim) ** -0.5,
-        attention_softcap=softcap(metadata.get(f"{arch}.attn_logit_softcapping"))
+        attention_softcap=families.softcap(metadata.get(f"{arch}.attn_logit_softcapping"))
         if family.has_attention_softcap
         else None,
-        logit_softcap=softcap(metadata.get(f"{arch}.final_logit_softcapping")),
+        logit_softcap=families.softcap(metadata.get(f"{arch}.final_logit_softcapping")),
         eos_token_ids=tuple(dict.fromkeys(int(id) for id in eos if id is not None)),
-        **gemma(family, hidden_size),
+        **families.gemma(family, hidden_size),
     )
 
 
-def _windows(metadata: Mapping[str, Any], arch: str, family: Family, layers: int, source: str) -> tuple[int, ...]:
+def _windows(
+    metadata: Mapping[str, Any], arch: str, family: families.Family, layers: int, source: str
+) -> tuple[int, ...]:
     """As llama.cpp, which has windows in Gemma's layers alone."""
     window = metadata.get(f"{arch}.attention.sliding_window") if family.window_period else None
     pattern = metadata.get(f"{arch}.attention.sliding_window_pattern")
     if isinstance(pattern, list):
         return tuple(int(window or 0) if is_sliding else 0 for is_sliding in pattern)
-    return windows_of({"sliding_window": window, "sliding_window_pattern": pattern}, family, layers, source)
+    return families.windows_of({"sliding_window": window, "sliding_window_pattern": pattern}, family, layers, source)
 
 
 def _window_rope(metadata: Mapping[str, Any]) -> RopeConfig:
-    return RopeConfig(theta=float(metadata.get("gemma3.rope.freq_base_swa") or GEMMA_LOCAL_THETA))
+    return RopeConfig(theta=float(metadata.get("gemma3.rope.freq_base_swa") or families.GEMMA_LOCAL_THETA))
 
 
 def _attention_divisor(arch: str, layers: int, share: int, head_dim: int) -> int:
@@ -258,15 +251,15 @@ def _attention_divisor(arch: str, layers: int, share: int, head_dim: int) -> int
 def _experts(metadata: Mapping[str, Any], arch: str, tensors: Shapes, layers: int) -> ExpertsConfig:
     source = "the GGUF metadata"
     return ExpertsConfig(
-        count=int(require(metadata, f"{arch}.expert_count", source)),
-        per_token=int(require(metadata, f"{arch}.expert_used_count", source)),
-        intermediate_size=int(require(metadata, f"{arch}.expert_feed_forward_length", source)),
+        count=int(families.require(metadata, f"{arch}.expert_count", source)),
+        per_token=int(families.require(metadata, f"{arch}.expert_used_count", source)),
+        intermediate_size=int(families.require(metadata, f"{arch}.expert_feed_forward_length", source)),
         normalises=bool(metadata.get(f"{arch}.expert_weights_norm", True)),
         is_sparse=tuple(f"blk.{layer}.ffn_gate_inp.weight" in tensors for layer in range(layers)),
     )
 
 
-def _rope(metadata: Mapping[str, Any], arch: str, family: Family) -> RopeConfig:
+def _rope(metadata: Mapping[str, Any], arch: str, family: families.Family) -> RopeConfig:
     kind = str(metadata.get(f"{arch}.rope.scaling.type") or "none")
     if kind not in ("none", "linear", "yarn"):
         raise ModelError(f"the GGUF metadata: rope scaling {kind!r} is not supported; supported: none, linear, yarn")
@@ -280,5 +273,5 @@ def _rope(metadata: Mapping[str, Any], arch: str, family: Family) -> RopeConfig:
         original_context_tokens=int(original or 8192),
         beta_fast=float(metadata.get(f"{arch}.rope.scaling.yarn_beta_fast") or 32.0),
         beta_slow=float(metadata.get(f"{arch}.rope.scaling.yarn_beta_slow") or 1.0),
-        attention_factor=yarn_scale(factor, 1.0) * float(given or 1.0) if kind == "yarn" else 1.0,
+        attention_factor=families.yarn_scale(factor, 1.0) * float(given or 1.0) if kind == "yarn" else 1.0,
     )
