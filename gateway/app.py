@@ -286,7 +286,7 @@ async def _check_eviction(link: RedisLink) -> None:
         _log.warning("redis_may_evict", consequence="budgets may be forgotten", wanted="maxmemory-policy noeviction")
 
 
-# -- the loops ----------------------------------------------------------------------------------------------------------
+# -- the loops -------------------------------------------------------------------------------------
 
 
 def _start_loops(parts: Parts, stack: AsyncExitStack) -> None:

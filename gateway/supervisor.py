@@ -1,8 +1,8 @@
 """`sameway serve`: starts this host's processes, restarts those that end, stops all in order.
 
     supervisor ─┬─ redis-server × 0/1    only if no redis_url is set
-                ├─ gateway worker × N    share one listening socket, so the port accepts while one restarts
-                ├─ cache worker × 1      after the gateway answers: heavy imports must not delay the port
+                ├─ gateway worker × N    share one socket, so the port accepts while one restarts
+                ├─ cache worker × 1      after the gateway answers: heavy imports delay the port
                 └─ engine worker × M     one per local engine that a deployment uses
 
 Knows no requests. Invariants: no child outlives the supervisor (the kernel signals children when it
@@ -151,7 +151,7 @@ def engine_argv(settings: Settings, name: str) -> list[str]:
 
 
 def cache_argv(settings: Settings) -> list[str]:
-    """The command line of the cache worker. Redis's URL, which may hold a password, is not in it."""
+    """The command line of the cache worker, without Redis's URL, which may contain a password."""
     socket_path = str(settings.cache_socket)
     cache = settings.cache
     return [
@@ -249,7 +249,7 @@ class Supervisor:
         print(f"Sameway is serving\n  base_url   {where}/v1\n  dashboard  {where}/admin", flush=True)
         print(f"  admin key  in {self.settings.data_dir / 'admin.key'} unless SAMEWAY_ADMIN_KEY is set", flush=True)
 
-    # -- one child ----------------------------------------------------------------------------------------------
+    # -- one child ---------------------------------------------------------------------------------
 
     def _keep(self, child: Child) -> None:
         self._children.append(child)
@@ -314,7 +314,7 @@ class Supervisor:
                         return
             await asyncio.sleep(0.05 if path == "/healthz" else 0.5)
 
-    # -- stopping -----------------------------------------------------------------------------------------------
+    # -- stopping ----------------------------------------------------------------------------------
 
     async def _stop(self) -> None:
         """Stop the gateways first, so that running answers finish; Redis last."""
@@ -330,7 +330,7 @@ class Supervisor:
             await asyncio.gather(*(_end(child, patience_s) for child in self._children if child.kind in kinds))
         (self.settings.run_dir / "worker.json").unlink(missing_ok=True)  # it contains secrets
 
-    # -- exclusive resources of this host ------------------------------------------------------------------------
+    # -- exclusive resources of this host ----------------------------------------------------------
 
     @contextlib.contextmanager
     def _sole_user(self) -> Iterator[None]:
@@ -364,7 +364,7 @@ class Supervisor:
 
 
 async def _kill_if_silent(child: Child, process: asyncio.subprocess.Process) -> None:
-    """Kill a process whose heartbeat stops: suspended or stuck, it would keep its place for ever."""
+    """Kill a process whose heartbeat stops: a suspended or stuck one would never be restarted."""
     if child.heartbeat is not None:
         await child.heartbeat.silent_for(_SILENT_INTERVALS_MAX)
         _warn(f"{child.name} does not answer any more; it is killed")

@@ -1,6 +1,7 @@
-"""Raw ASGI, made short: reading a request within its limits, and sending what is not a stream.
+"""Helpers for raw ASGI: read a request within its limits, and send a response that is no stream.
 
-Format: ASGI HTTP specification 2.5. Knows no routes. Invariant: a body is never held beyond the limit, announced or not.
+Format: ASGI HTTP specification 2.5. Knows no routes. Invariant: no more of a body than the limit is
+held, whatever its announced length.
 """
 
 import asyncio
@@ -26,15 +27,18 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class ClientGone(Exception):
-    """The client left: nothing is sent."""
+    """The client left: no response is sent."""
 
 
 def headers_of(scope: Scope) -> dict[str, str]:
-    """The request's headers by lower-case name; of repeated ones all values, joined as RFC 9110 section 5.3 has it."""
+    """The request's headers by lower-case name.
+
+    The values of repeated headers are joined by commas (RFC 9110, section 5.3).
+    """
     raw: list[tuple[bytes, bytes]] = scope["headers"]
     if not raw:
         return {}
-    # all in one: no header holds an end of a line
+    # decoded together, which is faster: no header contains a line end
     texts = b"\n".join(chain.from_iterable(raw)).decode("latin-1").split("\n")
     names, values = texts[::2], texts[1::2]
     headers = dict(zip(names, values, strict=True))
@@ -46,13 +50,16 @@ def headers_of(scope: Scope) -> dict[str, str]:
 
 
 def bearer_of(headers: Mapping[str, str]) -> str | None:
-    """The key in `Authorization: Bearer ...`; None where there is none."""
+    """The key in `Authorization: Bearer ...`; None if there is none."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" and token.strip() else None
 
 
 async def read_body(receive: Receive, headers: Mapping[str, str], bytes_max: int) -> bytes:
-    """The whole body. Raises TooLarge, UnsupportedMediaType for a compressed one, ClientGone."""
+    """The whole body, of `bytes_max` bytes at most.
+
+    Raises TooLarge, UnsupportedMediaType for a compressed body, ClientGone.
+    """
     announced = headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > bytes_max:
         raise _too_large(bytes_max)
@@ -82,14 +89,14 @@ def _too_large(bytes_max: int) -> TooLarge:
 
 
 async def send_whole(send: Send, status: int, headers: Headers, body: bytes) -> None:
-    """One response in one piece."""
+    """Send a response in one piece. Adds `content-length` to `headers`."""
     headers.append((b"content-length", str(len(body)).encode()))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
 async def send_error(send: Send, request_id: str, error: ApiError) -> None:
-    """An error in OpenAI's shape."""
+    """Send an error in OpenAI's shape."""
     headers = [JSON, *base_headers(request_id)]
     headers += [(name.encode(), value.encode("latin-1", "replace")) for name, value in error.headers.items()]
     await send_whole(send, error.http_status, headers, error.body())
@@ -101,10 +108,11 @@ async def fail(
     respond: Callable[[ApiError], Awaitable[None]],
     note: Callable[[Ended], None] | None = None,
 ) -> Ended:
-    """Send any exception to the client as an ApiError, by `respond`, and return how the request ended.
+    """Send any exception to the client as an ApiError, by `respond`; returns the request's end.
 
-    `note` is given that before the response leaves. A client that has gone is sent nothing. No frame of the exception's
-    traceback holds the ApiError, so that a refusal leaves no reference cycle.
+    `note` is called with that end before the response leaves. A client that has left gets no
+    response. No frame of the exception's traceback holds the ApiError, so that a refusal leaves no
+    reference cycle.
     """
     refusal, ended = _translated(error, request_id)
     if note is not None:
@@ -115,12 +123,15 @@ async def fail(
 
 
 def _translated(error: BaseException, request_id: str) -> tuple[ApiError | None, Ended]:
-    """A bug is logged, and never sent. Cancellation only happens at shutdown."""
+    """The ApiError to send, if any, and the request's end.
+
+    A bug is logged, and never sent. Cancellation only happens at shutdown.
+    """
     if isinstance(error, ClientGone):
         return None, Ended(499, is_disconnected=True)
     if isinstance(error, asyncio.CancelledError):
         error = Unavailable("The gateway was stopped before the answer was complete", code="shutting_down")
-    elif isinstance(error, msgspec.DecodeError):  # the light parse found no error, putting the answer together does
+    elif isinstance(error, msgspec.DecodeError):  # the light parse skipped the invalid part
         error = from_backend(BackendBroken("The deployment's answer is not JSON"))
     if not isinstance(error, ApiError):
         _log.error("request_failed", request_id=request_id, exc_info=error)

@@ -1,8 +1,9 @@
 """`POST /v1/chat/completions`: a raw ASGI endpoint around the pipeline.
 
-Knows the wire, not the decisions. Shapes: OpenAI API reference, "Create chat completion" and "Streaming"; WHATWG server-sent
-events. Invariants: whatever happens a request gets one response and one record; a stream that fails after its first chunk ends
-with an error event and without `[DONE]`; a client that leaves gives its place in the flight back at once.
+Knows the wire, not the decisions. Shapes: OpenAI API reference, "Create chat completion" and
+"Streaming"; WHATWG server-sent events. Invariants: every request gets one response and one record;
+a stream that fails after its first chunk ends with an error event and without `[DONE]`; the reader
+of a client that leaves is closed at once.
 """
 
 import asyncio
@@ -38,10 +39,10 @@ from gateway.wire.types import CHAT, Chunk, Kind
 
 
 class Renderer(Protocol):
-    """Renders the answer to one request: in one piece, or as events."""
+    """Renders the answer to one request, in one piece or as events."""
 
     def whole(self, chunks: Sequence[Chunk], entry: Entry | None) -> bytes:
-        """All of an answer, which is `entry` where it was recorded."""
+        """The body of a whole answer, from `entry` if it was recorded, else from `chunks`."""
 
     def replay(self, entry: Entry) -> bytes:
         """The whole stream of a recorded answer."""
@@ -57,8 +58,11 @@ class Renderer(Protocol):
 
 
 class Chat:
-    """The endpoint, for requests of one `kind`. One instance per worker. Another API that asks for the same overrides
-    `operation`, its name in records, and `read`."""
+    """The endpoint for requests of one `kind`. One instance per worker.
+
+    `body_bytes_max` bounds a request's body. An endpoint with another shape of the same request
+    overrides `operation`, its name in records, and `read`.
+    """
 
     operation = ""
 
@@ -68,7 +72,10 @@ class Chat:
         self._kind = kind
 
     def read(self, raw: bytes, headers: Mapping[str, str], arrival: Arrival) -> tuple[Turn, Renderer]:
-        """The request, and the renderer of its answer. Raises BadRequest naming the field."""
+        """The turn of a request, and the renderer of its answer.
+
+        Raises BadRequest with the invalid field.
+        """
         turn = read_turn(raw, headers, arrival, self._kind)
         return turn, _Completion(self._pipeline.exact, turn.wants_usage)
 
@@ -97,7 +104,7 @@ class Chat:
             self._pipeline.finish(arrival, ended, identity=identity, turn=turn, reply=reply or watcher.reply)
 
     async def _whole(self, renderer: Renderer, reply: Reply, send: Send) -> None:
-        """All chunks at once. An error anywhere is an error response: nothing has left yet."""
+        """Send all chunks at once. Any error is an error response, because no byte has left yet."""
         chunks = list[Chunk]()
         if reply.reader is not None:
             while batch := await reply.reader.next():
@@ -106,7 +113,10 @@ class Chat:
         await send_whole(send, 200, [JSON, *answer_headers(reply), *cost_header(reply)], body)
 
     async def _stream(self, renderer: Renderer, reply: Reply, watcher: "_DisconnectWatcher", send: Send) -> Ended:
-        """Chunks as they come; all that are ready leave in one send. An error after the start ends the stream in-band."""
+        """Send chunks as they arrive, all that are ready at once.
+
+        An error after the start is an event that ends the stream.
+        """
         start = {"type": "http.response.start", "status": 200, "headers": [*EVENT_STREAM, *answer_headers(reply)]}
         if reply.entry is not None:
             body = renderer.replay(reply.entry)
@@ -136,7 +146,7 @@ class Chat:
 
 
 class _Completion:
-    """A `chat.completion`, or its chunks and `[DONE]`. What a recorded answer becomes is made once for all its hits."""
+    """A `chat.completion`, or its chunks and `[DONE]`. A recorded answer is rendered once."""
 
     __slots__ = ("_exact", "_wants_usage")
 
@@ -190,11 +200,11 @@ class _DisconnectWatcher:
     """Takes a reader out of its flight when the client leaves or its deadline passes."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
-        self.reply: Reply | None = None  # one that waits for a flight
+        self.reply: Reply | None = None  # a reply that waits for a flight
         self._when_gone = scope.get("extensions", {}).get(WHEN_GONE)
         self._receive = receive
         self._reader: Reader | None = None
-        self._task: asyncio.Task[None] | None = None  # under a server that can only be asked
+        self._task: asyncio.Task[None] | None = None  # under a server without WHEN_GONE
         self._timer: asyncio.TimerHandle | None = None
 
     def attend(self, reply: Reply) -> None:
@@ -209,12 +219,12 @@ class _DisconnectWatcher:
             self._timer = asyncio.get_running_loop().call_later(remaining_ms / 1000.0, self._late)
 
     def first_chunk_left(self) -> None:
-        """A read time-out starts anew with every byte: from here on the client sees for itself."""
+        """Stop the deadline: the client's read time-out starts again with every byte."""
         if self._timer is not None:
             self._timer.cancel()
 
     def note(self, ended: Ended) -> None:
-        """How the reply ended, if it was not whole."""
+        """Note the end of a reply that was not complete."""
         if self._reader is not None:
             self._reader.ended(ended)
 
@@ -234,7 +244,7 @@ class _DisconnectWatcher:
             self._reader.leave(reason)
 
     def stop(self) -> None:
-        """Watch no longer, and give the place in the flight back."""
+        """Stop watching, and close the reader."""
         if self._timer is not None:
             self._timer.cancel()
         if self._task is not None:

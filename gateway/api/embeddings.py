@@ -1,7 +1,7 @@
 """`POST /v1/embeddings`, served by the cache worker's sentence-transformers model.
 
-Shapes: OpenAI API reference, "Create embeddings". Knows no vectors' meaning. Invariant: a text that does not fit the model is
-refused, never cut.
+Shapes: OpenAI API reference, "Create embeddings". Interprets no vectors. Invariant: a text that
+does not fit the model is refused, never cut.
 """
 
 import base64
@@ -32,7 +32,7 @@ class _EmbeddingsRequest(msgspec.Struct):
 
 
 class Embeddings(JsonEndpoint[_EmbeddingsRequest]):
-    """The endpoint."""
+    """The endpoint. One instance per worker."""
 
     operation = "embeddings"
 

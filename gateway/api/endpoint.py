@@ -1,6 +1,6 @@
-"""An endpoint that takes one JSON object and answers with one: what `/v1/embeddings` and `/v1/feedback` have in common.
+"""The base of endpoints that take and return one JSON object: `/v1/embeddings`, `/v1/feedback`.
 
-It contains the wire and no shapes. Invariant: whatever happens a request gets one response and one record.
+It contains the wire and no shapes. Invariant: every request gets one response and one record.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ Request = TypeVar("Request")
 
 
 class JsonEndpoint(ABC, Generic[Request]):
-    """A subclass says `operation`, the name in records, `read` and `answer`."""
+    """One endpoint. A subclass defines `operation`, its name in records, `read` and `answer`."""
 
     operation: str
 
@@ -43,11 +43,14 @@ class JsonEndpoint(ABC, Generic[Request]):
 
     @abstractmethod
     def read(self, body: dict[str, Any]) -> tuple[Request, str]:
-        """The request in the decoded `body`, and the alias that it names; empty for none. Raises ApiError."""
+        """The request in the decoded `body`, and its alias; empty for none. Raises ApiError."""
 
     @abstractmethod
     async def answer(self, request: Request, identity: Identity) -> tuple[Any, int]:
-        """The reply to a caller within the limits, and the prompt tokens that it took. Raises ApiError."""
+        """The reply to `request`, and its prompt tokens. Rate limits are checked before.
+
+        Raises ApiError.
+        """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = headers_of(scope)

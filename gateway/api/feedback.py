@@ -1,7 +1,7 @@
-"""`POST /v1/feedback` {"id", "verdict"}: was the answer of a response right?
+"""`POST /v1/feedback` {"id", "verdict"}: a caller's verdict on the answer of a response.
 
-`id` is the response's `x-request-id` (of a hit by meaning also the `id` in its body), `verdict` is `right` or `wrong`. Knows the
-wire; what a report does is `gateway.learning.reports`'.
+`id` is the response's `x-request-id`, or the `id` in the body of a semantic hit. `verdict` is
+`right` or `wrong`. Knows the wire; `gateway.learning.reports` handles the report.
 """
 
 from typing import Annotated, Any, Literal
@@ -26,7 +26,7 @@ class _Feedback(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Feedback(JsonEndpoint[_Feedback]):
-    """The endpoint."""
+    """The endpoint. One instance per worker."""
 
     operation = "feedback"
 

@@ -1,7 +1,8 @@
-"""The way to `/v1`: a dictionary look-up in front of FastAPI, and the same routes described in its OpenAPI.
+"""Routes `/v1` by a dictionary in front of FastAPI, and lists its routes in FastAPI's OpenAPI.
 
-A request to `/v1` costs no routing table, no dependency injection and no response model: those serve the admin plane. Knows
-paths and methods, nothing of what endpoints do. Invariant: a path under `/v1` always answers in OpenAI's error shape.
+A request to `/v1` costs no routing table, no dependency injection and no response model: those are
+for the admin plane. Knows paths and methods, not the work of endpoints. Invariant: errors under
+`/v1` always have OpenAI's shape.
 """
 
 import re
@@ -27,7 +28,11 @@ Routes = Mapping[str, Mapping[str, Endpoint]]
 
 
 class Front:
-    """ASGI middleware. `routes` maps a path to its endpoints by method; a path that ends in `/*` covers what is below it."""
+    """ASGI middleware.
+
+    `routes` returns a map from a path to its endpoints by method; a path that ends in `/*` covers
+    all paths below it. Other paths go to `app`.
+    """
 
     def __init__(self, app: Any, routes: Callable[[], Routes]) -> None:
         self._app = app
@@ -51,7 +56,7 @@ class Front:
             # decision: any-origin
             send = _readable_anywhere(send)
         if scope["method"] == "OPTIONS":
-            await _say_options(scope, methods or ("GET", "POST"), send)  # a page may ask, and read why not
+            await _say_options(scope, methods or ("GET", "POST"), send)  # a page may read the refusal, too
         elif methods is None:
             await send_error(send, arrive("unknown").request_id, no_such_route(path, routes))
         elif (endpoint := methods.get(_with_get(scope)["method"])) is None:
@@ -63,17 +68,17 @@ class Front:
 
 
 def _plain(path: str) -> str:
-    """`path` with single slashes and none at its end: what comes of a base URL and a path that both have one, or neither."""
+    """`path` with single slashes and none at its end; a base URL and a path may both have one."""
     return _SLASHES.sub("/", path).rstrip("/")
 
 
 def _with_get(scope: Scope) -> Scope:
-    """HEAD is GET without the body (RFC 9110, section 9.3.2), which the server leaves out."""
+    """`scope` with GET for HEAD (RFC 9110, section 9.3.2); the server omits the body."""
     return {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
 
 
 def no_such_route(path: str, routes: Routes) -> NotFound:
-    """What a client is told that was given a wrong base URL, or asks for what nobody serves here."""
+    """The error for a wrong base URL or an unknown path; it suggests the right path, if any."""
     meant = f"/v1/{_plain(path).rpartition('/v1/')[2].lstrip('/')}"
     hint = f"did you mean {meant}? A base_url ends in /v1, once"
     if meant not in routes:
@@ -83,7 +88,10 @@ def no_such_route(path: str, routes: Routes) -> NotFound:
 
 
 async def _say_options(scope: Scope, methods: Iterable[str], send: Send) -> None:
-    """What may be done here, which a browser asks before it lets a page do it (Fetch standard, "CORS-preflight request")."""
+    """Answer OPTIONS with `methods`, for a browser's preflight.
+
+    Source: Fetch standard, "CORS-preflight request".
+    """
     allowed = ", ".join(sorted(methods)).encode()
     headers = [(b"allow", allowed), (b"access-control-allow-methods", allowed), (b"access-control-max-age", b"7200")]
     headers += [
@@ -96,8 +104,11 @@ async def _say_options(scope: Scope, methods: Iterable[str], send: Send) -> None
 
 
 def _readable_anywhere(send: Send) -> Send:
-    """`send` that lets a page of any origin read the response. A browser adds nothing to such a request by itself: a page that
-    has no key gets nothing, and the admin plane, which knows cookies, is no part of this."""
+    """`send` with headers that let a page of any origin read the response.
+
+    A browser adds no credentials to such a request, so a page without a key gets no answer.
+    The admin plane, which uses cookies, does not get these headers.
+    """
 
     async def readable(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -109,7 +120,7 @@ def _readable_anywhere(send: Send) -> Send:
 
 
 def _bounded(receive: Receive) -> Receive:
-    """`receive` that gives up on a body no admin sends: FastAPI reads a body before it asks who sent it."""
+    """`receive` with a limit of 1 MiB: FastAPI reads a body before it authenticates the caller."""
     left = _ADMIN_BODY_BYTES_MAX
 
     async def bounded() -> Message:
@@ -124,7 +135,7 @@ def _bounded(receive: Receive) -> Receive:
 
 
 def document(app: FastAPI, paths: Mapping[str, Any]) -> None:
-    """Have `app.openapi()` list `paths` (OpenAPI 3.1 path items) beside FastAPI's own."""
+    """Add `paths` (OpenAPI 3.1 path items) to those that `app.openapi()` lists."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -141,7 +152,10 @@ def document(app: FastAPI, paths: Mapping[str, Any]) -> None:
 
 
 def operation(summary: str, body: Mapping[str, Any] | None, *, streams: bool = False) -> dict[str, Any]:
-    """An OpenAPI operation with OpenAI's error shape."""
+    """An OpenAPI operation with OpenAI's error shape.
+
+    `body` is the JSON schema of its request, if it has one. `streams` adds server-sent events.
+    """
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}

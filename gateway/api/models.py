@@ -1,6 +1,6 @@
-"""`GET /v1/models` and `/v1/models/{id}`: the aliases a key may name, and the embedder.
+"""`GET /v1/models` and `/v1/models/{id}`: the aliases that a key may use, and the embedder.
 
-Shapes: OpenAI API reference, "Models". Invariant: what is listed can be asked for.
+Shapes: OpenAI API reference, "Models". Invariant: the key may use every listed model.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from gateway.wire.errors import ApiError, NotFound
 
 
 class Models:
-    """The endpoint, list and single."""
+    """The endpoint for the list and for one model. One instance per worker."""
 
     def __init__(self, settings: Settings, pipeline: Pipeline, started_s: float) -> None:
         self._settings = settings

@@ -1,6 +1,6 @@
-"""The routes under `/v1` as OpenAPI path items: what `/docs` shows and what clients are generated from.
+"""The routes under `/v1` as OpenAPI path items, for `/docs` and for generators of clients.
 
-Knows no endpoints; a test compares with the routes that are served.
+Knows no endpoints; a test compares it with the routes that are served.
 """
 
 from typing import Any

@@ -1,7 +1,8 @@
-"""The chunks of a chat completion -> a response of OpenAI's Responses API, and the typed events that tell it.
+"""Converts the chunks of a chat completion into a response of the Responses API, or its events.
 
-Shapes: OpenAI API reference, "The response object" and "Responses: streaming events". Knows no HTTP, no cache and no backend.
-Invariant: the whole response is the one its own events tell: they are numbered without gaps, and what was added is done before the end.
+Shapes: OpenAI API reference, "The response object" and "Responses: streaming events". Knows no
+HTTP, no cache and no backend. Invariants: the whole response equals the one that its events build;
+events are numbered without gaps; every item that was added is done before the end.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from gateway.wire.types import Chunk, Usage
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A text of an answer: the item and the part that hold it, and the events that tell of the part and of its text."""
+    """A kind of text in an answer: its item and part, and the names of their events."""
 
     item: dict[str, Any]
     parts: str
@@ -44,7 +45,7 @@ _REFUSAL = _Kind(
     part_event="content_part",
     text_event="refusal",
 )
-# told as a summary, which is what clients of this API show of a model's reasoning
+# a summary, because clients of this API show only the summary of a model's reasoning
 _ITEM, _PART = {"type": "reasoning", "summary": []}, {"type": "summary_text", "text": ""}
 _REASONING = _Kind(
     item=_ITEM,
@@ -61,7 +62,7 @@ _FIXED: dict[str, Any] = msgspec.json.decode(
     b'{"object":"response","status":"in_progress","background":false,"error":null,"incomplete_details":null,'
     b'"previous_response_id":null,"store":false,"truncation":"disabled","usage":null}'
 )
-# what a response repeats of its request, and what that means where it says nothing
+# the fields of the request that a response repeats, and their defaults
 _REPEATED: dict[str, Any] = msgspec.json.decode(
     b'{"instructions":null,"max_output_tokens":null,"metadata":{},"parallel_tool_calls":true,"reasoning":null,'
     b'"service_tier":null,"temperature":1.0,"text":{"format":{"type":"text"}},"tool_choice":"auto","tools":[],'
@@ -70,7 +71,7 @@ _REPEATED: dict[str, Any] = msgspec.json.decode(
 
 
 class Response:
-    """The answer to one request, as it grows."""
+    """The renderer of one response. `body` is the request's, which the response repeats in part."""
 
     def __init__(self, body: Mapping[str, Any], arrival: Arrival) -> None:
         self._key = arrival.request_id.removeprefix("req_")
@@ -95,7 +96,7 @@ class Response:
         return self.events(chunks_of(entry)) + self.end()
 
     def events(self, chunks: Sequence[Chunk]) -> bytes:
-        """What has come of an answer, as events. Raises msgspec.DecodeError."""
+        """The next chunks of an answer, as events. Raises msgspec.DecodeError."""
         pieces = (piece for chunk in chunks for piece in (unfold(chunk.data) if chunk.is_whole else (chunk,)))
         try:
             for payload in (payload for piece in pieces for payload in piece.each()):
@@ -117,7 +118,7 @@ class Response:
         return self._taken()
 
     def failed(self, error: ApiError) -> bytes:
-        """Told twice: flat, as the reference has it, and as OpenAI sends it, which SDKs raise."""
+        """The error twice: flat as in the reference, and nested as OpenAI sends it to its SDKs."""
         flat = {"code": error.error_code, "message": error.message, "param": error.param}
         self._tell("error", **flat, **error_object(error.message, error.type, error.param, error.error_code))
         return self._taken()
@@ -133,7 +134,7 @@ class Response:
         return b"".join(events)
 
     def _take(self, payload: bytes) -> None:
-        """One chunk. Its backend has seen to the types down to tool calls; what is in those nobody has looked at."""
+        """Add one chunk. Its backend has checked the types, except those inside tool calls."""
         piece: dict[str, Any] = msgspec.json.decode(payload)
         if self._number == 0:
             self._response["model"] = piece.get("model") or self._response["model"]
@@ -145,7 +146,7 @@ class Response:
             delta = choice.get("delta") or {}
             thought = delta.get("reasoning_content") or delta.get("reasoning")
             self._say(_REASONING, thought)
-            if not thought and not delta.get("tool_calls"):  # whose log probabilities have no place here
+            if not thought and not delta.get("tool_calls"):  # a response has log probabilities of text only
                 logprobs = choice.get("logprobs")
                 tokens = logprobs.get("content") if isinstance(logprobs, dict) else None
                 self._tokens += tokens if isinstance(tokens, list) else ()
@@ -157,7 +158,7 @@ class Response:
                 self._response |= {"status": "incomplete", "incomplete_details": {"reason": reason}}
 
     def _say(self, kind: _Kind, text: Any) -> None:
-        """More of a text, which begins an item of its own where something else came before."""
+        """Add to the text that is growing; begin a new item if the last one is of another kind."""
         if not isinstance(text, str) or not text:
             return
         if self._kind is not kind:
@@ -171,7 +172,7 @@ class Response:
         self._tell(f"response.{kind.text_event}.delta", **self._place(-1, kind), delta=text, **more)
 
     def _with_tokens(self) -> dict[str, Any]:
-        """The log probabilities that have come, now a part of the text that is growing."""
+        """Move the waiting log probabilities into the growing text; returns them as a field."""
         tokens, self._tokens = self._tokens, []
         self._output[-1]["content"][0]["logprobs"] += tokens
         return {"logprobs": tokens}
@@ -191,9 +192,9 @@ class Response:
         self._close_item(-1)
 
     def _call(self, call: Mapping[str, Any]) -> None:
-        """A call, or more of its arguments: several may grow at once, so they are done when the answer is."""
+        """Begin a call, or add to its arguments. Several may grow at once: `end` finishes them."""
         index, id, function = call.get("index"), call.get("id"), call.get("function")
-        if index is None:  # then another id begins another call
+        if index is None:  # another id begins another call
             is_another = id not in (None, "", *(item.get("call_id") for item in self._output[-1:]))
             index = max(0, max(self._calls, default=-1) + is_another)
         function = function if isinstance(function, dict) else {}

@@ -1,8 +1,9 @@
-"""`POST /v1/responses`: OpenAI's Responses API, as far as it needs no memory, as a translation into a chat completion.
+"""`POST /v1/responses`: the stateless part of OpenAI's Responses API, as chat completions.
 
-Knows two shapes and no decisions: the translated request goes the way of every chat completion, so both share cached answers,
-budgets and routes. Shapes: OpenAI API reference, "Create a model response" and "Create chat completion". Invariant: what would need
-something kept between requests, or a tool that runs here, is refused by its name and never left out.
+Knows two shapes and no decisions: the translated request is handled as a chat completion, so both
+share cached answers, budgets and routes. Shapes: OpenAI API reference, "Create a model response"
+and "Create chat completion". Invariant: a field that needs state between requests, or a tool that
+runs on the server, is refused by its name and never ignored.
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ _Content = str | list[dict[str, Any]]
 
 
 class _Item(msgspec.Struct):
-    """One item of `input`, of any kind that is taken here."""
+    """One item of `input`, of any supported kind."""
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] = "user"
@@ -33,14 +34,14 @@ class _Item(msgspec.Struct):
 
 
 class _Typed(msgspec.Struct):
-    """A tool, or the choice of one."""
+    """A tool, or a tool choice."""
 
     type: Literal["function"]
     name: str
 
 
 class _Request(msgspec.Struct):
-    """The fields that a chat completion spells differently; those that it shares are checked there."""
+    """The fields that differ from a chat completion's; the shared ones are checked there."""
 
     input: str | Annotated[list[_Item], Meta(min_length=1, max_length=MESSAGES_MAX)]
     instructions: str | None = None
@@ -53,7 +54,7 @@ class _Request(msgspec.Struct):
     include: list[str] | None = None
 
 
-_DROPPED = frozenset({"max_tool_calls", "metadata", "store", "stream_options"})  # which change no answer here
+_DROPPED = frozenset({"max_tool_calls", "metadata", "store", "stream_options"})  # they change no answer
 _ONLY: Mapping[str, Any] = {"background": False, "n": 1, "truncation": "disabled"} | dict.fromkeys(
     ("conversation", "previous_response_id", "prompt")
 )
@@ -72,7 +73,7 @@ class Responses(Chat):
 
 
 def _chat(body: dict[str, Any]) -> dict[str, Any]:
-    """The chat completion that asks the same. Raises BadRequest naming the field."""
+    """The equivalent chat completion. Raises BadRequest with the invalid field."""
     for name, allowed in _ONLY.items():
         if body.get(name) not in (None, allowed):
             words = "a response is one answer to the whole of its input, made while you wait and not kept"
@@ -101,7 +102,10 @@ def _unsupported(param: str, message: str) -> BadRequest:
 
 
 def _messages(request: _Request) -> list[dict[str, Any]]:
-    """`instructions` and `input` as messages. Calls belong to the assistant's message before them, or are one of their own."""
+    """`instructions` and `input` as messages.
+
+    Calls are added to the assistant's message before them, or to a new one.
+    """
     messages: list[dict[str, Any]] = []
     if request.instructions is not None:
         messages.append({"role": "system", "content": request.instructions})
@@ -120,7 +124,7 @@ def _messages(request: _Request) -> list[dict[str, Any]]:
             case "function_call_output":
                 output = _content(item.output, f"{where}.output")
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
-            case "reasoning":  # chat completions have no place for it, and models do without
+            case "reasoning":  # chat completions have no field for it, and models do not need it
                 continue
             case _:
                 hint = "nothing is kept here, so send each item itself (SDKs do with `store: false`)"
@@ -129,7 +133,7 @@ def _messages(request: _Request) -> list[dict[str, Any]]:
 
 
 def _content(content: _Content, where: str) -> _Content:
-    """Content as messages have it. One text alone is spelled as text, so that it shares what was cached for that."""
+    """The content of a message. A single text becomes a string, to share cached answers."""
     if isinstance(content, str):
         return content
     parts = [_part(part, f"{where}[{number}]") for number, part in enumerate(content)]
@@ -161,6 +165,6 @@ def _response_format(given: Any) -> dict[str, Any] | None:
 
 
 def _nested(type: str, flat: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool, a format or a part as a chat completion has it: its fields one level down."""
+    """A tool, a format or a part in a chat completion's shape: its fields are one level lower."""
     fields = {name: value for name, value in flat.items() if name != "type" and value is not None}
     return {"type": type, type: fields}

@@ -2,8 +2,8 @@
 
 Replaces aiohttp's client with `http_pool`: aiohttp takes three to four times the CPU for a whole
 answer and twice for a stream (docs/benchmarks.md, "What a request costs").
-`tests/transport/test_http_client.py` holds it to RFC 9112, with servers that misbehave and random bytes;
-llhttp (httptools) parses.
+`tests/transport/test_http_client.py` holds it to RFC 9112, with servers that misbehave and random
+bytes; llhttp (httptools) parses.
 
 Knows no URLs, pools or OpenAI. Invariants: a reader gets all bytes that arrived before a failure,
 then the failure; a body that ends before its announced end is an error; closing an exchange closes
@@ -146,7 +146,7 @@ class Exchange:
         if self.opening is not None:
             self.opening.reschedule(0.0)
 
-    # -- called by its connection ------------------------------------------------------------------------------------------
+    # -- called by its connection ------------------------------------------------------------------
 
     def begin(self, connection: Connection) -> None:
         self._connection = connection
@@ -238,7 +238,7 @@ class Connection(asyncio.Protocol):
             lenient_headers=True, lenient_optional_cr_before_lf=True, lenient_spaces_after_chunk_size=True
         )
 
-    # -- called by its owner --------------------------------------------------------------------------------------------------
+    # -- called by its owner -----------------------------------------------------------------------
 
     @property
     def transport(self) -> asyncio.Transport:
@@ -271,14 +271,14 @@ class Connection(asyncio.Protocol):
         self._end(None)
         return transport
 
-    # -- called by its exchange ------------------------------------------------------------------------------------------------
+    # -- called by its exchange --------------------------------------------------------------------
 
     def resume(self) -> None:
         if self._is_paused and self._transport is not None:
             self._is_paused = False
             self._transport.resume_reading()
 
-    # -- called by its transport -----------------------------------------------------------------------------------------------
+    # -- called by its transport -------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's class is not declared as one
@@ -350,7 +350,7 @@ class Connection(asyncio.Protocol):
             self._parser = None  # breaks a reference cycle
             self._owner.lost(self)
 
-    # -- called by its parser --------------------------------------------------------------------------------------------------
+    # -- called by its parser ----------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         if self._parts_at_end is not None:

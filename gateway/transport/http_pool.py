@@ -96,7 +96,7 @@ class Pool:
         connection.begin(exchange)
         await exchange.answered()
 
-    # -- called by connections; see http_client.Owner -----------------------------------------------------------------------------------
+    # -- called by connections; see http_client.Owner ----------------------------------------------
 
     def opened(self, connection: Connection) -> None:
         self._open.add(connection)
@@ -135,7 +135,7 @@ class Pool:
                 return
             connection.abort()
 
-    # -- connecting --------------------------------------------------------------------------------------------------
+    # -- connecting --------------------------------------------------------------------------------
 
     async def _connect(self, exchange: Exchange) -> Connection:
         try:
@@ -176,7 +176,7 @@ class Pool:
         return await self._tunnel(connection, proxy)
 
     async def _tunnel(self, hop: Connection, proxy: SplitResult) -> Connection:
-        """TLS to the origin through the proxy's CONNECT. Raises Unreachable if the proxy refuses."""
+        """TLS to the origin by the proxy's CONNECT. Raises Unreachable if the proxy refuses."""
         host = f"[{self._origin.host}]" if ":" in self._origin.host else self._origin.host
         target = f"{host}:{self._origin.port}".encode()
         exchange = Exchange(b"CONNECT %b HTTP/1.1\r\nHost: %b\r\n%b\r\n" % (target, target, proxy_authorization(proxy)))

@@ -2,7 +2,8 @@
 
 Replaces redis-py's asyncio connection for plain servers with a socket, hiredis's reader and a
 queue; redis-py took a third of a miss's CPU (docs/benchmarks.md, "What a request costs"). redis-py
-still serves Cluster and Sentinel. `tests/transport/test_redis_link.py` compares the replies with redis-py's.
+still serves Cluster and Sentinel. `tests/transport/test_redis_link.py` compares the replies with
+redis-py's.
 
 Protocol: RESP3, https://redis.io/docs/latest/develop/reference/protocol-spec/. Knows no keys.
 Invariant: every command ends exactly once, with a reply or an error, and none waits longer than its
@@ -130,7 +131,7 @@ class RedisWire(asyncio.Protocol):
                 answer(pending, reply)
 
     def _check(self) -> None:
-        """End the connection if the oldest command waited too long; otherwise set the timer for it."""
+        """End the connection if the oldest command waited too long, else set the timer for it."""
         self._timer = None
         if not self._unanswered:
             return

@@ -19,7 +19,7 @@ import msgspec
 
 from gateway.wire.types import Chunk, Usage
 
-# -- reading, once and lightly ---------------------------------------------------------------------------------------
+# -- reading, once and lightly ---------------------------------------------------------------------
 
 
 class _ToolCall(msgspec.Struct, gc=False):
@@ -187,7 +187,7 @@ def is_text(choice: Mapping[str, Any]) -> bool:
     return "text" in choice and choice.get("delta") is None and choice.get("message") is None
 
 
-# -- continued text ---------------------------------------------------------------------------------------------------
+# -- continued text --------------------------------------------------------------------------------
 
 _decode_texts = msgspec.json.Decoder(list[str]).decode
 
@@ -254,7 +254,7 @@ class DeltaTemplate:
         return texts if len(texts) == count and "" not in texts else []
 
 
-# -- whole -> chunks -------------------------------------------------------------------------------------------------
+# -- whole -> chunks -------------------------------------------------------------------------------
 
 TEXT = "text_completion"
 _HEAD = ("id", "created", "model", "system_fingerprint", "service_tier")

@@ -145,7 +145,7 @@ def _merge_call(calls: list[Any], new: dict[str, Any]) -> None:
 
 
 def _settled_choice(choice: dict[str, Any]) -> dict[str, Any]:
-    """A choice with its texts joined, and its tool calls in order and without the stream's `index`."""
+    """A choice with its texts joined, its tool calls in order and without the stream's `index`."""
     settled: dict[str, Any] = _settled(choice)
     message = settled.get("message")
     if message and message.get("tool_calls"):
