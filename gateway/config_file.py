@@ -175,7 +175,6 @@ def _explain(issue: Any) -> list[str]:
 
 def _nearest(loc: tuple[Any, ...]) -> str:
     names = {name for section in SECTIONS for name in section.model_fields}
-    close = difflib.get_close_matches(
-        str(loc[-1]), names - {loc[-1]}, n=1
-    )  # the name itself may exist in another section
+    # the name itself may exist in another section
+    close = difflib.get_close_matches(str(loc[-1]), names - {loc[-1]}, n=1)
     return f"; did you mean {close[0]}?" if close else ""

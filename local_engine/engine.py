@@ -16,23 +16,11 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
+from local_engine import messages
 from local_engine.block_pool import BlockPool
 from local_engine.checkpoints.open import open_checkpoint
 from local_engine.config import EngineConfig
 from local_engine.draft_model import DraftModel, open_draft
-from local_engine.messages import (
-    EngineError,
-    EngineFailed,
-    EngineLoad,
-    FinishReason,
-    GenerateRequest,
-    InvalidRequest,
-    ModelInfo,
-    Output,
-    PromptTooLong,
-    SamplingParams,
-    Usage,
-)
 from local_engine.runner import ModelRunner, default_sequences, default_step_tokens
 from local_engine.scheduler import Scheduler
 from local_engine.sequence import Chunk, Sampled, Sequence, Status
@@ -50,9 +38,9 @@ class StepOutput:
     that ended it."""
 
     id: int
-    output: Output
-    usage: Usage | None = None
-    error: EngineError | None = None
+    output: messages.Output
+    usage: messages.Usage | None = None
+    error: messages.EngineError | None = None
 
 
 @dataclass(slots=True)
@@ -112,7 +100,7 @@ class Engine:
         self._submitted = 0
         self._totals = Totals()
         model = checkpoint.config
-        self.info = ModelInfo(
+        self.info = messages.ModelInfo(
             name=model.name,
             architecture=model.architecture,
             context_tokens=self._runner.context_tokens,
@@ -144,11 +132,11 @@ class Engine:
         pace = self._timing.prefill_tokens_per_s
         return self._scheduler.step_tokens_max / pace if pace else 0.0
 
-    def prompt_tokens(self, request: GenerateRequest) -> list[int]:
+    def prompt_tokens(self, request: messages.GenerateRequest) -> list[int]:
         """The token ids a request's prompt stands for. Raises InvalidRequest."""
         given = [f for f in ("messages", "prompt", "prompt_token_ids") if getattr(request, f) is not None]
         if len(given) != 1:
-            raise InvalidRequest(f"give one of messages, prompt, prompt_token_ids, not {given or 'none'}")
+            raise messages.InvalidRequest(f"give one of messages, prompt, prompt_token_ids, not {given or 'none'}")
         if request.messages is not None:
             return self.tokenizer.encode_chat(request.messages, request.tools)
         if request.prompt is not None:
@@ -159,7 +147,7 @@ class Engine:
     def submit(
         self,
         tokens: Many[int],
-        params: SamplingParams,
+        params: messages.SamplingParams,
         *,
         salt: bytes = b"",
         priority: int = 0,
@@ -225,9 +213,9 @@ class Engine:
             outputs += self._fail_step([chunk.sequence for chunk in chunks], error)
         return outputs
 
-    def load(self) -> EngineLoad:
+    def load(self) -> messages.EngineLoad:
         """Queue, memory and speed as of the last step."""
-        return EngineLoad(
+        return messages.EngineLoad(
             is_ready=True,
             is_connected=True,
             progress=1.0,
@@ -256,18 +244,18 @@ class Engine:
         broken."""
         self._scheduler.check_integrity(self._sequences.keys())
 
-    def _check(self, tokens: Many[int], params: SamplingParams) -> None:
+    def _check(self, tokens: Many[int], params: messages.SamplingParams) -> None:
         params.validate()
         if not tokens:
-            raise InvalidRequest("the prompt is empty", param="messages")
+            raise messages.InvalidRequest("the prompt is empty", param="messages")
         vocabulary = self.info.vocabulary_size
         if not all(0 <= token < vocabulary for token in tokens):
-            raise InvalidRequest(f"token ids must be from 0 to {vocabulary - 1}", param="prompt_token_ids")
+            raise messages.InvalidRequest(f"token ids must be from 0 to {vocabulary - 1}", param="prompt_token_ids")
         if not all(0 <= token < vocabulary for token in (*params.logit_bias, *params.stop_token_ids)):
-            raise InvalidRequest(f"token ids must be from 0 to {vocabulary - 1}", param="logit_bias")
+            raise messages.InvalidRequest(f"token ids must be from 0 to {vocabulary - 1}", param="logit_bias")
         context = self.info.context_tokens
         if len(tokens) + 1 > context:
-            raise PromptTooLong(
+            raise messages.PromptTooLong(
                 f"the prompt has {len(tokens)} tokens; the context of {context} must hold it and at least 1 more",
                 prompt_tokens=len(tokens),
                 context_tokens=context,
@@ -335,7 +323,7 @@ class Engine:
         sequence.draft_computed = min(sequence.draft_computed, sequence.computed)
         if chunk.draft:
             self._learn(sequence, chunk, accepted)
-        output = Output(
+        output = messages.Output(
             text=piece.text,
             token_ids=piece.token_ids,
             logprobs=piece.logprobs,
@@ -361,20 +349,20 @@ class Engine:
             right[chunk.kind.source] += accepted
         self._speculator.observe(sequence.speculation, chunk.kind, len(chunk.draft), accepted)
 
-    def _add(self, sequence: Sequence, sampled: Sampled) -> tuple[Piece, FinishReason | None]:
+    def _add(self, sequence: Sequence, sampled: Sampled) -> tuple[Piece, messages.FinishReason | None]:
         assert sampled.token_id is not None
         self._totals.answer_tokens += 1
         return sequence.add(sampled.token_id, sampled.token_logprob(self.tokenizer))
 
-    def _fail(self, sequence: Sequence, error: EngineError) -> StepOutput:
+    def _fail(self, sequence: Sequence, error: messages.EngineError) -> StepOutput:
         self.abort(sequence.id)
-        return StepOutput(sequence.id, Output(finish_reason="abort"), usage=sequence.usage, error=error)
+        return StepOutput(sequence.id, messages.Output(finish_reason="abort"), usage=sequence.usage, error=error)
 
     def _fail_step(self, sequences: Many[Sequence], why: str) -> list[StepOutput]:
         """After a failed step any KV may be wrong: end these, recompute all others, forget
         everything."""
         self._in_flight.clear()
-        failed = [self._fail(s, EngineFailed(why)) for s in sequences if s.status is not Status.FINISHED]
+        failed = [self._fail(s, messages.EngineFailed(why)) for s in sequences if s.status is not Status.FINISHED]
         for sequence in self._sequences.values():
             sequence.in_flight = 0
         for sequence in list(self._scheduler.running):
@@ -391,7 +379,9 @@ class Engine:
         length = min(64, self.info.context_tokens - 8, self.info.vocabulary_size)
         if length < 1 or self._pool.total * self._pool.block_tokens < length + 8:
             return
-        params = SamplingParams(temperature=0.0, max_tokens=3 if self._draft_model is None else 6, ignore_eos=True)
+        params = messages.SamplingParams(
+            temperature=0.0, max_tokens=3 if self._draft_model is None else 6, ignore_eos=True
+        )
         for _ in range(2):
             self._timing.forget()
             self._speculator.forget()

@@ -6,7 +6,6 @@ its looks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -17,7 +16,7 @@ from gateway.admin.charts import answers_bar, kinds_bar, kinds_chart, money_char
 from gateway.admin.forms import add_cache_forms, add_session_forms, add_team_forms
 from gateway.admin.guard import Guard
 from gateway.admin.html import Pages, page_route, static_file, with_query
-from gateway.admin.models import StatsOut, TeamOut
+from gateway.admin.models import StatsOut
 from gateway.admin.parts import AdminParts
 from gateway.admin.views import RouteFilter
 from gateway.settings import NEAR_SIMILARITY_MIN
@@ -184,7 +183,7 @@ def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             "team.html",
             status,
             team=team,
-            keys=_live_first(team),
+            keys=sorted(team.keys, key=lambda key: not key.is_active),
             stats=stats,
             charts=charts_of(stats) if stats is not None else {},
             spent=sorted(by_model, key=lambda total: -total.cost_microusd),
@@ -203,10 +202,6 @@ def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
         return await render_team(request, team_id)
 
     add_team_forms(router, parts, render_teams, render_team)
-
-
-def _live_first(team: TeamOut) -> Sequence[Any]:
-    return sorted(team.keys, key=lambda key: not key.is_active)
 
 
 def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
