@@ -123,7 +123,8 @@ def redis_argv(settings: Settings) -> list[str]:
         "appendonly": "yes",
         "appendfsync": "everysec",
         "save": "",
-        "maxmemory-policy": "noeviction",  # the cache keeps its own size budget; money must never be evicted
+        # the cache keeps its own size budget; money must never be evicted
+        "maxmemory-policy": "noeviction",
         "loglevel": "warning",
         "logfile": str(folder / "redis.log"),
         "daemonize": "no",
@@ -191,7 +192,8 @@ class Supervisor:
                 await stopping
             finally:
                 stopping.cancel()
-                listener.close()  # the workers close theirs: a new client is refused, and tries another host
+                # the workers close theirs: a new client is refused, and tries another host
+                listener.close()
                 await self._stop()
         return 0
 

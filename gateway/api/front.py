@@ -56,7 +56,8 @@ class Front:
             # decision: any-origin
             send = _readable_anywhere(send)
         if scope["method"] == "OPTIONS":
-            await _say_options(scope, methods or ("GET", "POST"), send)  # a page may read the refusal, too
+            # a page may read the refusal, too
+            await _say_options(scope, methods or ("GET", "POST"), send)
         elif methods is None:
             await send_error(send, arrive("unknown").request_id, no_such_route(path, routes))
         elif (endpoint := methods.get(_with_get(scope)["method"])) is None:
@@ -148,7 +149,8 @@ def document(app: FastAPI, paths: Mapping[str, Any]) -> None:
             app.openapi_schema = schema
         return app.openapi_schema
 
-    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way to extend the schema
+    # FastAPI's documented way to extend the schema
+    app.openapi = openapi  # type: ignore[method-assign]
 
 
 def operation(summary: str, body: Mapping[str, Any] | None, *, streams: bool = False) -> dict[str, Any]:

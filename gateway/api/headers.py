@@ -1,7 +1,8 @@
-"""The response headers that say where an answer came from, what it cost and what it saved.
+"""The response headers with an answer's source, its cost and the cost that it saved.
 
-Sources: RFC 9211 (Cache-Status), RFC 9111 section 5.1 (Age), W3C Server Timing. Names are lower-case bytes, as ASGI wants them.
-Invariant: docs/api.md lists every header of our own; a test compares.
+Sources: RFC 9211 (Cache-Status), RFC 9111 section 5.1 (Age), W3C Server Timing. Names are
+lower-case bytes, as ASGI requires. Invariant: docs/api.md lists every header of our own; a test
+compares.
 """
 
 import time
@@ -17,12 +18,12 @@ JSON = (b"content-type", b"application/json")
 EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx in front would hold a stream back until its buffer is full
+    (b"x-accel-buffering", b"no"),  # else nginx in front delays a stream until its buffer is full
 ]
 
 
 def base_headers(request_id: str) -> Headers:
-    """What every response carries."""
+    """The headers of every response."""
     return [(b"x-request-id", request_id.encode())]
 
 
@@ -45,13 +46,16 @@ def answer_headers(reply: Reply) -> Headers:
         headers.append((b"x-sameway-saved-usd", dollars(int(entry.labels.get("cost_microusd", 0))).encode()))
     limits = reply.limits
     if reader is not None and reader.is_leader and reader.generation.headers:
-        limits = limits | reader.generation.headers  # those of the tokens too
+        limits = limits | reader.generation.headers  # the tokens' limits, too
     headers += limits.items()
     return headers
 
 
 def cost_header(reply: Reply) -> Headers:
-    """The cost of a whole answer, which is complete. A stream's headers have left by then: its cost is in the ledger."""
+    """The headers with the cost of a complete whole answer.
+
+    A stream's headers leave before its cost is known; that cost is in the ledger.
+    """
     if reply.served is not None or reply.reader is None:
         return []
     spent = reply.reader.generation.spent

@@ -82,8 +82,10 @@ class Response:
         self._response = {**_FIXED, **head, **repeated, "output": self._output}
         self._kind: _Kind | None = None  # of the text that is growing, which is the last item's
         self._texts: list[str] = []
-        self._tokens: list[Any] = []  # log probabilities whose text has not come: a token may end inside a character
-        self._calls: dict[int, tuple[int, list[str]]] = {}  # by their index: item, pieces of arguments
+        # log probabilities whose text has not come: a token may end inside a character
+        self._tokens: list[Any] = []
+        # by their index: item, pieces of arguments
+        self._calls: dict[int, tuple[int, list[str]]] = {}
         self._number = 0
         self._events: list[bytes] = []
 
@@ -146,7 +148,8 @@ class Response:
             delta = choice.get("delta") or {}
             thought = delta.get("reasoning_content") or delta.get("reasoning")
             self._say(_REASONING, thought)
-            if not thought and not delta.get("tool_calls"):  # a response has log probabilities of text only
+            # a response has log probabilities of text only
+            if not thought and not delta.get("tool_calls"):
                 logprobs = choice.get("logprobs")
                 tokens = logprobs.get("content") if isinstance(logprobs, dict) else None
                 self._tokens += tokens if isinstance(tokens, list) else ()

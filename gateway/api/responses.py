@@ -54,7 +54,8 @@ class _Request(msgspec.Struct):
     include: list[str] | None = None
 
 
-_DROPPED = frozenset({"max_tool_calls", "metadata", "store", "stream_options"})  # they change no answer
+# they change no answer
+_DROPPED = frozenset({"max_tool_calls", "metadata", "store", "stream_options"})
 _ONLY: Mapping[str, Any] = {"background": False, "n": 1, "truncation": "disabled"} | dict.fromkeys(
     ("conversation", "previous_response_id", "prompt")
 )

@@ -59,7 +59,7 @@ class Money:
         intended = self._budgets.intended(hold_id, identity.team.id, budgets, amount_microusd)
         try:
             outcome = await self._budgets.hold(intended, budgets, self._settings.hold_lease_s)
-        except asyncio.CancelledError:  # Redis may hold it by now, and would keep it until its lease ends
+        except asyncio.CancelledError:  # Redis may hold it already, until its lease ends
             await self.release(intended)  # the link sends it after the hold
             raise
         except (RedisError, NotReady) as error:
@@ -111,7 +111,7 @@ class Money:
             waiting = self._unsettled[0]
             try:
                 await self._budgets.settle(waiting.hold, waiting.row.cost_microusd, encode_row(waiting.row))
-            except ResponseError as error:  # perhaps for ever: the next retry begins with another row
+            except ResponseError as error:  # the next retry begins with another row
                 _log.warning("ledger_row_refused", hold=waiting.hold.id, reason=str(error))
                 self._unsettled.rotate(-1)
                 return

@@ -1,8 +1,9 @@
-"""Identical requests in the air share one generation: a flight has one writer and any number of readers.
+"""Concurrent identical requests share one generation: a flight has one writer and many readers.
 
-It contains no HTTP, money or caches. Invariants: every reader gets every chunk from the first; a reader that leaves takes
-nothing from the others; the last reader to leave cancels the generation; a flight ends exactly once, whole or with an
-error, and a reader that has seen all chunks of a failed flight gets the error, never a silent end.
+It contains no HTTP, money or caches. Invariants: every reader gets every chunk from the first; a
+reader that leaves does not affect the others; the last reader to leave cancels the generation; a
+flight ends exactly once, complete or with an error; a reader that has read all chunks of a failed
+flight gets the error, never a silent end.
 """
 
 import asyncio
@@ -20,8 +21,11 @@ from policies import Route
 
 
 class Flight:
-    """One generation and its audience. `deadline` is the latest of all readers', on the clock of `time.perf_counter`; None where
-    one of them has none. `leader_ended` is how the reply of its first reader ended."""
+    """One generation and its readers.
+
+    `deadline` is the latest of all readers', in seconds on the clock of `time.perf_counter`; None
+    if one of them has none. `leader_ended` is the end of its first reader's reply.
+    """
 
     __slots__ = (
         "_is_done", "_on_end", "_readers", "_sleepers", "_task", "chunks", "deadline", "error", "first_at", "generation",
@@ -32,7 +36,7 @@ class Flight:
         self.generation = generation
         self.deadline = generation.turn.deadline
         self.chunks: list[Chunk] = []
-        self.first_at: float | None = None  # when the first chunks came, on the clock of time.perf_counter
+        self.first_at: float | None = None  # the first chunks' arrival, by time.perf_counter
         self.error: BaseException | None = None
         self.leader_ended = Ended()
         self._on_end: Callable[[], None] | None = None
@@ -46,26 +50,26 @@ class Flight:
         return self._is_done
 
     def take_off(self, generating: Coroutine[Any, Any, None]) -> None:
-        """Start the generation in a task of its own: it belongs to the flight, not to the client that asked first."""
+        """Start the generation in its own task: it belongs to the flight, not to a client."""
         self._task = asyncio.create_task(generating)
 
     def admit(self, deadline: float | None) -> "Reader":
-        """One more reader, from chunk 0; the first one leads. The flight waits for the latest deadline."""
+        """A new reader, from chunk 0; the first one leads. The flight has the latest `deadline`."""
         self._readers += 1
         self.deadline = None if self.deadline is None or deadline is None else max(self.deadline, deadline)
         return Reader(self, is_leader=self._task is None)
 
     def remaining_ms(self) -> float | None:
-        """Milliseconds until the latest deadline; None where a reader has none."""
+        """Milliseconds until the latest deadline; None if a reader has none."""
         return None if self.deadline is None else max(0.0, (self.deadline - time.perf_counter()) * 1000.0)
 
     def route(self, tried: frozenset[str] = frozenset()) -> Route:
-        """The deployments for its generation, ranked now, without those `tried`."""
+        """The current ranking of the deployments for its generation, without those in `tried`."""
         generation = self.generation
         return generation.alias.route(generation.turn.demand, generation.warm, self.remaining_ms(), tried)
 
     def extend(self, chunks: Sequence[Chunk]) -> None:
-        """Everything that has come at once, with one wake-up for each reader."""
+        """Add `chunks` that arrived together, with one wake-up for each reader."""
         if self.first_at is None:
             self.first_at = time.perf_counter()
         self.chunks.extend(chunks)
@@ -73,8 +77,11 @@ class Flight:
             self._wake()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """End the flight; the first call counts. One that failed can't be joined any more; one that ended well can, until
-        `retire`: what is asked again while its answer is being stored must not be generated again."""
+        """End the flight, with `error` if it failed; later calls change nothing.
+
+        No request can join a failed flight. One can join a complete flight until `retire`, so that
+        a request that arrives while the answer is being stored is not generated again.
+        """
         if self._is_done:
             return
         self._is_done = True
@@ -85,7 +92,7 @@ class Flight:
             self.retire()
 
     def retire(self) -> None:
-        """No reader joins from here on."""
+        """Admit no more readers."""
         if self._on_end is not None:
             self._on_end()
             self._on_end = None
@@ -99,19 +106,22 @@ class Flight:
     def _leave(self) -> None:
         self._readers -= 1
         if self._readers == 0 and not self._is_done and self._task is not None:
-            # a flight that is being cancelled leaves the table now, not when the task has unwound
+            # a request that arrives before the task has unwound must not join a cancelled flight
             self.retire()
             self._task.cancel()
 
 
 class Reader:
-    """One client's place in a flight. A class, not an async generator: `close` must work before the first read as well."""
+    """One client's place in a flight.
+
+    A class, not an async generator, because `close` must also work before the first read.
+    """
 
     __slots__ = ("_flight", "_gone", "_is_closed", "_position", "_sleeper", "is_leader", "ready_at")
 
     def __init__(self, flight: Flight, *, is_leader: bool) -> None:
         self.is_leader = is_leader
-        self.ready_at: float | None = None  # when its first chunk was there, on the clock of time.perf_counter
+        self.ready_at: float | None = None  # when it had its first chunk, by time.perf_counter
         self._flight = flight
         self._position = 0
         self._is_closed = False
@@ -124,12 +134,12 @@ class Reader:
 
     @property
     def is_at_end(self) -> bool:
-        """All chunks of a flight that ended well have been read."""
+        """Whether the flight is complete, and all its chunks have been read."""
         flight = self._flight
         return flight.is_done and flight.error is None and self._position == len(flight.chunks)
 
     async def ready(self) -> None:
-        """Until the first chunk exists. Raises the generation's error, if it failed before that."""
+        """Wait until the first chunk exists. Raises the flight's error if it failed before that."""
         while not self._flight.chunks and not self._flight.is_done:
             await self._sleep()
         if not self._flight.chunks and self._flight.error is not None:
@@ -137,8 +147,10 @@ class Reader:
         self.ready_at = time.perf_counter()
 
     async def next(self) -> list[Chunk]:
-        """All chunks that have come since the last call, at least one; empty at the end. Raises the flight's error after
-        its last chunk."""
+        """All chunks since the last call, at least one; empty at the end.
+
+        Raises the flight's error after its last chunk, and the reason given to `leave`.
+        """
         flight = self._flight
         while True:
             if self._gone is not None:
@@ -163,19 +175,19 @@ class Reader:
             raise self._gone
 
     def leave(self, reason: BaseException) -> None:
-        """Close from outside (the client has gone, its deadline has passed): a read that waits raises `reason`."""
+        """Close, because the client left or its deadline passed; reads raise `reason`."""
         self._gone = reason
         if self._sleeper is not None and not self._sleeper.done():
             self._sleeper.set_result(None)
         self.close()
 
     def ended(self, how: Ended) -> None:
-        """Say how the reply to this reader's client ended, which is the record's of a flight that this reader leads."""
+        """Set the end of this reader's reply, for the record of a flight that it leads."""
         if self.is_leader:
             self._flight.leader_ended = how
 
     def close(self) -> None:
-        """Give the place back; the last one out cancels the generation."""
+        """Leave the flight; the last reader to leave cancels the generation."""
         if not self._is_closed:
             self._is_closed = True
             self._flight._leave()
@@ -185,8 +197,11 @@ Key = tuple[bytes, int | None, float | None]
 
 
 class Flights:
-    """The flights in the air, by request, age and error bound: a request for a fresher or surer answer must not be given one
-    that was found for a laxer request. A flight that must not be shared is not entered."""
+    """The flights under way, by request, maximum age and error bound.
+
+    The key keeps a request for a fresher or more certain answer from joining a laxer request. A
+    flight that must not be shared is not entered.
+    """
 
     def __init__(self) -> None:
         self._by_key: dict[Key, Flight] = {}
@@ -198,7 +213,7 @@ class Flights:
         return self._by_key.get(key)
 
     def enter(self, key: Key, flight: Flight) -> None:
-        """Let others find this flight until it ends."""
+        """Let `find` return `flight` until it retires."""
         self._by_key[key] = flight
 
         def forget() -> None:
@@ -209,18 +224,21 @@ class Flights:
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """The reply to one turn: a recorded `entry`, or a place in a flight. `limits` are the headers of its rate limits."""
+    """The reply to one turn: a recorded `entry`, or a reader of a flight.
+
+    `limits` are the headers of its rate limits.
+    """
 
     turn: Turn
     limits: dict[bytes, bytes]
     entry: Entry | None = None
     reader: Reader | None = None
-    looked_up_ms: float = 0.0  # until the entry was found, since the turn began
-    degraded: tuple[str, ...] = ()  # of a reply that joined a flight: a leader's are its generation's
+    looked_up_ms: float = 0.0  # from the start of the turn until the entry was found
+    degraded: tuple[str, ...] = ()  # of a joined flight; a leader's are its generation's
 
     @property
     def is_leading(self) -> bool:
-        """It started a generation, which also records the request."""
+        """Whether it started a generation, which then records the request."""
         return self.reader is not None and self.reader.is_leader
 
     @property
@@ -237,7 +255,7 @@ class Reply(msgspec.Struct, frozen=True):
 
     @property
     def begun_ms(self) -> float | None:
-        """From the request's arrival to the first chunk; None where it has not come yet."""
+        """Milliseconds from the start of the turn to the first chunk; None before that chunk."""
         if self.reader is None:
             return self.looked_up_ms
         ready_at = self.reader.ready_at

@@ -1,5 +1,8 @@
-"""The canonical facts of one finished request. The log line, the metrics, the stats and the recent requests are made of this
-value and of nothing else, so they can't disagree."""
+"""The canonical facts of one finished request.
+
+It contains no services. Invariant: the log line, the metrics, the stats and the recent requests are
+made from this value alone, so they agree.
+"""
 
 from typing import Any
 
@@ -15,14 +18,14 @@ from gateway.wire.errors import ApiError
 
 
 class Rejection(msgspec.Struct, frozen=True):
-    """Why a deployment was not used."""
+    """The reason why a deployment was not used."""
 
     name: str
     reason: str
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One request, as the admin sees it: made once, at the end, on every exit, by `record_of`."""
+    """One finished request. `record_of` makes it once, on every exit."""
 
     request_id: str
     at_s: float  # unix time of arrival
@@ -34,13 +37,13 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     alias: str = ""  # a configured name, or empty: it becomes a metric's label
     is_stream: bool = False
     status: int = 200
-    error: str = ""  # the error's code where there is one
+    error: str = ""  # the error's code, if there is one
     cache: str = "miss"  # exact | semantic | coalesced | miss | bypass
-    similarity: float | None = None  # of the semantic hit, or of the nearest entry that was not served
-    miss_reason: str = ""  # why the semantic cache did not answer
-    nearest: str = ""  # the nearest entry's text; kept only where prompts may be logged
-    store: str = ""  # `stored`, or why not
-    entry: str = ""  # id of the cached answer that was served, or stored
+    similarity: float | None = None  # of the semantic hit, or of the nearest entry on a miss
+    miss_reason: str = ""  # the reason for a semantic miss
+    nearest: str = ""  # the nearest entry's text; empty unless prompts may be logged
+    store: str = ""  # `stored`, or the reason against it
+    entry: str = ""  # id of the cached answer that was served or stored
     deployment: str = ""
     policy: str = ""
     why: str = ""  # the winner's explanation, in words
@@ -50,16 +53,16 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     completion_tokens: int = 0
     cached_tokens: int = 0
     cost_microusd: int = 0
-    saved_microusd: int = 0  # what the same answer had cost when it was generated
-    saved_ms: float = 0.0  # how long it had taken, less what the hit took
+    saved_microusd: int = 0  # the cost of the same answer when it was generated
+    saved_ms: float = 0.0  # the time of its generation, less that of the hit
     ttft_ms: float | None = None
     duration_ms: float = 0.0
-    draft: str = ""  # id of the near answer that a local engine was given as a draft
+    draft: str = ""  # id of the near answer that a local engine used as a draft
     drafted_tokens: dict[str, int] | None = (
         None  # guesses that were verified, by source: text, reference (that answer), model
     )
-    accepted_tokens: dict[str, int] | None = None  # those that were right: as many steps less
-    survived: tuple[str, ...] = ()  # parts that failed and were done without: redis, cache_worker
+    accepted_tokens: dict[str, int] | None = None  # correct guesses, each of which saves a step
+    survived: tuple[str, ...] = ()  # failed parts that the request did without: redis, cache_worker
     is_disconnected: bool = False  # the client left before its last byte
 
 
@@ -67,7 +70,7 @@ _GONE = "client_gone"  # the code of a generation that was cancelled because its
 
 
 def ended_with(error: ApiError | None, leader: Ended) -> Ended:
-    """How the request that led a flight ended: by the generation's `error`, else as its own client saw it."""
+    """The end of the request that led a flight: the generation's `error`, else its reply's end."""
     if error is None:
         return leader
     if error.error_code == _GONE:
@@ -88,10 +91,11 @@ def record_of(
     reply: Reply | None = None,
     flight: Flight | None = None,
 ) -> Record:
-    """The record of a request that is over.
+    """The record of a finished request.
 
-    `alias` is a configured name or empty. A request that led a `flight` is recorded by its generation; any other one by its
-    `reply`, as far as it got one. `cache` and `prompt_tokens` are for requests that ask for no generation.
+    `duration_ms` is from its arrival to its end. `alias` is a configured name or empty. `flight` is
+    for a request that led one; `reply` is for any other request that got a reply. `cache` and
+    `prompt_tokens` are for requests without a generation.
     """
     if flight is not None:
         facts = _of_generation(flight, duration_ms)
@@ -148,7 +152,7 @@ def _of_generation(flight: Flight, duration_ms: float) -> dict[str, Any]:
 
 
 def _of_reply(reply: Reply, duration_ms: float) -> dict[str, Any]:
-    """The facts of a request that was not generated for: an exact hit, or a place in the flight of another one."""
+    """The facts of a request that led no flight: an exact hit, or a reader of another's flight."""
     if (reader := reply.reader) is None:
         assert reply.entry is not None
         return {"cache": "exact"} | _of_entry(reply.entry, duration_ms, ttft_ms=reply.looked_up_ms)

@@ -58,7 +58,8 @@ class Eager(Generic[T]):
             try:
                 waits_for = step(argument)
             except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]  # a coroutine's result by definition
+                # a coroutine's result by definition
+                return end.value  # type: ignore[no-any-return]
             step, argument = yield from _waited(coroutine, waits_for)
 
 

@@ -281,7 +281,8 @@ class Connection(asyncio.Protocol):
     # -- called by its transport -------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's class is not declared as one
+        # uvloop's class is not declared as one
+        self._transport = cast(asyncio.Transport, transport)
         self._owner.opened(self)
 
     def data_received(self, data: bytes) -> None:
@@ -319,7 +320,8 @@ class Connection(asyncio.Protocol):
             and not self._is_spoilt
             and self._is_kept_alive
             and not transport.is_closing()
-            and not transport.get_write_buffer_size()  # it answered before it had read the whole request
+            # it answered before it had read the whole request
+            and not transport.get_write_buffer_size()
         ):
             self._exchange = None
             exchange.end()

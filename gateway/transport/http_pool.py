@@ -62,7 +62,8 @@ class Pool:
         self._connect_timeout_s = connect_timeout_s
         self._idle_max = idle_max
         self._keep_alive_s = keep_alive_s
-        self._idle: dict[Connection, float] = {}  # and since when, on the loop's clock; the last used last
+        # the time since which each is idle, on the loop's clock; the last used last
+        self._idle: dict[Connection, float] = {}
         self._open: set[Connection] = set()
         self._reaper: asyncio.TimerHandle | None = None
         self._addresses: deque[Any] = deque()

@@ -55,7 +55,8 @@ class RequestCycle(RequestResponseCycle):
         self._on_gone: Callable[[], None] | None = None
 
     @property
-    def message_event(self) -> RequestCycle:  # type: ignore[override]  # the protocol sets it on arrival
+    # the protocol sets it on arrival
+    def message_event(self) -> RequestCycle:  # type: ignore[override]
         return self
 
     def set(self) -> None:
@@ -82,7 +83,8 @@ class RequestCycle(RequestResponseCycle):
             if self.body or not (self.more_body or self._is_read):
                 body, self.body = self.body, b""
                 self._is_read = not self.more_body
-                self.flow.resume_reading()  # a large body paused it; only reading detects a client that leaves
+                # a large body paused it; only reading detects a client that leaves
+                self.flow.resume_reading()
                 return {"type": "http.request", "body": body, "more_body": self.more_body}
             self.flow.resume_reading()
             self._waiter = asyncio.get_running_loop().create_future()
@@ -195,12 +197,14 @@ class ServerProtocol(HttpToolsProtocol):
         self._idle_since = 0.0
         self._idle_timer: asyncio.TimerHandle | None = None
         self._direct: asyncio.Transport | None = None
-        self._running: RequestResponseCycle | None = None  # `cycle` is the latest request, which may wait for this one
+        # `cycle` is the latest request, which may wait for this one
+        self._running: RequestResponseCycle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._direct = transport
-        self.transport = BufferedTransport(transport, self.loop)  # type: ignore[assignment]  # by delegation
+        # it satisfies the type by delegation
+        self.transport = BufferedTransport(transport, self.loop)  # type: ignore[assignment]
         self._head_timer = self.loop.call_later(self.head_within_s, self._head_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:

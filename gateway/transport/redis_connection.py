@@ -177,7 +177,8 @@ async def open_connection(
     loop = asyncio.get_running_loop()
 
     def make() -> RedisWire:
-        return RedisWire(timeout_s, _fail_all, on_refused)  # a lost greeting is an error, and is not repeated
+        # a lost greeting is an error, and is not repeated
+        return RedisWire(timeout_s, _fail_all, on_refused)
 
     try:
         async with asyncio.timeout(timeout_s):
@@ -223,7 +224,7 @@ def answer(pending: Pending, reply: Any) -> None:
     if not pending.future.done():
         try:
             pending.future.set_result(reply if pending.understand is None else pending.understand(reply))
-        except Exception as error:  # a reply that does not fit its command: the caller's error, not the connection's
+        except Exception as error:  # the reply does not fit: an error of the command alone
             pending.future.set_exception(error)
 
 

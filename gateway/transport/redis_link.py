@@ -185,7 +185,7 @@ class RedisLink:
                     replies = await self._pipeline(commands)
                 except RedisConnectionError:  # a pooled connection to a server that was restarted
                     replies = await self._pipeline(commands)
-            except Exception as error:  # an unreachable cluster raises other exceptions than RedisError
+            except Exception as error:  # a cluster's are not always RedisError
                 self._failed(batch, error if isinstance(error, RedisError) else RedisConnectionError(str(error)))
                 continue
             self._failures = 0

@@ -55,7 +55,8 @@ class _Choice(msgspec.Struct, gc=False):
     finish_reason: str | None = None
 
 
-_TOKENS_MAX = 1_000_000_000  # a larger claim is the server's error; sums of claims must not overflow
+# a larger claim is the server's error; sums of claims must not overflow
+_TOKENS_MAX = 1_000_000_000
 
 
 class _PromptDetails(msgspec.Struct, gc=False):
@@ -114,7 +115,8 @@ def to_chunk(data: bytes, answer: Answer, is_whole: bool = False) -> Chunk:
     reasons: tuple[str, ...] = ()
     for choice in choices:
         part = choice.delta or choice.message
-        if choice.text if part is None else part.content or part.has_content():  # most have text, and need no call
+        # most have text, and need no call
+        if choice.text if part is None else part.content or part.has_content():
             has_content = True
         if choice.finish_reason:
             reasons = (*reasons, choice.finish_reason)
@@ -258,7 +260,8 @@ class DeltaTemplate:
 
 TEXT = "text_completion"
 _HEAD = ("id", "created", "model", "system_fingerprint", "service_tier")
-_TEXTS = ("reasoning_content", "reasoning", "content", "refusal")  # in the order in which a model writes them
+# in the order in which a model writes them
+_TEXTS = ("reasoning_content", "reasoning", "content", "refusal")
 # about five words each: cuts after a word, or anywhere in text without spaces
 _PIECES = re.compile(r".{24}\S{0,40}\s{0,8}|.+", re.DOTALL)
 

@@ -14,7 +14,8 @@ from gateway.wire.chunks import TEXT, UNREADABLE, DeltaTemplate, is_text
 from gateway.wire.types import Chunk
 
 _FIRST = frozenset({"id", "created", "model"})  # Azure's first chunk has these empty
-_DROPPED = frozenset({"object", "choices", "obfuscation"})  # obfuscation pads chunks against eavesdroppers
+# obfuscation pads chunks against eavesdroppers
+_DROPPED = frozenset({"object", "choices", "obfuscation"})
 # other text in a delta arrives in parts; these arrive whole, from some servers repeatedly
 _IDENTITY = frozenset({"id", "type", "name", "role", "index"})
 

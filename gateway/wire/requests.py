@@ -127,7 +127,8 @@ class ChatRequest(_Request, kw_only=True):
         bound = len(raw) + _TEMPLATE_TOKENS + _MESSAGE_TOKENS * len(self.messages) + _MEDIA_TOKENS_MAX * len(media)
         least = 0 if media else int(len(raw) / _BYTES_PER_TOKEN_MAX)
         expected = int(len(raw) / _BYTES_PER_TOKEN) + _MESSAGE_TOKENS
-        output_tokens = max(self.max_completion_tokens or 0, self.max_tokens or 0)  # a server may support only one
+        # a server may support only one
+        output_tokens = max(self.max_completion_tokens or 0, self.max_tokens or 0)
         return _demand(expected, (least, bound), output_tokens or None, candidates, needs)
 
 
@@ -205,7 +206,8 @@ def decode_object(raw: bytes) -> dict[str, Any]:
     try:
         body = msgspec.json.decode(raw.removeprefix(_BOM))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        half = _HALF_A_PAIR.search(raw) if "truncated" in str(error) else None  # msgspec reports it as an early end
+        # msgspec reports it as an early end
+        half = _HALF_A_PAIR.search(raw) if "truncated" in str(error) else None
         why = f"a surrogate without its pair stands for no character (byte {half.start()})" if half else str(error)
         raise BadRequest(f"The body is not valid JSON: {why}", code="invalid_json") from None
     if not isinstance(body, dict):
