@@ -20,7 +20,6 @@ from gateway.admin.parts import AdminParts
 from gateway.admin.problems import problems
 from gateway.deployments.fleet import Alias, Deployment, Fleet
 from gateway.journey.record import Record
-from gateway.journey.semantic import error_max_of
 from gateway.telemetry.buckets import KINDS, kind_of
 from gateway.telemetry.measured_error import measure
 from gateway.telemetry.stats import Page
@@ -121,7 +120,7 @@ def _semantic(parts: AdminParts, summary: Summary, teams: Sequence[Team]) -> lis
                 estimate=measured.estimate,
                 low=measured.low,
                 high=measured.high,
-                error_max=error_max_of(parts.settings, team, alias),
+                error_max=parts.truth.bounds.error_max(team, alias),
                 strictness=now.get((team_id, alias), 1.0),
             )
         )

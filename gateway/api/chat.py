@@ -13,18 +13,7 @@ from typing import Protocol
 
 from cache import Entry, ExactCache
 from gateway.accounts import Identity
-from gateway.api.asgi import (
-    ClientGone,
-    Receive,
-    Scope,
-    Send,
-    bearer_of,
-    fail,
-    headers_of,
-    read_body,
-    send_error,
-    send_whole,
-)
+from gateway.api import asgi
 from gateway.api.headers import EVENT_STREAM, JSON, answer_headers, cost_header
 from gateway.journey.flight import Reader, Reply
 from gateway.journey.storing import chunks_of
@@ -79,8 +68,8 @@ class Chat:
         turn = read_turn(raw, headers, arrival, self._kind)
         return turn, _Completion(self._pipeline.exact, turn.wants_usage)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = headers_of(scope)
+    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
+        headers = asgi.headers_of(scope)
         arrival = arrive(self.operation or self._kind.name)
         identity: Identity | None = None
         turn: Turn | None = None
@@ -89,30 +78,30 @@ class Chat:
         reply: Reply | None = None
         try:
             # decision: auth-before-body
-            identity = self._pipeline.authenticate(bearer_of(headers))
-            turn, renderer = self.read(await read_body(receive, headers, self._body_bytes_max), headers, arrival)
+            identity = self._pipeline.authenticate(asgi.bearer_of(headers))
+            turn, renderer = self.read(await asgi.read_body(receive, headers, self._body_bytes_max), headers, arrival)
             reply = await self._pipeline.answer(turn, identity, watcher.attend)
             if turn.is_stream:
                 ended = await self._stream(renderer, reply, watcher, send)
             else:
                 await self._whole(renderer, reply, send)
         except (Exception, asyncio.CancelledError) as error:
-            respond = partial(send_error, send, arrival.request_id)
-            ended = await fail(error, arrival.request_id, respond, watcher.note)
+            respond = partial(asgi.send_error, send, arrival.request_id)
+            ended = await asgi.fail(error, arrival.request_id, respond, watcher.note)
         finally:
             watcher.stop()
             self._pipeline.finish(arrival, ended, identity=identity, turn=turn, reply=reply or watcher.reply)
 
-    async def _whole(self, renderer: Renderer, reply: Reply, send: Send) -> None:
+    async def _whole(self, renderer: Renderer, reply: Reply, send: asgi.Send) -> None:
         """Send all chunks at once. Any error is an error response, because no byte has left yet."""
         chunks = list[Chunk]()
         if reply.reader is not None:
             while batch := await reply.reader.next():
                 chunks += batch
         body = renderer.whole(chunks, reply.served)
-        await send_whole(send, 200, [JSON, *answer_headers(reply), *cost_header(reply)], body)
+        await asgi.send_whole(send, 200, [JSON, *answer_headers(reply), *cost_header(reply)], body)
 
-    async def _stream(self, renderer: Renderer, reply: Reply, watcher: "_DisconnectWatcher", send: Send) -> Ended:
+    async def _stream(self, renderer: Renderer, reply: Reply, watcher: "_DisconnectWatcher", send: asgi.Send) -> Ended:
         """Send chunks as they arrive, all that are ready at once.
 
         An error after the start is an event that ends the stream.
@@ -142,7 +131,7 @@ class Chat:
             async def respond(refusal: ApiError) -> None:
                 await send({"type": "http.response.body", "body": renderer.failed(refusal)})
 
-            return await fail(error, reply.turn.arrival.request_id, respond, watcher.note)
+            return await asgi.fail(error, reply.turn.arrival.request_id, respond, watcher.note)
 
 
 class _Completion:
@@ -199,7 +188,7 @@ def _frames(chunks: Sequence[Chunk], wants_usage: bool) -> bytes:
 class _DisconnectWatcher:
     """Takes a reader out of its flight when the client leaves or its deadline passes."""
 
-    def __init__(self, scope: Scope, receive: Receive) -> None:
+    def __init__(self, scope: asgi.Scope, receive: asgi.Receive) -> None:
         self.reply: Reply | None = None  # a reply that waits for a flight
         self._when_gone = scope.get("extensions", {}).get(WHEN_GONE)
         self._receive = receive
@@ -234,7 +223,7 @@ class _DisconnectWatcher:
         self._gone()
 
     def _gone(self) -> None:
-        self._leave(ClientGone())
+        self._leave(asgi.ClientGone())
 
     def _late(self) -> None:
         self._leave(DeadlineExceeded("The client's own deadline passed before the answer was there"))

@@ -11,17 +11,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from gateway.accounts import Identity
-from gateway.api.asgi import (
-    Receive,
-    Scope,
-    Send,
-    bearer_of,
-    fail,
-    headers_of,
-    read_body,
-    send_error,
-    send_whole,
-)
+from gateway.api import asgi
 from gateway.api.headers import JSON, base_headers
 from gateway.journey.record import record_of
 from gateway.journey.turn import Ended, arrive, elapsed_ms_since
@@ -52,31 +42,25 @@ class JsonEndpoint(ABC, Generic[Request]):
         Raises ApiError.
         """
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = headers_of(scope)
+    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
+        headers = asgi.headers_of(scope)
         arrival = arrive(self.operation)
         identity: Identity | None = None
         alias, prompt_tokens, ended = "", 0, Ended()
         try:
             # decision: auth-before-body
-            identity = self._pipeline.authenticate(bearer_of(headers))
-            body = decode_object(await read_body(receive, headers, self.settings.body_bytes_max))
+            identity = self._pipeline.authenticate(asgi.bearer_of(headers))
+            body = decode_object(await asgi.read_body(receive, headers, self.settings.body_bytes_max))
             limited = await self._pipeline.limits.take_requests(identity)
             request, alias = self.read(body)
             reply, prompt_tokens = await self.answer(request, identity)
             out = [JSON, *base_headers(arrival.request_id), *limited.items()]
-            await send_whole(send, 200, out, msgspec.json.encode(reply))
+            await asgi.send_whole(send, 200, out, msgspec.json.encode(reply))
         except (Exception, asyncio.CancelledError) as error:
-            ended = await fail(error, arrival.request_id, partial(send_error, send, arrival.request_id))
+            ended = await asgi.fail(error, arrival.request_id, partial(asgi.send_error, send, arrival.request_id))
         finally:
             duration_ms = elapsed_ms_since(arrival.at_s)
             record = record_of(
-                arrival,
-                ended,
-                duration_ms,
-                identity=identity,
-                alias=alias,
-                cache="bypass",
-                prompt_tokens=prompt_tokens,
+                arrival, ended, duration_ms, identity=identity, alias=alias, cache="bypass", prompt_tokens=prompt_tokens
             )
             self._pipeline.emit(record)

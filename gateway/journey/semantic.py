@@ -34,14 +34,6 @@ class Bound:
     untightened: float | None = None
 
 
-def error_max_of(settings: Settings, team: Team, alias: str, asked: float | None = None) -> float:
-    """The least of the bounds of the settings, the team, the alias and the request (`asked`)."""
-    model = settings.models.get(alias)
-    of_alias = model.semantic_error_max if model is not None else None
-    given = (settings.cache.error_max, team.semantic_error_max, of_alias, asked)
-    return min(bound for bound in given if bound is not None)
-
-
 class Bounds:
     """The error bounds of one worker, tightened if the measured error passed them."""
 
@@ -51,8 +43,11 @@ class Bounds:
         self.strictness: dict[tuple[int, str], float] = {}
 
     def error_max(self, team: Team, alias: str, asked: float | None = None) -> float:
-        """The least of all given bounds, before any tightening."""
-        return error_max_of(self._settings, team, alias, asked)
+        """The least bound of settings, team, alias and request (`asked`), before any tightening."""
+        model, cache = self._settings.models.get(alias), self._settings.cache
+        of_alias = model.semantic_error_max if model is not None else None
+        given = (cache.error_max, team.semantic_error_max, of_alias, asked)
+        return min(bound for bound in given if bound is not None)
 
     def bound(self, team: Team, alias: str, asked: float | None) -> Bound:
         """The bound for a request of `team` for `alias`; `asked` is the request's own bound."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.stats import beta
 
 from gateway.accounts import Team
-from gateway.journey.semantic import Bounds, error_max_of
+from gateway.journey.semantic import Bounds
 from gateway.settings import CacheSettings, DeploymentSettings, ModelSettings, Settings
 from gateway.telemetry.measured_error import CheckCounts, MeasuredErrors, clopper_pearson, measure
 
@@ -92,7 +92,8 @@ def test_nobody_loosens_a_bound(
 ) -> None:
     """The least of all that are given holds."""
     given_ = [one for one in (configured, team, alias, asked) if one is not None]
-    found = error_max_of(settings(alias, configured), Team(1, "t", 0.0, semantic_error_max=team), "m", asked)
+    bounded = Bounds(settings(alias, configured))
+    found = bounded.error_max(Team(1, "t", 0.0, semantic_error_max=team), "m", asked)
     assert found == min(given_)
 
 
