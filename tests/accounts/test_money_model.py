@@ -174,8 +174,11 @@ class Money(RuleBasedStateMachine):
         taken = self.run(attempt)
         used = {b: self.spent(team_id, b.window) + self.held(team_id, b.window) for b in limits}
         passed = [b for b in limits if used[b] + amount > b.limit_microusd]
-        if not self.is_exact:
-            return  # only possible after a repeated delivery, see below
+        if not self.is_exact:  # after a repeated delivery, the count that decided is unknown here
+            if isinstance(taken, Hold):
+                self.running[name] = taken
+                self.live[name] = Held(taken, self.now_ms + LEASE_S * 1000)
+            return
         if any(b.is_hard for b in passed):
             assert isinstance(taken, Refused)
             assert taken.state.budget in passed
