@@ -103,6 +103,7 @@ def create_app(settings: Settings) -> FastAPI:
     async def root() -> RedirectResponse:
         return RedirectResponse("/admin")
 
+    @app.get("/health", tags=["operations"], summary="The same as /healthz, under vLLM's name")
     @app.get("/healthz", tags=["operations"], summary="The process lives")
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}

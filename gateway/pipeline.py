@@ -108,14 +108,14 @@ class Pipeline:
         while self._generating:
             await asyncio.wait(self._generating)
 
-    def authenticate(self, bearer: str | None) -> Identity:
-        """1. The identity of the key in `bearer`. Raises Unauthenticated."""
-        identity = self.accounts.identify(bearer) if bearer else None
+    def authenticate(self, key: str | None) -> Identity:
+        """1. The identity of an API key. Raises Unauthenticated."""
+        identity = self.accounts.identify(key) if key else None
         if identity is None:
             raise Unauthenticated(
                 "Incorrect API key provided"
-                if bearer
-                else "No API key provided: send it as `Authorization: Bearer ...`"
+                if key
+                else "No API key provided: send it as `Authorization: Bearer ...`, `api-key` or `x-api-key`"
             )
         return identity
 

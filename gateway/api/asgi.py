@@ -1,10 +1,11 @@
 """Helpers for raw ASGI: read a request within its limits, and send a response that is no stream.
 
-Format: ASGI HTTP specification 2.5. Knows no routes. Invariant: no more of a body than the limit is
-held, whatever its announced length.
+Formats: ASGI HTTP specification 2.5; gzip (RFC 1952). Knows no routes. Invariant: no more of a body
+than the limit is held, whatever its announced length, and no more of its decompressed content.
 """
 
 import asyncio
+import zlib
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from itertools import chain
 from typing import Any
@@ -16,7 +17,12 @@ from gateway.backends.base import BackendBroken
 from gateway.backends.refusals import from_backend
 from gateway.journey.turn import Ended
 from gateway.loggers import get_logger
-from gateway.wire.errors import ApiError, TooLarge, Unavailable, UnsupportedMediaType
+from gateway.wire.errors import ApiError, BadRequest, TooLarge, Unauthenticated, Unavailable, UnsupportedMediaType
+
+_KEY_HEADERS = ("api-key", "x-api-key")  # of Azure's clients and of Anthropic's
+_GZIP_WBITS = 31  # zlib's argument for one gzip member with its checksum
+_GZIP_STEP_BYTES = 256 << 10  # one to two milliseconds of work
+_GZIP_MEMBERS_MAX = 1_000  # a block compressor makes one for each 64 KiB; each costs time, empty or not
 
 _log = get_logger()
 
@@ -49,22 +55,56 @@ def headers_of(scope: Scope) -> dict[str, str]:
     return headers
 
 
-def bearer_of(headers: Mapping[str, str]) -> str | None:
-    """The key in `Authorization: Bearer ...`; None if there is none."""
+def key_of(headers: Mapping[str, str]) -> str | None:
+    """The API key in `Authorization: Bearer ...`, `api-key` or `x-api-key`; None if there is none.
+
+    Raises Unauthenticated if two of them differ: which one is meant cannot be known.
+    """
     scheme, _, token = headers.get("authorization", "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" and token.strip() else None
+    key = token.strip() if scheme.lower() == "bearer" else ""
+    for name in _KEY_HEADERS:
+        other = headers.get(name)
+        if other and key and other != key:
+            raise Unauthenticated(
+                "The request has two different API keys, in two of the headers `authorization`, `api-key` and "
+                "`x-api-key`: send one key"
+            )
+        key = key or other or ""
+    return key or None
+
+
+def model_of(scope: Scope) -> str | None:
+    """The deployment that an Azure path names, which is an alias here; None on other paths."""
+    named: str | None = scope.get("path_params", _NO_PARAMS).get("model")
+    return named
+
+
+_NO_PARAMS: Mapping[str, str] = {}
 
 
 async def read_body(receive: Receive, headers: Mapping[str, str], bytes_max: int) -> bytes:
-    """The whole body, of `bytes_max` bytes at most.
+    """The whole body, of `bytes_max` bytes at most, compressed and decompressed.
 
-    Raises TooLarge, UnsupportedMediaType for a compressed body, ClientGone.
+    Raises TooLarge, UnsupportedMediaType, BadRequest for invalid gzip, ClientGone.
     """
     announced = headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > bytes_max:
         raise _too_large(bytes_max)
-    if headers.get("content-encoding", "identity") != "identity":
-        raise UnsupportedMediaType("Compressed request bodies are not supported: send it without Content-Encoding")
+    encoding = headers.get("content-encoding")
+    if encoding is None:
+        return await _received(receive, bytes_max)
+    match encoding.strip().lower():
+        case "identity" | "":
+            return await _received(receive, bytes_max)
+        case "gzip" | "x-gzip":  # RFC 9110, section 8.4.1.3: the same
+            return await _decompressed(await _received(receive, bytes_max), bytes_max)
+    raise UnsupportedMediaType(
+        f"The body has Content-Encoding {encoding[:100]!r}: expected gzip, or none for a plain body"
+    )
+
+
+async def _received(receive: Receive, bytes_max: int) -> bytes:
+    """The whole body as it was sent. Raises TooLarge, ClientGone."""
     message = await receive()
     if not message.get("more_body") and message["type"] == "http.request":
         body: bytes = message.get("body", b"")
@@ -84,8 +124,43 @@ async def read_body(receive: Receive, headers: Mapping[str, str], bytes_max: int
     raise ClientGone
 
 
-def _too_large(bytes_max: int) -> TooLarge:
-    return TooLarge(f"The request body is larger than the limit of {bytes_max} bytes", headers={"connection": "close"})
+async def _decompressed(body: bytes, bytes_max: int) -> bytes:
+    """The content of all gzip members in `body` (RFC 1952, section 2.2).
+
+    Works in bounded steps, and other requests run between them. Raises TooLarge, BadRequest.
+    """
+    inflate, members, parts, size = zlib.decompressobj(_GZIP_WBITS), 1, list[bytes](), 0
+    for start in range(0, len(body), _GZIP_STEP_BYTES):
+        # a member's end returns the rest of its input: a slice bounds what is copied
+        rest = body[start : start + _GZIP_STEP_BYTES]
+        while rest:
+            if inflate.eof:
+                inflate, members = zlib.decompressobj(_GZIP_WBITS), members + 1
+            if members > _GZIP_MEMBERS_MAX:
+                raise _bad_gzip(f"it has more than {_GZIP_MEMBERS_MAX} members")
+            try:
+                part = inflate.decompress(rest, _GZIP_STEP_BYTES)
+            except zlib.error:
+                raise _bad_gzip("it is not gzip, or not all of it") from None
+            size += len(part)
+            if size > bytes_max:
+                raise _too_large(bytes_max, "decompressed ")
+            parts.append(part)
+            rest = inflate.unused_data or inflate.unconsumed_tail
+            await asyncio.sleep(0)
+    if not inflate.eof:
+        raise _bad_gzip("it ends before its data does")
+    return b"".join(parts)
+
+
+def _bad_gzip(why: str) -> BadRequest:
+    return BadRequest(f"The body has Content-Encoding gzip, but {why}", code="invalid_encoding")
+
+
+def _too_large(bytes_max: int, how: str = "") -> TooLarge:
+    return TooLarge(
+        f"The {how}request body is larger than the limit of {bytes_max} bytes", headers={"connection": "close"}
+    )
 
 
 async def send_whole(send: Send, status: int, headers: Headers, body: bytes) -> None:

@@ -60,12 +60,14 @@ class Chat:
         self._body_bytes_max = body_bytes_max
         self._kind = kind
 
-    def read(self, raw: bytes, headers: Mapping[str, str], arrival: Arrival) -> tuple[Turn, Renderer]:
+    def read(
+        self, raw: bytes, headers: Mapping[str, str], arrival: Arrival, model: str | None
+    ) -> tuple[Turn, Renderer]:
         """The turn of a request, and the renderer of its answer.
 
-        Raises BadRequest with the invalid field.
+        `model` is the alias in the path, if it has one. Raises BadRequest with the invalid field.
         """
-        turn = read_turn(raw, headers, arrival, self._kind)
+        turn = read_turn(raw, headers, arrival, self._kind, model)
         return turn, _Completion(self._pipeline.exact, turn.wants_usage)
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
@@ -78,8 +80,9 @@ class Chat:
         reply: Reply | None = None
         try:
             # decision: auth-before-body
-            identity = self._pipeline.authenticate(asgi.bearer_of(headers))
-            turn, renderer = self.read(await asgi.read_body(receive, headers, self._body_bytes_max), headers, arrival)
+            identity = self._pipeline.authenticate(asgi.key_of(headers))
+            raw = await asgi.read_body(receive, headers, self._body_bytes_max)
+            turn, renderer = self.read(raw, headers, arrival, asgi.model_of(scope))
             reply = await self._pipeline.answer(turn, identity, watcher.attend)
             if turn.is_stream:
                 ended = await self._stream(renderer, reply, watcher, send)

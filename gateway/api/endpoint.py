@@ -49,8 +49,9 @@ class JsonEndpoint(ABC, Generic[Request]):
         alias, prompt_tokens, ended = "", 0, Ended()
         try:
             # decision: auth-before-body
-            identity = self._pipeline.authenticate(asgi.bearer_of(headers))
-            body = decode_object(await asgi.read_body(receive, headers, self.settings.body_bytes_max))
+            identity = self._pipeline.authenticate(asgi.key_of(headers))
+            raw = await asgi.read_body(receive, headers, self.settings.body_bytes_max)
+            body = decode_object(raw, asgi.model_of(scope))
             limited = await self._pipeline.limits.take_requests(identity)
             request, alias = self.read(body)
             reply, prompt_tokens = await self.answer(request, identity)

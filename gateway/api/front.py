@@ -1,8 +1,8 @@
 """Routes `/v1` by a dictionary in front of FastAPI, and lists its routes in FastAPI's OpenAPI.
 
 A request to `/v1` costs no routing table, no dependency injection and no response model: those are
-for the admin plane. Knows paths and methods, not the work of endpoints. Invariant: errors under
-`/v1` always have OpenAI's shape.
+for the admin plane. Azure's paths below `/openai` lead to the same endpoints. Knows paths and
+methods, not the work of endpoints. Invariant: errors under `/v1` always have OpenAI's shape.
 """
 
 import re
@@ -19,6 +19,9 @@ from gateway.journey.turn import arrive
 from gateway.wire.errors import MethodNotAllowed, NotFound
 
 _ADMIN_BODY_BYTES_MAX = 1 << 20
+
+_AZURE_DEPLOYMENTS = "/openai/deployments/"
+_OF_DEPLOYMENTS = ("/chat/completions", "/completions", "/responses", "/embeddings", "/models")
 
 _SLASHES = re.compile("/{2,}")
 _NAME = itemgetter(0)
@@ -46,12 +49,14 @@ class Front:
         routes = self._routes()
         methods = routes.get(path)
         if methods is None:
-            plain = _plain(path)
+            plain, model = _as_v1(_plain(path))
             methods = routes.get(plain) or routes.get("/".join(plain.split("/")[:3]) + "/*")
             if methods is None and plain != "/v1" and not plain.startswith("/v1/"):
                 await self._app(_with_get(scope), _bounded(receive), send)
                 return
             scope = {**scope, "path": plain}
+            if model:
+                scope["path_params"] = {"model": model}
         if b"origin" in map(_NAME, scope["headers"]):
             # decision: any-origin
             send = _readable_anywhere(send)
@@ -71,6 +76,22 @@ class Front:
 def _plain(path: str) -> str:
     """`path` with single slashes and none at its end; a base URL and a path may both have one."""
     return _SLASHES.sub("/", path).rstrip("/")
+
+
+def _as_v1(path: str) -> tuple[str, str]:
+    """A path of Azure's as the path below `/v1`, and the deployment that it names, if any.
+
+    Other paths stay. A name may have slashes. Source: Azure OpenAI REST API reference, where the
+    path names the deployment, or is that of OpenAI's API after `/openai/v1`.
+    """
+    if not path.startswith("/openai/"):
+        return path, ""
+    named = path.removeprefix(_AZURE_DEPLOYMENTS)
+    if named != path:
+        for ending in _OF_DEPLOYMENTS:
+            if named.endswith(ending) and named != ending:
+                return f"/v1{ending}", named.removesuffix(ending)
+    return f"/v1/{path.removeprefix('/openai/').removeprefix('v1/')}", ""
 
 
 def _with_get(scope: Scope) -> Scope:

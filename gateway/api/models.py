@@ -9,7 +9,7 @@ from urllib.parse import unquote
 import msgspec
 
 from gateway.accounts import Identity
-from gateway.api.asgi import Receive, Scope, Send, bearer_of, headers_of, send_error, send_whole
+from gateway.api.asgi import Receive, Scope, Send, headers_of, key_of, send_error, send_whole
 from gateway.api.headers import JSON, base_headers
 from gateway.journey.turn import arrive
 from gateway.pipeline import Pipeline
@@ -28,7 +28,7 @@ class Models:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrival = arrive("models")
         try:
-            identity = self._pipeline.authenticate(bearer_of(headers_of(scope)))
+            identity = self._pipeline.authenticate(key_of(headers_of(scope)))
             asked = unquote(scope["path"].removeprefix("/v1/models").lstrip("/"))
             reply = self._one(identity, asked) if asked else self._all(identity)
         except ApiError as error:

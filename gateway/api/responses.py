@@ -66,8 +66,10 @@ class Responses(Chat):
 
     operation = "responses"
 
-    def read(self, raw: bytes, headers: Mapping[str, str], arrival: Arrival) -> tuple[Turn, Renderer]:
-        body = decode_object(raw)
+    def read(
+        self, raw: bytes, headers: Mapping[str, str], arrival: Arrival, model: str | None
+    ) -> tuple[Turn, Renderer]:
+        body = decode_object(raw, model)
         # decision: one-shape-on-the-journey
         turn = read_turn(msgspec.json.encode(_chat(body)), headers, arrival)
         return turn, Response(body, arrival)

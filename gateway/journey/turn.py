@@ -80,12 +80,14 @@ class Turn(msgspec.Struct, frozen=True):
         return None if self.deadline is None else max(0.0, (self.deadline - time.perf_counter()) * 1000.0)
 
 
-def read_turn(raw: bytes, headers: Mapping[str, str], arrival: Arrival, kind: Kind = CHAT) -> Turn:
+def read_turn(
+    raw: bytes, headers: Mapping[str, str], arrival: Arrival, kind: Kind = CHAT, model: str | None = None
+) -> Turn:
     """The turn of the body `raw` and of `headers`, by lower-case name.
 
-    Raises BadRequest with the invalid field.
+    `model` replaces the body's. Raises BadRequest with the invalid field.
     """
-    body = decode_object(raw)
+    body = decode_object(raw, model)
     if kind.output_tokens_default is not None and body.get("max_tokens") is None:
         body["max_tokens"] = kind.output_tokens_default
     request: ChatRequest | CompletionRequest = convert(body, SHAPES[kind.name])

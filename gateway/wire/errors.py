@@ -6,7 +6,7 @@
     ├── Forbidden          403 the key may not use this model
     ├── NotFound           404 an unknown model or route
     ├── TooLarge           413
-    ├── UnsupportedMediaType 415 a compressed body
+    ├── UnsupportedMediaType 415 a body in another compression than gzip
     ├── RateLimited        429 with retry-after: a retry can succeed
     ├── BudgetExceeded     429 insufficient_quota, x-should-retry: false
     ├── NotCached          504 only-if-cached, and no cached answer
@@ -108,7 +108,7 @@ class UnsupportedMediaType(ApiError):
     code = "unsupported_content_encoding"
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, headers={"accept-encoding": "identity"})
+        super().__init__(message, headers={"accept-encoding": "gzip"})
 
 
 class RateLimited(ApiError):

@@ -201,8 +201,8 @@ def _without_content(param: str, is_null: bool) -> BadRequest:
     return BadRequest(f"Missing required field: {param}", param=param, code="missing_required_parameter")
 
 
-def decode_object(raw: bytes) -> dict[str, Any]:
-    """The JSON object in `raw`. Raises BadRequest."""
+def decode_object(raw: bytes, model: str | None = None) -> dict[str, Any]:
+    """The JSON object in `raw`, with `model` in place of its own if given. Raises BadRequest."""
     try:
         body = msgspec.json.decode(raw.removeprefix(_BOM))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -212,6 +212,8 @@ def decode_object(raw: bytes) -> dict[str, Any]:
         raise BadRequest(f"The body is not valid JSON: {why}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise BadRequest(f"The body must be a JSON object, not {json_name(body)}", code="invalid_json")
+    if model is not None:
+        body["model"] = model
     return body
 
 

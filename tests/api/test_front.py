@@ -12,7 +12,9 @@ from gateway.api.front import Front
 
 
 async def _echo(scope: Scope, receive: Receive, send: Send) -> None:
-    await send_whole(send, 200, [(b"x-asked", f"{scope['method']} {scope['path']}".encode())], b"")
+    named = scope.get("path_params", {}).get("model")
+    asked = f"{scope['method']} {scope['path']}{f' for {named}' if named else ''}"
+    await send_whole(send, 200, [(b"x-asked", asked.encode())], b"")
 
 
 _ROUTES: dict[str, Any] = {
@@ -43,6 +45,33 @@ async def test_a_models_name_keeps_its_slashes() -> None:
     assert (await ask("GET", "/v1/models/org/name")).headers["x-asked"] == "GET /v1/models/org/name"
     assert (await ask("GET", "/v1/models/org%2Fname/")).headers["x-asked"] == "GET /v1/models/org/name"
     assert (await ask("GET", "/v1/models/")).headers["x-asked"] == "GET /v1/models"
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/openai/v1/chat/completions", "POST /v1/chat/completions"),
+        ("/openai/deployments/gpt-4o/chat/completions?api-version=2024-10-21", "POST /v1/chat/completions for gpt-4o"),
+        ("/openai/deployments/org/name/chat/completions", "POST /v1/chat/completions for org/name"),
+        ("/openai/deployments/org%2Fname/chat/completions/", "POST /v1/chat/completions for org/name"),
+        (f"/openai/deployments/{'x' * 50_000}/chat/completions", f"POST /v1/chat/completions for {'x' * 50_000}"),
+        # not a way to any other route
+        ("/openai/deployments/..%2F..%2Fadmin/chat/completions", "POST /v1/chat/completions for ../../admin"),
+    ],
+)
+async def test_azures_paths_lead_to_the_same_endpoints(path: str, asked: str) -> None:
+    """The deployment in the path is the model; the rest of the path chooses the endpoint, and a query nothing."""
+    assert (await ask("POST", path)).headers["x-asked"] == asked
+
+
+async def test_azures_paths_have_the_same_limits() -> None:
+    """A model list by its own method, and 404 or 405 in OpenAI's shape for all that `/v1` does not have."""
+    assert (await ask("GET", "/openai/models?api-version=1")).headers["x-asked"] == "GET /v1/models"
+    assert (await ask("GET", "/openai/v1/models/a/b")).headers["x-asked"] == "GET /v1/models/a/b"
+    assert (await ask("GET", "/openai/deployments/a/chat/completions")).headers["allow"] == "POST"
+    for path in ("/openai/deployments/a/files", "/openai/deployments/a", "/openai/v1/v1/chat/completions"):
+        reply = await ask("POST", path)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (404, "unknown_url")
 
 
 @pytest.mark.parametrize("path", ["/v1/v1/chat/completions", "/v1/openai/v1/chat/completions"])

@@ -166,11 +166,11 @@ def test_a_base_url_without_v1_is_told_so(gateway: Gateway) -> None:
     assert "did you mean /v1/chat/completions?" in reply.json()["error"]["message"]
 
 
-def test_a_compressed_body_is_refused_and_a_byte_order_mark_is_not(gateway: Gateway) -> None:
+def test_an_unknown_compression_is_refused_and_a_byte_order_mark_is_not(gateway: Gateway) -> None:
     """415 with what would be taken (RFC 9110, section 12.5.3); a mark that some platforms write before JSON is ignored."""
     url, headers = f"{gateway.base_url}/chat/completions", {"authorization": f"Bearer {API_KEY}"}
-    reply = httpx.post(url, content=b"\x1f\x8b", headers={**headers, "content-encoding": "gzip"})
-    assert (reply.status_code, reply.headers["accept-encoding"]) == (415, "identity")
+    reply = httpx.post(url, content=b"\x1b", headers={**headers, "content-encoding": "br"})
+    assert (reply.status_code, reply.headers["accept-encoding"]) == (415, "gzip")
     assert_openai_shape(reply)
     marked = b'\xef\xbb\xbf{"model": "mock", "messages": [{"role": "user", "content": "marked"}]}'
     assert httpx.post(url, content=marked, headers=headers).status_code == 200
