@@ -8,7 +8,6 @@ with one key reads like a full one with unrelated other keys.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import zlib
@@ -21,7 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.decision.text_features import TextFeatures, is_inverted, is_negated, read
+from cache.decision.text_features import TextFeatures, is_inverted, is_negated, read, remembered
 from cache.decision.words import LIGHT_WORDS
 
 T = TypeVar("T")
@@ -215,7 +214,7 @@ def _one_sided(one: TextFeatures, other: TextFeatures, words: WordCounts) -> lis
     return ids + [0] * (ONE_SIDED_MAX - len(ids))
 
 
-@functools.lru_cache(maxsize=16_384)
+@remembered(16_384)
 def _number(word: str) -> int:
     """24 bits, so that float32 holds it exactly; never 0."""
     return (zlib.crc32(word.encode("utf-8", "surrogatepass")) & 0xFFFFFF) or 1
@@ -269,13 +268,13 @@ def _jaccard(one: frozenset[T], other: frozenset[T]) -> float:
     return both / (len(one) + len(other) - both) if one or other else 1.0
 
 
-@functools.lru_cache(maxsize=16_384)
+@remembered(16_384)
 def _trigrams(text: str) -> frozenset[str]:
     padded = f"  {text.casefold()} "
     return frozenset(padded[at : at + 3] for at in range(len(padded) - 2))
 
 
-@functools.lru_cache(maxsize=16_384)
+@remembered(16_384)
 def _pairs(text: str) -> frozenset[tuple[str, str]]:
     words = read(text).words
     return frozenset(itertools.pairwise(words))

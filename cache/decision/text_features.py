@@ -8,12 +8,42 @@ compared. Invariant: reading is deterministic and total.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from cache.decision import words as lists
+
+T = TypeVar("T")
+
+_PARTITION: ContextVar[bytes] = ContextVar("partition", default=b"")
+
+
+@contextlib.contextmanager
+def read_for(partition: bytes) -> Iterator[None]:
+    """Remember for `partition` alone what is read inside: a text costs the same whether another
+    partition has asked it or not.
+    """
+    token = _PARTITION.set(partition)
+    try:
+        yield
+    finally:
+        _PARTITION.reset(token)
+
+
+def remembered(texts_max: int) -> Callable[[Callable[[str], T]], Callable[[str], T]]:
+    """Remember a function's results for the last `texts_max` texts, each for its partition."""
+
+    def decorate(function: Callable[[str], T]) -> Callable[[str], T]:
+        # decision: memos-per-partition
+        memo = functools.lru_cache(maxsize=texts_max)(lambda _, text: function(text))
+        return functools.wraps(function)(lambda text: memo(_PARTITION.get(), text))
+
+    return decorate
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +84,7 @@ class _Figure(NamedTuple):
 _TOKEN = re.compile(
     r"""
     (?P<quote> "[^"]+" | “[^”]+” | `[^`]+` | (?<![\w])'[^']+'(?![\w]) )
-  | (?P<link> https?://\S+ | [\w.+-]+@[\w-]+\.[\w.]+ | (?:[~.]?/[\w.-]+)+/? )
+  | (?P<link> https?://\S+ | (?<![\w.+-])[\w.+-]+@[\w-]+\.[\w.]+ | (?:[~.]?/[\w.-]+)+/? )
   | (?P<number> [$€£¥#]?\d+(?:[.,:/]\d+)*%? (?![\w-]*[^\W\d_][\w-]*\d) (?:[^\W\d_]{1,3}\b)? )
   | (?P<word> [^\W_]+(?:['’.&_+#/-][^\W_]+)*[+#]* )
     """,
@@ -66,7 +96,7 @@ _NUMERALS = frozenset((*lists.SMALL, *lists.OTHER_NUMBERS))  # words that a numb
 _ASKING = frozenset(("who", "whose", "whom", "how", "when", "where", "why"))
 
 
-@functools.lru_cache(maxsize=16_384)
+@remembered(16_384)
 def read(text: str) -> TextFeatures:
     """Read a text. Results are remembered: the same prompts come again."""
     words: list[str] = []
@@ -215,7 +245,7 @@ def _reversals(content: frozenset[str]) -> tuple[tuple[str, str], ...]:
     )
 
 
-@functools.lru_cache(maxsize=32_768)
+@remembered(32_768)
 def _word(token: str) -> tuple[tuple[str, ...], bool]:
     """The stems of a word's parts, and whether it is an identifier."""
     return tuple(lists.stem(part) for part in _split(_plain(token))), _is_identifier(token)

@@ -122,8 +122,8 @@ def _weights_key(model: Any) -> bytes:
 
 
 class Memo:
-    """An embedder that remembers: a text is embedded once while it stays among the last
-    `texts_max`.
+    """An embedder that remembers: a partition's text is embedded once while it stays among the last
+    `texts_max`. A text of one partition costs the same whether another has asked it or not.
     """
 
     def __init__(self, embedder: Embedder, texts_max: int = 20_000) -> None:
@@ -135,12 +135,14 @@ class Memo:
     def info(self) -> EmbedderInfo:
         return self._embedder.info
 
-    def knows(self, text: str) -> bool:
-        return _text_key(text) in self._known
+    def knows(self, partition: bytes, text: str) -> bool:
+        return _text_key(partition, text) in self._known
 
-    def encode(self, texts: Sequence[str]) -> Encoded:
-        keys = [_text_key(text) for text in texts]
-        missing = {key: text for key, text in zip(keys, texts, strict=True) if key not in self._known}
+    def encode(self, texts: Sequence[tuple[bytes, str]]) -> Encoded:
+        """Vectors and token counts of texts, each beside its partition, in order."""
+        keys = [_text_key(partition, text) for partition, text in texts]
+        # decision: memos-per-partition
+        missing = {key: text for key, (_, text) in zip(keys, texts, strict=True) if key not in self._known}
         fresh: dict[bytes, tuple[NDArray[np.float32], int]] = {}
         if missing:
             made = self._embedder.encode(list(missing.values()))
@@ -155,5 +157,5 @@ class Memo:
         return Encoded(vectors, np.array([count for _, count in found], dtype=np.int32))
 
 
-def _text_key(text: str) -> bytes:
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+def _text_key(partition: bytes, text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16, key=partition).digest()

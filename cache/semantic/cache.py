@@ -27,6 +27,7 @@ from cache.decision.explain import decide
 from cache.decision.features import FEATURES, NEIGHBOURS, Neighbour
 from cache.decision.prior import PRIOR
 from cache.decision.rule import Rule, VerifiedRule
+from cache.decision.text_features import read_for
 from cache.encoder.embedder import Memo
 from cache.encoder.types import Embedder, EmbedderInfo, Encoded
 from cache.events import EntriesDropped
@@ -78,6 +79,10 @@ class _Key:
         return self.partition + self.compat
 
     @property
+    def asked(self) -> tuple[Partition, str]:
+        return self.partition, self.text
+
+    @property
     def answer(self) -> bytes:
         return answer_name(self.exact, self.created_at)
 
@@ -104,6 +109,7 @@ class SemanticCache:
         keys_max: int = 1_000_000,
         index: VectorIndex | None = None,
     ) -> None:
+        self._embedder = embedder
         self._encoder = Memo(embedder)
         self._rule = rule or VerifiedRule(PRIOR)
         self._clock = clock
@@ -177,15 +183,16 @@ class SemanticCache:
         self._encode_with_pending([query for query in queries if self.has_neighbours(query)])
 
     def embed(self, texts: Sequence[str]) -> Encoded:
-        """Vectors for a caller of its own; none of it enters the cache."""
-        return self._encoder.encode(texts)
+        """Vectors for a caller of its own; none of it is kept, so equal texts cost the same again."""
+        return self._embedder.encode(texts)
 
     def _decide(self, query: Query, found: Found, count: int) -> Neighbourhood:
         neighbours = self._neighbours(query, found)
         if not neighbours:
             return Neighbourhood(Miss(MissReason.EMPTY), ())
         state = self._states.of(query.partition + query.compat)
-        near, counters = decide(query, neighbours, count, state, self._rule, self.rule_name)
+        with read_for(query.partition):
+            near, counters = decide(query, neighbours, count, state, self._rule, self.rule_name)
         if not query.is_try:
             state.counters = counters
         return near
@@ -312,16 +319,16 @@ class SemanticCache:
                 del self._settling[name]
             waiting += [self._keys[number] for number in numbers]
         if waiting:
-            self._put_vectors(waiting, self._encoder.encode([key.text for key in waiting]))
+            self._put_vectors(waiting, self._encoder.encode([key.asked for key in waiting]))
         return len(waiting)
 
     @property
     def is_settled(self) -> bool:
         return not self._settling
 
-    def knows_vector(self, text: str) -> bool:
-        """Whether a vector for this text is at hand without the encoder."""
-        return self._encoder.knows(text)
+    def knows_vector(self, partition: Partition, text: str) -> bool:
+        """Whether a vector for this text of a partition is at hand without the encoder."""
+        return self._encoder.knows(partition, text)
 
     def take_unsaved(self) -> list[tuple[Partition, bytes, bytes]]:
         """Vectors made here since the last call, for the store: partition, exact, float16 bytes."""
@@ -362,8 +369,8 @@ class SemanticCache:
         namespace.groups[key.group] += 1
         if vector is not None:
             self._put_vector(key, vector)
-        elif self._encoder.knows(key.text):
-            self._put_vectors([key], self._encoder.encode([key.text]))
+        elif self._encoder.knows(*key.asked):
+            self._put_vectors([key], self._encoder.encode([key.asked]))
         elif len(namespace.pending) + len(namespace.embedded) > 1:
             self._settling[key.namespace] = None
         while len(self._keys) > self._keys_max:
@@ -378,7 +385,8 @@ class SemanticCache:
         namespace.pending.pop(key.number, None)
         if key.number in namespace.embedded:
             namespace.embedded.remove(key.number)
-            self._states.of(key.namespace).words.add(key.text, -1)
+            with read_for(key.partition):
+                self._states.of(key.namespace).words.add(key.text, -1)
         self._regroup(key, None)
         self._index.remove(key.namespace, key.number)
         if not namespace.pending and not namespace.embedded:
@@ -403,7 +411,8 @@ class SemanticCache:
         for name in dict.fromkeys(query.partition + query.compat for query in queries):
             newest = list(self._namespaces[name].pending)[-_INLINE_MAX:]
             waiting += [self._keys[number] for number in newest]
-        encoded = self._encoder.encode([query.text for query in queries] + [key.text for key in waiting])
+        asked = [(query.partition, query.text) for query in queries]
+        encoded = self._encoder.encode(asked + [key.asked for key in waiting])
         at = len(queries)
         self._put_vectors(waiting, Encoded(encoded.vectors[at:], encoded.tokens[at:]))
         return Encoded(encoded.vectors[:at], encoded.tokens[:at])
@@ -425,5 +434,6 @@ class SemanticCache:
         if key.number in namespace.pending:
             del namespace.pending[key.number]
             namespace.embedded.add(key.number)
-            self._states.of(key.namespace).words.add(key.text)
+            with read_for(key.partition):
+                self._states.of(key.namespace).words.add(key.text)
             self._index.add(key.namespace, key.number, vector)

@@ -201,7 +201,7 @@ class Follower:
         """Vectors that this or another host made before."""
         wanted: dict[Partition, list[bytes]] = {}
         for record in added:
-            if not self._cache.knows_vector(record.text):
+            if not self._cache.knows_vector(record.partition, record.text):
                 wanted.setdefault(record.partition, []).append(record.exact)
         vectors = {}
         for partition, exacts in wanted.items():

@@ -15,7 +15,7 @@ from cache.encoder.bert import BertEmbedder, read_plan
 from cache.encoder.embedder import Memo, SentenceEmbedder, _packaged, open_embedder
 from cache.encoder.types import Embedder
 from cache.semantic.cache import PromptAdded, SemanticCache
-from tests.cache.fakes import FakeEmbedder
+from tests.cache.fakes import ACME, OTHER, FakeEmbedder
 
 
 @pytest.fixture(scope="module")
@@ -162,15 +162,18 @@ def test_the_memo_embeds_a_text_once_and_forgets_the_oldest() -> None:
     """Equal texts of one batch too; vectors stay in the order of the texts."""
     fake = FakeEmbedder()
     memo = Memo(fake, texts_max=3)
-    first = memo.encode(["a", "b", "a"])
+    first = memo.encode([(ACME, text) for text in "aba"])
     assert fake.encoded == ["a", "b"]
     assert np.array_equal(first.vectors[0], first.vectors[2])
-    memo.encode(["c", "a", "d"])  # b was used longest ago
+    memo.encode([(ACME, text) for text in "cad"])  # b was used longest ago
     assert fake.encoded == ["a", "b", "c", "d"]
-    assert [memo.knows(text) for text in "abcd"] == [True, False, True, True]
-    again = memo.encode(["b", "a"])
+    assert [memo.knows(ACME, text) for text in "abcd"] == [True, False, True, True]
+    again = memo.encode([(ACME, text) for text in "ba"])
     assert np.array_equal(again.vectors, np.stack([first.vectors[1], first.vectors[0]]))
-    assert memo.encode(list("abcdefgh")).vectors.shape == (8, 16)  # more than it can remember
+    assert memo.encode([(ACME, text) for text in "abcdefgh"]).vectors.shape == (8, 16)  # more than it can remember
+    fake.encoded.clear()
+    memo.encode([(ACME, "h"), (OTHER, "h")])
+    assert fake.encoded == ["h"]  # of another partition: it is not known there
 
 
 def test_importing_the_cache_imports_nothing_heavy() -> None:
@@ -186,7 +189,7 @@ def test_the_capital_of_france(embedder: Embedder) -> None:
     import time
 
     from cache import Hit
-    from tests.cache.fakes import ACME, ask, query
+    from tests.cache.fakes import ask, query
 
     cache = SemanticCache(embedder)
     stored = ask("What is the capital of France?")

@@ -192,6 +192,12 @@ def test_reading_is_total_and_a_text_does_not_differ_from_itself(text: str) -> N
     assert difference(read(text), read(text)) is None
 
 
+@pytest.mark.parametrize("character", "_.-+")
+def test_a_long_run_of_one_sign_is_read_once(character: str) -> None:
+    """Reading takes time in proportion to a text's length: with its square this test would take an hour."""
+    assert read(character * 500_000).names == frozenset()
+
+
 @given(st.text(), st.text())
 def test_guards_are_symmetric(one: str, other: str) -> None:
     """Whether two texts differ does not depend on which was cached."""

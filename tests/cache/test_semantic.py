@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -109,6 +111,56 @@ def test_an_equal_compat_does_not_join_two_partitions(clock: Clock) -> None:
     cache.fold([PromptAdded(ACME, b"a" * 16, compat, "text", clock.now, clock.now + 60)])
     assert one(cache, Query(OTHER, compat, "text")) == Miss(MissReason.EMPTY)
     assert isinstance(one(cache, Query(ACME, compat, "text")), Hit)
+
+
+def work_of(cache: SemanticCache, asked: Query) -> int:
+    """Calls of Python functions that one lookup makes: what it costs, without a clock."""
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        cache.lookup([asked])
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_what_another_partition_asked_costs_as_much_as_what_none_did(clock: Clock) -> None:
+    """A text that others stored, asked or had embedded takes a pass of the encoder and all of the reading; one's own takes
+    neither."""
+    embedder = FakeEmbedder(is_constant=True)
+    cache = SemanticCache(embedder, clock=clock)
+    cache.fold([added("where is the blue kingfisher", clock.now, tenant) for tenant in (ACME, OTHER)])
+    for tenant in (ACME, OTHER):
+        for word in ("uqzt", "vqzt"):  # what a first time takes, and all words but one
+            one(cache, query(f"how {word} is the winter stove", tenant))
+    stored, asked, sent, unheard = (f"how {word} is the winter stove" for word in ("wqzt", "xqzt", "yqzt", "zqzt"))
+    cache.fold([added(stored, clock.now, OTHER)])
+    for text in (stored, asked):
+        one(cache, query(text, OTHER))
+    cache.embed([sent])
+    costs = {}
+    for text in (unheard, stored, asked, sent):
+        embedder.encoded.clear()
+        costs[text] = work_of(cache, query(text))
+        assert embedder.encoded == [text]
+    assert len(set(costs.values())) == 1
+    embedder.encoded.clear()
+    assert work_of(cache, query(unheard)) < costs[unheard]
+    assert embedder.encoded == []
+
+
+def test_what_is_embedded_for_callers_leaves_no_trace(clock: Clock) -> None:
+    """The same text takes another pass each time: the time of an answer says nothing of the askers before."""
+    embedder = FakeEmbedder()
+    cache = SemanticCache(embedder, clock=clock)
+    for _ in range(2):
+        cache.embed(["a secret", "a secret"])
+    assert embedder.encoded == ["a secret"] * 4
 
 
 steps = st.lists(
