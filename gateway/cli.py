@@ -20,14 +20,14 @@ from gateway.settings import Settings, SettingsError, deployment_name
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the process's exit status.
 
-    Writes wrong settings to stderr and returns 2.
+    Writes wrong settings to stderr and returns the SettingsError's status.
     """
     arguments = _parser().parse_args(argv)
     try:
         status: int = arguments.run(arguments)
     except SettingsError as error:
         print(f"sameway: this configuration can't be used\n{_indent(str(error))}", file=sys.stderr)
-        return 2
+        return error.status
     except KeyboardInterrupt:
         return 130
     return status

@@ -12,9 +12,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gateway.settings import SECTIONS, Settings, SettingsError
-
-_SECRETS = ("admin_key", "api_key", "secret")  # only from the environment
+from gateway.data_dir import weak_files
+from gateway.settings import SECRETS, SECTIONS, Settings, SettingsError, refuse_settings, secret_problem
 
 
 def load_settings(
@@ -26,9 +25,9 @@ def load_settings(
     `overrides` are the flags; `model` is loaded by the engine named `default`.
     Raises SettingsError naming every wrong setting.
     """
-    settings, wrong = _read(path, environ, model, overrides)
-    if settings is None or wrong:
-        raise SettingsError("\n".join(wrong))
+    settings, wrong, weak = _read(path, environ, model, overrides)
+    refuse_settings(wrong, weak)
+    assert settings is not None
     return settings
 
 
@@ -40,25 +39,26 @@ def check_settings(
     Model files and the variables of providers' keys must exist, and no `SAMEWAY_` variable may be a
     misspelt setting. Raises SettingsError naming every wrong setting.
     """
-    settings, wrong = _read(path, environ, model, overrides)
+    settings, wrong, weak = _read(path, environ, model, overrides)
     if settings is not None:
         wrong += [*_missing_files(settings), *_missing_variables(settings, environ)]
+        weak += weak_files(settings)
     wrong += _misspelt_variables(environ)
-    if settings is None or wrong:
-        raise SettingsError("\n".join(wrong))
+    refuse_settings(wrong, weak)
+    assert settings is not None
     return settings
 
 
 def _read(
     path: Path | None, environ: Mapping[str, str], model: str | None, overrides: Mapping[str, Any]
-) -> tuple[Settings | None, list[str]]:
-    """The settings, None if they are invalid, and the list of errors, which may also accompany
-    valid settings.
+) -> tuple[Settings | None, list[str], list[str]]:
+    """The settings, None if they are invalid, and two lists of errors, which may also accompany
+    valid settings: of all but the secrets, and of secrets that can be guessed.
     """
     values, wrong = ({}, []) if path is None else _read_yaml(path)
     wrong += [
         f"{path}: {secret}: found in the file, expected in the environment as SAMEWAY_{secret.upper()}"
-        for secret in _SECRETS
+        for secret in SECRETS
         if values.pop(secret, None) is not None
     ]
     scalars = _scalars()
@@ -66,17 +66,19 @@ def _read(
         name = variable.removeprefix("SAMEWAY_").lower()
         if variable.startswith("SAMEWAY_") and name in scalars and value != "":
             values[name] = value
+    problems = {name: secret_problem(name, values[name]) for name in SECRETS if name in values}
+    weak = [f"SAMEWAY_{name.upper()}: {problem}" for name, problem in problems.items() if problem]
     values.update({name: value for name, value in overrides.items() if value is not None})
     try:
         settings = Settings.model_validate(values)
     except ValidationError as error:
-        return None, [*wrong, *(line for issue in error.errors() for line in _explain(issue))]
+        return None, [*wrong, *(line for issue in error.errors() for line in _explain(issue))], weak
     if model is None:
-        return settings, wrong
+        return settings, wrong, weak
     if "default" not in settings.engines:
-        return settings, [*wrong, "--model: there is no engine named `default` in this configuration"]
+        return settings, [*wrong, "--model: there is no engine named `default` in this configuration"], weak
     engine = settings.engines["default"].model_copy(update={"model": model})
-    return settings.model_copy(update={"engines": {**settings.engines, "default": engine}}), wrong
+    return settings.model_copy(update={"engines": {**settings.engines, "default": engine}}), wrong, weak
 
 
 def _read_yaml(path: Path) -> tuple[dict[str, Any], list[str]]:

@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 import yaml
 
-_ADMIN_KEY = "sk-admin-demo"
+_ADMIN_KEY = "sk-admin-demo-0123456789"
 _API_KEY = "sk-sw-demo-0123456789abcdef0123456789abcdef"
 _LOCAL = "smollm2"
 _READY_WITHIN_S = 120.0

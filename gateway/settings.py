@@ -19,7 +19,44 @@ DEFAULT_EMBEDDER_ALIAS = "all-minilm-l6-v2"
 
 
 class SettingsError(Exception):
-    """The configuration is invalid; `str()` has one line for each wrong setting."""
+    """The configuration is invalid; `str()` has one line for each wrong setting.
+
+    `status` is the process's exit status.
+    """
+
+    def __init__(self, lines: str, status: int = 2) -> None:
+        super().__init__(lines)
+        self.status = status
+
+
+SECRETS = ("admin_key", "api_key", "secret")  # only from the environment
+_SECRET_CHARS_MIN = 16
+_SECRET_VARIETY_MIN = 4
+
+
+def secret_problem(name: str, value: str) -> str:
+    """Why `value` can be guessed or cannot be sent, without the value; empty for a good secret.
+
+    `name` is the setting's. `secret` is never sent: any printable character may be in it.
+    """
+    is_sendable = value.isascii() and " " not in value
+    kind = "printable characters" if name == "secret" else "printable ASCII characters without spaces"
+    if len(value) < _SECRET_CHARS_MIN:
+        found = f"{len(value)} character{'' if len(value) == 1 else 's'}"
+    elif not value.isprintable() or not (is_sendable or name == "secret"):
+        found = "another character"
+    elif len(set(value)) < _SECRET_VARIETY_MIN:
+        found = f"{len(set(value))} different"
+    else:
+        return ""
+    wanted = f"at least {_SECRET_CHARS_MIN} {kind}, {_SECRET_VARIETY_MIN} of them different"
+    return f"found {found}, expected {wanted}; `openssl rand -hex 24` makes some"
+
+
+def refuse_settings(wrong: list[str], weak: list[str]) -> None:
+    """Raise SettingsError if a line is given; with status 78 (EX_CONFIG) for a line of `weak`."""
+    if wrong or weak:
+        raise SettingsError("\n".join([*wrong, *weak]), os.EX_CONFIG if weak else 2)
 
 
 class _Section(BaseModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gateway.config_file import check_settings, load_settings
-from gateway.settings import Settings, SettingsError
+from gateway.settings import SECRETS, Settings, SettingsError
 
 LOCAL = "{backend: local, engine: default}"
 
@@ -133,3 +134,59 @@ def test_a_good_configuration_is_counted() -> None:
     argv = [sys.executable, "-m", "gateway", "check-config"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "The configuration is good: 1 model, 1 local engine.\n"
+
+
+_GOOD = "sk-0123456789abcd"
+_WEAK = (
+    "a",
+    "short",
+    "fifteen-letters",
+    "x" * 40,
+    "abc" * 20,
+    "a line's end is not \n",
+    "sixteen\x00-letters",
+    " " * 20,
+)
+
+
+@pytest.mark.parametrize("name", SECRETS)
+@pytest.mark.parametrize("value", _WEAK)
+def test_a_secret_that_can_be_guessed_is_refused(name: str, value: str) -> None:
+    """One rule for all secrets: a line names the variable and the rule, never the value; the status is EX_CONFIG."""
+    variable = f"SAMEWAY_{name.upper()}"
+    for read in (load_settings, check_settings):
+        with pytest.raises(SettingsError) as refusal:
+            read(None, {variable: value, "SAMEWAY_PORT": "eighty"})
+        lines = str(refusal.value).splitlines()
+        assert [line.split(": ")[0] for line in lines] == ["port", variable]
+        assert "expected at least 16 printable" in lines[1]
+        assert len(value) < 6 or value not in lines[1]
+        assert refusal.value.status == os.EX_CONFIG
+        assert getattr(read(None, {variable: _GOOD}), name) == _GOOD
+
+
+def test_only_keys_that_are_sent_must_fit_a_header() -> None:
+    """`secret` may have spaces and any letters; a key with them could not be sent."""
+    for value in ("one secret for every host", "ein Geheimnis für alle Rechner"):
+        assert load_settings(None, {"SAMEWAY_SECRET": value}).secret == value
+        for variable in ("SAMEWAY_ADMIN_KEY", "SAMEWAY_API_KEY"):
+            with pytest.raises(SettingsError, match=f"{variable}: found another character, expected .* without spaces"):
+                load_settings(None, {variable: value})
+
+
+def test_secrets_of_any_origin_stop_the_start_once(tmp_path: Path) -> None:
+    """check-config and serve name the weak variable and the weak file of the data directory, with status 78."""
+    (tmp_path / "admin.key").write_text("adm\n")
+    (tmp_path / "secret").write_bytes(b"\xff" * 20)
+    for command in ("check-config", "serve"):
+        argv = [sys.executable, "-m", "gateway", command, "--data-dir", str(tmp_path), "--port", "0"]
+        for environ, named in (
+            ({}, ["/secret: found another character", "/admin.key: found 3 characters"]),
+            ({"SAMEWAY_ADMIN_KEY": _GOOD, "SAMEWAY_SECRET": _GOOD, "SAMEWAY_API_KEY": "sk-short"}, ["SAMEWAY_API_KEY"]),
+        ):
+            done = subprocess.run(
+                argv, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **environ}
+            )
+            assert (done.returncode, done.stdout) == (os.EX_CONFIG, ""), done.stderr
+            lines = done.stderr.splitlines()
+            assert all(name in line for line, name in zip(lines[1:], named, strict=True)), lines

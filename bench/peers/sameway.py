@@ -22,7 +22,7 @@ from bench.lab.native import BENCH
 from bench.lab.processes import BenchError, Child, answers
 from bench.lab.systems import Running, Setup, Target, Upstream, clean_environment
 
-_ADMIN_KEY = "sk-admin-bench"
+_ADMIN_KEY = "sk-admin-bench-0123456789"
 _START_TIMEOUT_S = 60.0
 _LIMITS = {"requests_per_min": 100_000_000, "tokens_per_min": 100_000_000_000}
 _BUDGET = {"window": "day", "limit_microusd": 10**14, "is_hard": True}

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gateway.accounts.errors import Invalid
+from gateway.settings import secret_problem
 from policies.prices import MICROUSD_MAX
 
 _NAME_CHARS_MAX = 200
 _RATE_MAX = 10**12
-_SECRET_CHARS_MIN = 16
 
 
 def check_team(values: Mapping[str, Any]) -> None:
@@ -37,8 +37,8 @@ def check_plaintext(plaintext: str) -> None:
 
     Keys are stored as plain SHA-256, so a preset key must be as hard to guess as a generated one.
     """
-    if len(plaintext) < _SECRET_CHARS_MIN or not plaintext.isascii() or not plaintext.isprintable() or " " in plaintext:
-        raise Invalid("api_key", f"expected at least {_SECRET_CHARS_MIN} printable ASCII characters without spaces")
+    if problem := secret_problem("api_key", plaintext):
+        raise Invalid("api_key", problem)
 
 
 def _check(values: Mapping[str, Any], rules: Mapping[str, tuple[Callable[[Any], bool], str]]) -> None:

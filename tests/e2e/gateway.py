@@ -20,7 +20,7 @@ import psutil
 import yaml
 
 API_KEY = "sk-sw-test-0123456789abcdef0123456789abcdef"
-ADMIN_KEY = "sk-admin-test"
+ADMIN_KEY = "sk-admin-test-0123456789"
 
 
 class Gateway:
