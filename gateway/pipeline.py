@@ -35,7 +35,7 @@ from gateway.journey.turn import Arrival, Ended, Turn, elapsed_ms_since
 from gateway.loggers import get_logger
 from gateway.settings import Settings
 from gateway.transport.eager import Eager
-from gateway.wire.errors import ApiError, BadRequest, Forbidden, NotCached, Unauthenticated
+from gateway.wire.errors import ApiError, BadRequest, Forbidden, NotCached, Unauthenticated, shown
 from gateway.wire.types import Chunk
 from policies import Route
 
@@ -347,9 +347,12 @@ class Pipeline:
         """
         if reply is not None and reply.is_leading:
             return
-        alias = turn.alias if turn is not None and turn.alias in self.fleet.aliases else ""
+        asked = turn.alias if turn is not None else ""
+        alias, asked = (asked, "") if asked in self.fleet.aliases else ("", shown(asked))
         duration_ms = turn.elapsed_ms() if turn is not None else elapsed_ms_since(arrival.at_s)
-        record = record_of(arrival, ended, duration_ms, identity=identity, turn=turn, alias=alias, reply=reply)
+        record = record_of(
+            arrival, ended, duration_ms, identity=identity, turn=turn, alias=alias, asked=asked, reply=reply
+        )
         self._emit(record, turn, ())
 
     def emit(self, record: Record) -> None:

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from gateway.settings import Settings, SettingsError
 from local_engine.messages import Ended, ended_path, write_ended
+from policies.durations import duration_s
 
 _RESTART_PAUSES_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
 _STEADY_AFTER_S = 30.0
@@ -269,7 +270,7 @@ class Supervisor:
                 return
             endings = 0 if time.monotonic() - started > _STEADY_AFTER_S else endings + 1
             pause_s = _RESTART_PAUSES_S[min(max(endings, 1), len(_RESTART_PAUSES_S)) - 1]
-            _warn(f"{child.name} {_how_it_ended(status)}; starting it again in {pause_s} s")
+            _warn(f"{child.name} {_how_it_ended(status)}; starting it again in {duration_s(pause_s)}")
             if (
                 child.kind is ChildKind.ENGINE and child.heartbeat is not None and status < 0
             ):  # a signal: it wrote no reason

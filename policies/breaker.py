@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from policies.durations import duration_s
+
 
 @dataclass(frozen=True, slots=True)
 class BreakerLimits:
@@ -71,7 +73,7 @@ class Breaker:
         if self.allows():
             return ""
         if self._open_until is not None and now < self._open_until:
-            return f"{self._cause}, next try in {max(1, math.ceil(self._open_until - now))} s"
+            return f"{self._cause}, next try in {duration_s(max(1, math.ceil(self._open_until - now)))}"
         return f"{self._cause}, one call is probing it"
 
     def allows(self) -> bool:

@@ -36,6 +36,7 @@ from statistics import median
 
 import msgspec
 
+from policies.durations import duration_ms
 from policies.prices import MicroUSD, Price, Tokens
 
 _COST_FLOOR_MICROUSD = 100
@@ -262,10 +263,12 @@ def _beyond(demand: Demand, policy: RoutingPolicy, candidate: Candidate, forecas
     """The rejection of a candidate beyond the caller's deadline or the policy's limits, if any."""
     name = candidate.name
     if demand.ttft_deadline_ms is not None and forecast.is_ttft_known and forecast.ttft_ms > demand.ttft_deadline_ms:
-        detail = f"{forecast.ttft_ms:.0f} ms to the first token, {demand.ttft_deadline_ms:.0f} ms are left"
+        detail = f"{duration_ms(forecast.ttft_ms)} to the first token, {duration_ms(demand.ttft_deadline_ms)} are left"
         return Rejected(name, Cause.DEADLINE, f"would take about {detail}")
     if policy.ttft_ms_max is not None and forecast.is_ttft_known and forecast.ttft_ms > policy.ttft_ms_max:
-        detail = f"TTFT of {forecast.ttft_ms:.0f} ms is over the policy's limit of {policy.ttft_ms_max:.0f} ms"
+        detail = (
+            f"TTFT of {duration_ms(forecast.ttft_ms)} is over the policy's limit of {duration_ms(policy.ttft_ms_max)}"
+        )
         return Rejected(name, Cause.LIMIT, f"is too slow: a predicted {detail}")
     if policy.cost_microusd_max is not None and forecast.cost_microusd > policy.cost_microusd_max:
         detail = f"{forecast.cost_microusd} µUSD are over the policy's limit of {policy.cost_microusd_max} µUSD"

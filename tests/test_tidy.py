@@ -34,7 +34,7 @@ ROOMS = {
     ),
     "policies": (
         "policies", "routing", "estimate", "breaker", "leased_limits", "rate_limits",
-        "budgets", "settle_batch", "scripts", "holds", "redis", "windows", "prices",
+        "budgets", "settle_batch", "scripts", "holds", "redis", "windows", "prices", "durations",
     ),
     "local_engine": (
         "local_engine", "__main__", "process", "engine", "scheduler", "block_pool", "draft_model", "runner",

@@ -66,9 +66,7 @@ def kinds_chart(stats: StatsOut) -> Markup:
         _note(stats, index, f"{fmt.count(point.tally.requests)} requests, {_hits(point.tally)}", _kinds_of(point.tally))
         for index, point in enumerate(stats.series)
     ]
-    label = (
-        f"Requests by what answered them, {stats.window.value}: {fmt.count(stats.total.requests)}, {_hits(stats.total)}"
-    )
+    label = f"Requests by what answered them, {fmt.span(stats.window.value)}: {fmt.count(stats.total.requests)}, {_hits(stats.total)}"
     return stacked_bars(series, _names(stats), Axis(fmt.count, 4.0), label, notes)
 
 

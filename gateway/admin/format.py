@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from markupsafe import Markup
 
 from policies import WindowKind
+from policies.durations import duration_ms, duration_s
 from policies.prices import dollars as exact_dollars
 
 NOTHING = "–"
@@ -58,24 +59,13 @@ def percent(share: float | None) -> str:
 
 
 def ms(value: float | None) -> str:
-    """A duration: 0.42 ms, 12 ms, 1.3 s, 4 min 10 s, 3 h 12 min, 2 d 4 h."""
-    if value is None:
-        return NOTHING
-    if value < 1_000:
-        return f"{value:.2g} ms" if value < 10 else f"{value:.0f} ms"
-    return duration_s(value / 1_000)
+    """A duration in milliseconds, which may be unknown."""
+    return NOTHING if value is None else duration_ms(value)
 
 
-def duration_s(seconds: float) -> str:
-    """A duration of seconds or more, in its two largest units."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    for unit_s, unit, part_s, part in ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= unit_s:
-            rest = whole % unit_s // part_s
-            return f"{whole // unit_s} {unit} {rest} {part}" if rest else f"{whole // unit_s} {unit}"
-    return f"{whole} s"
+def span(window: str) -> str:
+    """A window of statistics, such as 24h, as a duration that does not break."""
+    return f"{window[:-1]}\N{NO-BREAK SPACE}{window[-1]}"
 
 
 def size(size_bytes: float | None) -> str:
@@ -101,11 +91,12 @@ def window(kind: WindowKind | str) -> str:
 
 
 _MICROUSD = re.compile(r"(\d+) µUSD")
+_MS = re.compile(r"(?<![\d.])(\d+) ms\b")
 
 
-def in_dollars(text: str) -> str:
-    """The router's words, with µUSD as dollars."""
-    return _MICROUSD.sub(lambda amount: usd(int(amount[1])), text)
+def in_units(text: str) -> str:
+    """The router's words, with µUSD as dollars and ms as durations."""
+    return _MS.sub(lambda time: ms(int(time[1])), _MICROUSD.sub(lambda amount: usd(int(amount[1])), text))
 
 
 def utc(at_s: float) -> str:
@@ -114,20 +105,12 @@ def utc(at_s: float) -> str:
 
 
 def ago(at_s: float | None, now_s: float) -> Markup | str:
-    """The distance to now, past or future, with the moment as its title."""
+    """The distance to now, with the moment as its title: of the past its largest unit, of the future two."""
     if at_s is None:
         return "never"
     distance = now_s - at_s
-    words = _span(abs(distance))
-    text = "now" if words is None else f"{words} ago" if distance > 0 else f"in {words}"
+    text = f"{duration_s(int(distance), 1)} ago" if distance > 0 else f"in {duration_s(-distance)}"
+    if abs(distance) < 1:
+        text = "now"
     moment = datetime.fromtimestamp(at_s, UTC)
     return Markup('<time datetime="{}" title="{}">{}</time>').format(moment.isoformat(), utc(at_s), text)
-
-
-def _span(seconds: float) -> str | None:
-    if seconds < 1:
-        return None
-    for unit_s, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
-        if seconds >= unit_s:
-            return f"{int(seconds // unit_s)} {unit}"
-    return f"{int(seconds)} s"

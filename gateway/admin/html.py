@@ -61,8 +61,9 @@ class Pages:
             "price",
             "utc",
             "duration_s",
+            "span",
             "window",
-            "in_dollars",
+            "in_units",
         ):
             self._templates.filters[name] = getattr(fmt, name)
         self._templates.filters["ago"] = lambda at_s: fmt.ago(at_s, self._clock())

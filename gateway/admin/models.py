@@ -282,6 +282,12 @@ _Route = Annotated[
 taken) or `failed` (any other 5xx).""",
         without=("draft", "drafted_tokens", "accepted_tokens", "survived"),
         kind=str,
+        asked=Annotated[
+            str, Field(description="the name that was asked for, where no model has it; at most 100 characters")
+        ],
+        refusal=Annotated[
+            str, Field(description="the message that came with `error`; empty where a provider wrote it")
+        ],
         entry=Annotated[str, Field(description="id of the cached answer that was served or stored")],
         rejected=list[_Rejection],
         attempts=list[_Attempt],

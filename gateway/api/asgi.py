@@ -211,4 +211,4 @@ def _translated(error: BaseException, request_id: str) -> tuple[ApiError | None,
     if not isinstance(error, ApiError):
         _log.error("request_failed", request_id=request_id, exc_info=error)
         error = ApiError("The gateway failed while it handled this request", code="internal_error")
-    return error, Ended(error.http_status, error.error_code or error.type)
+    return error, Ended(error.http_status, error.error_code or error.type, error.own_words)

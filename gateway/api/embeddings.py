@@ -17,7 +17,7 @@ from gateway.accounts import Identity
 from gateway.api.endpoint import JsonEndpoint
 from gateway.pipeline import Pipeline, may_use
 from gateway.settings import Settings
-from gateway.wire.errors import BadRequest, NotFound, Unavailable
+from gateway.wire.errors import BadRequest, NotFound, Unavailable, shown
 from gateway.wire.requests import convert
 
 _INPUTS_MAX = 2048
@@ -45,7 +45,7 @@ class Embeddings(JsonEndpoint[_EmbeddingsRequest]):
         alias = self.settings.embedding_alias
         if request.model != alias:
             raise NotFound(
-                f"The embedding model `{request.model}` does not exist; this gateway has `{alias}`",
+                f"The embedding model `{shown(request.model)}` does not exist; this gateway has `{alias}`",
                 param="model",
                 code="model_not_found",
             )

@@ -17,6 +17,7 @@ from gateway.journey.record import record_of
 from gateway.journey.turn import Ended, arrive, elapsed_ms_since
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
+from gateway.wire.errors import shown
 from gateway.wire.requests import decode_object
 
 Request = TypeVar("Request")
@@ -46,12 +47,13 @@ class JsonEndpoint(ABC, Generic[Request]):
         headers = asgi.headers_of(scope)
         arrival = arrive(self.operation)
         identity: Identity | None = None
-        alias, prompt_tokens, ended = "", 0, Ended()
+        alias, asked, prompt_tokens, ended = "", "", 0, Ended()
         try:
             # decision: auth-before-body
             identity = self._pipeline.authenticate(asgi.key_of(headers))
             raw = await asgi.read_body(receive, headers, self.settings.body_bytes_max)
             body = decode_object(raw, asgi.model_of(scope))
+            asked = shown(model) if isinstance(model := body.get("model"), str) else ""
             limited = await self._pipeline.limits.take_requests(identity)
             request, alias = self.read(body)
             reply, prompt_tokens = await self.answer(request, identity)
@@ -62,6 +64,13 @@ class JsonEndpoint(ABC, Generic[Request]):
         finally:
             duration_ms = elapsed_ms_since(arrival.at_s)
             record = record_of(
-                arrival, ended, duration_ms, identity=identity, alias=alias, cache="bypass", prompt_tokens=prompt_tokens
+                arrival,
+                ended,
+                duration_ms,
+                identity=identity,
+                alias=alias,
+                asked="" if alias else asked,
+                cache="bypass",
+                prompt_tokens=prompt_tokens,
             )
             self._pipeline.emit(record)

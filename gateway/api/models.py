@@ -14,7 +14,7 @@ from gateway.api.headers import JSON, base_headers
 from gateway.journey.turn import arrive
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
-from gateway.wire.errors import ApiError, NotFound
+from gateway.wire.errors import ApiError, NotFound, shown
 
 
 class Models:
@@ -45,7 +45,7 @@ class Models:
 
     def _one(self, identity: Identity, name: str) -> dict[str, Any]:
         if name not in self._names(identity):
-            raise NotFound(f"The model `{name}` does not exist", param="model", code="model_not_found")
+            raise NotFound(f"The model `{shown(name)}` does not exist", param="model", code="model_not_found")
         return self._model(name)
 
     def _model(self, name: str) -> dict[str, Any]:

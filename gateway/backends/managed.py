@@ -28,6 +28,7 @@ from gateway.backends import base
 from gateway.backends.refusals import Refused, error_body, refusal, retry_after_s, scrubbed
 from gateway.wire.chunks import FinishTracker, parse, to_chunk
 from gateway.wire.types import Chunk
+from policies.durations import duration_s
 
 # Fields that are passed to litellm: OpenAI's, and sampling parameters that providers share. With
 # others a request could set `api_base` and receive our key.
@@ -292,7 +293,7 @@ class ManagedStream:
             if self._is_over:
                 raise _given_up() from None
             what = "fell silent inside its answer" if self._has_output else "sent nothing"
-            raise base.BackendTimeout(f"The deployment {what} within {timeout_s:g} s") from None
+            raise base.BackendTimeout(f"The deployment {what} within {duration_s(timeout_s)}") from None
         except Exception as error:  # litellm passes on the errors of its providers' clients
             raise self._backend.translated(error, self._litellm, self._has_output) from None
         finally:

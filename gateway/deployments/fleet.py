@@ -17,7 +17,7 @@ from gateway.deployments.build import build_backend, describe
 from gateway.deployments.progress import Progress
 from gateway.loggers import get_logger
 from gateway.settings import DeploymentSettings, ModelSettings, Settings, deployment_name
-from gateway.wire.errors import ApiError, BadRequest, DeadlineExceeded, NotFound, Unavailable, sentence
+from gateway.wire.errors import ApiError, BadRequest, DeadlineExceeded, NotFound, Unavailable, sentence, shown
 from gateway.wire.requests import OUTPUT_TOKENS_EXPECTED, OUTPUT_TOKENS_MAX
 from policies import Breaker, Candidate, Cause, Demand, Estimate, Price, Route, RoutingPolicy
 from policies.routing import PolicyKind
@@ -221,7 +221,7 @@ class Fleet:
         found = self.aliases.get(name)
         if found is None:
             raise NotFound(
-                f"The model `{name}` does not exist; see GET /v1/models", param="model", code="model_not_found"
+                f"The model `{shown(name)}` does not exist; see GET /v1/models", param="model", code="model_not_found"
             )
         return found
 

@@ -6,9 +6,9 @@ generation and no longer; a row that Redis cannot take is kept and retried until
 """
 
 import asyncio
-import math
 from collections import deque
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 import msgspec
 from redis.exceptions import RedisError, ResponseError
@@ -18,7 +18,9 @@ from gateway.loggers import get_logger
 from gateway.settings import BudgetSettings
 from gateway.wire.errors import BudgetExceeded, Unavailable
 from policies import Budgets, Hold, NotReady, Refused
+from policies.durations import duration_s
 from policies.prices import MICROUSD_MAX, dollars
+from policies.windows import Window
 
 _RETRY_EVERY_S = 0.5
 _log = get_logger()
@@ -137,15 +139,14 @@ def _refusal(identity: Identity, refused: Refused) -> BudgetExceeded:
         words += " That is more than the whole budget: ask for a shorter answer with `max_tokens`."
         return BudgetExceeded(words, None)
     if refused.resets_in_s is not None:
-        words += f" The budget resets in {_span(refused.resets_in_s)}."
+        words += f" The budget resets in {duration_s(refused.resets_in_s)}{_at(state.window)}."
     return BudgetExceeded(words, refused.resets_in_s)
 
 
-def _span(seconds: float) -> str:
-    for unit, length in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
-        if seconds >= 2 * length:
-            return f"{round(seconds / length)} {unit}"
-    return f"{math.ceil(seconds)} s"
+def _at(window: Window) -> str:
+    if window.end_ms is None:
+        return ""
+    return f", at {datetime.fromtimestamp(window.end_ms / 1000, UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def _usd(microusd: int) -> str:

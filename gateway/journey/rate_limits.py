@@ -16,6 +16,7 @@ from gateway.transport.eager import Eager
 from gateway.wire.errors import RateLimited
 from gateway.wire.requests import OUTPUT_TOKENS_EXPECTED
 from policies import Demand, LeasedRateLimits, LocalRateLimits, RateLimit
+from policies.durations import duration_s
 from policies.leased_limits import Limited
 from policies.rate_limits import Decision
 
@@ -135,7 +136,7 @@ def _refusal(verdict: Decision, headers: Headers) -> RateLimited:
             {**told, "x-should-retry": "false"},
         )
     return RateLimited(
-        f"Rate limit reached for this {whose}: {refused.limit} {unit} per minute. Try again in {verdict.retry_after_s:.1f} s",
+        f"Rate limit reached for this {whose}: {refused.limit} {unit} per minute. Try again in {duration_s(verdict.retry_after_s)}",
         verdict.retry_after_s,
         told,
     )

@@ -35,9 +35,11 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     key_id: int = 0
     key: str = ""  # the key's name
     alias: str = ""  # a configured name, or empty: it becomes a metric's label
+    asked: str = ""  # the client's text in `model` where no alias has that name; bounded, never a label
     is_stream: bool = False
     status: int = 200
     error: str = ""  # the error's code, if there is one
+    refusal: str = ""  # the message that the client got with it; empty where a provider wrote it
     cache: str = "miss"  # exact | semantic | coalesced | miss | bypass
     similarity: float | None = None  # of the semantic hit, or of the nearest entry on a miss
     miss_reason: str = ""  # the reason for a semantic miss
@@ -75,7 +77,7 @@ def ended_with(error: ApiError | None, leader: Ended) -> Ended:
         return leader
     if error.error_code == _GONE:
         return leader if leader.error else Ended(499, _GONE, is_disconnected=True)
-    return Ended(error.http_status, error.error_code or error.type, leader.is_disconnected)
+    return Ended(error.http_status, error.error_code or error.type, error.own_words, leader.is_disconnected)
 
 
 def record_of(
@@ -86,6 +88,7 @@ def record_of(
     identity: Identity | None = None,
     turn: Turn | None = None,
     alias: str = "",
+    asked: str = "",
     cache: str = "miss",
     prompt_tokens: int = 0,
     reply: Reply | None = None,
@@ -93,9 +96,10 @@ def record_of(
 ) -> Record:
     """The record of a finished request.
 
-    `duration_ms` is from its arrival to its end. `alias` is a configured name or empty. `flight` is
-    for a request that led one; `reply` is for any other request that got a reply. `cache` and
-    `prompt_tokens` are for requests without a generation.
+    `duration_ms` is from its arrival to its end. `alias` is a configured name or empty; `asked` is
+    the name that was asked for instead. `flight` is for a request that led one; `reply` is for any
+    other request that got a reply. `cache` and `prompt_tokens` are for requests without a
+    generation.
     """
     if flight is not None:
         facts = _of_generation(flight, duration_ms)
@@ -112,8 +116,10 @@ def record_of(
         route=arrival.operation,
         alias=alias,
         is_stream=turn is not None and turn.is_stream,
+        asked=asked,
         status=ended.status,
         error=ended.error,
+        refusal=ended.refusal,
         is_disconnected=ended.is_disconnected,
         duration_ms=duration_ms,
         **facts,

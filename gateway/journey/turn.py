@@ -50,11 +50,12 @@ def arrive(operation: str) -> Arrival:
 class Ended(msgspec.Struct, frozen=True):
     """The end of a reply, as its client saw it.
 
-    `status` is HTTP's; `error` is the error's code, empty without one.
+    `status` is HTTP's; `error` is the error's code and `refusal` its message, empty without one.
     """
 
     status: int = 200
     error: str = ""
+    refusal: str = ""
     is_disconnected: bool = False  # the client left before its last byte
 
 

@@ -22,6 +22,7 @@ from structlog.typing import EventDict
 from gateway.journey.record import Record
 from gateway.loggers import get_logger
 from gateway.settings import Settings
+from policies.durations import duration_ms
 from policies.prices import dollars
 
 _LINES_MAX = 20_000
@@ -244,7 +245,7 @@ def _request_renderer(has_colours: bool) -> Callable[[Any, str, EventDict], byte
             _paint(_local_clock(event["timestamp"]), "dim", has_colours),
             _paint(str(status), "error" if status >= 500 else "warning" if status >= 400 else "", has_colours),
             _paint(f"{cache:9}", cache, has_colours),
-            f"{event['duration_ms']:8.1f} ms",
+            f"{duration_ms(event['duration_ms']):>10}",
             _printable(event.get("alias") or event["route"]),
         ]
         if event.get("deployment"):
@@ -260,7 +261,19 @@ def _request_renderer(has_colours: bool) -> Callable[[Any, str, EventDict], byte
     return render
 
 
-_PRETTY_REST = ("team", "error", "miss_reason", "similarity", "store", "attempts", "nearest", "prompt", "answer")
+_PRETTY_REST = (
+    "team",
+    "error",
+    "asked",
+    "refusal",
+    "miss_reason",
+    "similarity",
+    "store",
+    "attempts",
+    "nearest",
+    "prompt",
+    "answer",
+)
 
 
 def _printable(value: Any) -> str:

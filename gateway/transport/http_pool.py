@@ -22,6 +22,7 @@ from urllib.parse import SplitResult, unquote
 from aiohappyeyeballs import start_connection
 
 from gateway.transport.http_client import Connection, Disconnected, Exchange, TransportError, Unreachable
+from policies.durations import duration_s
 
 _DNS_TTL_S = 30.0
 _NEXT_ADDRESS_AFTER_S = 0.25
@@ -144,7 +145,7 @@ class Pool:
                 connection = await self._dial()
         except TimeoutError:
             if not exchange.is_over:
-                raise Unreachable(f"no connection within {self._connect_timeout_s:g} s") from None
+                raise Unreachable(f"no connection within {duration_s(self._connect_timeout_s)}") from None
             raise Disconnected("the exchange was given up") from None
         except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
             self._addresses.clear()

@@ -29,6 +29,8 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from policies.durations import duration_s
+
 Command = tuple[Any, ...]
 
 _ERRORS: Mapping[str, type[RedisError]] = {
@@ -137,7 +139,7 @@ class RedisWire(asyncio.Protocol):
             return
         late_s = self._loop.time() - self._unanswered[0].sent_at - self._timeout_s
         if late_s >= 0:
-            self._end(RedisTimeoutError(f"no reply within {self._timeout_s:g} s"))
+            self._end(RedisTimeoutError(f"no reply within {duration_s(self._timeout_s)}"))
         else:
             self._timer = self._loop.call_later(-late_s, self._check)
 
@@ -190,7 +192,7 @@ async def open_connection(
                 tls = True if parts.scheme == "rediss" else None
                 _, wire = await loop.create_connection(make, host, port, ssl=tls)
     except TimeoutError:
-        raise RedisTimeoutError(f"no connection within {timeout_s:g} s") from None
+        raise RedisTimeoutError(f"no connection within {duration_s(timeout_s)}") from None
     except OSError as error:
         raise RedisConnectionError(f"no connection: {error}") from None
     batch = [Pending(command, loop.create_future()) for command in _greeting(parts)]

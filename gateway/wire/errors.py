@@ -24,6 +24,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
+_WORDS_MAX = 500
+
 
 class ApiError(Exception):
     """Base. `headers` has lower-case names."""
@@ -48,6 +50,14 @@ class ApiError(Exception):
         self.http_status = self.status
         self.raw_body: bytes | None = None
 
+    @property
+    def own_words(self) -> str:
+        """The message for records: bounded, in printable characters.
+
+        Empty where it is a provider's, which may quote the prompt.
+        """
+        return shown(self.message, _WORDS_MAX) if self.raw_body is None else ""
+
     def body(self) -> bytes:
         """The JSON of OpenAI's error object."""
         return self.raw_body or msgspec.json.encode(error_object(self.message, self.type, self.param, self.error_code))
@@ -61,6 +71,14 @@ def error_object(message: str, type: str, param: str | None, code: str | None) -
 def sentence(words: str) -> str:
     """`words` with a capital first letter."""
     return f"{words[:1].upper()}{words[1:]}"
+
+
+def shown(text: str, characters_max: int = 100) -> str:
+    """A text of a client for messages and records: cut, and its unprintable characters escaped."""
+    cut = text if len(text) <= characters_max else f"{text[: characters_max - 1]}…"
+    if cut.isprintable():
+        return cut
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)[:characters_max]
 
 
 class BadRequest(ApiError):

@@ -222,7 +222,9 @@ async def test_a_request_says_why_it_went_where_it_went(world: World, browser: h
     world.stats.add(hit(request_id="req_b"))
     why = "1500 µUSD, TTFT 12 ms, 34 ms in all"
     world.stats.add(miss(request_id="req_d", why=why, rejected=(Rejection("dear", "an expected 90000 µUSD"),)))
-    world.stats.add(miss(request_id="req_e", alias="", status=404, error="model_not_found"))
+    unknown = {"alias": "", "asked": "<b>gpt-9", "status": 404, "error": "model_not_found"}
+    world.stats.add(miss(request_id="req_e", refusal="The model `<b>gpt-9` does not exist", **unknown))
+    world.stats.add(miss(request_id="req_f", status=429, error="insufficient_quota", refusal="it resets in 8 d 14 h"))
     await world.stats.flush()
     page = (await browser.get("/admin/requests")).text
     for words in (
@@ -232,7 +234,9 @@ async def test_a_request_says_why_it_went_where_it_went(world: World, browser: h
         "2 attempts",
         "$0.0015, TTFT 12 ms",
         "an expected $0.09",
-        "<b>unknown model</b>",
+        "<b>&lt;b&gt;gpt-9</b>",
+        "The model `&lt;b&gt;gpt-9` does not exist",
+        "it resets in 8 d 14 h",
     ):
         assert words in page
     assert "µUSD" not in page

@@ -66,6 +66,51 @@ async def test_a_body_that_is_too_large(open_a_world: OpenWorld) -> None:
     await world.is_released()
 
 
+async def test_a_refusal_is_recorded_in_the_words_the_client_got(world: World) -> None:
+    """Budgets, rate limits and a limited key: the record has the amounts, the limits and the reset that the response has."""
+    poor, slow, narrow = (
+        await world.team("poor"),
+        await world.team("slow", requests_per_min=1),
+        await world.team("narrow"),
+    )
+    await world.budget(poor, 5)
+    limited = await world.team("limited", models=("pair",))
+    await world.ask(key=slow.key)
+    for reply, words in (
+        (await world.ask("x", key=poor.key), "day budget of $0.000005: $0 is spent"),
+        (await world.ask("x", key=slow.key), "1 requests per minute. Try again in"),
+        (await world.ask("x", key=limited.key), "may not use the model `mock`"),
+        (await world.ask("x", key=narrow.key, model="narrow", max_tokens=4_000), "narrow"),
+    ):
+        record = await world.record(reply)
+        assert record.refusal == reply.error["message"]
+        assert words in record.refusal
+
+
+async def test_the_name_of_an_unknown_model_is_recorded(world: World) -> None:
+    """Cut and in printable characters, beside an alias that stays empty: a name that a client chose is never a label."""
+    for asked, shown in (
+        ("gpt-9", "gpt-9"),
+        ("x" * 5_000, "x" * 99 + "…"),
+        ("a\x1b[31m\n\u202eb", "a\\x1b[31m\\n\\u202eb"),
+        ("\x00" * 500, "\\x00" * 25),
+    ):
+        reply = await world.ask(model=asked)
+        assert (reply.status, reply.error["code"]) == (404, "model_not_found")
+        assert shown in reply.error["message"]
+        record = await world.record(reply)
+        assert (record.alias, record.asked, record.refusal) == ("", shown, reply.error["message"])
+
+
+async def test_a_providers_words_are_not_recorded_as_ours(world: World) -> None:
+    """A provider may quote the prompt in its refusal: the client gets that, the record only the code."""
+    world.backends["plain"].plays(rejected(words="Bad content: my secret"))
+    reply = await world.ask("my secret")
+    assert "my secret" in reply.error["message"]
+    record = await world.record(reply)
+    assert (record.error, record.refusal) == ("upstream_rejected", "")
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("where", ["semantic", "route", "backend"])
 async def test_a_bug_in_a_stage(world: World, logged: list[Any], where: str, is_stream: bool) -> None:

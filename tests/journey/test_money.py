@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import pytest
 
@@ -138,6 +139,7 @@ async def test_a_refusal_says_when_to_come_back(world: World) -> None:
     assert reply.headers["x-should-retry"] == "false"
     assert 0 < int(reply.headers["retry-after"]) <= 86_400
     assert "Team poor has a day budget of $0.0025" in reply.error["message"]
+    assert re.search(r"The budget resets in \d.*, at \d{4}-\d\d-\d\d 00:00 UTC\.$", reply.error["message"])
     assert len(world.backends["dear"].calls) == 1
     holding.leave()
     await holding.reply()

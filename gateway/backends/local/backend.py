@@ -17,6 +17,7 @@ from gateway.backends.local.quarantine import Quarantine
 from gateway.backends.local.request import engine_requests, rejected
 from gateway.wire.types import CHAT, Chunk
 from local_engine import AsyncEngine, EngineLoad, GenerateRequest, Generation
+from policies.durations import duration_s
 
 _ANSWERS_AT_ONCE = 64  # of one request with many prompts: more would fill the queue
 _COMES_BACK_S = 30.0  # a process that is away longer is taken to be gone
@@ -154,7 +155,7 @@ class LocalStream:
                 output = await anext(generation)
         except TimeoutError:
             what = "fell silent inside its answer" if self._has_output else "sent nothing"
-            raise base.BackendTimeout(f"The local engine {what} within {timeout_s:g} s") from None
+            raise base.BackendTimeout(f"The local engine {what} within {duration_s(timeout_s)}") from None
         except local_engine.EngineError as error:
             if isinstance(error, local_engine.EngineUnavailable) and error.is_death:
                 self._backend.quarantine.note_crash(self._request)

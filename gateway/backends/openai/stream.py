@@ -29,6 +29,7 @@ from gateway.transport.http_client import Exchange, TransportError
 from gateway.wire.chunks import DeltaTemplate, FinishTracker, parse, to_chunk
 from gateway.wire.sse import PayloadTooLarge, Splitter
 from gateway.wire.types import Chunk
+from policies.durations import duration_s
 
 _ERROR_BYTES_MAX = 64 << 10
 _WHOLE_BYTES_MAX = 64 << 20
@@ -320,9 +321,9 @@ class OpenAIStream:
         elif self._exchange is not None:
             self._timer = None
             words = (
-                f"sent nothing within {self._first_within_s:g} s"
+                f"sent nothing within {duration_s(self._first_within_s)}"
                 if self._state is State.WAITING
-                else f"fell silent for {self._request.idle_timeout_s:g} s inside its answer"
+                else f"fell silent for {duration_s(self._request.idle_timeout_s)} inside its answer"
             )
             self._silence = BackendTimeout(f"The deployment {words}")
             self._exchange.close()
