@@ -129,6 +129,7 @@ class Pipeline:
         """
         alias = self.fleet.alias(turn.alias)
         may_use(identity, turn.alias)
+        alias.check(turn.body, turn.demand, turn.kind)
         found = self._fingerprint(turn, identity)
         looked = await self._look_up(turn, identity, alias, found)
         if looked.entry is not None:

@@ -5,6 +5,7 @@ docs/configuration.md. Unknown or wrong settings prevent the start: `SettingsErr
 them. This module opens and creates nothing.
 """
 
+import difflib
 import hashlib
 import os
 import tempfile
@@ -13,6 +14,8 @@ from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from gateway.reserved import FIELDS, OTHER_TOOLS, TOOLS, canonical
 
 DEFAULT_ALIAS = "smollm2-135m-instruct"
 DEFAULT_EMBEDDER_ALIAS = "all-minilm-l6-v2"
@@ -107,6 +110,15 @@ class DeploymentSettings(_Section):
         description="what the model can do (tools, json_object, json_schema, logprobs, n, vision, audio, files, completions, suffix); "
         "default: by backend",
     )
+    allow_fields: list[str] = Field(
+        [],
+        description="reserved fields and tools that clients may send to it (see [below](#reserved-fields-and-tools))",
+    )
+    is_salted: bool = Field(
+        False,
+        description="openai: send `cache_salt`, another one for each team, to a server that knows it (vLLM, SGLang), so that no team "
+        "can learn from its prefix cache what another one asked",
+    )
     context_tokens_max: int | None = Field(
         None, gt=0, description="prompt and answer together; default: known for local engines"
     )
@@ -136,6 +148,13 @@ class DeploymentSettings(_Section):
             wrong.append(f"base_url: found {self.base_url!r}, expected http://... or https://...")
         if self.backend == "litellm" and not self.model:
             wrong.append("a litellm deployment needs `model`")
+        if self.is_salted and self.backend != "openai":
+            wrong.append("is_salted: only an openai deployment can send `cache_salt`; for vLLM use `backend: openai`")
+        for name in self.allow_fields:
+            if canonical(name) == OTHER_TOOLS != name:
+                close = difflib.get_close_matches(name, (*FIELDS, *TOOLS), n=1)
+                hint = f"; did you mean {close[0]}?" if close else f"; `{OTHER_TOOLS}` allows tools of every other type"
+                wrong.append(f"allow_fields: found {name!r}, expected a reserved field or tool{hint}")
         _refuse(wrong)
         return self
 

@@ -57,8 +57,8 @@ class Demand(msgspec.Struct, frozen=True):
     the prompt, `prompt_tokens_min` its certain length (None: the same). Only a prompt that
     certainly does not fit is rejected, because the deployment counts exactly. No route depends
     on `prompt_tokens_max`: it bounds the cost from above, for the amount that a budget holds.
-    `ttft_deadline_ms` is
-    the time left until the first token; None if the caller set no deadline.
+    `ttft_deadline_ms` is the time left until the first token; None if the caller set no deadline.
+    `reserved` are the parts of the request that only a deployment that allows them may get.
     """
 
     prompt_tokens: int
@@ -72,6 +72,7 @@ class Demand(msgspec.Struct, frozen=True):
     choices: int = 1
     prompt_tokens_min: int | None = None
     prompt_tokens_max: int = 0
+    reserved: frozenset[str] = frozenset()
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -79,6 +80,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
     `ttft_ms` is predicted for this prompt without warm tokens, the queue included; each warm token
     saves `prefill_ms_per_token` of it. Between equal candidates the larger `priority` ranks first.
+    `allowed` are the reserved parts of a request that it may get.
     """
 
     name: str
@@ -92,6 +94,7 @@ class Candidate(msgspec.Struct, frozen=True):
     health_reason: str = ""
     priority: int = 0
     prefill_ms_per_token: float = 0.0
+    allowed: frozenset[str] = frozenset()
 
 
 class PolicyKind(StrEnum):
@@ -134,7 +137,7 @@ class Ranked(msgspec.Struct, frozen=True):
 class Rejected(msgspec.Struct, frozen=True):
     """A candidate that may not serve.
 
-    `lacks` are the demand's needs that are not among its capabilities.
+    `lacks` are the demand's needs and reserved parts that it does not offer or allow.
     """
 
     name: str
@@ -245,6 +248,9 @@ def _unable(demand: Demand, candidate: Candidate) -> Rejected | None:
     if not demand.needs <= candidate.capabilities:
         missing = sorted(demand.needs - candidate.capabilities)
         return Rejected(name, Cause.CAPABILITY, f"does not offer {', '.join(missing)}", tuple(missing))
+    if not demand.reserved <= candidate.allowed:
+        missing = sorted(demand.reserved - candidate.allowed)
+        return Rejected(name, Cause.CAPABILITY, f"does not allow {', '.join(missing)}", tuple(missing))
     output = demand.output_tokens_max if demand.is_output_asked else min(1, demand.output_tokens_max)
     context = candidate.context_tokens_max
     prompt = demand.prompt_tokens if demand.prompt_tokens_min is None else demand.prompt_tokens_min

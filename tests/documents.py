@@ -1,4 +1,4 @@
-"""The parts of the documents that list what the code has: settings, admin routes, metrics.
+"""The parts of the documents that list what the code has: settings, admin routes, metrics, reserved fields.
 
 `./run docs` writes them between their marks, `<!-- generated: NAME -->` and `<!-- end -->`; tests/test_docs.py compares.
 Knows no prose: sentences come from the code.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 from unittest.mock import MagicMock
@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from gateway.admin.routes import admin_router
+from gateway.reserved import FIELDS, TOOLS
 from gateway.settings import SECTIONS, Settings
 from gateway.telemetry.metric_names import DEFINITIONS
 
@@ -35,6 +36,8 @@ def generated() -> dict[str, str]:
     parts: dict[str, Callable[[], Iterable[str]]] = {
         "admin routes": _admin_routes,
         "metrics": _metrics,
+        "reserved fields": lambda: _reserved("field", FIELDS),
+        "reserved tools": lambda: _reserved("tool", TOOLS),
         **{f"settings {section.__name__}": lambda section=section: _settings(section) for section in SECTIONS},
     }
     return {name: "".join(f"{line}\n" for line in lines()) for name, lines in parts.items()}
@@ -115,6 +118,13 @@ def _metrics() -> Iterable[str]:
     yield "| --- | --- | --- | --- |"
     for one in DEFINITIONS:
         yield f"| `{one.name}` | {one.kind} | {', '.join(f'`{label}`' for label in one.labels)} | {one.help} |"
+
+
+def _reserved(kind: str, effects: Mapping[str, str]) -> Iterable[str]:
+    yield f"| {kind} | effect |"
+    yield "| --- | --- |"
+    for name, effect in effects.items():
+        yield f"| `{name}` | {effect} |"
 
 
 def main() -> None:

@@ -32,6 +32,14 @@ LOCAL = "{backend: local, engine: default}"
         ),
         ("models: {a: {deployments: [{backend: local, engine: x}]}}", ["found 'x', expected one of ['default']"]),
         (f"models: {{a: {{deployments: [{LOCAL}, {LOCAL}]}}}}", ["used twice"]),
+        (
+            "models: {a: {deployments: [{backend: local, engine: default, allow_fields: [prority, other_tools, googleSearch, foo]}]}}",
+            ["allow_fields: found 'prority'", "did you mean priority?", "found 'foo'", "`other_tools` allows"],
+        ),
+        (
+            "models: {a: {deployments: [{backend: litellm, model: hosted_vllm/m, is_salted: true}]}}",
+            ["is_salted: only an openai deployment can send `cache_salt`"],
+        ),
         ("admin_key: secret", ["admin_key: found in the file, expected in the environment as SAMEWAY_ADMIN_KEY"]),
         ("admin_key: secret\nport: -1", ["admin_key: found in the file", "port: found -1"]),
         ("port: 1\nhost: x\nport: 2", ["port: found in line 1 and again in line 3, expected once"]),

@@ -27,6 +27,7 @@ ROOMS = {
         "gateway", "__main__", "cli", "worker", "supervisor", "demo", "app",
         "admin", "api", "learning", "telemetry", "pipeline", "journey", "deployments", "backends", "accounts",
         "wire", "transport", "loggers", "config_file", "data_dir", "settings",
+        "reserved",
     ),
     "cache": (
         "cache", "worker", "semantic", "verdicts", "decision", "encoder", "exact",

@@ -27,6 +27,7 @@ from cache import CacheLimits, ExactCache, Hit, Miss, MissReason, Query, Semanti
 from cache.query import Near, Trial
 from gateway.accounts import Accounts, LedgerRow, decode_row
 from gateway.api.chat import Chat
+from gateway.api.responses import Responses
 from gateway.backends.base import (
     BackendBroken,
     BackendOverloaded,
@@ -678,6 +679,7 @@ async def _build(settings: Settings, redis: Redis) -> World:
     endpoints = {
         "/v1/chat/completions": Chat(pipeline, settings.body_bytes_max),
         "/v1/completions": Chat(pipeline, settings.body_bytes_max, COMPLETION),
+        "/v1/responses": Responses(pipeline, settings.body_bytes_max),
     }
     return World(
         clock=clock,

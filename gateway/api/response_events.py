@@ -60,13 +60,13 @@ _IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _FIXED: dict[str, Any] = msgspec.json.decode(
     b'{"object":"response","status":"in_progress","background":false,"error":null,"incomplete_details":null,'
-    b'"previous_response_id":null,"store":false,"truncation":"disabled","usage":null}'
+    b'"previous_response_id":null,"store":false,"usage":null}'
 )
 # the fields of the request that a response repeats, and their defaults
 _REPEATED: dict[str, Any] = msgspec.json.decode(
     b'{"instructions":null,"max_output_tokens":null,"metadata":{},"parallel_tool_calls":true,"reasoning":null,'
     b'"service_tier":null,"temperature":1.0,"text":{"format":{"type":"text"}},"tool_choice":"auto","tools":[],'
-    b'"top_logprobs":0,"top_p":1.0,"user":null}'
+    b'"top_logprobs":0,"top_p":1.0,"truncation":"disabled","user":null}'
 )
 
 

@@ -3,7 +3,8 @@
 Knows two shapes and no decisions: the translated request is handled as a chat completion, so both
 share cached answers, budgets and routes. Shapes: OpenAI API reference, "Create a model response"
 and "Create chat completion". Invariant: a field that needs state between requests, or a tool that
-runs on the server, is refused by its name and never ignored.
+is not a function, is refused by its name and never ignored, unless a deployment allows that tool:
+then it is sent as it is.
 """
 
 from collections.abc import Mapping
@@ -33,10 +34,9 @@ class _Item(msgspec.Struct):
     output: _Content = ""
 
 
-class _Typed(msgspec.Struct):
-    """A tool, or a tool choice."""
+class _Function(msgspec.Struct):
+    """A function, or the choice of one."""
 
-    type: Literal["function"]
     name: str
 
 
@@ -45,20 +45,30 @@ class _Request(msgspec.Struct):
 
     input: str | Annotated[list[_Item], Meta(min_length=1, max_length=MESSAGES_MAX)]
     instructions: str | None = None
-    tools: list[_Typed] | None = None
-    tool_choice: str | _Typed | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    truncation: Literal["auto", "disabled"] | None = None  # the deployment refuses an input that is too long
     include: list[str] | None = None
 
 
 # they change no answer
 _DROPPED = frozenset({"max_tool_calls", "metadata", "store", "stream_options"})
-_ONLY: Mapping[str, Any] = {"background": False, "n": 1, "truncation": "disabled"} | dict.fromkeys(
-    ("conversation", "previous_response_id", "prompt")
-)
+_SEND_IT_ALL = "nothing is kept here between requests, so send the earlier items themselves in `input` (SDKs do with `store: false`)"
+# the fields with one supported value, and the way out of another
+_ONLY: Mapping[str, tuple[Any, str]] = {
+    "background": (
+        False,
+        "nothing is kept here to be fetched later, so leave it out and read the answer, as a stream or whole",
+    ),
+    "n": (1, "a response is one answer, so send a request for each, or use /v1/chat/completions"),
+    "prompt": (None, "no prompts are stored here, so send `instructions` and `input`"),
+    **dict.fromkeys(("conversation", "previous_response_id"), (None, _SEND_IT_ALL)),
+}
+_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 
 
 class Responses(Chat):
@@ -77,17 +87,16 @@ class Responses(Chat):
 
 def _chat(body: dict[str, Any]) -> dict[str, Any]:
     """The equivalent chat completion. Raises BadRequest with the invalid field."""
-    for name, allowed in _ONLY.items():
+    for name, (allowed, way) in _ONLY.items():
         if body.get(name) not in (None, allowed):
-            words = "a response is one answer to the whole of its input, made while you wait and not kept"
-            raise _unsupported(name, f"`{name}` is not supported here: {words}")
+            raise _unsupported(name, f"`{name}` is not supported here: {way}")
     request: _Request = convert(body, _Request)
-    text, reasoning, choice = request.text or {}, request.reasoning or {}, request.tool_choice
+    text, reasoning = request.text or {}, request.reasoning or {}
     has_logprobs = bool(request.top_logprobs) or "message.output_text.logprobs" in (request.include or ())
     translated = {
         "messages": _messages(request),
-        "tools": [_nested("function", tool) for tool in body.get("tools") or ()] or None,
-        "tool_choice": _nested("function", {"name": choice.name}) if isinstance(choice, _Typed) else choice,
+        "tools": [_tool(tool, f"tools[{number}]") for number, tool in enumerate(request.tools or ())] or None,
+        "tool_choice": _tool_choice(request.tool_choice),
         "response_format": _response_format(text.get("format")),
         "verbosity": text.get("verbosity"),
         "reasoning_effort": reasoning.get("effort"),
@@ -97,11 +106,38 @@ def _chat(body: dict[str, Any]) -> dict[str, Any]:
     }
     known = _DROPPED.union(_ONLY, _Request.__struct_fields__)
     shared = {name: value for name, value in body.items() if name not in known}
+    if not request.tools:  # of chat completions, these go with tools only
+        shared.pop("parallel_tool_calls", None)
+        translated["tool_choice"] = None if request.tool_choice in ("auto", "none") else translated["tool_choice"]
     return shared | {name: value for name, value in translated.items() if value is not None}
 
 
 def _unsupported(param: str, message: str) -> BadRequest:
     return BadRequest(message, param=param, code="unsupported_parameter")
+
+
+def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    """A function in a chat completion's shape. A tool of another type stays as it is: it is reserved."""
+    kind = tool.get("type")
+    if kind == "custom":
+        raise _unsupported(f"{where}.type", f"Tools of type `custom` are not supported here: {_FUNCTIONS}")
+    if kind != "function":
+        return tool
+    convert(tool, _Function, where)
+    return _nested("function", tool)
+
+
+_FUNCTIONS = "/v1/responses has `function`, and /v1/chat/completions has `function` and `custom`"
+
+
+def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") != "function":
+        words = f"A `tool_choice` of type `{str(choice.get('type'))[:100]}` is not supported here"
+        raise _unsupported("tool_choice.type", f"{words}: it may be none, auto, required or a function")
+    function: _Function = convert(choice, _Function, "tool_choice")
+    return _nested("function", {"name": function.name})
 
 
 def _messages(request: _Request) -> list[dict[str, Any]]:
@@ -110,6 +146,7 @@ def _messages(request: _Request) -> list[dict[str, Any]]:
     Calls are added to the assistant's message before them, or to a new one.
     """
     messages: list[dict[str, Any]] = []
+    calls, answered = set[str](), set[str]()
     if request.instructions is not None:
         messages.append({"role": "system", "content": request.instructions})
     items = [_Item(content=request.input)] if isinstance(request.input, str) else request.input
@@ -124,14 +161,24 @@ def _messages(request: _Request) -> list[dict[str, Any]]:
                 function = {"name": item.name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 messages[-1].setdefault("tool_calls", []).append(call)
+                calls.add(item.call_id)
             case "function_call_output":
+                if item.call_id not in calls:
+                    words = f"No tool call found for function call output with call_id {item.call_id[:100]}."
+                    raise BadRequest(words, param="input")
+                answered.add(item.call_id)
                 output = _content(item.output, f"{where}.output")
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
             case "reasoning":  # chat completions have no field for it, and models do not need it
                 continue
+            case "item_reference":
+                raise _unsupported(f"{where}.type", f"Items of type `item_reference` are not supported: {_SEND_IT_ALL}")
             case _:
-                hint = "nothing is kept here, so send each item itself (SDKs do with `store: false`)"
-                raise _unsupported(f"{where}.type", f"Items of type `{item.type}` are not supported: {hint}")
+                words = f"Items of type `{item.type[:100]}` are not supported here: there are {', '.join(_ITEMS)}"
+                raise _unsupported(f"{where}.type", f"{words}; leave out what another tool has left")
+    if calls > answered:
+        lacking = min(calls - answered)[:100]
+        raise BadRequest(f"No tool output found for function call {lacking}.", param="input")
     return messages
 
 

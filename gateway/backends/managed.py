@@ -42,6 +42,7 @@ _FIELDS = frozenset({
 })
 # fmt: on
 _OWN_FIELDS = frozenset({"cache", "model", "stream", "stream_options", "metadata"})
+_CREDENTIALS = frozenset({"azure_ad_token"})  # litellm takes it out of `extra_body` and uses it
 
 _import_lock = threading.Lock()
 
@@ -153,7 +154,8 @@ class ManagedBackend:
         """
         body = request.body
         arguments = {name: value for name, value in body.items() if name in _FIELDS and value is not None}
-        unknown = {name: value for name, value in body.items() if name not in _FIELDS and name not in _OWN_FIELDS}
+        known = _FIELDS | _OWN_FIELDS | _CREDENTIALS
+        unknown = {name: value for name, value in body.items() if name not in known}
         if unknown and self._speaks_openai(litellm):
             arguments["extra_body"] = unknown
         if is_stream:

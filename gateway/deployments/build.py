@@ -99,6 +99,7 @@ def build_backend(
         headers=deployment.headers,
         connect_timeout_s=deployment.connect_timeout_ms / 1000.0,
         concurrency_max=deployment.concurrency_max,
+        is_salted=deployment.is_salted,
         unready=unready,
     )
 

@@ -16,9 +16,11 @@ from gateway.backends import base
 from gateway.deployments.build import build_backend, describe
 from gateway.deployments.progress import Progress
 from gateway.loggers import get_logger
+from gateway.reserved import FIELDS, TOOLS, Reserved, canonical, reserved
 from gateway.settings import DeploymentSettings, ModelSettings, Settings, deployment_name
 from gateway.wire.errors import ApiError, BadRequest, DeadlineExceeded, NotFound, Unavailable, sentence, shown
 from gateway.wire.requests import OUTPUT_TOKENS_EXPECTED, OUTPUT_TOKENS_MAX
+from gateway.wire.types import Kind
 from policies import Breaker, Candidate, Cause, Demand, Estimate, Price, Route, RoutingPolicy
 from policies.routing import PolicyKind
 
@@ -45,6 +47,7 @@ class Deployment:
     settings: DeploymentSettings
     breaker: Breaker
     estimate: Estimate
+    allowed: frozenset[str] = frozenset()  # reserved fields and tools that clients may send to it
     ttft_timeout_min_ms: float = 5_000.0
 
     def candidate(self, prompt_tokens: int) -> Candidate:
@@ -64,6 +67,7 @@ class Deployment:
             is_unavailable=is_unavailable,
             health_reason=(load.reason if not load.is_ready else self.breaker.reason) if is_unavailable else "",
             priority=self.settings.priority,
+            allowed=self.allowed,
             prefill_ms_per_token=figures.prefill_ms_per_token,
         )
 
@@ -116,6 +120,19 @@ class Alias:
     settings: ModelSettings
     policy: RoutingPolicy
     deployments: Mapping[str, Deployment]
+
+    def check(self, body: dict[str, Any], demand: Demand, kind: Kind) -> None:
+        """Refuse what no deployment of this alias may get, before the cache answers it.
+
+        A local engine may get what OpenAI would take; so that routing does not decide whether a
+        request is valid, its alias takes no other request. Raises BadRequest.
+        """
+        if demand.reserved:
+            allowed = [d.allowed for d in self.deployments.values()]
+            if not any(demand.reserved <= one for one in allowed):
+                # where each part is allowed somewhere, but not together, all of them are in the way
+                names = demand.reserved.difference(*allowed) or demand.reserved
+                raise _not_allowed(next(one for one in reserved(body) if one.name in names), self.name)
 
     def worst_case_microusd(self, demand: Demand) -> int:
         """The longest answer at the highest price: the amount that budgets hold."""
@@ -207,6 +224,14 @@ def pause_before_retry(failure: base.BackendError, attempts: int) -> float | Non
     return pause_s * random.uniform(1.0, 1.25) if pause_s <= _PAUSE_MAX_S else None
 
 
+def _not_allowed(found: Reserved, alias: str) -> BadRequest:
+    way = "leave it out" if found.name in FIELDS else "send tools of the type `function`"
+    effect = FIELDS.get(found.name) or TOOLS[found.name]
+    words = f"{found.words} is not for clients of the model `{alias}` to send ({effect}): {way}, or ask the operator"
+    message = f"{words} to list `{found.name}` in the deployment's `allow_fields`"
+    return BadRequest(message, param=found.param, code="field_not_allowed")
+
+
 class Fleet:
     """Every alias with its deployments. Raises NotFound for a name it does not have."""
 
@@ -264,6 +289,7 @@ def _build(alias: str, deployment: DeploymentSettings, settings: Settings, clock
         settings=deployment,
         breaker=Breaker(clock, random.random),
         estimate=Estimate(clock),
+        allowed=frozenset(map(canonical, deployment.allow_fields)),
     )
 
 

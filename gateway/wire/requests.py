@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from gateway.reserved import is_googles, reserved_names
 from gateway.wire.errors import BadRequest
 from gateway.wire.types import CHAT, COMPLETION, prompts_of
 from policies import Demand
@@ -52,7 +53,7 @@ class _Message(msgspec.Struct):
 
 
 class _Tool(msgspec.Struct):
-    type: str
+    type: str | None = None
     function: dict[str, Any] | None = None
 
 
@@ -111,8 +112,9 @@ class ChatRequest(_Request, kw_only=True):
             if message.content is None and message.role in _SPEAKERS:
                 raise _without_content(f"messages[{index}].content", is_null="content" in body["messages"][index])
         needs: set[str] = set()
-        if self.tools:
+        if self.tools or body.get("functions"):
             needs.add("tools")
+            self._check_tools(body.get("tools") or [])
         if self.response_format is not None and self.response_format.type != "text":
             needs.add(self.response_format.type)
         if self.logprobs:
@@ -129,7 +131,13 @@ class ChatRequest(_Request, kw_only=True):
         expected = int(len(raw) / _BYTES_PER_TOKEN) + _MESSAGE_TOKENS
         # a server may support only one
         output_tokens = max(self.max_completion_tokens or 0, self.max_tokens or 0)
-        return _demand(expected, (least, bound), output_tokens or None, candidates, needs)
+        return _demand(expected, (least, bound), output_tokens or None, candidates, needs, reserved_names(body))
+
+    def _check_tools(self, tools: list[dict[str, Any]]) -> None:
+        for index, tool in enumerate(tools):
+            if tool.get("type") is None and not is_googles(tool):
+                param = f"tools[{index}].type"
+                raise BadRequest(f"Missing required field: {param}", param=param, code="missing_required_parameter")
 
 
 class CompletionRequest(_Request, kw_only=True):
@@ -162,7 +170,8 @@ class CompletionRequest(_Request, kw_only=True):
         least = [len(one) / (_BYTES_PER_TOKEN_MAX if isinstance(one, str) else 1) for one in prompts]
         bounds = int(max(least)), len(raw) + len(prompts)  # each has a context of its own
         output_tokens, choices = self.max_tokens or 1, candidates * len(prompts)
-        return _demand(int(sum(expected)) + len(prompts), bounds, output_tokens, choices, needs)
+        reserved = reserved_names(body)
+        return _demand(int(sum(expected)) + len(prompts), bounds, output_tokens, choices, needs, reserved)
 
 
 SHAPES: dict[str, type[ChatRequest | CompletionRequest]] = {
@@ -172,7 +181,12 @@ SHAPES: dict[str, type[ChatRequest | CompletionRequest]] = {
 
 
 def _demand(
-    prompt_tokens: int, bounds: tuple[int, int], output_tokens: int | None, choices: int, needs: set[str]
+    prompt_tokens: int,
+    bounds: tuple[int, int],
+    output_tokens: int | None,
+    choices: int,
+    needs: set[str],
+    reserved: frozenset[str],
 ) -> Demand:
     """The demand of a request.
 
@@ -188,6 +202,7 @@ def _demand(
         is_output_asked=output_tokens is not None,
         choices=choices,
         needs=frozenset(needs) if needs else _NO_NEEDS,
+        reserved=reserved,
     )
 
 

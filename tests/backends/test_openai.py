@@ -76,6 +76,28 @@ async def test_a_stream_tells_what_a_whole_tells(
     assert any(chunk.has_content for chunk in chunks)
 
 
+async def test_a_salted_deployment_gets_a_salt_of_each_partition(upstream: Upstream) -> None:
+    """It is stable, shows no partition, and a client's own divides it further; others get what the client may send."""
+    salted, plain = make_backend(upstream.url, is_salted=True), make_backend(upstream.url)
+    asked = ask(cache_salt="mine")
+    for backend in (salted, plain):
+        await backend.start()
+    try:
+        for one in (ask(), ask(is_stream=False), replace(ask(), salt=b"other"), asked, replace(asked, salt=b"other")):
+            await collect(salted.stream(one))
+        for one in (ask(), asked):
+            await collect(plain.stream(one))
+    finally:
+        for backend in (salted, plain):
+            await backend.aclose()
+    sent = [request["body"].get("cache_salt") for request in upstream.seen().requests]
+    first, again, other, own, own_of_other, *unsalted = sent
+    assert first == again
+    assert len({first, other, own, own_of_other}) == 4
+    assert not {"salt", "other", "mine", b"salt".hex()} & {first, other, own, own_of_other}
+    assert unsalted == [None, "mine"]
+
+
 async def test_chunks_are_the_servers_own_bytes(upstream: Upstream, backend: OpenAIBackend) -> None:
     """Nothing is re-modelled on the way: the data is what the server wrote, field by field in its order."""
     chunks = await collect(backend.stream(ask()))

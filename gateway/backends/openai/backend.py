@@ -10,6 +10,8 @@ import asyncio
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
+from hashlib import blake2b
+from typing import Any
 from urllib.parse import SplitResult, quote, urlsplit
 
 import msgspec
@@ -30,8 +32,8 @@ class OpenAIBackend:
     """One deployment behind an OpenAI-compatible server.
 
     `headers` are sent with each request. `concurrency_max` bounds running requests; more are
-    refused at once. `unready` is the reason why it cannot be used at all, if any. For
-    `tail_timeout_s` see `OpenAIStream`.
+    refused at once. `is_salted` adds vLLM's `cache_salt`. `unready` is the reason why it cannot be
+    used at all, if any. For `tail_timeout_s` see `OpenAIStream`.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class OpenAIBackend:
         headers: Mapping[str, str] | None = None,
         connect_timeout_s: float = 3.0,
         concurrency_max: int = 1000,
+        is_salted: bool = False,
         unready: str = "",
         tail_timeout_s: float = 5.0,
         wall_clock: Callable[[], float] = time.time,
@@ -56,6 +59,7 @@ class OpenAIBackend:
         self._api_key = api_key
         self._connect_timeout_s = connect_timeout_s
         self._concurrency_max = concurrency_max
+        self._is_salted = is_salted
         self._tail_timeout_s = tail_timeout_s
         self._translate = Translator(api_key, wall_clock)
         url = urlsplit(base_url)
@@ -139,6 +143,8 @@ class OpenAIBackend:
         if request.is_stream:
             body["stream"] = True
             body["stream_options"] = {**(request.body.get("stream_options") or {}), "include_usage": True}
+        if self._is_salted:
+            body["cache_salt"] = _salt(request.salt, body.get("cache_salt"))
         try:
             return msgspec.json.encode(body)
         except RecursionError:  # decoding skipped a field that is too deep for encoding
@@ -166,6 +172,15 @@ class OpenAIBackend:
 
     def _left(self) -> None:
         self.running -= 1
+
+
+def _salt(partition: bytes, own: Any) -> str:
+    """The `cache_salt` of a partition, which does not show the partition.
+
+    `own` is the client's, if it may send one: it divides the partition further, and joins no other.
+    """
+    given = b"" if own is None else msgspec.json.encode(own)
+    return blake2b(partition + given, digest_size=16, person=b"sw.cache-salt").hexdigest()
 
 
 def _proxy_of(scheme: str, host: str) -> SplitResult | None:

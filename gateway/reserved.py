@@ -1,0 +1,177 @@
+"""The fields and tools of a request that belong to the operator.
+
+Other fields say how a model answers. These choose another model or server, raise a priority, reach
+into a server, or let the provider's own tools run. A deployment takes those that its `allow_fields`
+names. Knows no deployments. Invariant: a tool is reserved unless it is a function or a custom tool
+that the client runs, whatever its name.
+
+Sources: the request models of vLLM, SGLang, TensorRT-LLM, llama.cpp and litellm; the API references
+of OpenAI, Anthropic, Google, OpenRouter, xAI and Alibaba.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+_GROUPS = {
+    # who is served first, and at which price
+    "priority": "vLLM, SGLang: is computed before the requests of others",
+    "service_tier": "another price and priority; `auto`, `default` and `flex` need no permission",
+    "speed": "Anthropic: faster at a multiple of the price",
+    "inference_geo": "Anthropic: another region at another price",
+    # which model, at which provider
+    "models fallbacks context_window_fallbacks content_policy_fallbacks": "OpenRouter, litellm: other models answer, at "
+    "their prices",
+    "disable_fallbacks": "litellm: turns off the fallbacks of its operator",
+    "route provider providerOptions": "OpenRouter, Vercel: the choice of the provider, at its price",
+    "preset": "OpenRouter: a stored model, prompt and settings",
+    "plugins": "OpenRouter: web search and file parsing, paid per use",
+    "transforms": "OpenRouter: leaves out parts of the prompt",
+    "model_list custom_llm_provider deployment_id specific_deployment": "litellm: another model, provider or server",
+    "lora lora_path lora_request adapter_id": "SGLang, TensorRT-LLM, TGI, llama.cpp: another adapter",
+    # where the request goes, with which credentials
+    "api_base base_url": "litellm: another address, which then gets the provider's key",
+    "api_key api_version organization azure_ad_token litellm_credential_name": "litellm: other credentials",
+    "aws_access_key_id aws_secret_access_key aws_session_token aws_region_name aws_role_name aws_session_name "
+    "aws_profile_name aws_web_identity_token aws_sts_endpoint aws_bedrock_runtime_endpoint": "litellm: other "
+    "credentials or addresses at AWS",
+    "vertex_credentials vertex_project vertex_location region_name": "litellm: other credentials or regions at Google",
+    "headers extra_headers extra_query extra_body": "litellm: headers, a query or fields that no check here has read",
+    "ssl_verify client http_client": "litellm: another transport",
+    # litellm's own controls
+    "mock_response mock_tool_calls mock_timeout mock_testing_fallbacks": "litellm: an answer without a model",
+    "num_retries max_retries timeout request_timeout stream_timeout": "litellm: its retries and time-outs",
+    "guardrails tags user_config router_settings_override": "litellm: its guards and its routing",
+    "input_cost_per_token output_cost_per_token": "litellm: the price that it writes down",
+    "litellm_params litellm_metadata litellm_session_id litellm_trace_id litellm_call_id litellm_logging_obj "
+    "secret_fields proxy_server_request": "litellm: its internal values",
+    "caching no-log no_log": "litellm: its cache and its log",
+    "drop_params additional_drop_params allowed_openai_params": "litellm: which fields it checks",
+    "prompt_id prompt_label prompt_version prompt_variables": "litellm: a prompt stored there",
+    # the inside of an inference server
+    "cache_salt extra_key": "vLLM, SGLang: the division of its prefix cache, by which one client could learn the prompts "
+    "of another",
+    "kv_transfer_params disaggregated_params bootstrap_host bootstrap_port bootstrap_room bootstrap_pair_key": "vLLM, "
+    "SGLang, TensorRT-LLM: the servers and blocks that KV is read from",
+    "vllm_xargs custom_params nvext": "vLLM, SGLang, Dynamo: values for the server's plugins",
+    "logits_processors custom_logit_processor": "vLLM, SGLang: code that the server runs",
+    "chat_template": "vLLM, SGLang: a program that the server runs; also inside `chat_template_kwargs`",
+    "data_parallel_rank routed_dp_rank disagg_prefill_dp_rank id_slot slot_id": "vLLM, SGLang, llama.cpp: the rank or "
+    "slot that computes it",
+    "request_id rid session_params": "vLLM, SGLang: the name of a request or session, which could be another client's",
+    # searches that the provider runs
+    "web_search_options search_parameters enable_search search_options": "OpenAI, xAI, Alibaba: web searches, paid per "
+    "search",
+    "mcp_servers": "Anthropic: calls of servers that the client names",
+    "container": "Anthropic: a container that runs code, paid by time",
+}
+
+FIELDS: Mapping[str, str] = {name: effect for names, effect in _GROUPS.items() for name in names.split()}
+"""Each reserved field, with its effect."""
+
+_SEARCH = "searches of the web, paid per search"
+_FILES = "searches of stored files, paid per search"
+_CODE = "code in the provider's container, paid by time"
+_CLIENT = "commands for the client's machine, in the provider's own format"
+
+OTHER_TOOLS = "other_tools"
+TOOLS: Mapping[str, str] = {
+    **dict.fromkeys(("web_search", "google_search", "google_search_retrieval"), _SEARCH),
+    **dict.fromkeys(("enterprise_web_search", "browser_search", "live_search", "google_maps"), _SEARCH),
+    **dict.fromkeys(("web_fetch", "url_context", "visit_website"), "pages that the provider fetches"),
+    **dict.fromkeys(("file_search", "retrieval"), _FILES),
+    **dict.fromkeys(("code_interpreter", "code_execution"), _CODE),
+    **dict.fromkeys(("computer", "computer_use", "bash", "shell", "local_shell"), _CLIENT),
+    **dict.fromkeys(("text_editor", "apply_patch", "memory"), _CLIENT),
+    "mcp": "calls of servers that the client names, with the credentials in the request",
+    "image_generation": "images, paid per image",
+    OTHER_TOOLS: "tools of any other type",
+}
+"""Each reserved tool, with its effect. A type's date, `_preview` and capitals are left out."""
+
+_CLIENTS_OWN = frozenset({"function", "custom"})
+_TIERS = frozenset({"auto", "default", "flex"})
+_NAMES = frozenset(FIELDS) | {"tools", "functions", "chat_template_kwargs"}
+_HEADS = _CLIENTS_OWN | {"type", "name"}
+_GOOGLES = frozenset(
+    {"google_search", "google_search_retrieval", "enterprise_web_search", "google_maps", "url_context"}
+)
+_GOOGLES |= {"code_execution", "computer_use", "file_search", "web_search", "system_tool"}
+_CAPITAL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_DATE = re.compile(r"(_preview)?(_\d{8}|_\d{4}_\d{2}_\d{2})?$")
+
+
+class Reserved(msgspec.Struct, frozen=True):
+    """One reserved thing that a request has: its name in `allow_fields`, and its place and words."""
+
+    name: str
+    param: str
+    words: str
+
+
+def reserved_names(body: Mapping[str, Any]) -> frozenset[str]:
+    """The names of all reserved fields and tools in a request's `body`."""
+    if _NAMES.isdisjoint(body):
+        return _NONE
+    return frozenset(found.name for found in reserved(body)) or _NONE
+
+
+_NONE: frozenset[str] = frozenset()
+
+
+def reserved(body: Mapping[str, Any]) -> list[Reserved]:
+    """Each reserved field and tool in a request's `body`, in its order. A null is no field."""
+    found: list[Reserved] = []
+    for name, value in body.items():
+        if value is None or name not in _NAMES:
+            continue
+        if name in ("tools", "functions"):
+            found += _tools(name, value)
+        elif name == "chat_template_kwargs":
+            if isinstance(value, dict) and value.get("chat_template") is not None:
+                found.append(Reserved("chat_template", f"{name}.chat_template", f"The field `{name}.chat_template`"))
+        elif name != "service_tier":
+            found.append(Reserved(name, name, f"The field `{name}`"))
+        elif not (isinstance(value, str) and value in _TIERS):
+            found.append(Reserved(name, name, "A `service_tier` other than auto, default and flex"))
+    return found
+
+
+def canonical(name: str) -> str:
+    """The name in `FIELDS` or `TOOLS` of a field or of a tool's type; any other is OTHER_TOOLS."""
+    if name in FIELDS:
+        return name
+    snake = _snake(name)
+    return snake if snake in TOOLS else OTHER_TOOLS
+
+
+def is_googles(tool: Mapping[str, Any]) -> bool:
+    """Whether `tool` has Google's form: no type, and its only key is its name."""
+    return len(tool) == 1 and _HEADS.isdisjoint(tool)
+
+
+def _tools(field: str, tools: Any) -> list[Reserved]:
+    """The reserved ones of `tools`.
+
+    litellm reads Google's names also in a tool that calls itself a function.
+    """
+    found: list[Reserved] = []
+    for number, tool in enumerate(tools if isinstance(tools, list) else ()):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind is not None and not (isinstance(kind, str) and kind in _CLIENTS_OWN):
+            found.append(_tool(str(kind), f"{field}[{number}].type"))
+        elif isinstance(tool, dict):
+            keys = tool if is_googles(tool) else [key for key in tool if _snake(key) in _GOOGLES]
+            found += [_tool(key, f"{field}[{number}].{key}") for key in keys]
+    return found
+
+
+def _tool(kind: str, param: str) -> Reserved:
+    snake = _snake(kind)
+    return Reserved(snake if snake in TOOLS else OTHER_TOOLS, param, f"A tool of type `{kind[:100]}`")
+
+
+def _snake(name: str) -> str:
+    return _DATE.sub("", _CAPITAL.sub("_", name[:100]).lower())
