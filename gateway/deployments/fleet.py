@@ -20,6 +20,7 @@ from gateway.reserved import FIELDS, TOOLS, Reserved, canonical, reserved
 from gateway.settings import DeploymentSettings, ModelSettings, Settings, deployment_name
 from gateway.wire.errors import ApiError, BadRequest, DeadlineExceeded, NotFound, Unavailable, sentence, shown
 from gateway.wire.requests import OUTPUT_TOKENS_EXPECTED, OUTPUT_TOKENS_MAX
+from gateway.wire.rules import check_rules
 from gateway.wire.types import Kind
 from policies import Breaker, Candidate, Cause, Demand, Estimate, Price, Route, RoutingPolicy
 from policies.routing import PolicyKind
@@ -133,6 +134,8 @@ class Alias:
                 # where each part is allowed somewhere, but not together, all of them are in the way
                 names = demand.reserved.difference(*allowed) or demand.reserved
                 raise _not_allowed(next(one for one in reserved(body) if one.name in names), self.name)
+        if self.has_engine:
+            check_rules(body, kind)
 
     def worst_case_microusd(self, demand: Demand) -> int:
         """The longest answer at the highest price: the amount that budgets hold."""
