@@ -47,7 +47,6 @@ ROOMS = {
 # Questions that were answered: why this file is one although it is small and one other file imports it.
 SMALL_FILES: dict[str, str] = {
     "cache/worker/options.py": "the command line of the process",
-    "cache/worker/queue.py": "one mechanism with tests of its own",
     "gateway/api/feedback.py": "one endpoint",
     "gateway/api/models.py": "one endpoint",
     "gateway/learning/llm_judge.py": "the one place that writes a prompt",

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MODEL_SUFFIXES = (".json", ".txt", ".safetensors", ".bin", ".model")
-
+# of a text that fills a window: several times what words have, so that much white space fits too
+_TOKEN_CHARS = 32
 
 KEY_BYTES = 8
 
@@ -30,6 +31,13 @@ class EmbedderInfo:
     dims: int
     tokens_max: int
     key: bytes
+
+    @property
+    def chars_max(self) -> int:
+        """A longer text is refused before the tokenizer reads it: to that, a word of megabytes is
+        one token, after seconds.
+        """
+        return self.tokens_max * _TOKEN_CHARS
 
 
 @dataclass(frozen=True, slots=True)

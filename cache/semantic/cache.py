@@ -17,7 +17,7 @@ import heapq
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,7 +38,8 @@ from cache.semantic.state import NamespaceStates
 from cache.verdicts.records import AnswerJudged, Source, Verdict, VerdictRecord, answer_name
 
 # keys still without a vector that one lookup embeds beside its query; the newest first
-_INLINE_MAX = 32
+_INLINE_MAX, _INLINE_CHARS = 32, 4_000
+_SETTLED, _SETTLED_CHARS = 8, 1_000  # at a time: a lookup may have to wait for it
 
 EntryKey = tuple[Partition, bytes]
 
@@ -306,21 +307,21 @@ class SemanticCache:
         for number in [number for entry, number in self._by_entry.items() if entry not in entries]:
             self._drop(number)
 
-    def settle(self, limit: int) -> int:
-        """Embed up to `limit` keys that wait beside others, so that the next lookup there need not.
+    def settle(self) -> int:
+        """Embed a few of the keys that wait beside others, so that the next lookup there need not.
         How many were.
         """
-        waiting: list[_Key] = []
-        while self._settling and len(waiting) < limit:
-            name = next(iter(self._settling))
-            namespace = self._namespaces.get(name)
-            numbers = list(namespace.pending)[: limit - len(waiting)] if namespace else []
-            if namespace is None or len(numbers) == len(namespace.pending):
-                del self._settling[name]
-            waiting += [self._keys[number] for number in numbers]
+        pending = itertools.chain.from_iterable(map(self._pending, self._settling))
+        waiting = self._few(pending, _SETTLED, _SETTLED_CHARS)
         if waiting:
             self._put_vectors(waiting, self._encoder.encode([key.asked for key in waiting]))
+        while self._settling and not self._pending(next(iter(self._settling))):
+            del self._settling[next(iter(self._settling))]
         return len(waiting)
+
+    def _pending(self, name: bytes) -> Iterable[int]:
+        namespace = self._namespaces.get(name)
+        return namespace.pending if namespace is not None else ()
 
     @property
     def is_settled(self) -> bool:
@@ -409,13 +410,23 @@ class SemanticCache:
         """
         waiting: list[_Key] = []
         for name in dict.fromkeys(query.partition + query.compat for query in queries):
-            newest = list(self._namespaces[name].pending)[-_INLINE_MAX:]
-            waiting += [self._keys[number] for number in newest]
+            waiting += self._few(reversed(self._namespaces[name].pending), _INLINE_MAX, _INLINE_CHARS)
         asked = [(query.partition, query.text) for query in queries]
         encoded = self._encoder.encode(asked + [key.asked for key in waiting])
         at = len(queries)
         self._put_vectors(waiting, Encoded(encoded.vectors[at:], encoded.tokens[at:]))
         return Encoded(encoded.vectors[:at], encoded.tokens[:at])
+
+    def _few(self, numbers: Iterable[int], keys_max: int, chars_max: int) -> list[_Key]:
+        """The first of these keys, with that many characters together; one at least."""
+        few: list[_Key] = []
+        for number in itertools.islice(numbers, keys_max):
+            key = self._keys[number]
+            chars_max -= len(key.text)
+            if few and chars_max < 0:
+                break
+            few.append(key)
+        return few
 
     def _put_vectors(self, keys: Sequence[_Key], encoded: Encoded) -> None:
         for key, vector, tokens in zip(keys, encoded.vectors, encoded.tokens, strict=True):

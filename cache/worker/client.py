@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,9 +20,12 @@ from cache.entry import CacheError, CacheWorkerUnavailable
 from cache.query import Hit, Miss, MissReason, Neighbourhood, Query
 from cache.verdicts.judges import Judgement, Ruling
 from cache.worker import messages as wire
+from cache.worker.queue import fitting
 
 _RECONNECT_S = (0.05, 0.1, 0.25, 0.5, 1.0)
 _EMBED_TIMEOUT_S = 60.0
+_EMBED_TEXTS, _EMBED_CHARS = 8, 1_000  # at a time
+_EMBED_CHARS_MAX = 1 << 18  # of one text: no encoder's window holds a longer one
 _NEAR_TIMEOUT_S = 5.0
 _AGREE_TIMEOUT_S = 10.0
 
@@ -30,15 +33,16 @@ T = TypeVar("T")
 
 
 class TextTooLong(CacheError):
-    """A text does not fit the encoder's window: `index` in the request, `tokens` of at most
-    `tokens_max`.
+    """A text does not fit the encoder's window: `index` in the request, `length` of at most
+    `length_max`, which count `unit`.
     """
 
-    def __init__(self, index: int, tokens: int, tokens_max: int) -> None:
-        super().__init__(f"text {index} has {tokens} tokens, the encoder reads at most {tokens_max}")
+    def __init__(self, index: int, length: int, length_max: int, unit: str) -> None:
+        super().__init__(f"text {index} has {length:,} {unit}, the encoder reads at most {length_max:,}")
         self.index = index
-        self.tokens = tokens
-        self.tokens_max = tokens_max
+        self.length = length
+        self.length_max = length_max
+        self.unit = unit
 
 
 class SemanticClient:
@@ -105,12 +109,23 @@ class SemanticClient:
         ask = wire.AskNear(next(self._ids), shown, count, _NEAR_TIMEOUT_S)
         return _expect(Neighbourhood, await self._ask_or_raise(ask, _NEAR_TIMEOUT_S))
 
-    async def embed(self, texts: Sequence[str], timeout_s: float = _EMBED_TIMEOUT_S) -> wire.Embedded:
-        """Unit vectors and token counts. Raises TextTooLong, or CacheWorkerUnavailable."""
-        reply = await self._ask_or_raise(wire.AskEmbed(next(self._ids), tuple(texts), timeout_s), timeout_s)
-        if isinstance(reply, wire.TooLong):
-            raise TextTooLong(reply.index, reply.tokens, reply.tokens_max)
-        return _expect(wire.Embedded, reply)
+    async def embed(self, texts: Sequence[str], timeout_s: float = _EMBED_TIMEOUT_S) -> AsyncIterator[wire.Embedded]:
+        """Unit vectors and token counts, in order, a few texts at a time: lookups and other callers'
+        texts come in between. `timeout_s` bounds the wait for each few. Raises TextTooLong, or
+        CacheWorkerUnavailable.
+        """
+        for place, text in enumerate(texts):
+            if len(text) > _EMBED_CHARS_MAX:
+                raise TextTooLong(place, len(text), _EMBED_CHARS_MAX, "characters")
+        start = 0
+        while start < len(texts):
+            count = fitting(map(len, itertools.islice(texts, start, None)), _EMBED_TEXTS, _EMBED_CHARS)
+            some = tuple(texts[start : start + count])
+            reply = await self._ask_or_raise(wire.AskEmbed(next(self._ids), some, timeout_s), timeout_s)
+            if isinstance(reply, wire.TooLong):
+                raise TextTooLong(start + reply.index, reply.length, reply.length_max, reply.unit)
+            yield _expect(wire.Embedded, reply)
+            start += count
 
     async def agree(self, fresh: str, cached: str) -> Judgement:
         """Whether two short answers state the same; UNKNOWN without a worker. Never raises."""

@@ -15,7 +15,7 @@ import msgspec
 from cache.query import Hit, Miss, Neighbourhood, Query
 from cache.verdicts.judges import Judgement
 
-FRAME_BYTES_MAX = 32 << 20
+FRAME_BYTES_MAX = 4 << 20
 LENGTH_BYTES = 4
 
 
@@ -28,11 +28,14 @@ class Embedded(msgspec.Struct, frozen=True, array_like=True, tag="embedded"):
 
 
 class TooLong(msgspec.Struct, frozen=True, array_like=True, tag="too_long"):
-    """Text number `index` does not fit the encoder's window; nothing was embedded."""
+    """Text number `index` does not fit the encoder's window; nothing was embedded. `length` and
+    `length_max` count `unit`: tokens, or characters where no token was counted.
+    """
 
     index: int
-    tokens: int
-    tokens_max: int
+    length: int
+    length_max: int
+    unit: str = "tokens"
 
 
 class WorkerState(StrEnum):

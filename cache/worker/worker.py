@@ -4,8 +4,9 @@
 
 The socket listens at once; heavy imports and the model follow in a thread, and until then lookups
 are a miss with LOADING. One thread does all work on the cache, lookups in batches of those that
-wait when it is free. Before a batch the log is folded, so a lookup sees every store that finished
-before it. Invariants: a request whose client has gone is not computed; garbage closes its own
+wait when it is free, everything else in small pieces between them. Before a batch the log is
+folded, so a lookup sees every store that finished before it. Invariants: a lookup waits for one
+other piece of work at most; a request whose client has gone is not computed; garbage closes its own
 connection and nothing else; while Redis is away the index answers lookups (a hit is only a pointer:
 the gateway fetches the entry from Redis, so a purged one can't be served). Ends on SIGTERM, or with
 its parent.
@@ -22,8 +23,9 @@ import signal
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import uvloop
@@ -38,12 +40,14 @@ if TYPE_CHECKING:
     from cache.semantic.cache import SemanticCache
     from cache.semantic.follower import Follower
 
+T = TypeVar("T")
+
 _log = logging.getLogger("cache.worker")  # not __name__: operators know the process by this name
 
 # in one batch of lookups: a larger one is hardly faster a text, and all of it waits for its end
 _LOOKUPS, _LOOKUP_CHARS = 64, 4_000
-# at a time of the texts that are no lookups', so that a lookup never waits long
-_EMBED_TEXTS, _EMBED_CHARS = 8, 1_000
+# work that is no lookup's waits so long for a moment without one
+_SPARE_S = 0.5
 _FOLLOW_S = 0.25
 _RETRY_S = 15.0
 _PARENT_S = 0.5
@@ -61,6 +65,9 @@ class Worker:
         self._lookups: deque[Job] = deque()
         self._embeds: deque[Job] = deque()
         self._has_lookups = asyncio.Event()
+        self._has_no_lookup = asyncio.Event()  # none waits, and none is being answered
+        self._has_no_lookup.set()
+        self._spare = asyncio.Lock()
         self._has_embeds = asyncio.Event()
         self._failure = ""
         self._counts = [0, 0]  # lookups, batches
@@ -125,7 +132,6 @@ class Worker:
         """Rebuild, then keep up with the log and embed what waits, whenever no lookup does."""
         follower = self._follower
         assert follower is not None
-        loop = asyncio.get_running_loop()
         was = None
         while True:
             reporter = asyncio.create_task(self._report(follower)) if not follower.is_following else None
@@ -138,8 +144,8 @@ class Worker:
             if now != was:
                 _log.info("%s, %d entries %s", _describe(*now), len(cache), "" if follower.is_up else follower.failure)
                 was = now
-            while not cache.is_settled and not self._lookups:
-                await loop.run_in_executor(self._thread, cache.settle, _EMBED_TEXTS)
+            while not cache.is_settled and self._has_no_lookup.is_set():
+                await self._between_lookups(cache.settle)
             await asyncio.sleep(_FOLLOW_S)
 
     async def _report(self, follower: Follower) -> None:
@@ -153,6 +159,8 @@ class Worker:
     async def _answer_lookups(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
+            if not self._lookups:
+                self._has_no_lookup.set()
             await self._has_lookups.wait()
             count = fitting((job.chars for job in self._lookups), _LOOKUPS, _LOOKUP_CHARS)
             jobs = [self._lookups.popleft() for _ in range(count)]
@@ -197,44 +205,44 @@ class Worker:
             job = self._embeds.popleft()
             if not self._embeds:
                 self._has_embeds.clear()
+            assert self._cache is not None
             try:
-                await (self._agree(job) if isinstance(job.ask, wire.AskAgree) else self._embed(job))
+                if isinstance(job.ask, wire.AskAgree) and job.is_wanted():
+                    job.answer(await self._agree(self._cache, job.ask))
+                elif isinstance(job.ask, wire.AskEmbed) and job.is_wanted():
+                    job.answer(await self._embed(self._cache, job.ask))
             except Exception as error:
                 _log.exception("embedding failed")
                 self._fail([job], error)
 
-    async def _embed(self, job: Job) -> None:
-        """Embed a few texts at a time, so that lookups come in between, and none once the client
-        has gone.
-        """
-        assert isinstance(job.ask, wire.AskEmbed)
-        assert self._cache is not None
-        cache, loop = self._cache, asyncio.get_running_loop()
-        vectors: list[bytes] = []
-        counts: list[int] = []
-        texts = job.ask.texts
-        while len(vectors) < len(texts):
-            if not job.is_wanted():
-                return
-            start = len(vectors)
-            some = texts[start : start + fitting(map(len, texts[start:]), _EMBED_TEXTS, _EMBED_CHARS)]
-            encoded = await loop.run_in_executor(self._thread, cache.embed, some)
-            for place, tokens in enumerate(encoded.tokens.tolist()):
-                if tokens > cache.embedder.tokens_max:
-                    job.answer(wire.TooLong(start + place, tokens, cache.embedder.tokens_max))
-                    return
-                counts.append(tokens)
-                vectors.append(encoded.vectors[place].astype("<f4").tobytes())
-        job.answer(wire.Embedded(tuple(vectors), tuple(counts), cache.embedder.dims))
+    async def _embed(self, cache: SemanticCache, ask: wire.AskEmbed) -> wire.Embedded | wire.TooLong:
+        """The vectors of a few texts: the client sends many in several asks."""
+        info = cache.embedder
+        for place, text in enumerate(ask.texts):
+            if len(text) > info.chars_max:
+                return wire.TooLong(place, len(text), info.chars_max, "characters")
+        encoded = await self._between_lookups(cache.embed, ask.texts)
+        counts = encoded.tokens.tolist()
+        for place, tokens in enumerate(counts):
+            if tokens > info.tokens_max:
+                return wire.TooLong(place, tokens, info.tokens_max)
+        vectors = tuple(vector.astype("<f4").tobytes() for vector in encoded.vectors)
+        return wire.Embedded(vectors, tuple(counts), info.dims)
 
-    async def _agree(self, job: Job) -> None:
+    async def _agree(self, cache: SemanticCache, ask: wire.AskAgree) -> wire.Agreed:
         from cache.verdicts.judges import agree
 
-        assert isinstance(job.ask, wire.AskAgree)
-        assert self._cache is not None
-        if job.is_wanted():
-            told = (job.ask.fresh, job.ask.cached, self._cache.embed)
-            job.answer(wire.Agreed(await asyncio.get_running_loop().run_in_executor(self._thread, agree, *told)))
+        return wire.Agreed(await self._between_lookups(agree, ask.fresh, ask.cached, cache.embed))
+
+    async def _between_lookups(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Do in the cache's thread what is no lookup's: one piece at a time, when no lookup is in
+        hand, or after it has waited for that. So a lookup waits for one piece at most.
+        """
+        async with self._spare:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_SPARE_S):
+                    await self._has_no_lookup.wait()
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     def _fail(self, jobs: list[Job], error: Exception) -> None:
         for job in jobs:
@@ -276,6 +284,7 @@ class Worker:
             else:
                 self._lookups.append(Job(connection, ask, deadline, len(ask.query.text)))
                 self._has_lookups.set()
+                self._has_no_lookup.clear()
 
     def _not_ready(self, ask: wire.AskLookup | wire.AskNear | wire.AskEmbed | wire.AskAgree) -> wire.AnswerPayload:
         miss = Miss(MissReason.LOADING)

@@ -55,33 +55,41 @@ class Embeddings(JsonEndpoint[_EmbeddingsRequest]):
         alias = request.model
         may_use(identity, alias)
         texts = _texts(request.input)
+        write = _base64 if request.encoding_format == "base64" else _floats
+        data: list[msgspec.Raw] = []
+        prompt_tokens = 0
         try:
-            embedded = await self._semantic.embed(texts)
+            async for few in self._semantic.embed(texts):
+                if request.dimensions not in (None, few.dims):
+                    raise BadRequest(
+                        f"`{alias}` has {few.dims} dimensions and can't be asked for {request.dimensions}",
+                        param="dimensions",
+                    )
+                prompt_tokens += sum(few.tokens)
+                # written a few at a time: all together would hold other requests up
+                for vector in few.vectors:
+                    one = {"object": "embedding", "index": len(data), "embedding": write(vector)}
+                    data.append(msgspec.Raw(msgspec.json.encode(one)))
         except CacheWorkerUnavailable as error:
             raise Unavailable(f"The embedding model is not there: {error}", code="embedder_unavailable") from None
         except TextTooLong as error:
-            raise BadRequest(str(error), param="input", code="context_length_exceeded") from None
-        if request.dimensions not in (None, embedded.dims):
             raise BadRequest(
-                f"`{alias}` has {embedded.dims} dimensions and can't be asked for {request.dimensions}",
-                param="dimensions",
-            )
-        prompt_tokens = sum(embedded.tokens)
-        is_base64 = request.encoding_format == "base64"
+                f"`input[{error.index}]` has {error.length:,} {error.unit}: `{alias}` reads at most {error.length_max:,} "
+                "and cuts no text; send it in parts",
+                param="input",
+                code="context_length_exceeded",
+            ) from None
         reply = {
             "object": "list",
-            "data": [
-                {
-                    "object": "embedding",
-                    "index": index,
-                    "embedding": base64.b64encode(vector).decode() if is_base64 else _floats(vector),
-                }
-                for index, vector in enumerate(embedded.vectors)
-            ],
+            "data": data,
             "model": alias,
             "usage": {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens},
         }
         return reply, prompt_tokens
+
+
+def _base64(vector: bytes) -> str:
+    return base64.b64encode(vector).decode()
 
 
 def _floats(vector: bytes) -> list[float]:

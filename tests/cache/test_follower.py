@@ -106,7 +106,7 @@ async def test_vectors_are_kept_and_nothing_is_embedded_twice(
     first = Host(redis, thread)
     await put(exact, "one", "two", "three")
     assert await first.sees("one", "two") == [True, True]
-    while first.cache.settle(8):
+    while first.cache.settle():
         pass
     await first.follower.follow()
     again = Host(redis, thread)

@@ -291,7 +291,7 @@ def test_verdicts_teach_a_namespace_and_a_rebuild_decides_the_same() -> None:
     assert hits > 100
     rebuilt = SemanticCache(BagEmbedder(), VerifiedRule(PRIOR), clock)
     rebuilt.fold(records)
-    while rebuilt.settle(100):
+    while rebuilt.settle():
         pass
     questions = [query(text) for text, _ in requests(60, 8)]
     assert [seen(one) for one in rebuilt.near(questions, 16)] == [seen(one) for one in cache.near(questions, 16)]

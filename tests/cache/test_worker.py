@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 
 from cache import CacheWorkerUnavailable, ExactCache, Hit, Miss, MissReason, Purge, SemanticClient
 from cache.query import Near
-from cache.worker import Status, TextTooLong, WorkerState
+from cache.worker import Embedded, Status, TextTooLong, WorkerState
 from cache.worker.messages import LENGTH_BYTES, Answer, AskLookup, frame
 from tests.cache.fakes import OTHER, ask, entry_for, query
 from tests.services import RedisServer, run_redis
@@ -103,6 +103,11 @@ async def until_status(client: SemanticClient, condition: Callable[[Status], boo
             await asyncio.sleep(0.02)
 
 
+async def embed(client: SemanticClient, texts: Sequence[str]) -> list[Embedded]:
+    """All that comes, a few texts at a time."""
+    return [few async for few in client.embed(texts)]
+
+
 async def put(exact: ExactCache, text: str) -> bytes:
     entry = entry_for(ask(text), time.time())
     await exact.store(entry)
@@ -124,13 +129,13 @@ async def test_a_worker_that_loads_answers_at_once_and_one_killed_comes_back(
     assert await client.lookup(query(PARAPHRASE)) == Miss(MissReason.UNAVAILABLE)
     assert (await client.status()).state is WorkerState.AWAY
     with pytest.raises(CacheWorkerUnavailable):
-        await client.embed(["x"])
+        await embed(client, ["x"])
     worker.start()
     status = await until_status(client, lambda status: status.state is not WorkerState.AWAY)
     assert status.state is WorkerState.LOADING  # the socket listens long before the encoder is there
     assert await client.lookup(query(PARAPHRASE)) == Miss(MissReason.LOADING)
     with pytest.raises(CacheWorkerUnavailable, match="loading"):
-        await client.embed(["x"])
+        await embed(client, ["x"])
     await until_status(client, lambda status: status.is_ready)
     assert await client.lookup(query(PARAPHRASE)) == before
 
@@ -176,16 +181,56 @@ async def test_texts_are_embedded_for_callers(client: SemanticClient) -> None:
     import numpy as np
 
     texts = ["hello", "hello there", *(f"text number {number}" for number in range(20)), "hello"]
-    embedded = await client.embed(texts)
-    assert embedded.dims == 384
-    assert embedded.tokens[:2] == (3, 4)
-    vectors = np.array([np.frombuffer(vector, "<f4") for vector in embedded.vectors])
+    few = await embed(client, texts)
+    assert {one.dims for one in few} == {384}
+    assert [tokens for one in few for tokens in one.tokens][:2] == [3, 4]
+    vectors = np.array([np.frombuffer(vector, "<f4") for one in few for vector in one.vectors])
     assert vectors.shape == (23, 384)
     assert np.linalg.norm(vectors, axis=1) == pytest.approx(1.0, abs=1e-5)
-    assert np.array_equal(vectors[0], vectors[-1])
-    with pytest.raises(TextTooLong) as caught:
-        await client.embed(["short", "word " * 300])
-    assert (caught.value.index, caught.value.tokens, caught.value.tokens_max) == (1, 302, 256)
+    assert vectors[0] == pytest.approx(vectors[-1], abs=2e-6)
+    with pytest.raises(TextTooLong, match="text 1 has 302 tokens, the encoder reads at most 256"):
+        await embed(client, ["short", "word " * 300])
+
+
+@pytest.mark.parametrize(
+    ("text", "length", "length_max"),
+    [("a" * 10_000_000, "10,000,000", "262,144"), (" " * 9_000 + "word", "9,004", "8,192")],
+)
+async def test_a_text_of_megabytes_never_reaches_the_tokenizer(
+    client: SemanticClient, text: str, length: str, length_max: str
+) -> None:
+    """It would be one token after seconds in which no lookup is answered: its characters are counted first."""
+    with pytest.raises(TextTooLong, match=f"text 9 has {length} characters, the encoder reads at most {length_max}"):
+        await embed(client, [*["short"] * 9, text])
+    assert len(await embed(client, [" " * 8_000 + "word"])) == 1  # white space alone makes no text too long
+
+
+async def test_lookups_go_before_texts_of_callers(
+    worker: WorkerProcess, client: SemanticClient, exact: ExactCache
+) -> None:
+    """While two callers have thousands of long texts embedded, a lookup waits for one small piece of that work at most: for
+    that under way."""
+    await put(exact, FRANCE)
+    await client.lookup(query(PARAPHRASE))
+    async with SemanticClient(worker.socket_path) as other:
+        await until_status(other, lambda status: status.is_ready)
+        pieces = 0
+
+        async def embed_many() -> None:
+            nonlocal pieces
+            async for _ in other.embed(["word " * 200] * 2_000):
+                pieces += 1
+
+        embedding = [asyncio.create_task(embed_many()) for _ in range(2)]
+        for number in range(10):
+            while pieces < number:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            before = pieces
+            assert isinstance(await client.lookup(query(f"{PARAPHRASE}{' ' * number}")), Hit)
+            assert pieces - before <= 3  # one whose reply was under way, one that was, and one if all this takes long
+        for task in embedding:
+            task.cancel()
+        await asyncio.gather(*embedding, return_exceptions=True)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +364,7 @@ async def test_an_encoder_that_can_not_be_had_is_said(server: RedisServer) -> No
             assert "/nowhere/model" in status.detail
             assert await client.lookup(query("x")) == Miss(MissReason.LOADING)
             with pytest.raises(CacheWorkerUnavailable, match="/nowhere/model"):
-                await client.embed(["x"])
+                await embed(client, ["x"])
 
 
 async def test_without_a_worker_the_client_never_raises(tmp_path: Path) -> None:

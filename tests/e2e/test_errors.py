@@ -266,6 +266,7 @@ def test_a_cut_stream_is_not_shown_as_finished(gateway: Gateway) -> None:
         ({"model": "all-minilm-l6-v2", "input": ""}, 400, "invalid_value"),
         ({"model": "all-minilm-l6-v2", "input": [[1, 2]]}, 400, "unsupported_feature"),
         ({"model": "all-minilm-l6-v2", "input": "word " * 2000}, 400, "context_length_exceeded"),
+        ({"model": "all-minilm-l6-v2", "input": ["x", "a" * 300_000]}, 400, "context_length_exceeded"),
         ({"model": "all-minilm-l6-v2", "input": "x", "dimensions": 7}, 400, None),
     ],
 )
