@@ -71,10 +71,11 @@ def load(folder: Path) -> Labelled:
 
 
 class Recall:
-    """An embedder that has seen all texts of some sets before."""
+    """An embedder that has seen all texts of some sets before, and remembers others."""
 
     def __init__(self, embedder: Embedder, sets: Sequence[Labelled]) -> None:
         self.info: EmbedderInfo = embedder.info
+        self._embedder = embedder
         self._known: dict[str, tuple[NDArray[np.float32], int]] = {}
         for one in sets:
             texts = list(dict.fromkeys(request.query.text for request in one.requests))
@@ -82,6 +83,10 @@ class Recall:
             self._known |= dict(zip(texts, zip(encoded.vectors, encoded.tokens.tolist(), strict=True), strict=True))
 
     def encode(self, texts: Sequence[str]) -> Encoded:
+        new = [text for text in dict.fromkeys(texts) if text not in self._known]
+        if new:
+            encoded = self._embedder.encode(new)
+            self._known |= dict(zip(new, zip(encoded.vectors, encoded.tokens.tolist(), strict=True), strict=True))
         found = [self._known[text] for text in texts]
         tokens = np.array([count for _, count in found], dtype=np.int32)
         return Encoded(np.stack([vector for vector, _ in found]).astype(np.float32), tokens)

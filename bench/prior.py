@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from bench.labelled import Labelled, Recall, Request, load
 from cache.decision.features import FEATURES
-from cache.decision.model import CalibratedModel, LogisticModel, Prior, Row
+from cache.decision.model import LearnedModel, LogisticModel, Prior, Row
 from cache.decision.rule import VerifiedRule
 from cache.encoder.embedder import open_embedder
 from cache.semantic.cache import SemanticCache
@@ -53,9 +53,9 @@ class Watching(VerifiedRule):
         super().__init__(_BLANK, error_max=0.0)
         self.rows: list[Row] = []
 
-    def learn(self, row: Row, model: CalibratedModel | None) -> CalibratedModel:
-        model = model or CalibratedModel(_BLANK)
-        model.word_odds.learn(row.features, row.is_right)
+    def learn(self, row: Row, model: LearnedModel | None) -> LearnedModel:
+        model = model or LearnedModel(_BLANK)
+        model.word_odds.learn(row.features, bool(row.is_right))
         self.rows.append(row)
         return model
 

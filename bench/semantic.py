@@ -1,12 +1,15 @@
 """How often the semantic cache hits, and how often it is wrong, on labelled requests.
 
     ./run bench semantic FOLDER... [--error-max 0.01 ...] [--seeds N] [--judge-noise 0 ...] [--requests N] [--json FILE]
-    ./run bench semantic FOLDER... --http [--error-max 0.01 ...] [--seeds N] [--requests N] [--json FILE]
+    ./run bench semantic FOLDER... --answers FILE [--vary | --label-answers] [--judge-model ERR] [--requests N] ...
+    ./run bench semantic FOLDER... --http [--answers FILE] [--error-max 0.01 ...] [--seeds N] [--requests N] [--json FILE]
 
 Streams each set in a seeded order through the product's own cache object, empty at first: a miss stores the request, and the judge
 says by the labels which cached answers the fresh one equals, wrong with the probability of the noise. A hit is wrong where the
 labels differ. Beside it: fixed cosine thresholds, the fixed rule with its guards, and vCache's rule (bench/vcache.py).
+With `--answers` each answer is drawn from its label's texts in FILE, and the product's own judges compare them (bench/answers.py).
 With `--http` the same streams go through a real gateway instead, with its own judges (bench/semantic_http.py).
+A half of a stream fails where the exact one-sided 95% lower limit of its share of wrong answers is above the bound.
 """
 
 from __future__ import annotations
@@ -22,23 +25,26 @@ from pathlib import Path
 
 import msgspec
 
+from bench.answers import Ideal, Judging, Pools, Product, load_pools
 from bench.lab.processes import BenchError
 from bench.labelled import Labelled, Recall, Request, load
 from bench.semantic_http import stream_over_http
 from bench.vcache import VCache
 from cache import Hit, MissReason, Query
 from cache.decision.features import Neighbour
-from cache.decision.model import CalibratedModel, Row
+from cache.decision.model import LearnedModel, Row
 from cache.decision.prior import PRIOR
 from cache.decision.rule import Decision, FixedRule, NamespaceCounters, NamespaceState, Rule, VerifiedRule
 from cache.encoder.embedder import open_embedder
 from cache.semantic.cache import SemanticCache
+from gateway.telemetry.measured_error import lower_limit
 
 _COSINES = (0.8, 0.9, 0.95)
 
 
 class Result(msgspec.Struct, frozen=True):
-    """One stream. `possible`: requests whose label had come before. Over HTTP decisions can't be timed: their time is None."""
+    """One stream. `possible`: requests whose label had come before. `halves`: requests, hits and wrong hits of the first and the
+    second half, `failed` how many of them fail. Over HTTP decisions can't be timed: their time is None."""
 
     set: str
     policy: str
@@ -50,6 +56,43 @@ class Result(msgspec.Struct, frozen=True):
     wrong: int
     possible: int
     decision_ms_p50: float | None
+    halves: tuple[tuple[int, int, int], ...]
+    failed: int
+
+
+class Counts:
+    """Hits and wrong ones of a stream of `requests` requests, by half."""
+
+    def __init__(self, requests: int) -> None:
+        self.possible = 0
+        self._known: set[str] = set()
+        self._halves = [[requests - requests // 2, 0, 0], [requests // 2, 0, 0]]
+        self._seen = 0
+
+    def add(self, label: str, *, is_hit: bool, is_wrong: bool) -> None:
+        half = self._halves[self._seen >= self._halves[0][0]]
+        half[1] += is_hit
+        half[2] += is_wrong
+        self._seen += 1
+        self.possible += label in self._known
+        self._known.add(label)
+
+    def result(self, name: str, policy: str, error_max: float, seed: int, noise: float, ms: float | None) -> Result:
+        halves = tuple((count, hits, wrong) for count, hits, wrong in self._halves)
+        return Result(
+            set=name,
+            policy=policy,
+            error_max=error_max,
+            seed=seed,
+            judge_noise=noise,
+            requests=sum(count for count, _, _ in halves),
+            hits=sum(hits for _, hits, _ in halves),
+            wrong=sum(wrong for _, _, wrong in halves),
+            possible=self.possible,
+            decision_ms_p50=ms,
+            halves=halves,
+            failed=sum(count > 0 and lower_limit(wrong, count) > error_max for count, _, wrong in halves),
+        )
 
 
 class Cosine:
@@ -64,65 +107,61 @@ class Cosine:
         reasons = tuple(None if one.similarity >= self._least else MissReason.FAR for one in neighbours)
         return Decision(0 if reasons[0] is None else None, reasons), state.counters
 
-    def learn(self, row: Row, model: CalibratedModel | None) -> CalibratedModel | None:
+    def learn(self, row: Row, model: LearnedModel | None) -> LearnedModel | None:
         """It does not."""
         return model
 
 
-def stream(
-    requests: Sequence[Request], embedder: Recall, rule: Rule, noise: float, draw: random.Random
-) -> tuple[int, int, int, float]:
-    """Hits, wrong hits, possible hits, and the median time of a decision, search and bookkeeping included, in ms."""
+def stream(requests: Sequence[Request], embedder: Recall, rule: Rule, judging: Judging) -> tuple[Counts, float]:
+    """The counts, and the median time of a decision, search and bookkeeping included, in ms."""
     cache = SemanticCache(embedder, rule, clock=lambda: 1.0)
     labels: dict[bytes, str] = {}
-    known: set[str] = set()
-    hits = wrong = possible = 0
+    counts = Counts(len(requests))
     times: list[float] = []
     for request in requests:
-        label = request.label
-        possible += label in known
-        known.add(label)
         started = time.perf_counter()
         (answer,) = cache.lookup([request.query])
         times.append((time.perf_counter() - started) * 1000)
+        is_hit = isinstance(answer, Hit)
+        counts.add(request.label, is_hit=is_hit, is_wrong=is_hit and labels[answer.exact] != request.label)
         if isinstance(answer, Hit):
-            hits += 1
-            wrong += labels[answer.exact] != label
             continue
-        labels[request.exact] = label
+        labels[request.exact] = request.label
+        judging.generate(request.exact, request.query.text, request.label)
         cache.fold([request.added()])
+        if answer.trial is None or answer.nearest is None:
+            continue
+        is_asked = judging.teaches(answer.nearest.similarity, is_audit=answer.trial.chance < 1.0)
+        if not is_asked:
+            answer = msgspec.structs.replace(answer, trial=msgspec.structs.replace(answer.trial, features=b""))
 
-        def is_same(other: bytes, label: str = label) -> bool:
-            return (labels[other] == label) is not (draw.random() < noise)
+        def is_same(other: bytes, exact: bytes = request.exact, is_asked: bool = is_asked) -> bool | None:
+            return judging.is_same(exact, other, is_asked=is_asked)
 
         judged = cache.judge(request.query, answer, request.exact, is_same)
         if judged is not None:
             cache.fold([judged])
-    return hits, wrong, possible, statistics.median(times)
+    return counts, statistics.median(times)
 
 
 def vcache(
     requests: Sequence[Request], embedder: Recall, error_max: float, noise: float, draw: random.Random
-) -> tuple[int, int, int, float]:
+) -> tuple[Counts, float]:
     """The same for vCache's rule; one cache for each dialogue, as compat has it."""
     caches: dict[bytes, VCache] = {}
-    known: set[str] = set()
-    hits = wrong = possible = 0
+    counts = Counts(len(requests))
     times: list[float] = []
     for request in requests:
-        possible += request.label in known
-        known.add(request.label)
         cache = caches.setdefault(request.query.compat, VCache(error_max, embedder.info.dims, draw))
         vector = embedder.encode([request.query.text]).vectors[0]
         started = time.perf_counter()
         found = cache.lookup(vector)
         times.append((time.perf_counter() - started) * 1000)
-        if found.is_served:
-            hits += 1
-            wrong += found.answer != request.label
-        else:
+        is_wrong = found.is_served and found.answer != request.label
+        counts.add(request.label, is_hit=found.is_served, is_wrong=is_wrong)
+        if not found.is_served:
             cache.learn(vector, found, request.label, draw.random() < noise)
-    return hits, wrong, possible, statistics.median(times)
+    return counts, statistics.median(times)
 
 
 def rules(error_max: float, seed: int) -> dict[str, Callable[[], Rule]]:
@@ -136,7 +175,7 @@ def rules(error_max: float, seed: int) -> dict[str, Callable[[], Rule]]:
     return made
 
 
-def measure(one: Labelled, embedder: Recall, options: argparse.Namespace) -> list[Result]:
+def measure(one: Labelled, embedder: Recall, pools: Pools | None, options: argparse.Namespace) -> list[Result]:
     results = []
     for seed in range(options.seeds):
         requests = one.shuffled(seed, options.requests)
@@ -148,23 +187,35 @@ def measure(one: Labelled, embedder: Recall, options: argparse.Namespace) -> lis
                 for noise in options.judge_noise if learns else (0.0,):
                     draw = random.Random(seed)
                     if name == "vcache":
-                        found = vcache(requests, embedder, error_max, noise, draw)
+                        counts, ms = vcache(requests, embedder, error_max, noise, draw)
                     else:
                         rule = rules(error_max, seed)[name]()
-                        found = stream(requests, embedder, Unjudged(rule) if name == "cold" else rule, noise, draw)
-                    result = Result(one.name, name, error_max, seed, noise, len(requests), *found)
-                    results.append(result)
-                    print(_line(result), flush=True)
+                        judging = _judging(pools, embedder, noise, options.judge_model, draw)
+                        counts, ms = stream(requests, embedder, Unjudged(rule) if name == "cold" else rule, judging)
+                    results.append(counts.result(one.name, name, error_max, seed, options.judge_model or noise, ms))
+                    print(_line(results[-1]), flush=True)
     return results
 
 
-def measure_over_http(one: Labelled, options: argparse.Namespace) -> list[Result]:
+def _judging(
+    pools: Pools | None, embedder: Recall, noise: float, model_noise: float | None, draw: random.Random
+) -> Judging:
+    return Ideal(noise, draw) if pools is None else Product(pools, embedder.encode, model_noise, draw)
+
+
+def measure_over_http(one: Labelled, pools: Pools | None, options: argparse.Namespace) -> list[Result]:
     results = []
     for seed in range(options.seeds):
         requests = one.shuffled(seed, options.requests)
         for error_max in options.error_max:
-            found = stream_over_http(requests, error_max=error_max)
-            results.append(Result(one.name, "http", error_max, seed, 0.0, len(requests), *found, None))
+            counts = Counts(len(requests))
+            draw = random.Random(seed)
+            draws = None if pools is None else [pools.draw(request.label, draw) for request in requests]
+            for request, (is_hit, is_wrong) in zip(
+                requests, stream_over_http(requests, draws, error_max=error_max), strict=True
+            ):
+                counts.add(request.label, is_hit=is_hit, is_wrong=is_wrong)
+            results.append(counts.result(one.name, "http", error_max, seed, 0.0, None))
             print(_line(results[-1]), flush=True)
     return results
 
@@ -181,7 +232,7 @@ class Unjudged:
         decision, counters = self._rule.decide(query, neighbours, state)
         return Decision(decision.served, decision.reasons), counters
 
-    def learn(self, row: Row, model: CalibratedModel | None) -> CalibratedModel | None:
+    def learn(self, row: Row, model: LearnedModel | None) -> LearnedModel | None:
         """None comes."""
         return model
 
@@ -191,7 +242,12 @@ def _line(one: Result) -> str:
         f"{one.set:18} {one.policy:12} {one.error_max:6.3f} {one.judge_noise:6.2f} {one.seed:5d} {one.requests:8d} "
         f"{100 * one.hits / one.requests:6.1f} {100 * one.wrong / one.requests:8.2f} "
         f"{100 * one.wrong / max(1, one.hits):7.2f} {100 * (one.hits - one.wrong) / max(1, one.possible):7.1f}"
-        + ("" if one.decision_ms_p50 is None else f" {one.decision_ms_p50:6.2f}")
+        + ("       " if one.decision_ms_p50 is None else f" {one.decision_ms_p50:6.2f}")
+        + "".join(
+            f" {100 * hits / max(1, count):5.1f} {100 * wrong / max(1, count):5.2f}"
+            for count, hits, wrong in one.halves
+        )
+        + (f"  {one.failed} FAILED" if one.failed else "")
     )
 
 
@@ -204,28 +260,47 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--judge-noise", nargs="+", type=float, default=[0.0])
     parser.add_argument("--requests", type=int, default=None, help="the first of each shuffled stream; default: all")
     parser.add_argument("--policies", nargs="+", choices=names, default=names)
+    parser.add_argument(
+        "--answers", type=Path, default=None, help="lines with `label` and `answers`: one is drawn each time"
+    )
+    texts = parser.add_mutually_exclusive_group()
+    texts.add_argument("--vary", action="store_true", help="an opening and a closing around each of --answers")
+    texts.add_argument("--label-answers", action="store_true", help="the label itself, for the requests of --answers")
+    parser.add_argument(
+        "--judge-model", type=float, default=None, help="a judge model that errs in this share, with --answers"
+    )
     parser.add_argument("--http", action="store_true", help="through a real gateway, an empty one for each stream")
     parser.add_argument("--json", type=Path, default=None, help="write the rows here")
     options = parser.parse_args(argv)
     if options.http and (options.policies != names or options.judge_noise != [0.0]):
         parser.error("--http is one policy, the gateway's, and has judges of its own: no --policies, no --judge-noise")
+    if options.answers is None and (options.vary or options.label_answers or options.judge_model is not None):
+        parser.error("--vary, --label-answers and --judge-model are about --answers")
+    if options.answers is not None and (
+        options.judge_noise != [0.0] or (options.http and options.judge_model is not None)
+    ):
+        parser.error("--answers has the product's judges: no --judge-noise; --judge-model only in process")
     sets = [load(folder) for folder in options.folders]
+    pools = None
+    if options.answers is not None:
+        pools = load_pools(options.answers, is_varied=options.vary, is_label=options.label_answers)
+        sets = [pools.of(one) for one in sets]
     print(
         f"{'set':18} {'policy':12} {'bound':>6} {'noise':>6} {'seed':>5} {'requests':>8} {'hit %':>6} {'wrong %':>8} "
-        f"{'of hits':>7} {'recall':>7} {'ms':>6}"
+        f"{'of hits':>7} {'recall':>7} {'ms':>6} {'halves: hit %, wrong %':>23}"
     )
     results: list[Result] = []
     if options.http:
         try:
             for one in sets:
-                results += measure_over_http(one, options)
+                results += measure_over_http(one, pools, options)
         except BenchError as error:
             print(f"bench: {error}", file=sys.stderr)
             return 1
     else:
         encoder = open_embedder()
         for one in sets:
-            results += measure(one, Recall(encoder, [one]), options)
+            results += measure(one, Recall(encoder, [one]), pools, options)
     if options.json is not None:
         options.json.write_text(json.dumps([msgspec.to_builtins(one) for one in results], indent=1) + "\n")
     return 0

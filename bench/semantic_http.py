@@ -57,33 +57,31 @@ class _Answer(BaseHTTPRequestHandler):
         """Nothing: the gateway logs."""
 
 
-def stream_over_http(requests: Sequence[Request], **cache: object) -> tuple[int, int, int]:
-    """Hits, wrong hits and possible hits of a new gateway with these settings of its cache.
+def stream_over_http(
+    requests: Sequence[Request], answers: Sequence[str] | None = None, **cache: object
+) -> Iterator[tuple[bool, bool]]:
+    """For each request whether a new gateway with these settings of its cache hits, and whether the hit is wrong.
 
-    Raises BenchError where it does not start, or refuses or garbles a request.
+    `answers` has the upstream's text for each request; without it a text names the label. Raises BenchError where the gateway does
+    not start, or refuses or garbles a request.
     """
     labels = {label: number for number, label in enumerate(sorted({request.label for request in requests}), 1)}
-    hits = wrong = possible = 0
-    known: set[str] = set()
+    texts = answers or [f"This is case {labels[request.label]}." for request in requests]
+    owners = {text: request.label for text, request in zip(texts, requests, strict=True)}
     with _answers() as upstream, tempfile.TemporaryDirectory(prefix="sameway-bench-") as folder:
         running = Sameway(**cache).start(Setup.SEMANTIC, upstream, Path(folder))
         try:
             connection = HTTPConnection("127.0.0.1", running.port, timeout=_TIMEOUT_S)
-            for request in requests:
-                right = f"This is case {labels[request.label]}."
-                upstream.texts[_dialogue(request.messages)] = right
-                possible += request.label in known
-                known.add(request.label)
+            for request, fresh in zip(requests, texts, strict=True):
+                upstream.texts[_dialogue(request.messages)] = fresh
                 body = {"model": running.instant.model, "messages": request.messages}
                 kind, text = _ask(connection, running.instant.path, running.instant.headers, body)
-                hits += kind in _HITS
-                wrong += kind in _HITS and text != right
-                if kind not in _HITS and text != right:
-                    raise BenchError(f"sameway: {kind}, but {text!r} instead of {right!r}")
+                if kind not in _HITS and text != fresh:
+                    raise BenchError(f"sameway: {kind}, but {text!r} instead of {fresh!r}")
+                yield kind in _HITS, owners.get(text) != request.label
             connection.close()
         finally:
             running.stop()
-    return hits, wrong, possible
 
 
 @contextlib.contextmanager

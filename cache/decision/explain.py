@@ -86,5 +86,5 @@ def _bar(query: Query, state: NamespaceState) -> tuple[float | None, int]:
     model = state.model
     if model is None:
         return None, 0
-    is_known = model.is_fitted and query.error_max is not None
-    return model.threshold(query.error_max or 0.0) if is_known else None, model.verdicts
+    is_known = model.certain.is_fitted and query.error_max is not None
+    return model.certain.threshold(query.error_max or 0.0) if is_known else None, model.certain.verdicts

@@ -118,6 +118,11 @@ class WordOdds:
                 before = self._counts.get(word, (0.0, 0.0))
                 self._counts[word] = (before[0] + right, before[1] + wrong)
 
+    def copy(self) -> WordOdds:
+        made = WordOdds()
+        made._counts, made._all = dict(self._counts), self._all
+        return made
+
     def log_odds(self, word: int) -> float:
         """How much likelier than usual an answer is right where one prompt has this word and the
         other lacks it.

@@ -10,6 +10,7 @@ rounding; without a row the model is the prior.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,6 +32,7 @@ _WEIGHT_MAX = 20.0
 _FAR = 5.0  # standard deviations: a number farther out says no more
 _STEPS = 12
 THRESHOLD_MIN = 0.7
+_DISCERNING = 0.5  # of near answers not found equal: judges that call as many different are a guide
 # of the bound: what is served at the threshold is wrong at most so many times as often
 _WORST_MAX = 15.0
 # 1 at least: most comparisons tell of p just below the threshold, where it is too cautious; what is
@@ -67,7 +69,8 @@ class Prior:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One comparison: the trial of a decision, and whether the answers were the same.
+    """One comparison: the trial of a decision, and whether the answers were the same, None where no
+    judge could tell.
 
     The trial's `chance` is that of the comparison: 1 on a miss, that of the audit on a would-be
     hit. Its features end with the number of hits since the row before, and the errors to expect of
@@ -75,11 +78,17 @@ class Row:
     """
 
     trial: Trial
-    is_right: bool
+    is_right: bool | None
 
     @property
     def features(self) -> Vector:
         return np.frombuffer(self.trial.features, "<f4").astype(np.float64)
+
+    @property
+    def similarity(self) -> float:
+        """The cosine of the prompt and the witness."""
+        similarity: float = np.frombuffer(self.trial.features, "<f4", 1)[0]
+        return similarity
 
 
 class LogisticModel:
@@ -148,7 +157,8 @@ def beside() -> Run:
 
 
 class CalibratedModel:
-    """The model of one namespace and its thresholds, refitted as verdicts come.
+    """A model and its thresholds, refitted as verdicts come. What no judge could tell counts as
+    wrong.
 
     `run` does the fits; until a fit is done, decisions use the model before. A fit sees the rows of
     the moment when it became due, so the same rows give the same models whenever they are fitted.
@@ -168,6 +178,12 @@ class CalibratedModel:
         # requests
         self._curve = (np.zeros(0), np.zeros(0))
 
+    def copy(self) -> CalibratedModel:
+        """Another one of the same rows, which learns apart from this one."""
+        made = copy.copy(self)
+        made.word_odds, made._rows = self.word_odds.copy(), list(self._rows)
+        return made
+
     @property
     def is_fitted(self) -> bool:
         """Whether enough verdicts have come."""
@@ -182,7 +198,7 @@ class CalibratedModel:
         self._rows.append(row)
         self._seen += 1
         features, p = row.features, row.trial.p
-        self.word_odds.learn(features, row.is_right)
+        self.word_odds.learn(features, bool(row.is_right))
         self._requests += 1 + float(features[-2])
         self._risked += float(features[-1])
         if p >= _NEARLY_SURE:
@@ -221,7 +237,7 @@ class CalibratedModel:
     def _refit(self, rows: Sequence[Row], kappa: float) -> None:
         features = np.frombuffer(b"".join([row.trial.features for row in rows]), "<f4").astype(np.float64)
         features = features.reshape(len(rows), -1)
-        is_right = np.array([row.is_right for row in rows], dtype=np.float64)
+        is_right = np.array([bool(row.is_right) for row in rows], dtype=np.float64)
         weights = 1 / np.array([row.trial.chance for row in rows])
         model = self.logistic.fitted(features, is_right, np.minimum(_WEIGHT_MAX, weights))
         # each audit stands for 1 / chance would-be hits; of these there were as many as were served
@@ -234,6 +250,42 @@ class CalibratedModel:
         order = np.argsort(-p, kind="stable")
         self.logistic = model
         self._curve = p[order], np.cumsum((weights * (1 - p))[order]) * kappa / (len(p) + served)
+
+
+class LearnedModel:
+    """The verdicts of one namespace, read twice, because missing ones are not missing at random: of
+    free text equality can say "same" and nothing else.
+
+    `certain` takes every comparison that no judge could tell as wrong: the worst case, so that what
+    it is sure of is right whatever the missing verdicts are. `told` has the verdicts alone. Before
+    the first missing verdict both are one.
+    """
+
+    def __init__(self, prior: Prior, run: Run = at_once) -> None:
+        self.certain = self._told = CalibratedModel(prior, run)
+
+    @property
+    def word_odds(self) -> WordOdds:
+        return self.certain.word_odds
+
+    def learn(self, row: Row) -> None:
+        """Take in a comparison."""
+        if row.is_right is None and self._told is self.certain:
+            self._told = self.certain.copy()
+        self.certain.learn(row)
+        if row.is_right is not None and self._told is not self.certain:
+            self._told.learn(row)
+
+    def allows_cold(self, features: Vector, error_max: float, discernment: float) -> bool:
+        """Whether the verdicts leave it to the cold rule to serve: too few have come, or judges can
+        call few answers different and the verdicts that came are not against it.
+        """
+        if not self.certain.is_fitted:
+            return True
+        told = self._told
+        if told is self.certain or discernment >= _DISCERNING:
+            return False
+        return not told.is_fitted or told.logistic.p(features) >= told.threshold(error_max)
 
 
 def audit_chance(accepted: int, p: float) -> float:

@@ -18,7 +18,7 @@ import numpy as np
 
 from cache.decision.features import Candidate, Neighbour, WordCounts, candidates, features_of
 from cache.decision.guards import fixed_reason, is_free, thresholds_of, veto
-from cache.decision.model import CalibratedModel, Prior, Row, Run, Vector, at_once, audit_chance
+from cache.decision.model import LearnedModel, Prior, Row, Run, Vector, at_once, audit_chance
 from cache.decision.text_features import read
 from cache.query import MissReason, Query, Trial
 
@@ -42,12 +42,14 @@ class NamespaceCounters:
 @dataclass(slots=True)
 class NamespaceState:
     """The words of a namespace's keys, the model that verdicts have fitted (None before the first),
-    and its counters.
+    its counters, and the share of the near answers not found equal that the judges can call
+    different: 1 before the first, 0 where they leave all open.
     """
 
     words: WordCounts = field(default_factory=WordCounts)
-    model: CalibratedModel | None = None
+    model: LearnedModel | None = None
     counters: NamespaceCounters = NamespaceCounters()
+    discernment: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class Rule(Protocol):
     ) -> tuple[Decision, NamespaceCounters]:
         """The decision, and the counters of the namespace after it."""
 
-    def learn(self, row: Row, model: CalibratedModel | None) -> CalibratedModel | None:
+    def learn(self, row: Row, model: LearnedModel | None) -> LearnedModel | None:
         """Take in one comparison; the model of its namespace from now on."""
 
 
@@ -83,7 +85,7 @@ class FixedRule:
     ) -> tuple[Decision, NamespaceCounters]:
         return self.at(query.error_max, query.text, neighbours), state.counters
 
-    def learn(self, row: Row, model: CalibratedModel | None) -> CalibratedModel | None:
+    def learn(self, row: Row, model: LearnedModel | None) -> LearnedModel | None:
         """It does not."""
         return model
 
@@ -122,7 +124,7 @@ class VerifiedRule:
         self._random = random
         self._run = run
         self._fixed = FixedRule()
-        self._cold = CalibratedModel(prior)
+        self._cold = LearnedModel(prior)
 
     def decide(
         self, query: Query, neighbours: Sequence[Neighbour], state: NamespaceState
@@ -134,20 +136,26 @@ class VerifiedRule:
         witness = neighbours[first.place]
         model = state.model or self._cold
         seen = features_of(query.text, neighbours, first, state.words, model.word_odds, fixed.served is not None)
-        p = model.logistic.p(seen)
+        p = model.certain.logistic.p(seen)
         vetoed = veto(read(query.text), read(witness.text), witness.age_s)
-        is_sure = vetoed is None and (
-            p >= model.threshold(error_max)
-            if model.is_fitted
-            else self._is_prior_sure(query.text, witness.text, p, error_max)
-            or self._is_fixed_sure(query.text, neighbours, fixed, error_max)
+        is_certain = vetoed is None and model.certain.is_fitted and p >= model.certain.threshold(error_max)
+        is_sure = is_certain or (
+            vetoed is None
+            and model.allows_cold(seen, error_max, state.discernment)
+            and (
+                self._is_prior_sure(query.text, witness.text, self._cold.certain.logistic.p(seen), error_max)
+                or self._is_fixed_sure(query.text, neighbours, fixed, error_max)
+            )
         )
         counters = state.counters
-        chance = audit_chance(counters.accepted, p) if is_sure and self._random is not None else 1.0
+        risk = 1 - (p if is_certain else self._cold.certain.logistic.p(seen))
+        chance = 1.0
+        if is_sure and self._random is not None:
+            chance = audit_chance(counters.accepted, 1 - risk) * (1.0 if is_certain else state.discernment)
         names = tuple(neighbours[one.place].exact for one in ranked[:_COMPARED])
         if is_sure and (self._random is None or query.is_try or self._random() >= chance):
             reasons = tuple(None if place == first.place else reason for place, reason in enumerate(fixed.reasons))
-            served = NamespaceCounters(counters.accepted + 1, counters.served + 1, counters.risked + 1 - p)
+            served = NamespaceCounters(counters.accepted + 1, counters.served + 1, counters.risked + risk)
             trial = Trial(names, _row_features(seen, NamespaceCounters()), p, chance, b"")
             return Decision(first.place, reasons, trial), served
         why = MissReason.AUDIT if is_sure else vetoed or MissReason.UNSURE
@@ -158,9 +166,9 @@ class VerifiedRule:
         after = counters if vetoed is not None else NamespaceCounters(counters.accepted + is_sure)
         return Decision(None, reasons, trial), after
 
-    def learn(self, row: Row, model: CalibratedModel | None) -> CalibratedModel:
+    def learn(self, row: Row, model: LearnedModel | None) -> LearnedModel:
         """The first verdict of a namespace gives it a model of its own."""
-        model = model or CalibratedModel(self.prior, self._run)
+        model = model or LearnedModel(self.prior, self._run)
         model.learn(row)
         return model
 

@@ -236,7 +236,7 @@ class SemanticCache:
 
         `answer` is the decision on the query. `same` tells whether the fresh answer equals that of
         another entry, None if that can't be decided. The result is for `fold`; None if there was
-        nothing to compare with, or no verdict.
+        nothing to compare with, or nothing to learn.
         """
         trial = answer.trial
         if trial is None:
@@ -247,8 +247,10 @@ class SemanticCache:
             if (query.partition, other) in self._by_entry
         }
         first = trial.ranked[0]
-        is_right = same(first) if first in groups else None
-        if is_right is None or exact not in groups:
+        if first not in groups or exact not in groups:
+            return None
+        is_right = same(first)
+        if is_right is None and not trial.features:
             return None
         equal = first if is_right else next((o for o in trial.ranked[1:] if o in groups and same(o)), None)
         verdict = Verdict(

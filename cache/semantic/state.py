@@ -19,16 +19,20 @@ from cache.verdicts.records import AnswerCleared, AnswerJudged, AnswerSuspended,
 _GROUPS_MAX = 20_000  # of a namespace, whose tallies are kept; the oldest go first
 # namespaces with a model of their own: about 10 kB each, before their verdicts
 _TALLIED_MAX = 5_000
-# an audit that no judge could settle counts as so many: such answers are audited less
-_UNDECIDED_COUNTS = 10
+# the cosine of prompts from which on it is of interest whether judges can tell their answers apart
+_NEAR = 0.6
 
 
 @dataclass(slots=True)
 class _GroupTallies:
-    """Right and wrong verdicts by group, and how many would-be hits the audits stand for."""
+    """Right and wrong verdicts by group, how many would-be hits the audits stand for, and how many
+    answers to near prompts the judges called different or could not tell.
+    """
 
     tallies: dict[bytes, tuple[float, float]] = field(default_factory=dict)
     audited: float = 0.0
+    different: int = 0
+    unknown: int = 0
 
 
 class NamespaceStates:
@@ -76,7 +80,7 @@ class NamespaceStates:
         state, tallied = self.of(name), self._tallied.pop(name, None) or _GroupTallies()
         self._tallied[name] = tallied  # the latest at the end
         if trial.chance < 1.0:
-            tallied.audited += (1.0 if verdict.is_right is not None else _UNDECIDED_COUNTS) / trial.chance
+            tallied.audited += 1.0 / trial.chance
             before = state.counters
             accepted = max(before.accepted, int(tallied.audited))
             state.counters = NamespaceCounters(accepted, before.served, before.risked)
@@ -86,8 +90,13 @@ class NamespaceStates:
             tallied.tallies[record.other] = (right + more[0], wrong + more[1])
             if len(tallied.tallies) > _GROUPS_MAX:
                 del tallied.tallies[next(iter(tallied.tallies))]
-            if trial.features and trial.rule == self._rule_name:
-                state.model = self._rule.learn(Row(trial, verdict.is_right), state.model)
+        if trial.features and trial.rule == self._rule_name:
+            row = Row(trial, verdict.is_right)
+            if not verdict.is_right and row.similarity >= _NEAR:
+                tallied.different += verdict.is_right is not None
+                tallied.unknown += verdict.is_right is None
+                state.discernment = (tallied.different + 1) / (tallied.different + tallied.unknown + 1)
+            state.model = self._rule.learn(row, state.model)
         if len(self._tallied) > _TALLIED_MAX:
             self._unlearn(next(iter(self._tallied)))
 
@@ -117,6 +126,6 @@ class NamespaceStates:
     def _unlearn(self, namespace: bytes) -> None:
         del self._tallied[namespace]
         state = self._states[namespace]
-        state.model, state.counters = None, NamespaceCounters()
+        state.model, state.counters, state.discernment = None, NamespaceCounters(), 1.0
         if not state.words.texts:
             del self._states[namespace]

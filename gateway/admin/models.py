@@ -253,7 +253,8 @@ class StatsOut(_Out):
 
 class SemanticOut(_Out):
     """How often answers by meaning were wrong, as a share of a team's requests for a model: from checks drawn by chance (audits,
-    shadow checks) and from reports, with its 95% interval, beside the bound."""
+    shadow checks) and from reports, with its 95% interval, beside the bound. The interval takes what no judge could tell as right
+    at its low end and as wrong at its high end."""
 
     team_id: int
     team: str
@@ -261,9 +262,10 @@ class SemanticOut(_Out):
     requests: int
     hits: int
     checks: int
+    unsettled: int = Field(description="would-be hits that were compared too, but no judge could tell")
     reported_wrong: int
     reported_right: int
-    estimate: float | None = Field(description="None: nothing was checked or reported")
+    estimate: float | None = Field(description="None: nothing was checked or reported, or most of it is unsettled")
     low: float
     high: float
     error_max: float = Field(description="the bound as configured, for requests that ask for none of their own")

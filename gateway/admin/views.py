@@ -104,7 +104,7 @@ def _semantic(parts: AdminParts, summary: Summary, teams: Sequence[Team]) -> lis
     found = []
     for (team_id, alias), sample in summary.samples.items():
         team = known.get(team_id)
-        if team is None or not (sample.hits or sample.checks or sample.reported_wrong):
+        if team is None or not (sample.hits or sample.checks or sample.unsettled or sample.reported_wrong):
             continue
         measured = measure(sample)
         found.append(
@@ -115,6 +115,7 @@ def _semantic(parts: AdminParts, summary: Summary, teams: Sequence[Team]) -> lis
                 requests=sample.requests,
                 hits=sample.hits,
                 checks=measured.checks,
+                unsettled=measured.unsettled,
                 reported_wrong=sample.reported_wrong,
                 reported_right=sample.reported_right,
                 estimate=measured.estimate,

@@ -4,8 +4,9 @@ After a miss or an audit is recorded, its answer is compared with those of up to
 share of served hits is generated afresh and compared. A client that asks the same again at once,
 past the cache, gives a verdict on the hit before. All of it runs after the response, in order and
 bounded: an answer that finds no room is not judged. Knows no rule and no routes. Invariants: no
-request waits for a comparison; an answer that no judge can compare teaches nothing; a verdict has
-an id and counts once.
+request waits for a comparison; a comparison that no judge can settle is a record too, and makes
+nothing likelier; one that not all judges were asked about teaches nothing, whatever it found, for
+verdicts that only some pairs could get are no sample; a verdict has an id and counts once.
 """
 
 import asyncio
@@ -55,10 +56,12 @@ Regenerate = Callable[[Turn], Awaitable[bytes | None]]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A verdict on a would-be hit that was drawn by chance: it stands for `weight` served ones."""
+    """A comparison of a would-be hit that was drawn by chance: it stands for `weight` served ones.
+    `is_wrong` is None where no judge could settle it.
+    """
 
     record: Record
-    is_wrong: bool
+    is_wrong: bool | None
     weight: float
 
 
@@ -92,8 +95,8 @@ class _Served:
 class Judging:
     """The comparisons of one worker.
 
-    `judge` costs nothing; `fallback` is asked about answers to near prompts that `judge` can't
-    decide. `regenerate` answers a turn afresh at the gateway's own expense, or returns None;
+    `judge` costs nothing; `fallback` is asked about answers to near prompts, and about would-be
+    hits, that `judge` can't decide. `regenerate` answers a turn afresh at the gateway's own expense, or returns None;
     `share` is the share of served hits to check so. `random` gives numbers in [0, 1); `note` gets
     every check, `count` every verdict.
     """
@@ -272,16 +275,19 @@ class Judging:
         first = entries[0]
         if first is None or fresh is None:
             return
-        judgement = await self._judgement(fresh, first, asked.record.similarity)
+        is_asked = asked.source is Source.AUDIT or (asked.record.similarity or 0.0) >= NEAR_SIMILARITY_MIN
+        judgement = await self._judgement(fresh, first, is_asked=is_asked)
         is_right = _is_same(judgement)
         equal = first if is_right else None
         for other in entries[1:]:
-            if equal is None and is_right is not None and other is not None:
-                equal = other if _is_same(await self._judgement(fresh, other, asked.record.similarity)) else None
-        self._report(asked, judgement, _is_same(judgement))
-        if is_right is None and asked.source is Source.MISS:
+            if equal is None and other is not None:
+                equal = other if _is_same(await self._judgement(fresh, other, is_asked=is_asked)) else None
+        self._report(asked, judgement, is_right)
+        if not is_asked and self._fallback is not None:
+            trial = msgspec.structs.replace(trial, features=b"")
+        if is_right is None and equal is None and asked.source is Source.MISS and not trial.features:
             return
-        verdict = self._verdict(asked, judgement, is_right, entry=asked.entry)
+        verdict = self._verdict(asked, trial, judgement, is_right, entry=asked.entry)
         ref = AnswerRef(equal.exact, equal.created_at) if equal is not None else None
         other_ref = AnswerRef(first.exact, first.created_at)
         await self._verdicts.take(asked.partition, f"{asked.record.request_id}:{asked.source}", verdict, other_ref, ref)
@@ -296,10 +302,10 @@ class Judging:
         fresh = _qa_pair(asked.text, [Chunk(answer, is_whole=True)]) if answer is not None else None
         if fresh is None:
             return
-        judgement = await self._judgement(fresh, asked.entry, 1.0)
+        judgement = await self._judgement(fresh, asked.entry, is_asked=True)
         is_right = _is_same(judgement)
         self._report(asked, judgement, is_right)
-        verdict = self._verdict(asked, judgement, is_right)
+        verdict = self._verdict(asked, asked.trial, judgement, is_right)
         ref = AnswerRef(asked.entry.exact, asked.entry.created_at)
         await self._take_served(asked, verdict, ref, judgement, is_wrong=is_right is False)
 
@@ -313,12 +319,12 @@ class Judging:
         (entry,) = await self._exact.lookup_many(asked.partition, asked.compat, (served.exact,))
         if fresh is None or entry is None or entry.created_at != served.created_at:
             return
-        judgement = await self._judgement(fresh, entry, 1.0)
+        judgement = await self._judgement(fresh, entry, is_asked=True)
         is_right = _is_same(judgement)
         self._report(asked, judgement, is_right)
         if is_right:
             return
-        verdict = self._verdict(asked, judgement, False)
+        verdict = self._verdict(asked, asked.trial, judgement, False)
         if is_right is None:
             verdict = _weak(verdict)
         await self._take_served(asked, verdict, served, judgement, is_wrong=is_right is False)
@@ -342,14 +348,14 @@ class Judging:
         )
 
     def _verdict(
-        self, asked: _Asked, judgement: Judgement, is_right: bool | None, *, entry: Entry | None = None
+        self, asked: _Asked, trial: Trial, judgement: Judgement, is_right: bool | None, *, entry: Entry | None = None
     ) -> Verdict:
         """`entry` is the fresh answer, where it was stored."""
         return Verdict(
             source=asked.source,
             compat=asked.compat,
             is_right=is_right,
-            trial=msgspec.structs.replace(asked.trial, chance=asked.chance),
+            trial=msgspec.structs.replace(trial, chance=asked.chance),
             at=time.time(),
             exact=entry.exact if entry is not None else b"",
             created_at=entry.created_at if entry is not None else 0.0,
@@ -359,18 +365,19 @@ class Judging:
 
     def _report(self, asked: _Asked, judgement: Judgement, is_right: bool | None) -> None:
         self._count(asked.source, judgement.ruling, judgement.judge)
-        if is_right is not None and asked.source in (Source.AUDIT, Source.SHADOW):
+        if asked.source in (Source.AUDIT, Source.SHADOW):
             # of the would-be hits like this one a share of 1 - audited was served, and a share of
             # `chance` compared
-            self._note(Check(asked.record, not is_right, (1.0 - _audited(asked.trial)) / asked.chance))
+            is_wrong = None if is_right is None else not is_right
+            self._note(Check(asked.record, is_wrong, (1.0 - _audited(asked.trial)) / asked.chance))
 
-    async def _judgement(self, fresh: QAPair, entry: Entry, similarity: float | None) -> Judgement:
+    async def _judgement(self, fresh: QAPair, entry: Entry, *, is_asked: bool) -> Judgement:
+        """`is_asked`: the fallback may be asked too."""
         cached = _qa_pair(entry.text or "", chunks_of(entry))
         if cached is None:
             return Judgement(Ruling.UNKNOWN, "", "not an answer that can be compared")
         judgement = await self._judge.judge(fresh, cached)
-        is_worth = self._fallback is not None and similarity is not None and similarity >= NEAR_SIMILARITY_MIN
-        if judgement.ruling is Ruling.UNKNOWN and is_worth and self._fallback is not None:
+        if judgement.ruling is Ruling.UNKNOWN and is_asked and self._fallback is not None:
             judgement = await self._fallback.judge(fresh, cached)
         return judgement
 

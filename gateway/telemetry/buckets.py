@@ -49,6 +49,9 @@ CHECKED: Mapping[str, Metric] = {
     "w": Metric("weight", 10_000),
     "q": Metric("weight2", 10_000),
     "x": Metric("wrong_weight", 10_000),
+    "un": Metric("unsettled"),
+    "uw": Metric("unsettled_weight", 10_000),
+    "uq": Metric("unsettled_weight2", 10_000),
     "fw": Metric("reported_wrong"),
     "fr": Metric("reported_right"),
 }

@@ -11,7 +11,9 @@ is multiplied by bound / estimate, until the estimate is within the bound again.
 
 The interval is Clopper and Pearson's (1934; 95%), for the effective number of checks, (sum of
 weights)^2 / (sum of their squares) (Kish, 1965), times the share of requests that were hits. It is
-exact for equal weights, and wide for few checks.
+exact for equal weights, and wide for few checks. Checks that no judge could settle widen it to the
+worst and the best case (Manski, 1990): as if all of them had been wrong, or right. Where most are
+unsettled there is no estimate, because verdicts are not missing at random.
 """
 
 import math
@@ -42,6 +44,9 @@ class CheckCounts(msgspec.Struct):
     weight: float = 0.0
     weight2: float = 0.0
     wrong_weight: float = 0.0
+    unsettled: int = 0  # compared too, but no judge could tell; not among `checks`
+    unsettled_weight: float = 0.0
+    unsettled_weight2: float = 0.0
     reported_wrong: int = 0
     reported_right: int = 0
 
@@ -54,13 +59,15 @@ class CheckCounts(msgspec.Struct):
 class Measured(msgspec.Struct, frozen=True):
     """The share of all requests that a semantic hit answered wrongly, with its interval and checks.
 
-    `estimate` is None without any check or report.
+    `estimate` is None without any check or report, and where more checks are unsettled than
+    settled, by weight.
     """
 
     estimate: float | None
     low: float
     high: float
     checks: int
+    unsettled: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +98,24 @@ def measure(sample: CheckCounts) -> Measured:
     if sample.reported_wrong:
         reported = min(1.0, sample.reported_wrong / sample.requests)
         reported_low, _ = clopper_pearson(min(sample.reported_wrong, sample.requests), sample.requests)
-    if not sample.weight:
+    weight = sample.weight + sample.unsettled_weight
+    if not weight:
         return Measured(reported or None, reported_low, max(share, reported), 0)
     # decision: reports-only-raise
-    wrong = sample.wrong_weight / sample.weight
-    effective = sample.weight**2 / sample.weight2
-    low, high = clopper_pearson(wrong * effective, effective)
+    effective = weight**2 / (sample.weight2 + sample.unsettled_weight2)
+    low, _ = clopper_pearson(sample.wrong_weight / weight * effective, effective)
+    _, high = clopper_pearson((sample.wrong_weight + sample.unsettled_weight) / weight * effective, effective)
+    estimate: float | None = reported or None
+    if sample.weight > sample.unsettled_weight:
+        estimate = max(sample.wrong_weight / sample.weight * share, reported)
     return Measured(
-        max(wrong * share, reported), max(low * share, reported_low), max(high * share, reported), sample.checks
+        estimate, max(low * share, reported_low), max(high * share, reported), sample.checks, sample.unsettled
     )
+
+
+def _settled(sample: CheckCounts) -> CheckCounts:
+    """The same day without the checks that no judge could settle."""
+    return msgspec.structs.replace(sample, unsettled=0, unsettled_weight=0.0, unsettled_weight2=0.0)
 
 
 def clopper_pearson(count: float, total: float) -> tuple[float, float]:
@@ -108,6 +124,13 @@ def clopper_pearson(count: float, total: float) -> tuple[float, float]:
     low = 0.0 if count <= 0 else _quantile(tail, count, total - count + 1)
     high = 1.0 if count >= total else _quantile(1.0 - tail, count + 1, total - count)
     return low, high
+
+
+def lower_limit(count: float, total: float) -> float:
+    """The one-sided lower limit of the same share: it is above the truth in a twentieth of all
+    samples at most.
+    """
+    return 0.0 if count <= 0 else _quantile(1.0 - CONFIDENCE, count, total - count + 1)
 
 
 def _quantile(share: float, a: float, b: float) -> float:
@@ -160,11 +183,12 @@ class MeasuredErrors:
         live, changed = [], []
         for (team_id, alias), sample in samples.items():
             team = names.get(team_id)
-            if team is None or not (sample.hits or sample.checks or sample.reported_wrong):
+            if team is None or not (sample.hits or sample.checks or sample.unsettled or sample.reported_wrong):
                 continue
             measured, error_max = measure(sample), self.bounds.error_max(team, alias)
             before = tightened.get((team_id, alias))
-            after = _strictness(sample, measured, error_max, is_tight=before is not None)
+            # of the settled checks alone: what could not be settled must not hold a bound loose
+            after = _strictness(sample, measure(_settled(sample)), error_max, is_tight=before is not None)
             one = LiveError(
                 team_id=team_id,
                 team=team.name,

@@ -164,11 +164,16 @@ class Stats:
         tally.completion_tokens += record.completion_tokens
         tally.cost_microusd += record.cost_microusd
 
-    def add_check(self, team_id: int, model: str, is_wrong: bool, weight: float) -> None:
-        """Count a compared semantic hit that stands for `weight` served ones."""
-        counts = CheckCounts(
-            checks=1, wrong=int(is_wrong), weight=weight, weight2=weight * weight, wrong_weight=weight * is_wrong
-        )
+    def add_check(self, team_id: int, model: str, is_wrong: bool | None, weight: float) -> None:
+        """Count a compared semantic hit that stands for `weight` served ones; `is_wrong` is None
+        where no judge could settle it.
+        """
+        if is_wrong is None:
+            counts = CheckCounts(unsettled=1, unsettled_weight=weight, unsettled_weight2=weight * weight)
+        else:
+            counts = CheckCounts(
+                checks=1, wrong=int(is_wrong), weight=weight, weight2=weight * weight, wrong_weight=weight * is_wrong
+            )
         self._add_truth(team_id, model, counts)
 
     def add_report(self, team_id: int, model: str, is_wrong: bool) -> None:

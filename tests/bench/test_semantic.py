@@ -52,6 +52,23 @@ def test_every_policy_is_counted(folder: Path, tmp_path: Path) -> None:
     assert {row["judge_noise"] for row in rows if row["policy"] == "verified"} == {0.0, 0.1}
 
 
+def test_answers_are_drawn_and_judged_as_the_product_does(folder: Path, tmp_path: Path) -> None:
+    """Prompts in dialogues and those without answers are left out; a varied answer is hardly ever equal, the label always."""
+    answers = tmp_path / "answers.jsonl"
+    texts = {str(number): [f"It is {number}, say {one}." for one in ("some", "others")] for number in range(10)}
+    answers.write_text("\n".join(json.dumps({"label": label, "answers": own}) for label, own in texts.items()))
+    out = tmp_path / "rows.json"
+    for flags in ([], ["--vary"], ["--label-answers"], ["--judge-model", "0.1"]):
+        made = [str(folder), "--answers", str(answers), "--policies", "verified", "--json", str(out), *flags]
+        assert semantic.main(made) == 0
+        (row,) = json.loads(out.read_text())
+        assert (row["requests"], row["possible"], row["wrong"], row["failed"]) == (16, 8, 0, 0)
+        assert [half[0] for half in row["halves"]] == [8, 8]
+    for flags in (["--vary"], ["--answers", str(answers), "--judge-noise", "0.1"]):
+        with pytest.raises(SystemExit):
+            semantic.main([str(folder), *flags])
+
+
 def test_a_prior_is_learned_and_written_as_a_module(folder: Path, tmp_path: Path) -> None:
     """What it writes is python that holds a prior."""
     out = tmp_path / "made.py"

@@ -43,13 +43,14 @@ def test_a_row_has_what_came_through_the_gateway(tmp_path: Path) -> None:
     assert row == {
         "set": "singular", "policy": "http", "error_max": 0.02, "seed": 0, "judge_noise": 0.0,
         "requests": 5, "hits": 2, "wrong": 1, "possible": 1, "decision_ms_p50": None,
+        "halves": [[3, 1, 0], [2, 1, 1]], "failed": 0,
     }  # fmt: skip
 
 
 def test_hits_by_meaning_are_counted(tmp_path: Path) -> None:
     """Without audits, which are by chance, the second wording of each question is answered from the cache, and rightly."""
     requests = load(made(tmp_path / "paraphrases", _PARAPHRASES)).requests
-    assert stream_over_http(requests, is_audited=False) == (3, 0, 3)
+    assert list(stream_over_http(requests, is_audited=False)) == [(False, False)] * 3 + [(True, False)] * 3
 
 
 def test_what_a_gateway_decides_itself_can_not_be_asked_for(tmp_path: Path) -> None:

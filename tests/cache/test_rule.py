@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from bench.vcache import VCache
 from cache import Hit, Miss, MissReason
 from cache.decision.features import FEATURES, ONE_SIDED_MAX, Neighbour, WordCounts, WordOdds, candidates, features_of
-from cache.decision.model import CalibratedModel, Prior, Row, audit_chance
+from cache.decision.model import CalibratedModel, LearnedModel, Prior, Row, audit_chance
 from cache.decision.prior import PRIOR
 from cache.decision.rule import NamespaceCounters, NamespaceState, VerifiedRule
 from cache.events import EntriesDropped
 from cache.query import Neighbourhood, Trial
 from cache.semantic.cache import PromptAdded, SemanticCache
-from cache.verdicts.records import AnswerJudged, AnswerSuspended, answer_name
+from cache.verdicts.records import AnswerJudged, AnswerSuspended, Source, Verdict, answer_name
 from tests.cache.fakes import ACME, Clock, FakeEmbedder, ask, query
 
 CAPITAL = "What is the capital of France?"
@@ -99,7 +99,7 @@ def row_of(features: Any, served: int = 0, risked: float = 0.0) -> Any:
     return np.concatenate([features[: len(FEATURES)], np.zeros(ONE_SIDED_MAX), (served, risked)])
 
 
-def compared(features: Any, is_right: bool, chance: float, p: float) -> Row:
+def compared(features: Any, is_right: bool | None, chance: float, p: float) -> Row:
     return Row(Trial((), features.astype("<f4").tobytes(), p, chance, b"rule"), is_right)
 
 
@@ -194,7 +194,7 @@ def test_cold_it_serves_a_paraphrase_with_one_entry_there() -> None:
 
 def sure_state(asked: str, known: Neighbour) -> NamespaceState:
     """A namespace where every verdict on such a pair said right."""
-    state = NamespaceState(model=CalibratedModel(PRIOR))
+    state = NamespaceState(model=LearnedModel(PRIOR))
     assert state.model is not None
     seen = features_of(asked, [known], candidates([known])[0], WordCounts(), None, False)
     for _ in range(400):
@@ -322,16 +322,82 @@ def test_what_was_dropped_is_not_served_whatever_was_learned(drops: list[int]) -
         assert isinstance(answer, Miss) or answer.text in living
 
 
-def test_nothing_is_learned_without_a_verdict() -> None:
-    """A judge that can't tell leaves no record; neither does an answer that no lookup came before."""
-    clock = Clock()
-    cache = SemanticCache(FakeEmbedder(is_constant=True), VerifiedRule(PRIOR), clock)
-    for text in ("alpha", "beta"):
-        (answer,) = cache.lookup([query(text)])
-        fp = ask(text)
-        cache.fold([PromptAdded(ACME, fp.exact, fp.compat, text, clock.now, clock.now + 60)])
-        assert cache.judge(query(text), answer, fp.exact, lambda _: None) is None
+def test_no_lookup_leaves_no_record() -> None:
+    """An answer that no lookup came before has nothing to be compared with."""
+    cache = SemanticCache(FakeEmbedder(is_constant=True), VerifiedRule(PRIOR), Clock())
     assert cache.judge(query("gamma"), Miss(MissReason.EMPTY), b"g" * 16, lambda _: True) is None
+
+
+def test_what_no_judge_can_tell_makes_nothing_likelier() -> None:
+    """Without the comparisons that it left open, a judge that can only say "same" would teach that all is the same: with them no hit
+    is served but those of a cache without verdicts, though each answer comes in three wordings."""
+    clock, draw = Clock(), random.Random(3)
+    caches = [SemanticCache(BagEmbedder(), VerifiedRule(PRIOR), clock) for _ in range(2)]
+    answers: dict[bytes, tuple[int, int]] = {}
+    told = 0
+    for number, (text, intent) in enumerate(requests(400, 7)):
+        asked, exact = query(text), number.to_bytes(16, "big")
+        learned, cold = (cache.lookup([asked])[0] for cache in caches)
+        assert isinstance(cold, Hit) or not isinstance(learned, Hit)
+        answers[exact] = intent, draw.randrange(3)
+        for cache in caches:
+            cache.fold([PromptAdded(ACME, exact, asked.compat, text, clock.now, clock.now + 1e6)])
+
+        def is_same(other: bytes, own: tuple[int, int] = answers[exact]) -> bool | None:
+            return True if answers[other] == own else None
+
+        if isinstance(learned, Miss):
+            judged = caches[0].judge(asked, learned, exact, is_same)
+            told += judged is not None and judged.verdict.is_right is True
+            caches[0].fold([judged] if judged is not None else [])
+    assert told > 60
+
+
+def test_verdicts_that_are_left_open_are_read_as_wrong_by_the_one_model_and_not_at_all_by_the_other() -> None:
+    """Until the first of them there is one model; then the cold rule may serve what the verdicts are not against, unless the judges
+    can call most answers different."""
+    model = LearnedModel(prior())
+    made = rows(300, 1)
+    for row in made:
+        model.learn(row)
+    right = next(row.features for row in made if row.is_right and model.certain.logistic.p(row.features) > 0.95)
+    assert not model.allows_cold(right, 0.01, 0.0)
+    for row in rows(300, 2):
+        model.learn(compared(row.features, None if row.is_right else False, 1.0, 0.5))
+    assert model.certain.logistic.p(right) < 0.8
+    assert model.allows_cold(right, 0.01, 0.1)
+    assert not model.allows_cold(right, 0.01, 0.9)
+    wrong = next(row.features for row in made if not row.is_right)
+    assert not model.allows_cold(wrong, 0.01, 0.1)
+
+
+def test_audits_of_cold_hits_that_no_judge_can_settle_fade() -> None:
+    """Ten of them left open, and the next would-be hit is audited a tenth as often; a "different" brings them back."""
+    clock = Clock()
+    cache, asked = audited_cache(random.Random(1), clock)
+
+    def chance() -> float:
+        (answer,) = cache.lookup([query(asked)])
+        assert answer.trial is not None
+        return answer.trial.chance
+
+    first = chance()
+    (answer,) = cache.lookup([query(asked)])
+    trial = msgspec.structs.replace(answer.trial, chance=1.0)
+    exact = ask("open the box please").exact
+
+    def judge(is_right: bool | None) -> None:
+        open_ = Verdict(
+            source=Source.MISS, compat=query(asked).compat, is_right=is_right, trial=trial, at=clock.now, judge="some"
+        )
+        cache.fold([AnswerJudged(ACME, open_, answer_name(exact, clock.now), None)])
+
+    for _ in range(10):
+        judge(None)
+    assert chance() < first / 8
+    for _ in range(10):
+        judge(False)
+    assert chance() > first / 3
 
 
 def test_vcache_explores_until_an_entry_has_shown_its_threshold() -> None:

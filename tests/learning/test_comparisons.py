@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 
 from cache import Entry, ExactCache, Recorded, Trial
 from cache.verdicts import Judgement, QAPair, Ruling, Source, VerdictStore
+from cache.verdicts.records import AnswerJudged
 from gateway.deployments.progress import Progress
 from gateway.journey.flight import Flight
 from gateway.journey.generation import Generation
@@ -37,6 +38,16 @@ class Waits:
     async def judge(self, fresh: QAPair, cached: QAPair) -> Judgement:
         await self.may.wait()
         return Judgement(Ruling.SAME, "waits", "so")
+
+
+class Says:
+    """A judge that always says the same."""
+
+    def __init__(self, ruling: Ruling) -> None:
+        self._ruling = ruling
+
+    async def judge(self, fresh: QAPair, cached: QAPair) -> Judgement:
+        return Judgement(self._ruling, "says", "so")
 
 
 class Heard:
@@ -111,3 +122,40 @@ async def test_hits_are_drawn_at_the_share_they_stand_for(redis: Redis, share: f
     weight = (1 - audited) / (audited + (1 - audited) * share)
     assert [check.weight for check in heard.checks] == pytest.approx([weight] * len(heard.checks))
     assert not any(check.is_wrong for check in heard.checks)
+
+
+@pytest.mark.parametrize(
+    ("fallback", "similarity", "ruling", "row"),
+    [
+        (None, 0.9, Ruling.UNKNOWN, (None, b"1234")),
+        (None, 0.3, Ruling.UNKNOWN, (None, b"1234")),
+        (Says(Ruling.DIFFERENT), 0.9, Ruling.UNKNOWN, (False, b"1234")),
+        (Says(Ruling.DIFFERENT), 0.3, Ruling.SAME, (True, b"")),
+        (Says(Ruling.DIFFERENT), 0.3, Ruling.UNKNOWN, None),
+    ],
+)
+async def test_a_comparison_left_open_is_a_row_and_one_that_a_judge_was_kept_from_is_none(
+    redis: Redis, fallback: Says | None, similarity: float, ruling: Ruling, row: tuple[bool | None, bytes] | None
+) -> None:
+    """Equality alone, or a judge model that is not asked about far prompts: what only some pairs could get is no sample."""
+    store, now = VerdictStore(redis), time.time()
+    found = ask("open the crate")
+    exact = ExactCache(redis)
+    await exact.store(msgspec.structs.replace(entry_for(found, now), chunks=(Recorded(WHOLE, is_whole=True),)))
+    one = Judging(
+        exact, store, Says(ruling), fallback, None, 0.0, 60.0, random.random, lambda _: None, lambda *_: None
+    )  # fmt: skip
+    running = asyncio.create_task(one.run())
+    flight, record = over(1.0)
+    trial = flight.generation.semantic.trial
+    assert trial is not None
+    flight.generation.looked_up(SemanticResult(trial=msgspec.structs.replace(trial, features=b"1234")))
+    one.recorded(flight, msgspec.structs.replace(record, similarity=similarity))
+    async with asyncio.timeout(20):
+        while one.waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    running.cancel()
+    await one.aclose()
+    records, _ = await store.read(found.partition, b"0-0")
+    judged = [one.verdict for one in records if isinstance(one, AnswerJudged)]
+    assert [(verdict.is_right, verdict.trial.features) for verdict in judged] == ([] if row is None else [row])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -81,6 +82,24 @@ def test_reports_only_raise() -> None:
     assert loud.low > silent.low == 0.0
     assert measure(CheckCounts(requests=10, hits=3)).estimate is None
     assert measure(CheckCounts()).checks == 0
+
+
+def test_what_no_judge_could_tell_widens_the_interval_both_ways() -> None:
+    """As right at its low end and wrong at its high end; where most of it is open there is no estimate. A bound that the settled
+    checks tightened stays tight."""
+    settled = CheckCounts(requests=1_000, hits=500, checks=50, wrong=5, weight=50, weight2=50, wrong_weight=5)
+    some, most = (
+        msgspec.structs.replace(settled, unsettled=count, unsettled_weight=float(count), unsettled_weight2=float(count))
+        for count in (20, 200)
+    )
+    assert measure(some).estimate == measure(settled).estimate == 0.05
+    assert measure(some).unsettled == 20
+    assert measure(some).low < measure(settled).low < measure(settled).high < measure(some).high
+    assert measure(most).estimate is None
+    assert measure(most).high > 0.4
+    for day in (settled, most):
+        (tight,) = MeasuredErrors(Bounds(settings())).update({(1, "m"): day}, [TEAM])
+        assert tight.strictness == pytest.approx(0.2)
 
 
 bounds = st.one_of(st.none(), st.floats(0, 1))
