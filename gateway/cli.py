@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from gateway.config_file import check_settings, load_settings
+from gateway.config_file import check_settings, load_settings, notes
 from gateway.settings import Settings, SettingsError, deployment_name
 
 
@@ -91,10 +91,11 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def _check_config(arguments: argparse.Namespace) -> int:
     settings = _settings(arguments, check_settings)
-    for name in _without_price(settings):
-        print(
-            f"sameway: note: no price is known for {name}: it counts as free, and no budget holds it", file=sys.stderr
-        )
+    unpriced = [
+        f"no price is known for {name}: it counts as free, and no budget holds it" for name in _without_price(settings)
+    ]
+    for note in (*notes(settings), *unpriced):
+        print(f"sameway: note: {note}", file=sys.stderr)
     counts = _count(settings.models, "model"), _count(settings.engines, "local engine")
     print(f"The configuration is good: {', '.join(counts)}.")
     return 0

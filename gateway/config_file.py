@@ -6,14 +6,33 @@ setting, with its name, the value found and the value expected.
 
 import difflib
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
+from urllib.parse import urlsplit
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from gateway.data_dir import weak_files
-from gateway.settings import SECRETS, SECTIONS, Settings, SettingsError, refuse_settings, secret_problem
+from gateway.settings import (
+    CAPABILITIES,
+    SECRETS,
+    SECTIONS,
+    Settings,
+    did_you_mean,
+    refuse_settings,
+    secret_problem,
+)
+
+_ROUNDS_MAX = 10
+_STAND_IN = {"backend": "litellm", "model": "-"}  # for a deployment with errors; it refers to nothing
+_KEPT = ("name", "engine", "api_key_env", "capabilities")  # of such a deployment: they are checked later
+_VERSION = re.compile(r"/v\d|/openai\b", re.IGNORECASE)  # in the paths of base URLs
+# words of other price lists, for hints
+_OTHER_WORDS = {"prompt": "input", "completion": "output"}
+
+_Loc = tuple[int | str, ...]
 
 
 def load_settings(
@@ -36,24 +55,52 @@ def check_settings(
 ) -> Settings:
     """Settings as from `load_settings`, with further checks on this host.
 
-    Model files and the variables of providers' keys must exist, and no `SAMEWAY_` variable may be a
-    misspelt setting. Raises SettingsError naming every wrong setting.
+    Model files must be readable, the data directory writable and the variables of providers' keys
+    set, capabilities must be known, and no `SAMEWAY_` variable may be a misspelt setting. Raises
+    SettingsError naming every wrong setting, and with it each of `notes`.
     """
     settings, wrong, weak = _read(path, environ, model, overrides)
+    noted: list[str] = []
     if settings is not None:
-        wrong += [*_missing_files(settings), *_missing_variables(settings, environ)]
+        wrong += [*_unusable_files(settings), *_missing_variables(settings, environ), *_unknown_capabilities(settings)]
         weak += weak_files(settings)
+        noted = [f"note: {note}" for note in notes(settings)]
     wrong += _misspelt_variables(environ)
-    refuse_settings(wrong, weak)
+    refuse_settings([*wrong, *noted] if wrong or weak else [], weak)
     assert settings is not None
     return settings
+
+
+def notes(settings: Settings) -> list[str]:
+    """What is allowed, and probably not meant: base URLs without a version, or with an endpoint."""
+    noted = []
+    for alias, model in settings.models.items():
+        for index, deployment in enumerate(model.deployments):
+            url = deployment.base_url
+            if deployment.backend != "openai" or url is None:
+                continue
+            where, path = f"models.{alias}.deployments.{index}.base_url: {_shown(url)}", urlsplit(url).path.rstrip("/")
+            if path.endswith("completions"):
+                noted.append(f"{where} ends in an endpoint; the gateway adds /chat/completions itself")
+            elif not _VERSION.search(path):
+                noted.append(
+                    f"{where} has no /v1; most servers' base URL ends in /v1: did you mean {_shown(url, '/v1')}?"
+                )
+    return noted
+
+
+def _shown(url: str, more: str = "") -> str:
+    """A URL without its credentials and its query, and with `more` at the end."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/') if more else parts.path}{more}"
 
 
 def _read(
     path: Path | None, environ: Mapping[str, str], model: str | None, overrides: Mapping[str, Any]
 ) -> tuple[Settings | None, list[str], list[str]]:
-    """The settings, None if they are invalid, and two lists of errors, which may also accompany
-    valid settings: of all but the secrets, and of secrets that can be guessed.
+    """The settings and two lists of errors: of all but the secrets, and of secrets that can be
+    guessed. With errors, the settings lack what is wrong, for further checks; None if even that is
+    impossible.
     """
     values, wrong = ({}, []) if path is None else _read_yaml(path)
     wrong += [
@@ -69,11 +116,9 @@ def _read(
     problems = {name: secret_problem(name, values[name]) for name in SECRETS if name in values}
     weak = [f"SAMEWAY_{name.upper()}: {problem}" for name, problem in problems.items() if problem]
     values.update({name: value for name, value in overrides.items() if value is not None})
-    try:
-        settings = Settings.model_validate(values)
-    except ValidationError as error:
-        return None, [*wrong, *(line for issue in error.errors() for line in _explain(issue))], weak
-    if model is None:
+    settings, invalid = _validated(values)
+    wrong += invalid
+    if settings is None or model is None:
         return settings, wrong, weak
     if "default" not in settings.engines:
         return settings, [*wrong, "--model: there is no engine named `default` in this configuration"], weak
@@ -82,9 +127,9 @@ def _read(
 
 
 def _read_yaml(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """A file's values, and its duplicate keys: YAML forbids them, but PyYAML keeps the last one.
+    """A file's values, and its errors.
 
-    Raises SettingsError.
+    Duplicate keys are among them: YAML forbids them, but PyYAML keeps the last one.
     """
     import yaml  # takes 1 MB, and workers do not need it: they read JSON
 
@@ -103,30 +148,122 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], list[str]]:
     try:
         loaded = yaml.load(path.read_text(), Loader)
     except FileNotFoundError:
-        raise SettingsError(f"{path.absolute()}: no such file") from None
+        return {}, [f"{path.absolute()}: no such file"]
     except OSError as error:
-        raise SettingsError(f"{path}: {error.strerror}") from None
+        return {}, [f"{path}: {error.strerror}"]
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise SettingsError(f"{path}: not YAML: {where}{error.problem or error.context}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+        return {}, [f"{path}: not YAML: {where}{error.problem or error.context}"]
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        return {}, [f"{path}: not YAML: {' '.join(str(error).split())}"]
     if loaded is None:
         return {}, []
     if not isinstance(loaded, dict):
-        raise SettingsError(f"{path}: found a {type(loaded).__name__}, expected settings by name")
+        return {}, [f"{path}: found a {type(loaded).__name__}, expected settings by name"]
     return loaded, twice
 
 
-def _missing_files(settings: Settings) -> list[str]:
-    """An error for each model whose path does not exist."""
-    named = [(f"engines.{name}.model", engine.model) for name, engine in settings.engines.items()]
-    named += [(f"engines.{name}.draft_model", e.draft_model) for name, e in settings.engines.items() if e.draft_model]
+# -- all errors in one round -----------------------------------------------------------------------
+
+
+def _validated(values: Mapping[str, Any]) -> tuple[Settings | None, list[str]]:
+    """The settings in `values`, without what is wrong, and a line for each wrong one.
+
+    pydantic checks a whole only if its parts are right. So what is wrong is left out, and the rest
+    is checked again.
+    """
+    wrong: list[str] = []
+    for _ in range(_ROUNDS_MAX):
+        together: list[str] = []
+        try:
+            settings = Settings.model_validate(values, context=together)
+        except ValidationError as error:
+            issues = error.errors()
+            wrong += [line for issue in issues for line in _explain(issue)]
+            try:
+                values = _without(values, [issue["loc"] for issue in issues])
+            except RecursionError:  # YAML can refer to a part from inside of it
+                break
+        else:
+            return settings, list(dict.fromkeys([*wrong, *together]))
+    return None, list(dict.fromkeys(wrong))
+
+
+def _without(values: Mapping[str, Any], locs: Sequence[_Loc]) -> dict[str, Any]:
+    """`values` without those at `locs`; a deployment that lacks something becomes a stand-in."""
+    left: dict[str, Any] = _copied(values)
+    for loc in reversed(locs):  # later elements of a list first: the others keep their places
+        *path, last = loc
+        if last == "[key]":
+            continue  # a key that was no text: it is one in the copy
+        place: Any = left
+        for part in path:
+            place = place[part if isinstance(place, list) else str(part)]
+        if path[-1:] == ["deployments"]:
+            place[last] = _kept(place[last])
+        elif path[2:3] == ["deployments"] and last in ("engine", "model", "base_url"):
+            left["models"][str(loc[1])]["deployments"][loc[3]] = _kept({**place, last: None})
+        elif path in (["models"], ["engines"]):
+            place[str(last)] = {}  # others may refer to it
+        elif isinstance(place, dict):
+            place.pop(str(last), None)
+        else:
+            del place[last]
+    for number, model in enumerate(left.get("models", {}).values()):
+        model["deployments"] = [
+            one if "backend" in one else {"name": f"stand-in {number}.{index}", **one, **_STAND_IN}
+            for index, one in enumerate(model.get("deployments") or [{}])
+        ]
+    return left
+
+
+def _copied(value: Any) -> Any:
+    """A copy of a document's value, with texts as keys."""
+    if isinstance(value, Mapping):
+        return {str(key): _copied(inner) for key, inner in value.items()}
+    return [_copied(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _kept(deployment: Any) -> dict[str, Any]:
+    """Those values of a deployment with errors that are checked later."""
+    values = deployment if isinstance(deployment, dict) else {}
+    return {name: values[name] for name in _KEPT if values.get(name) is not None}
+
+
+# -- this host -------------------------------------------------------------------------------------
+
+
+def _unusable_files(settings: Settings) -> list[str]:
+    """An error for each path that is not there, or cannot be used."""
+    named = [("cache.embedder", settings.cache.embedder)]
+    for name, engine in settings.engines.items():
+        named += [(f"engines.{name}.model", engine.model), (f"engines.{name}.draft_model", engine.draft_model or "")]
+    wrong = []
+    for where, model in named:
+        path = Path(model).expanduser()
+        if not model.startswith(("/", "./", "../", "~")):
+            continue  # a name
+        if not path.exists():
+            wrong.append(f"{where}: there is no {model}")
+        elif not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
+            wrong.append(f"{where}: {model} can't be read by this user")
+    folder = settings.data_dir.absolute()
+    existing = next(one for one in (folder, *folder.parents) if one.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+        wrong.append(f"data_dir: {existing}: expected a directory that this user can write")
+    return wrong
+
+
+def _unknown_capabilities(settings: Settings) -> list[str]:
+    """An error for each capability that no request asks for."""
     return [
-        f"{where}: there is no {model}"
-        for where, model in named
-        if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().exists()
+        f"models.{alias}.deployments.{index}.capabilities: found {name!r}, expected one of "
+        f"{', '.join(sorted(CAPABILITIES))}{did_you_mean(name, CAPABILITIES)}"
+        for alias, model in settings.models.items()
+        for index, deployment in enumerate(model.deployments)
+        for name in deployment.capabilities or ()
+        if name not in CAPABILITIES
     ]
 
 
@@ -157,6 +294,9 @@ def _scalars() -> set[str]:
     return {name for name in Settings.model_fields if name not in ("cache", "budgets", "engines", "models")}
 
 
+# -- words -----------------------------------------------------------------------------------------
+
+
 def _explain(issue: Any) -> list[str]:
     """A line for each wrong setting: its path, the value found, the value expected."""
     where = ".".join(str(part) for part in issue["loc"])
@@ -170,13 +310,59 @@ def _explain(issue: Any) -> list[str]:
     expected = message.removeprefix("Input should be ").removeprefix("a valid ").partition(", unable to parse")[0]
     if issue["type"] == "too_short":
         expected = f"at least {issue['ctx']['min_length']}"
+    if issue["type"] in ("model_type", "dict_type"):
+        expected = "a section"
     found = issue["input"]
     shown = "a section" if isinstance(found, dict) else repr(found)
-    return [f"{where}: found {shown}, expected {expected}"]
+    hint = did_you_mean(str(found), re.findall(r"'([^']+)'", expected)) if issue["type"] == "literal_error" else ""
+    return [f"{where}: found {shown}, expected {expected}{hint}"]
 
 
-def _nearest(loc: tuple[Any, ...]) -> str:
-    names = {name for section in SECTIONS for name in section.model_fields}
-    # the name itself may exist in another section
-    close = difflib.get_close_matches(str(loc[-1]), names - {loc[-1]}, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+def _nearest(loc: _Loc) -> str:
+    """The end of the message about an unknown setting: the settings that may be meant, if any.
+
+    The section's own come first: the nearest one, or those that share a word. Then those of others.
+    """
+    name, section = str(loc[-1]), _section_of(loc)
+    if hint := did_you_mean(name, section.model_fields):
+        return hint
+    words = {_OTHER_WORDS.get(word, word) for word in name.lower().split("_")}
+    shared = {own: sum(len(word) > 3 for word in words.intersection(own.split("_"))) for own in section.model_fields}
+    best = max(shared.values())
+    if best:
+        meant = [own for own, count in shared.items() if count == best]
+        return f"; did you mean {' or '.join([own for own in meant if own.split('_')[0] in words] or meant)}?"
+    elsewhere = dict(_places())
+    close = difflib.get_close_matches(name, elsewhere, n=1)
+    return f"; did you mean {close[0]} of {elsewhere[close[0]]}?" if close else ""
+
+
+def _section_of(loc: _Loc) -> type[BaseModel]:
+    """The section that holds the setting at `loc`."""
+    section: type[BaseModel] = Settings
+    parts = iter(loc[:-1])
+    for part in parts:
+        inner = _inner(section, str(part))
+        if inner is not None:
+            section = inner[0]
+            if inner[1]:
+                next(parts, None)  # a name, or a place in a list
+    return section
+
+
+def _inner(section: type[BaseModel], name: str) -> tuple[type[BaseModel], str] | None:
+    """The section of the setting `name`, if it is one, and how a document writes its many."""
+    kind: Any = section.model_fields[name].annotation if name in section.model_fields else None
+    many = {dict: ".<name>", list: "[]"}.get(get_origin(kind), "")
+    found = [one for one in (kind, *get_args(kind)) if one in SECTIONS]
+    return (found[0], many) if found else None
+
+
+def _places(section: type[BaseModel] = Settings, where: str = "the top level") -> Iterator[tuple[str, str]]:
+    """Each setting of `section` and of those in it, with the section's path."""
+    for name in section.model_fields:
+        yield name, where
+        inner = _inner(section, name)
+        if inner is not None:
+            path = f"{name}{inner[1]}"
+            yield from _places(inner[0], path if section is Settings else f"{where}.{path}")

@@ -127,7 +127,7 @@ class Pipeline:
         `attend` is called with the reply before its reader is awaited, so that a client that leaves
         can be removed at any time. Raises ApiError.
         """
-        alias = self.fleet.alias(turn.alias)
+        alias = self.fleet.alias(turn.alias, identity.key.models)
         may_use(identity, turn.alias)
         alias.check(turn.body, turn.demand, turn.kind)
         found = self._fingerprint(turn, identity)

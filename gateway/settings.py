@@ -8,7 +8,9 @@ them. This module opens and creates nothing.
 import difflib
 import hashlib
 import os
+import re
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -19,6 +21,11 @@ from gateway.reserved import FIELDS, OTHER_TOOLS, TOOLS, canonical
 
 DEFAULT_ALIAS = "smollm2-135m-instruct"
 DEFAULT_EMBEDDER_ALIAS = "all-minilm-l6-v2"
+
+
+CAPABILITIES = frozenset(
+    {"n", "logprobs", "tools", "json_object", "json_schema", "vision", "audio", "files", "completions", "suffix"}
+)
 
 
 class SettingsError(Exception):
@@ -71,11 +78,30 @@ def _refuse(wrong: list[str]) -> None:
         raise ValueError("\n".join(wrong))
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about `name`: the one of `known` that is nearest to it, if any is near."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
 def _is_http_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        has_host = bool((parts.hostname or "").encode("idna"))  # raises for what can't be a name
+        return parts.scheme in ("http", "https") and has_host and parts.port != 0
     except ValueError:  # a port beyond 65535, a bracket that is not closed
+        return False
+
+
+def _has_good_hosts(url: str) -> bool:
+    """Whether each `host:port` of a URL, which may list several, can be one.
+
+    A password may contain any character but `@`, as SQLAlchemy reads it.
+    """
+    nodes, *_ = re.split("[/?#]", url.partition("://")[2].rpartition("@")[2], maxsplit=1)
+    try:
+        return all(urlsplit(f"//{node}").port != 0 for node in nodes.split(","))
+    except ValueError:
         return False
 
 
@@ -287,25 +313,49 @@ class Settings(_Section):
             raise ValueError(
                 f"found {url.partition('://')[0]!r}, expected a URL that begins with one of {', '.join(known)}"
             )
+        if url is not None and not _has_good_hosts(url):
+            raise ValueError("found a host or port that can't be one, expected host:port, with a port from 1 to 65535")
+        if url is not None and "+sentinel://" in url and not urlsplit(url).path.strip("/"):
+            raise ValueError(
+                "found no service, expected its name at the end, as in redis+sentinel://host:26379/service"
+            )
         return url
 
     @model_validator(mode="after")
-    def _names_resolve(self) -> "Settings":
+    def _names_resolve(self, info: ValidationInfo) -> "Settings":
+        """With a list as context, the errors are added to it and nothing is raised."""
         seen: set[str] = set()
         wrong: list[str] = []
+        for name in self.engines:
+            if not _ENGINE_NAME.fullmatch(name):
+                wrong.append(
+                    f"engines.{name}: found {name!r}, expected a name of up to 40 letters, digits, `-`, `_`, `.`"
+                )
+            elif (size := len(os.fsencode(self.engine_socket(name)))) > _SOCKET_PATH_BYTES_MAX:
+                wrong.append(
+                    f"engines.{name}: its socket's path has {size} bytes, expected at most {_SOCKET_PATH_BYTES_MAX}; "
+                    "give the engine a shorter name"
+                )
         for alias, model in self.models.items():
             for index, deployment in enumerate(model.deployments):
                 where = f"models.{alias}.deployments.{index}"
                 if deployment.engine is not None and deployment.engine not in self.engines:
-                    wrong.append(f"{where}.engine: found {deployment.engine!r}, expected one of {sorted(self.engines)}")
+                    hint = did_you_mean(deployment.engine, self.engines)
+                    wrong.append(
+                        f"{where}.engine: found {deployment.engine!r}, expected one of {sorted(self.engines)}{hint}"
+                    )
                 name = deployment_name(alias, deployment)
                 if name in seen:
                     wrong.append(f"{where}.name: {name!r} is used twice; give each deployment its own `name`")
                 seen.add(name)
         judge = self.cache.judge_model
         if judge is not None and judge not in self.models:
-            wrong.append(f"cache.judge_model: found {judge!r}, expected one of {sorted(self.models)}")
-        _refuse(wrong)
+            hint = did_you_mean(judge, self.models)
+            wrong.append(f"cache.judge_model: found {judge!r}, expected one of {sorted(self.models)}{hint}")
+        if info.context is None:
+            _refuse(wrong)
+        else:
+            info.context.extend(wrong)
         return self
 
     @property
@@ -362,6 +412,8 @@ def deployment_name(alias: str, deployment: DeploymentSettings) -> str:
     return f"{alias}@{deployment.engine or host or deployment.backend}"
 
 
+_ENGINE_NAME = re.compile(r"[A-Za-z0-9._-]{1,40}")  # part of a file's name
+_SOCKET_PATH_BYTES_MAX = 107  # Linux, unix(7)
 _URLS = {
     "redis_url": (
         "redis://",

@@ -250,6 +250,7 @@ class Supervisor:
         shown = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(shown, shown)
         where = f"http://{shown}:{port}"
         print(f"Sameway is serving\n  base_url   {where}/v1\n  dashboard  {where}/admin", flush=True)
+        print(f"  models     {', '.join(self.settings.models)}", flush=True)
         print(f"  admin key  in {self.settings.data_dir / 'admin.key'} unless SAMEWAY_ADMIN_KEY is set", flush=True)
 
     # -- one child ---------------------------------------------------------------------------------

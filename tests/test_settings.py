@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from gateway.config_file import check_settings, load_settings
+from gateway.config_file import check_settings, load_settings, notes
 from gateway.settings import SECRETS, Settings, SettingsError
 
 LOCAL = "{backend: local, engine: default}"
@@ -71,6 +72,24 @@ LOCAL = "{backend: local, engine: default}"
             "engines: {default: {device: tpu}}",
             ["engines.default.device: found 'tpu', expected 'auto', 'cpu' or 'cuda'"],
         ),
+        ("error_max: 0.1", ["error_max: found, but there is no such setting; did you mean error_max of cache?"]),
+        ("cache: 5", ["cache: found 5, expected a section\n"]),
+        ("redis_url: redis://h:99999/0", ["redis_url: found a host or port that can't be one, expected host:port"]),
+        ("redis_url: 'redis+cluster://a:1,b:x'", ["redis_url: found a host or port that can't be one"]),
+        ("redis_url: 'redis+sentinel://a:1,b:2'", ["redis_url: found no service, expected its name at the end"]),
+        ("database_url: postgresql://u:pw@h:x/db", ["database_url: found a host or port that can't be one"]),
+        ("engines: {a/b: {}}", ["engines.a/b: found 'a/b', expected a name of up to 40 letters"]),
+        (
+            f"models: {{a: {{deployments: [{LOCAL.replace('default', 'defualt')}]}}}}",
+            ["found 'defualt', expected one of ['default']; did you mean default?"],
+        ),
+        *(
+            (
+                f"models: {{a: {{deployments: [{{backend: openai, model: m, base_url: '{url}'}}]}}}}",
+                [f"base_url: found {url!r}, expected http://... or https://..."],
+            )
+            for url in ("localhost:8000/v1", "ftp://h/v1", "http://", "http://h:x/v1", "http://a..b/v1")
+        ),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, expected: list[str]) -> None:
@@ -89,6 +108,20 @@ def test_a_misspelt_variable_is_named_by_check_config() -> None:
     assert check_settings(None, others) == load_settings(None, others)
     with pytest.raises(SettingsError, match=r"SAMEWAY_REDIS_URI: found .* did you mean SAMEWAY_REDIS_URL"):
         check_settings(None, {**others, "SAMEWAY_REDIS_URI": "redis://there"})
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://u:p?/#:w@h:5432/db", "postgresql://[::1]:5432/db", "postgresql:///db", "sqlite:///a/b.db",
+        "redis://:pw@h:6379/0", "rediss://h", "unix:///run/redis.sock?db=1", "redis+sentinel://u:p@a:1,b:2/service/0",
+        "redis+cluster://a:1", "unix://",
+    ],
+)  # fmt: skip
+def test_good_urls_pass(url: str) -> None:
+    """Any password, no port, several hosts, no host at all."""
+    name = "database_url" if "sql" in url else "redis_url"
+    assert getattr(load_settings(None, {f"SAMEWAY_{name.upper()}": url}), name) == url
 
 
 def test_environment_and_flags_override_the_file(tmp_path: Path) -> None:
@@ -135,6 +168,127 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
     for part in ("secret: found in the file", "line 2 and again in line 3", "/not/there.gguf", "NOT_THERE_AT_ALL"):
         assert part in done.stderr
     load_settings(None, {}, model="/not/there.gguf")  # a start goes on: the deployment says why it can't answer
+
+
+_MUCH_IS_WRONG = """
+port: eighty
+secret: x
+prot: 1
+redis_url: redis://h:99999/0
+cache: {ttl: 5, judge_model: asistant, embedder: /not/there}
+engines: {gpu: {model: /not/there.gguf, device: tpu}, cpu: {draft_model: UNREADABLE}}
+models:
+  assistant:
+    deployments:
+      - {name: o, backend: openai, base_url: "http://u:pw@h:8000", model: m, api_key_env: NOT_SET_A, price: {input: 2}}
+      - {name: p, backend: local, engine: gpuu, priority: high}
+      - {name: o, backend: openia, base_url: "http://h/v1", model: m}
+      - {backend: openai, engine: gpus, api_key_env: NOT_SET_B}
+      - {backend: openai, base_url: h, model: m, capabilities: [tool]}
+      - {backend: openai, base_url: "http://h/v1/chat/completions", model: 5}
+  other: 5
+  last: {deployments: [{backend: local}]}
+"""
+
+
+def test_all_kinds_of_errors_are_named_in_one_round(tmp_path: Path) -> None:
+    """Fields, references, the environment, files, URLs and names: an error of one kind hides none of another, and causes none."""
+    path, unreadable = tmp_path / "sameway.yaml", tmp_path / "model.gguf"
+    unreadable.touch(mode=0o000)
+    is_root = os.access(unreadable, os.R_OK)
+    path.write_text(_MUCH_IS_WRONG.replace("UNREADABLE", str(unreadable)))
+    with pytest.raises(SettingsError) as told:
+        check_settings(path, {"SAMEWAY_WORKERS": "0", "SAMEWAY_REDIS_URI": "x"}, data_dir=path)
+    first = "models.assistant.deployments"
+    lines = [
+        f"{path}: secret: found in the file",
+        "port: found 'eighty', expected integer",
+        "workers: found '0', expected greater",
+        "prot: found, but there is no such setting; did you mean port?",
+        "redis_url: found a host or port",
+        "cache.ttl: found, but there is no such setting; did you mean ttl_s?",
+        "cache.judge_model: found 'asistant', expected one of ['assistant', 'last', 'other']; did you mean assistant?",
+        "cache.embedder: there is no /not/there",
+        "engines.gpu.model: there is no /not/there.gguf",
+        "engines.gpu.device: found 'tpu', expected 'auto', 'cpu' or 'cuda'",
+        *([] if is_root else [f"engines.cpu.draft_model: {unreadable} can't be read"]),
+        f"{first}.0.price.input: found, but there is no such setting; did you mean input_usd_per_mtok?",
+        f"{first}.0.api_key_env: the environment variable NOT_SET_A is not set",
+        f"{first}.1.priority: found 'high', expected integer",
+        f"{first}.1.engine: found 'gpuu', expected one of ['cpu', 'gpu']; did you mean gpu?",
+        f"{first}.2.backend: found 'openia', expected 'local', 'openai' or 'litellm'; did you mean openai?",
+        f"{first}.2.name: 'o' is used twice",
+        f"{first}.3: an openai deployment needs `base_url` and `model`",
+        f"{first}.3.engine: found 'gpus', expected one of ['cpu', 'gpu']; did you mean gpu?",
+        f"{first}.3.api_key_env: the environment variable NOT_SET_B is not set",
+        f"{first}.4: base_url: found 'h', expected http://",
+        f"{first}.4.capabilities: found 'tool', expected one of ",
+        f"{first}.5.model: found 5, expected string",
+        "models.other: found 5, expected a section",
+        "models.last.deployments.0: a local deployment needs `engine`",
+        f"data_dir: {path}: expected a directory that this user can write",
+        "SAMEWAY_REDIS_URI: found in the environment, but there is no such setting",
+        f"note: {first}.0.base_url: http://h:8000 has no /v1; most servers' base URL ends in /v1: did you mean http://h:8000/v1?",
+    ]
+    found = str(told.value).splitlines()
+    assert [line for line in lines if sum(one.startswith(line) for one in found) != 1] == []
+    assert [one for one in found if not one.startswith(tuple(lines))] == []
+
+
+@pytest.mark.parametrize(
+    "text", [None, "a: [", "\0", "- 1", "&a [*a]", "models: {1: 2}", "models: {a: {deployments: {b: 1}}}"]
+)
+def test_an_unusable_file_hides_nothing_of_the_environment(tmp_path: Path, text: str | None) -> None:
+    """A file that is missing, or no YAML, or of another shape is named beside wrong variables."""
+    path = tmp_path / "sameway.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SettingsError) as told:
+        check_settings(path, {"SAMEWAY_PORT": "x", "SAMEWAY_REDIS_URI": "x"})
+    found = str(told.value)
+    assert "port: found 'x'" in found
+    assert "SAMEWAY_REDIS_URI: found" in found
+    assert len(found.splitlines()) >= 3
+
+
+@pytest.mark.parametrize(
+    ("price", "hint"),
+    [
+        ("output", "output_usd_per_mtok"),
+        ("prompt", "input_usd_per_mtok"),
+        ("completion_tokens", "output_usd_per_mtok"),
+        ("input_cost_per_token", "input_usd_per_mtok"),
+        ("cached_input", "cached_input_usd_per_mtok"),
+        ("request", "request_usd"),
+    ],
+)
+def test_other_price_lists_words_are_known(tmp_path: Path, price: str, hint: str) -> None:
+    """A price under another list's name is told its name here."""
+    path = tmp_path / "sameway.yaml"
+    path.write_text(f"models: {{a: {{deployments: [{{backend: litellm, model: m, price: {{{price}: 2}}}}]}}}}")
+    with pytest.raises(SettingsError, match=rf"price\.{price}: found, .* did you mean {hint}\?"):
+        load_settings(path, {})
+
+
+@pytest.mark.parametrize(
+    ("url", "hint"),
+    [
+        ("http://localhost:8000", "has no /v1; .* did you mean http://localhost:8000/v1?"),
+        ("https://openrouter.ai/api/", "did you mean https://openrouter.ai/api/v1?"),
+        ("http://h/v1/chat/completions", "ends in an endpoint"),
+        ("http://h/v1", ""),
+        ("http://h/v1/", ""),
+        ("https://generativelanguage.googleapis.com/v1beta/openai/", ""),
+        ("https://x.openai.azure.com/openai/deployments/d?api-version=1", ""),
+    ],
+)
+def test_a_base_url_without_a_version_gets_a_hint(tmp_path: Path, url: str, hint: str) -> None:
+    """It may be right, so it is a note; none where the path has a version."""
+    path = tmp_path / "sameway.yaml"
+    path.write_text(f"models: {{a: {{deployments: [{{backend: openai, model: m, base_url: '{url}'}}]}}}}")
+    found = notes(check_settings(path, {}))
+    assert bool(found) == bool(hint)
+    assert all(re.search(hint, note) for note in found)
 
 
 def test_a_good_configuration_is_counted() -> None:

@@ -12,7 +12,7 @@ import msgspec
 
 from gateway.backends.base import Backend
 from gateway.deployments.catalog import Known, known, microusd
-from gateway.settings import DeploymentSettings, PriceSettings, Settings, SettingsError, deployment_name
+from gateway.settings import CAPABILITIES, DeploymentSettings, PriceSettings, Settings, deployment_name
 from policies import Price
 from policies.prices import FREE
 
@@ -20,9 +20,7 @@ from policies.prices import FREE
 # calls, constrains no grammar and fills no gap before a suffix.
 _CAPABILITIES = {
     "local": frozenset({"n", "logprobs", "completions"}),
-    "openai": frozenset(
-        {"n", "logprobs", "tools", "json_object", "json_schema", "vision", "audio", "files", "completions", "suffix"}
-    ),
+    "openai": CAPABILITIES,
     "litellm": frozenset({"tools"}),
 }
 _NEVER = {"litellm": frozenset({"completions"})}  # litellm would turn a text completion into a chat
@@ -57,7 +55,7 @@ def describe(deployment: DeploymentSettings) -> Facts:
 def build_backend(
     alias: str, deployment: DeploymentSettings, settings: Settings, environ: Mapping[str, str] = os.environ
 ) -> Backend:
-    """The backend of one deployment, not started. Raises SettingsError for an invalid URL.
+    """The backend of one deployment, not started.
 
     A key whose variable `environ` lacks leaves the deployment unready; its `load` has the reason.
     """
@@ -73,8 +71,6 @@ def build_backend(
     key = environ.get(deployment.api_key_env, "") if deployment.api_key_env else ""
     unready = f"{deployment.api_key_env} is not set in the environment" if deployment.api_key_env and not key else ""
     assert deployment.model is not None, "the settings see to it"
-    if deployment.base_url is not None:
-        _check_url(alias, name, deployment.base_url)
     if deployment.backend == "litellm":
         from gateway.backends.managed import ManagedBackend
 
@@ -118,14 +114,3 @@ def _price(settings: PriceSettings) -> Price:
         cached_input_microusd_per_mtok=microusd(cached) if cached is not None else None,
         request_microusd=microusd(settings.request_usd),
     )
-
-
-def _check_url(alias: str, name: str, url: str) -> None:
-    try:
-        parts = urlsplit(url)
-        has_host = bool((parts.hostname or "").encode("idna"))  # raises for what can't be a name
-        is_good = parts.scheme in ("http", "https") and has_host and (parts.port or 1) > 0
-    except ValueError:
-        is_good = False
-    if not is_good:
-        raise SettingsError(f"models.{alias}: {name}: base_url: found {url!r}, expected http://... or https://...")

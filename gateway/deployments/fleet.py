@@ -5,7 +5,7 @@ is a pure function there. No teams, budgets or caches.
 """
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ _log = get_logger()
 
 _TTFT_TIMEOUT_MAX_MS = 60_000.0
 _ATTEMPTS_MAX = 3
+_NAMES_SHOWN_MAX = 10
 _PAUSE_BEFORE_RETRY_S = 0.2
 _PAUSE_MAX_S = 2.0
 
@@ -245,11 +246,17 @@ class Fleet:
     def deployments(self) -> list[Deployment]:
         return [d for alias in self.aliases.values() for d in alias.deployments.values()]
 
-    def alias(self, name: str) -> Alias:
+    def alias(self, name: str, allowed: Collection[str] | None = None) -> Alias:
+        """The alias of this name. Raises NotFound, which names those of `allowed`; None: all."""
         found = self.aliases.get(name)
         if found is None:
+            names = [one for one in self.aliases if allowed is None or one in allowed]
+            there = ", ".join(f"`{one}`" for one in names[:_NAMES_SHOWN_MAX]) or "none that this API key may use"
+            more = ", ..." if len(names) > _NAMES_SHOWN_MAX else ""
             raise NotFound(
-                f"The model `{shown(name)}` does not exist; see GET /v1/models", param="model", code="model_not_found"
+                f"The model `{shown(name)}` does not exist; there is {there}{more} (GET /v1/models)",
+                param="model",
+                code="model_not_found",
             )
         return found
 

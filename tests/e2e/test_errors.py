@@ -12,7 +12,7 @@ import pytest
 
 from gateway.app import create_app
 from gateway.settings import Settings
-from tests.e2e.gateway import API_KEY, Gateway
+from tests.e2e.gateway import API_KEY, Gateway, wait_for
 from tests.e2e.test_routing import record_of
 from tests.e2e.upstream import Upstream
 from tests.services import RedisServer
@@ -164,6 +164,23 @@ def test_a_base_url_without_v1_is_told_so(gateway: Gateway) -> None:
     reply = httpx.post(f"{gateway.root}/chat/completions", json={})
     assert reply.status_code == 404
     assert "did you mean /v1/chat/completions?" in reply.json()["error"]["message"]
+
+
+def test_which_models_there_are_is_said(gateway: Gateway) -> None:
+    """At the start, and in the 404 for another one: the packaged model is not there where `models` are configured. A key that
+    is limited to some models reads the names of those alone, and a long name is cut."""
+    assert "\n  models     busy, busy-too, cut, " in gateway.stdout
+    reply = gateway.chat("hello", model="smollm2-135m-instruct")
+    assert (reply.status_code, assert_openai_shape(reply)["code"]) == (404, "model_not_found")
+    assert "does not exist; there is `busy`, `busy-too`, `cut`, " in reply.json()["error"]["message"]
+    team = gateway.admin("POST", "/teams", json={"name": "narrow"})
+    limited = {"name": "limited", "models": ["slow", "no-more"]}
+    key = gateway.admin("POST", f"/teams/{team['id']}/keys", json=limited)["plaintext"]
+    wait_for(lambda: gateway.chat("hello", model="x", key=key).status_code == 404)
+    long = gateway.chat("hello", model="x" * 100_000, key=key).json()["error"]["message"]
+    assert "there is `slow` (GET" in long
+    assert "busy" not in long
+    assert len(long) < 300
 
 
 def test_an_unknown_compression_is_refused_and_a_byte_order_mark_is_not(gateway: Gateway) -> None:
