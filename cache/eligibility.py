@@ -30,7 +30,7 @@ class Controls(msgspec.Struct, frozen=True):
 class Outcome(msgspec.Struct, frozen=True):
     """How a generation ended. `finish_reasons` has one word for each choice; `size_bytes` is what
     an entry would take. `is_length_asked`: the caller said how long it is to be, so that one of
-    that length is whole.
+    that length is whole. `is_servable`: some lookup could find the entry.
     """
 
     is_complete: bool
@@ -39,12 +39,14 @@ class Outcome(msgspec.Struct, frozen=True):
     is_fallback: bool = False
     has_content: bool = True
     is_length_asked: bool = False
+    is_servable: bool = True
 
 
 class Refusal(StrEnum):
     """Why an answer is not stored; counted by this name."""
 
     NO_STORE = "no_store"
+    OFF = "off"  # the exact cache is off, and no semantic lookup may find the answer
     INCOMPLETE = "incomplete"
     FALLBACK = "fallback"
     FILTERED = "filtered"
@@ -66,6 +68,8 @@ def store_refusal(outcome: Outcome, controls: Controls, entry_bytes_max: int) ->
     reasons = outcome.finish_reasons
     if controls.no_store:
         return Refusal.NO_STORE
+    if not outcome.is_servable:
+        return Refusal.OFF
     if not outcome.is_complete:
         return Refusal.INCOMPLETE
     # decision: doubtful-not-stored

@@ -297,12 +297,12 @@ class Pipeline:
         generation, cache = flight.generation, self.settings.cache
         if not generation.progress.has_begun:
             return None, ""
-        refusal = generation.store_refusal(cache.entry_bytes_max)
-        if refusal is not None or not cache.is_exact:
-            return None, refusal or "stored"
-        ttl_s = min(generation.turn.controls.ttl_s or cache.ttl_s, cache.ttl_s_max)
         found, team = generation.fingerprint, generation.identity.team
         is_findable = self._semantic.is_findable(found, team, generation.alias)
+        refusal = generation.store_refusal(cache.entry_bytes_max, is_servable=cache.is_exact or is_findable)
+        if refusal is not None:
+            return None, refusal
+        ttl_s = min(generation.turn.controls.ttl_s or cache.ttl_s, cache.ttl_s_max)
         entry = generation.entry(flight.chunks, ttl_s, is_findable=is_findable)
         self.exact.store_local(entry)
         return entry, "stored"
@@ -321,12 +321,13 @@ class Pipeline:
 
     async def _store(self, generation: Generation, entry: Entry | None, store: str) -> None:
         """Store the entry, if there is one, and the deployment that has this prefix warm now."""
-        has_choice, found, deployment = generation.alias.has_choice, generation.fingerprint, generation.answered_by
+        found, deployment = generation.fingerprint, generation.answered_by
+        is_hinted = generation.alias.has_choice and self.settings.cache.is_exact  # else no lookup asks for hints
         try:
             if entry is not None:
-                result = await self.exact.store(entry, warm=deployment if has_choice else None, chain=found.chain)
+                result = await self.exact.store(entry, warm=deployment if is_hinted else None, chain=found.chain)
                 store = result.refusal.value if result.refusal else store
-            elif generation.progress.has_begun and has_choice and self.settings.cache.is_exact:
+            elif generation.progress.has_begun and is_hinted:
                 await self.exact.store_warm(found, deployment)
         except CacheUnavailable:
             store = Refusal.UNAVAILABLE.value

@@ -221,8 +221,8 @@ class EngineSettings(_Section):
 
 
 class CacheSettings(_Section):
-    is_exact: bool = Field(True, description="the exact cache")
-    is_semantic: bool = Field(True, description="the semantic cache")
+    is_exact: bool = Field(True, description="the exact cache; without it, answers are found by meaning alone")
+    is_semantic: bool = Field(True, description="the semantic cache; without both, no answer is stored")
     ttl_s: int = Field(
         86_400, gt=0, description="how long an answer is served; requests may ask for less or more, up to ttl_s_max"
     )

@@ -166,10 +166,15 @@ class Generation:
         model = self.alias.deployments[self.progress.deployment].model if self._tries else ""
         return bool(self._tries) and self._first_choice_model not in ("", model)
 
-    def store_refusal(self, entry_bytes_max: int) -> str | None:
-        """The reason why the answer is not stored, as the cache counts it; None if it is."""
-        turn = self.turn
-        return refusal_of(self.progress, turn.kind, turn.controls, entry_bytes_max, is_fallback=self.is_fallback)
+    def store_refusal(self, entry_bytes_max: int, *, is_servable: bool) -> str | None:
+        """The reason why the answer is not stored, as the cache counts it; None if it is.
+
+        `is_servable`: some lookup could find it.
+        """
+        kind, controls = self.turn.kind, self.turn.controls
+        return refusal_of(
+            self.progress, kind, controls, entry_bytes_max, is_fallback=self.is_fallback, is_servable=is_servable
+        )
 
     def entry(self, chunks: Sequence[Chunk], ttl_s: int, *, is_findable: bool) -> Entry:
         """The cache entry for this generation, which has ended."""

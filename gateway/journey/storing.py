@@ -17,7 +17,13 @@ from gateway.wire.types import Chunk, Kind
 
 
 def refusal_of(
-    progress: Progress, kind: Kind, controls: Controls, entry_bytes_max: int, *, is_fallback: bool
+    progress: Progress,
+    kind: Kind,
+    controls: Controls,
+    entry_bytes_max: int,
+    *,
+    is_fallback: bool,
+    is_servable: bool,
 ) -> str | None:
     """The reason why this generation is not stored, as the cache counts it; None if it is."""
     refusal = store_refusal(
@@ -25,6 +31,7 @@ def refusal_of(
             is_complete=progress.is_complete,
             finish_reasons=tuple(progress.finish_reasons),
             is_fallback=is_fallback,
+            is_servable=is_servable,
             size_bytes=progress.size_bytes,
             has_content=progress.has_content,
             is_length_asked=kind.output_tokens_default is not None,

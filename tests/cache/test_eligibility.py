@@ -23,6 +23,7 @@ def test_complete_answers_are_stored(reasons: tuple[str, ...]) -> None:
     ("change", "refusal"),
     [
         ({"is_complete": False}, Refusal.INCOMPLETE),
+        ({"is_servable": False, "is_complete": False}, Refusal.OFF),
         ({"is_fallback": True}, Refusal.FALLBACK),
         ({"has_content": False}, Refusal.EMPTY),
         ({"size_bytes": 101}, Refusal.TOO_LARGE),

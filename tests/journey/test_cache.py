@@ -163,13 +163,31 @@ async def test_teams_do_not_see_each_other(world: World) -> None:
     assert mine.partition != theirs.partition
 
 
-async def test_an_exact_cache_that_is_off_stores_nothing(open_a_world: OpenWorld) -> None:
-    """Without the exact cache every request is generated."""
+async def test_a_cache_that_is_off_stores_nothing_and_says_so(open_a_world: OpenWorld) -> None:
+    """Without the exact and the semantic cache every request is generated, and no answer is said to be stored."""
     world = await open_a_world(cache={"is_exact": False, "is_semantic": False})
     first, again = await world.ask(), await world.ask()
     assert (first.cache, again.cache) == ("miss", "miss")
-    assert (await world.record(again)).miss_reason == "off"
+    record = await world.record(again)
+    assert (record.miss_reason, record.store, record.entry) == ("off", "off", "")
     await world.is_released()
+
+
+async def test_without_the_exact_cache_answers_are_found_by_meaning_alone(open_a_world: OpenWorld) -> None:
+    """The answer is stored for semantic lookups; the very same request asks them too. What they can't find is not stored."""
+    world = await open_a_world(cache={"is_exact": False})
+    first = await world.record(await world.ask())
+    assert (first.store, bool(first.entry)) == ("stored", True)
+    assert (await world.ask()).cache == "miss"
+    world.semantic.hits(first.entry)
+    assert [(await world.ask(text)).cache for text in ("in other words", "in the same words")] == [
+        "semantic",
+        "semantic",
+    ]
+    assert (await world.record(await world.ask(model="exact-only"))).store == "off"
+    completion = await world.ask(path="/v1/completions", prompt="Once upon a time")
+    assert (await world.record(completion)).store == "off"
+    assert (await world.ask(path="/v1/completions", prompt="Once upon a time")).cache == "miss"
 
 
 async def test_a_dialogue_goes_on_where_it_is_warm(world: World) -> None:
