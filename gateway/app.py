@@ -25,7 +25,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from cache import CacheLimits, CacheUnavailable, ExactCache, SemanticClient
-from gateway.accounts import Accounts, Ledger, LedgerWriter
+from gateway.accounts import Accounts, Audit, Ledger, LedgerWriter
 from gateway.admin.parts import AdminParts
 from gateway.admin.routes import admin_router
 from gateway.admin.views import deployments_of
@@ -192,10 +192,7 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
     stack.push_async_callback(link.aclose)
     accounts = await _open_accounts(settings, link)
     stack.push_async_callback(accounts.close)
-    first_key = await accounts.ensure_first(plaintext=settings.api_key)
-    if first_key is not None:
-        shown = "as preset in SAMEWAY_API_KEY" if settings.api_key else first_key
-        print(f"  API key    {shown} (shown this once; team `default`)", flush=True)
+    await _show_first_key(accounts, settings)
     ledger = Ledger(accounts.database)
     budgets = Budgets(link, defer=link.defer)
     money = Money(budgets, settings.budgets)
@@ -234,6 +231,7 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
         link=link,
         accounts=accounts,
         ledger=ledger,
+        audit=Audit(accounts.database),
         writer=writer,
         budgets=budgets,
         exact=exact,
@@ -252,6 +250,14 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
         healths=watch.parts,
         version=VERSION,
     )
+
+
+async def _show_first_key(accounts: Accounts, settings: Settings) -> None:
+    """Make the first key in a new database, and print it."""
+    first_key = await accounts.ensure_first(plaintext=settings.api_key)
+    if first_key is not None:
+        shown = "as preset in SAMEWAY_API_KEY" if settings.api_key else first_key
+        print(f"  API key    {shown} (shown this once; team `default`)", flush=True)
 
 
 def _cache_limits(settings: Settings) -> CacheLimits:

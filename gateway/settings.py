@@ -284,7 +284,10 @@ class Settings(_Section):
         300, ge=1, description="a client that reads nothing of its answer for this long is disconnected (Linux)"
     )
     log_format: Literal["auto", "json", "pretty"] = Field("auto", description="`auto`: pretty on a terminal, else JSON")
-    log_prompts: bool = Field(False, description="write prompts and answers to the log")
+    log_prompts: bool = Field(
+        False,
+        description="write prompts and answers to the log, and keep what semantic hits were asked for the dashboard",
+    )
     redis_timeout_ms: int = Field(500, gt=0, description="timeout of a Redis call")
     shutdown_grace_s: float = Field(30.0, ge=0, description="seconds that running answers get when the gateway stops")
     cache: CacheSettings = CacheSettings()

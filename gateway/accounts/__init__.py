@@ -15,12 +15,15 @@ from gateway.accounts.teams import Identity, Key, NewKey, Team, partition_of, sc
 
 if TYPE_CHECKING:
     from gateway.accounts.accounts import Accounts
+    from gateway.accounts.audit import Audit, AuditRow
     from gateway.accounts.ledger import Group, Ledger, LedgerFilter, LedgerPage, LedgerTotal
     from gateway.accounts.ledger_writer import LedgerWriter, WriterStats
 
 __all__ = [
     "Accounts",
     "AccountsError",
+    "Audit",
+    "AuditRow",
     "Conflict",
     "Group",
     "Identity",
@@ -46,6 +49,7 @@ __all__ = [
 _LATE = {
     **dict.fromkeys(("Group", "Ledger", "LedgerFilter", "LedgerPage", "LedgerTotal"), "ledger"),
     **dict.fromkeys(("LedgerWriter", "WriterStats"), "ledger_writer"),
+    **dict.fromkeys(("Audit", "AuditRow"), "audit"),
     "Accounts": "accounts",
 }
 

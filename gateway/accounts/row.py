@@ -17,7 +17,10 @@ _Text = Annotated[str, Meta(max_length=512)]
 
 
 class LedgerRow(msgspec.Struct, frozen=True):
-    """The cost of one generation. `id` is the id of its hold, `at_ms` the hold's time (unix ms)."""
+    """The cost of one generation. `id` is the id of its hold, `at_ms` the hold's time (unix ms).
+
+    `usage_estimated`: the deployment did not report the tokens.
+    """
 
     id: Annotated[str, Meta(min_length=1, max_length=200)]
     at_ms: Annotated[int, Meta(ge=0, le=2**53 - 1)]
@@ -31,6 +34,7 @@ class LedgerRow(msgspec.Struct, frozen=True):
     completion_tokens: _Count
     cost_microusd: _Count
     kind: _Text
+    usage_estimated: bool = False  # an earlier version's rows lack it
 
 
 _encoder = msgspec.msgpack.Encoder()

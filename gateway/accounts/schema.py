@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-VERSION = "0002"
+VERSION = "0003"
 
 metadata = sa.MetaData(
     naming_convention={
@@ -98,8 +98,24 @@ ledger = sa.Table(
     sa.Column("completion_tokens", sa.BigInteger, nullable=False),
     sa.Column("cost_microusd", sa.BigInteger, nullable=False),
     sa.Column("kind", sa.Text, nullable=False),
+    sa.Column("usage_estimated", sa.Boolean, nullable=False, server_default=sa.false()),
     sa.Index(None, "at_ms", "id"),
     sa.Index(None, "team_id", "at_ms", "id"),
+)
+
+# What an admin asked to see. No foreign keys: rows outlive teams.
+audit = sa.Table(
+    "audit",
+    metadata,
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("at_ms", sa.BigInteger, nullable=False),
+    sa.Column("action", sa.Text, nullable=False),
+    sa.Column("team_id", sa.Integer, nullable=False),
+    sa.Column("request_id", sa.Text, nullable=False),
+    sa.Column("entry", sa.Text, nullable=False),
+    sa.Column("client", sa.Text, nullable=False),
+    sa.Column("way", sa.Text, nullable=False),
+    sqlite_autoincrement=True,
 )
 
 # The ledger summed by UTC day (days since 1970), written in the transaction of the rows. Totals and

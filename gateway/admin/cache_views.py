@@ -5,15 +5,21 @@ No HTTP and no HTML. Invariant: a trial of a prompt changes nothing.
 
 from __future__ import annotations
 
-from cache import CacheWorkerUnavailable, Hit, MissReason, Partition, Purge, Query, fingerprint
+import msgspec
+
+from cache import CacheWorkerUnavailable, Entry, Hit, MissReason, Partition, Purge, Query, fingerprint
 from cache.query import Neighbourhood
 from cache.verdicts import Scope, Suspension
 from cache.worker import WorkerState
-from gateway.accounts import Team
+from gateway.accounts import AuditRow, Team
+from gateway.accounts.audit import ANSWER_SHOWN
 from gateway.admin import models, views
 from gateway.admin.parts import AdminParts
+from gateway.journey.record import Record
+from gateway.journey.storing import answer_text, chunks_of
 from gateway.telemetry.parts import Health, Part
 from gateway.wire.errors import BadRequest, NotFound
+from gateway.wire.fold import fold
 
 _NEIGHBOURS = 8
 _WRONG_MAX = 200
@@ -172,6 +178,83 @@ async def clear(parts: AdminParts, what: models.ClearIn) -> models.ClearOut:
     """End the suspension of an answer. Raises RedisError."""
     partition = parts.partition_of(what.team_id)
     return models.ClearOut(was_out=await parts.verdicts.clear(partition, bytes.fromhex(what.name)))
+
+
+async def answer(parts: AdminParts, what: models.AnswerIn, client: str, way: str) -> models.AnswerOut:
+    """The texts of a response, for a verdict on it. Writes to the audit log first.
+
+    `client` is the admin's address, `way` is `dashboard` or `api`. Raises NotFound, RedisError, and
+    sqlalchemy's errors: what cannot be audited is not shown.
+    """
+    record = await parts.reports.find(what.id)
+    if record is None or not record.team_id:
+        raise NotFound("There is no such response among the latest", param="id", code="response_not_found")
+    entry = await _entry_of(parts, record)
+    if entry is None:
+        raise NotFound("The cache no longer has this answer", param="id", code="response_not_found")
+    row = AuditRow(
+        at_ms=int(parts.clock() * 1000),
+        action=ANSWER_SHOWN,
+        team_id=record.team_id,
+        request_id=record.request_id,
+        entry=record.entry,
+        client=client,
+        way=way,
+    )
+    await parts.audit.add(row)
+    is_semantic = record.cache == "semantic"
+    question = record.question or None if is_semantic else entry.text
+    why = "" if question is not None else _WHY_NOT_ASKED if is_semantic else _WHY_NOT_KEPT
+    return models.AnswerOut(
+        request_id=record.request_id,
+        at_s=record.at_s,
+        team_id=record.team_id,
+        team=record.team,
+        model=record.alias,
+        cache=record.cache,
+        similarity=record.similarity,
+        entry=record.entry,
+        deployment=record.deployment,
+        created_at_s=entry.created_at,
+        question=question,
+        made_for=entry.text if is_semantic else None,
+        answer=_told(entry),
+        why_no_verdict=why,
+    )
+
+
+_WHY_NOT_ASKED = "the question of a semantic hit is kept only where the setting log_prompts was on"
+_WHY_NOT_KEPT = "the cache keeps no text of a question that can only match exactly"
+_LATE_S = 5.0  # clocks of hosts differ
+
+
+async def _entry_of(parts: AdminParts, record: Record) -> Entry | None:
+    """The answer that the request got; None where it is gone, or another one has taken its place."""
+    if not record.entry:
+        return None
+    partition, exact = parts.partition_of(record.team_id), bytes.fromhex(record.entry)
+    about = await parts.exact.lookup_about(partition, exact)
+    if about is None or about.created_at > record.at_s + record.duration_ms / 1000 + _LATE_S:
+        return None
+    (entry,) = await parts.exact.lookup_many(partition, about.compat, [exact])
+    return entry
+
+
+def _told(entry: Entry) -> str:
+    """The text of an answer; its JSON where it is more than a text."""
+    try:
+        whole = fold(chunks_of(entry))
+    except msgspec.DecodeError:  # recorded as received
+        whole = b"\n".join(chunk.data for chunk in entry.chunks)
+    return answer_text(whole) or whole.decode("utf-8", "replace")
+
+
+async def audit(parts: AdminParts, limit: int, before: int | None = None) -> models.AuditOut:
+    """What admins asked to see, the latest first; `before` is the previous page's cursor."""
+    rows = await parts.audit.rows(limit + 1, before)
+    teams = {team.id: team.name for team in await parts.accounts.list_teams()}
+    found = [{**msgspec.structs.asdict(row), "team": teams.get(row.team_id)} for row in rows[:limit]]
+    return models.AuditOut.model_validate({"rows": found, "cursor": found[-1]["id"] if len(rows) > limit else None})
 
 
 async def feedback(parts: AdminParts, what: models.FeedbackIn) -> models.FeedbackOut:

@@ -104,6 +104,14 @@ def utc(at_s: float) -> str:
     return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
+def moment(at_s: float) -> Markup:
+    """A date and time in UTC for a column that says so."""
+    at = datetime.fromtimestamp(at_s, UTC)
+    return Markup('<time datetime="{}" title="{}">{}</time>').format(
+        at.isoformat(), utc(at_s), f"{at:%Y-%m-%d %H:%M:%S}"
+    )
+
+
 def ago(at_s: float | None, now_s: float) -> Markup | str:
     """The distance to now, with the moment as its title: of the past its largest unit, of the future two."""
     if at_s is None:

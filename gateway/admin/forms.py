@@ -17,9 +17,9 @@ from pydantic import BaseModel, ValidationError
 
 from gateway import accounts
 from gateway.admin import cache_views, views
-from gateway.admin.guard import COOKIE, SESSION_S, Guard
+from gateway.admin.guard import COOKIE, SESSION_S, Guard, client_of
 from gateway.admin.html import LOGIN, Pages, back_to, is_own_path
-from gateway.admin.models import BudgetIn, BudgetPatch, ClearIn, FeedbackIn, KeyIn, PurgeIn, TeamIn, TryIn
+from gateway.admin.models import AnswerIn, BudgetIn, BudgetPatch, ClearIn, FeedbackIn, KeyIn, PurgeIn, TeamIn, TryIn
 from gateway.admin.parts import AdminParts
 from gateway.loggers import get_logger
 from gateway.wire.errors import BadRequest
@@ -45,7 +45,7 @@ def add_session_forms(router: APIRouter, guard: Guard, pages: Pages) -> None:
     async def login(request: Request) -> Response:
         fields = await read_form(request)
         if not guard.is_key(fields.get("key", "")):
-            _log.warning("admin_login_refused", client=request.client.host if request.client else "")
+            _log.warning("admin_login_refused", client=client_of(request))
             words = "That is not the admin key."
             return pages.render(request, "login.html", 401, problem=words)
         target = request.query_params.get("next", "")
@@ -172,6 +172,16 @@ def _add_budget_forms(router: APIRouter, parts: AdminParts, render_team: Render)
         return back_to(f"/admin/teams/{team_id}", "budget-deleted")
 
 
+def add_answer_form(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
+    @router.post("/answer")
+    async def answer(request: Request) -> Response:
+        """Show the texts of a response. A POST, since each look is written to the audit log."""
+        fields = await read_form(request)
+        body = _checked(AnswerIn, {"id": fields.get("id", "")})
+        found = await cache_views.answer(parts, body, client_of(request), "dashboard")
+        return pages.render(request, "answer.html", answer=found, back=_back(fields))
+
+
 _SELECTORS = ("id", "text", "team_id", "namespace", "model", "deployment")
 
 
@@ -207,8 +217,7 @@ def add_cache_forms(router: APIRouter, parts: AdminParts, render_cache: Render) 
         body = _checked(FeedbackIn, {name: fields.get(name, "") for name in ("id", "verdict")})
         outcome = await cache_views.feedback(parts, body)
         done = "right" if body.verdict == "right" else f"wrong-{outcome.effect}"
-        back = fields.get("back", "")
-        return back_to(back if is_own_path(back) and "?" not in back else "/admin/cache", done)
+        return back_to(_back(fields), done)
 
     @router.post("/cache/try")
     async def try_prompt(request: Request) -> Response:
@@ -221,6 +230,12 @@ def add_cache_forms(router: APIRouter, parts: AdminParts, render_cache: Render) 
 
 
 # -- fields
+
+
+def _back(fields: Mapping[str, str]) -> str:
+    """The page that a form was on."""
+    back = fields.get("back", "")
+    return back if is_own_path(back) and "?" not in back else "/admin/cache"
 
 
 def _checked(model: type[_Body], values: Mapping[str, Any]) -> _Body:

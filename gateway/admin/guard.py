@@ -94,6 +94,11 @@ class Guard:
         )
 
 
+def client_of(request: Request) -> str:
+    """The address of the client; empty where the server does not know it."""
+    return request.client.host if request.client is not None else ""
+
+
 def check_same_site(request: Request) -> None:
     """Refuse a change that comes from a page of another site. Raises CrossSite."""
     if request.method in _SAFE_METHODS:

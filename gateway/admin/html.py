@@ -62,6 +62,7 @@ class Pages:
             "utc",
             "duration_s",
             "span",
+            "moment",
             "window",
             "in_units",
         ):

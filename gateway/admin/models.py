@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model
 from pydantic_core import CoreSchema
 
-from gateway.accounts import LedgerRow
+from gateway.accounts import AuditRow, LedgerRow
 from gateway.deployments.progress import Attempt
 from gateway.journey.record import Record, Rejection
 from gateway.telemetry.parts import Part
@@ -205,7 +205,8 @@ class TallyOut(_Out):
     cached_tokens: int
     cost_microusd: int
     saved_microusd: int
-    saved_tokens: int
+    saved_tokens: int = Field(description="of prompts and answers of hits")
+    saved_completion_tokens: int = Field(description="those of the answers: not generated again")
     saved_ms: int
 
 
@@ -282,7 +283,7 @@ _Route = Annotated[
 
 `kind` is what became of it: what `cache` says, or `refused` (4xx; 504 where the caller ruled out what it would have
 taken) or `failed` (any other 5xx).""",
-        without=("draft", "drafted_tokens", "accepted_tokens", "survived"),
+        without=("draft", "drafted_tokens", "accepted_tokens", "survived", "question"),
         kind=str,
         asked=Annotated[
             str, Field(description="the name that was asked for, where no model has it; at most 100 characters")
@@ -302,12 +303,55 @@ class RoutesOut(_Out):
     cursor: str | None
 
 
-_LedgerRow = Annotated[LedgerRow, _Flat("LedgerRowOut", without=("kind",))]
+_LedgerRow = Annotated[
+    LedgerRow,
+    _Flat(
+        "LedgerRowOut",
+        without=("kind",),
+        usage_estimated=Annotated[bool, Field(description="the deployment did not report its tokens")],
+        team=Annotated[str | None, Field(description="its name; None: of a team that was deleted")],
+        key=Annotated[str | None, Field(description="its name; None: of a key that was deleted with its team")],
+    ),
+]
 
 
 class LedgerOut(_Out):
     rows: list[_LedgerRow]
     cursor: str | None
+
+
+class AnswerIn(_In):
+    id: str = Field(min_length=1, max_length=200, description="a response's x-request-id")
+
+
+class AnswerOut(_Out):
+    """The texts of a response that the cache keeps. Each look at them is in the audit log."""
+
+    request_id: str
+    at_s: float
+    team_id: int
+    team: str
+    model: str
+    cache: str
+    similarity: float | None
+    entry: str
+    deployment: str
+    created_at_s: float
+    question: str | None = Field(description="the last user message of the request; None where it is not kept")
+    made_for: str | None = Field(description="of a semantic hit: the last user message that the answer was made for")
+    answer: str
+    why_no_verdict: str = Field(description="why right or wrong can't be told from these texts; empty where it can")
+
+
+_AuditRow = Annotated[
+    AuditRow,
+    _Flat("AuditRowOut", team=Annotated[str | None, Field(description="its name; None: it was deleted")]),
+]
+
+
+class AuditOut(_Out):
+    rows: list[_AuditRow]
+    cursor: int | None
 
 
 # -- the machine

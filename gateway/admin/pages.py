@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from gateway.accounts import Group, LedgerFilter
 from gateway.admin import cache_views, views
 from gateway.admin.charts import answers_bar, kinds_bar, kinds_chart, money_chart, ttft_chart
-from gateway.admin.forms import add_cache_forms, add_session_forms, add_team_forms
+from gateway.admin.forms import add_answer_form, add_cache_forms, add_session_forms, add_team_forms
 from gateway.admin.guard import Guard
 from gateway.admin.html import Pages, page_route, static_file, with_query
 from gateway.admin.models import StatsOut
@@ -25,6 +25,7 @@ from gateway.wire.errors import NotFound
 
 _ROUTES_PER_PAGE = 50
 _LEDGER_PER_PAGE = 50
+_AUDIT_PER_PAGE = 100
 _LATEST = 6
 _NO_FORM: dict[str, Any] = {"form": "", "problem": "", "values": {}, "new_key": None, "purge": None, "tried": None}
 
@@ -101,7 +102,6 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
     async def requests(request: Request, cursor: str = "") -> Response:
         where = _route_filter(request)
         found = await views.routes(parts, where, cursor, _ROUTES_PER_PAGE)
-        teams = await parts.accounts.list_teams()
         return pages.render(
             request,
             "requests.html",
@@ -109,9 +109,8 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             older=with_query(request, {"cursor": found.cursor}) if found.cursor else None,
             where=where,
             is_filtered=where != RouteFilter(),
-            teams=teams,
+            choices=await views.route_choices(parts),
             models=parts.settings.names,
-            deployments=parts.deployments(),
         )
 
     @router.get("/ledger")
@@ -123,7 +122,6 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
         )
         page = await views.ledger(parts, where, cursor or None, _LEDGER_PER_PAGE)
         totals = await parts.ledger.totals([Group.DAY], where)
-        teams, keys = await parts.accounts.list_teams(), await parts.accounts.list_keys()
         return pages.render(
             request,
             "ledger.html",
@@ -134,11 +132,7 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             is_filtered=where != LedgerFilter(),
             requests=sum(total.requests for total in totals),
             cost_microusd=sum(total.cost_microusd for total in totals),
-            teams=teams,
-            names={team.id: team.name for team in teams},
-            keys={key.id: key.name for key in keys},
-            models=parts.settings.names,
-            deployments=parts.deployments(),
+            choices=await views.ledger_choices(parts),
         )
 
 
@@ -234,3 +228,9 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
         return await render_cache(request)
 
     add_cache_forms(router, parts, render_cache)
+    add_answer_form(router, parts, pages)
+
+    @router.get("/audit")
+    async def audit(request: Request, cursor: int | None = None) -> Response:
+        found = await cache_views.audit(parts, _AUDIT_PER_PAGE, cursor)
+        return pages.render(request, "audit.html", rows=found.rows, older=found.cursor)

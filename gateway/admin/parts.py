@@ -16,7 +16,7 @@ from gateway.accounts import partition_of
 if TYPE_CHECKING:
     from cache import ExactCache, SemanticClient
     from cache.verdicts import VerdictStore
-    from gateway.accounts import Accounts, Ledger
+    from gateway.accounts import Accounts, Audit, Ledger
     from gateway.admin.models import DeploymentOut
     from gateway.learning.reports import Reports
     from gateway.settings import Settings
@@ -36,6 +36,7 @@ class AdminParts:
     settings: Settings
     accounts: Accounts
     ledger: Ledger
+    audit: Audit
     budgets: Budgets
     stats: Stats
     exact: ExactCache

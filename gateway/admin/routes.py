@@ -13,13 +13,13 @@ from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import Field
 
-from gateway.accounts import LedgerFilter, LedgerRow
+from gateway.accounts import LedgerFilter
 from gateway.admin import cache_views, models, views
-from gateway.admin.guard import ApiRoute, Guard
+from gateway.admin.guard import ApiRoute, Guard, client_of
 from gateway.admin.pages import pages_router
 from gateway.admin.parts import AdminParts
 from gateway.admin.views import RouteFilter
@@ -199,14 +199,19 @@ def ledger_filter(
     )
 
 
-async def _csv(rows: AsyncIterator[LedgerRow]) -> AsyncIterator[str]:
+_COLUMNS = (
+    "id", "at_ms", "request_id", "team_id", "team", "key_id", "key", "alias", "deployment",
+    "prompt_tokens", "cached_tokens", "completion_tokens", "cost_microusd", "usage_estimated",
+)  # fmt: skip
+
+
+async def _csv(rows: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
     buffer = io.StringIO()
     writer = csv.writer(buffer)
-    names = [name for name in LedgerRow.__struct_fields__ if name != "kind"]
-    writer.writerow(["at", *names])
+    writer.writerow(["at", *_COLUMNS])
     async for row in rows:
-        at = datetime.fromtimestamp(row.at_ms / 1000, UTC).isoformat(timespec="milliseconds")
-        writer.writerow([at, *(_cell(getattr(row, name)) for name in names)])
+        at = datetime.fromtimestamp(row["at_ms"] / 1000, UTC).isoformat(timespec="milliseconds")
+        writer.writerow([at, *(_cell(row[name]) for name in _COLUMNS)])
         if buffer.tell() > 32_768:
             yield buffer.getvalue()
             buffer.seek(0)
@@ -216,7 +221,12 @@ async def _csv(rows: AsyncIterator[LedgerRow]) -> AsyncIterator[str]:
 
 def _cell(value: Any) -> Any:
     """Quote a text that a spreadsheet would run as a formula (OWASP, CSV Injection)."""
-    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"'{value}" if isinstance(value, str) and value.lstrip(" ").startswith(_FORMULA) else value
+
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")  # the last four: full width
 
 
 def _add_machine(api: APIRouter, parts: AdminParts) -> None:
@@ -261,6 +271,17 @@ def _add_cache(api: APIRouter, parts: AdminParts) -> None:
     async def clear(body: models.ClearIn) -> models.ClearOut:
         """Puts an answer, or a group of equal ones, back into service."""
         return await cache_views.clear(parts, body)
+
+    @api.post("/answer")
+    async def answer(body: models.AnswerIn, request: Request, response: Response) -> models.AnswerOut:
+        """Question and answer of a response, as far as the cache keeps them. Each look is written to the audit log."""
+        response.headers["cache-control"] = "no-store"
+        return await cache_views.answer(parts, body, client_of(request), "api")
+
+    @api.get("/audit")
+    async def audit(cursor: _Id | None = None, limit: _Limit = 100) -> models.AuditOut:
+        """Which texts an admin asked to see, when and from where, newest first."""
+        return await cache_views.audit(parts, limit, cursor)
 
     @api.post("/feedback")
     async def feedback(body: models.FeedbackIn) -> models.FeedbackOut:

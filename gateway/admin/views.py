@@ -6,15 +6,15 @@ are None where the rest is still useful; where they are the whole answer, the fu
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from redis.exceptions import RedisError
 
 from gateway import accounts
-from gateway.accounts import LedgerFilter, LedgerRow, Team
+from gateway.accounts import Group, LedgerFilter, Team
 from gateway.admin import models
 from gateway.admin.parts import AdminParts
 from gateway.admin.problems import problems
@@ -218,19 +218,80 @@ def _routes(page: Page) -> models.RoutesOut:
 async def ledger(parts: AdminParts, where: LedgerFilter, cursor: str | None, limit: int) -> models.LedgerOut:
     """A page of the ledger, newest first. Raises accounts.Invalid for a malformed `cursor`."""
     page = await parts.ledger.rows(where, limit, cursor)
-    return models.LedgerOut(rows=list(page.rows), cursor=page.cursor)
+    teams = {team.id: team.name for team in await parts.accounts.list_teams()}
+    keys = {key.id: key.name for key in await parts.accounts.list_keys()}
+    rows = [
+        {**msgspec.structs.asdict(row), "team": teams.get(row.team_id), "key": keys.get(row.key_id)}
+        for row in page.rows
+    ]
+    return models.LedgerOut.model_validate({"rows": rows, "cursor": page.cursor})
 
 
-async def ledger_rows(parts: AdminParts, where: LedgerFilter) -> AsyncIterator[LedgerRow]:
+async def ledger_rows(parts: AdminParts, where: LedgerFilter) -> AsyncIterator[dict[str, Any]]:
     """All matching rows of the ledger, newest first, one page in memory at a time."""
     cursor: str | None = None
     while True:
         page = await ledger(parts, where, cursor, _LEDGER_PAGE)
         for row in page.rows:
-            yield row
+            yield dict(row)  # type: ignore[call-overload]
         cursor = page.cursor
         if cursor is None:
             return
+
+
+# -- what filters offer
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The names that a filter offers, each with its label; those that are no longer configured are last."""
+
+    teams: dict[int, str]
+    models: dict[str, str]
+    deployments: dict[str, str]
+
+
+async def _choices(
+    parts: AdminParts, teams: Mapping[int, str], aliases: Iterable[str], deployments: Iterable[str]
+) -> Choices:
+    """The current names, and those of the past in `teams`, `aliases` and `deployments`."""
+    now = {team.id: team.name for team in await parts.accounts.list_teams()}
+    gone = {id: f"{name or f'team {id}'} (deleted)" for id, name in sorted(teams.items()) if id not in now}
+    return Choices(
+        teams=now | {id: label for id, label in gone.items() if id},
+        models=_with_retired(parts.settings.names, aliases),
+        deployments=_with_retired([one.name for one in parts.deployments()], deployments),
+    )
+
+
+def _with_retired(current: Iterable[str], seen: Iterable[str]) -> dict[str, str]:
+    labels = {name: name for name in current}
+    return labels | {name: f"{name} (retired)" for name in sorted(set(seen)) if name and name not in labels}
+
+
+async def ledger_choices(parts: AdminParts) -> Choices:
+    """What rows of the ledger can be filtered by."""
+    seen = await parts.ledger.totals([Group.TEAM, Group.ALIAS, Group.DEPLOYMENT])
+    return await _choices(
+        parts,
+        {one.team_id: "" for one in seen if one.team_id},
+        [one.alias for one in seen if one.alias],
+        [one.deployment for one in seen if one.deployment],
+    )
+
+
+async def route_choices(parts: AdminParts) -> Choices:
+    """What the latest requests can be filtered by. Raises RedisError."""
+    teams, aliases, deployments = dict[int, str](), set[str](), set[str]()
+
+    def note(record: Record) -> bool:
+        teams.setdefault(record.team_id, record.team)
+        aliases.add(record.alias)
+        deployments.update([attempt.name for attempt in record.attempts])
+        return False
+
+    await parts.stats.routes(note)
+    return await _choices(parts, teams, aliases, deployments)
 
 
 # -- the machine

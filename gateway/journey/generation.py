@@ -25,10 +25,14 @@ _WHOLE_TIMEOUT_S = 600.0
 
 
 class Spent(msgspec.Struct, frozen=True):
-    """The tokens of a generation that has ended, and its cost."""
+    """The tokens of a generation that has ended, and its cost.
+
+    `is_estimated`: the deployment did not report its tokens.
+    """
 
     usage: Usage
     cost_microusd: int
+    is_estimated: bool = False
 
 
 class Generation:
@@ -122,7 +126,8 @@ class Generation:
         """10. Fix the tokens and the cost. Returns the row to settle; None if there is none."""
         row = self._ledger_row()
         is_counted = row is not None and self.progress.has_begun
-        self.spent = Spent(self._usage(), row.cost_microusd if row is not None and is_counted else 0)
+        cost_microusd = row.cost_microusd if row is not None and is_counted else 0
+        self.spent = Spent(self._usage(), cost_microusd, self.progress.usage is None)
         return row
 
     def recorded(self, entry: Entry | None, store: str) -> None:
@@ -220,6 +225,7 @@ class Generation:
             completion_tokens=tokens.completion,
             cost_microusd=self.alias.deployments[progress.deployment].price.cost(tokens),
             kind=self.turn.arrival.operation,
+            usage_estimated=progress.usage is None,
         )
 
 

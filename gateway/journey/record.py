@@ -44,6 +44,7 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     similarity: float | None = None  # of the semantic hit, or of the nearest entry on a miss
     miss_reason: str = ""  # the reason for a semantic miss
     nearest: str = ""  # the nearest entry's text; empty unless prompts may be logged
+    question: str = ""  # the last user text of a semantic hit; empty unless prompts may be logged
     store: str = ""  # `stored`, or the reason against it
     entry: str = ""  # id of the cached answer that was served or stored
     deployment: str = ""
@@ -54,6 +55,7 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    usage_estimated: bool = False  # the deployment did not report the tokens of its answer
     cost_microusd: int = 0
     saved_microusd: int = 0  # the cost of the same answer when it was generated
     saved_ms: float = 0.0  # the time of its generation, less that of the hit
@@ -135,6 +137,7 @@ def _of_generation(flight: Flight, duration_ms: float) -> dict[str, Any]:
         "similarity": semantic.similarity,
         "miss_reason": semantic.miss_reason,
         "nearest": semantic.nearest,
+        "question": semantic.question,
         "store": generation.store,
         "deployment": generation.answered_by,
         "why": generation.why,
@@ -153,7 +156,7 @@ def _of_generation(flight: Flight, duration_ms: float) -> dict[str, Any]:
         facts["ttft_ms"] = (flight.first_at - generation.turn.started) * 1000.0
     if spent is not None and progress.has_begun:
         facts |= msgspec.structs.asdict(spent.usage)
-        facts["cost_microusd"] = spent.cost_microusd
+        facts["cost_microusd"], facts["usage_estimated"] = spent.cost_microusd, spent.is_estimated
     return facts
 
 

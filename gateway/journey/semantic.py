@@ -63,6 +63,7 @@ class SemanticResult(msgspec.Struct, frozen=True):
     similarity: float | None = None  # of the hit, or of the nearest entry that is not served
     miss_reason: str = ""
     nearest: str = ""  # the nearest entry's text; empty unless prompts may be logged
+    question: str = ""  # the request's own text, of a hit; empty unless prompts may be logged
     trial: Trial | None = None  # the decision's features, for the verdict that may follow
     degraded: tuple[str, ...] = ()  # parts that failed and that the request did without
 
@@ -113,7 +114,12 @@ class SemanticLookup:
         if pointed.entry is None:  # the answer is gone: no sample of misses or audits
             reason = pointed.miss.value if pointed.miss else "gone"
             return SemanticResult(similarity=result.similarity, miss_reason=reason)
-        return SemanticResult(entry=pointed.entry, similarity=result.similarity, trial=result.trial)
+        return SemanticResult(
+            entry=pointed.entry,
+            similarity=result.similarity,
+            question=found.text if self._settings.log_prompts else "",
+            trial=result.trial,
+        )
 
     def is_findable(self, found: Fingerprint, team: Team, alias: Alias) -> bool:
         """Whether a semantic lookup may find the answer to this request."""

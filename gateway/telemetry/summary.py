@@ -44,6 +44,7 @@ class Tally(msgspec.Struct):
     cost_microusd: int = 0
     saved_microusd: int = 0
     saved_tokens: int = 0
+    saved_completion_tokens: int = 0
     saved_ms: int = 0
 
     @property
@@ -130,12 +131,17 @@ class Folded:
 
 
 def fold(tally: Tally, field: buckets.Field, amount: int) -> None:
-    """Add one field of a request's kind to `tally`. Tokens of hits count as saved."""
+    """Add one field of a request's kind to `tally`.
+
+    Tokens of hits count as saved: those of the prompt were not read again, those of the answer not
+    generated again.
+    """
     if field.letter == buckets.REQUESTS:
         tally.requests += amount
         tally.by_kind[field.kind] = tally.by_kind.get(field.kind, 0) + amount
     elif field.kind in buckets.HITS and field.letter in ("p", "c"):
         tally.saved_tokens += amount
+        tally.saved_completion_tokens += amount if field.letter == "c" else 0
     else:
         buckets.add(buckets.TALLIED, field.letter, amount, tally)
 

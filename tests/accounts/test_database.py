@@ -6,14 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import sqlalchemy as sa
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
-from gateway.accounts import Invalid, SchemaUnknown, schema
+from gateway.accounts import Invalid, Ledger, LedgerFilter, SchemaUnknown, schema
 from gateway.accounts.accounts import Accounts
 from gateway.accounts.database import Database, _create, _upgrade
 from tests.accounts.conftest import empty
@@ -81,10 +83,49 @@ async def test_the_migrations_make_what_the_schema_says(database_url: str, monke
     assert ScriptDirectory.from_config(config).get_current_head() == schema.VERSION
 
 
+async def migrated_to(url: str, version: str) -> None:
+    """A database as a gateway of this version of the schema left it."""
+    if url.startswith("sqlite"):
+        Path(url.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+    config = Config()
+    config.set_main_option("script_location", str(Path(schema.__file__).parent / "migrations"))
+
+    def migrate(connection: sa.Connection) -> None:
+        config.attributes["connection"] = connection
+        command.upgrade(config, version)
+
+    database = Database(url)
+    async with database.writing() as connection:
+        await connection.run_sync(migrate)
+    await database.close()
+
+
+async def test_a_ledger_with_rows_learns_of_estimates(database_url: str) -> None:
+    """Rows from before the column are no estimates, in the next version also where an earlier process still writes them."""
+    await migrated_to(database_url, "0002")
+    names = "id, at_ms, request_id, team_id, key_id, alias, deployment, prompt_tokens, cached_tokens, completion_tokens"
+    insert = (
+        f"INSERT INTO ledger ({names}, cost_microusd, kind) VALUES ('%s', 5, 'r', 1, 1, 'a', 'd', 1, 0, 1, 7, 'chat')"
+    )
+    database = Database(database_url)
+    async with database.writing() as connection:
+        await connection.execute(sa.text(insert % "before"))
+    await database.open()
+    async with database.writing() as connection:
+        await connection.execute(sa.text(insert % "beside"))
+    ledger = Ledger(database)
+    (row,) = [row for row in (await ledger.rows(LedgerFilter())).rows if row.id == "before"]
+    marked = msgspec.structs.replace(row, id="marked", usage_estimated=True)
+    assert await ledger.append([marked]) == 1
+    found = {row.id: row.usage_estimated for row in (await ledger.rows(LedgerFilter())).rows}
+    assert found == {"before": False, "beside": False, "marked": True}
+    await database.close()
+
+
 async def test_of_budgets_of_one_kind_the_one_that_held_stays(database_url: str) -> None:
     """A database of the first version may hold several: the smallest was what stopped the team."""
+    await migrated_to(database_url, "0001")
     database = Database(database_url)
-    await database.open()
     values = [
         (1, "day", 30, True),
         (1, "day", 10, True),
@@ -93,8 +134,6 @@ async def test_of_budgets_of_one_kind_the_one_that_held_stays(database_url: str)
         (2, "day", 9, True),
     ]
     async with database.writing() as connection:
-        await connection.execute(sa.text("DROP INDEX uq_budgets_kind"))
-        await connection.execute(sa.text("UPDATE alembic_version SET version_num = '0001'"))
         for team in (1, 2):
             row = {"id": team, "name": str(team), "created_at_s": 0.0, "is_active": True, "is_semantic_enabled": True}
             await connection.execute(schema.teams.insert().values(row))

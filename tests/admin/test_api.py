@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from redis.asyncio import Redis
+from sqlalchemy.exc import OperationalError
 
 from gateway.admin.guard import COOKIE, Guard
 from gateway.deployments.progress import Attempt
@@ -345,6 +346,66 @@ async def test_the_ledger_in_pages_and_as_csv(world: World, client: httpx.AsyncC
     assert rows[0]["at"] == "2040-05-17T12:45:00.000+00:00"
     assert {row["deployment"] for row in rows} == {"small@api", "'=cmd()"}  # no spreadsheet runs it
     assert (await client.get(f"/admin/api/ledger?until_s={NOW_S - 10}")).json()["rows"] == []
+
+
+async def test_the_ledger_has_names_and_marks_estimates(world: World, client: httpx.AsyncClient) -> None:
+    """JSON and CSV name team and key beside their ids, as far as they still exist; no name runs as a formula."""
+    team = (await client.post("/admin/api/teams", json={"name": "=1+1"})).json()
+    await client.post(f"/admin/api/teams/{team['id']}/keys", json={"name": "@prod"})
+    await world.spend(team["id"], 100, 1)
+    await world.spend(77, 200, 2, usage_estimated=True, alias="\uff1dcmd")
+    first, second = (await client.get("/admin/api/ledger")).json()["rows"]
+    assert (first["team"], first["key"], first["usage_estimated"]) == ("=1+1", "@prod", False)
+    assert (second["team"], second["key"], second["usage_estimated"]) == (None, "@prod", True)
+    one, two = csv.DictReader(io.StringIO((await client.get("/admin/api/ledger.csv")).text))
+    assert (one["team_id"], one["team"], one["key_id"], one["key"]) == (str(team["id"]), "'=1+1", "1", "'@prod")
+    assert (two["team_id"], two["team"], two["alias"]) == ("77", "", "'\uff1dcmd")
+    assert (one["usage_estimated"], two["usage_estimated"]) == ("false", "true")
+
+
+async def test_a_look_at_texts_is_audited(world: World, client: httpx.AsyncClient) -> None:
+    """An admin who asks gets question and answer, after a row of the audit log is on disk; nothing else writes one."""
+    team = (await client.post("/admin/api/teams", json={"name": "search"})).json()
+    entry = await world.cache_answer(team["id"], "How tall is it?", answer="330 m")
+    world.stats.add(hit(at_s=NOW_S, team_id=team["id"], entry=entry.id, request_id="req_1", question="how tall"))
+    world.stats.add(miss(at_s=NOW_S, team_id=team["id"], request_id="req_2"))
+    await world.stats.flush()
+    assert "how tall" not in (await client.get("/admin/api/routes")).text
+    assert (await client.get("/admin/api/audit")).json() == {"rows": [], "cursor": None}
+    for _ in range(3):
+        reply = await client.post("/admin/api/answer", json={"id": "req_1"})
+        shown = reply.json()
+        assert (shown["question"], shown["answer"], shown["why_no_verdict"]) == ("How tall is it?", "330 m", "")
+        assert reply.headers["cache-control"] == "no-store"
+    for id in ("req_2", "req_3"):
+        reply = await client.post("/admin/api/answer", json={"id": id})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (404, "response_not_found")
+    page = (await client.get("/admin/api/audit?limit=2")).json()
+    rest = (await client.get(f"/admin/api/audit?limit=2&cursor={page['cursor']}")).json()
+    assert (len(page["rows"]), len(rest["rows"]), rest["cursor"]) == (2, 1, None)
+    (row,) = rest["rows"]
+    assert row == {
+        "id": 1, "at_ms": int(NOW_S * 1000), "action": "answer_shown", "team_id": team["id"], "team": "search",
+        "request_id": "req_1", "entry": entry.id, "client": "127.0.0.1", "way": "api",
+    }  # fmt: skip
+
+
+async def test_what_cannot_be_audited_is_not_shown(
+    world: World, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the database does not answer, the texts stay hidden."""
+    team = (await client.post("/admin/api/teams", json={"name": "search"})).json()
+    entry = await world.cache_answer(team["id"], "How tall is it?", answer="330 m")
+    world.stats.add(hit(at_s=NOW_S, team_id=team["id"], entry=entry.id, request_id="req_1"))
+    await world.stats.flush()
+
+    async def fail(_: object) -> None:
+        raise OperationalError("INSERT", {}, Exception("disk full"))
+
+    monkeypatch.setattr(world.admin.audit, "add", fail)
+    reply = await client.post("/admin/api/answer", json={"id": "req_1"})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "database_unavailable")
+    assert "330 m" not in reply.text
 
 
 # -- the machine

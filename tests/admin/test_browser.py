@@ -14,7 +14,7 @@ from tests.admin.seed import seed
 from tests.admin.world import NOW_S, World, open_world
 from tests.telemetry.records import hit
 
-PAGES = ("", "/requests", "/teams", "/cache", "/deployments", "/ledger", "/login")
+PAGES = ("", "/requests", "/teams", "/cache", "/deployments", "/ledger", "/audit", "/login")
 
 
 @pytest.fixture
@@ -118,6 +118,17 @@ async def test_the_overview_follows_without_a_reload(world: World) -> None:
         world.now_s += 13 * 3_600
         await page.evaluate("refresh()")
         await page.wait_for_url(re.compile("/admin/login"))
+
+
+async def test_requests_keep_their_durations_on_a_phone(world: World) -> None:
+    """At 420 px each request shows how long it took, without a scroll bar."""
+    world.stats.add(hit(at_s=NOW_S, request_id="req_first", duration_ms=1_234.0))
+    await world.stats.flush()
+    async with serving(world) as base, chromium() as browser, visiting(browser, base, width=420) as visitor:
+        await visitor.log_in()
+        await visitor.open("/admin/requests")
+        assert await visitor.page.locator("#route-req_first summary").get_by_text("1.2 s", exact=True).is_visible()
+        assert await visitor.overflow_px() <= 0
 
 
 async def _count_one(world: World, request_id: str) -> None:

@@ -20,7 +20,7 @@ from tests.admin.world import ADMIN_KEY, NOW_S, SECRET, World, open_world
 from tests.services import run_redis
 from tests.telemetry.records import hit, miss
 
-PAGES = ("", "/requests", "/teams", "/cache", "/deployments", "/ledger")
+PAGES = ("", "/requests", "/teams", "/cache", "/deployments", "/ledger", "/audit")
 OWN = {"sec-fetch-site": "same-origin"}
 
 
@@ -57,6 +57,7 @@ async def test_strangers_see_the_door_and_nothing_else(world: World) -> None:
             "/cache/try",
             "/cache/clear",
             "/cache/report",
+            "/answer",
         ):
             reply = await stranger.post(f"/admin{form}", data={"name": "search", "all": "on"}, headers=OWN)
             assert (reply.status_code, reply.headers["location"]) == (303, "/admin/login")
@@ -406,6 +407,77 @@ async def test_the_cache_page_shows_what_is_wrong_and_mends_it(world: World, bro
     assert (await browser.post("/admin/cache/clear", data={"name": "x"}, headers=OWN)).status_code == 400
 
 
+async def test_a_verdict_is_asked_for_beside_the_texts(world: World, browser: httpx.AsyncClient) -> None:
+    """Right and Wrong stand under question and answer, escaped; not where a text is missing, nor where the answer is another."""
+    team_id = (await world.accounts.create_team("search")).id
+    entry = await world.cache_answer(team_id, HOSTILE, answer="<i>330 m</i>")
+    fields = {"at_s": NOW_S, "team_id": team_id, "entry": entry.id}
+    world.stats.add(hit(request_id="req_exact", **fields))
+    world.stats.add(
+        hit(request_id="req_near", cache="semantic", similarity=0.97, question="How <b>high</b>?", **fields)
+    )
+    world.stats.add(hit(request_id="req_blind", cache="semantic", similarity=0.97, **fields))
+    world.stats.add(miss(request_id="req_old", **{**fields, "at_s": NOW_S - 3_600}))
+    await world.stats.flush()
+
+    async def look(id: str) -> httpx.Response:
+        return await browser.post("/admin/answer", data={"id": id, "back": "/admin/requests"}, headers=OWN)
+
+    exact, near, blind = [(await look(id)).text for id in ("req_exact", "req_near", "req_blind")]
+    for page in (exact, near, blind):
+        assert "&lt;i&gt;330 m&lt;/i&gt;" in page
+        assert "<i>330" not in page
+        assert "<script>document" not in page
+    assert exact.count('value="wrong"') == near.count('value="wrong"') == 1
+    assert "How &lt;b&gt;high&lt;/b&gt;?" in near
+    assert 'value="wrong"' not in blind
+    assert "log_prompts" in blind
+    assert (await look("req_old")).status_code == 404  # the cache has a later answer there
+    audit = (await browser.get("/admin/audit")).text
+    assert audit.count("question and answer shown") == 3
+    assert "req_near" in audit
+
+
+async def test_filters_offer_names_of_the_past(world: World, browser: httpx.AsyncClient) -> None:
+    """Models, deployments and teams that are gone are found in the records and the ledger that have them, and marked."""
+    team_id = (await world.accounts.create_team("closed")).id
+    gone = {"alias": "gpt-3", "attempts": (Attempt("davinci", "ok", 9.0),), "deployment": "davinci"}
+    world.stats.add(miss(at_s=NOW_S, team_id=team_id, team="closed", **gone))
+    await world.stats.flush()
+    await world.spend(team_id, 100, alias="gpt-3", deployment="davinci")
+    await world.accounts.delete_team(team_id)
+    for page, team in (("requests", "closed (deleted)"), ("ledger", f"team {team_id} (deleted)")):
+        text = (await browser.get(f"/admin/{page}")).text
+        assert '<option value="gpt-3">gpt-3 (retired)</option>' in text
+        assert '<option value="davinci">davinci (retired)</option>' in text
+        assert f'<option value="{team_id}">{team}</option>' in text
+        narrowed = (await browser.get(f"/admin/{page}?model=small")).text
+        assert '<option value="gpt-3">gpt-3 (retired)</option>' in narrowed
+        assert '<option value="never" selected>never</option>' in (await browser.get(f"/admin/{page}?model=never")).text
+
+
+async def test_the_ledger_has_dates_and_marks_estimates(world: World, browser: httpx.AsyncClient) -> None:
+    """Each row has its date in UTC; what a deployment did not count is marked, with a word for it."""
+    await world.spend(1, 100, 1)
+    page = (await browser.get("/admin/ledger")).text
+    assert ">2040-05-17 12:44:59</time>" in page
+    assert "≈" not in page
+    await world.spend(1, 200, 2, usage_estimated=True)
+    page = (await browser.get("/admin/ledger")).text
+    assert page.count('<abbr title="estimated">≈</abbr>') == 3
+    assert "≈ is an estimate" in page
+
+
+async def test_the_overview_counts_what_was_not_generated(world: World, browser: httpx.AsyncClient) -> None:
+    """A hit saves the tokens of its answer from being generated, not those of its prompt."""
+    world.stats.add(hit(at_s=NOW_S, prompt_tokens=148, completion_tokens=32))
+    world.stats.add(miss(at_s=NOW_S, prompt_tokens=40, completion_tokens=11))
+    await world.stats.flush()
+    page = (await browser.get("/admin")).text
+    assert "32 tokens not generated again" in page
+    assert "40 tokens read, 11 generated" in page
+
+
 async def test_an_admin_says_right_and_wrong(world: World, browser: httpx.AsyncClient) -> None:
     """Of any team's response, from the page where it is shown; a wrong exact answer leaves the cache."""
     team_id = (await world.accounts.create_team("search")).id
@@ -413,7 +485,8 @@ async def test_an_admin_says_right_and_wrong(world: World, browser: httpx.AsyncC
     world.stats.add(hit(at_s=NOW_S, team_id=team_id, entry=entry.id, request_id="req_1"))
     await world.stats.flush()
     page = (await browser.get("/admin/requests")).text
-    assert 'action="/admin/cache/report"' in page
+    assert 'action="/admin/cache/report"' not in page
+    assert 'action="/admin/answer"' in page
     for verdict, done in (("right", "right"), ("wrong", "wrong-purged")):
         said = {"id": "req_1", "verdict": verdict, "back": "/admin/requests"}
         reply = await browser.post("/admin/cache/report", data=said, headers=OWN)

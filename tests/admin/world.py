@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import shutil
 import tempfile
 import threading
@@ -16,6 +17,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI
 from redis.asyncio import Redis
@@ -25,7 +27,7 @@ from cache.query import Near, Neighbourhood
 from cache.verdicts import VerdictStore
 from cache.worker import Status, WorkerState
 from cache.worker.messages import LENGTH_BYTES, Answer, AskNear, frame, read_ask
-from gateway.accounts import Accounts, Ledger, LedgerRow
+from gateway.accounts import Accounts, Audit, Ledger, LedgerRow
 from gateway.admin.models import DeploymentOut, EngineOut
 from gateway.admin.parts import AdminParts
 from gateway.admin.routes import admin_router
@@ -115,11 +117,13 @@ class World:
         created_at_s: float = NOW_S - 60,
         deployment: str = "here",
         namespace: str = "",
+        answer: str = "",
     ) -> Entry:
         """A stored answer to a prompt of one message."""
         body = {"model": model, "messages": [{"role": "user", "content": prompt}]}
         asked = fingerprint(body, self.admin.partition_of(team_id), namespace)
-        chunk = Recorded(b'{"object":"chat.completion"}', is_whole=True)
+        said = {"object": "chat.completion", "choices": [{"message": {"role": "assistant", "content": answer}}]}
+        chunk = Recorded(json.dumps(said).encode() if answer else b'{"object":"chat.completion"}', is_whole=True)
         labels: dict[str, str | int] = {"model": model, "deployment": deployment, "cost_microusd": 120}
         entry = Entry(
             partition=asked.partition,
@@ -136,16 +140,18 @@ class World:
         self.known_texts[prompt] = asked.exact
         return entry
 
-    async def spend(self, team_id: int, microusd: int, number: int = 0, deployment: str = "small@api") -> None:
+    async def spend(
+        self, team_id: int, microusd: int, number: int = 0, deployment: str = "small@api", **fields: Any
+    ) -> None:
         """One settled generation: it counts against the team's budgets and is in the ledger."""
         hold_id = f"hold-{team_id}-{number}-{microusd}"
         row = LedgerRow(
+            **{"alias": "small", **fields},
             id=hold_id,
             at_ms=int(self.now_s * 1000) - number,
             request_id=f"req_{number:04}",
             team_id=team_id,
             key_id=1,
-            alias="small",
             deployment=deployment,
             prompt_tokens=400,
             cached_tokens=0,
@@ -197,6 +203,7 @@ async def open_world(redis: Redis, folder: Path) -> AsyncIterator[World]:
         settings=settings,
         accounts=accounts,
         ledger=ledger,
+        audit=Audit(accounts.database),
         budgets=budgets,
         stats=stats,
         exact=exact,

@@ -87,6 +87,12 @@ async def test_usage_that_was_not_given_is_estimated(world: World, team: Team) -
     assert row.completion_tokens == record.completion_tokens == 3
     assert row.prompt_tokens == record.prompt_tokens > 0
     assert record.store == "stored"
+    assert row.usage_estimated
+    assert record.usage_estimated
+    world.backends["dear"].plays("one", Finish(), Tokens(prompt=100, completion=1))
+    counted = await world.record(await world.ask("another", model="dear", key=team.key))
+    assert not counted.usage_estimated
+    assert [one.usage_estimated for one in await world.ledger()] == [True, False]
 
 
 @pytest.mark.parametrize("failure", [rejected(), timed_out()])

@@ -77,7 +77,11 @@ def test_prompts_are_written_only_where_the_settings_say_so(log_format: Any) -> 
     for log_prompts in (False, True):
         stream = io.BytesIO()
         logs.configure(Settings(log_format=log_format, log_prompts=log_prompts), stream)
-        logs.emit(miss(nearest="secret neighbour"), prompt="secret question", answer="secret answer")
+        logs.emit(
+            miss(nearest="secret neighbour", question="secret question"),
+            prompt="secret question",
+            answer="secret answer",
+        )
         assert written(stream).count("secret") == (3 if log_prompts else 0)
 
 
