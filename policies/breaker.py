@@ -1,8 +1,10 @@
 """A circuit breaker: stops calls to a failing deployment and probes it with one call at a time.
 
-Knows no HTTP and no deployments; each process has its own. Invariant: while the breaker is open, at
-most one call that `begin` allowed after the opening is running; a probe without an outcome frees
-its place after `probe_s`.
+A denial (the deployment refuses every call until a person mends something) opens it at once.
+
+Knows no HTTP and no deployments; each process has its own. Invariants: while the breaker is open,
+at most one call that `begin` allowed after the opening is running; a probe without an outcome frees
+its place after `probe_s`; only a probe that is accepted ends a denial.
 
 Closed, open, half-open as in Nygard, "Release It!" (2007), chapter 5; exponential backoff with
 jitter as in Brooker, "Exponential Backoff And Jitter" (AWS Architecture Blog, 2015).
@@ -27,7 +29,7 @@ class BreakerLimits:
     at least `calls_min` recent calls (a call's weight halves every `half_life_s`). It stays open
     for `open_s`, doubled after each failed probe up to `open_s_max` and spread by +-`jitter`. A
     probe has `probe_s` to report. A deployment's own retry-after replaces `open_s`, up to
-    `retry_after_s_max`.
+    `retry_after_s_max`. A denial opens it for `denied_s`, doubled likewise up to `denied_s_max`.
     """
 
     failures_max: int = 5
@@ -37,6 +39,8 @@ class BreakerLimits:
     open_s: float = 2.0
     open_s_max: float = 120.0
     retry_after_s_max: float = 3600.0
+    denied_s: float = 5.0
+    denied_s_max: float = 60.0
     jitter: float = 0.2
     probe_s: float = 120.0
 
@@ -65,13 +69,24 @@ class Breaker:
         self._failures = 0.0
         self._weighed_at = clock()
         self._cause = ""
+        self._denial = ""
+
+    @property
+    def denial(self) -> str:
+        """The cause of the denial that opened it; empty once a probe was accepted."""
+        return self._denial
+
+    @property
+    def is_probed(self) -> bool:
+        """Whether it is open for all calls but one that is running."""
+        return self._probe_until is not None and not self.allows()
 
     @property
     def reason(self) -> str:
-        """Why it is open, as text for people; empty while it allows calls."""
+        """Why it is open, as text for people; empty while it allows calls, except after a denial."""
         now = self._clock()
         if self.allows():
-            return ""
+            return f"{self._denial}, the next request tries it" if self._denial else ""
         if self._open_until is not None and now < self._open_until:
             return f"{self._cause}, next try in {duration_s(max(1, math.ceil(self._open_until - now)))}"
         return f"{self._cause}, one call is probing it"
@@ -97,14 +112,24 @@ class Breaker:
     def record_success(self) -> None:
         """Report a success.
 
-        It closes an open breaker, even if the call began before the opening.
+        It closes an open breaker, even if the call began before the opening, but not before a
+        denial.
         """
         self._weigh(0.0)
         self._in_a_row = 0
+        if self._denial and self._probe_until is None:
+            return
         if self._open_until is not None:
             self._calls = self._failures = 0.0
         self._openings = 0
         self._open_until = self._probe_until = None
+        self._denial = ""
+
+    def record_accepted(self) -> None:
+        """Report that a call which is still running was accepted: it ends a denial."""
+        if self._denial and self._probe_until is not None:
+            self._open_until = self._probe_until = None
+            self._denial = ""
 
     def record_failure(self, retry_after_s: float | None = None) -> None:
         """Report a failure of the deployment.
@@ -126,15 +151,25 @@ class Breaker:
         elif self._calls >= limits.calls_min and self._failures >= limits.failure_rate_max * self._calls:
             self._back_off(f"{self._failures / self._calls:.0%} of its recent calls failed")
 
+    def record_denial(self, cause: str) -> None:
+        """Report that the deployment refuses every call; `cause` is text for people."""
+        if self._denial and self._probe_until is None:
+            return  # this call began before the denial: no new evidence
+        self._back_off(cause, is_denied=True)
+
     def record_cancelled(self) -> None:
         """Report a call without an outcome (the client left): the next call may probe."""
         self._probe_until = None
 
-    def _back_off(self, cause: str) -> None:
+    def _back_off(self, cause: str, *, is_denied: bool = False) -> None:
         limits = self._limits
-        rest_s = min(limits.open_s * 2.0 ** min(self._openings, 30), limits.open_s_max)
+        first_s, longest_s = limits.open_s, limits.open_s_max
+        if is_denied:
+            first_s, longest_s = limits.denied_s, limits.denied_s_max
+        rest_s = min(first_s * 2.0 ** min(self._openings, 30), longest_s)
         self._openings += 1
         self._rest(rest_s * (1.0 + limits.jitter * (2.0 * self._random() - 1.0)), cause)
+        self._denial = cause if is_denied else ""
 
     def _rest(self, rest_s: float, cause: str) -> None:
         until = self._clock() + rest_s

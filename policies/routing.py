@@ -81,6 +81,7 @@ class Candidate(msgspec.Struct, frozen=True):
     `ttft_ms` is predicted for this prompt without warm tokens, the queue included; each warm token
     saves `prefill_ms_per_token` of it. Between equal candidates the larger `priority` ranks first.
     `allowed` are the reserved parts of a request that it may get.
+    `is_denied` says of an unavailable one that it refuses every request until an operator mends it.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Candidate(msgspec.Struct, frozen=True):
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     is_unavailable: bool = False
+    is_denied: bool = False
     health_reason: str = ""
     priority: int = 0
     prefill_ms_per_token: float = 0.0
@@ -117,6 +119,7 @@ class Cause(StrEnum):
     CAPABILITY = "capability"
     CONTEXT = "context"
     OUTPUT = "output"
+    DENIED = "denied"
     HEALTH = "health"
     DEADLINE = "deadline"
     LIMIT = "limit"
@@ -261,7 +264,8 @@ def _unable(demand: Demand, candidate: Candidate) -> Rejected | None:
     if limit is not None and output > limit:
         return Rejected(name, Cause.OUTPUT, f"answers with at most {limit} tokens, {output} were asked for")
     if candidate.is_unavailable:
-        return Rejected(name, Cause.HEALTH, f"is resting: {candidate.health_reason or 'it failed repeatedly'}")
+        cause = Cause.DENIED if candidate.is_denied else Cause.HEALTH
+        return Rejected(name, cause, f"is resting: {candidate.health_reason or 'it failed repeatedly'}")
     return None
 
 

@@ -30,6 +30,7 @@ from gateway.api.chat import Chat
 from gateway.api.responses import Responses
 from gateway.backends.base import (
     BackendBroken,
+    BackendError,
     BackendOverloaded,
     BackendRejected,
     BackendRequest,
@@ -37,6 +38,7 @@ from gateway.backends.base import (
     BackendUnavailable,
     Load,
 )
+from gateway.backends.refusals import Refused, refusal
 from gateway.deployments.fleet import Fleet, build_fleet
 from gateway.journey.budget import Money
 from gateway.journey.rate_limits import Limits
@@ -107,6 +109,12 @@ def timed_out() -> BackendTimeout:
 
 def broken() -> BackendBroken:
     return BackendBroken("The deployment's answer broke off")
+
+
+def denied(status: int, words: str = "Not for you", code: str | None = None) -> BackendError:
+    """What a deployment makes of a permanent refusal."""
+    error = {"error": {"message": words, "type": "invalid_request_error", "param": None, "code": code}}
+    return refusal(Refused(status, json.dumps(error).encode()))
 
 
 def rejected(status: int = 400, words: str = "Bad field") -> BackendRejected:

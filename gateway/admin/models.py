@@ -274,7 +274,7 @@ class SemanticOut(_Out):
 
 
 _Rejection = Annotated[Rejection, _Flat("RejectionOut")]
-_Attempt = Annotated[Attempt, _Flat("AttemptOut", without=("is_refusal",))]
+_Attempt = Annotated[Attempt, _Flat("AttemptOut", without=("is_refusal", "is_denial"))]
 _Route = Annotated[
     Record,
     _Flat(
@@ -282,7 +282,7 @@ _Route = Annotated[
         """One finished request and why it went where it went. `nearest` is kept only where prompts may be logged.
 
 `kind` is what became of it: what `cache` says, or `refused` (4xx; 504 where the caller ruled out what it would have
-taken) or `failed` (any other 5xx).""",
+taken) or `failed` (any other 5xx, and a 424).""",
         without=("draft", "drafted_tokens", "accepted_tokens", "survived", "question"),
         kind=str,
         asked=Annotated[
@@ -402,6 +402,7 @@ class DeploymentOut(_Out):
     policy: str
     is_available: bool
     reason: str
+    denial: str = Field("", description="why it refuses every request until an operator mends it; empty if it does not")
     running: int
     waiting: int
     ttft_ms: float | None

@@ -8,12 +8,15 @@ into this tree in its own file; refusals.py maps the statuses that two of them s
     ├── BackendOverloaded           429 or a full queue; `retry_after_s` where the upstream gave it
     ├── BackendTimeout              no first chunk in time, or silence inside the stream
     ├── BackendRejected             400, 413 or 422: the request is at fault, and a retry is useless
+    ├── BackendDenied               401, 402, 403, 404, 409 or 451: a retry here is useless, another
+    │                               one may do better; `mark` if every request is denied
     └── BackendBroken               the stream ended without its finish: never a finished answer
 
 Invariant: a stream ends after its finish reason, or raises. It never just stops.
 """
 
 from collections.abc import AsyncIterator
+from enum import StrEnum
 from typing import Any, Protocol
 
 import msgspec
@@ -126,6 +129,26 @@ class BackendRejected(BackendError):
     """The request is at fault; `status` and `body` (an OpenAI error object) are
     the deployment's.
     """
+
+
+class Mark(StrEnum):
+    """Why a deployment denies every request until a person mends it."""
+
+    KEY = "key refused"
+    CREDIT = "no credit"
+    MODEL = "no such model there"
+    ADDRESS = "nothing at this address"
+
+
+class BackendDenied(BackendError):
+    """A permanent refusal that is not the fault of the request's form.
+
+    `mark` is None where the refusal may concern this request alone.
+    """
+
+    def __init__(self, message: str, *, detail: str, status: int, mark: Mark | None = None) -> None:
+        super().__init__(message, detail=detail, status=status)
+        self.mark = mark
 
 
 class BackendBroken(BackendError):

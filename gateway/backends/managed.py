@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from gateway.backends import base
-from gateway.backends.refusals import Refused, error_body, refusal, retry_after_s, scrubbed
+from gateway.backends.refusals import Refused, error_body, error_fields, refusal, retry_after_s, scrubbed
 from gateway.wire.chunks import FinishTracker, parse, to_chunk
 from gateway.wire.types import Chunk
 from policies.durations import duration_s
@@ -353,14 +353,28 @@ def _tidy(fields: dict[str, Any]) -> None:
         fields["provider_specific_fields"] = own
 
 
+def _object_in(text: str) -> bytes:
+    """The JSON object that `text` consists of, also where litellm printed its bytes: `b'{...}'`."""
+    before, brace, rest = text.partition("{")
+    found = f"{brace}{rest[: rest.rfind('}') + 1]}"
+    match before.strip():
+        case "":
+            return found.encode()
+        case "b'" | 'b"':
+            return found.replace("\\'", "'").replace("\\\\", "\\").encode()
+    return b""
+
+
 def _body(error: Exception, litellm: Any) -> bytes:
     """The provider's error object, as far as litellm kept it."""
     fields = getattr(error, "body", None)
     fields = fields if isinstance(fields, dict) else {}
     message = fields.get("message")
     if not isinstance(message, str):
-        # "litellm.BadRequestError: OpenAIException - the provider's own words"
+        # "litellm.BadRequestError: OpenAIException - the provider's own words, or its error object"
         message = str(getattr(error, "message", error)).rpartition("Exception - ")[2].removeprefix("litellm.")
+        fields = error_fields(_object_in(message)) or fields
+        message = str(fields.get("message") or message)
     code = fields.get("code")
     if isinstance(error, litellm.exceptions.ContextWindowExceededError):
         code = "context_length_exceeded"

@@ -3,30 +3,55 @@
 The rules are the same for HTTP, for errors inside a stream, and for litellm's exceptions. Shapes:
 OpenAI API reference, "Error codes"; RFC 9110, sections 10.2.3 (Retry-After) and 15. Pure; the
 current time is a parameter. Invariant: of a provider's text a client gets only the error object of
-a request that was at fault, and never the provider's key.
+a request that was at fault and the message of a permanent refusal, and never the provider's key.
 """
 
 import email.utils
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from gateway.backends import base
-from gateway.wire.errors import ApiError, Upstream, error_object, retry_after
+from gateway.backends.base import Mark
+from gateway.wire.errors import ApiError, Upstream, UpstreamDenied, error_object, retry_after
 
 RETRY_AFTER_MAX_S = 3600.0
 _DETAIL_CHARACTERS = 500
 _REJECTED = frozenset({400, 413, 422})
-# Codes that decide before the status: providers send them with 400, 404 and 429.
-_MONEY = frozenset({"insufficient_quota", "billing_hard_limit_reached", "insufficient_balance"})
-_CREDENTIALS = frozenset({"invalid_api_key", "authentication_error", "permission_error", "permission_denied"})
-_MODEL = frozenset({"model_not_found", "model_not_available", "not_found_error"})
+_DENIED = frozenset({401, 402, 403, 404, 405, 409, 410, 451})
+# Codes that decide before the status: providers send them with 400, 403, 404 and 429.
+_MARKS = {
+    "invalid_api_key": Mark.KEY,
+    "authentication_error": Mark.KEY,
+    "insufficient_quota": Mark.CREDIT,
+    "billing_hard_limit_reached": Mark.CREDIT,
+    "billing_error": Mark.CREDIT,
+    "insufficient_balance": Mark.CREDIT,
+    "insufficient_credits": Mark.CREDIT,
+    "model_not_found": Mark.MODEL,
+    "model_not_available": Mark.MODEL,
+    "deploymentnotfound": Mark.MODEL,
+}
+_PERMISSION = frozenset({"permission_error", "permission_denied"})
+# a 404 for one of these is the request's
+_OF_A_REQUEST = re.compile(
+    r"\b(?:files?|images?|audio|videos?|messages?|tools?|containers?|vector|responses?|conversations?|prompts?)\b"
+    r"|that support|in the v1/",
+    re.I,
+)
+_MASKED = re.compile(r"(?<![\w.-])[\w.-]++\*{3,}[\w-]*|(?<![\w.*-])\*{4,}+[\w-]+")
+_FEWER_TOKENS = re.compile(r"max_(?:completion_|output_)?tokens", re.I)  # a 402 that a smaller request would not get
 _STATUS_BY_WORD = {
     "rate_limit_exceeded": 429,
     "rate_limit_error": 429,
     "rate_limit": 429,
     "overloaded_error": 529,
+    "authentication_error": 401,
+    "permission_error": 403,
+    "permission_denied": 403,
+    "not_found_error": 404,
     "invalid_request_error": 400,
     "invalid_request": 400,
     "badrequesterror": 400,
@@ -50,22 +75,15 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 def refusal(refused: Refused) -> base.BackendError:
-    """The error of a refused request.
-
-    After 402, 404, a 429 for lack of money, and unknown statuses another deployment may do better.
-    """
-    error = _error_fields(refused.body)
-    words = {str(error.get(key)).lower() for key in ("code", "type") if error.get(key)}
+    """The error of a refused request."""
+    error = error_fields(refused.body)
+    words = [str(error[key]).lower() for key in ("code", "type") if error.get(key)]
     status = refused.status
     detail = scrubbed(f"HTTP {status}: {_excerpt(refused.body)}", refused.secret)
-    if words & _CREDENTIALS or status in (401, 403):
-        return base.BackendUnavailable(
-            "The deployment does not accept the gateway's credentials", detail=detail, status=status
-        )
-    if words & _MONEY or status == 402:
-        return base.BackendUnavailable("The deployment's account is out of quota", detail=detail, status=status)
-    if words & _MODEL or status == 404:
-        return base.BackendUnavailable("The deployment does not have its model", detail=detail, status=status)
+    known = next((_MARKS[word] for word in words if word in _MARKS), None)
+    if known is not None or status in _DENIED or not _PERMISSION.isdisjoint(words):
+        mark = known or _mark(status, error)
+        return base.BackendDenied(_denial(refused, error, mark), detail=detail, status=status, mark=mark)
     if status == 429 or (status in (503, 529) and (refused.retry_after_s is not None or status == 529)):
         message = "The deployment is overloaded"
         return base.BackendOverloaded(message, detail=detail, status=status, retry_after_s=refused.retry_after_s)
@@ -74,6 +92,33 @@ def refusal(refused: Refused) -> base.BackendError:
         told: str = msgspec.json.decode(body)["error"]["message"]
         return base.BackendRejected(told, detail=detail, status=status, body=body)
     return base.BackendUnavailable(f"The deployment failed with HTTP {status}", detail=detail, status=status)
+
+
+def _mark(status: int, error: dict[str, Any]) -> Mark | None:
+    """The mark that a status gives a deployment; None if it may concern this request alone."""
+    message = str(error.get("message", ""))
+    match status:
+        case 401:
+            return Mark.KEY
+        case 402:
+            return None if _FEWER_TOKENS.search(message) else Mark.CREDIT
+        case 404 | 410 if error and message != "Not Found" and not message.startswith("Invalid URL"):
+            is_the_requests = error.get("param") not in (None, "", "model") or _OF_A_REQUEST.search(message)
+            return None if is_the_requests else Mark.MODEL
+        case 404 | 405 | 410:  # no error object of an API
+            return Mark.ADDRESS
+    return None
+
+
+def _denial(refused: Refused, error: dict[str, Any], mark: Mark | None) -> str:
+    """The message of a permanent refusal, with the provider's own words."""
+    message = f"The deployment refused the request with HTTP {refused.status}"
+    if mark is not None:
+        message += f" ({mark})"
+    told = error.get("message")
+    if isinstance(told, str) and told.strip():
+        message += f": {scrubbed(' '.join(told.split())[:_DETAIL_CHARACTERS], refused.secret)}"
+    return message
 
 
 def in_band(error: Any, secret: str = "") -> base.BackendError:
@@ -116,14 +161,18 @@ def retry_after_s(headers: Mapping[str, str], now_s: float) -> float | None:
 
 
 def scrubbed(text: str, secret: str) -> str:
-    return text.replace(secret, "[key]") if len(secret) >= 4 else text
+    """`text` without `secret`, and without what a provider shows of a key: `sk-ab***yz`."""
+    text = text.replace(secret, "[key]") if len(secret) >= 4 else text
+    if len(secret) >= 12:  # a key that was cut
+        text = re.sub(re.escape(secret[:8]) + r"[\w-]*(?:\.{3}|…)?", "[key]", text)
+    return _MASKED.sub("[key]", text)
 
 
 def _excerpt(body: bytes) -> str:
     return " ".join(body[: 4 * _DETAIL_CHARACTERS].decode("utf-8", "replace").split())[:_DETAIL_CHARACTERS]
 
 
-def _error_fields(body: bytes) -> dict[str, Any]:
+def error_fields(body: bytes) -> dict[str, Any]:
     """The error object in `body`, in any of the known places; {} where there is none."""
     try:
         found = msgspec.json.decode(body)
@@ -167,6 +216,8 @@ def error_body(message: str, kind: Any, param: Any, code: Any) -> bytes:
 
 def from_backend(error: base.BackendError) -> ApiError:
     """The client's error for a deployment's failure. A rejection keeps its own body and status."""
+    if isinstance(error, base.BackendDenied):
+        return UpstreamDenied(error.message)
     if isinstance(error, base.BackendRejected):
         # for the log; the client gets the body
         rejected = Upstream(error.message, code="upstream_rejected")

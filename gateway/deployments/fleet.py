@@ -18,7 +18,16 @@ from gateway.deployments.progress import Progress
 from gateway.loggers import get_logger
 from gateway.reserved import FIELDS, TOOLS, Reserved, canonical, reserved
 from gateway.settings import DeploymentSettings, ModelSettings, Settings, deployment_name
-from gateway.wire.errors import ApiError, BadRequest, DeadlineExceeded, NotFound, Unavailable, sentence, shown
+from gateway.wire.errors import (
+    ApiError,
+    BadRequest,
+    DeadlineExceeded,
+    NotFound,
+    Unavailable,
+    UpstreamDenied,
+    sentence,
+    shown,
+)
 from gateway.wire.requests import OUTPUT_TOKENS_EXPECTED, OUTPUT_TOKENS_MAX
 from gateway.wire.rules import check_rules
 from gateway.wire.types import Kind
@@ -51,6 +60,7 @@ class Deployment:
     estimate: Estimate
     allowed: frozenset[str] = frozenset()  # reserved fields and tools that clients may send to it
     ttft_timeout_min_ms: float = 5_000.0
+    has_answered: bool = False
 
     def candidate(self, prompt_tokens: int) -> Candidate:
         """This deployment as routing sees it, now."""
@@ -67,6 +77,7 @@ class Deployment:
             ttft_ms=load.ttft_ms if load.ttft_ms is not None or not is_measured else figures.ttft_ms(prompt_tokens),
             tpot_ms=load.tpot_ms if load.tpot_ms is not None or not is_measured else figures.tpot_ms,
             is_unavailable=is_unavailable,
+            is_denied=is_unavailable and load.is_ready and bool(self.breaker.denial) and not self.breaker.is_probed,
             health_reason=(load.reason if not load.is_ready else self.breaker.reason) if is_unavailable else "",
             priority=self.settings.priority,
             allowed=self.allowed,
@@ -89,6 +100,7 @@ class Deployment:
         and its tokens share the rest.
         """
         self.breaker.record_success()
+        self.has_answered = True
         duration_ms = made.elapsed_ms()
         ttft_ms = made.ttft_ms if made.ttft_ms is not None else duration_ms
         if made.usage is not None:
@@ -99,11 +111,20 @@ class Deployment:
         self.estimate.observe(ttft_ms, (duration_ms - ttft_ms) / (tokens - 1) if tokens > 1 else None, prompt_tokens)
 
     def failed(self, error: base.BackendError) -> None:
-        """Count a failure against the deployment, unless the request itself was at fault."""
-        if isinstance(error, base.BackendRejected):
-            self.breaker.record_success()
-        else:
-            self.breaker.record_failure(error.retry_after_s if isinstance(error, base.BackendOverloaded) else None)
+        """Count a failure against the deployment, unless the request itself may be at fault."""
+        match error:
+            case base.BackendRejected() if not self.breaker.denial:
+                self.breaker.record_success()
+            case base.BackendDenied(mark=base.Mark() as mark) if not (mark is base.Mark.ADDRESS and self.has_answered):
+                if not self.breaker.denial:
+                    _log.warning("deployment_denied", deployment=self.name, mark=mark.value, reason=error.detail)
+                self.breaker.record_denial(f"{mark} (HTTP {error.status})")
+            case base.BackendRejected() | base.BackendDenied():
+                self.breaker.record_cancelled()
+            case base.BackendOverloaded():
+                self.breaker.record_failure(error.retry_after_s)
+            case _:
+                self.breaker.record_failure()
 
     def note_timeout(self, prompt_tokens: int) -> None:
         """Learn from a time-out, where no other deployment could answer either.
@@ -191,7 +212,7 @@ class Alias:
         An answer of another model is a fallback, and is not cached.
         """
         ranked = route.ranked
-        if any(rejected.cause is Cause.HEALTH for rejected in route.rejected):
+        if any(rejected.cause in (Cause.HEALTH, Cause.DENIED) for rejected in route.rejected):
             well = [_well(candidate) for candidate in self._candidates(demand)]
             ranked = policies.route(self._now(demand, warm, None, frozenset()), well, self.policy).ranked
         return self.deployments[ranked[0].name].model if ranked else ""
@@ -315,6 +336,8 @@ def no_route(route: Route, prompt: str) -> ApiError:
             return DeadlineExceeded(sentence(route.refusal))
         case Cause.LIMIT:
             return Unavailable(sentence(route.refusal), code="no_deployment_within_limits")
+        case Cause.DENIED:
+            return UpstreamDenied(sentence(route.refusal))
         case _:
             return Unavailable(sentence(route.refusal), code="no_deployment_available")
 

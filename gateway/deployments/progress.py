@@ -19,16 +19,17 @@ class Attempt(msgspec.Struct, frozen=True):
     outcome: str
     duration_ms: float
     is_refusal: bool = False  # the request was at fault
+    is_denial: bool = False  # the deployment refused for good: a key, credit, a model, a rule
 
     @property
     def verdict(self) -> str:
-        """`ok`, `error`, or a verdict that leaves the deployment as it is.
+        """`ok`, `error`, `denied`, or a verdict that leaves the deployment as it is.
 
         Those are `refused` (the request was at fault) and `cancelled`.
         """
         if self.outcome in ("ok", "cancelled"):
             return self.outcome
-        return "refused" if self.is_refusal else "error"
+        return "refused" if self.is_refusal else "denied" if self.is_denial else "error"
 
 
 class Progress(msgspec.Struct):
@@ -75,12 +76,12 @@ class Progress(msgspec.Struct):
         self.is_abandoned = True
         self._end("cancelled")
 
-    def fail(self, why: str, *, is_refusal: bool) -> None:
-        """The deployment failed, or refused the request."""
-        self._end(why, is_refusal=is_refusal)
+    def fail(self, why: str, *, is_refusal: bool, is_denial: bool) -> None:
+        """The deployment failed, refused the request, or refused for good."""
+        self._end(why, is_refusal=is_refusal, is_denial=is_denial)
 
-    def _end(self, outcome: str, *, is_refusal: bool = False) -> None:
-        self.attempt = Attempt(self.deployment, outcome, self.elapsed_ms(), is_refusal)
+    def _end(self, outcome: str, *, is_refusal: bool = False, is_denial: bool = False) -> None:
+        self.attempt = Attempt(self.deployment, outcome, self.elapsed_ms(), is_refusal, is_denial)
 
     @property
     def has_content(self) -> bool:

@@ -8,11 +8,19 @@ exit; a try that has not begun leaves no trace in an answer.
 import asyncio
 from collections.abc import Callable
 
-from gateway.backends.base import BackendBroken, BackendError, BackendRejected, BackendRequest, BackendTimeout
+from gateway.backends.base import (
+    BackendBroken,
+    BackendDenied,
+    BackendError,
+    BackendRejected,
+    BackendRequest,
+    BackendTimeout,
+)
 from gateway.backends.refusals import from_backend
 from gateway.deployments.fleet import Deployment, pause_before_retry
 from gateway.deployments.progress import Progress
 from gateway.journey.flight import Flight
+from gateway.wire.errors import UpstreamDenied
 from gateway.wire.types import Chunk
 from policies import Route
 
@@ -25,37 +33,54 @@ async def stream(flight: Flight, route: Route) -> None:
 
     Raises ApiError if none begins, or if the one that began fails.
     """
+    denials: dict[str, str] = {}
     while True:
-        latest, failure = await _try_each(flight, route)
+        latest, failure = await _try_each(flight, route, denials)
         if failure is None:
             return
+        if isinstance(failure, BackendDenied):
+            raise UpstreamDenied(_all_of(denials))
         pause_s = pause_before_retry(failure, len(flight.generation.attempts))
         if pause_s is None:
             if isinstance(failure, BackendTimeout):
                 latest.note_timeout(flight.generation.turn.demand.prompt_tokens)
             raise from_backend(failure)
         await asyncio.sleep(pause_s)
-        route = flight.route()
+        route = flight.route(frozenset(denials))
         if not route.ranked:
             raise from_backend(failure)
 
 
-async def _try_each(flight: Flight, route: Route) -> tuple[Deployment, BackendError | None]:
+async def _try_each(flight: Flight, route: Route, denials: dict[str, str]) -> tuple[Deployment, BackendError | None]:
     """The deployment that was tried last, and its failure; None if it answered.
 
-    Raises ApiError if no other one can take over: the answer had begun, or the request is at fault.
+    A failure that a retry may mend comes before a permanent refusal. Each of these is added to
+    `denials`: its message, by the deployment's name. Raises ApiError if no other deployment can
+    take over: the answer had begun, or the request is at fault.
     """
-    deployments, tried = flight.generation.alias.deployments, frozenset[str]()
+    deployments, tried = flight.generation.alias.deployments, frozenset(denials)
+    failed: tuple[Deployment, BackendError] | None = None
     while True:
         best = route.ranked[0]
         deployment = deployments[best.name]
         failure = await _try(flight, deployment, best.why)
         if failure is None:
             return deployment, None
+        if isinstance(failure, BackendDenied):
+            denials[best.name] = failure.message
+        if failed is None or not isinstance(failure, BackendDenied):
+            failed = deployment, failure
         tried |= {best.name}
         route = flight.route(tried)
         if not route.ranked:
-            return deployment, failure
+            return failed
+
+
+def _all_of(denials: dict[str, str]) -> str:
+    """One message of permanent refusals."""
+    if len(denials) == 1:
+        return next(iter(denials.values()))
+    return "; ".join(f"{name}: {message}" for name, message in denials.items())
 
 
 async def _try(flight: Flight, deployment: Deployment, why: str) -> BackendError | None:
@@ -94,11 +119,14 @@ async def attempt(
             # decision: commit-on-content
             held += chunks
             if progress.has_begun:
+                if deployment.breaker.denial:
+                    deployment.breaker.record_accepted()
                 deliver(held)
                 held.clear()
     except BackendError as error:
         deployment.failed(error)
-        progress.fail(error.detail[:300], is_refusal=isinstance(error, BackendRejected))
+        is_refusal, is_denial = isinstance(error, BackendRejected), isinstance(error, BackendDenied)
+        progress.fail(error.detail[:300], is_refusal=is_refusal, is_denial=is_denial)
         return error
     except asyncio.CancelledError:
         deployment.breaker.record_cancelled()

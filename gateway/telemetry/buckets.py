@@ -26,6 +26,7 @@ REQUESTS = "r"
 TTFT = "t"
 DURATION = "d"
 _NOT_OUR_FAILURES = frozenset({"not_cached", "deadline_exceeded"})  # 504s that the client asked for
+_DENIED = "upstream_denied"  # a 4xx that is not the client's
 
 
 class Metric(msgspec.Struct, frozen=True):
@@ -100,11 +101,12 @@ def read_fields(reply: list[bytes]) -> Iterator[tuple[Field, int]]:
 
 def kind_of(cache: str, status: int, error: str) -> str:
     """The request's kind, one of KINDS: `cache` for an answer, `refused` for a 4xx and for a 504
-    that the client asked for, `failed` for any other 5xx.
+    that the client asked for, `failed` for any other 5xx and for a 424.
     """
     if status < 400:
         return cache
-    return "refused" if status < 500 or error in _NOT_OUR_FAILURES else "failed"
+    is_refused = (status < 500 and error != _DENIED) or error in _NOT_OUR_FAILURES
+    return "refused" if is_refused else "failed"
 
 
 _STEPS_PER_DOUBLING = 4

@@ -149,8 +149,10 @@ class HealthMonitor:
         """The body of `/readyz`."""
         parts = self.parts()
         is_all_there = all(part.health is Health.OK for part in parts)
+        # a deployment that refuses the gateway refuses every host: no balancer has a better one
         is_answerable = all(
-            any(_is_available(d) for d in alias.deployments.values()) for alias in self._fleet.aliases.values()
+            any(_is_available(d) or d.breaker.denial for d in alias.deployments.values())
+            for alias in self._fleet.aliases.values()
         )
         # before the first readiness every part must be ready, except deployments that are down, not
         # starting; afterwards each alias needs only one available deployment
@@ -184,7 +186,8 @@ class HealthMonitor:
 
 
 def _is_available(deployment: Deployment) -> bool:
-    return deployment.backend.load(0).is_ready and deployment.breaker.allows()
+    breaker = deployment.breaker
+    return deployment.backend.load(0).is_ready and breaker.allows() and not breaker.denial
 
 
 def _memory_bytes() -> float:

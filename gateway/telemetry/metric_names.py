@@ -95,7 +95,7 @@ ACCEPTED = _counter(
 )
 ATTEMPTS = _counter(
     "sameway_attempts_total",
-    "Generations tried, per deployment: ok, error, refused (the request was at fault) or cancelled (nobody waited any more).",
+    "Generations tried, per deployment: ok, error, denied (refused for good), refused (the request was at fault) or cancelled.",
     "deployment outcome",
 )
 FAILOVERS = _counter("sameway_failovers_total", "Requests that needed more than one deployment.", "model")
@@ -174,7 +174,7 @@ L1_BYTES = _gauge("sameway_l1_bytes", Merge.SUM, "Answers kept in the gateway wo
 DEPLOYMENT_AVAILABLE = _gauge(
     "sameway_deployment_available",
     Merge.MIN,
-    "1 while the deployment is ready and its breaker is closed.",
+    "1 while the deployment is ready, its breaker is closed, and it does not deny every request.",
     "deployment",
 )
 DEPLOYMENT_RUNNING = _gauge(

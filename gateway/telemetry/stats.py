@@ -159,7 +159,7 @@ class Stats:
         for attempt in record.attempts:
             tally = self._deployments.setdefault((minute, attempt.name), DeploymentTally())
             tally.ok += attempt.verdict == "ok"
-            tally.failed += attempt.verdict == "error"
+            tally.failed += attempt.verdict in ("error", "denied")
         tally = self._deployments.setdefault((minute, record.deployment), DeploymentTally())
         tally.completion_tokens += record.completion_tokens
         tally.cost_microusd += record.cost_microusd

@@ -12,6 +12,7 @@
     ├── NotCached          504 only-if-cached, and no cached answer
     ├── DeadlineExceeded   504 the client's deadline would pass first
     ├── Upstream           the failure of the last deployment tried
+    │   └── UpstreamDenied 424 each deployment refused the gateway: a retry cannot help
     └── Unavailable        503 a required part of the gateway is missing
 
 Shapes: OpenAI API reference, "Error codes". Invariant: `message` never carries an upstream's key, a
@@ -181,6 +182,19 @@ class Upstream(ApiError):
     type = "upstream_error"
     status = 502
     code = "upstream_error"
+
+
+class UpstreamDenied(Upstream):
+    """RFC 4918, section 11.4: 424 says that another server refused.
+
+    Its own 401 or 403 would read as a refusal of the client's key; the SDKs retry a 409 and a 5xx.
+    """
+
+    status = 424
+    code = "upstream_denied"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, headers={"x-should-retry": "false"})
 
 
 class Unavailable(ApiError):

@@ -16,7 +16,7 @@ from gateway.journey.record import Rejection
 from gateway.telemetry.parts import Health, Part
 from policies import WindowKind
 from tests.admin.seed import HOSTILE, seed
-from tests.admin.world import ADMIN_KEY, NOW_S, SECRET, World, open_world
+from tests.admin.world import ADMIN_KEY, LOCAL, NOW_S, SECRET, World, open_world
 from tests.services import run_redis
 from tests.telemetry.records import hit, miss
 
@@ -259,6 +259,14 @@ async def test_deployments_tell_how_they_are(world: World, browser: httpx.AsyncC
     assert page.count("The engine since its start") == 1
     assert 'class="health doubtful">small@api' in page
     assert 'class="health ok">small@local' in page
+
+
+async def test_a_deployment_that_refuses_every_request_is_marked(world: World, browser: httpx.AsyncClient) -> None:
+    """A refused key is a tag beside the deployment's name, and a problem on the overview."""
+    denial, reason = "key refused (HTTP 401)", "key refused (HTTP 401), the next request tries it"
+    world.deployments = [LOCAL.model_copy(update={"is_available": False, "reason": reason, "denial": denial})]
+    assert f'<span class="tag bad">{denial}</span>' in (await browser.get("/admin/deployments")).text
+    assert reason in (await browser.get("/admin")).text
 
 
 async def test_forms_show_what_was_wrong_and_keep_what_was_typed(world: World, browser: httpx.AsyncClient) -> None:

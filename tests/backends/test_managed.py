@@ -13,11 +13,13 @@ import pytest
 
 from gateway.backends.base import (
     BackendBroken,
+    BackendDenied,
     BackendError,
     BackendOverloaded,
     BackendRejected,
     BackendTimeout,
     BackendUnavailable,
+    Mark,
 )
 from gateway.backends.managed import ManagedBackend
 from gateway.wire.fold import fold
@@ -107,9 +109,6 @@ async def test_what_is_sent(upstream: Upstream, managed: ManagedBackend) -> None
         ("status=502;body=html", BackendUnavailable, None),
         ("status=503;retry_after=3", BackendOverloaded, 3.0),
         ("status=429;retry_after=2", BackendOverloaded, 2.0),
-        ("status=429;body=quota", BackendUnavailable, None),
-        ("status=401;body=auth", BackendUnavailable, None),
-        ("status=404;body=missing", BackendUnavailable, None),
         ("cut=headers", BackendUnavailable, None),
         ("hang=headers", BackendTimeout, None),
     ],
@@ -130,6 +129,51 @@ async def test_failures_that_another_deployment_may_mend(
     assert caught.value.retry_after_s == retry_after_s
     assert not any(word in caught.value.message for word in ("upstream", "sk-", "nginx", "litellm", "platform"))
     assert len(upstream.seen().requests) == 1
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+@pytest.mark.parametrize(
+    ("plan", "status", "mark", "words"),
+    [
+        ("status=401;body=auth", 401, Mark.KEY, ": Incorrect API key provided: [key]. Find yours"),
+        ("status=402", 402, Mark.CREDIT, ": upstream says no"),
+        ("status=429;body=quota", 429, Mark.CREDIT, ": You exceeded your current quota"),
+        ("status=404;body=missing", 404, Mark.MODEL, ": The model `x` does not exist"),
+        ("status=403", 403, None, ": upstream says no"),
+        ("status=409", 409, None, ": upstream says no"),
+        ("status=451", 451, None, ": upstream says no"),
+    ],
+)
+async def test_a_permanent_refusal_says_why(
+    upstream: Upstream,
+    managed: ManagedBackend,
+    plan: str,
+    status: int,
+    mark: Mark | None,
+    words: str,
+    is_stream: bool,
+) -> None:
+    """litellm's exceptions of a permanent refusal become ours, with the provider's words and without its key."""
+    upstream.plan(plan)
+    with pytest.raises(BackendDenied) as caught:
+        await collect(managed.stream(ask(is_stream=is_stream)))
+    assert (caught.value.status, caught.value.mark) == (status, mark)
+    assert words in caught.value.message
+    assert not any(part in caught.value.message + caught.value.detail for part in ("sk-", "cret", "****"))
+    assert len(upstream.seen().requests) == 1
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_another_protocols_words_are_read(upstream: Upstream, is_stream: bool) -> None:
+    """Where litellm passes a provider's error object on as text, the client gets its message, not the object."""
+    managed = make_managed(upstream.url, model="mistral/x")
+    await managed.start()
+    upstream.plan("status=401;body=auth")
+    with pytest.raises(BackendDenied) as caught:
+        await collect(managed.stream(ask(is_stream=is_stream)))
+    await managed.aclose()
+    told = caught.value.message
+    assert told.endswith("(key refused): Incorrect API key provided: [key]. Find yours at https://platform.example")
 
 
 @pytest.mark.parametrize(

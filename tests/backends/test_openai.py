@@ -12,14 +12,17 @@ from msgspec.structs import replace
 
 from gateway.backends.base import (
     BackendBroken,
+    BackendDenied,
     BackendError,
     BackendOverloaded,
     BackendRejected,
     BackendRequest,
     BackendTimeout,
     BackendUnavailable,
+    Mark,
 )
 from gateway.backends.openai.backend import OpenAIBackend
+from gateway.backends.refusals import Refused, refusal, scrubbed
 from gateway.wire.chunks import read, unfold
 from gateway.wire.fold import fold
 from gateway.wire.types import COMPLETION, Chunk, Usage
@@ -165,14 +168,6 @@ ANY = [True, False]
         ("status=429;retry_after=2;retry_after_ms=1500", BackendOverloaded, 429, 1.5),
         ("status=429;retry_after=Wed, 21 Oct 2015 07:28:30 GMT", BackendOverloaded, 429, 30.0),
         ("status=429;retry_after=Fri, 31 Dec 999999999 23:59:59 GMT", BackendOverloaded, 429, None),
-        ("status=429;body=quota", BackendUnavailable, 429, None),
-        ("status=402", BackendUnavailable, 402, None),
-        ("status=401;body=auth", BackendUnavailable, 401, None),
-        ("status=403;body=html", BackendUnavailable, 403, None),
-        ("status=400;body=auth", BackendUnavailable, 400, None),
-        ("status=404;body=missing", BackendUnavailable, 404, None),
-        ("status=404;body=html", BackendUnavailable, 404, None),
-        ("status=400;body=missing", BackendUnavailable, 400, None),
         ("status=307", BackendUnavailable, 307, None),
         ("status=204;body=empty", BackendUnavailable, 204, None),
     ],
@@ -193,6 +188,91 @@ async def test_statuses_that_another_deployment_may_mend(
     assert caught.value.body is None
     assert not any(word in caught.value.message for word in ("upstream", "sk-", "nginx", 'quota"', "platform"))
     assert f"HTTP {status}" in caught.value.detail
+
+
+@pytest.mark.parametrize("is_stream", ANY)
+@pytest.mark.parametrize(
+    ("plan", "status", "mark", "words"),
+    [
+        ("status=401;body=auth", 401, Mark.KEY, "Incorrect API key provided: [key]. Find yours at https://"),
+        ("status=401;body=empty", 401, Mark.KEY, "HTTP 401 (key refused)"),
+        ("status=400;body=auth", 400, Mark.KEY, "Incorrect API key"),
+        ("status=402", 402, Mark.CREDIT, "upstream says no"),
+        ("status=429;body=quota", 429, Mark.CREDIT, "You exceeded your current quota"),
+        ("status=404;body=missing", 404, Mark.MODEL, "The model `x` does not exist"),
+        ("status=403;body=missing", 403, Mark.MODEL, "The model `x` does not exist"),
+        ("status=400;body=missing", 400, Mark.MODEL, "The model `x` does not exist"),
+        ("status=404;body=html", 404, Mark.ADDRESS, "HTTP 404 (nothing at this address)"),
+        ("status=405;body=empty", 405, Mark.ADDRESS, "HTTP 405 (nothing at this address)"),
+        ("status=404", 404, None, "HTTP 404: upstream says no"),  # its param is `messages`
+        ("status=403;body=html", 403, None, "HTTP 403"),
+        ("status=409", 409, None, "HTTP 409: upstream says no"),
+        ("status=451", 451, None, "HTTP 451: upstream says no"),
+    ],
+)
+async def test_a_permanent_refusal_says_why(
+    upstream: Upstream, plan: str, status: int, mark: Mark | None, words: str, is_stream: bool
+) -> None:
+    """A permanent refusal has the server's words without any key, and a mark where it concerns every request."""
+    backend = make_backend(upstream.url)
+    await backend.start()
+    upstream.plan(plan)
+    with pytest.raises(BackendDenied) as caught:
+        await collect(backend.stream(ask(is_stream=is_stream)))
+    await backend.aclose()
+    assert (caught.value.status, caught.value.mark) == (status, mark)
+    assert words in caught.value.message
+    assert "nginx" not in caught.value.message
+    assert not any(part in caught.value.message + caught.value.detail for part in ("sk-", "cret", "****"))
+    assert len(upstream.seen().requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("message", "more", "mark"),
+    [
+        ("model: claude-9", {"type": "not_found_error"}, Mark.MODEL),
+        ("models/x is not found for API version v1beta, or is not supported for generateContent", {}, Mark.MODEL),
+        ("Resource not found", {"code": "404"}, Mark.MODEL),
+        ("Not Found", {}, Mark.ADDRESS),
+        ("Invalid URL (POST /v1/v1/chat/completions)", {"type": "invalid_request_error"}, Mark.ADDRESS),
+        ("No file found with ID 'file-model'", {}, None),
+        ("File not found: file_011", {"type": "not_found_error"}, None),
+        ("No endpoints found that support tool use", {"code": 404}, None),
+        ("This is a chat model and not supported in the v1/completions endpoint", {}, None),
+    ],
+)
+def test_a_404_for_something_in_the_request_marks_no_deployment(
+    message: str, more: dict[str, Any], mark: Mark | None
+) -> None:
+    """A client that names a file which is not there takes no deployment out of service; a model or address that is not there does."""
+    error = refusal(Refused(404, json.dumps({"error": {"message": message, **more}}).encode()))
+    assert isinstance(error, BackendDenied)
+    assert error.mark is mark
+
+
+def test_a_402_for_too_many_tokens_marks_no_deployment() -> None:
+    """Credit for a shorter answer may be left."""
+    words = "This request requires more credits, or fewer max_tokens. You can only afford 120"
+    error = refusal(Refused(402, json.dumps({"error": {"message": words, "code": 402}}).encode()))
+    assert isinstance(error, BackendDenied)
+    assert error.mark is None
+
+
+@pytest.mark.parametrize(
+    "shown", ["sk-upstream-SECRET-111", "sk-upst***111", "sk-upstream-SEC...", "****-111", "sk-upstream-SECR…"]
+)
+def test_a_key_that_is_shown_in_part_is_cut_out(shown: str) -> None:
+    """Providers repeat a wrong key, whole, masked or cut: a client gets none of it."""
+    body = json.dumps({"error": {"message": f"Wrong key: {shown}"}}).encode()
+    error = refusal(Refused(401, body, secret="sk-upstream-SECRET-111"))
+    assert error.message == "The deployment refused the request with HTTP 401 (key refused): Wrong key: [key]"
+    assert shown not in error.detail
+
+
+def test_a_long_error_is_scrubbed_at_once() -> None:
+    """Cutting out keys takes time in proportion to the text."""
+    for text in ("a" * 60_000, "*" * 60_000, "a*" * 30_000, "sk-upstr" * 8_000):
+        assert len(scrubbed(text, "sk-upstream-SECRET-111")) <= len(text)
 
 
 @pytest.mark.parametrize("is_stream", ANY)
@@ -283,7 +363,7 @@ async def test_the_key_is_in_no_error(upstream: Upstream) -> None:
         ("error=first", BackendUnavailable, 0),
         ("error=first;error_code=429", BackendOverloaded, 0),
         ("error=first;error_code=rate_limit_exceeded", BackendOverloaded, 0),
-        ("error=first;error_code=insufficient_quota", BackendUnavailable, 0),
+        ("error=first;error_code=insufficient_quota", BackendDenied, 0),
         ("error=first;error_code=400", BackendRejected, 0),
         ("error=first;error_code=invalid_request_error", BackendRejected, 0),
         ("error=first;error_code=something_else", BackendUnavailable, 0),
@@ -304,7 +384,7 @@ async def test_a_broken_stream_is_never_a_finished_one(
     with pytest.raises(BackendError) as caught:
         await collect_into(seen, stream)
     assert type(caught.value) is kind
-    assert "upstream" not in caught.value.message or kind is BackendRejected
+    assert "upstream" not in caught.value.message or kind in (BackendRejected, BackendDenied)
     # RST may overtake bytes that were not read yet; everything else loses nothing
     count = sum(chunk.count for chunk in seen)
     assert count <= chunks if "reset" in plan else count == chunks

@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from gateway import app as app_module
 from gateway.app import create_app
 from gateway.settings import Settings
-from tests.e2e.gateway import API_KEY, Gateway, deployment, wait_for
+from tests.e2e.gateway import ADMIN_KEY, API_KEY, Gateway, deployment, wait_for
 from tests.e2e.upstream import Upstream
 from tests.services import RedisServer
 
@@ -92,6 +92,39 @@ async def test_what_has_become_slow_is_waited_for(
                 statuses.append((await client.post("/v1/chat/completions", json=body)).status_code)
     assert statuses[0] == 504
     assert statuses[-1] == 200
+
+
+async def test_a_refused_key_is_marked_and_takes_no_host_out_of_service(
+    redis_server: RedisServer, redis: Redis, upstream: Upstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The deployments page and the problems say that the key is refused; readiness stays, because every host has that key."""
+    monkeypatch.setattr(app_module, "_start_loops", lambda parts, stack: None)
+    settings = Settings(
+        data_dir=tmp_path,
+        redis_url=redis_server.url,
+        api_key=API_KEY,
+        admin_key=ADMIN_KEY,
+        engines={},
+        cache={"is_semantic": False},  # type: ignore[arg-type]
+        models={"mock": {"deployments": [deployment(upstream.url, "plain", "mock?status=401;body=auth")]}},  # type: ignore[dict-item]
+    )
+    app = create_app(settings)
+    async with app.router.lifespan_context(app):
+        body = {"model": "mock", "messages": [{"role": "user", "content": "hello"}]}
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            key, admin = ({"authorization": f"Bearer {one}"} for one in (API_KEY, ADMIN_KEY))
+            for _ in range(6):
+                reply = await client.post("/v1/chat/completions", json=body, headers=key)
+                assert (reply.status_code, reply.json()["error"]["code"]) == (424, "upstream_denied")
+            (shown,) = (await client.get("/admin/api/deployments", headers=admin)).json()["deployments"]
+            problems = (await client.get("/admin/api/status", headers=admin)).json()["problems"]
+        app.state.parts.watch._was_ready = True  # there is no cache worker here
+        report = app.state.parts.watch.report()
+    assert len(upstream.seen().requests) == 1
+    assert (shown["denial"], shown["is_available"]) == ("key refused (HTTP 401)", False)
+    assert shown["reason"].startswith("key refused (HTTP 401), next try in ")
+    assert any("key refused" in problem["message"] for problem in problems)
+    assert (report["is_ready"], report["is_degraded"], report["parts"]["plain"]["health"]) == (True, True, "down")
 
 
 def test_recent_routes_explain_themselves(gateway: Gateway) -> None:

@@ -52,6 +52,7 @@ def seen() -> dict[str, set[str]]:
             "mock": at("plain", "mock?delay_ms=300"),  # so that a hit saves time
             "failing": at("failing", "mock?status=500"),
             "busy": at("busy", "mock?status=429;retry_after=7"),
+            "denying": at("denying", "mock?status=401;body=auth"),
             "cut": at("cut", "mock?cut=middle"),
             "limited": at("limited", capabilities=[]),
         }
@@ -136,6 +137,8 @@ def _talk(gateway: Gateway, found: Seen) -> None:
     said("unsupported", chat("x", "limited", tools=tools))
     said("upstream fails", chat("x", "failing"))
     said("upstream is busy", chat("x", "busy"))
+    said("upstream refuses the key", chat("x", "denying"))
+    said("upstream rests", chat("x", "denying"))
     said("upstream breaks off", chat("x", "cut", stream=True))
     said("feedback on nothing", post("/v1/feedback", json={"id": "req_0", "verdict": "wrong"}))
     team = gateway.admin("POST", "/teams", json={"name": "poor", "requests_per_min": 2})

@@ -6,11 +6,13 @@ import asyncio
 
 import pytest
 
+from gateway.backends.refusals import Refused, refusal
 from tests.world import (
     Finish,
     Tokens,
     World,
     broken,
+    denied,
     overloaded,
     rejected,
     timed_out,
@@ -107,6 +109,171 @@ async def test_a_request_at_fault_is_refused_once(world: World, status: int) -> 
     assert (record.status, record.error) == (status, "upstream_rejected")
     assert record.attempts[0].verdict == "refused"
     assert (await world.ask("another", model="pair")).status == status  # still the first choice
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("status", [401, 402, 403, 404, 409, 451])
+async def test_a_permanent_refusal_is_failed_over(world: World, status: int, is_stream: bool) -> None:
+    """A deployment that refuses for good is tried once, and the next one answers."""
+    world.backends["first"].plays(denied(status))
+    reply = await world.ask(model="pair", stream=is_stream)
+    assert (reply.status, reply.headers["x-sameway-backend"]) == (200, "second")
+    record = await world.record(reply)
+    assert [one.verdict for one in record.attempts] == ["denied", "ok"]
+    assert len(world.backends["first"].calls) == 1
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("status", [401, 402, 403, 404, 409, 451])
+async def test_a_permanent_refusal_is_told_once(world: World, status: int, is_stream: bool) -> None:
+    """Where no deployment is left the client gets the cause, under a status that is not its own key's and that no SDK retries."""
+    world.backends["plain"].plays(denied(status, "No, says the provider"))
+    reply = await world.ask(stream=is_stream)
+    assert (reply.status, reply.error["code"], reply.error["type"]) == (424, "upstream_denied", "upstream_error")
+    assert reply.headers["x-should-retry"] == "false"
+    assert "retry-after" not in reply.headers
+    assert f"HTTP {status}" in reply.error["message"]
+    assert "No, says the provider" in reply.error["message"]
+    assert len(world.backends["plain"].calls) == 1
+    assert await world.ledger() == []
+    assert (await world.record(reply)).error == "upstream_denied"
+
+
+async def test_each_refusal_is_in_the_message(world: World) -> None:
+    """Where several deployments refuse, the message has the cause of each; none is tried twice."""
+    world.backends["first"].plays(denied(403, "Not from here"))
+    world.backends["second"].plays(denied(451, "Not by law"))
+    reply = await world.ask(model="pair")
+    assert reply.status == 424
+    assert all(part in reply.error["message"] for part in ("first: ", "Not from here", "second: ", "Not by law"))
+    assert [len(world.backends[name].calls) for name in ("first", "second")] == [1, 1]
+
+
+@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize("refusing", ["first", "second"])
+async def test_what_a_retry_mends_is_retried_without_what_it_does_not(world: World, status: int, refusing: str) -> None:
+    """Beside a deployment that refuses for good one that is overloaded is tried again, and its failure is the client's answer."""
+    overworked = "second" if refusing == "first" else "first"
+    world.backends[refusing].plays(denied(status))
+    world.backends[overworked].plays(overloaded(retry_after_s=0.001))
+    reply = await world.ask(model="pair")
+    assert (reply.status, reply.error["code"]) == (429, "upstream_overloaded")
+    assert len(world.backends[refusing].calls) == 1
+    assert "x-should-retry" not in reply.headers
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "mark"),
+    [(401, None, "key refused"), (402, None, "no credit"), (404, "model_not_found", "no such model there")],
+)
+async def test_what_refuses_every_request_rests(world: World, status: int, code: str | None, mark: str) -> None:
+    """A key, credit or model that is refused rests the deployment: others answer, the route says why, and a live request tries it later."""
+    first = world.backends["first"]
+    first.plays(denied(status, code=code))
+    await world.ask("one", model="pair")
+    reply = await world.ask("two", model="pair")
+    assert len(first.calls) == 1
+    record = await world.record(reply)
+    (refused,) = record.rejected
+    assert refused.reason.startswith(f"is resting: {mark} (HTTP {status}), next try in ")
+    assert [one.name for one in record.attempts] == ["second"]
+    world.clock.passes(70)
+    await world.ask("three", model="pair")
+    assert len(first.calls) == 2
+    first.plays("well ", "again", Finish(), Tokens())
+    world.clock.passes(70)
+    assert (await world.ask("four", model="pair")).content == "well again"
+    assert (await world.ask("five", model="pair")).content == "well again"
+
+
+async def test_a_lone_deployment_that_refuses_recovers_by_itself(world: World) -> None:
+    """While the only deployment rests, requests are refused at once with the cause; the first one after its rest finds it mended."""
+    plain = world.backends["plain"]
+    plain.plays(denied(401))
+    await world.ask("one")
+    reply = await world.ask("two")
+    assert (reply.status, reply.error["code"]) == (424, "upstream_denied")
+    assert "key refused (HTTP 401)" in reply.error["message"]
+    assert reply.headers["x-should-retry"] == "false"
+    assert len(plain.calls) == 1
+    plain.plays("mended", Finish(), Tokens())
+    world.clock.passes(70)
+    assert (await world.ask("three")).content == "mended"
+    assert (await world.ask("four")).content == "mended"
+
+
+async def test_the_first_chunk_of_a_probe_ends_the_rest(world: World) -> None:
+    """A deployment that begins to answer is mended: other requests need not wait for the end of that answer."""
+    plain = world.backends["plain"]
+    plain.plays_once(denied(402))
+    await world.ask("one")
+    world.clock.passes(70)
+    more = asyncio.Event()
+    plain.plays_once("long ", more, "answer", Finish(), Tokens())
+    probe = world.begin("two", stream=True)
+    await plain.called(2)
+    await probe.sees("long")
+    assert (await world.begin("three").reply()).status == 200
+    more.set()
+    assert (await probe.reply()).content == "long answer"
+
+
+async def test_while_a_probe_runs_a_retry_may_help(world: World) -> None:
+    """A request beside the probe of a lone deployment is not told that a retry is useless."""
+    plain = world.backends["plain"]
+    plain.plays_once(denied(401))
+    await world.ask("one")
+    world.clock.passes(70)
+    more = asyncio.Event()
+    plain.plays_once(more, "late", Finish(), Tokens())
+    probe = world.begin("two")
+    await plain.called(2)
+    reply = await world.begin("three").reply()
+    assert (reply.status, reply.error["code"]) == (503, "no_deployment_available")
+    assert "x-should-retry" not in reply.headers
+    more.set()
+    assert (await probe.reply()).status == 200
+
+
+@pytest.mark.parametrize("status", [403, 409, 451])
+async def test_what_may_be_the_requests_marks_nothing(world: World, status: int) -> None:
+    """However many requests are forbidden one by one, the deployment stays the first choice of others."""
+    first = world.backends["first"]
+    for number in range(20):
+        first.plays_once(denied(status))
+        assert (await world.ask(f"question {number}", model="pair")).headers["x-sameway-backend"] == "second"
+    assert (await world.ask("another", model="pair")).headers["x-sameway-backend"] == "first"
+
+
+async def test_a_request_at_fault_is_no_proof_that_a_key_works(world: World) -> None:
+    """A probe that is refused for its own form ends no rest: the next request probes."""
+    first = world.backends["first"]
+    first.plays_once(denied(401))
+    await world.ask("one", model="pair")
+    world.clock.passes(70)
+    first.plays_once(rejected(400))
+    assert (await world.ask("two", model="pair")).status == 400
+    first.plays_once(denied(401))
+    assert (await world.ask("three", model="pair")).headers["x-sameway-backend"] == "second"
+    assert (await world.ask("four", model="pair")).headers["x-sameway-backend"] == "second"
+    assert len(first.calls) == 3
+
+
+async def test_a_path_that_is_not_there_marks_only_what_never_answered(world: World) -> None:
+    """A server without one of our paths is no wrong address once it has answered on another."""
+    plain = world.backends["plain"]
+    await world.ask("one")
+    plain.plays_once(refusal(Refused(404, b"<html>not here</html>")))
+    assert (await world.ask("two")).status == 424
+    assert (await world.ask("three")).status == 200
+
+
+async def test_an_answer_of_another_model_is_a_fallback_while_the_first_refuses(world: World) -> None:
+    """The answer of another model is not kept while the first choice's key is refused."""
+    world.backends["big"].plays(denied(401))
+    for number in range(2):
+        reply = await world.ask(f"question {number}", model="mixed")
+        assert (await world.record(reply)).store == "fallback"
 
 
 async def test_a_failing_deployment_is_left_alone(world: World) -> None:

@@ -156,6 +156,36 @@ def test_failures_that_began_before_the_opening_do_not_extend_it(clock: Clock) -
     assert breaker.allows()
 
 
+def test_a_denial_rests_at_once_until_a_probe_is_accepted(clock: Clock) -> None:
+    """One denial opens it; each denied probe doubles the rest up to the longest; then it says that the next request tries."""
+    breaker = Breaker(clock, limits=LIMITS)
+    assert breaker.begin()
+    breaker.record_denial("key refused")
+    for rest_s in (5, 10, 20, 40, 60, 60):
+        assert breaker.reason.startswith("key refused, next try in ")
+        clock.now_s += rest_s - 0.5
+        assert not breaker.allows()
+        clock.now_s += 0.5
+        assert (breaker.reason, breaker.denial) == ("key refused, the next request tries it", "key refused")
+        assert breaker.begin()
+        assert breaker.is_probed
+        breaker.record_denial("key refused")
+    clock.now_s += 61
+    assert breaker.begin()
+    breaker.record_accepted()
+    assert (breaker.allows(), breaker.reason, breaker.denial) == (True, "", "")
+
+
+def test_calls_that_began_before_a_denial_neither_extend_nor_end_it(clock: Clock) -> None:
+    """Only a probe says whether the deployment accepts calls again."""
+    breaker = Breaker(clock, limits=LIMITS)
+    breaker.record_denial("no credit")
+    breaker.record_denial("no credit")
+    breaker.record_success()
+    breaker.record_accepted()
+    assert breaker.reason == "no credit, next try in 5 s"
+
+
 class Calls(RuleBasedStateMachine):
     """Any order of calls, outcomes and time."""
 

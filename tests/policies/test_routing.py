@@ -25,6 +25,7 @@ candidates = st.builds(
     ttft_ms=_ms,
     tpot_ms=_ms,
     is_unavailable=st.booleans(),
+    is_denied=st.booleans(),
     priority=st.integers(-1, 1),
     prefill_ms_per_token=st.floats(0, 10),
 )
