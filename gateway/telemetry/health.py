@@ -31,6 +31,7 @@ from gateway.transport.redis_link import RedisLink
 _LOOK_EVERY_S = 0.5
 _LOOK_TIMEOUT_S = 6.0  # longer than the time-outs of Redis and the cache worker: only the database can be late
 _DESCRIPTORS_SHARE_MAX = 0.9
+_CACHE_WORKER = "cache worker"
 
 _log = get_logger()
 
@@ -125,13 +126,14 @@ class HealthMonitor:
         detail = {
             WorkerState.READY: f"{cache.size} indexed, {cache.embedder}",
             WorkerState.AWAY: "the worker is away; lookups by meaning are misses",
+            WorkerState.FAILED: f"lookups by meaning are misses: {cache.detail}",
         }.get(cache.state, f"{cache.state} {cache.progress:.0%} {cache.detail}".strip())
         starting = (WorkerState.LOADING, WorkerState.REBUILDING)
         return [
             Part("redis", Health.DOWN if self._redis_error else Health.OK, self._redis_error),
             Part("database", Health.DOWN if self._database_error else Health.OK, self._database_error),
             Part(
-                "cache worker",
+                _CACHE_WORKER,
                 Health.OK if cache.is_ready else Health.STARTING if cache.state in starting else Health.DOWN,
                 detail,
             ),
@@ -155,9 +157,14 @@ class HealthMonitor:
             for alias in self._fleet.aliases.values()
         )
         # before the first readiness every part must be ready, except deployments that are down, not
-        # starting; afterwards each alias needs only one available deployment
-        names = {deployment.name for deployment in self._fleet.deployments}
-        is_up = all(part.health is Health.OK or (part.name in names and part.health is Health.DOWN) for part in parts)
+        # starting, and an embedder that can't be loaded; afterwards each alias needs only one
+        # available deployment
+        may_be_down = {deployment.name for deployment in self._fleet.deployments}
+        if self._cache.state is WorkerState.FAILED:
+            may_be_down.add(_CACHE_WORKER)
+        is_up = all(
+            part.health is Health.OK or (part.name in may_be_down and part.health is Health.DOWN) for part in parts
+        )
         self._was_ready = self._was_ready or (is_answerable and is_up)
         return {
             "is_ready": self._was_ready and is_answerable,

@@ -25,7 +25,10 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 def default_model() -> Path:
     """The GGUF file inside the installed default-model package, found without importing it. Raises
     ModelError."""
-    spec = importlib.util.find_spec(DEFAULT_PACKAGE)
+    try:
+        spec = importlib.util.find_spec(DEFAULT_PACKAGE)
+    except ImportError:  # an import hook that refuses
+        spec = None
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:
         for path in sorted(Path(folder).glob("*.gguf")):
             return path

