@@ -24,6 +24,7 @@ from gateway.accounts.database import Database, uncancelled
 from gateway.accounts.errors import Conflict, NotFound
 from gateway.accounts.teams import (
     BudgetChanges,
+    BudgetFields,
     Identity,
     Key,
     KeyChanges,
@@ -170,11 +171,14 @@ class Accounts:
     # ── teams ──
 
     @uncancelled
-    async def create_team(self, name: str, **fields: Unpack[TeamFields]) -> Team:
-        """Raises Invalid, Conflict."""
+    async def create_team(self, name: str, *, budget: BudgetFields | None = None, **fields: Unpack[TeamFields]) -> Team:
+        """Create a team, with its first `budget` in the same transaction. Raises Invalid, Conflict."""
         check_team({"name": name, **fields})
+        values = _budget_values(budget) if budget is not None else None
         async with self._change(f"a team named {name!r}") as connection:
             team_id = await _insert(connection, schema.teams, self._new_team(name, fields))
+            if values is not None:
+                await _insert(connection, schema.budgets, {"team_id": team_id, **values})
             return _team(await _row(connection, schema.teams, team_id))
 
     @uncancelled
@@ -240,11 +244,10 @@ class Accounts:
 
         Raises Invalid, Conflict, NotFound (the team).
         """
-        check_budget({"limit_microusd": limit_microusd, "is_hard": is_hard})
-        values = {"team_id": team_id, "window_kind": window, "limit_microusd": limit_microusd, "is_hard": is_hard}
+        values = _budget_values({"window": window, "limit_microusd": limit_microusd, "is_hard": is_hard})
         async with self._change(f"a {'hard' if is_hard else 'soft'} {window} budget of this team") as connection:
             await _row(connection, schema.teams, team_id)
-            budget_id = await _insert(connection, schema.budgets, values)
+            budget_id = await _insert(connection, schema.budgets, {"team_id": team_id, **values})
             return _budget(await _row(connection, schema.budgets, budget_id))
 
     @uncancelled
@@ -333,6 +336,13 @@ async def _update(connection: AsyncConnection, table: sa.Table, row_id: int, cha
 async def _delete(connection: AsyncConnection, table: sa.Table, row_id: int) -> None:
     if (await connection.execute(sa.delete(table).where(table.c.id == row_id))).rowcount == 0:
         raise NotFound(f"there is no {table.name[:-1]} {row_id}")
+
+
+def _budget_values(fields: BudgetFields) -> dict[str, Any]:
+    """The columns of a budget. Raises Invalid."""
+    values: dict[str, Any] = {"limit_microusd": fields["limit_microusd"], "is_hard": fields["is_hard"]}
+    check_budget(values)
+    return {"window_kind": fields["window"], **values}
 
 
 def _team(row: Mapping[str, Any]) -> Team:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypedDict
 
-from policies import Budget
+from policies import Budget, WindowKind
 
 if TYPE_CHECKING:
     from cache import Partition
@@ -117,6 +117,14 @@ class KeyFields(TypedDict, total=False):
 
 class KeyChanges(KeyFields, total=False):
     name: str
+
+
+class BudgetFields(TypedDict):
+    """The fields of a new budget."""
+
+    window: WindowKind
+    limit_microusd: int
+    is_hard: bool
 
 
 class BudgetChanges(TypedDict, total=False):

@@ -19,7 +19,18 @@ from gateway import accounts
 from gateway.admin import cache_views, views
 from gateway.admin.guard import COOKIE, SESSION_S, Guard, client_of
 from gateway.admin.html import LOGIN, Pages, back_to, is_own_path
-from gateway.admin.models import AnswerIn, BudgetIn, BudgetPatch, ClearIn, FeedbackIn, KeyIn, PurgeIn, TeamIn, TryIn
+from gateway.admin.models import (
+    AnswerIn,
+    BudgetIn,
+    BudgetPatch,
+    ClearIn,
+    FeedbackIn,
+    KeyIn,
+    NewTeamIn,
+    PurgeIn,
+    TeamIn,
+    TryIn,
+)
 from gateway.admin.parts import AdminParts
 from gateway.loggers import get_logger
 from gateway.wire.errors import BadRequest
@@ -75,8 +86,8 @@ def add_team_forms(router: APIRouter, parts: AdminParts, render_teams: Render, r
     async def create_team(request: Request) -> Response:
         fields = await read_form(request)
         try:
-            given = convert(TeamIn, {"name": fields.get("name", ""), **_rates(fields)}).given()
-            team = await known.create_team(given.pop("name"), **given)
+            values = {"name": fields.get("name", ""), "budget": _new_budget(fields), **_rates(fields)}
+            team = await known.create_team(**convert(NewTeamIn, values).given())
         except _REFUSALS as error:
             return await render_teams(request, **_refusal(error, "team", fields))
         return back_to(f"/admin/teams/{team.id}", "team-created")
@@ -146,12 +157,8 @@ def _add_budget_forms(router: APIRouter, parts: AdminParts, render_team: Render)
     async def create_budget(request: Request, team_id: int) -> Response:
         fields = await read_form(request)
         try:
-            values = {
-                "window": fields.get("window", ""),
-                "limit_microusd": _microusd(fields.get("limit_usd")),
-                "is_hard": fields.get("kind") != "soft",
-            }
-            await known.create_budget(team_id, **convert(BudgetIn, values).model_dump())
+            fields.setdefault("limit_usd", "")
+            await known.create_budget(team_id, **convert(BudgetIn, _new_budget(fields) or {}).model_dump())
         except _REFUSALS as error:
             return await render_team(request, team_id, **_refusal(error, "budget", fields))
         return back_to(f"/admin/teams/{team_id}", "budget-created")
@@ -295,6 +302,17 @@ def _refusal(error: Exception, form: str, fields: Mapping[str, str]) -> dict[str
     """The values of a page that shows `form` again with its problem."""
     status = 409 if isinstance(error, accounts.Conflict) else 404 if isinstance(error, accounts.NotFound) else 400
     return {"status": status, "form": form, "problem": words_of(error), "values": fields}
+
+
+def _new_budget(fields: Mapping[str, str]) -> dict[str, Any] | None:
+    """The values of a new budget; None where the form has no limit."""
+    if "limit_usd" not in fields:
+        return None
+    return {
+        "window": fields.get("window", ""),
+        "limit_microusd": _microusd(fields["limit_usd"]),
+        "is_hard": fields.get("kind") != "soft",
+    }
 
 
 def _rates(fields: Mapping[str, str]) -> dict[str, Any]:

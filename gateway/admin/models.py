@@ -32,8 +32,9 @@ class _In(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     def given(self) -> dict[str, Any]:
-        """The fields that were sent, and no defaults."""
-        return {name: getattr(self, name) for name in self.model_fields_set}
+        """The fields that were sent, and no defaults but those of a part."""
+        found = {name: getattr(self, name) for name in self.model_fields_set}
+        return {name: value.model_dump() if isinstance(value, BaseModel) else value for name, value in found.items()}
 
 
 class _Out(BaseModel):
@@ -83,6 +84,10 @@ class TeamIn(_In):
     tokens_per_min: _Rate | None = None
     semantic_error_max: _ErrorMax | None = None
     is_semantic_enabled: bool = True
+
+
+class NewTeamIn(TeamIn):
+    budget: BudgetIn | None = Field(None, description="its first budget")
 
 
 class TeamPatch(TeamIn):
@@ -157,6 +162,7 @@ class BudgetOut(_Out):
     held_microusd: int | None = None
     remaining_microusd: int | None = None
     resets_at_s: float | None = None
+    too_small_for: list[str] = Field([], description="models of which a short question without `max_tokens` is refused")
 
     @property
     def share(self) -> float | None:
@@ -180,8 +186,17 @@ class TeamOut(_Out):
     budgets: list[BudgetOut] = []
 
 
+class HoldOut(_Out):
+    """What a short question without `max_tokens` holds of a budget until its answer is there."""
+
+    model: str
+    microusd: int
+    output_tokens: int
+
+
 class TeamsOut(_Out):
     teams: list[TeamOut]
+    holds: list[HoldOut]
 
 
 class KeysOut(_Out):
@@ -409,7 +424,11 @@ class DeploymentOut(_Out):
     tpot_ms: float | None
     input_microusd_per_mtok: int
     output_microusd_per_mtok: int
+    is_price_known: bool = Field(True, description="false: counted as free")
     capabilities: tuple[str, ...]
+    are_capabilities_assumed: bool = Field(False, description="those of its kind of backend, as its model is not known")
+    hold_microusd: int = Field(0, description="what a short question without `max_tokens` holds of a budget")
+    hold_output_tokens: int = Field(0, description="the answer that this assumes")
     context_tokens_max: int | None
     output_tokens_max: int | None
     last_24h: DeploymentTallyOut | None = None

@@ -164,6 +164,7 @@ def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             "teams.html",
             status,
             teams=teams,
+            holds=views.holds(parts),
             tallies={one.team_id: one for one in stats.by_team} if stats is not None else {},
             **{**_NO_FORM, **form},
         )
@@ -177,6 +178,7 @@ def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             "team.html",
             status,
             team=team,
+            holds=views.holds(parts),
             keys=sorted(team.keys, key=lambda key: not key.is_active),
             stats=stats,
             charts=charts_of(stats) if stats is not None else {},

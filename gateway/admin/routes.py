@@ -61,13 +61,12 @@ def _add_teams(api: APIRouter, parts: AdminParts) -> None:
     @api.get("/teams")
     async def list_teams() -> models.TeamsOut:
         """All teams with their keys and budgets."""
-        return models.TeamsOut(teams=await views.teams(parts))
+        return models.TeamsOut(teams=await views.teams(parts), holds=views.holds(parts))
 
     @api.post("/teams", status_code=201)
-    async def create_team(body: models.TeamIn) -> models.TeamOut:
-        """A new team. 409 where the name is taken."""
-        fields = body.given()
-        return await views.team(parts, (await accounts.create_team(fields.pop("name"), **fields)).id)
+    async def create_team(body: models.NewTeamIn) -> models.TeamOut:
+        """A new team, also with its first budget. 409 where the name is taken."""
+        return await views.team(parts, (await accounts.create_team(**body.given())).id)
 
     @api.get("/teams/{team_id}")
     async def get_team(team_id: _Id) -> models.TeamOut:

@@ -24,11 +24,20 @@ from gateway.telemetry.buckets import KINDS, kind_of
 from gateway.telemetry.measured_error import measure
 from gateway.telemetry.stats import Page
 from gateway.telemetry.summary import Summary, Tally, Window
-from policies import Budget
+from gateway.wire.requests import OUTPUT_TOKENS_EXPECTED, OUTPUT_TOKENS_MAX
+from policies import Budget, Demand
 from policies.holds import BudgetState
 
 _LEDGER_PAGE = 500
 _PROMPT_TOKENS_SHOWN = 500  # the prompt of predictions
+# a short question, without `max_tokens`, in a body of 100 bytes
+_SHORT = Demand(
+    prompt_tokens=10,
+    prompt_tokens_max=100,
+    output_tokens_max=OUTPUT_TOKENS_MAX,
+    output_tokens_expected=OUTPUT_TOKENS_EXPECTED,
+    is_output_asked=False,
+)
 
 
 # -- teams
@@ -59,17 +68,29 @@ async def team(parts: AdminParts, team_id: int) -> models.TeamOut:
 
 async def budgets(parts: AdminParts, team_id: int | None = None) -> list[models.BudgetOut]:
     """Budgets with their current spend; without it while Redis is away."""
-    found = await parts.accounts.list_budgets(team_id)
+    found, needed = await parts.accounts.list_budgets(team_id), holds(parts)
     try:
         states: Sequence[BudgetState | None] = await parts.budgets.spent(found)
     except RedisError:
         states = [None] * len(found)
-    return [budget_out(budget, state) for budget, state in zip(found, states, strict=True)]
+    return [_budget(budget, state, needed) for budget, state in zip(found, states, strict=True)]
 
 
-def budget_out(budget: Budget, state: BudgetState | None) -> models.BudgetOut:
+def holds(parts: AdminParts) -> list[models.HoldOut]:
+    """What a short question holds of a budget, by model: the most of its deployments."""
+    found: dict[str, models.HoldOut] = {}
+    for one in parts.deployments():
+        hold = models.HoldOut(model=one.alias, microusd=one.hold_microusd, output_tokens=one.hold_output_tokens)
+        if one.alias not in found or found[one.alias].microusd < hold.microusd:
+            found[one.alias] = hold
+    return list(found.values())
+
+
+def _budget(budget: Budget, state: BudgetState | None, needed: Sequence[models.HoldOut]) -> models.BudgetOut:
     """One budget on the wire."""
     out = models.BudgetOut.model_validate(budget)
+    if budget.is_hard:
+        out.too_small_for = [hold.model for hold in needed if hold.microusd > budget.limit_microusd]
     if state is None:
         return out
     used = state.spent_microusd + state.held_microusd
@@ -352,6 +373,7 @@ def deployments_of(fleet: Fleet) -> list[models.DeploymentOut]:
 def _deployment(alias: Alias, deployment: Deployment) -> models.DeploymentOut:
     seen = deployment.candidate(_PROMPT_TOKENS_SHOWN)
     load = deployment.backend.load(_PROMPT_TOKENS_SHOWN)
+    output_tokens = alias.output_max(deployment, _SHORT)
     return models.DeploymentOut(
         name=deployment.name,
         alias=alias.name,
@@ -367,7 +389,11 @@ def _deployment(alias: Alias, deployment: Deployment) -> models.DeploymentOut:
         tpot_ms=seen.tpot_ms,
         input_microusd_per_mtok=deployment.price.input_microusd_per_mtok,
         output_microusd_per_mtok=deployment.price.output_microusd_per_mtok,
+        is_price_known=deployment.is_price_known,
         capabilities=tuple(sorted(deployment.capabilities)),
+        are_capabilities_assumed=deployment.are_capabilities_assumed,
+        hold_microusd=deployment.price.cost_max(_SHORT.prompt_tokens_max, output_tokens),
+        hold_output_tokens=output_tokens,
         context_tokens_max=seen.context_tokens_max,
         output_tokens_max=seen.output_tokens_max,
         engine=load.engine and models.EngineOut.model_validate(load.engine),

@@ -34,6 +34,7 @@ class Facts(msgspec.Struct, frozen=True):
     context_tokens_max: int | None
     output_tokens_max: int | None
     is_price_known: bool = True
+    are_capabilities_assumed: bool = False  # those of its kind, as its model is in no table
 
 
 def describe(deployment: DeploymentSettings) -> Facts:
@@ -49,6 +50,7 @@ def describe(deployment: DeploymentSettings) -> Facts:
         context_tokens_max=deployment.context_tokens_max or (row.context_tokens_max if row else None),
         output_tokens_max=deployment.output_tokens_max or (row.output_tokens_max if row else None),
         is_price_known=price is not None or deployment.backend == "local",
+        are_capabilities_assumed=row is None and deployment.capabilities is None and deployment.backend != "local",
     )
 
 

@@ -61,6 +61,8 @@ class Deployment:
     allowed: frozenset[str] = frozenset()  # reserved fields and tools that clients may send to it
     ttft_timeout_min_ms: float = 5_000.0
     has_answered: bool = False
+    is_price_known: bool = True
+    are_capabilities_assumed: bool = False
 
     def candidate(self, prompt_tokens: int) -> Candidate:
         """This deployment as routing sees it, now."""
@@ -163,7 +165,7 @@ class Alias:
         """The longest answer at the highest price: the amount that budgets hold."""
         return max(
             # decision: worst-case-by-bytes
-            d.price.cost_max(demand.prompt_tokens_max, self._output_max(d, demand) * demand.choices)
+            d.price.cost_max(demand.prompt_tokens_max, self.output_max(d, demand) * demand.choices)
             for d in self.deployments.values()
         )
 
@@ -177,7 +179,7 @@ class Alias:
         is_openai = "api.openai.com" in (deployment.settings.base_url or "")
         # other servers accept only the older name
         name = "max_completion_tokens" if is_openai else "max_tokens"
-        return {**body, name: self._output_max(deployment, demand)}
+        return {**body, name: self.output_max(deployment, demand)}
 
     @property
     def has_choice(self) -> bool:
@@ -195,7 +197,8 @@ class Alias:
         loads = [d.backend.load(0) for d in self.deployments.values()]
         return any(load.is_starting for load in loads) and not any(load.is_ready for load in loads)
 
-    def _output_max(self, deployment: Deployment, demand: Demand) -> int:
+    def output_max(self, deployment: Deployment, demand: Demand) -> int:
+        """The tokens of the longest answer that a request allows, or that the deployment gives."""
         if demand.is_output_asked:
             return demand.output_tokens_max
         asked = self.settings.output_tokens_default or deployment.output_tokens_default
@@ -318,6 +321,8 @@ def _build(alias: str, deployment: DeploymentSettings, settings: Settings, clock
         output_tokens_max=facts.output_tokens_max,
         output_tokens_default=settings.engines[deployment.engine].output_tokens_default if deployment.engine else None,
         settings=deployment,
+        is_price_known=facts.is_price_known,
+        are_capabilities_assumed=facts.are_capabilities_assumed,
         breaker=Breaker(clock, random.random),
         estimate=Estimate(clock),
         allowed=frozenset(map(canonical, deployment.allow_fields)),

@@ -363,6 +363,21 @@ async def test_the_ledger_has_names_and_marks_estimates(world: World, client: ht
     assert (one["usage_estimated"], two["usage_estimated"]) == ("false", "true")
 
 
+async def test_a_team_with_its_budget_in_one_request(world: World, client: httpx.AsyncClient) -> None:
+    """Both are there or neither; the answer says for which models the budget is too small, the list what a request holds."""
+    budget = {"window": "day", "limit_microusd": 1_000}
+    wrong = {"name": "poor", "budget": {**budget, "limit_microusd": -1}}
+    assert (await client.post("/admin/api/teams", json=wrong)).status_code == 400
+    assert (await client.get("/admin/api/teams")).json()["teams"] == []
+    team = (await client.post("/admin/api/teams", json={"name": "poor", "budget": budget})).json()
+    (made,) = team["budgets"]
+    assert (made["limit_microusd"], made["is_hard"], made["too_small_for"]) == (1_000, True, ["small"])
+    raised = (await client.patch(f"/admin/api/budgets/{made['id']}", json={"limit_microusd": 2_473})).json()
+    assert raised["too_small_for"] == []
+    holds = (await client.get("/admin/api/teams")).json()["holds"]
+    assert holds == [{"model": "small", "microusd": 2_473, "output_tokens": 4_096}]
+
+
 async def test_a_look_at_texts_is_audited(world: World, client: httpx.AsyncClient) -> None:
     """An admin who asks gets question and answer, after a row of the audit log is on disk; nothing else writes one."""
     team = (await client.post("/admin/api/teams", json={"name": "search"})).json()

@@ -16,7 +16,7 @@ from gateway.journey.record import Rejection
 from gateway.telemetry.parts import Health, Part
 from policies import WindowKind
 from tests.admin.seed import HOSTILE, seed
-from tests.admin.world import ADMIN_KEY, LOCAL, NOW_S, SECRET, World, open_world
+from tests.admin.world import ADMIN_KEY, LOCAL, NOW_S, REMOTE, SECRET, World, open_world
 from tests.services import run_redis
 from tests.telemetry.records import hit, miss
 
@@ -309,6 +309,44 @@ async def test_forms_show_what_was_wrong_and_keep_what_was_typed(world: World, b
 
 
 _BUDGETS = ((WindowKind.DAY, 1_000_000),)
+
+
+async def test_a_new_team_takes_its_budget(world: World, browser: httpx.AsyncClient) -> None:
+    """One form makes both or neither, says what a request holds, and warns of a budget below that."""
+    page = (await browser.get("/admin/teams")).text
+    assert "holds <b>$0.00247</b> of <code>small</code> (an answer of up to 4,096 tokens)" in page
+    new = {"name": "poor", "window": "day", "limit_usd": "0.001", "kind": "hard"}
+    for changes in ({"limit_usd": "1,5"}, {"window": "year"}, {"name": ""}):
+        reply = await browser.post("/admin/teams", data={**new, **changes}, headers=OWN)
+        assert reply.status_code == 400
+        assert await world.accounts.list_teams() == []
+    reply = await browser.post("/admin/teams", data=new, headers=OWN)
+    assert reply.status_code == 303
+    (budget,) = await world.accounts.list_budgets()
+    assert (budget.limit_microusd, budget.window, budget.is_hard) == (1_000, WindowKind.DAY, True)
+    team = (await browser.get(f"/admin/teams/{budget.team_id}")).text
+    assert "Too small for one request: a short question to small" in team
+    assert "too small for one request to small" in (await browser.get("/admin/teams")).text
+    for changes in (
+        {"name": "rich", "limit_usd": "0.01"},
+        {"name": "soft", "kind": "soft"},
+        {"name": "free", "limit_usd": ""},
+    ):
+        reply = await browser.post("/admin/teams", data={**new, **changes}, headers=OWN)
+        assert "Too small" not in (await browser.get(reply.headers["location"])).text
+    assert len(await world.accounts.list_budgets()) == 3
+
+
+async def test_what_is_assumed_is_shown_as_assumed(world: World, browser: httpx.AsyncClient) -> None:
+    """Abilities and a price that no table and no setting has are not shown as facts."""
+    page = (await browser.get("/admin/deployments")).text
+    assert "Assumed:" not in page
+    assert "counted as free" not in page
+    world.deployments[1] = REMOTE.model_copy(update={"are_capabilities_assumed": True, "is_price_known": False})
+    page = (await browser.get("/admin/deployments")).text
+    assert page.count("Assumed:") == 1
+    assert '<span class="tag assumed">json schema</span>' in page
+    assert "counted as free" in page
 
 
 async def test_money_is_read_and_shown_exactly(world: World, browser: httpx.AsyncClient) -> None:

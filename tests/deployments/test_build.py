@@ -50,6 +50,21 @@ def test_names_are_found_as_people_write_them(fields: dict[str, Any], provider: 
     assert row.provider == provider
 
 
+@pytest.mark.parametrize(
+    ("fields", "is_assumed"),
+    [
+        ({"backend": "openai", "base_url": "http://vllm:8000/v1", "model": "our/own-model"}, True),
+        ({"backend": "openai", "base_url": "http://vllm:8000/v1", "model": "our/own-model", "capabilities": []}, False),
+        ({"backend": "openai", "base_url": "https://api.openai.com/v1", "model": "gpt-4o-mini"}, False),
+        ({"backend": "litellm", "model": "elsewhere/unheard-of"}, True),
+        ({"backend": "local", "engine": "default"}, False),
+    ],
+)
+def test_what_is_assumed_of_a_model_is_known_as_such(fields: dict[str, Any], is_assumed: bool) -> None:
+    """The abilities of its kind are an assumption where neither settings nor tables name its own."""
+    assert describe(deployment(**fields)).are_capabilities_assumed is is_assumed
+
+
 def test_an_unknown_model_is_free_and_says_that_nobody_knows() -> None:
     """A server of one's own has no price in any table; its abilities are those of its kind."""
     facts = describe(deployment(backend="openai", base_url="http://vllm:8000/v1", model="our/own-model"))
