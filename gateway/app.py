@@ -23,16 +23,18 @@ from redis.exceptions import RedisError
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.routing import Match
 
 from cache import CacheLimits, CacheUnavailable, ExactCache, SemanticClient
 from gateway.accounts import Accounts, Audit, Ledger, LedgerWriter
 from gateway.admin.parts import AdminParts
 from gateway.admin.routes import admin_router
 from gateway.admin.views import deployments_of
+from gateway.api.asgi import Scope
 from gateway.api.chat import Chat
 from gateway.api.embeddings import Embeddings
 from gateway.api.feedback import Feedback
-from gateway.api.front import Front, Routes, document, no_such_route
+from gateway.api.front import Front, Routes, document, no_such_route, wrong_method
 from gateway.api.models import Models
 from gateway.api.openapi import PATHS
 from gateway.api.responses import Responses
@@ -125,9 +127,21 @@ async def _in_openai_shape(request: Request, error: Exception) -> Response:
     """FastAPI's own refusals (an unknown path, a wrong method), in OpenAI's shape."""
     assert isinstance(error, HTTPException)
     refusal: ApiError = BadRequest(str(error.detail))
+    headers = error.headers
     if error.status_code == 404:
         refusal = no_such_route(request.url.path, request.app.state.routes)
-    return Response(refusal.body(), error.status_code, error.headers, "application/json")
+    elif error.status_code == 405:
+        allowed = [one for one in _METHODS if _is_served({**request.scope, "method": one})]
+        refusal = wrong_method(request.url.path, request.method, allowed)
+        headers = refusal.headers
+    return Response(refusal.body(), error.status_code, headers, "application/json")
+
+
+_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+
+
+def _is_served(scope: Scope) -> bool:
+    return any(route.matches(scope)[0] is Match.FULL for route in scope["app"].router.routes)
 
 
 class _NoDatabase(Exception):

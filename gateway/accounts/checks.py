@@ -5,6 +5,7 @@ No SQL. Invariant: a value that passes fits the tables and is valid for `policie
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from gateway.settings import secret_problem
 from policies.prices import MICROUSD_MAX
 
 _NAME_CHARS_MAX = 200
-_RATE_MAX = 10**12
+RATE_MAX = 10**12
 
 
 def check_team(values: Mapping[str, Any]) -> None:
@@ -48,7 +49,7 @@ def _check(values: Mapping[str, Any], rules: Mapping[str, tuple[Callable[[Any], 
             raise Invalid(name, "there is no such field")
         is_right, expected = rule
         if not is_right(value):
-            raise Invalid(name, f"expected {expected}, found {value!r}")
+            raise Invalid(name, f"expected {expected}, found {json.dumps(value, ensure_ascii=False, default=repr)}")
 
 
 def _is_text(value: Any, chars_max: int) -> bool:
@@ -70,7 +71,7 @@ def _is_models(value: Any) -> bool:
 
 _NAME = (lambda v: _is_text(v, _NAME_CHARS_MAX), f"1 to {_NAME_CHARS_MAX} printable characters")
 _FLAG = (lambda v: isinstance(v, bool), "true or false")
-_RATE = (lambda v: v is None or _is_int(v, 1, _RATE_MAX), "a whole number from 1 on, or nothing")
+_RATE = (lambda v: v is None or _is_int(v, 1, RATE_MAX), "a whole number from 1 on, or null")
 
 _Rules = Mapping[str, tuple[Callable[[Any], bool], str]]
 
@@ -79,7 +80,7 @@ _TEAM: _Rules = {
     "is_active": _FLAG,
     "requests_per_min": _RATE,
     "tokens_per_min": _RATE,
-    "semantic_error_max": (lambda v: v is None or _is_number(v, 0, 1), "a number from 0 to 1, or nothing"),
+    "semantic_error_max": (lambda v: v is None or _is_number(v, 0, 1), "a number from 0 to 1, or null"),
     "is_semantic_enabled": _FLAG,
 }
 _KEY: _Rules = {
@@ -87,8 +88,8 @@ _KEY: _Rules = {
     "is_active": _FLAG,
     "requests_per_min": _RATE,
     "tokens_per_min": _RATE,
-    "expires_at_s": (lambda v: v is None or _is_number(v, 0, 1e11), "unix seconds, or nothing"),
-    "models": (_is_models, "a tuple of model names, or nothing for all"),
+    "expires_at_s": (lambda v: v is None or _is_number(v, 0, 1e11), "unix seconds, or null"),
+    "models": (_is_models, "an array of model names, or null for all"),
 }
 _BUDGET: _Rules = {
     "limit_microusd": (lambda v: _is_int(v, 0, MICROUSD_MAX), f"a whole number of µUSD from 0 to {MICROUSD_MAX}"),

@@ -6,6 +6,7 @@ because one transaction writes both and writes a row once per id.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,6 +25,7 @@ from policies import WindowKind
 from policies.budgets import DrainedSpend
 from policies.windows import Window
 
+CURSOR = r"[0-9]{1,18}-[!-~]{1,100}"
 _DAY_MS = 86_400_000
 _SUMS = ("prompt_tokens", "cached_tokens", "completion_tokens", "cost_microusd")
 
@@ -209,9 +211,9 @@ def _conditions(table: sa.Table, where: LedgerFilter) -> list[Any]:
 
 
 def _place(cursor: str) -> tuple[int, str]:
-    at_ms, dash, row_id = cursor.partition("-")
-    if not dash or not at_ms.isascii() or not at_ms.isdigit() or len(at_ms) > 18:
+    if not re.fullmatch(CURSOR, cursor):
         raise Invalid("cursor", "expected one that an earlier page gave")
+    at_ms, _, row_id = cursor.partition("-")
     return int(at_ms), row_id
 
 

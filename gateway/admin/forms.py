@@ -34,6 +34,7 @@ from gateway.admin.models import (
 from gateway.admin.parts import AdminParts
 from gateway.loggers import get_logger
 from gateway.wire.errors import BadRequest
+from gateway.wire.requests import in_json_words
 
 Render = Callable[..., Awaitable[Response]]
 _Body = TypeVar("_Body", bound=BaseModel)
@@ -265,7 +266,7 @@ _REFUSALS = (FormProblem, ValidationError, accounts.Conflict, accounts.Invalid)
 
 def convert(model: type[_Body], values: Mapping[str, Any]) -> _Body:
     """Convert a form to a model of the API. Raises pydantic's ValidationError."""
-    return model.model_validate(dict(values))
+    return model.model_validate(dict(values), strict=False)  # a form has texts only
 
 
 def words_of(error: Exception) -> str:
@@ -273,7 +274,7 @@ def words_of(error: Exception) -> str:
     if isinstance(error, ValidationError):
         first = error.errors()[0]
         name = str(first["loc"][-1]) if first["loc"] else ""
-        return f"{_LABELS.get(name, name)}: {first['msg']}"
+        return f"{_LABELS.get(name, name)}: {in_json_words(first['msg'])}"
     if isinstance(error, accounts.Invalid):
         _, _, words = str(error).partition(": ")
         return f"{_LABELS.get(error.field, error.field)}: {words}"

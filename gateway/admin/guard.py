@@ -16,15 +16,28 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi import Request, Response
-from fastapi.exceptions import HTTPException, RequestValidationError
+from fastapi.dependencies.utils import get_flat_params
+from fastapi.exceptions import RequestValidationError
+from fastapi.params import Query
 from fastapi.routing import APIRoute
 from redis.exceptions import RedisError
 from sqlalchemy.exc import SQLAlchemyError
+from starlette.exceptions import HTTPException
 
 from cache import CacheUnavailable
 from gateway import accounts
 from gateway.loggers import get_logger
-from gateway.wire.errors import ApiError, BadRequest, Forbidden, NotFound, Unauthenticated, Unavailable, sentence
+from gateway.wire.errors import (
+    ApiError,
+    BadRequest,
+    Forbidden,
+    NotFound,
+    TooLarge,
+    Unauthenticated,
+    Unavailable,
+    sentence,
+)
+from gateway.wire.requests import decode_strictly, in_json_words
 
 COOKIE = "sameway_admin"
 SESSION_S = 12 * 3_600
@@ -113,15 +126,22 @@ def check_same_site(request: Request) -> None:
         raise CrossSite("This change did not come from the dashboard's own pages")
 
 
+class _StrictRequest(Request):
+    """A request whose JSON has each name once."""
+
+    async def json(self) -> Any:
+        return decode_strictly(await self.body())
+
+
 class ApiRoute(APIRoute):
-    """A route that answers each error as OpenAI's error object."""
+    """A route that reads strictly, and answers each error as OpenAI's error object."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def guarded(request: Request) -> Response:
             try:
-                return await handle(request)
+                return await handle(_StrictRequest(request.scope, request.receive))
             except Exception as error:
                 refusal = as_api_error(error)
                 if refusal is None:
@@ -131,6 +151,21 @@ class ApiRoute(APIRoute):
                 )
 
         return guarded
+
+
+def check_query(request: Request) -> None:
+    """Refuse a query parameter that the route does not have, or has twice. Raises BadRequest."""
+    known = [
+        one.alias for one in get_flat_params(request.scope["route"].dependant) if isinstance(one.field_info, Query)
+    ]
+    given = [name for name, _ in request.query_params.multi_items()]
+    for name in given:
+        if name not in known:
+            there_is = f"there is {', '.join(known)}" if known else "this route has none"
+            message = f"Unknown query parameter: {name[:100]}; {there_is}"
+            raise BadRequest(message, param=name[:100], code="unknown_parameter")
+        if given.count(name) > 1:
+            raise BadRequest(f"The query has {name} twice: send it once", param=name, code="invalid_value")
 
 
 def as_api_error(error: Exception) -> ApiError | None:
@@ -154,17 +189,23 @@ def as_api_error(error: Exception) -> ApiError | None:
         case SQLAlchemyError():
             _log.warning("admin_without_database", reason=str(error))
             return Unavailable("The database does not answer; try again shortly", code="database_unavailable")
-        case HTTPException():  # a body that is neither JSON nor a form
+        case HTTPException(__cause__=ApiError() as refusal):  # FastAPI's, for what reading the body raised
+            return refusal
+        case HTTPException(status_code=413):
+            return TooLarge(str(error.detail))
+        case HTTPException(status_code=400):  # a body that is neither JSON nor a form
             return BadRequest(str(error.detail), code="invalid_body")
     return None
 
 
 def _bad_request(error: RequestValidationError) -> BadRequest:
     first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        return BadRequest(f"The body is not valid JSON: {first['ctx']['error']}", code="invalid_json")
     # the first part is the place (body, query, path), the rest are names of fields
     path = ".".join(str(part) for part in first["loc"][1:])
-    code = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}.get(first["type"])
-    message = first["msg"].removeprefix("Value error, ")
-    return BadRequest(f"{path}: {message}" if path else message, param=path or None, code=code or "invalid_value")
+    if first["type"] == "missing":
+        message = f"Missing required field: {path}" if path else "Send a body: a JSON object"
+        return BadRequest(message, param=path or None, code="missing_required_parameter")
+    if first["type"] == "extra_forbidden":
+        return BadRequest(f"Unknown field: {path}", param=path, code="unknown_parameter")
+    message = in_json_words(first["msg"].removeprefix("Value error, "))
+    return BadRequest(f"{path}: {message}" if path else message, param=path or None, code="invalid_value")

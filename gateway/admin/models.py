@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, Strict, create_model
 from pydantic_core import CoreSchema
 
+from cache.fingerprint import TEXT_CHARS_MAX
 from gateway.accounts import AuditRow, LedgerRow
+from gateway.accounts.checks import RATE_MAX
 from gateway.deployments.progress import Attempt
 from gateway.journey.record import Record, Rejection
 from gateway.telemetry.parts import Part
@@ -20,16 +22,19 @@ from policies import WindowKind
 from policies.prices import MICROUSD_MAX
 
 _Id = Annotated[int, Field(ge=0, le=2**31 - 1)]
-_Name = Annotated[str, Field(min_length=1, max_length=200)]
-_Rate = Annotated[int, Field(ge=1, description="None: no limit")]
-_ErrorMax = Annotated[float, Field(ge=0, le=1, description="None: the gateway's own bound")]
+_PRINTABLE = {"pattern": r"^[^\p{C}\p{Z}]+( +[^\p{C}\p{Z}]+)*$"}  # the accounts check it, with better words
+_Name = Annotated[str, Field(min_length=1, max_length=200, json_schema_extra=_PRINTABLE)]
+_Label = Annotated[str, Field(min_length=1, max_length=256)]
+_Models = Annotated[tuple[_Name, ...], Strict(False)]  # JSON's arrays are lists
+_Rate = Annotated[int, Field(ge=1, le=RATE_MAX, description="null: no limit")]
+_ErrorMax = Annotated[float, Field(ge=0, le=1, description="null: the gateway's own bound")]
 _Limit = Annotated[int, Field(ge=0, le=MICROUSD_MAX)]
 
 
 class _In(BaseModel):
-    """A body from a client; unknown fields are errors."""
+    """A body from a client; unknown fields and values of another type are errors."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
     def given(self) -> dict[str, Any]:
         """The fields that were sent, and no defaults but those of a part."""
@@ -101,7 +106,7 @@ class KeyIn(_In):
     expires_at_s: float | None = Field(None, gt=0, le=1e11)
     requests_per_min: _Rate | None = None
     tokens_per_min: _Rate | None = None
-    models: tuple[_Name, ...] | None = Field(None, description="None: every model")
+    models: _Models | None = Field(None, description="null: every model")
 
 
 class KeyPatch(_In):
@@ -112,11 +117,11 @@ class KeyPatch(_In):
     expires_at_s: float | None = Field(None, gt=0, le=1e11)
     requests_per_min: _Rate | None = None
     tokens_per_min: _Rate | None = None
-    models: tuple[_Name, ...] | None = None
+    models: _Models | None = None
 
 
 class BudgetIn(_In):
-    window: WindowKind
+    window: Annotated[WindowKind, Strict(False)]
     limit_microusd: _Limit
     is_hard: bool = Field(True, description="refuse what could exceed it; a soft budget only warns")
 
@@ -150,7 +155,7 @@ class NewKeyOut(_Out):
 
 
 class BudgetOut(_Out):
-    """A budget, and what counts against it now; the live figures are None while Redis is away."""
+    """A budget, and what counts against it now; the live figures are null while Redis is away."""
 
     id: int
     team_id: int
@@ -281,7 +286,7 @@ class SemanticOut(_Out):
     unsettled: int = Field(description="would-be hits that were compared too, but no judge could tell")
     reported_wrong: int
     reported_right: int
-    estimate: float | None = Field(description="None: nothing was checked or reported, or most of it is unsettled")
+    estimate: float | None = Field(description="null: nothing was checked or reported, or most of it is unsettled")
     low: float
     high: float
     error_max: float = Field(description="the bound as configured, for requests that ask for none of their own")
@@ -440,7 +445,7 @@ class DeploymentsOut(_Out):
 
 
 class OverviewOut(_Out):
-    """`stats` is None while Redis is away."""
+    """`stats` is null while Redis is away."""
 
     status: StatusOut
     stats: StatsOut | None
@@ -450,7 +455,7 @@ class OverviewOut(_Out):
 
 
 class PartitionOut(_Out):
-    team_id: int | None = Field(description="None: of a team that was deleted")
+    team_id: int | None = Field(description="null: of a team that was deleted")
     team: str | None
     entries: int
     size_bytes: int
@@ -472,12 +477,15 @@ class PurgeIn(_In):
     dry_run: bool = Field(True, description="only count; false removes")
     id: str | None = Field(None, pattern=r"^[0-9a-f]{32}$", description="an entry's id")
     text: str | None = Field(
-        None, min_length=1, description="the prompt's last user text, whatever its case and spacing"
+        None,
+        min_length=1,
+        max_length=TEXT_CHARS_MAX,
+        description="the prompt's last user text, whatever its case and spacing",
     )
     team_id: _Id | None = None
-    namespace: str | None = Field(None, min_length=1, description="the body's `cache.namespace`")
-    model: str | None = Field(None, min_length=1, description="the name that was asked for")
-    deployment: str | None = Field(None, min_length=1, description="who generated the answer")
+    namespace: _Label | None = Field(None, description="the body's `cache.namespace`")
+    model: _Label | None = Field(None, description="the name that was asked for")
+    deployment: _Label | None = Field(None, description="the deployment that generated the answer")
     older_than_s: float | None = Field(None, ge=0, le=1e11)
     all: bool = Field(False, description="everything, of every team")
 
@@ -500,7 +508,7 @@ class PurgeOut(_Out):
 
 class TryIn(_In):
     team_id: _Id
-    model: _Name
+    model: _Label
     prompt: str = Field(min_length=1, max_length=20_000)
 
 
@@ -523,13 +531,13 @@ class TryOut(_Out):
     similarity: float | None
     neighbours: list[NeighbourOut]
     p: float | None = Field(description="a lower bound on the likeliest answer being right, by what was learned")
-    p_min: float | None = Field(description="what would be served; None while too few verdicts have come")
+    p_min: float | None = Field(description="what would be served; null while too few verdicts have come")
     verdicts: int = Field(description="that this team's requests like this one have had")
     error_max: float
 
 
 class WrongOut(_Out):
-    """An answer that is out of service by meaning. `text` is the prompt it was made for, None where that is gone."""
+    """An answer that is out of service by meaning. `text` is the prompt it was made for, null where that is gone."""
 
     team_id: int | None
     team: str | None
@@ -559,7 +567,9 @@ class ClearOut(_Out):
 
 
 class FeedbackIn(_In):
-    id: str = Field(min_length=1, max_length=200, description="a response's x-request-id")
+    id: str = Field(
+        min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.:-]+$", description="a response's x-request-id"
+    )
     verdict: Literal["right", "wrong"]
 
 

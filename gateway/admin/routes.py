@@ -15,23 +15,47 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import Field
+from fastapi.security import APIKeyCookie, HTTPBearer
+from pydantic import BeforeValidator, Field
 
 from gateway.accounts import LedgerFilter
+from gateway.accounts.ledger import CURSOR
 from gateway.admin import cache_views, models, views
-from gateway.admin.guard import ApiRoute, Guard, client_of
+from gateway.admin.guard import COOKIE, ApiRoute, Guard, check_query, client_of
 from gateway.admin.pages import pages_router
 from gateway.admin.parts import AdminParts
-from gateway.admin.views import RouteFilter
+from gateway.admin.views import ROUTES_CURSOR, CacheKind, Outcome, RouteFilter
 from gateway.telemetry.summary import Window
 
-_Id = Annotated[int, Field(ge=0, le=2**31 - 1)]
-_Limit = Annotated[int, Field(ge=1, le=500)]
-_Moment = Annotated[float, Field(ge=0, le=1e11, description="unix seconds")]
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": models.ErrorBody, "description": "What was wrong with the request, in OpenAI's error shape"},
-    503: {"model": models.ErrorBody, "description": "Redis or the database does not answer"},
+
+def _digits(text: Any) -> Any:
+    """A whole number of a path or a query, where pydantic would take 1_0 and 10.0 too."""
+    if isinstance(text, str) and not (text.isascii() and text.isdigit()):
+        raise ValueError("expected a whole number, in digits")
+    return text
+
+
+_Whole = BeforeValidator(_digits)
+_Id = Annotated[int, Field(ge=0, le=2**31 - 1), _Whole]
+_Limit = Annotated[int, Field(ge=1, le=500), _Whole]
+_Moment = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False, description="unix seconds")]
+_Label = Annotated[str, Field(max_length=256, pattern=r"^[^\x00-\x1f]*$")]
+# the views check these, with better words
+_RoutesCursor = Annotated[str, Field(json_schema_extra={"pattern": ROUTES_CURSOR}, description="of an earlier page")]
+_LedgerCursor = Annotated[str, Field(json_schema_extra={"pattern": f"^{CURSOR}$"}, description="of an earlier page")]
+_WRONG: dict[int | str, str] = {
+    400: "The request is not valid",
+    401: "The admin key is missing or wrong",
+    403: "Another site's page asked for a change",
+    "4XX": "There is no such thing (404), the change contradicts the state (409) or is too long (413)",
+    503: "Redis or the database does not answer",
 }
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": models.ErrorBody, "description": f"{what}, in OpenAI's error shape"}
+    for status, what in _WRONG.items()
+}
+# for the OpenAPI document; the guard does the work
+_SECURITY = (HTTPBearer(scheme_name="adminKey", auto_error=False), APIKeyCookie(name=COOKIE, auto_error=False))
 
 
 def admin_router(parts: AdminParts) -> APIRouter:
@@ -42,7 +66,7 @@ def admin_router(parts: AdminParts) -> APIRouter:
         prefix="/admin/api",
         tags=["admin"],
         route_class=ApiRoute,
-        dependencies=[Depends(guard.check_api)],
+        dependencies=[*(Depends(one) for one in _SECURITY), Depends(guard.check_api), Depends(check_query)],
         responses=_ERRORS,
     )
     _add_teams(api, parts)
@@ -147,43 +171,63 @@ def _add_keys_and_budgets(api: APIRouter, parts: AdminParts) -> None:
 
 def _add_history(api: APIRouter, parts: AdminParts) -> None:
     @api.get("/stats")
-    async def stats(window: Window = Window.DAY, team: _Id | None = None, model: str | None = None) -> models.StatsOut:
+    async def stats(
+        window: Window = Window.DAY, team: _Id | None = None, model: _Label | None = None
+    ) -> models.StatsOut:
         """Hit rate by kind, tokens, money and time saved, latency: in total, by team, by model and over time."""
         return await views.stats(parts, window, team, model)
 
     @api.get("/routes")
     async def routes(
-        where: Annotated[RouteFilter, Depends()], cursor: str = "", limit: _Limit = 50
+        where: Annotated[RouteFilter, Depends(route_filter)], cursor: _RoutesCursor = "", limit: _Limit = 50
     ) -> models.RoutesOut:
         """The latest requests, newest first, each with the winner, why, each rejection and each attempt."""
         return await views.routes(parts, where, cursor, limit)
 
     @api.get("/near-misses")
     async def near_misses(
-        where: Annotated[RouteFilter, Depends()], cursor: str = "", limit: _Limit = 50
+        where: Annotated[RouteFilter, Depends(route_filter)], cursor: _RoutesCursor = "", limit: _Limit = 50
     ) -> models.RoutesOut:
         """The latest requests that came close to a cached answer (similarity 0.6 or more) and did not get it, with the reason."""
         return await views.near_misses(parts, where, cursor, limit)
 
     @api.get("/ledger")
     async def ledger(
-        where: Annotated[LedgerFilter, Depends(ledger_filter)], cursor: str | None = None, limit: _Limit = 100
+        where: Annotated[LedgerFilter, Depends(ledger_filter)], cursor: _LedgerCursor | None = None, limit: _Limit = 100
     ) -> models.LedgerOut:
         """One row per generation, also those that cost nothing, newest first."""
         return await views.ledger(parts, where, cursor, limit)
 
-    @api.get("/ledger.csv", response_class=StreamingResponse)
+    @api.get(
+        "/ledger.csv",
+        response_class=StreamingResponse,
+        responses={200: {"content": {"text/csv": {"schema": {"type": "string"}}}}},
+    )
     async def ledger_csv(where: Annotated[LedgerFilter, Depends(ledger_filter)]) -> StreamingResponse:
         """The same as CSV (RFC 4180), all of it."""
         headers = {"content-disposition": 'attachment; filename="sameway-ledger.csv"'}
         return StreamingResponse(_csv(views.ledger_rows(parts, where)), media_type="text/csv", headers=headers)
 
 
+def route_filter(
+    team_id: _Id | None = None,
+    model: _Label = "",
+    cache: CacheKind = "",
+    deployment: _Label = "",
+    outcome: Outcome = "",
+    request_id: _Label = "",
+) -> RouteFilter:
+    """The requests of a team, model or deployment, with an answer or an outcome of one kind, or one by its id."""
+    return RouteFilter(
+        team_id=team_id, model=model, cache=cache, deployment=deployment, outcome=outcome, request_id=request_id
+    )
+
+
 def ledger_filter(
     team_id: _Id | None = None,
     key_id: _Id | None = None,
-    model: str | None = None,
-    deployment: str | None = None,
+    model: _Label | None = None,
+    deployment: _Label | None = None,
     from_s: _Moment | None = None,
     until_s: _Moment | None = None,
 ) -> LedgerFilter:

@@ -6,6 +6,7 @@ are None where the rest is still useful; where they are the whole answer, the fu
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -192,15 +193,19 @@ def _tally(tally: Tally) -> models.TallyOut:
     return out.model_copy(update={"by_kind": {kind: out.by_kind.get(kind, 0) for kind in KINDS}})
 
 
+CacheKind = Literal["", "exact", "semantic", "coalesced", "miss", "bypass"]
+Outcome = Literal["", "ok", "refused", "failed", "failover"]
+
+
 @dataclass(frozen=True, slots=True)
 class RouteFilter:
     """A selection of the latest requests; None and empty values select all."""
 
     team_id: int | None = None
     model: str = ""
-    cache: Literal["", "exact", "semantic", "coalesced", "miss", "bypass"] = ""
+    cache: CacheKind = ""
     deployment: str = ""
-    outcome: Literal["", "ok", "refused", "failed", "failover"] = ""
+    outcome: Outcome = ""
     request_id: str = ""
 
     def matches(self, record: Record) -> bool:
@@ -221,13 +226,29 @@ def _outcomes(record: Record) -> tuple[str, ...]:
 
 
 async def routes(parts: AdminParts, where: RouteFilter, cursor: str = "", limit: int = 50) -> models.RoutesOut:
-    """The latest requests, each with the reasons for its route. Raises RedisError."""
+    """The latest requests, each with the reasons for its route.
+
+    Raises accounts.Invalid for a malformed `cursor`, RedisError.
+    """
+    _check_cursor(cursor)
     return _routes(await parts.stats.routes(where.matches, before=cursor, limit=limit))
 
 
 async def near_misses(parts: AdminParts, where: RouteFilter, cursor: str = "", limit: int = 50) -> models.RoutesOut:
-    """The latest misses with a near cached answer. Raises RedisError."""
+    """The latest misses with a near cached answer.
+
+    Raises accounts.Invalid for a malformed `cursor`, RedisError.
+    """
+    _check_cursor(cursor)
     return _routes(await parts.stats.near_misses(where.matches, before=cursor, limit=limit))
+
+
+ROUTES_CURSOR = r"^([0-9]{1,19}-[0-9]{1,19})?$"  # an entry of a Redis stream; 20 digits may be too many
+
+
+def _check_cursor(cursor: str) -> None:
+    if not re.search(ROUTES_CURSOR, cursor):
+        raise accounts.Invalid("cursor", "expected one that an earlier page gave")
 
 
 def _routes(page: Page) -> models.RoutesOut:

@@ -6,7 +6,7 @@ methods, not the work of endpoints. Invariant: errors under `/v1` always have Op
 """
 
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from operator import itemgetter
 from typing import Any
 
@@ -66,8 +66,7 @@ class Front:
         elif methods is None:
             await send_error(send, arrive("unknown").request_id, no_such_route(path, routes))
         elif (endpoint := methods.get(_with_get(scope)["method"])) is None:
-            allowed = ", ".join(sorted(methods))
-            refusal = MethodNotAllowed(f"{path} takes {allowed}, not {scope['method']}", headers={"allow": allowed})
+            refusal = wrong_method(path, scope["method"], methods)
             await send_error(send, arrive("unknown").request_id, refusal)
         else:
             await endpoint(scope, receive, send)
@@ -109,12 +108,22 @@ def no_such_route(path: str, routes: Routes) -> NotFound:
     return NotFound(f"There is no {path[:200]} here: {hint}", code="unknown_url")
 
 
-async def _say_options(scope: Scope, methods: Iterable[str], send: Send) -> None:
+def wrong_method(path: str, method: str, methods: Collection[str]) -> MethodNotAllowed:
+    """The error for a method that a path does not have, of those it has. GET includes HEAD."""
+    allowed = _listed(methods)
+    return MethodNotAllowed(f"{path[:200]} takes {allowed}, not {method}", headers={"allow": allowed})
+
+
+def _listed(methods: Collection[str]) -> str:
+    return ", ".join(sorted({*methods, *(("HEAD",) if "GET" in methods else ())}))
+
+
+async def _say_options(scope: Scope, methods: Collection[str], send: Send) -> None:
     """Answer OPTIONS with `methods`, for a browser's preflight.
 
     Source: Fetch standard, "CORS-preflight request".
     """
-    allowed = ", ".join(sorted(methods)).encode()
+    allowed = _listed(methods).encode()
     headers = [(b"allow", allowed), (b"access-control-allow-methods", allowed), (b"access-control-max-age", b"7200")]
     headers += [
         (b"access-control-allow-headers", value)  # `*` would leave out Authorization

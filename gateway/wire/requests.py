@@ -4,6 +4,7 @@ Shapes: OpenAI API reference, "Create chat completion" and "Create completion". 
 through unchanged.
 """
 
+import json
 import re
 from typing import Annotated, Any, Literal
 
@@ -212,7 +213,7 @@ _SPEAKERS = frozenset({"system", "developer", "user", "tool"})
 
 def _without_content(param: str, is_null: bool) -> BadRequest:
     if is_null:
-        return BadRequest(f"Invalid {param}: Expected `str | array`, got `null`", param=param, code="invalid_type")
+        return BadRequest(f"Invalid {param}: Expected `string | array`, got `null`", param=param, code="invalid_type")
     return BadRequest(f"Missing required field: {param}", param=param, code="missing_required_parameter")
 
 
@@ -235,12 +236,32 @@ def decode_object(raw: bytes, model: str | None = None) -> dict[str, Any]:
 _HALF_A_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 
 
+def decode_strictly(raw: bytes) -> dict[str, Any]:
+    """As `decode_object`, and a name may stand only once in an object. Raises BadRequest."""
+    body = decode_object(raw)
+    try:
+        json.loads(raw.removeprefix(_BOM), object_pairs_hook=_refuse_twins)
+    except RecursionError:
+        raise BadRequest("The body is nested too deeply", code="invalid_json") from None
+    return body
+
+
+def _refuse_twins(pairs: list[tuple[str, Any]]) -> None:
+    names = set[str]()
+    for name, _ in pairs:
+        if name in names:
+            raise BadRequest(
+                f"The body has {name[:100]} twice in one object: send it once", param=name, code="invalid_json"
+            )
+        names.add(name)
+
+
 def convert(body: dict[str, Any], shape: type[Any], prefix: str = "") -> Any:
     """`body` as a struct. Raises BadRequest with the path of the first invalid field."""
     try:
         return msgspec.convert(body, shape)
     except msgspec.ValidationError as error:
-        what, _, path = str(error).partition(" - at `$")
+        what, _, path = in_json_words(str(error)).partition(" - at `$")
         param = (prefix + path.rstrip("`")).lstrip(".") or None
         if what.startswith("Object missing required field"):
             param = ".".join(part for part in (param, what.split("`")[1]) if part)
@@ -266,6 +287,19 @@ _NO_NEEDS: frozenset[str] = frozenset()
 
 
 _PART_NEEDS = {"image_url": "vision", "input_audio": "audio", "file": "files"}
+
+
+def in_json_words(message: str) -> str:
+    """A message of msgspec's or pydantic's with JSON's names of types, and not Python's."""
+    named = _QUOTED_TYPES.sub(lambda found: _PYTHON_TYPE.sub(lambda one: _JSON_TYPES[one[0]], found[0]), message)
+    return _PYDANTICS.sub(lambda one: _JSON_TYPES[one[0]], named)
+
+
+_JSON_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
+_JSON_TYPES |= {"valid dictionary": "object", "valid tuple": "array", "valid list": "array", "None": "null"}
+_QUOTED_TYPES = re.compile(r"`[a-z]+( \| [a-z]+)*`")  # msgspec's: `str | null`
+_PYTHON_TYPE = re.compile(r"\b(str|int|float|bool)\b")
+_PYDANTICS = re.compile(r"valid (dictionary|tuple|list)\b|\bNone\b")
 
 
 def json_name(value: Any) -> str:

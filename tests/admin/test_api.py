@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -211,6 +212,25 @@ _WRONG: list[tuple[str, str, Any, str, str]] = [
     ("GET", "/ledger?from_s=inf", None, "from_s", "invalid_value"),
     ("GET", "/teams/many", None, "team_id", "invalid_value"),
     ("GET", f"/teams/{2**70}", None, "team_id", "invalid_value"),
+    ("POST", "/teams", {"name": "a", "requests_per_min": "5"}, "requests_per_min", "invalid_value"),
+    ("POST", "/teams", {"name": "a", "is_active": "yes"}, "is_active", "invalid_value"),
+    ("POST", "/teams", {"name": "a", "semantic_error_max": True}, "semantic_error_max", "invalid_value"),
+    ("POST", "/teams", {"name": "a", "tokens_per_min": 10**13}, "tokens_per_min", "invalid_value"),
+    ("POST", "/teams/1/keys", {"name": "k", "models": "small"}, "models", "invalid_value"),
+    ("POST", "/teams/1/keys", {"name": "k", "models": [5]}, "models.0", "invalid_value"),
+    ("POST", "/teams/1/budgets", {"window": "day", "limit_microusd": 1.5}, "limit_microusd", "invalid_value"),
+    ("GET", "/routes?cursor=nonsense", None, "cursor", "invalid_value"),
+    ("GET", f"/near-misses?cursor=1-{2**65}", None, "cursor", "invalid_value"),
+    ("GET", "/ledger?cursor=5-%00", None, "cursor", "invalid_value"),
+    ("GET", "/ledger?model=%00", None, "model", "invalid_value"),
+    ("GET", "/ledger?team=1", None, "team", "unknown_parameter"),
+    ("GET", "/stats?team=1&team=2", None, "team", "invalid_value"),
+    ("GET", "/teams?name=a", None, "name", "unknown_parameter"),
+    ("GET", "/routes?limit=1_0", None, "limit", "invalid_value"),
+    ("POST", "/cache/purge", {"all": "yes", "dry_run": "no"}, "dry_run", "invalid_value"),
+    ("POST", "/cache/purge", {"all": 1}, "all", "invalid_value"),
+    ("POST", "/cache/purge", {"team_id": "1"}, "team_id", "invalid_value"),
+    ("POST", "/feedback", {"id": "a b", "verdict": "right"}, "id", "invalid_value"),
     ("POST", "/cache/purge", {}, "all", "invalid_value"),
     ("POST", "/cache/purge", {"all": True, "model": "small"}, "all", "invalid_value"),
 ]
@@ -226,9 +246,39 @@ async def test_a_wrong_value_is_a_400_that_names_it(client: httpx.AsyncClient) -
         assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
 
 
+async def test_a_purge_that_is_not_meant_removes_nothing(world: World, client: httpx.AsyncClient) -> None:
+    """Words that look like yes and no are no booleans, and a name that stands twice has no value."""
+    entry = await world.cache_answer(1, "hello")
+    twice = b'{"dry_run": true, "all": true, "dry_run": false}'
+    for content in (b'{"all": "yes", "dry_run": "no"}', b'{"all": 1, "dry_run": 0}', twice):
+        reply = await client.post(
+            "/admin/api/cache/purge", content=content, headers={"content-type": "application/json"}
+        )
+        assert reply.status_code == 400, content
+        error_of(reply)
+    assert error_of(reply)["param"] == "dry_run"
+    assert (await client.post("/admin/api/cache/purge", json={"id": entry.id})).json()["count"] == 1
+
+
+async def test_messages_have_the_words_of_json(client: httpx.AsyncClient) -> None:
+    """Neither the admin API nor `/v1` names a type of Python's."""
+    said = []
+    for path, body in (
+        ("/teams/1/keys", {"name": "k", "models": "small"}),
+        ("/teams/1/keys", {"name": [], "models": None}),
+        ("/teams", {"name": {}, "is_active": None}),
+        ("/teams", {"name": "a", "requests_per_min": "x"}),
+        ("/teams", {"name": " "}),
+    ):
+        said.append(error_of(await client.post(f"/admin/api{path}", json=body))["message"])
+    assert not [words for words in said if re.search(r"\b(tuple|list|dict|dictionary|None|str|int|bool)\b", words)]
+    assert "array" in said[0]
+    assert '" "' in said[-1]
+
+
 async def test_what_is_no_json_is_a_400(client: httpx.AsyncClient) -> None:
     """A body that does not parse is the client's fault, in words."""
-    for content in (b"{", b"\xff\xfe", b"[]", b"7", b'"x"', b"null", b""):
+    for content in (b"{", b"\xff\xfe", b"[]", b"7", b'"x"', b"null", b"", b'{"name": NaN}', b'{"a":' * 9_000):
         reply = await client.post("/admin/api/teams", content=content, headers={"content-type": "application/json"})
         assert reply.status_code == 400, content
         error_of(reply)
@@ -625,5 +675,10 @@ async def test_the_openapi_description_covers_it(world: World) -> None:
         for method, operation in item.items():
             assert operation["description"], (method, path)
             assert "422" not in operation["responses"], (method, path)
-            assert "4XX" in operation["responses"], (method, path)
+            assert {"400", "401", "403", "4XX", "503"} <= set(operation["responses"]), (method, path)
+            assert [next(iter(one)) for one in operation["security"]] == ["adminKey", "APIKeyCookie"]
+    assert list(paths["/admin/api/ledger.csv"]["get"]["responses"]["200"]["content"]) == ["text/csv"]
+    assert list(paths["/admin/api/ledger.csv"]["get"]["responses"]["400"]["content"]) == ["application/json"]
+    limit = next(one for one in paths["/admin/api/routes"]["get"]["parameters"] if one["name"] == "limit")
+    assert (limit["schema"]["minimum"], limit["schema"]["maximum"]) == (1, 500)
     assert not [path for path in paths if path.startswith("/admin") and not path.startswith("/admin/api")]

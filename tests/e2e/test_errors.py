@@ -159,6 +159,25 @@ def test_unknown_routes(gateway: Gateway, method: str, path: str, status: int) -
     assert reply.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/v1/chat/completions", "POST"),
+        ("POST", "/v1/models", "GET, HEAD"),
+        ("PUT", "/admin/api/teams", "GET, HEAD, POST"),
+        ("POST", "/admin/api/teams/1", "DELETE, GET, HEAD, PATCH"),
+        ("GET", "/admin/api/keys/1", "DELETE, PATCH"),
+        ("DELETE", "/admin/login", "GET, HEAD, POST"),
+        ("POST", "/healthz", "GET, HEAD"),
+    ],
+)
+def test_a_wrong_method_is_told_all_the_right_ones(gateway: Gateway, method: str, path: str, allowed: str) -> None:
+    """RFC 9110, section 15.5.6: also where several routes share a path."""
+    reply = httpx.request(method, gateway.root + path)
+    assert (reply.status_code, reply.headers["allow"]) == (405, allowed)
+    assert reply.json()["error"]["code"] == "method_not_allowed"
+
+
 def test_a_base_url_without_v1_is_told_so(gateway: Gateway) -> None:
     """The commonest mistake of all reads what was meant."""
     reply = httpx.post(f"{gateway.root}/chat/completions", json={})

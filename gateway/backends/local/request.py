@@ -11,6 +11,7 @@ import msgspec
 
 from gateway.backends.base import BackendRejected, BackendRequest
 from gateway.backends.refusals import error_body
+from gateway.wire.requests import in_json_words
 from gateway.wire.types import CHAT, prompts_of
 from local_engine import GenerateRequest, SamplingParams
 
@@ -53,7 +54,7 @@ def engine_requests(request: BackendRequest) -> list[GenerateRequest]:
     try:
         asked = msgspec.convert(body, _Parameters, str_keys=True)
     except msgspec.ValidationError as error:
-        what, _, path = str(error).partition(" - at `$")
+        what, _, path = in_json_words(str(error)).partition(" - at `$")
         param = path.rstrip("`").lstrip(".") or None
         raise rejected(f"Invalid {param or 'request'}: {what}", param, "invalid_type") from None
     common: dict[str, Any] = {
