@@ -38,6 +38,7 @@ from gateway.api.front import Front, Routes, document, no_such_route, wrong_meth
 from gateway.api.models import Models
 from gateway.api.openapi import PATHS
 from gateway.api.responses import Responses
+from gateway.api.tokens import Detokenize, Tokenize
 from gateway.data_dir import prepare
 from gateway.deployments.fleet import Fleet, build_fleet
 from gateway.journey.budget import Money
@@ -291,6 +292,8 @@ def _routes(settings: Settings, parts: Parts) -> Routes:
         "/v1/responses": {"POST": Responses(parts.pipeline, settings.body_bytes_max)},
         "/v1/embeddings": {"POST": Embeddings(settings, parts.pipeline, parts.semantic)},
         "/v1/feedback": {"POST": Feedback(settings, parts.pipeline, parts.learning.reports)},
+        "/tokenize": {"POST": Tokenize(settings, parts.pipeline)},
+        "/detokenize": {"POST": Detokenize(settings, parts.pipeline)},
         "/v1/models": {"GET": models},
         "/v1/models/*": {"GET": models},
     }

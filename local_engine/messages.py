@@ -324,6 +324,42 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     id: int
 
 
+class Tokenize(msgspec.Struct, frozen=True, tag="tokenize", omit_defaults=True):
+    """Client to worker: the tokens of a prompt, or of a conversation in the model's template, are
+    asked for. `has_special`: with the tokens that the model puts around a text. `opens_answer`: a
+    conversation up to where the assistant begins. `wants_texts`: with the vocabulary's spelling of
+    each token."""
+
+    id: int
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    has_special: bool = True
+    opens_answer: bool = True
+    wants_texts: bool = False
+
+
+class Detokenize(msgspec.Struct, frozen=True, tag="detokenize"):
+    """Client to worker: the text of these tokens is asked for, special ones included."""
+
+    id: int
+    token_ids: list[int]
+
+
+class Tokens(msgspec.Struct, frozen=True, tag="tokens", omit_defaults=True):
+    """Worker to client: the answer to `Tokenize`."""
+
+    id: int
+    token_ids: list[int]
+    texts: list[str] | None = None
+
+
+class Text(msgspec.Struct, frozen=True, tag="text"):
+    """Worker to client: the answer to `Detokenize`."""
+
+    id: int
+    text: str
+
+
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
     """Worker to client: one step's pieces of one generation; `usage` comes with the last of all
     choices."""
@@ -353,8 +389,8 @@ class State(msgspec.Struct, frozen=True, tag="state"):
     info: ModelInfo | None = None
 
 
-ToWorker = Submit | Abort
-ToClient = Outputs | Failed | State
+ToWorker = Submit | Abort | Tokenize | Detokenize
+ToClient = Outputs | Tokens | Text | Failed | State
 
 FRAME_SIZE_MAX_BYTES = 64 * 1024 * 1024
 

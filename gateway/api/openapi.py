@@ -94,12 +94,37 @@ _FEEDBACK_BODY: dict[str, Any] = {
     },
 }
 
+_TOKENIZE_BODY: dict[str, Any] = {
+    "type": "object",
+    "additionalProperties": True,
+    "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}],
+    "properties": {
+        "model": {"type": "string", "description": "may be left out if only one model has a local engine"},
+        "prompt": {"type": "string"},
+        "messages": _CHAT_BODY["properties"]["messages"],
+        "add_special_tokens": {"type": "boolean", "description": "default: true for a prompt, false for messages"},
+        "add_generation_prompt": {"type": "boolean", "default": True},
+        "return_token_strs": {"type": "boolean", "default": False},
+    },
+}
+
+_DETOKENIZE_BODY: dict[str, Any] = {
+    "type": "object",
+    "required": ["tokens"],
+    "properties": {
+        "model": {"type": "string"},
+        "tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+    },
+}
+
 PATHS: dict[str, Any] = {
     "/v1/chat/completions": {"post": operation("Create a chat completion", _CHAT_BODY, streams=True)},
     "/v1/completions": {"post": operation("Create a completion", _COMPLETION_BODY, streams=True)},
     "/v1/responses": {"post": operation("Create a response, of which nothing is kept", _RESPONSE_BODY, streams=True)},
     "/v1/embeddings": {"post": operation("Create embeddings", _EMBEDDINGS_BODY)},
     "/v1/feedback": {"post": operation("Report a response right or wrong", _FEEDBACK_BODY)},
+    "/tokenize": {"post": operation("The tokens of a text or a conversation, by a local engine", _TOKENIZE_BODY)},
+    "/detokenize": {"post": operation("The text of tokens, by a local engine", _DETOKENIZE_BODY)},
     "/v1/models": {"get": operation("List the models this key may use", None)},
     "/v1/models/{model}": {
         "get": {

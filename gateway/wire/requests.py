@@ -27,7 +27,7 @@ _TEMPLATE_TOKENS = 64
 _MESSAGE_TOKENS = 12
 
 
-_BYTES_PER_TOKEN_MAX = 10.0  # long words: hardly any prompt has fewer tokens
+BYTES_PER_TOKEN_MAX = 10.0  # long words: hardly any prompt has fewer tokens
 
 
 _BYTES_PER_TOKEN = 4.0  # English prose; for expectations, not for bounds
@@ -128,7 +128,7 @@ class ChatRequest(_Request, kw_only=True):
         # the body has at least as many bytes as its texts: an escape is never shorter than its
         # UTF-8 (\uXXXX: 6 bytes for at most 3). So the body's size bounds the tokens from above.
         bound = len(raw) + _TEMPLATE_TOKENS + _MESSAGE_TOKENS * len(self.messages) + _MEDIA_TOKENS_MAX * len(media)
-        least = 0 if media else int(len(raw) / _BYTES_PER_TOKEN_MAX)
+        least = 0 if media else int(len(raw) / BYTES_PER_TOKEN_MAX)
         expected = int(len(raw) / _BYTES_PER_TOKEN) + _MESSAGE_TOKENS
         # a server may support only one
         output_tokens = max(self.max_completion_tokens or 0, self.max_tokens or 0)
@@ -168,7 +168,7 @@ class CompletionRequest(_Request, kw_only=True):
         if candidates > 1:
             needs.add("n")
         expected = [len(one) / (_BYTES_PER_TOKEN if isinstance(one, str) else 1) for one in prompts]
-        least = [len(one) / (_BYTES_PER_TOKEN_MAX if isinstance(one, str) else 1) for one in prompts]
+        least = [len(one) / (BYTES_PER_TOKEN_MAX if isinstance(one, str) else 1) for one in prompts]
         bounds = int(max(least)), len(raw) + len(prompts)  # each has a context of its own
         output_tokens, choices = self.max_tokens or 1, candidates * len(prompts)
         reserved = reserved_names(body)

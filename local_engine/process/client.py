@@ -14,7 +14,7 @@ import random
 from collections import deque
 from pathlib import Path
 from types import TracebackType
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 
@@ -179,6 +179,7 @@ class AsyncEngine:
         self._load = wire.EngineLoad()
         self._ids = itertools.count(1)
         self._generations: dict[int, Generation] = {}
+        self._calls: dict[int, asyncio.Future[wire.Tokens | wire.Text]] = {}
         self._transport: asyncio.WriteTransport | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_changed = asyncio.Event()
@@ -227,6 +228,43 @@ class AsyncEngine:
             self._send(wire.Submit(generation.id, request))
         return generation
 
+    async def tokenize(
+        self,
+        *,
+        prompt: str | None = None,
+        messages: list[dict[str, Any]] | None = None,
+        has_special: bool,
+        opens_answer: bool = True,
+        wants_texts: bool = False,
+    ) -> wire.Tokens:
+        """The tokens of a prompt or of a conversation; parameters as of `messages.Tokenize`. Raises
+        EngineError."""
+        asked = wire.Tokenize(
+            id=next(self._ids),
+            prompt=prompt,
+            messages=messages,
+            has_special=has_special,
+            opens_answer=opens_answer,
+            wants_texts=wants_texts,
+        )
+        return cast(wire.Tokens, await self._call(asked))
+
+    async def detokenize(self, token_ids: list[int]) -> str:
+        """The text of these tokens, special ones included. Raises EngineError."""
+        return cast(wire.Text, await self._call(wire.Detokenize(next(self._ids), token_ids))).text
+
+    async def _call(self, message: wire.Tokenize | wire.Detokenize) -> wire.Tokens | wire.Text:
+        refusal = self._refusal()
+        if refusal is not None:
+            raise refusal
+        answer: asyncio.Future[wire.Tokens | wire.Text] = asyncio.get_running_loop().create_future()
+        self._calls[message.id] = answer
+        self._send(message)
+        try:
+            return await answer
+        finally:
+            del self._calls[message.id]
+
     def _refusal(self) -> wire.EngineError | None:
         if self._transport is None:
             return wire.EngineUnavailable(f"no engine answers at {self.socket_path}")
@@ -260,6 +298,11 @@ class AsyncEngine:
                 generation = self._generations.pop(message.id, None)
                 if generation is not None:
                     generation._fail(wire.error_from_wire(message))
+                elif (call := self._calls.get(message.id)) is not None and not call.done():
+                    call.set_exception(wire.error_from_wire(message))
+            case wire.Tokens() | wire.Text():
+                if (call := self._calls.get(message.id)) is not None and not call.done():
+                    call.set_result(message)
             case wire.State():
                 self._load = msgspec.structs.replace(message.load, is_connected=True)
                 self.info = message.info
@@ -313,3 +356,6 @@ class AsyncEngine:
         generations, self._generations = self._generations, {}
         for generation in generations.values():
             generation._fail(wire.EngineUnavailable(f"the engine's process {how or 'was left'}", is_death=is_death))
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(wire.EngineUnavailable(f"the engine's process {how or 'was left'}"))

@@ -25,6 +25,7 @@ from local_engine.config import EngineConfig
 
 if TYPE_CHECKING:
     from local_engine.engine import Engine, StepOutput
+    from local_engine.text.tokenizer import Tokenizer
 
 CHOICES_MAX = 128
 _IDLE_CHECK_S = 0.25
@@ -54,7 +55,7 @@ class Work:
     ended: dict[int, wire.Usage] = field(default_factory=dict)
 
 
-Command = tuple[Key, wire.ToWorker] | None
+Command = tuple[Key, wire.Submit | wire.Abort] | None
 
 
 class EngineThread(threading.Thread):
@@ -65,6 +66,7 @@ class EngineThread(threading.Thread):
         super().__init__(name="engine", daemon=True)
         self.load = wire.EngineLoad(stage="starting", queue_max=config.queue_max)
         self.info: wire.ModelInfo | None = None
+        self.tokenizer: Tokenizer | None = None  # any thread may use it
         self.error: BaseException | None = None
         self.steps_begun = self.steps_ended = 0
         self.step_s_expected = 0.0  # of the longest, 0 where nothing is known
@@ -89,7 +91,7 @@ class EngineThread(threading.Thread):
         except BaseException as error:
             self.error = error
             return
-        self.info = engine.info
+        self.info, self.tokenizer = engine.info, engine.tokenizer
         self.load = engine.load()
         is_checked = False  # since it last worked
         while True:
@@ -130,7 +132,7 @@ class EngineThread(threading.Thread):
     def _show_progress(self, fraction: float, stage: str) -> None:
         self.load = wire.EngineLoad(progress=fraction, stage=stage, queue_max=self._config.queue_max)
 
-    def _handle(self, engine: Engine, key: Key, command: wire.ToWorker) -> None:
+    def _handle(self, engine: Engine, key: Key, command: wire.Submit | wire.Abort) -> None:
         """One bad request must never end the loop: its error is its own answer."""
         try:
             match command:

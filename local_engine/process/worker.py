@@ -2,7 +2,8 @@
 --socket PATH [--model M]`.
 
 The event loop owns the socket and listens from the start, so that clients learn of the loading; one
-thread owns the engine (`thread`). Knows the wire (`messages`); no HTTP.
+thread owns the engine (`thread`), and another one tokenizes for clients that ask for tokens alone,
+so that no step waits for them. Knows the wire (`messages`); no HTTP.
 
 Invariants: a client whose connection ends holds nothing in the engine; what one client sends,
 however broken, closes at most its own connection; the process ends when its parent does, on SIGTERM
@@ -20,7 +21,9 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -34,6 +37,11 @@ _STATE_REPEAT_S = 1.0
 _STEP_TIMES_MAX = 30.0  # of what the longest step took of late
 _PARENT_PERIOD_S = 0.5
 _UNREAD_SIZE_MAX_BYTES = 64 * 1024 * 1024
+
+if TYPE_CHECKING:
+    from local_engine.text.tokenizer import Tokenizer
+
+_CONVERSIONS_MAX = 64  # that wait
 
 _log = logging.getLogger("local_engine.worker")
 
@@ -55,6 +63,8 @@ class Server:
         self._is_draining = False
         self._drain: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
+        self._converter = ThreadPoolExecutor(1, "tokenizer")
+        self._conversions: set[asyncio.Task[None]] = set()
         self._sent: wire.State | None = None
         self._is_over = asyncio.Event()
         self._is_idle = asyncio.Event()
@@ -128,10 +138,32 @@ class Server:
         elif refusal is not None:
             self._deliver([(key, wire.error_to_wire(key.id, refusal))])
             return
-        elif isinstance(message, wire.Submit):
+        elif isinstance(message, wire.Tokenize | wire.Detokenize):
+            task = asyncio.create_task(self._convert(key, message))
+            self._conversions.add(task)
+            task.add_done_callback(self._conversions.discard)
+            return
+        else:
             self._running.add(key)
             self._is_idle.clear()
         self._thread.send((key, message))
+
+    async def _convert(self, key: Key, message: wire.Tokenize | wire.Detokenize) -> None:
+        """Answer a request for tokens or their text; its error is its own answer."""
+        answer: wire.ToClient
+        try:
+            if len(self._conversions) > _CONVERSIONS_MAX:
+                raise wire.Overloaded(f"{_CONVERSIONS_MAX} requests wait for the tokenizer")
+            assert self._thread.tokenizer is not None, "the engine is ready"
+            answer = await self._loop.run_in_executor(self._converter, _converted, self._thread.tokenizer, message)
+        except wire.EngineError as error:
+            answer = wire.error_to_wire(key.id, error)
+        except Exception as error:
+            _log.exception("a request failed")
+            answer = wire.error_to_wire(key.id, wire.EngineFailed(f"{type(error).__name__}: {error}"))
+        writer = self._writers.get(key.client)
+        if writer is not None:
+            self._write(writer, [answer])
 
     def _forget(self, key: Key) -> None:
         self._running.discard(key)
@@ -217,6 +249,18 @@ class Server:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._is_idle.wait(), self._drain_s)
         self._is_over.set()
+
+
+def _converted(tokenizer: Tokenizer, asked: wire.Tokenize | wire.Detokenize) -> wire.Tokens | wire.Text:
+    """The tokens or the text that a client asked for. Raises InvalidRequest."""
+    if isinstance(asked, wire.Detokenize):
+        return wire.Text(asked.id, tokenizer.decode_all(asked.token_ids))
+    if asked.messages is not None:
+        is_rendered = not asked.has_special
+        ids = tokenizer.encode_chat(asked.messages, None, opens_answer=asked.opens_answer, is_rendered=is_rendered)
+    else:
+        ids = tokenizer.encode(asked.prompt or "", is_rendered=not asked.has_special)
+    return wire.Tokens(asked.id, ids, [tokenizer.token(id) for id in ids] if asked.wants_texts else None)
 
 
 def _refuse_to_run(socket_path: Path, error: Exception) -> int:

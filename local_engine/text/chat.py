@@ -33,9 +33,15 @@ class Chat:
         longest_first = sorted((token for token in control if len(token) > 1), key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[str]:
-        """The conversation up to where the assistant begins, as the parts to encode. Raises
-        InvalidRequest."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        opens_answer: bool = True,
+    ) -> list[str]:
+        """The conversation as the parts to encode, by default up to where the assistant begins.
+        Raises InvalidRequest."""
         if not messages:
             raise InvalidRequest("messages must not be empty", param="messages")
         import jinja2
@@ -49,7 +55,7 @@ class Chat:
             text = self._template.render(
                 messages=self._cut(plain, cut),
                 tools=self._cut(list(tools), cut) if tools else None,
-                add_generation_prompt=True,
+                add_generation_prompt=opens_answer,
                 bos_token=self._bos_token,
                 eos_token=self._eos_token,
             )

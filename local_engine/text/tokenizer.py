@@ -87,23 +87,29 @@ class Tokenizer:
     def encode(self, text: str, *, is_rendered: bool = False) -> list[int]:
         """Token ids of a prompt; with the model's tokens around it, unless a template `is_rendered`
         them."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=not is_rendered).ids
+        # unlike `encode` it lets other threads run meanwhile
+        ids: list[int] = self._backend.encode_batch([text], add_special_tokens=not is_rendered)[0].ids
         bos = self._vocabulary.bos_token_id_added
         if bos is not None and not is_rendered and ids[:1] != [bos]:
             ids.insert(0, bos)
         return ids
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        opens_answer: bool = True,
+        is_rendered: bool = True,
     ) -> list[int]:
-        """Token ids of a conversation, up to where the assistant begins; its texts never become a
-        control token. Raises InvalidRequest."""
+        """Token ids of a conversation, by default up to where the assistant begins; its texts never
+        become a control token. `is_rendered`: as in `encode`. Raises InvalidRequest."""
         if self._chat is None:
             raise InvalidRequest(
                 "the model has no chat template; send `prompt` instead of `messages`", param="messages"
             )
-        first, *rest = self._chat.render(messages, tools)
-        ids = self.encode(first, is_rendered=True)
+        first, *rest = self._chat.render(messages, tools, opens_answer=opens_answer)
+        ids = self.encode(first, is_rendered=is_rendered)
         for part in rest:
             ids += self._encode_middle(part)
         return ids
@@ -139,6 +145,22 @@ class Tokenizer:
         if self.strips_first_space and data.startswith(b" "):
             data = data[1:]
         return data.decode("utf-8", errors="replace")
+
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """As `decode`, with special tokens. Raises InvalidRequest for an id without a token."""
+        for id in ids:
+            self.token(id)
+        data = b"".join(map(self.spell, ids))
+        if self.strips_first_space and data.startswith(b" "):
+            data = data[1:]
+        return data.decode("utf-8", errors="replace")
+
+    def token(self, id: int) -> str:
+        """The vocabulary's spelling of a token. Raises InvalidRequest for an id without one."""
+        token: str | None = self._backend.id_to_token(id) if 0 <= id < 1 << 32 else None
+        if token is None:
+            raise InvalidRequest(f"there is no token {id}", param="tokens")
+        return token
 
     def _spell(self, id: int) -> bytes:
         if id in self._added:

@@ -90,6 +90,15 @@ def test_keys_in_any_header(gateway: Gateway) -> None:
     assert other not in gateway.log.read_text()
 
 
+def test_other_servers_tokens_are_not_known(gateway: Gateway) -> None:
+    """An alias without a local engine is refused as such, and one must be named where there is none to choose."""
+    asked = {"model": "mock", "prompt": "x"}
+    reply = httpx.post(f"{gateway.root}/tokenize", json=asked, headers={"api-key": API_KEY})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "unsupported_feature")
+    reply = httpx.post(f"{gateway.root}/detokenize", json={"tokens": [1]}, headers={"api-key": API_KEY})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "model")
+
+
 def test_health_under_both_names(gateway: Gateway) -> None:
     """`/health` is `/healthz`: no key, no details, GET and HEAD."""
     for path in ("/health", "/healthz"):

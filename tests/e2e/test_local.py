@@ -157,6 +157,81 @@ def test_a_near_answer_is_a_draft(local: Gateway) -> None:
     assert any(row.startswith(name) and float(row.split()[-1]) > 0 for row in metrics.splitlines())
 
 
+def ask_tokens(local: Gateway, path: str, key: str = API_KEY, **body: Any) -> httpx.Response:
+    return httpx.post(f"{local.root}{path}", json=body, headers={"api-key": key}, timeout=30)
+
+
+def test_tokens_are_counted_as_a_generation_counts_them(local: Gateway) -> None:
+    """vLLM's tokenizer API: the tokens of a prompt and of messages, and the text of tokens; the only engine needs no name."""
+    for asked in (
+        {"prompt": "Hello, wörld!"},
+        {"messages": FRANCE},
+        {"messages": [*FRANCE, {"role": "developer", "content": "."}]},
+    ):
+        found = ask_tokens(local, "/tokenize", model=MODEL, **asked)
+        assert found.status_code == 200, found.text
+        tokens = found.json()
+        assert (tokens["count"], tokens["max_model_len"], tokens["token_strs"]) == (len(tokens["tokens"]), 8192, None)
+        path = "completions" if "prompt" in asked else "chat/completions"
+        body = {"model": MODEL, "max_tokens": 1, **asked}
+        generated = httpx.post(f"{local.base_url}/{path}", json=body, headers=KEY, timeout=60).json()
+        assert generated["usage"]["prompt_tokens"] == tokens["count"]
+    tokens = ask_tokens(local, "/tokenize", prompt="Hello, wörld!", return_token_strs=True).json()
+    assert tokens["token_strs"][:2] == ["Hello", ","]
+    assert ask_tokens(local, "/detokenize", tokens=tokens["tokens"]).json() == {"prompt": "Hello, wörld!"}
+    closed = ask_tokens(local, "/tokenize", messages=FRANCE, add_generation_prompt=False).json()
+    assert ask_tokens(local, "/detokenize", tokens=closed["tokens"]).json()["prompt"].endswith("France?<|im_end|>\n")
+
+
+def test_tokens_have_the_limits_of_generations(local: Gateway) -> None:
+    """A key, its models and its rate; a prompt that is surely longer than the context; and each wrong field by its name."""
+    assert ask_tokens(local, "/tokenize", key="sk-sw-wrong", prompt="x").status_code == 401
+    team = local.admin("POST", "/teams", json={"name": "counting", "requests_per_min": 1})
+    key = local.admin("POST", f"/teams/{team['id']}/keys", json={"name": "k"})["plaintext"]
+    limited = local.admin("POST", f"/teams/{team['id']}/keys", json={"name": "l", "models": ["other"]})["plaintext"]
+    wait_for(lambda: ask_tokens(local, "/tokenize", key=key, prompt="x").status_code == 429)
+    other = local.admin("POST", "/teams", json={"name": "elsewhere"})
+    limited = local.admin("POST", f"/teams/{other['id']}/keys", json={"name": "l", "models": ["other"]})["plaintext"]
+    wait_for(lambda: ask_tokens(local, "/detokenize", key=limited, tokens=[1]).status_code == 403)
+    refused: list[tuple[str, dict[str, Any], int, str | None, str]] = [
+        ("/tokenize", {"prompt": "x " * 41_000}, 400, "prompt", "context_length_exceeded"),
+        (
+            "/tokenize",
+            {"messages": [{"role": "user", "content": "x " * 41_000}]},
+            400,
+            "messages",
+            "context_length_exceeded",
+        ),
+        ("/detokenize", {"tokens": [1] * 81_921}, 400, "tokens", "context_length_exceeded"),
+        ("/tokenize", {}, 400, "prompt", "missing_required_parameter"),
+        ("/tokenize", {"prompt": "x", "messages": FRANCE}, 400, "prompt", "missing_required_parameter"),
+        ("/tokenize", {"prompt": ["x"]}, 400, "prompt", "invalid_type"),
+        ("/tokenize", {"messages": [{"role": "wizard"}]}, 400, "messages[0].role", "invalid_value"),
+        ("/tokenize", {"messages": []}, 400, "messages", "invalid_value"),
+        ("/tokenize", {"prompt": "x", "chat_template": "{{ 1 }}"}, 400, "chat_template", "unsupported_parameter"),
+        (
+            "/tokenize",
+            {"messages": FRANCE, "continue_final_message": True},
+            400,
+            "continue_final_message",
+            "unsupported_parameter",
+        ),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens[0]", "invalid_value"),
+        ("/detokenize", {"tokens": [10**9]}, 400, "tokens", None),
+        ("/detokenize", {"tokens": [2**70]}, 400, "tokens[0]", None),
+        ("/detokenize", {"tokens": ["1"]}, 400, "tokens[0]", "invalid_type"),
+        ("/detokenize", {}, 400, "tokens", "missing_required_parameter"),
+        ("/tokenize", {"model": "none", "prompt": "x"}, 404, "model", "model_not_found"),
+        ("/tokenize", {"model": "all-minilm-l6-v2", "prompt": "x"}, 400, "model", "unsupported_feature"),
+    ]
+    for path, body, status, param, code in refused:
+        reply = ask_tokens(local, path, **body)
+        error = reply.json()["error"]
+        assert (reply.status_code, error["param"]) == (status, param), reply.text
+        assert code is None or error["code"] == code, reply.text
+    assert httpx.get(f"{local.root}/tokenize").status_code == 405
+
+
 def test_a_prompt_that_does_not_fit(local: Gateway) -> None:
     """A prompt longer than the model's context is refused as the client's fault."""
     reply = local.chat("word " * 20_000, model=MODEL)

@@ -101,6 +101,49 @@ async def worker(shared_worker: Worker) -> AsyncIterator[AsyncEngine]:
         yield engine
 
 
+async def test_tokens_and_texts_are_the_models(worker: AsyncEngine, checkpoint: Folder) -> None:
+    """A prompt and a conversation have the tokens that a generation reads, also beside one; ids come back as their text."""
+    tokenizer = tokenizer_from_folder(checkpoint("llama"))
+    asked = [{"role": "user", "content": "the quick <|im_end|> fox 東京"}]
+    async with worker.generate(request(random_prompt(2, 20), 200)) as generation:
+        await anext(generation)
+        found = await worker.tokenize(prompt="a quick 東京 fox", has_special=True, wants_texts=True)
+        assert found.token_ids == tokenizer.encode("a quick 東京 fox")
+        assert found.texts == [tokenizer.token(id) for id in found.token_ids]
+        chat = await worker.tokenize(messages=asked, has_special=False)
+        assert (chat.token_ids, chat.texts) == (tokenizer.encode_chat(asked, None), None)
+        async with worker.generate(GenerateRequest(messages=asked, sampling=greedy(1))) as counted:
+            assert [output async for output in counted]
+        assert counted.usage is not None
+        assert counted.usage.prompt_tokens == len(chat.token_ids)
+        closed = await worker.tokenize(messages=asked, has_special=False, opens_answer=False)
+        assert chat.token_ids[: len(closed.token_ids)] == closed.token_ids
+        assert len(closed.token_ids) < len(chat.token_ids)
+        text = await worker.detokenize(chat.token_ids)
+        assert text.startswith("<|im_start|>user\nthe quick <|im_end|> fox 東京")
+        for wrong in (-1, 10**6, 2**32, 2**40):
+            with pytest.raises(InvalidRequest, match=rf"there is no token {wrong}"):
+                await worker.detokenize([wrong])
+        with pytest.raises(InvalidRequest, match="must not be empty"):
+            await worker.tokenize(messages=[], has_special=False)
+    await idle(worker)
+
+
+async def test_a_dead_engine_answers_no_question_for_tokens(checkpoint: Folder) -> None:
+    """Where the process ends, what was asked of it fails and does not wait; the next question too."""
+    with worker_process(checkpoint("llama")) as running:
+        async with connected(running.socket_path) as engine:
+            running.process.send_signal(signal.SIGSTOP)
+            asked = asyncio.create_task(engine.tokenize(prompt="x", has_special=True))
+            await asyncio.sleep(0)
+            running.process.kill()
+            with pytest.raises(EngineUnavailable):
+                await asked
+            await until(lambda: not engine.load().is_connected)
+            with pytest.raises(EngineUnavailable):
+                await engine.detokenize([1])
+
+
 async def test_a_generation_streams_and_counts(worker: AsyncEngine, checkpoint: Folder) -> None:
     """Tokens arrive in pieces, equal the naive ones, and the usage comes at the end."""
     prompt = random_prompt(1, 20)

@@ -7,18 +7,21 @@ aborted in the engine, with all its choices.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any, TypeVar
 
 import local_engine
 from gateway.backends import base
 from gateway.backends.local.answer import ChatWriter, TextWriter, Writer
 from gateway.backends.local.quarantine import Quarantine
-from gateway.backends.local.request import engine_requests, rejected
+from gateway.backends.local.request import engine_requests, messages_of, rejected
 from gateway.wire.types import CHAT, Chunk
 from local_engine import AsyncEngine, EngineLoad, GenerateRequest, Generation
 from policies.durations import duration_s
 
+_T = TypeVar("_T")
+_CONVERTED_WITHIN_S = 30.0
 _ANSWERS_AT_ONCE = 64  # of one request with many prompts: more would fill the queue
 _COMES_BACK_S = 30.0  # a process that is away longer is taken to be gone
 _STARTS_FAILED_MAX = 3  # after so many, requests stop waiting for the engine
@@ -65,6 +68,28 @@ class LocalBackend:
 
     async def aclose(self) -> None:
         await self.engine.close()
+
+    async def tokenize(
+        self, body: dict[str, Any], *, has_special: bool, opens_answer: bool, wants_texts: bool
+    ) -> tuple[list[int], list[str] | None]:
+        """The tokens of the body's `prompt`, or else of its `messages` as a generation reads them,
+        and their spellings if wanted. Raises BackendError.
+        """
+        prompt = body.get("prompt")
+        messages = None if prompt is not None else messages_of(body)
+        asked = self.engine.tokenize(
+            prompt=prompt,
+            messages=messages,
+            has_special=has_special,
+            opens_answer=opens_answer,
+            wants_texts=wants_texts,
+        )
+        found = await _within(asked)
+        return found.token_ids, found.texts
+
+    async def detokenize(self, token_ids: list[int]) -> str:
+        """The text of these tokens. Raises BackendError."""
+        return await _within(self.engine.detokenize(token_ids))
 
     def stream(self, request: base.BackendRequest) -> "LocalStream":
         return LocalStream(self, request)
@@ -183,6 +208,17 @@ class LocalStream:
         self._ready.append(self._writer.usage(self._usages))
         self._is_over = self._is_finished = True
         self._backend.quarantine.forget(self._quarantine_key)
+
+
+async def _within(asked: Coroutine[Any, Any, _T]) -> _T:
+    """The answer to a request for tokens. Raises BackendError."""
+    try:
+        async with asyncio.timeout(_CONVERTED_WITHIN_S):
+            return await asked
+    except TimeoutError:
+        raise base.BackendTimeout(f"The local engine sent nothing within {duration_s(_CONVERTED_WITHIN_S)}") from None
+    except local_engine.EngineError as error:
+        raise _translated(error, "messages", False) from None
 
 
 # -- errors

@@ -65,7 +65,7 @@ def engine_requests(request: BackendRequest) -> list[GenerateRequest]:
         "reference": request.draft or None,
     }
     if request.kind is CHAT:
-        return [GenerateRequest(messages=_messages(body), sampling=_of_chat(asked), **common)]
+        return [GenerateRequest(messages=messages_of(body), sampling=_of_chat(asked), **common)]
     if body.get("suffix"):
         raise rejected("This model can't be told what follows", "suffix", "unsupported_parameter")
     return [
@@ -124,7 +124,8 @@ def _sampling(
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 
-def _messages(body: dict[str, Any]) -> list[dict[str, Any]]:
+def messages_of(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """A chat's messages as the engine reads them. Raises BackendRejected."""
     if body.get("tools") and body.get("tool_choice") != "none":
         raise rejected("This model can't call tools", "tools", "unsupported_parameter")
     kind = (body.get("response_format") or {}).get("type", "text")
