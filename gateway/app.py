@@ -9,6 +9,7 @@ authenticate.
 import asyncio
 import ctypes
 import gc
+import ipaddress
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -24,9 +25,12 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Match
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from cache import CacheLimits, CacheUnavailable, ExactCache, SemanticClient
 from gateway.accounts import Accounts, Audit, Ledger, LedgerWriter
+from gateway.accounts.sessions import Sessions
+from gateway.admin.guard import Endpoint, Guard
 from gateway.admin.parts import AdminParts
 from gateway.admin.routes import admin_router
 from gateway.admin.views import deployments_of
@@ -53,7 +57,7 @@ from gateway.settings import Settings
 from gateway.telemetry import logs
 from gateway.telemetry.health import HealthMonitor
 from gateway.telemetry.measured_error import MeasuredErrors
-from gateway.telemetry.metric_names import LOG_DROPPED
+from gateway.telemetry.metric_names import LOG_DROPPED, WRONG_KEYS
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
 from gateway.telemetry.stats import Stats
 from gateway.transport.redis_link import RedisLink
@@ -100,7 +104,11 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_middleware(Front, routes=lambda: app.state.routes)
     document(app, PATHS)
 
+    if settings.trusted_proxies:
+        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=_as_seen(settings.trusted_proxies))
+
     app.add_exception_handler(HTTPException, _in_openai_shape)
+    app.add_exception_handler(ApiError, _refused)
 
     @app.get("/", include_in_schema=False)
     async def root() -> RedirectResponse:
@@ -111,17 +119,32 @@ def create_app(settings: Settings) -> FastAPI:
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get("/readyz", tags=["operations"], summary="Everything this host needs is there")
+    @app.get("/readyz", tags=["operations"], summary="Everything this host needs is there; with a key, what is not")
     async def readyz(request: Request) -> JSONResponse:
-        report = request.app.state.parts.watch.report()
-        return JSONResponse(report, status_code=200 if report["is_ready"] else 503)
+        parts: Parts = request.app.state.parts
+        report = parts.watch.report()
+        shown = report if parts.guard.may_observe(request, Endpoint.READYZ) else {"is_ready": report["is_ready"]}
+        return JSONResponse(shown, status_code=200 if report["is_ready"] else 503)
 
-    @app.get("/metrics", tags=["operations"], summary="Prometheus metrics of all workers of this host")
+    @app.get("/metrics", tags=["operations"], summary="Prometheus metrics of all workers of this host; needs a key")
     async def metrics(request: Request) -> Response:
         parts: Parts = request.app.state.parts
+        parts.guard.check_observer(request, Endpoint.METRICS)
         return Response(parts.metrics.render(), media_type=CONTENT_TYPE)
 
     return app
+
+
+def _as_seen(networks: Sequence[str]) -> list[str]:
+    """The networks, and the IPv4 ones again as a socket for both families shows them (::ffff:...)."""
+    parsed = [ipaddress.ip_network(network) for network in networks]
+    mapped = [f"::ffff:{one.network_address}/{96 + one.prefixlen}" for one in parsed if one.version == 4]
+    return [*map(str, parsed), *mapped]
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return Response(error.body(), error.http_status, error.headers, "application/json")
 
 
 async def _in_openai_shape(request: Request, error: Exception) -> Response:
@@ -243,6 +266,7 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
     watch = HealthMonitor(settings, link, accounts, writer, semantic, fleet, money, pipeline)
     return Parts(
         settings=settings,
+        guard=_guard(settings, accounts, metrics),
         link=link,
         accounts=accounts,
         ledger=ledger,
@@ -273,6 +297,11 @@ async def _show_first_key(accounts: Accounts, settings: Settings) -> None:
     if first_key is not None:
         shown = "as preset in SAMEWAY_API_KEY" if settings.api_key else first_key
         print(f"  API key    {shown} (shown this once; team `default`)", flush=True)
+
+
+def _guard(settings: Settings, accounts: Accounts, metrics: Metrics) -> Guard:
+    sessions = Sessions(accounts.database, time.time)
+    return Guard(settings, sessions, lambda endpoint, outcome: metrics.add(WRONG_KEYS, 1, endpoint, outcome))
 
 
 def _cache_limits(settings: Settings) -> CacheLimits:

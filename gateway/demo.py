@@ -100,7 +100,7 @@ class _Demo:
         _step("The gateway answers already; its local model and its embedder are still loading")
         deadline = time.monotonic() + _READY_WITHIN_S
         shown = ""
-        async with httpx.AsyncClient(timeout=5) as http:
+        async with httpx.AsyncClient(timeout=5, headers={"authorization": f"Bearer {_ADMIN_KEY}"}) as http:
             while True:
                 report = (await http.get(f"{self._root}/readyz")).json()
                 states = ", ".join(f"{name}: {part['health']}" for name, part in report["parts"].items())

@@ -7,6 +7,7 @@ them. This module opens and creates nothing.
 
 import difflib
 import hashlib
+import ipaddress
 import os
 import re
 import tempfile
@@ -39,7 +40,7 @@ class SettingsError(Exception):
         self.status = status
 
 
-SECRETS = ("admin_key", "api_key", "secret")  # only from the environment
+SECRETS = ("admin_key", "api_key", "metrics_key", "secret")  # only from the environment
 _SECRET_CHARS_MIN = 16
 _SECRET_VARIETY_MIN = 4
 
@@ -103,6 +104,14 @@ def _has_good_hosts(url: str) -> bool:
         return all(urlsplit(f"//{node}").port != 0 for node in nodes.split(","))
     except ValueError:
         return False
+
+
+def _is_network(text: str) -> bool:
+    try:
+        ipaddress.ip_network(text)
+    except ValueError:
+        return False
+    return True
 
 
 class PriceSettings(_Section):
@@ -274,6 +283,16 @@ class Settings(_Section):
     api_key: str | None = Field(
         None, description="a preset for the first API key (environment only); default: made and shown once"
     )
+    metrics_key: str | None = Field(
+        None,
+        description="a key for /metrics and /readyz alone (environment only); the admin's opens both, too",
+    )
+    is_metrics_open: bool = Field(False, description="answer /metrics and all of /readyz without a key")
+    trusted_proxies: list[str] = Field(
+        [],
+        description="addresses and networks of the proxies in front, whose X-Forwarded-For and X-Forwarded-Proto are used; "
+        "commas between them in the environment",
+    )
     secret: str | None = Field(
         None,
         description="the key of the cache's partitions and of sessions (environment only); hosts that share a Redis share it; "
@@ -323,6 +342,23 @@ class Settings(_Section):
                 "found no service, expected its name at the end, as in redis+sentinel://host:26379/service"
             )
         return url
+
+    @field_validator("trusted_proxies", mode="before")
+    @classmethod
+    def _is_a_list(cls, networks: object) -> object:
+        return [part.strip() for part in networks.split(",")] if isinstance(networks, str) else networks
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _are_networks(cls, networks: list[str]) -> list[str]:
+        _refuse(
+            [
+                f"found {one!r}, expected an address or a network like 10.0.0.0/8"
+                for one in networks
+                if not _is_network(one)
+            ]
+        )
+        return networks
 
     @model_validator(mode="after")
     def _names_resolve(self, info: ValidationInfo) -> "Settings":

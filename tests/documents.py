@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from gateway.admin.guard import Guard
 from gateway.admin.routes import admin_router
 from gateway.reserved import FIELDS, TOOLS
 from gateway.settings import SECTIONS, Settings
@@ -101,9 +102,8 @@ def _admin_routes() -> Iterable[str]:
 
 def admin_paths() -> dict[str, Any]:
     """The paths under /admin/api with their operations, as `/docs` lists them."""
-    services = MagicMock(
-        settings=Settings(admin_key="sk-admin", secret="secret")
-    )  # routes need none of them to be listed
+    settings = Settings(admin_key="sk-admin", secret="secret")
+    services = MagicMock(settings=settings, guard=Guard(settings, MagicMock(), MagicMock()))  # routes use none here
     app = FastAPI()
     app.include_router(admin_router(services))
     return {path: methods for path, methods in app.openapi()["paths"].items() if path.startswith("/admin/api/")}

@@ -25,7 +25,7 @@ README, API, REASONS, OPERATIONS, CONFIGURATION = (
 )
 
 # HTTP's own, and those between the gateway and a provider
-_HEADERS_UNDOCUMENTED = {"content-type", "x-content-type-options", "x-gzip"}
+_HEADERS_UNDOCUMENTED = {"content-type", "x-gzip"}
 _OLD_VOICE = re.compile(r"\b(nobody|somebody|whoever|whom)\b", re.IGNORECASE)
 _COLUMNS_MAX = 100
 _README_LINES_MAX = 120

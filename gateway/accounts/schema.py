@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-VERSION = "0003"
+VERSION = "0004"
 
 metadata = sa.MetaData(
     naming_convention={
@@ -80,6 +80,15 @@ installation = sa.Table(
     sa.Column("version", sa.BigInteger, nullable=False),
     sa.Column("is_claimed", sa.Boolean, nullable=False),
     sa.CheckConstraint("id = 1", name="single"),
+)
+
+# One row per session of the dashboard; `digest` is the token's, `mark` the admin key's.
+sessions = sa.Table(
+    "sessions",
+    metadata,
+    sa.Column("digest", sa.LargeBinary(32), primary_key=True),
+    sa.Column("mark", sa.LargeBinary(32), nullable=False),
+    sa.Column("expires_at_s", sa.Double, nullable=False),
 )
 
 # One row per generation, by the id of its hold. No foreign keys: rows outlive teams and keys.

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from gateway import accounts
 from gateway.admin import cache_views, views
-from gateway.admin.guard import COOKIE, SESSION_S, Guard, client_of
+from gateway.admin.guard import COOKIE, SESSION_S, Endpoint, Guard, TooManyWrongKeys, client_of
 from gateway.admin.html import LOGIN, Pages, back_to, is_own_path
 from gateway.admin.models import (
     AnswerIn,
@@ -32,14 +32,11 @@ from gateway.admin.models import (
     TryIn,
 )
 from gateway.admin.parts import AdminParts
-from gateway.loggers import get_logger
-from gateway.wire.errors import BadRequest
+from gateway.wire.errors import BadRequest, Unauthenticated
 from gateway.wire.requests import in_json_words
 
 Render = Callable[..., Awaitable[Response]]
 _Body = TypeVar("_Body", bound=BaseModel)
-
-_log = get_logger(__name__)
 
 
 class FormProblem(Exception):
@@ -49,22 +46,24 @@ class FormProblem(Exception):
 def add_session_forms(router: APIRouter, guard: Guard, pages: Pages) -> None:
     @router.get("/login")
     async def login_form(request: Request) -> Response:
-        if guard.has_session(request):
+        if await guard.has_session(request):
             return RedirectResponse("/admin", 303)
         return pages.render(request, "login.html", problem="")
 
     @router.post("/login")
     async def login(request: Request) -> Response:
         fields = await read_form(request)
-        if not guard.is_key(fields.get("key", "")):
-            _log.warning("admin_login_refused", client=client_of(request))
-            words = "That is not the admin key."
-            return pages.render(request, "login.html", 401, problem=words)
+        try:
+            guard.check_key(request, Endpoint.LOGIN, fields.get("key", ""))
+        except (Unauthenticated, TooManyWrongKeys) as error:
+            refusal = pages.render(request, "login.html", error.http_status, problem=error.message)
+            refusal.headers.update(error.headers)
+            return refusal
         target = request.query_params.get("next", "")
         reply = RedirectResponse(target if is_own_path(target) else "/admin", 303)
         reply.set_cookie(
             COOKIE,
-            guard.new_session(),
+            await guard.new_session(),
             max_age=SESSION_S,
             path="/admin",
             secure=request.url.scheme == "https",
@@ -75,6 +74,7 @@ def add_session_forms(router: APIRouter, guard: Guard, pages: Pages) -> None:
 
     @router.post("/logout")
     async def logout(request: Request) -> Response:
+        await guard.end_session(request)
         reply = RedirectResponse(LOGIN, 303)
         reply.delete_cookie(COOKIE, path="/admin")
         return reply

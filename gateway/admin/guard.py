@@ -1,17 +1,22 @@
-"""Authentication of the admin plane, and its errors.
+"""Authentication of the operators' endpoints, and the admin plane's errors.
 
-The API takes `Authorization: Bearer <admin key>`. A browser gets a session cookie from the login
-form: an expiry, signed with a key derived from the admin's and the installation's. So a new admin
-key ends all sessions, and no worker stores any. The cookie is HttpOnly and SameSite=Strict, and
+The API takes `Authorization: Bearer <admin key>`; `/metrics` and `/readyz` take the metrics key,
+too. A browser gets a session from the login form; its cookie is HttpOnly and SameSite=Strict, and
 changes must come from the dashboard's own pages (Fetch Metadata, else `Origin`; OWASP Cross-Site
-Request Forgery Prevention Cheat Sheet).
+Request Forgery Prevention Cheat Sheet). A new admin key ends all sessions.
 
-Invariant: under /admin only the login form and static files answer without one of the two.
+Invariants: under /admin only the login form and static files answer without key and session; keys
+are compared in constant time, and a client that sent wrong ones waits before the next is read.
 """
 
 import hashlib
 import hmac
+import ipaddress
+import math
+import re
+import time
 from collections.abc import Callable, Coroutine
+from enum import StrEnum
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,12 +31,16 @@ from starlette.exceptions import HTTPException
 
 from cache import CacheUnavailable
 from gateway import accounts
+from gateway.accounts.sessions import Sessions
+from gateway.admin.guesses import Guesses
 from gateway.loggers import get_logger
+from gateway.settings import Settings
 from gateway.wire.errors import (
     ApiError,
     BadRequest,
     Forbidden,
     NotFound,
+    RateLimited,
     TooLarge,
     Unauthenticated,
     Unavailable,
@@ -42,8 +51,28 @@ from gateway.wire.requests import decode_strictly, in_json_words
 COOKIE = "sameway_admin"
 SESSION_S = 12 * 3_600
 _SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
+_HOST = re.compile(r"(?:\[(?P<ipv6>[0-9a-f:.]+)\]|(?P<name>[a-z0-9._-]+))(?::[0-9]*)?", re.IGNORECASE)
 
 _log = get_logger(__name__)
+
+
+class Endpoint(StrEnum):
+    """Where an operator's key is read; wrong ones are counted by it."""
+
+    LOGIN = "login"
+    ADMIN_API = "admin_api"
+    METRICS = "metrics"
+    READYZ = "readyz"
+
+
+_NEEDS = {
+    Endpoint.LOGIN: "That is not the admin key.",
+    Endpoint.ADMIN_API: "The admin API needs `Authorization: Bearer <admin key>`; it is SAMEWAY_ADMIN_KEY where that "
+    "is set, else in the data directory's admin.key",
+    Endpoint.METRICS: "/metrics needs `Authorization: Bearer <key>`, with SAMEWAY_METRICS_KEY or the admin key",
+    Endpoint.READYZ: "This is neither SAMEWAY_METRICS_KEY nor the admin key; without a key /readyz says whether the "
+    "gateway is ready",
+}
 
 
 class Conflict(ApiError):
@@ -60,51 +89,151 @@ class CrossSite(Forbidden):
     code = "cross_site_request"
 
 
-class Guard:
-    """Checks requests.
+class TooManyWrongKeys(RateLimited):
+    """429: wrong keys came from this client; for a while the next one is not read."""
 
-    `secret` is the installation's, equal on all its hosts; `clock` gives unix seconds.
+    code = "too_many_wrong_keys"
+
+
+class Guard:
+    """Checks requests by the keys in `settings`.
+
+    `sessions` are those of all processes; `count` counts refused keys, by endpoint and outcome;
+    `clock` gives steady seconds.
     """
 
-    def __init__(self, admin_key: str, secret: str, clock: Callable[[], float]) -> None:
-        if not admin_key:
+    def __init__(
+        self,
+        settings: Settings,
+        sessions: Sessions,
+        count: Callable[[str, str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not settings.admin_key:
             raise ValueError("the admin plane needs an admin key")
-        self._admin_key = admin_key.encode()
-        keyed = hashlib.blake2b(key=hashlib.blake2b(secret.encode()).digest(), person=b"sameway-admin")
-        keyed.update(self._admin_key)
-        self._signing_key = keyed.digest()
-        self._clock = clock
+        self._admin_key = _digest(settings.admin_key)
+        self._metrics_key = _digest(settings.metrics_key) if settings.metrics_key else None
+        self._is_open = settings.is_metrics_open
+        self._own_host = settings.host.lower()
+        secret = hashlib.blake2b((settings.secret or "").encode()).digest()
+        # keyed, so that a copy of the database is no help in guessing the key
+        self._mark = hashlib.blake2b(
+            settings.admin_key.encode(), digest_size=32, key=secret, person=b"sameway-admin"
+        ).digest()
+        self._sessions = sessions
+        self._count = count
+        self._guesses = Guesses(clock)
 
-    def is_key(self, key: str) -> bool:
-        """Whether this is the admin key; compares in constant time."""
-        return hmac.compare_digest(key.encode(errors="replace"), self._admin_key)
-
-    def new_session(self) -> str:
-        """A cookie value that is valid for SESSION_S."""
-        expires = str(int(self._clock()) + SESSION_S)
-        return f"{expires}.{self._sign(expires)}"
-
-    def has_session(self, request: Request) -> bool:
-        expires, _, signature = request.cookies.get(COOKIE, "").partition(".")
-        if not hmac.compare_digest(signature.encode(errors="replace"), self._sign(expires).encode()):
-            return False
-        return int(expires) > self._clock()
-
-    def _sign(self, expires: str) -> str:
-        return hmac.new(self._signing_key, expires.encode(errors="replace"), hashlib.sha256).hexdigest()
-
-    def check_api(self, request: Request) -> None:
-        """The dependency of each API route. Raises Unauthenticated, CrossSite."""
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and self.is_key(key.strip()):
+    def check_key(self, request: Request, endpoint: Endpoint, key: str) -> None:
+        """Raises Unauthenticated for a wrong key, TooManyWrongKeys where it was not read."""
+        client = client_of(request)
+        if wait_s := self._guesses.wait_s(endpoint, client):
+            self._count(endpoint, "not_read")
+            raise TooManyWrongKeys(
+                f"Too many wrong keys came from your address. Wait {_seconds(wait_s)}, then send the right one.", wait_s
+            )
+        given = _digest(key)
+        if hmac.compare_digest(given, self._admin_key):
+            self._guesses.forget(endpoint, client)
             return
-        if self.has_session(request):
+        # the metrics key forgets nothing: with it a client could guess the admin's for ever
+        is_observer = endpoint in (Endpoint.METRICS, Endpoint.READYZ)
+        if is_observer and self._metrics_key and hmac.compare_digest(given, self._metrics_key):
+            return
+        pause_s = self._guesses.add(endpoint, client)
+        self._count(endpoint, "wrong")
+        _log.warning("wrong_key", endpoint=endpoint.value, client=client, pause_s=pause_s)
+        raise Unauthenticated(_NEEDS[endpoint])
+
+    async def check_api(self, request: Request) -> None:
+        """The dependency of each API route. Raises Unauthenticated, TooManyWrongKeys, CrossSite."""
+        key = _bearer(request)
+        if key:
+            self.check_key(request, Endpoint.ADMIN_API, key)
+        elif await self.has_session(request):
             check_same_site(request)
-            return
-        raise Unauthenticated(
-            "The admin API needs `Authorization: Bearer <admin key>`; it is SAMEWAY_ADMIN_KEY where that is set, "
-            "else in the data directory's admin.key",
-        )
+        else:
+            raise Unauthenticated(_NEEDS[Endpoint.ADMIN_API])
+
+    def may_observe(self, request: Request, endpoint: Endpoint) -> bool:
+        """Whether the request may see what `/metrics` and `/readyz` show of teams and parts.
+
+        Raises Unauthenticated and TooManyWrongKeys for a wrong key.
+        """
+        key = _bearer(request)
+        if key:
+            self.check_key(request, endpoint, key)
+        return bool(key) or (self._is_open and self._is_addressed(request))
+
+    def check_observer(self, request: Request, endpoint: Endpoint) -> None:
+        """Raises Unauthenticated, TooManyWrongKeys, and Forbidden for a foreign `Host`."""
+        if not self.may_observe(request, endpoint):
+            if self._is_open:
+                raise Forbidden(
+                    "Without a key, this address answers only to localhost, to an IP address and to the setting `host`"
+                    " in `Host`: another name may be a page's that was bound to this address",
+                    code="unknown_host",
+                )
+            raise Unauthenticated(_NEEDS[endpoint])
+
+    def _is_addressed(self, request: Request) -> bool:
+        """Whether the request names this host.
+
+        Not so on a loopback address under another name: a page of another site may have bound its
+        name to the address (DNS rebinding), and would read the answer.
+        """
+        server = request.scope.get("server") or ("", None)
+        if not _is_loopback(server[0]):
+            return True
+        hosts = request.headers.getlist("host")
+        found = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
+        if found is None:
+            return False
+        name = (found["ipv6"] or found["name"]).lower().removesuffix(".")
+        return name in ("localhost", self._own_host) or _is_address(name)
+
+    async def new_session(self) -> str:
+        """A cookie value that is valid for SESSION_S."""
+        return await self._sessions.start(self._mark, SESSION_S)
+
+    async def has_session(self, request: Request) -> bool:
+        token = request.cookies.get(COOKIE, "")
+        return bool(token) and await self._sessions.is_open(token, self._mark)
+
+    async def end_session(self, request: Request) -> None:
+        """End the request's session: its cookie opens nothing any more, wherever it is."""
+        await self._sessions.end(request.cookies.get(COOKIE, ""))
+
+
+def _digest(key: str) -> bytes:
+    """Of one length for all keys, so that a comparison does not show the length."""
+    return hashlib.sha256(key.encode(errors="replace")).digest()
+
+
+def _bearer(request: Request) -> str:
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _seconds(wait_s: float) -> str:
+    seconds = max(1, math.ceil(wait_s))
+    return f"{seconds} second{'' if seconds == 1 else 's'}"
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(name: str) -> bool:
+    if not _is_address(name):
+        return False
+    address = ipaddress.ip_address(name)
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
 
 
 def client_of(request: Request) -> str:
@@ -121,8 +250,8 @@ def check_same_site(request: Request) -> None:
         if site not in ("same-origin", "none"):
             raise CrossSite("This change was asked for by another site's page")
         return
-    origin = request.headers.get("origin")
-    if origin is None or urlsplit(origin).netloc != request.headers.get("host"):
+    host = _host_of(request.headers.get("origin", ""))
+    if not host or host != request.headers.get("host"):
         raise CrossSite("This change did not come from the dashboard's own pages")
 
 
@@ -131,6 +260,13 @@ class _StrictRequest(Request):
 
     async def json(self) -> Any:
         return decode_strictly(await self.body())
+
+
+def _host_of(origin: str) -> str:
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:  # a bracket that is not closed
+        return ""
 
 
 class ApiRoute(APIRoute):

@@ -7,6 +7,7 @@ by another site.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Coroutine, Mapping
 from functools import cache
 from pathlib import Path
@@ -31,6 +32,7 @@ _HEADERS = {
     ),
     "cache-control": "no-store",
     "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",  # for browsers that do not know `frame-ancestors`
     "referrer-policy": "same-origin",
 }
 _STATIC_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -101,7 +103,7 @@ def page_route(pages: Pages, guard: Guard) -> type[APIRoute]:
             async def guarded(request: Request) -> Response:
                 try:
                     check_same_site(request)
-                    if not guard.has_session(request) and self.path != LOGIN:
+                    if self.path != LOGIN and not await guard.has_session(request):
                         return to_login(request)
                     return await handle(request)
                 except Exception as error:
@@ -131,9 +133,15 @@ def back_to(path: str, done: str = "") -> Response:
     return RedirectResponse(f"{path}?done={done}" if done else path, 303)
 
 
+_OWN_PATH = re.compile(r"/admin(?:/[A-Za-z0-9_-]+)*(?:\?[!-~]*)?")
+
+
 def is_own_path(path: str) -> bool:
-    """Whether a path leads into the dashboard, in every browser."""
-    return path == "/admin" or (path.startswith("/admin/") and "\\" not in path and path.isprintable())
+    """Whether a path leads into the dashboard, in every browser and behind every proxy.
+
+    A path with a dot, a backslash, an escape or an empty part is none: each may lead elsewhere.
+    """
+    return _OWN_PATH.fullmatch(path) is not None
 
 
 def _here(request: Request) -> str:

@@ -14,7 +14,6 @@ from gateway.accounts import Group, LedgerFilter
 from gateway.admin import cache_views, views
 from gateway.admin.charts import answers_bar, kinds_bar, kinds_chart, money_chart, ttft_chart
 from gateway.admin.forms import add_answer_form, add_cache_forms, add_session_forms, add_team_forms
-from gateway.admin.guard import Guard
 from gateway.admin.html import Pages, page_route, static_file, with_query
 from gateway.admin.models import StatsOut
 from gateway.admin.parts import AdminParts
@@ -30,15 +29,15 @@ _LATEST = 6
 _NO_FORM: dict[str, Any] = {"form": "", "problem": "", "values": {}, "new_key": None, "purge": None, "tried": None}
 
 
-def pages_router(parts: AdminParts, guard: Guard) -> APIRouter:
+def pages_router(parts: AdminParts) -> APIRouter:
     """Every page and form of the dashboard, and its static files."""
     pages = Pages(parts.clock, parts.version)
-    router = APIRouter(prefix="/admin", route_class=page_route(pages, guard), include_in_schema=False)
+    router = APIRouter(prefix="/admin", route_class=page_route(pages, parts.guard), include_in_schema=False)
     _add_overview(router, parts, pages)
     _add_history(router, parts, pages)
     _add_teams(router, parts, pages)
     _add_cache(router, parts, pages)
-    add_session_forms(router, guard, pages)
+    add_session_forms(router, parts.guard, pages)
 
     files = APIRouter(include_in_schema=False)
 

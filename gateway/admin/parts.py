@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from cache import ExactCache, SemanticClient
     from cache.verdicts import VerdictStore
     from gateway.accounts import Accounts, Audit, Ledger
+    from gateway.admin.guard import Guard
     from gateway.admin.models import DeploymentOut
     from gateway.learning.reports import Reports
     from gateway.settings import Settings
@@ -34,6 +35,7 @@ class AdminParts:
     """
 
     settings: Settings
+    guard: Guard
     accounts: Accounts
     ledger: Ledger
     audit: Audit

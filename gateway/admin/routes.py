@@ -21,7 +21,7 @@ from pydantic import BeforeValidator, Field
 from gateway.accounts import LedgerFilter
 from gateway.accounts.ledger import CURSOR
 from gateway.admin import cache_views, models, views
-from gateway.admin.guard import COOKIE, ApiRoute, Guard, check_query, client_of
+from gateway.admin.guard import COOKIE, ApiRoute, check_query, client_of
 from gateway.admin.pages import pages_router
 from gateway.admin.parts import AdminParts
 from gateway.admin.views import ROUTES_CURSOR, CacheKind, Outcome, RouteFilter
@@ -59,14 +59,13 @@ _SECURITY = (HTTPBearer(scheme_name="adminKey", auto_error=False), APIKeyCookie(
 
 
 def admin_router(parts: AdminParts) -> APIRouter:
-    """All routes under /admin. Raises ValueError without an admin key in the settings."""
-    guard = Guard(parts.settings.admin_key or "", parts.settings.secret or "", parts.clock)
+    """All routes under /admin."""
     router = APIRouter()
     api = APIRouter(
         prefix="/admin/api",
         tags=["admin"],
         route_class=ApiRoute,
-        dependencies=[*(Depends(one) for one in _SECURITY), Depends(guard.check_api), Depends(check_query)],
+        dependencies=[*(Depends(one) for one in _SECURITY), Depends(parts.guard.check_api), Depends(check_query)],
         responses=_ERRORS,
     )
     _add_teams(api, parts)
@@ -75,7 +74,7 @@ def admin_router(parts: AdminParts) -> APIRouter:
     _add_machine(api, parts)
     _add_cache(api, parts)
     router.include_router(api)
-    router.include_router(pages_router(parts, guard))
+    router.include_router(pages_router(parts))
     return router
 
 

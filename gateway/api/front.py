@@ -52,7 +52,7 @@ class Front:
             plain, model = _as_v1(_plain(path))
             methods = routes.get(plain) or routes.get("/".join(plain.split("/")[:3]) + "/*")
             if methods is None and plain != "/v1" and not plain.startswith("/v1/"):
-                await self._app(_with_get(scope), _bounded(receive), send)
+                await self._app(_with_get(scope), _bounded(receive), _kept_close(send))
                 return
             scope = {**scope, "path": plain}
             if model:
@@ -148,6 +148,26 @@ def _readable_anywhere(send: Send) -> Send:
         await send(message)
 
     return readable
+
+
+_KEPT_CLOSE = (
+    (b"cache-control", b"no-store"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+)
+
+
+def _kept_close(send: Send) -> Send:
+    """`send` with headers that keep a response out of caches and frames, where it does not say."""
+
+    async def kept(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            given = set(map(_NAME, message["headers"]))
+            more = [header for header in _KEPT_CLOSE if header[0] not in given]
+            message = {**message, "headers": [*message["headers"], *more]}
+        await send(message)
+
+    return kept
 
 
 def _bounded(receive: Receive) -> Receive:

@@ -104,6 +104,11 @@ FAILURES = _counter(
     "Failures that requests survived, by the part that failed (redis, cache_worker, ...).",
     "part",
 )
+WRONG_KEYS = _counter(
+    "sameway_wrong_keys_total",
+    "Keys refused at login, admin_api, metrics or readyz: wrong, or not_read after too many wrong ones.",
+    "endpoint outcome",
+)
 LOG_DROPPED = _counter("sameway_log_lines_dropped_total", "Log lines given up because the log's reader was too slow.")
 SERIES_DROPPED = _counter(
     "sameway_metric_series_dropped_total", "Series that found no room: label values that nobody bounded."

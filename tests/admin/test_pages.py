@@ -10,13 +10,13 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from gateway.admin.guard import COOKIE, SESSION_S, Guard
+from gateway.admin.guard import COOKIE, SESSION_S
 from gateway.deployments.progress import Attempt
 from gateway.journey.record import Rejection
 from gateway.telemetry.parts import Health, Part
 from policies import WindowKind
 from tests.admin.seed import HOSTILE, seed
-from tests.admin.world import ADMIN_KEY, LOCAL, NOW_S, REMOTE, SECRET, World, open_world
+from tests.admin.world import ADMIN_KEY, LOCAL, NOW_S, REMOTE, World, open_world
 from tests.services import run_redis
 from tests.telemetry.records import hit, miss
 
@@ -31,7 +31,7 @@ async def world(redis: Redis, tmp_path: Path) -> AsyncIterator[World]:
 
 
 def client_of(world: World, *, is_admin: bool = True) -> httpx.AsyncClient:
-    cookies = {COOKIE: Guard(ADMIN_KEY, SECRET, lambda: world.now_s).new_session()} if is_admin else {}
+    cookies = {COOKIE: world.session} if is_admin else {}
     transport = httpx.ASGITransport(app=world.app)
     return httpx.AsyncClient(transport=transport, base_url="http://gateway.test", cookies=cookies)
 

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import threading
 import weakref
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from cache.verdicts import VerdictStore
 from cache.worker import Status, WorkerState
 from cache.worker.messages import LENGTH_BYTES, Answer, AskNear, frame, read_ask
 from gateway.accounts import Accounts, Audit, Ledger, LedgerRow
+from gateway.accounts.sessions import Sessions
+from gateway.admin.guard import Guard
 from gateway.admin.models import DeploymentOut, EngineOut
 from gateway.admin.parts import AdminParts
 from gateway.admin.routes import admin_router
@@ -107,9 +110,11 @@ class World:
     budgets: Budgets
     ledger: Ledger
     known_texts: dict[str, bytes]
+    session: str
     deployments: list[DeploymentOut] = field(default_factory=lambda: [LOCAL, REMOTE])
     parts: list[Part] = field(default_factory=lambda: [Part("redis", Health.OK), Part("database", Health.OK)])
     now_s: float = NOW_S
+    refused_keys: Counter[tuple[str, str]] = field(default_factory=Counter)  # by endpoint and outcome
 
     async def cache_answer(
         self,
@@ -201,8 +206,15 @@ async def open_world(redis: Redis, folder: Path) -> AsyncIterator[World]:
     verdicts, truth = VerdictStore(redis), MeasuredErrors(Bounds(settings))
     await redis.set(LEDGER_LOCK, "tests")
     await budgets.mark_ready("tests")
+    guard = Guard(
+        settings,
+        Sessions(accounts.database, lambda: world.now_s),
+        lambda *refused: world.refused_keys.update([refused]),
+        lambda: world.now_s,
+    )
     admin = AdminParts(
         settings=settings,
+        guard=guard,
         accounts=accounts,
         ledger=ledger,
         audit=Audit(accounts.database),
@@ -229,7 +241,9 @@ async def open_world(redis: Redis, folder: Path) -> AsyncIterator[World]:
         budgets=budgets,
         ledger=ledger,
         known_texts=known_texts,
+        session="",
     )
+    world.session = await guard.new_session()
     world.app.include_router(admin_router(admin))
     while not (await semantic.status()).is_ready:  # noqa: ASYNC110
         await asyncio.sleep(0.01)

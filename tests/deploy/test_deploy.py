@@ -158,6 +158,17 @@ def test_grafana_finds_its_datasource_and_its_dashboard() -> None:
     assert target.split(":")[0] in SERVICES["gateway"]["networks"]["default"]["aliases"]
 
 
+def test_prometheus_has_the_gateways_key() -> None:
+    """The file that Prometheus reads is the variable that the gateway reads, and both need it."""
+    (job,) = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"]
+    folder, name = job["authorization"]["credentials_file"].rsplit("/", 1)
+    assert folder == "/run/secrets"
+    assert name in SERVICES["prometheus"]["secrets"]
+    variable = COMPOSE["secrets"][name]["environment"]
+    assert f"${{{variable}:?" in SERVICES["gateway"]["environment"]["SAMEWAY_METRICS_KEY"]
+    assert load_settings(None, {variable: _GIVEN}).metrics_key == _GIVEN
+
+
 def test_no_two_panels_overlap() -> None:
     """Every panel has its own place on Grafana's grid of 24 columns."""
     taken: set[tuple[int, int]] = set()
@@ -241,7 +252,9 @@ def test_docker_compose_accepts_it(tmp_path: Path) -> None:
         pytest.skip("no docker-compose; the structure is checked above")
     environment = tmp_path / "env"
     lines = (DEPLOY / "example.env").read_text()
-    environment.write_text(re.sub(r"^(POSTGRES_PASSWORD|GRAFANA_PASSWORD)=$", r"\1=secret", lines, flags=re.M))
+    environment.write_text(
+        re.sub(r"^(POSTGRES_PASSWORD|GRAFANA_PASSWORD|SAMEWAY_METRICS_KEY)=$", r"\1=secret", lines, flags=re.M)
+    )
     for profile in ("cpu", "gpu"):
         done = subprocess.run(
             [*command, "--env-file", str(environment), "--profile", profile, "config", "-q"],

@@ -86,8 +86,12 @@ class Gateway:
 
     def why_not_ready(self) -> str:
         with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"{self.root}/readyz", timeout=5).text + self.log.read_text()[-3000:]
+            return self.observe("/readyz").text + self.log.read_text()[-3000:]
         return self.log.read_text()[-3000:]
+
+    def observe(self, path: str) -> httpx.Response:
+        """`/metrics`, or all of `/readyz`, with the admin's key."""
+        return httpx.get(f"{self.root}{path}", headers={"authorization": f"Bearer {ADMIN_KEY}"}, timeout=10)
 
     def chat(self, content: str, model: str = "mock", key: str = API_KEY, **body: Any) -> httpx.Response:
         """One chat completion over plain HTTP."""

@@ -193,7 +193,7 @@ def test_redis_takes_no_writes(two_workers: Gateway) -> None:
         try:
 
             def told() -> Any:
-                return httpx.get(f"{gateway.root}/readyz", timeout=5).json()["parts"]["redis"]
+                return gateway.observe("/readyz").json()["parts"]["redis"]
 
             # of one reply: the next one may be the other worker's, which has not looked yet
             wait_for(

@@ -153,7 +153,7 @@ def test_a_near_answer_is_a_draft(local: Gateway) -> None:
     assert said["similarity"] > 0.6
     assert said["drafted_tokens"]["reference"] >= said["accepted_tokens"]["reference"]
     name = f'sameway_accepted_tokens_total{{deployment="{said["deployment"]}",source="reference"}}'
-    metrics = httpx.get(f"{local.root}/metrics").text
+    metrics = local.observe("/metrics").text
     assert any(row.startswith(name) and float(row.split()[-1]) > 0 for row in metrics.splitlines())
 
 
@@ -251,7 +251,7 @@ def test_an_admin_sees_what_the_engine_does(local: Gateway) -> None:
     wait_for(lambda: engine()["answer_tokens_total"] >= 16 and engine()["cached_tokens_total"] >= 16, 10)
     assert engine()["prompt_tokens_total"] > engine()["cached_tokens_total"]
     assert 0.0 <= engine()["kv_usage"] < engine()["kv_blocks_total"]
-    assert 'sameway_engine_kv_used_ratio{deployment="local"}' in httpx.get(f"{local.root}/metrics").text
+    assert 'sameway_engine_kv_used_ratio{deployment="local"}' in local.observe("/metrics").text
 
 
 def test_a_client_that_leaves_frees_the_engine(local: Gateway) -> None:
@@ -282,7 +282,7 @@ def test_the_engine_is_killed(local: Gateway) -> None:
     assert "[DONE]" not in text
     assert '"error"' in text
     assert local.chat(FRANCE[0]["content"], model=MODEL, temperature=0).headers["x-sameway-cache"] == "exact"
-    wait_for(lambda: "killed by SIGKILL" in httpx.get(f"{local.root}/readyz").text)
+    wait_for(lambda: "killed by SIGKILL" in local.observe("/readyz").text)
     waiting = local.chat("Is anybody there?", model=MODEL, max_tokens=5)
     assert waiting.status_code in (200, 503)
 

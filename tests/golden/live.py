@@ -98,8 +98,9 @@ def _talk(gateway: Gateway, found: Seen) -> None:
         return httpx.post(f"{gateway.root}{path}", headers=headers, timeout=60, **arguments)
 
     chat = gateway.chat
-    for path in ("/healthz", "/readyz"):
+    for path in ("/healthz", "/readyz", "/metrics"):
         said(path, httpx.get(gateway.root + path, timeout=10))
+    said("/readyz, with a key", gateway.observe("/readyz"))
     said("chat, miss", chat(_ASKED))
     said("chat, exact", chat(_ASKED))
     said("chat, exact stream", chat(_ASKED, stream=True, stream_options={"include_usage": True}))
@@ -169,7 +170,7 @@ def _administer(gateway: Gateway, found: Seen) -> None:
             reply = browser.get(f"/admin{page}")
             title = re.search(r"<title>(.*?)</title>", reply.text)
             found.add("admin", f"page /admin{page} {reply.status_code} {title[1] if title else ''}".rstrip())
-    for line in httpx.get(f"{gateway.root}/metrics", timeout=10).text.splitlines():
+    for line in gateway.observe("/metrics").text.splitlines():
         family = re.match(r"# TYPE (\S+) (\S+)", line)
         if family:
             found.add("admin", f"metric {family[1]} {family[2]}")

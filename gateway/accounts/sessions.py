@@ -1,0 +1,54 @@
+"""The dashboard's sessions: a row for each, so that one that ended is over in all processes.
+
+The cookie has a random token, and the row its SHA-256. No cookies and no keys: a session belongs to
+a `mark`, which the caller derives from the admin key. Invariant: a token is good until its expiry,
+until `end`, and under the mark of its start alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable
+
+import sqlalchemy as sa
+
+from gateway.accounts.database import Database, uncancelled
+from gateway.accounts.schema import sessions
+
+
+class Sessions:
+    """`clock` gives unix seconds."""
+
+    def __init__(self, database: Database, clock: Callable[[], float]) -> None:
+        self._database = database
+        self._clock = clock
+
+    @uncancelled
+    async def start(self, mark: bytes, ttl_s: float) -> str:
+        """The token of a new session, which lasts `ttl_s` seconds. Removes expired sessions."""
+        token = secrets.token_urlsafe(32)
+        now_s = self._clock()
+        async with self._database.writing() as connection:
+            await connection.execute(sa.delete(sessions).where(sessions.c.expires_at_s <= now_s))
+            row = {"digest": _digest(token), "mark": mark, "expires_at_s": now_s + ttl_s}
+            await connection.execute(sa.insert(sessions).values(row))
+        return token
+
+    @uncancelled
+    async def is_open(self, token: str, mark: bytes) -> bool:
+        """Whether `token` is of a session that was started under `mark` and is not over."""
+        s = sessions.c
+        is_it = sa.and_(s.digest == _digest(token), s.mark == mark, s.expires_at_s > self._clock())
+        async with self._database.reading() as connection:
+            return (await connection.execute(sa.select(s.digest).where(is_it))).first() is not None
+
+    @uncancelled
+    async def end(self, token: str) -> None:
+        """End the session; does nothing if there is none."""
+        async with self._database.writing() as connection:
+            await connection.execute(sa.delete(sessions).where(sessions.c.digest == _digest(token)))
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode(errors="replace")).digest()
