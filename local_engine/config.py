@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+_SIZE_MAX = 2**31
+
 
 class ModelError(Exception):
     """The model cannot be loaded: missing, broken, or of a kind that is not supported. The message
@@ -176,8 +178,8 @@ class ModelConfig:
             "vocabulary_size",
             "context_tokens",
         ):
-            if getattr(self, name) < 1:
-                raise ModelError(f"{self.name}: {name} must be 1 or more, not {getattr(self, name)}")
+            if not 1 <= getattr(self, name) < _SIZE_MAX:
+                raise ModelError(f"{self.name}: {name} must be from 1 to {_SIZE_MAX}, not {getattr(self, name)}")
         for name in ("rms_epsilon", "attention_scale", "attention_softcap", "logit_softcap"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:

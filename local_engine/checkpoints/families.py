@@ -16,6 +16,7 @@ from local_engine.config import ExpertsConfig, ModelConfig, ModelError, RopeConf
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+_LAYERS_MAX = 10_000
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 GEMMA_LOCAL_THETA = 10_000.0
 
@@ -140,6 +141,14 @@ def require(config: Mapping[str, Any], key: str, source: str) -> Any:
     return value
 
 
+def layers_of(config: Mapping[str, Any], key: str, source: str) -> int:
+    """How many layers the model has. Raises ModelError for a number that no model has."""
+    layers = int(require(config, key, source))
+    if not 0 < layers <= _LAYERS_MAX:
+        raise ModelError(f"{source}: {key} is {layers}, expected 1 to {_LAYERS_MAX:,}")
+    return layers
+
+
 def model_config_from_hf(config: Mapping[str, Any], name: str, source: str) -> ModelConfig:
     """A ModelConfig from the contents of a config.json. `source` names the file in errors. Raises
     ModelError."""
@@ -148,7 +157,7 @@ def model_config_from_hf(config: Mapping[str, Any], name: str, source: str) -> M
     _refuse_other_functions(config, family, source)
     heads = int(require(config, "num_attention_heads", source))
     hidden_size = int(require(config, "hidden_size", source))
-    layers = int(require(config, "num_hidden_layers", source))
+    layers = layers_of(config, "num_hidden_layers", source)
     head_dim = int(config.get("head_dim") or hidden_size // heads)
     has_bias = bool(config.get("attention_bias", False))
     rope, window_rope = _ropes(config, family, source)

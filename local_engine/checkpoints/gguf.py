@@ -72,15 +72,8 @@ class GgufCheckpoint:
         metadata = first.metadata
         shapes = {name: entry.shape for file in self._files for name, entry in file.tensors.items()}
         name = _SPLIT.sub("", first.path.name.removesuffix(".gguf"))
-        try:
-            self.config = model_config_from_gguf(metadata, shapes, name)
-            self.tokenizer = tokenizer_from_gguf(metadata)
-        except ModelError:
-            raise
-        # a file may hold anything, and `tokenizers` raises a bare Exception
-        except Exception as error:
-            said = str(error).partition("\n")[0]
-            raise ModelError(f"{path} says what makes no sense: {type(error).__name__}: {said}") from error
+        self.config = model_config_from_gguf(metadata, shapes, name)
+        self.tokenizer = tokenizer_from_gguf(metadata)
         family = families.family_of(str(metadata["general.architecture"]))
         self._is_permuted = family.is_gguf_rope_permuted
         self._names = {**_LAYER_NAMES, **(_GEMMA_NAMES if family.is_gemma else {})}
@@ -127,8 +120,9 @@ class GgufCheckpoint:
         if layer is None or not self._is_permuted or layer[2] not in ("attn_q", "attn_k"):
             return values
         heads = self.config.heads if layer[2] == "attn_q" else self.config.kv_heads
-        order = self._unpermuted(values.shape[0], heads)
-        return _rows(values, order)
+        if values.shape[0] % (2 * heads):
+            raise ModelError(f"{file.path}: tensor {name!r} has {values.shape[0]} rows, which are not {heads} heads")
+        return _rows(values, self._unpermuted(values.shape[0], heads))
 
     def _pieces(self, name: str, shape: tuple[int, ...]) -> list[str]:
         """The model's names for a tensor: many where it holds all of a layer's experts."""
@@ -188,7 +182,7 @@ def model_config_from_gguf(metadata: Mapping[str, Any], tensors: Shapes, name: s
         raise ModelError(f"{source}: {arch} with {metadata[f'{arch}.expert_count']} experts is not supported")
     heads = int(families.require(metadata, f"{arch}.attention.head_count", source))
     hidden_size = int(families.require(metadata, f"{arch}.embedding_length", source))
-    layers = int(families.require(metadata, f"{arch}.block_count", source))
+    layers = families.layers_of(metadata, f"{arch}.block_count", source)
     head_dim = int(metadata.get(f"{arch}.attention.key_length") or hidden_size // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         found = metadata.get(f"{arch}.{key}") or head_dim

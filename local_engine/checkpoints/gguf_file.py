@@ -25,6 +25,7 @@ from local_engine.weights.quantised import Quantised, from_gguf
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _ROWS_AT_ONCE = 1024
+_ARRAYS_DEPTH_MAX = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,9 @@ class GgufFile:
             shape = self._take(f"<{dimensions}Q")
             kind, offset = self._take("<IQ")
             self.tensors[name] = TensorEntry(name, tuple(reversed(shape)), kind, offset)
-        alignment = int(self.metadata.get("general.alignment", 32))
+        alignment = self.metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1:
+            raise ModelError(f"{self.path}: general.alignment is {str(alignment)[:40]!r}, expected a number above 0")
         self._data_start = -(-self._at // alignment) * alignment
 
     def _take(self, format: str) -> tuple[Any, ...]:
@@ -174,18 +177,20 @@ class GgufFile:
             raise IndexError("a string lies past its end")
         return self._map[start : self._at].decode("utf-8", errors="surrogateescape")
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, kind: int, depth: int = 0) -> Any:
         if kind == _STRING:
             return self._string()
         if kind != _ARRAY:
             (value,) = self._take("<" + _SCALARS[kind])
             return value
+        if depth == _ARRAYS_DEPTH_MAX:
+            raise ModelError(f"{self.path} has arrays in arrays more than {_ARRAYS_DEPTH_MAX} deep")
         item, count = self._take("<IQ")
         if count > len(self._map):
             raise IndexError("an array lies past its end")
         if item in _SCALARS:
             return list(self._take(f"<{count}{_SCALARS[item]}"))
-        return self._strings(count) if item == _STRING else [self._value(item) for _ in range(count)]
+        return self._strings(count) if item == _STRING else [self._value(item, depth + 1) for _ in range(count)]
 
     def _strings(self, count: int) -> list[str]:
         """A vocabulary. Most of a header's time goes into this loop, so it is kept tight."""

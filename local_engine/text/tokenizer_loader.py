@@ -152,6 +152,9 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     """From a GGUF file's metadata. Raises ModelError for a kind that cannot be rebuilt."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    template = metadata.get("tokenizer.chat_template")
+    if not isinstance(template, str | None):
+        raise ModelError(f"tokenizer.chat_template is of type {type(template).__name__}, expected a text")
     backend = _backend(metadata)
 
     def spelled(name: str) -> str:
@@ -164,7 +167,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         Vocabulary(
             bos_token=spelled("bos"),
             eos_token=spelled("eos"),
-            chat_template=metadata.get("tokenizer.chat_template"),
+            chat_template=template,
             bos_token_id_added=metadata.get("tokenizer.ggml.bos_token_id") if adds_bos else None,
         ),
     )

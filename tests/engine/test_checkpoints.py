@@ -345,6 +345,67 @@ def test_files_that_are_missing_or_broken_are_named(checkpoint: Folder, tmp_path
         open_checkpoint(str(broken))
 
 
+def text_of(words: bytes) -> bytes:
+    return struct.pack("<Q", len(words)) + words
+
+
+def header_of(*entries: tuple[bytes, bytes]) -> bytes:
+    """A GGUF file of metadata alone: keys, and values with their types before them."""
+    return struct.pack("<4sIQQ", b"GGUF", 3, 0, len(entries)) + b"".join(text_of(key) + value for key, value in entries)
+
+
+NUMBER, DOUBLE, WORDS, ARRAY = (struct.pack("<I", kind) for kind in (4, 12, 8, 9))
+DEEP = ARRAY + struct.pack("<IQ", 9, 1) * 5_000 + struct.pack("<IQ", 4, 0)
+HOSTILE = {
+    "alignment of 0": header_of((b"general.alignment", NUMBER + bytes(4))),
+    "alignment in words": header_of((b"general.alignment", WORDS + text_of(b"wide"))),
+    "alignment that is no number": header_of((b"general.alignment", DOUBLE + struct.pack("<d", float("nan")))),
+    "arrays 5,000 deep": header_of((b"general.architecture", DEEP)),
+    "a count of files in words": header_of((b"split.count", WORDS + text_of(b"many"))),
+    "an architecture of 2 MB": header_of((b"general.architecture", WORDS + text_of(b"x" * 2_000_000))),
+    "no UTF-8": header_of((b"general.architecture", WORDS + text_of(b"\xff\xfe\n\x1b"))),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_metadata_that_attacks_its_reader_is_refused(tmp_path: Path, what: str) -> None:
+    """Whatever a GGUF file's metadata says, it is a ModelError."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(HOSTILE[what])
+    with pytest.raises(ModelError):
+        open_checkpoint(str(path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("llama.block_count", 2**40),
+        ("llama.attention.head_count", 10**8),
+        ("tokenizer.ggml.tokens", "hello"),  # `tokenizers` panics
+        ("split.count", [1, 2]),
+        ("tokenizer.chat_template", 7),
+        ("llama.embedding_length", 2**63),
+    ],
+)
+def test_metadata_that_no_model_has_is_refused(
+    checkpoint: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: Any
+) -> None:
+    """Numbers that would take all memory, and values of other types, beside whole tensors."""
+    path = write_gguf(checkpoint("llama"), tmp_path / "model.gguf", "llama")
+    parse = GgufFile._parse
+    monkeypatch.setattr(GgufFile, "_parse", lambda file: (parse(file), file.metadata.update({key: value})))
+    with pytest.raises(ModelError):
+        Engine(EngineConfig(model=str(path), **SMALL))
+
+
+@pytest.mark.parametrize("name", ["a/..", "a--b/c", "owner/name.git", "x/" + "y" * 5_000, "~no-such-user/model"])
+def test_names_that_no_hub_has_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Before anything is fetched, and be they no path either."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelError):
+        open_checkpoint(name)
+
+
 def test_a_gguf_cut_within_its_tensors_is_refused(checkpoint: Folder, tmp_path: Path) -> None:
     """A download that stopped half way is not run."""
     path = write_gguf(checkpoint("llama"), tmp_path / "model.gguf", "llama")

@@ -42,6 +42,7 @@ from local_engine.sequence import Chunk
 from local_engine.step_in_flight import StepInFlight
 from local_engine.text.tokenizer_loader import tokenizer_from_folder
 from tests.engine.checkpoints import naive_greedy, random_prompt
+from tests.engine.test_checkpoints import HOSTILE
 from tests.engine.workers import SMALL_OPTIONS, Worker, connected, start, worker_process
 
 Folder = Callable[[str], Path]
@@ -293,6 +294,23 @@ async def test_garbage_closes_its_own_connection_only(worker: AsyncEngine, garba
         await reader.read()
     writer.close()
     assert len(tokens_of([output async for output in running])) == 30
+
+
+@pytest.mark.parametrize("what", ["arrays 5,000 deep", "alignment in words", "an architecture of 2 MB", "no UTF-8"])
+def test_a_hostile_file_ends_the_process_in_one_line(tmp_path: Path, what: str) -> None:
+    """With status 78, which is not started again, and the reason beside the socket."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(HOSTILE[what])
+    with worker_process(path) as engine:
+        assert engine.process.wait(60) == 78
+        log = engine.log_path.read_text()
+        assert "Traceback" not in log
+        *_, reason = log.splitlines()
+        assert reason.startswith("local_engine: ")
+        assert len(reason) < 1_100
+        ended = read_ended(engine.socket_path)
+        assert ended is not None
+        assert (ended.why, ended.is_final) == (reason.removeprefix("local_engine: "), True)
 
 
 async def test_bad_requests_are_answered_each_by_its_error(worker: AsyncEngine) -> None:
