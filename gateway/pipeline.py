@@ -1,6 +1,7 @@
 """The journey of a request, top to bottom. Read this file first.
 
-    authenticate(bearer)   1 authenticate, from memory, before a byte of the body is read
+    authenticate(bearer)   1 authenticate, from memory, before a byte of the body is read; a key that
+                             is not there is looked for in SQL, at a bounded rate
     answer(turn)           raises -> an HTTP status; returns -> the first chunk exists
       2 fingerprint    3 rate-limit    4 exact lookup    5 join the flight
     generate(flight)       once per flight, in a task that outlives the client that began it
@@ -108,9 +109,9 @@ class Pipeline:
         while self._generating:
             await asyncio.wait(self._generating)
 
-    def authenticate(self, key: str | None) -> Identity:
-        """1. The identity of an API key. Raises Unauthenticated."""
-        identity = self.accounts.identify(key) if key else None
+    async def authenticate(self, key: str | None) -> Identity:
+        """1. The identity of an API key, without awaiting if it is known. Raises Unauthenticated."""
+        identity = (self.accounts.identify(key) or await self.accounts.find(key)) if key else None
         if identity is None:
             raise Unauthenticated(
                 "Incorrect API key provided"

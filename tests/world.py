@@ -471,6 +471,11 @@ class World:
     _asked_budgets: list[Budget] = field(default_factory=list)
     _clients: list[Client] = field(default_factory=list)
 
+    @property
+    def sql_url(self) -> str:
+        """The database, for a second process."""
+        return self._pipeline.settings.sql_url
+
     # -- asking
 
     def begin(

@@ -2,12 +2,15 @@
 
 No HTTP, no Redis, no spend. Invariant: `identify` never awaits and reads one consistent snapshot of
 the database. A change commits and is in this process's snapshot when its method returns. `notify`
-then asks the other processes to `reload`; `refresh` finds a change whose message was lost.
+then asks the other processes to `reload`; `refresh` finds a change whose message was lost. A key
+that the snapshot lacks makes `find` look whether the database has changed, within a bound on the
+rate and on the memory of such keys.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -15,7 +18,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar, Unpack
 
 import sqlalchemy as sa
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.accounts import schema
@@ -42,6 +45,11 @@ from policies.prices import MicroUSD
 
 _T = TypeVar("_T")
 _ROWS_AT_ONCE = 200
+# looks at the database for keys that the snapshot lacks: guesses must not keep it busy
+_LOOKS_PER_S = 10.0
+_LOOKS_AT_ONCE = 20.0
+_LOOK_TIMEOUT_S = 1.0
+_UNKNOWN_MAX = 1_024
 
 
 async def _tell_nobody() -> None:
@@ -68,6 +76,11 @@ class Accounts:
         self._version = 0
         self._reading = asyncio.Lock()
         self._used_at_s: dict[int, float] = {}
+        self._unknown: dict[bytes, None] = {}  # digests that this snapshot's database does not have
+        self._looks = _LOOKS_AT_ONCE
+        self._looked_at_s = 0.0
+        self._looking: asyncio.Task[bool] | None = None
+        self._look_in_turn = asyncio.Lock()
 
     async def open(self) -> None:
         """Migrate where needed, and load. Several processes may do so at once."""
@@ -93,6 +106,39 @@ class Accounts:
         self._used_at_s[found.key.id] = now_s
         return found
 
+    async def find(self, bearer: str) -> Identity | None:
+        """The identity of a key: from memory, else from a database that has changed since.
+
+        Returns None like `identify`, and where too many unknown keys came lately, or the database
+        does not answer in time.
+        """
+        found = self.identify(bearer)
+        if found is not None or (of := digest(bearer)) in self._unknown or not self._may_look():
+            return found
+        with contextlib.suppress(TimeoutError, SQLAlchemyError, OSError):
+            async with asyncio.timeout(_LOOK_TIMEOUT_S), self._look_in_turn:
+                if self._looking is not None and not self._looking.done():
+                    return None  # one that timed out still waits for the database
+                self._looking = asyncio.ensure_future(self.refresh())
+                self._looking.add_done_callback(_retrieved)
+                await asyncio.shield(self._looking)
+            found = self.identify(bearer)
+            if found is None:
+                if len(self._unknown) >= _UNKNOWN_MAX:
+                    del self._unknown[next(iter(self._unknown))]
+                self._unknown[of] = None
+        return found
+
+    def _may_look(self) -> bool:
+        """Take one look from the bucket, which refills with time; False if it is empty."""
+        now_s = self._clock()
+        self._looks = min(_LOOKS_AT_ONCE, self._looks + max(0.0, now_s - self._looked_at_s) * _LOOKS_PER_S)
+        self._looked_at_s = now_s
+        if self._looks < 1.0:
+            return False
+        self._looks -= 1.0
+        return True
+
     @uncancelled
     async def reload(self) -> None:
         """Take a new snapshot of the database."""
@@ -111,6 +157,7 @@ class Accounts:
                         identities[key.digest] = Identity(key, teams[key.team_id], of_team.get(key.team_id, ()))
             self._identities = identities
             self._version = version
+            self._unknown.clear()
 
     @uncancelled
     async def refresh(self) -> bool:
@@ -302,6 +349,12 @@ class Accounts:
             "digest": digest(plaintext),
             "created_at_s": self._clock(),
         }
+
+
+def _retrieved(look: asyncio.Task[bool]) -> None:
+    """Mark the error of a look that was not awaited as seen, so that asyncio does not log it."""
+    if not look.cancelled():
+        look.exception()
 
 
 async def _read(

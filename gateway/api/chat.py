@@ -80,7 +80,7 @@ class Chat:
         reply: Reply | None = None
         try:
             # decision: auth-before-body
-            identity = self._pipeline.authenticate(asgi.key_of(headers))
+            identity = await self._pipeline.authenticate(asgi.key_of(headers))
             raw = await asgi.read_body(receive, headers, self._body_bytes_max)
             turn, renderer = self.read(raw, headers, arrival, asgi.model_of(scope))
             reply = await self._pipeline.answer(turn, identity, watcher.attend)

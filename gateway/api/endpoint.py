@@ -50,7 +50,7 @@ class JsonEndpoint(ABC, Generic[Request]):
         alias, asked, prompt_tokens, ended = "", "", 0, Ended()
         try:
             # decision: auth-before-body
-            identity = self._pipeline.authenticate(asgi.key_of(headers))
+            identity = await self._pipeline.authenticate(asgi.key_of(headers))
             raw = await asgi.read_body(receive, headers, self.settings.body_bytes_max)
             body = decode_object(raw, asgi.model_of(scope))
             asked = shown(model) if isinstance(model := body.get("model"), str) else ""

@@ -28,7 +28,7 @@ class Models:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrival = arrive("models")
         try:
-            identity = self._pipeline.authenticate(key_of(headers_of(scope)))
+            identity = await self._pipeline.authenticate(key_of(headers_of(scope)))
             asked = unquote(scope["path"].removeprefix("/v1/models").lstrip("/"))
             reply = self._one(identity, asked) if asked else self._all(identity)
         except ApiError as error:

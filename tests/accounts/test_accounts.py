@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +57,82 @@ async def test_expired_revoked_and_switched_off(database_url: str) -> None:
     assert not revoked.is_active
     assert accounts.identify(lasting.plaintext) is None
     assert [key.name for key in await accounts.list_keys(team.id)] == ["brief", "lasting"]
+    await accounts.close()
+
+
+class _Counting(Accounts):
+    """Accounts that count how often they look whether the database has changed."""
+
+    looks = 0
+
+    async def refresh(self) -> bool:
+        self.looks += 1
+        return await super().refresh()
+
+
+async def test_a_key_made_elsewhere_is_found_without_a_message(database_url: str) -> None:
+    """A process that lacks a key looks once: a new key works at once, also one that was extended or whose team came back."""
+    here, there = Accounts(database_url), _Counting(database_url)
+    await here.open()
+    await there.open()
+    team = await here.create_team("a")
+    made = await here.create_key(team.id, "k", expires_at_s=1.0)
+    assert await there.find(made.plaintext) is None
+    await here.update_key(made.key.id, expires_at_s=None)
+    second = await here.create_key(team.id, "k2")
+    found = await there.find(second.plaintext)
+    assert found is not None
+    assert found.team == team
+    assert await there.find(made.plaintext)
+    assert there.looks == 2
+    await here.revoke_key(second.key.id)
+    await there.refresh()
+    assert await there.find(second.plaintext) is None
+    await here.close()
+    await there.close()
+
+
+async def test_guesses_cannot_keep_the_database_busy(tmp_path: Path) -> None:
+    """Twenty looks at once and ten a second: no more for other guesses, none for one that was looked for; memory is bounded."""
+    now_s = [1_000.0]
+    accounts = _Counting(f"sqlite:///{tmp_path / 'sameway.db'}", clock=lambda: now_s[0])
+    await accounts.open()
+    for _ in range(50):
+        assert await accounts.find("sk-sw-the-same") is None
+    assert accounts.looks == 1
+    for number in range(3_000):
+        assert await accounts.find(f"sk-sw-{number}") is None
+    assert accounts.looks == 20
+    now_s[0] += 1.0
+    assert await accounts.find("sk-sw-the-same") is None
+    await asyncio.gather(*(accounts.find(f"sk-sw-later-{number}") for number in range(100)))
+    assert accounts.looks == 30
+    for number in range(1_500):
+        now_s[0] += 0.125
+        await accounts.find(f"sk-sw-slow-{number}")
+    assert accounts.looks == 1_530
+    assert len(accounts._unknown) <= 1_024
+    await accounts.close()
+
+
+async def test_an_unknown_key_waits_for_no_database_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look that does not end is given up, others do not queue behind it, and known keys never wait."""
+    accounts = Accounts(f"sqlite:///{tmp_path / 'sameway.db'}")
+    await accounts.open()
+    key = await accounts.ensure_first()
+    assert key is not None
+    monkeypatch.setattr("gateway.accounts.accounts._LOOK_TIMEOUT_S", 0.05)
+    hangs = asyncio.Event()
+
+    async def refresh() -> bool:
+        await hangs.wait()
+        raise OSError("gone")
+
+    monkeypatch.setattr(accounts, "refresh", refresh)
+    found = await asyncio.gather(*(accounts.find(f"sk-sw-{number}") for number in range(20)), accounts.find(key))
+    assert [one is not None for one in found] == [False] * 20 + [True]
+    hangs.set()
+    await asyncio.sleep(0)
     await accounts.close()
 
 
