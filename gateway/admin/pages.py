@@ -6,9 +6,9 @@ its looks.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from gateway.accounts import Group, LedgerFilter
 from gateway.admin import cache_views, views
@@ -115,9 +115,8 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
     @router.get("/ledger")
     async def ledger(request: Request, cursor: str = "") -> Response:
         query = request.query_params
-        team_id = int(query["team_id"]) if query.get("team_id", "").isdecimal() else None
         where = LedgerFilter(
-            team_id=team_id, alias=query.get("model") or None, deployment=query.get("deployment") or None
+            team_id=_team_id(request), alias=query.get("model") or None, deployment=query.get("deployment") or None
         )
         page = await views.ledger(parts, where, cursor or None, _LEDGER_PER_PAGE)
         totals = await parts.ledger.totals([Group.DAY], where)
@@ -141,13 +140,19 @@ def _route_filter(request: Request) -> RouteFilter:
     cache = query.get("cache", "")
     outcome = query.get("outcome", "")
     return RouteFilter(
-        team_id=int(query["team_id"]) if query.get("team_id", "").isdecimal() else None,
+        team_id=_team_id(request),
         model=query.get("model", ""),
         cache=cache if cache in CACHES else "",  # type: ignore[arg-type]
         deployment=query.get("deployment", ""),
         outcome=outcome if outcome in OUTCOMES else "",  # type: ignore[arg-type]
         request_id=query.get("request_id", "").strip(),
     )
+
+
+def _team_id(request: Request) -> int | None:
+    """The team in the query; None where no id can be like that."""
+    given = request.query_params.get("team_id", "")
+    return int(given) if given.isdecimal() and len(given) < 10 else None
 
 
 CACHES = ("exact", "semantic", "coalesced", "miss", "bypass")
@@ -232,6 +237,6 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
     add_answer_form(router, parts, pages)
 
     @router.get("/audit")
-    async def audit(request: Request, cursor: int | None = None) -> Response:
+    async def audit(request: Request, cursor: Annotated[int | None, Query(ge=0, le=2**31 - 1)] = None) -> Response:
         found = await cache_views.audit(parts, _AUDIT_PER_PAGE, cursor)
         return pages.render(request, "audit.html", rows=found.rows, older=found.cursor)

@@ -144,7 +144,9 @@ class HealthMonitor:
         load = deployment.backend.load(0)
         if load.is_ready:
             reason = deployment.breaker.reason
-            return Part(deployment.name, Health.DOWN if reason else Health.OK, reason)
+            is_proved = deployment.has_answered or deployment.settings.backend == "local"
+            detail = reason or ("" if is_proved else "no answer from it yet")
+            return Part(deployment.name, Health.DOWN if reason else Health.OK, detail)
         return Part(deployment.name, Health.STARTING if load.is_starting else Health.DOWN, load.why)
 
     def report(self) -> dict[str, Any]:

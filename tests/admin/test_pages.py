@@ -314,7 +314,7 @@ _BUDGETS = ((WindowKind.DAY, 1_000_000),)
 async def test_a_new_team_takes_its_budget(world: World, browser: httpx.AsyncClient) -> None:
     """One form makes both or neither, says what a request holds, and warns of a budget below that."""
     page = (await browser.get("/admin/teams")).text
-    assert "holds <b>$0.00247</b> of <code>small</code> (an answer of up to 4,096 tokens)" in page
+    assert "holds <b>$0.00247</b> for <code>small</code> (an answer of up to 4,096 tokens)" in page
     new = {"name": "poor", "window": "day", "limit_usd": "0.001", "kind": "hard"}
     for changes in ({"limit_usd": "1,5"}, {"window": "year"}, {"name": ""}):
         reply = await browser.post("/admin/teams", data={**new, **changes}, headers=OWN)
@@ -500,6 +500,12 @@ async def test_filters_offer_names_of_the_past(world: World, browser: httpx.Asyn
         narrowed = (await browser.get(f"/admin/{page}?model=small")).text
         assert '<option value="gpt-3">gpt-3 (retired)</option>' in narrowed
         assert '<option value="never" selected>never</option>' in (await browser.get(f"/admin/{page}?model=never")).text
+
+
+async def test_numbers_in_addresses_are_bounded(world: World, browser: httpx.AsyncClient) -> None:
+    """A team or a cursor that no database can hold is no failure of the gateway."""
+    for page, status in (("ledger?team_id=", 200), ("requests?team_id=", 200), ("audit?cursor=", 400)):
+        assert (await browser.get(f"/admin/{page}{'9' * 30}")).status_code == status
 
 
 async def test_the_ledger_has_dates_and_marks_estimates(world: World, browser: httpx.AsyncClient) -> None:
