@@ -23,7 +23,7 @@ from fastapi_offline import FastAPIOffline
 from redis.exceptions import RedisError
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Match
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
@@ -73,6 +73,11 @@ _GC_THRESHOLDS = (20_000, 20, 50)
 # freed memory lies between cached answers, and the allocator would keep it; measured there too
 _TRIM_EVERY_S = 30.0
 _TRUTH_EVERY_S = 5.0
+_ERROR = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}  # the admin API's
+_KEY_REFUSALS: dict[int | str, dict[str, Any]] = {
+    401: {"description": "The key is missing or wrong", "content": _ERROR},
+    429: {"description": "Wrong keys came from this address, and the key was not read", "content": _ERROR},
+}
 _log = get_logger()
 
 
@@ -119,14 +124,27 @@ def create_app(settings: Settings) -> FastAPI:
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get("/readyz", tags=["operations"], summary="Everything this host needs is there; with a key, what is not")
+    @app.get(
+        "/readyz",
+        tags=["operations"],
+        summary="Everything this host needs is there; with a key, what is not",
+        responses={503: {"description": "Not ready"}, **_KEY_REFUSALS},
+        openapi_extra={"security": [{}, {"adminKey": []}]},
+    )
     async def readyz(request: Request) -> JSONResponse:
         parts: Parts = request.app.state.parts
         report = parts.watch.report()
         shown = report if parts.guard.may_observe(request, Endpoint.READYZ) else {"is_ready": report["is_ready"]}
         return JSONResponse(shown, status_code=200 if report["is_ready"] else 503)
 
-    @app.get("/metrics", tags=["operations"], summary="Prometheus metrics of all workers of this host; needs a key")
+    @app.get(
+        "/metrics",
+        tags=["operations"],
+        summary="Prometheus metrics of all workers of this host; needs a key",
+        response_class=PlainTextResponse,
+        responses={403: {"description": "`Host` does not name this host", "content": _ERROR}, **_KEY_REFUSALS},
+        openapi_extra={"security": [{"adminKey": []}]},
+    )
     async def metrics(request: Request) -> Response:
         parts: Parts = request.app.state.parts
         parts.guard.check_observer(request, Endpoint.METRICS)

@@ -47,6 +47,7 @@ _WRONG: dict[int | str, str] = {
     400: "The request is not valid",
     401: "The admin key is missing or wrong",
     403: "Another site's page asked for a change",
+    429: "Wrong keys came from this address, and the key was not read",
     "4XX": "There is no such thing (404), the change contradicts the state (409) or is too long (413)",
     503: "Redis or the database does not answer",
 }

@@ -113,6 +113,19 @@ async def test_a_key_opens_both(start: Open, key: str) -> None:
         assert {"redis", "database"} <= (await scraper.get("/readyz")).json()["parts"].keys()
 
 
+async def test_the_description_says_who_needs_a_key(start: Open) -> None:
+    """/metrics needs one and answers text, its refusals are JSON; /readyz takes one."""
+    app = await start()
+    described = app.openapi()
+    metrics, ready = (described["paths"][path]["get"] for path in ("/metrics", "/readyz"))
+    assert (metrics["security"], ready["security"]) == ([{"adminKey": []}], [{}, {"adminKey": []}])
+    contents = {status: list(reply["content"]) for status, reply in metrics["responses"].items()}
+    error = ["application/json"]
+    assert contents == {"200": ["text/plain"], "401": error, "403": error, "429": error}
+    assert {"adminKey"} <= described["components"]["securitySchemes"].keys()
+    assert "ErrorBody" in described["components"]["schemas"]
+
+
 async def test_the_metrics_key_opens_nothing_else(start: Open) -> None:
     """Neither the admin API nor the login form nor /v1 takes it."""
     app = await start()
