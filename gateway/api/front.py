@@ -86,7 +86,7 @@ def _as_v1(path: str) -> tuple[str, str]:
     if not path.startswith("/openai/"):
         return path, ""
     named = path.removeprefix(_AZURE_DEPLOYMENTS)
-    if named != path:
+    if named != path and f"/{named}" not in _OF_DEPLOYMENTS:  # which has no name at all
         for ending in _OF_DEPLOYMENTS:
             if named.endswith(ending) and named != ending:
                 return f"/v1{ending}", named.removesuffix(ending)

@@ -223,9 +223,12 @@ class AsyncEngine:
         refusal = self._refusal()
         if refusal is not None:
             generation._fail(refusal)
-        else:
-            self._generations[generation.id] = generation
+            return generation
+        try:
             self._send(wire.Submit(generation.id, request))
+            self._generations[generation.id] = generation
+        except OverflowError:
+            generation._fail(wire.InvalidRequest("a number of the request needs more than 64 bits"))
         return generation
 
     async def tokenize(

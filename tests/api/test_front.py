@@ -69,7 +69,8 @@ async def test_azures_paths_have_the_same_limits() -> None:
     assert (await ask("GET", "/openai/models?api-version=1")).headers["x-asked"] == "GET /v1/models"
     assert (await ask("GET", "/openai/v1/models/a/b")).headers["x-asked"] == "GET /v1/models/a/b"
     assert (await ask("GET", "/openai/deployments/a/chat/completions")).headers["allow"] == "POST"
-    for path in ("/openai/deployments/a/files", "/openai/deployments/a", "/openai/v1/v1/chat/completions"):
+    unnamed = "/openai/deployments//chat/completions"
+    for path in (unnamed, "/openai/deployments/a/files", "/openai/deployments/a", "/openai/v1/v1/chat/completions"):
         reply = await ask("POST", path)
         assert (reply.status_code, reply.json()["error"]["code"]) == (404, "unknown_url")
 

@@ -130,6 +130,20 @@ async def test_tokens_and_texts_are_the_models(worker: AsyncEngine, checkpoint: 
     await idle(worker)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        GenerateRequest(prompt_token_ids=[2**70]),
+        GenerateRequest(prompt="x", sampling=greedy(1, logit_bias={2**70: 1.0})),
+    ],
+)
+async def test_a_number_of_many_bits_is_the_callers_fault(worker: AsyncEngine, wrong: GenerateRequest) -> None:
+    """What no message can carry is refused, and leaves nothing behind."""
+    with pytest.raises(InvalidRequest, match="more than 64 bits"):
+        await collect(worker, wrong)
+    await idle(worker)
+
+
 async def test_a_dead_engine_answers_no_question_for_tokens(checkpoint: Folder) -> None:
     """Where the process ends, what was asked of it fails and does not wait; the next question too."""
     with worker_process(checkpoint("llama")) as running:
