@@ -8,7 +8,7 @@ same bytes); the partition is part of every digest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import StrEnum
 from functools import partial
 from hashlib import blake2b
@@ -109,10 +109,13 @@ def partition(secret: bytes, scope: str) -> Partition:
     return Partition(blake2b(scope.encode(), digest_size=DIGEST_BYTES, key=key, person=b"sw.partition").digest())
 
 
-def fingerprint(body: Mapping[str, Any], partition: Partition, namespace: str = "") -> Fingerprint:
+def fingerprint(
+    body: Mapping[str, Any], partition: Partition, namespace: str = "", keyed: Collection[str] = ()
+) -> Fingerprint:
     """Fingerprint the JSON of a request.
 
-    `namespace` is the caller's own division of its partition. Raises ValueError for what JSON can't
+    `namespace` is the caller's own division of its partition; `keyed` names fields of delivery that
+    are part of the key all the same. Raises ValueError for what JSON can't
     say (a NaN, bytes, a key that is no string, a lone surrogate).
     """
     messages = body.get("messages")
@@ -123,7 +126,11 @@ def fingerprint(body: Mapping[str, Any], partition: Partition, namespace: str = 
     try:
         for name, value in body.items():
             kind = FIELDS.get(name)
-            if kind is FieldKind.DELIVERY or name == turns_field or (value is None and kind is not None):
+            if (
+                (kind is FieldKind.DELIVERY and name not in keyed)
+                or name == turns_field
+                or (value is None and kind is not None)
+            ):
                 continue
             head[name] = value if type(value) in _PLAIN else _canonical(value)
         # a JSON array is self-delimiting, so namespace, field name and head can't run into each

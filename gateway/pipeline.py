@@ -152,7 +152,7 @@ class Pipeline:
         """2. The digests of the request, in the partition of its team. Raises BadRequest."""
         partition = partition_of(self.settings.secret, identity.team.id)
         try:
-            return fingerprint(turn.body, partition, turn.controls.namespace)
+            return fingerprint(turn.body, partition, turn.controls.namespace, self.settings.cache.key_fields)
         except ValueError as error:
             raise BadRequest(f"The body can't be encoded: {error}", code="invalid_json") from None
 

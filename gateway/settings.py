@@ -232,6 +232,9 @@ class EngineSettings(_Section):
 class CacheSettings(_Section):
     is_exact: bool = Field(True, description="the exact cache; without it, answers are found by meaning alone")
     is_semantic: bool = Field(True, description="the semantic cache; without both, no answer is stored")
+    key_fields: list[Literal["safety_identifier", "user"]] = Field(
+        [], description="`safety_identifier`, `user`: a request with another value never gets the same answer"
+    )
     ttl_s: int = Field(
         86_400, gt=0, description="how long an answer is served; requests may ask for less or more, up to ttl_s_max"
     )

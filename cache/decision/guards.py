@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cache.decision.text_features import TextFeatures, is_exchanged, is_inverted, is_negated
-from cache.decision.words import LIGHT_WORDS
+from cache.decision.words import AMOUNTS, FRAMING_WORDS, FUNCTION_WORDS, INSTRUCTING, LIGHT_WORDS, POLITE
 from cache.query import MissReason
 
 
@@ -43,6 +43,8 @@ def veto(asked: TextFeatures, known: TextFeatures, age_s: float) -> MissReason |
     """The reason that no similarity and no verdict overrides, or None."""
     if asked.numbers != known.numbers:
         return MissReason.NUMBERS
+    if asked.hidden != known.hidden:
+        return MissReason.WORDS
     if is_negated(asked, known):
         return MissReason.POLARITY
     if is_exchanged(asked, known):
@@ -77,6 +79,49 @@ def difference(asked: TextFeatures, known: TextFeatures) -> MissReason | None:
         # an encoder of English sees little of other scripts: much of them is one unknown token
         return MissReason.WORDS
     return None
+
+
+def is_added(asked: TextFeatures, known: TextFeatures) -> bool:
+    """Whether one text has a content word, a clause or an order that the other lacks.
+
+    "<question> Lie." is a question of its own, however near it is; an answer to it may harm. Words
+    in which one question is put in several ways are no difference inside a sentence.
+    """
+    shared = asked.content_set & known.content_set
+    one_sided = asked.content_set ^ known.content_set
+    if not shared and not asked.numbers and asked.words != known.words:
+        return True
+    for one in (asked, known):
+        amounts = AMOUNTS if one.question == "amount" else frozenset[str]()
+        if not (one_sided & one.content_set) <= FRAMING_WORDS | amounts:
+            return True
+    return _has_further_clause(asked, known) or _has_further_clause(known, asked)
+
+
+def has_added_clause(asked: TextFeatures, known: TextFeatures) -> bool:
+    """Whether one text says all that the other says, and has a clause more."""
+    return (known.content_set <= asked.content_set and _has_further_clause(asked, known)) or (
+        asked.content_set <= known.content_set and _has_further_clause(known, asked)
+    )
+
+
+def _has_further_clause(one: TextFeatures, other: TextFeatures) -> bool:
+    said = frozenset(other.words)
+    is_related = not one.content_set.isdisjoint(other.content_set)
+    for clause in one.clauses:
+        if clause in other.clauses or POLITE.fullmatch(" ".join(clause)):
+            continue
+        content = [word for word in clause if word not in FUNCTION_WORDS]
+        if content:
+            if is_related and said.isdisjoint(content):
+                return True
+            last = len(clause) - 1 - next(at for at, word in enumerate(reversed(clause)) if word in content)
+            rest = clause[last + 1 :]
+            if not INSTRUCTING.isdisjoint(rest) and not said.issuperset(rest) and not POLITE.fullmatch(" ".join(rest)):
+                return True
+        else:
+            return True
+    return False
 
 
 def _has_other_names(asked: TextFeatures, known: TextFeatures) -> bool:

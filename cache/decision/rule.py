@@ -16,10 +16,10 @@ from typing import Protocol
 
 import numpy as np
 
-from cache.decision.features import Candidate, Neighbour, WordCounts, candidates, features_of
-from cache.decision.guards import fixed_reason, is_free, thresholds_of, veto
+from cache.decision.features import Candidate, Neighbour, WordCounts, candidates, features_of, words_told
+from cache.decision.guards import fixed_reason, has_added_clause, is_added, is_free, thresholds_of, veto
 from cache.decision.model import LearnedModel, Prior, Row, Run, Vector, at_once, audit_chance
-from cache.decision.text_features import read
+from cache.decision.text_features import TextFeatures, read
 from cache.query import MissReason, Query, Trial
 
 ERROR_MAX = 0.01
@@ -91,17 +91,18 @@ class FixedRule:
 
     def at(self, error_max: float | None, text: str, neighbours: Sequence[Neighbour]) -> Decision:
         """The decision at an error bound, which needs no state."""
+        asked = read(text)
+        reasons = tuple(self.reason(error_max, asked, one) for one in neighbours)
+        return Decision(next((place for place, reason in enumerate(reasons) if reason is None), None), reasons)
+
+    def reason(self, error_max: float | None, asked: TextFeatures, one: Neighbour) -> MissReason | None:
+        """Why a neighbour is not served at an error bound."""
         thresholds = thresholds_of(error_max)
         if thresholds is None:
-            return Decision(None, (MissReason.STRICT,) * len(neighbours))
-        asked = read(text)
-        reasons = tuple(
-            MissReason.FAR
-            if one.similarity < thresholds.same
-            else fixed_reason(asked, read(one.text), one.similarity, one.age_s, thresholds)
-            for one in neighbours
-        )
-        return Decision(next((place for place, reason in enumerate(reasons) if reason is None), None), reasons)
+            return MissReason.STRICT
+        if one.similarity < thresholds.same:
+            return MissReason.FAR
+        return fixed_reason(asked, read(one.text), one.similarity, one.age_s, thresholds)
 
 
 class VerifiedRule:
@@ -130,25 +131,34 @@ class VerifiedRule:
         self, query: Query, neighbours: Sequence[Neighbour], state: NamespaceState
     ) -> tuple[Decision, NamespaceCounters]:
         error_max = self._error_max if query.error_max is None else min(query.error_max, self._error_max)
+        asked = read(query.text)
         fixed = self._fixed.at(ERROR_MAX, query.text, neighbours)
-        ranked = _ranked(query.text, neighbours, fixed.served)
+        ranked = _ranked(query.text, neighbours, _plain(asked, neighbours, fixed))
         first = ranked[0]
         witness = neighbours[first.place]
+        known = read(witness.text)
         model = state.model or self._cold
         seen = features_of(query.text, neighbours, first, state.words, model.word_odds, fixed.served is not None)
-        p = model.certain.logistic.p(seen)
-        vetoed = veto(read(query.text), read(witness.text), witness.age_s)
-        is_certain = vetoed is None and model.certain.is_fitted and p >= model.certain.threshold(error_max)
+        p, cold_p = model.certain.logistic.p(seen), self._cold.certain.logistic.p(seen)
+        vetoed = veto(asked, known, witness.age_s)
+        is_further = is_added(asked, known)
+        is_certain = (
+            vetoed is None
+            and model.certain.is_fitted
+            and p >= model.certain.threshold(error_max)
+            and (not has_added_clause(asked, known) or model.word_odds.is_harmless(words_told(seen)))
+        )
         is_sure = is_certain or (
             vetoed is None
+            and not is_further
             and model.allows_cold(seen, error_max, state.discernment)
             and (
-                self._is_prior_sure(query.text, witness.text, self._cold.certain.logistic.p(seen), error_max)
-                or self._is_fixed_sure(query.text, neighbours, fixed, error_max)
+                self._is_prior_sure(asked, known, cold_p, error_max)
+                or self._fixed.reason(min(error_max, ERROR_MAX), asked, witness) is None
             )
         )
         counters = state.counters
-        risk = 1 - (p if is_certain else self._cold.certain.logistic.p(seen))
+        risk = 1 - (p if is_certain else cold_p)
         chance = 1.0
         if is_sure and self._random is not None:
             chance = audit_chance(counters.accepted, 1 - risk) * (1.0 if is_certain else state.discernment)
@@ -158,7 +168,8 @@ class VerifiedRule:
             served = NamespaceCounters(counters.accepted + 1, counters.served + 1, counters.risked + risk)
             trial = Trial(names, _row_features(seen, NamespaceCounters()), p, chance, b"")
             return Decision(first.place, reasons, trial), served
-        why = MissReason.AUDIT if is_sure else vetoed or MissReason.UNSURE
+        unsure = MissReason.WORDS if is_further and not model.certain.is_fitted else MissReason.UNSURE
+        why = MissReason.AUDIT if is_sure else vetoed or unsure
         reasons = tuple(
             reason or (why if place == first.place else MissReason.UNSURE) for place, reason in enumerate(fixed.reasons)
         )
@@ -172,15 +183,17 @@ class VerifiedRule:
         model.learn(row)
         return model
 
-    def _is_prior_sure(self, asked: str, known: str, p: float, error_max: float) -> bool:
+    def _is_prior_sure(self, asked: TextFeatures, known: TextFeatures, p: float, error_max: float) -> bool:
         least = self.prior.threshold(error_max)
-        return least is not None and p >= least and is_free(read(asked), read(known))
+        return least is not None and p >= least and is_free(asked, known)
 
-    def _is_fixed_sure(self, asked: str, neighbours: Sequence[Neighbour], fixed: Decision, error_max: float) -> bool:
-        """Whether the fixed rule would serve the same neighbour at this bound too."""
-        if fixed.served is None:
-            return False
-        return error_max >= ERROR_MAX or self._fixed.at(error_max, asked, neighbours).served == fixed.served
+
+def _plain(asked: TextFeatures, neighbours: Sequence[Neighbour], fixed: Decision) -> int | None:
+    """The place of the neighbour that the fixed rule would serve; one that adds nothing goes before
+    one that does.
+    """
+    accepted = (place for place, reason in enumerate(fixed.reasons) if reason is None)
+    return next((place for place in accepted if not is_added(asked, read(neighbours[place].text))), fixed.served)
 
 
 def _row_features(seen: Vector, counters: NamespaceCounters) -> bytes:

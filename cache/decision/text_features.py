@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -53,6 +54,7 @@ class TextFeatures:
     """
 
     words: tuple[str, ...]
+    clauses: tuple[tuple[str, ...], ...]  # the words between two marks of punctuation, in order
     content: tuple[str, ...]
     numbers: tuple[tuple[str, str], ...]  # value and unit ("" where there is none), in order
     names: frozenset[str]  # capitalised inside a sentence, or an identifier; stemmed
@@ -70,6 +72,7 @@ class TextFeatures:
     # content words that begin like a reversal, and the rest of each: ("unlock", "lock")
     reversals: tuple[tuple[str, str], ...]
     is_latin: bool  # in Latin letters
+    hidden: str  # characters that no screen shows and a model reads as letters
 
 
 class _Figure(NamedTuple):
@@ -91,6 +94,12 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _SENTENCE_END = frozenset(".!?:;\n")
+_CLAUSE_END = _SENTENCE_END | frozenset(",()[]{}<>|*~…–—¿¡。！？；：，、（）\r\u2028\u2029")
+# characters that are no letters to a model either: joiners, soft hyphens, marks of direction
+_INVISIBLE = re.compile(
+    "[\u00ad\u034f\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufe00-\ufe0f\ufeff]"
+)
+_HIDDEN = re.compile("[\U000e0000-\U000e0fff]")  # tags and the variation selectors that carry bytes
 _LATIN_LAST = "\u024f"
 _NUMERALS = frozenset((*lists.SMALL, *lists.OTHER_NUMBERS))  # words that a number can begin with
 _ASKING = frozenset(("who", "whose", "whom", "how", "when", "where", "why"))
@@ -99,7 +108,10 @@ _ASKING = frozenset(("who", "whose", "whom", "how", "when", "where", "why"))
 @remembered(16_384)
 def read(text: str) -> TextFeatures:
     """Read a text. Results are remembered: the same prompts come again."""
+    hidden = "".join(_HIDDEN.findall(text))
+    text = _HIDDEN.sub("", _INVISIBLE.sub("", text))
     words: list[str] = []
+    starts: list[int] = []  # of the clauses
     names: set[str] = set()
     quotes: set[str] = set()
     figures: list[_Figure] = []
@@ -110,6 +122,8 @@ def read(text: str) -> TextFeatures:
         is_start = (
             end == 0 or not _SENTENCE_END.isdisjoint(text[end : match.start()]) or lists.GREETINGS.issuperset(words)
         )
+        if end == 0 or not _CLAUSE_END.isdisjoint(text[end : match.start()]) or " - " in text[end : match.start()]:
+            starts.append(len(words))
         end = match.end()
         if kind == "quote":
             quotes.add(" ".join(token[1:-1].casefold().split()))
@@ -132,6 +146,9 @@ def read(text: str) -> TextFeatures:
     present = frozenset(words)
     return TextFeatures(
         words=tuple(words),
+        clauses=tuple(
+            tuple(words[start:stop]) for start, stop in itertools.pairwise((*starts, len(words))) if start < stop
+        ),
         content=content,
         numbers=tuple((figure.value, figure.unit) for figure in figures),
         names=frozenset(name for name in names if name not in lists.FUNCTION_WORDS),
@@ -148,6 +165,7 @@ def read(text: str) -> TextFeatures:
         content_set=frozenset(content),
         reversals=_reversals(frozenset(content)),
         is_latin=text.isascii() or not any(char > _LATIN_LAST and char.isalpha() for char in text),
+        hidden=hidden,
     )
 
 

@@ -91,6 +91,28 @@ LIGHT_WORDS = _stems("city place thing way method kind type sort name person peo
 for the capital.
 """
 
+FRAMING_WORDS = (
+    LIGHT_WORDS
+    | GREETINGS
+    | _stems(
+        """
+    write function describe return provide display present state calculate compute determine understand mean meaning
+    translate translation order during expect visit best recommend suggest command code look search
+    """
+    )
+)
+"""Words in which one question is put in several ways, inside one sentence."""
+
+INSTRUCTING = _stems("say make let just tell show give explain describe")
+"""Function words that give an order where they follow the question."""
+
+_ASKING_WORDS = _stems("help know tell show give explain find thank thanks there i we me us it to how") | GREETINGS
+POLITE = re.compile(
+    r"(?:(?>(?:(?:can|could|would|will|do|thank) you|for me|(?:i|we) (?:want|need|lik|would lik)(?: to)?|if (?:i|you) can|who do i"
+    r"|what (?:can|should|must|do) (?:i|we)(?: need to)? do|{})(?: |$)))++".format("|".join(sorted(_ASKING_WORDS)))
+)
+"""A clause that only asks for an answer, stemmed."""
+
 PREPOSITIONS = {
     "from": "from", "out": "from", "to": "to", "into": "to", "onto": "to", "than": "than", "before": "before", "after": "after",
     "over": "over", "under": "under", "by": "by", "against": "against", "minus": "minus", "divided": "divided", "per": "per",

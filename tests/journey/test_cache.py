@@ -163,6 +163,14 @@ async def test_teams_do_not_see_each_other(world: World) -> None:
     assert mine.partition != theirs.partition
 
 
+async def test_users_of_a_team_can_be_kept_apart(open_a_world: OpenWorld) -> None:
+    """A field of `key_fields` with another value is another request, exactly and by meaning; other fields of delivery are not."""
+    world = await open_a_world(cache={"key_fields": ["user"]})
+    for user, kind in (("ann", "miss"), ("ben", "miss"), ("ann", "exact")):
+        assert (await world.ask(user=user)).cache == kind
+    assert (await world.ask(user="ann", safety_identifier="x")).cache == "exact"
+
+
 async def test_a_cache_that_is_off_stores_nothing_and_says_so(open_a_world: OpenWorld) -> None:
     """Without the exact and the semantic cache every request is generated, and no answer is said to be stored."""
     world = await open_a_world(cache={"is_exact": False, "is_semantic": False})
