@@ -129,7 +129,7 @@ class Pipeline:
         can be removed at any time. Raises ApiError.
         """
         alias = self.fleet.alias(turn.alias, identity.key.models)
-        may_use(identity, turn.alias)
+        may_use(identity, turn.alias, alias.name)
         alias.check(turn.body, turn.demand, turn.kind)
         found = self._fingerprint(turn, identity)
         looked = await self._look_up(turn, identity, alias, found)
@@ -243,6 +243,13 @@ class Pipeline:
         # decision: hits-cost-no-tokens
         taking = self.limits.take_tokens(turn.demand, identity)
         try:
+            if generation.alias.unpriced and any(budget.is_hard for budget in identity.budgets):
+                raise BadRequest(
+                    f"The model `{shown(generation.alias.unpriced)}` has no known price, and team {identity.team.name} "
+                    "has a hard budget: ask for another model, or set `price` of its deployment",
+                    param="model",
+                    code="price_unknown",
+                )
             amount = generation.alias.worst_case_microusd(turn.demand)
             generation.reserved(await self.money.reserve(identity, turn.arrival.request_id, amount))
         finally:
@@ -287,7 +294,14 @@ class Pipeline:
             turn, ended = generation.turn, ended_with(error, flight.leader_ended)
             alias = generation.alias.name
             record = record_of(
-                turn.arrival, ended, duration_ms, identity=generation.identity, turn=turn, alias=alias, flight=flight
+                turn.arrival,
+                ended,
+                duration_ms,
+                identity=generation.identity,
+                turn=turn,
+                alias=alias,
+                asked=shown(turn.alias) if turn.alias != alias else "",
+                flight=flight,
             )
             if self._learn is not None and (generation.semantic.trial is not None or turn.controls.no_cache):
                 self._learn(flight, record)
@@ -351,7 +365,8 @@ class Pipeline:
         if reply is not None and reply.is_leading:
             return
         asked = turn.alias if turn is not None else ""
-        alias, asked = (asked, "") if asked in self.fleet.aliases else ("", shown(asked))
+        alias = self.fleet.configured(asked)
+        asked = shown(asked) if alias != asked else ""
         duration_ms = turn.elapsed_ms() if turn is not None else elapsed_ms_since(arrival.at_s)
         record = record_of(
             arrival, ended, duration_ms, identity=identity, turn=turn, alias=alias, asked=asked, reply=reply
@@ -363,7 +378,11 @@ class Pipeline:
         self._emit(record, None, ())
 
 
-def may_use(identity: Identity, alias: str) -> None:
-    """Raises Forbidden if the key is limited to other models."""
-    if identity.key.models is not None and alias not in identity.key.models:
+def may_use(identity: Identity, alias: str, pattern: str = "") -> None:
+    """Raises Forbidden if the key is limited to other models.
+
+    `pattern` is the alias that takes the name, where that alias takes every name.
+    """
+    models = identity.key.models
+    if models is not None and alias not in models and pattern not in models:
         raise Forbidden(f"This API key may not use the model `{alias}`", param="model")

@@ -133,7 +133,10 @@ class DeploymentSettings(_Section):
         description="`local`: an engine below; `openai`: any OpenAI-compatible server; `litellm`: a managed provider through litellm"
     )
     engine: str | None = Field(None, description="local: the name of an entry of `engines`")
-    model: str | None = Field(None, description="openai, litellm: the provider's name of the model")
+    model: str | None = Field(
+        None,
+        description="openai, litellm: the provider's name of the model; `*` in it is the requested name, for an alias that ends in `*`",
+    )
     base_url: str | None = Field(None, description="openai: the server's base URL, usually ending in /v1")
     api_key_env: str | None = Field(None, description="the environment variable that holds the provider's key")
     headers: dict[str, str] = Field({}, description="openai: further headers sent with each request")
@@ -323,7 +326,7 @@ class Settings(_Section):
                 deployments=[DeploymentSettings(name="local", backend="local", engine="default")]
             )
         },
-        description="the names that requests may send as `model`, with their deployments",
+        description="the names that requests may send as `model`, with their deployments; `*` and `prefix/*` take every other name",
     )
     embedding_alias: str = Field(
         DEFAULT_EMBEDDER_ALIAS, description="the name under which /v1/embeddings serves the embedder"
@@ -386,12 +389,13 @@ class Settings(_Section):
                     wrong.append(
                         f"{where}.engine: found {deployment.engine!r}, expected one of {sorted(self.engines)}{hint}"
                     )
+                wrong += _wrong_pattern(where, alias, deployment)
                 name = deployment_name(alias, deployment)
                 if name in seen:
                     wrong.append(f"{where}.name: {name!r} is used twice; give each deployment its own `name`")
                 seen.add(name)
         judge = self.cache.judge_model
-        if judge is not None and judge not in self.models:
+        if judge is not None and (judge not in self.models or is_pattern(judge)):
             hint = did_you_mean(judge, self.models)
             wrong.append(f"cache.judge_model: found {judge!r}, expected one of {sorted(self.models)}{hint}")
         if info.context is None:
@@ -440,6 +444,26 @@ class Settings(_Section):
     def cache_socket(self) -> Path:
         """The socket of the cache worker."""
         return self.run_dir / "cache.sock"
+
+
+def is_pattern(alias: str) -> bool:
+    """Whether an alias takes every name: `*`, or each name after a prefix, as `openai/*`."""
+    return alias == "*" or alias.endswith("/*")
+
+
+def _wrong_pattern(where: str, alias: str, deployment: DeploymentSettings) -> list[str]:
+    """What is wrong with the `*` of an alias or of its deployment's model."""
+    model = deployment.model or ""
+    if not is_pattern(alias):
+        needed = f"only an alias `*` or `prefix/*` passes names on; here the alias is {alias!r}"
+        return [f"{where}.model: found {model!r}: {needed}"] if "*" in model else []
+    if "*" in alias[:-1]:
+        return [f"models.{alias}: found more than one `*`, expected `*` or `prefix/*`"]
+    if deployment.engine is not None or model.count("*") != 1 or not model.endswith("*"):
+        return [f"{where}.model: found {deployment.model!r}, expected `*` or `prefix/*`, as the alias passes names on"]
+    if deployment.backend == "litellm" and not model.endswith("/*"):
+        return [f"{where}.model: found {model!r}, expected `provider/*`: a request must not choose where the key goes"]
+    return []
 
 
 def deployment_name(alias: str, deployment: DeploymentSettings) -> str:

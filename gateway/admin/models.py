@@ -306,7 +306,7 @@ taken) or `failed` (any other 5xx, and a 424).""",
         without=("draft", "drafted_tokens", "accepted_tokens", "survived", "question"),
         kind=str,
         asked=Annotated[
-            str, Field(description="the name that was asked for, where no model has it; at most 100 characters")
+            str, Field(description="the name that was asked for, where it is no alias itself; at most 100 characters")
         ],
         refusal=Annotated[
             str, Field(description="the message that came with `error`; empty where a provider wrote it")

@@ -13,7 +13,7 @@ from gateway.api.asgi import Receive, Scope, Send, headers_of, key_of, send_erro
 from gateway.api.headers import JSON, base_headers
 from gateway.journey.turn import arrive
 from gateway.pipeline import Pipeline
-from gateway.settings import Settings
+from gateway.settings import Settings, is_pattern
 from gateway.wire.errors import ApiError, NotFound, shown
 
 
@@ -38,13 +38,17 @@ class Models:
 
     def _names(self, identity: Identity) -> list[str]:
         allowed = identity.key.models
-        return [name for name in self._settings.names if allowed is None or name in allowed]
+        names = (name for name in self._settings.names if not is_pattern(name))
+        return [name for name in names if allowed is None or name in allowed]
 
     def _all(self, identity: Identity) -> dict[str, Any]:
         return {"object": "list", "data": [self._model(name) for name in self._names(identity)]}
 
     def _one(self, identity: Identity, name: str) -> dict[str, Any]:
-        if name not in self._names(identity):
+        pattern = self._pipeline.fleet.configured(name)
+        allowed = identity.key.models
+        is_passed = is_pattern(pattern) and (allowed is None or name in allowed or pattern in allowed)
+        if not is_passed and name not in self._names(identity):
             raise NotFound(f"The model `{shown(name)}` does not exist", param="model", code="model_not_found")
         return self._model(name)
 

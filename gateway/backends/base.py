@@ -36,6 +36,7 @@ class BackendRequest(msgspec.Struct, frozen=True):
     idle_timeout_s: float
     draft: str = ""  # a text that may share passages with the answer; engines verify it
     kind: Kind = CHAT
+    model: str = ""  # the provider's name of the model, where the deployment takes every name
 
     @property
     def choices(self) -> int:

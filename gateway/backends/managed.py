@@ -168,7 +168,7 @@ class ManagedBackend:
             arguments["extra_headers"] = self._headers
         return {
             **arguments,
-            "model": self._model,
+            "model": request.model or self._model,
             "stream": is_stream,
             "timeout": request.ttft_timeout_s + request.idle_timeout_s,
             "max_retries": 0,  # the gateway does the failover

@@ -4,7 +4,9 @@ Collects the values that `policies.routing` decides by, and learns from each out
 is a pure function there. No teams, budgets or caches.
 """
 
+import dataclasses
 import random
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +19,7 @@ from gateway.deployments.build import build_backend, describe
 from gateway.deployments.progress import Progress
 from gateway.loggers import get_logger
 from gateway.reserved import FIELDS, TOOLS, Reserved, canonical, reserved
-from gateway.settings import DeploymentSettings, ModelSettings, Settings, deployment_name
+from gateway.settings import DeploymentSettings, ModelSettings, Settings, deployment_name, is_pattern
 from gateway.wire.errors import (
     ApiError,
     BadRequest,
@@ -36,6 +38,8 @@ from policies.routing import PolicyKind
 
 _log = get_logger()
 
+_PASSED_NAME_MAX = 200
+_PASSED_NAME = re.compile(rf"[!-)+-~]{{1,{_PASSED_NAME_MAX}}}")  # ASCII without spaces and `*`
 _TTFT_TIMEOUT_MAX_MS = 60_000.0
 _ATTEMPTS_MAX = 3
 _NAMES_SHOWN_MAX = 10
@@ -60,9 +64,28 @@ class Deployment:
     estimate: Estimate
     allowed: frozenset[str] = frozenset()  # reserved fields and tools that clients may send to it
     ttft_timeout_min_ms: float = 5_000.0
-    has_answered: bool = False
     is_price_known: bool = True
     are_capabilities_assumed: bool = False
+
+    @property
+    def is_any_model(self) -> bool:
+        """Whether it takes every name of a model."""
+        return "*" in (self.settings.model or "")
+
+    def for_model(self, name: str) -> "Deployment":
+        """This deployment with the price and the sizes of the model that a request names."""
+        model = (self.settings.model or "").replace("*", name)
+        facts = describe(self.settings.model_copy(update={"model": model}))
+        return dataclasses.replace(
+            self,
+            model=model,
+            price=facts.price,
+            capabilities=facts.capabilities,
+            context_tokens_max=facts.context_tokens_max,
+            output_tokens_max=facts.output_tokens_max,
+            is_price_known=facts.is_price_known,
+            are_capabilities_assumed=facts.are_capabilities_assumed,
+        )
 
     def candidate(self, prompt_tokens: int) -> Candidate:
         """This deployment as routing sees it, now."""
@@ -102,7 +125,6 @@ class Deployment:
         and its tokens share the rest.
         """
         self.breaker.record_success()
-        self.has_answered = True
         duration_ms = made.elapsed_ms()
         ttft_ms = made.ttft_ms if made.ttft_ms is not None else duration_ms
         if made.usage is not None:
@@ -117,9 +139,14 @@ class Deployment:
         match error:
             case base.BackendRejected() if not self.breaker.denial:
                 self.breaker.record_success()
-            case base.BackendDenied(mark=base.Mark() as mark) if not (mark is base.Mark.ADDRESS and self.has_answered):
+            case base.BackendDenied(mark=base.Mark() as mark) if not (
+                mark is base.Mark.ADDRESS and self.estimate.weight > 0
+            ):
                 if not self.breaker.denial:
                     _log.warning("deployment_denied", deployment=self.name, mark=mark.value, reason=error.detail)
+                if mark is base.Mark.MODEL and self.is_any_model:  # the client chose that name
+                    self.breaker.record_cancelled()
+                    return
                 self.breaker.record_denial(f"{mark} (HTTP {error.status})")
             case base.BackendRejected() | base.BackendDenied():
                 self.breaker.record_cancelled()
@@ -145,6 +172,30 @@ class Alias:
     settings: ModelSettings
     policy: RoutingPolicy
     deployments: Mapping[str, Deployment]
+
+    @property
+    def is_pattern(self) -> bool:
+        """Whether it takes every name."""
+        return is_pattern(self.name)
+
+    def for_name(self, name: str) -> "Alias":
+        """This alias, which takes every name, for the name of one request. Raises NotFound."""
+        rest = name.removeprefix(self.name[:-1])
+        if not _PASSED_NAME.fullmatch(rest) or "://" in rest or ".." in rest or rest.strip("/") != rest:
+            raise NotFound(
+                f"The model `{shown(name)}` does not exist: expected up to {_PASSED_NAME_MAX} characters without spaces",
+                param="model",
+                code="model_not_found",
+            )
+        return dataclasses.replace(self, deployments={d.name: d.for_model(rest) for d in self.deployments.values()})
+
+    @property
+    def unpriced(self) -> str:
+        """The model of a deployment that passes every name on and has no price for this one; empty
+        if there is none.
+        """
+        models = (d.model for d in self.deployments.values() if d.is_any_model and not d.is_price_known)
+        return next(models, "")
 
     def check(self, body: dict[str, Any], demand: Demand, kind: Kind) -> None:
         """Refuse what no deployment of this alias may get, before the cache answers it.
@@ -263,8 +314,19 @@ def _not_allowed(found: Reserved, alias: str) -> BadRequest:
 class Fleet:
     """Every alias with its deployments. Raises NotFound for a name it does not have."""
 
-    def __init__(self, aliases: Mapping[str, Alias]) -> None:
+    def __init__(self, aliases: Mapping[str, Alias], embedding_alias: str = "") -> None:
         self.aliases = aliases
+        self._embedding_alias = embedding_alias
+        # the longest prefix first
+        self._patterns = sorted((name for name in aliases if is_pattern(name)), key=len, reverse=True)
+
+    def configured(self, name: str) -> str:
+        """The configured alias that takes requests for `name`; empty if there is none."""
+        if name in self.aliases and not is_pattern(name):
+            return name
+        if name == self._embedding_alias:
+            return ""
+        return next((one for one in self._patterns if name.startswith(one[:-1]) and len(name) >= len(one)), "")
 
     @property
     def deployments(self) -> list[Deployment]:
@@ -272,7 +334,7 @@ class Fleet:
 
     def alias(self, name: str, allowed: Collection[str] | None = None) -> Alias:
         """The alias of this name. Raises NotFound, which names those of `allowed`; None: all."""
-        found = self.aliases.get(name)
+        found = self.aliases.get(self.configured(name))
         if found is None:
             names = [one for one in self.aliases if allowed is None or one in allowed]
             there = ", ".join(f"`{one}`" for one in names[:_NAMES_SHOWN_MAX]) or "none that this API key may use"
@@ -282,7 +344,7 @@ class Fleet:
                 param="model",
                 code="model_not_found",
             )
-        return found
+        return found.for_name(name) if found.is_pattern else found
 
     async def start(self) -> None:
         for deployment in self.deployments:
@@ -304,12 +366,12 @@ def build_fleet(settings: Settings, clock: Callable[[], float]) -> Fleet:
             cost_microusd_max=model.cost_microusd_max,
         )
         aliases[alias] = Alias(alias, model, policy, {d.name: d for d in deployments})
-    return Fleet(aliases)
+    return Fleet(aliases, settings.embedding_alias)
 
 
 def _build(alias: str, deployment: DeploymentSettings, settings: Settings, clock: Callable[[], float]) -> Deployment:
     facts = describe(deployment)
-    if not facts.is_price_known:
+    if not facts.is_price_known and not is_pattern(alias):
         _log.warning("price_unknown", deployment=deployment_name(alias, deployment), consequence="counted as free")
     return Deployment(
         name=deployment_name(alias, deployment),

@@ -117,6 +117,7 @@ class Generation:
             idle_timeout_s=deployment.settings.idle_timeout_ms / 1000.0 if is_stream else _WHOLE_TIMEOUT_S,
             draft=draft,
             kind=turn.kind,
+            model=deployment.model if self.alias.is_pattern else "",
         )
         progress = Progress(deployment.name, self._near.id if draft and self._near is not None else "")
         self._tries.append(progress)
@@ -218,7 +219,7 @@ class Generation:
             request_id=self.turn.arrival.request_id,
             team_id=self.identity.team.id,
             key_id=self.identity.key.id,
-            alias=self.alias.name,
+            alias=self.turn.alias,
             deployment=progress.deployment,
             prompt_tokens=tokens.prompt,
             cached_tokens=tokens.cached,

@@ -35,7 +35,7 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     key_id: int = 0
     key: str = ""  # the key's name
     alias: str = ""  # a configured name, or empty: it becomes a metric's label
-    asked: str = ""  # the client's text in `model` where no alias has that name; bounded, never a label
+    asked: str = ""  # the client's text in `model` where it is no alias itself; bounded, never a label
     is_stream: bool = False
     status: int = 200
     error: str = ""  # the error's code, if there is one

@@ -137,7 +137,7 @@ class OpenAIBackend:
 
         Raises BackendRejected.
         """
-        body = {**request.body, "model": self._model}
+        body = {**request.body, "model": request.model or self._model}
         for name in (*_OWN_FIELDS, "stream", "stream_options"):
             body.pop(name, None)
         if request.is_stream:
