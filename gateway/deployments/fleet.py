@@ -68,6 +68,11 @@ class Deployment:
     are_capabilities_assumed: bool = False
 
     @property
+    def has_answered(self) -> bool:
+        """Whether it has answered a request of this worker, whatever the model's name."""
+        return self.estimate.weight > 0
+
+    @property
     def is_any_model(self) -> bool:
         """Whether it takes every name of a model."""
         return "*" in (self.settings.model or "")
@@ -139,9 +144,7 @@ class Deployment:
         match error:
             case base.BackendRejected() if not self.breaker.denial:
                 self.breaker.record_success()
-            case base.BackendDenied(mark=base.Mark() as mark) if not (
-                mark is base.Mark.ADDRESS and self.estimate.weight > 0
-            ):
+            case base.BackendDenied(mark=base.Mark() as mark) if not (mark is base.Mark.ADDRESS and self.has_answered):
                 if not self.breaker.denial:
                     _log.warning("deployment_denied", deployment=self.name, mark=mark.value, reason=error.detail)
                 if mark is base.Mark.MODEL and self.is_any_model:  # the client chose that name

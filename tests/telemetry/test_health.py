@@ -26,5 +26,5 @@ def test_a_remote_deployment_that_never_answered_says_so(tmp_path: Path) -> None
 
     assert of_api() == (Health.OK, "no answer from it yet")
     (deployment,) = fleet.deployments
-    deployment.has_answered = True
+    deployment.estimate.observe(10.0, 1.0, 20)
     assert of_api() == (Health.OK, "")
