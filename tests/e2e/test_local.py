@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Iterator
@@ -155,6 +156,23 @@ def test_a_near_answer_is_a_draft(local: Gateway) -> None:
     name = f'sameway_accepted_tokens_total{{deployment="{said["deployment"]}",source="reference"}}'
     metrics = local.observe("/metrics").text
     assert any(row.startswith(name) and float(row.split()[-1]) > 0 for row in metrics.splitlines())
+
+
+def test_a_load_generator_of_vllms(local: Gateway) -> None:
+    """guidellm's requests: its probes, then streams of an exact length, by chats in parts and by completions."""
+    assert httpx.get(f"{local.root}/health").status_code == 200
+    assert httpx.get(f"{local.base_url}/models", headers=KEY).json()["data"][0]["id"] == MODEL
+    length = {"max_tokens": 7, "max_completion_tokens": 7, "stop": None, "ignore_eos": True}
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    for path, asked in (
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "Say hello."}]}]}),
+        ("completions", {"prompt": "Say hello."}),
+    ):
+        body = {"model": MODEL, "stream": True, "stream_options": usage, **length, **asked}
+        reply = httpx.post(f"{local.base_url}/{path}", json=body, headers=KEY, timeout=60)
+        events = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
+        assert (reply.status_code, events[-1]) == (200, "[DONE]"), reply.text
+        assert json.loads(events[-2])["usage"]["completion_tokens"] == 7
 
 
 def ask_tokens(local: Gateway, path: str, key: str = API_KEY, **body: Any) -> httpx.Response:
