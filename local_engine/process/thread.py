@@ -91,6 +91,7 @@ class EngineThread(threading.Thread):
         except BaseException as error:
             self.error = error
             return
+        engine.tokenizer.start_chat()
         self.info, self.tokenizer = engine.info, engine.tokenizer
         self.load = engine.load()
         is_checked = False  # since it last worked

@@ -1,4 +1,4 @@
-"""Chat: a conversation as the model's own Jinja template lays it out, in a sandbox.
+"""Chat: a conversation as the model's own Jinja template lays it out, in a process of its own.
 
 Knows the template and the control tokens' spellings, no token ids. Invariant: no text of a message
 can act as a control token (end a turn, open one as the system): where a text spells one, the
@@ -11,14 +11,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 from local_engine.messages import InvalidRequest
-
-if TYPE_CHECKING:
-    import jinja2
+from local_engine.text.template import Template, TemplateRefusal
 
 _CUTS = tuple(map(chr, range(0xFDD0, 0xFDF0)))  # noncharacters: Unicode keeps them out of all text
 
@@ -27,11 +23,15 @@ class Chat:
     """One model's template. `control`: the spellings of its control tokens."""
 
     def __init__(self, template: str, bos_token: str, eos_token: str, control: Sequence[str]) -> None:
-        self._source = template
+        self._template = Template(template)
         self._bos_token = bos_token
         self._eos_token = eos_token
         longest_first = sorted((token for token in control if len(token) > 1), key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+    def start(self) -> None:
+        """Start the template's process, so that the first conversation need not wait for it."""
+        self._template.start()
 
     def render(
         self,
@@ -44,8 +44,6 @@ class Chat:
         Raises InvalidRequest."""
         if not messages:
             raise InvalidRequest("messages must not be empty", param="messages")
-        import jinja2
-
         plain = [_plain(message) for message in messages]
         given = json.dumps([plain, list(tools or ())], ensure_ascii=False, default=str)
         cut = next((mark for mark in _CUTS if mark not in given), None)
@@ -53,13 +51,15 @@ class Chat:
             raise InvalidRequest("messages must not consist of noncharacters", param="messages")
         try:
             text = self._template.render(
-                messages=self._cut(plain, cut),
-                tools=self._cut(list(tools), cut) if tools else None,
-                add_generation_prompt=opens_answer,
-                bos_token=self._bos_token,
-                eos_token=self._eos_token,
+                {
+                    "messages": self._cut(plain, cut),
+                    "tools": self._cut(list(tools), cut) if tools else None,
+                    "add_generation_prompt": opens_answer,
+                    "bos_token": self._bos_token,
+                    "eos_token": self._eos_token,
+                }
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except TemplateRefusal as error:
             raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from None
         return text.split(cut)
 
@@ -74,39 +74,6 @@ class Chat:
         if isinstance(value, list | tuple):
             return [self._cut(own, mark) for own in value]
         return value
-
-    @cached_property
-    def _template(self) -> jinja2.Template:
-        """The template in the dialect that `transformers` defines: sandboxed, trimmed blocks, a few
-        functions more."""
-        import jinja2
-        import jinja2.ext
-        import jinja2.nodes
-        import jinja2.parser
-        import jinja2.sandbox
-
-        def refuse(message: str) -> NoReturn:
-            raise jinja2.TemplateError(message)
-
-        def to_json(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
-            return json.dumps(value, ensure_ascii=ensure_ascii, **how)
-
-        class Generation(jinja2.ext.Extension):
-            """{% generation %} marks a training target: here its content is rendered as it is."""
-
-            tags = {"generation"}  # noqa: RUF012
-
-            def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-                next(parser.stream)
-                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation]
-        )
-        environment.filters["tojson"] = to_json
-        environment.globals["raise_exception"] = refuse
-        environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-        return environment.from_string(self._source)
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:

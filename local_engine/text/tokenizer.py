@@ -65,6 +65,12 @@ class Tokenizer:
             control = tuple(token.content for token in added.values() if token.special)
             self._chat = Chat(vocabulary.chat_template, vocabulary.bos_token, vocabulary.eos_token, control)
 
+    def start_chat(self) -> None:
+        """Start what renders conversations, where there is a template, so that the first one need
+        not wait for it."""
+        if self._chat is not None:
+            self._chat.start()
+
     @property
     def has_chat_template(self) -> bool:
         return self._chat is not None

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from tokenizers import decoders, models
 from local_engine.config import ModelError
 from local_engine.engine import Engine
 from local_engine.messages import InvalidRequest, TokenLogprob
+from local_engine.text.chat import Chat
 from local_engine.text.tokenizer import TextStream, Tokenizer, Vocabulary
 from local_engine.text.tokenizer_loader import tokenizer_from_folder, tokenizer_from_gguf
 from tests.engine.checkpoints import CHAT_TEMPLATE, TEXT, make_tokenizer
@@ -307,3 +309,50 @@ def test_no_text_becomes_a_control_token(field: str) -> None:
     assert control == [id for id in plain if TOKENIZER.is_special(id)]
     text = b"".join(TOKENIZER.spell(id) for id in ids).decode()
     assert (json.dumps(evil)[1:-1] if field == "tool" else evil) in text
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 2 s"),
+        ("{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}", "recursion"),
+        ("{% set a = 9 %}{{ a ** (a ** a) }}", "more than 2 s"),
+        ("{{ 'a' * 10 ** 12 }}", "memory"),
+        ("{{ 'a'.ljust(10 ** 12) }}", "memory"),
+        (
+            "{% set n = namespace(s='aa') %}{% for i in range(50) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}",
+            "memory",
+        ),
+        (
+            "{% set n = namespace(l=[]) %}{% for i in range(60) %}{% set n.l = [n.l, n.l] %}{% endfor %}{{ n.l }}",
+            "memory|2 s",
+        ),
+        ("{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}", "more than 16,777,216 characters"),
+        ("{{ 1 / 0 }}", "division"),
+        ("{{ range(10 ** 9) }}", "Range too big"),
+        ("{% if %}", "Expected an expression"),
+    ],
+)
+def test_a_template_ends_whatever_it_does(template: str, words: str) -> None:
+    """Loops in loops, numbers and texts without end, and errors of all kinds: the request is refused with the reason, and the
+    next is rendered."""
+    chat = Chat("{% if messages[0].role == 'good' %}fine{% else %}" + template + "{% endif %}", "", "", ())
+    if "if %}" not in template:
+        assert chat.render([{"role": "good", "content": ""}], None) == ["fine"]
+    with pytest.raises(InvalidRequest, match=words):
+        chat.render([{"role": "user", "content": ""}], None)
+    if "if %}" not in template:
+        assert chat.render([{"role": "good", "content": ""}], None) == ["fine"]
+
+
+def test_a_template_s_process_ends_with_its_chat_and_comes_back() -> None:
+    """Killed between two conversations it is started anew; without its chat none is left."""
+    chat = Chat("{{ messages[0].content }}", "", "", ())
+    before = set(psutil.Process().children())
+    assert chat.render([{"role": "user", "content": "one"}], None) == ["one"]
+    (child,) = set(psutil.Process().children()) - before
+    child.kill()
+    child.wait(30)
+    assert chat.render([{"role": "user", "content": "two"}], None) == ["two"]
+    del chat
+    assert set(psutil.Process().children()) - before == set()
