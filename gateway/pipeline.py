@@ -24,6 +24,7 @@ from cache.eligibility import Refusal
 from cache.exact import LookupMiss
 from gateway.accounts import Accounts, Identity, LedgerRow, partition_of
 from gateway.deployments.fleet import Alias, Fleet, no_route
+from gateway.exceptions import fresh
 from gateway.journey.attempt import stream
 from gateway.journey.budget import Money
 from gateway.journey.flight import Flight, Flights, Reply
@@ -206,13 +207,14 @@ class Pipeline:
         except asyncio.CancelledError:
             error = ApiError("Everyone who waited for this answer has left", code="client_gone")
         except ApiError as refusal:
-            error = refusal
-        except Exception as bug:
+            error = fresh(refusal)
+        except Exception:
             _log.exception("generation_failed", request_id=generation.turn.arrival.request_id)
             error = ApiError("The gateway failed while it answered this request", code="internal_error")
-            error.__cause__ = bug
         try:
             await self._record(flight, error)
+        except Exception:  # a task that kept it would keep the flight
+            _log.exception("record_failed", request_id=generation.turn.arrival.request_id)
         finally:
             if not flight.is_done:
                 unrecorded = ApiError("The gateway failed while it recorded this answer", code="internal_error")

@@ -26,7 +26,7 @@ ROOMS = {
     "gateway": (
         "gateway", "__main__", "cli", "worker", "supervisor", "demo", "app",
         "admin", "api", "learning", "telemetry", "pipeline", "journey", "deployments", "backends", "accounts",
-        "wire", "transport", "loggers", "config_file", "data_dir", "settings",
+        "wire", "transport", "exceptions", "loggers", "config_file", "data_dir", "settings",
         "reserved",
     ),
     "cache": (

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from cache import Entry
+from gateway.exceptions import fresh
 from gateway.journey.generation import Generation
 from gateway.journey.turn import Ended, Turn
 from gateway.wire.types import Chunk
@@ -143,7 +144,7 @@ class Reader:
         while not self._flight.chunks and not self._flight.is_done:
             await self._sleep()
         if not self._flight.chunks and self._flight.error is not None:
-            raise self._flight.error
+            raise fresh(self._flight.error)
         self.ready_at = time.perf_counter()
 
     async def next(self) -> list[Chunk]:
@@ -154,25 +155,25 @@ class Reader:
         flight = self._flight
         while True:
             if self._gone is not None:
-                raise self._gone
+                raise fresh(self._gone)
             if self._position < len(flight.chunks):
                 batch = flight.chunks[self._position :]
                 self._position = len(flight.chunks)
                 return batch
             if flight.is_done:
                 if flight.error is not None:
-                    raise flight.error
+                    raise fresh(flight.error)
                 return []
             await self._sleep()
 
     async def _sleep(self) -> None:
         if self._gone is not None:
-            raise self._gone
+            raise fresh(self._gone)
         self._sleeper = asyncio.get_running_loop().create_future()
         self._flight._sleepers.append(self._sleeper)
         await self._sleeper
         if self._gone is not None:
-            raise self._gone
+            raise fresh(self._gone)
 
     def leave(self, reason: BaseException) -> None:
         """Close, because the client left or its deadline passed; reads raise `reason`."""

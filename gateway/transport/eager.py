@@ -14,6 +14,8 @@ import asyncio
 from collections.abc import Coroutine, Generator
 from typing import Any, Generic, TypeVar
 
+from gateway.exceptions import fresh
+
 T = TypeVar("T")
 
 
@@ -44,29 +46,32 @@ class Eager(Generic[T]):
         return eager
 
     def __await__(self) -> Generator[Any, Any, T]:
-        coroutine, waits_for = self._coroutine, self._waits_for
+        coroutine = self._coroutine
         if coroutine is None:
             if self._error is not None:
-                raise self._error
+                raise fresh(self._error)
             return self._result
-        if asyncio.isfuture(waits_for) and waits_for.done():
-            waits_for._asyncio_future_blocking = False  # the result is here: the task need not wait
-            step, argument = coroutine.send, None
+        error: BaseException | None = None
+        if asyncio.isfuture(self._waits_for) and self._waits_for.done():
+            self._waits_for._asyncio_future_blocking = False  # the result is here: the task need not wait
         else:
-            step, argument = yield from _waited(coroutine, waits_for)
+            error = yield from _wait(self._waits_for)
         while True:
+            self._waits_for = None  # a future references its exception, which will reference this frame
             try:
-                waits_for = step(argument)
+                self._waits_for = coroutine.send(None) if error is None else coroutine.throw(error)
             except StopIteration as end:
                 # a coroutine's result by definition
                 return end.value  # type: ignore[no-any-return]
-            step, argument = yield from _waited(coroutine, waits_for)
+            finally:
+                error = None
+            error = yield from _wait(self._waits_for)
 
 
-def _waited(coroutine: Coroutine[Any, Any, Any], waits_for: Any) -> Generator[Any, Any, tuple[Any, Any]]:
-    """Wait once; returns the coroutine's method to continue with, and its argument."""
+def _wait(waits_for: Any) -> Generator[Any, Any, BaseException | None]:
+    """Wait once; returns the exception that ended the wait, if any."""
     try:
         yield waits_for
     except BaseException as error:
-        return coroutine.throw, error
-    return coroutine.send, None
+        return error
+    return None

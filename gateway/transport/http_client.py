@@ -24,6 +24,8 @@ from typing import Any, Protocol, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
+from gateway.exceptions import fresh
+
 HEAD_BYTES_MAX = 64 << 10
 BUFFER_BYTES_MAX = 512 << 10  # of an unread body; beyond it reading from the server pauses
 INFLATED_BYTES_MAX = 64 << 20
@@ -95,7 +97,7 @@ class Exchange:
         """Wait for status and headers, ignoring interim (1xx) responses. Raises TransportError."""
         while not self.status:
             if self._error is not None:
-                raise self._error
+                raise fresh(self._error)
             await self._wait()
 
     async def read(self) -> bytes:
@@ -114,7 +116,7 @@ class Exchange:
                 if data:
                     return data
             elif self._error is not None:
-                raise self._error
+                raise fresh(self._error)
             elif self._is_complete:
                 return b""
             else:

@@ -63,9 +63,11 @@ class RequestCycle(RequestResponseCycle):
         """A piece of the body arrived, or its end, or the client left."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-        if self.disconnected and self._on_gone is not None:
-            on_gone, self._on_gone = self._on_gone, None
-            on_gone()
+        if self.disconnected:
+            self.scope.pop("extensions", None)  # breaks a reference cycle
+            if self._on_gone is not None:
+                on_gone, self._on_gone = self._on_gone, None
+                on_gone()
 
     def _when_gone(self, callback: Callable[[], None] | None) -> None:
         """Call `callback` once if the client leaves before the response is complete; None removes

@@ -29,6 +29,7 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from gateway.exceptions import fresh
 from policies.durations import duration_s
 
 Command = tuple[Any, ...]
@@ -208,7 +209,7 @@ async def open_connection(
 
 def _fail_all(error: RedisError, unanswered: list[Pending]) -> None:
     for pending in unanswered:
-        fail(pending, error)
+        fail(pending, fresh(error))
 
 
 def _greeting(parts: SplitResult) -> list[Command]:

@@ -21,6 +21,7 @@ from redis.exceptions import NoScriptError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from cache.redis_client import connect
+from gateway.exceptions import fresh
 from gateway.transport.redis_connection import Command, Pending, RedisWire, answer, fail, open_connection
 
 _PATIENCE_S = 0.002
@@ -164,7 +165,7 @@ class RedisLink:
             return
         repeated = [pending for pending in unanswered if pending.is_repeated]
         for pending in repeated:
-            fail(pending, error)
+            fail(pending, fresh(error))
         again = [pending for pending in unanswered if not pending.is_repeated]
         for pending in again:
             pending.is_repeated = True
@@ -210,7 +211,7 @@ class RedisLink:
         self._failures += 1
         behind, self._waiting = self._waiting, []
         for pending in (*batch, *behind):
-            fail(pending, error)
+            fail(pending, fresh(error))
 
     @asynccontextmanager
     async def subscribe(self, *channels: str) -> AsyncIterator[Any]:

@@ -25,6 +25,7 @@ import msgspec
 
 from gateway.backends.base import BackendBroken, BackendError, BackendRequest, BackendTimeout
 from gateway.backends.openai.errors import Translator
+from gateway.exceptions import fresh
 from gateway.transport.http_client import Exchange, TransportError
 from gateway.wire.chunks import DeltaTemplate, FinishTracker, parse, to_chunk
 from gateway.wire.sse import PayloadTooLarge, Splitter
@@ -98,7 +99,7 @@ class OpenAIStream:
         self._exchange: Exchange | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._error: BackendError | None = None  # raised after the chunks that came before it
-        self._silence: BackendTimeout | None = None  # set where the timer closed the exchange
+        self._silence = ""  # set where the timer closed the exchange
         self._reading_since: float | None = None  # the server is silent only while this stream reads
 
     def __aiter__(self) -> OpenAIStream:
@@ -119,8 +120,10 @@ class OpenAIStream:
             ready, self._ready = self._ready, []
             return ready
         if self._error is not None:
-            pending, self._error = self._error, None
-            raise pending
+            try:
+                raise fresh(self._error)
+            finally:
+                self._error = None
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
@@ -140,7 +143,7 @@ class OpenAIStream:
         try:
             await self._send(exchange)
         except TransportError as error:
-            raise self._error or self._silence or self._translate.unsent(error) from None
+            raise (self._error and fresh(self._error)) or self._late() or self._translate.unsent(error) from None
         if exchange.status != 200:
             raise self._translate.refused(exchange, await self._body(exchange, _ERROR_BYTES_MAX, is_cut=True))
         kind = exchange.headers.get(b"content-type", b"").lower()
@@ -169,9 +172,9 @@ class OpenAIStream:
                     raise BackendBroken("The deployment's answer is too long", detail=f"over {size_bytes_max} bytes")
         except TransportError as error:
             if self._error is not None:  # `aclose` was called
-                raise self._error from None
+                raise fresh(self._error) from None
             if not is_cut:
-                raise self._silence or self._translate.cut(error) from None
+                raise self._late() or self._translate.cut(error) from None
         return b"".join(parts)
 
     def _take_whole(self, body: bytes) -> None:
@@ -278,7 +281,7 @@ class OpenAIStream:
         if self._finishes.is_complete:
             self._finish()
         else:
-            self._fail(self._silence or self._translate.cut(error))
+            self._fail(self._late() or self._translate.cut(error))
 
     def _finish(self) -> None:
         """End a complete answer: the rest of the body is framing, and the connection may serve
@@ -320,13 +323,15 @@ class OpenAIStream:
             self._timer = loop.call_later(timeout_s - silent_s, self._watch, timeout_s)
         elif self._exchange is not None:
             self._timer = None
-            words = (
+            self._silence = (
                 f"sent nothing within {duration_s(self._first_within_s)}"
                 if self._state is State.WAITING
                 else f"fell silent for {duration_s(self._request.idle_timeout_s)} inside its answer"
             )
-            self._silence = BackendTimeout(f"The deployment {words}")
             self._exchange.close()
+
+    def _late(self) -> BackendTimeout | None:
+        return BackendTimeout(f"The deployment {self._silence}") if self._silence else None
 
     @property
     def _first_within_s(self) -> float:
