@@ -45,6 +45,7 @@ from gateway.api.responses import Responses
 from gateway.api.tokens import Detokenize, Tokenize
 from gateway.data_dir import prepare
 from gateway.deployments.fleet import Fleet, build_fleet
+from gateway.exceptions import let_go
 from gateway.journey.budget import Money
 from gateway.journey.rate_limits import Limits
 from gateway.journey.record import Record
@@ -168,6 +169,7 @@ async def _refused(_: Request, error: Exception) -> Response:
 async def _in_openai_shape(request: Request, error: Exception) -> Response:
     """FastAPI's own refusals (an unknown path, a wrong method), in OpenAI's shape."""
     assert isinstance(error, HTTPException)
+    let_go(error)
     refusal: ApiError = BadRequest(str(error.detail))
     headers = error.headers
     if error.status_code == 404:

@@ -1,11 +1,13 @@
-"""Copies of exceptions, for objects that keep an exception until it is raised.
+"""Exceptions without what they hold.
 
-A raised exception references the frames that it passed. An object that keeps it, and is referenced
-by one of those frames, is in a reference cycle: all that the frames hold stays in memory until a
-collection, which is rare in a worker. Two readers of one exception would also share their frames.
-Invariant: an exception that an object keeps is never raised itself.
+A raised exception references the frames that it passed. Where one of these frames references the
+exception too, directly or through an object that keeps it, there is a reference cycle: all that the
+frames hold stays in memory until a collection, which is rare in a worker. Knows no errors of ours.
+Invariant: an exception that an object keeps is never raised itself, but a copy by `fresh`; frames
+of a library that keep an exception are cleared by `let_go`, where it is translated.
 """
 
+import traceback
 from typing import TypeVar
 
 Error = TypeVar("Error", bound=BaseException)
@@ -16,3 +18,17 @@ def fresh(error: Error) -> Error:
     copy: Error = type(error).__new__(type(error), *error.args)
     copy.__dict__.update(error.__dict__)
     return copy
+
+
+def let_go(error: BaseException) -> None:
+    """Clear the variables of all frames that `error`, its cause and its context passed.
+
+    Frames that still run stay as they are.
+    """
+    linked: list[BaseException | None] = [error]
+    while linked:
+        one = linked.pop()
+        if one is not None and one.__traceback__ is not None:
+            traceback.clear_frames(one.__traceback__)
+            one.__traceback__ = None
+            linked += [one.__cause__, one.__context__]

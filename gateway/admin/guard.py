@@ -33,6 +33,7 @@ from cache import CacheUnavailable
 from gateway import accounts
 from gateway.accounts.sessions import Sessions
 from gateway.admin.guesses import Guesses
+from gateway.exceptions import let_go
 from gateway.loggers import get_logger
 from gateway.settings import Settings
 from gateway.wire.errors import (
@@ -282,6 +283,7 @@ class ApiRoute(APIRoute):
                 refusal = as_api_error(error)
                 if refusal is None:
                     raise
+                let_go(error)
                 return Response(
                     refusal.body(), refusal.http_status, headers=refusal.headers, media_type="application/json"
                 )

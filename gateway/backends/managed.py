@@ -13,6 +13,7 @@ those are requested whole.
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -26,6 +27,7 @@ import msgspec
 
 from gateway.backends import base
 from gateway.backends.refusals import Refused, error_body, error_fields, refusal, retry_after_s, scrubbed
+from gateway.exceptions import let_go
 from gateway.wire.chunks import FinishTracker, parse, to_chunk
 from gateway.wire.types import Chunk
 from policies.durations import duration_s
@@ -60,8 +62,28 @@ def _import() -> Any:
         litellm.telemetry = False
         litellm.suppress_debug_info = True
         logging.getLogger("LiteLLM").setLevel(logging.CRITICAL)  # the gateway logs its failures
+        _unlink_closed_responses()
         asyncio.run(_rehearse(litellm))
         return litellm
+
+
+@functools.cache
+def _unlink_closed_responses() -> None:
+    """Remove the reference of httpx's streams to their response when they are closed.
+
+    A response references its stream and its request, so that each request's body would stay in
+    memory until a collection. httpx 0.28 has no public way.
+    """
+    from httpx import _client
+
+    close = _client.BoundAsyncStream.aclose
+
+    async def aclose(self: Any) -> None:
+        if self._response is not None:
+            await close(self)
+            self._response = None
+
+    _client.BoundAsyncStream.aclose = aclose  # type: ignore[method-assign]
 
 
 async def _rehearse(litellm: Any) -> None:
@@ -297,9 +319,15 @@ class ManagedStream:
             what = "fell silent inside its answer" if self._has_output else "sent nothing"
             raise base.BackendTimeout(f"The deployment {what} within {duration_s(timeout_s)}") from None
         except Exception as error:  # litellm passes on the errors of its providers' clients
-            raise self._backend.translated(error, self._litellm, self._has_output) from None
+            raise self._translated(error) from None
         finally:
             self._waiting = None
+
+    def _translated(self, error: Exception) -> base.BackendError:
+        """The error of base.py for litellm's, whose frames are cleared: they reference each other."""
+        translated = self._backend.translated(error, self._litellm, self._has_output)
+        let_go(error)
+        return translated
 
 
 def _given_up() -> base.BackendBroken:

@@ -109,6 +109,11 @@ class Flight:
         if self._readers == 0 and not self._is_done and self._task is not None:
             # a request that arrives before the task has unwound must not join a cancelled flight
             self.retire()
+            # after the task's first step: a task that is cancelled before it would not record the flight
+            asyncio.get_running_loop().call_soon(self._cancel)
+
+    def _cancel(self) -> None:
+        if not self._is_done and self._task is not None:
             self._task.cancel()
 
 

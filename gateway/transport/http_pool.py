@@ -21,6 +21,7 @@ from urllib.parse import SplitResult, unquote
 
 from aiohappyeyeballs import start_connection
 
+from gateway.exceptions import let_go
 from gateway.transport.http_client import Connection, Disconnected, Exchange, TransportError, Unreachable
 from policies.durations import duration_s
 
@@ -149,6 +150,7 @@ class Pool:
             raise Disconnected("the exchange was given up") from None
         except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
             self._addresses.clear()
+            let_go(error)
             raise Unreachable(f"{type(error).__name__}: {error}") from None
         finally:
             exchange.opening = None

@@ -219,6 +219,8 @@ class ServerProtocol(HttpToolsProtocol):
             running.disconnected = True
             running.message_event.set()
         super().connection_lost(exc)
+        self.pipeline.clear()
+        self.cycle = None  # type: ignore[assignment]  # breaks a reference cycle
 
     def on_message_begin(self) -> None:
         self._is_in_head = True
