@@ -49,14 +49,17 @@ class SettleBatch:
 
     async def settle(self, hold: Hold, spend_microusd: MicroUSD, row: bytes) -> bool:
         """Settle one hold; parameters and result are those of `Budgets.settle`."""
-        settled = asyncio.get_running_loop().create_future()
+        is_new: bool = await self._join(hold, spend_microusd, row)
+        return is_new
+
+    def _join(self, hold: Hold, spend_microusd: MicroUSD, row: bytes) -> asyncio.Future[bool]:
+        settled: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Settlement(hold, member(hold.id, hold.amount_microusd), spend_microusd, row, settled))
         if len(self._waiting) == 1:
             self._defer(self._send)
         elif len(self._waiting) == _TOGETHER_MAX:
             self._send()
-        is_new: bool = await settled
-        return is_new
+        return settled
 
     def _send(self) -> None:
         """Send all that wait, grouped by team, hour and set of held windows."""

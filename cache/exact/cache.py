@@ -172,19 +172,22 @@ class ExactCache:
             return Lookup(entry, None)
         links = _earlier_links(fp.chain) if wants_warm else []
         purges_before = self._l1.purges
-        labels: list[bytes | None] = []
         try:
-            fetching = self._store.lookup(fp.partition, fp.exact)
-            if links:
-                asking = self._store.lookup_warm(fp.partition, [fp.chain[depth - 1] for depth in links])
-                data, labels = await asyncio.gather(fetching, asking)
-            else:
-                data = await fetching
+            data, labels = await self._fetch(fp, links)
         except REDIS_FAILURES:
             return Lookup(None, LookupMiss.UNAVAILABLE)
         warm, depth = next(((label, at) for at, label in zip(links, labels, strict=True) if label), (None, 0))
         entry, miss = self._read(data, fp, max_age_s, purges_before)
         return Lookup(entry, miss, warm.decode() if warm is not None else None, depth)
+
+    async def _fetch(self, fp: Fingerprint, links: Sequence[int]) -> tuple[bytes | None, list[bytes | None]]:
+        """The encoded entry, and the deployment that saw each of the `links` last."""
+        if not links:
+            return await self._store.lookup(fp.partition, fp.exact), []
+        return await asyncio.gather(
+            self._store.lookup(fp.partition, fp.exact),
+            self._store.lookup_warm(fp.partition, [fp.chain[depth - 1] for depth in links]),
+        )
 
     async def lookup_entry(
         self, fp: Fingerprint, exact: bytes, max_age_s: float | None = None, *, is_served: bool = True

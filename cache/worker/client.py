@@ -54,7 +54,8 @@ class SemanticClient:
         self._path = str(socket_path)
         self._timeout_s = timeout_s
         self._ids = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[wire.AnswerPayload]] = {}
+        # None: the worker went away; a future that had an exception would be in a cycle with its frames
+        self._waiting: dict[int, asyncio.Future[wire.AnswerPayload | None]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._link: asyncio.Task[None] | None = None
         # why no lookup should wait: no answer has come since
@@ -162,15 +163,18 @@ class SemanticClient:
         data = wire.frame(ask)
         if len(data) > wire.FRAME_BYTES_MAX:
             raise CacheWorkerUnavailable("too much for one request")
-        future: asyncio.Future[wire.AnswerPayload] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[wire.AnswerPayload | None] = asyncio.get_running_loop().create_future()
         self._waiting[ask.id] = future
         self._writer.write(data)
         try:
             async with asyncio.timeout(timeout_s):
-                return await future
+                reply = await future
         finally:
             if self._waiting.pop(ask.id, None) is not None and not _is_answered(future):
                 self._send(wire.Cancel(ask.id))
+        if reply is None:
+            raise CacheWorkerUnavailable("the cache worker went away")
+        return reply
 
     def _probe(self, silence: MissReason) -> None:
         """Ask for a sign of life; whatever comes ends the silence."""
@@ -213,7 +217,7 @@ class SemanticClient:
             writer.close()
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(CacheWorkerUnavailable("the cache worker went away"))
+                future.set_result(None)
         self._waiting.clear()
 
 

@@ -50,8 +50,10 @@ class Generation:
             if self._items:
                 return self._items.popleft()
             if self._error is not None:
-                error, self._error = self._error, None
-                raise error
+                try:
+                    raise self._error
+                finally:
+                    self._error = None  # its frames reference this object
             if self._is_done:
                 raise StopAsyncIteration
             self._wake = asyncio.get_running_loop().create_future()
