@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -72,7 +73,7 @@ ACCOUNTS_CHANNEL = "sameway:accounts"
 # a request leaves no reference cycles, so collections are rare; measured in docs/benchmarks.md
 _GC_THRESHOLDS = (20_000, 20, 50)
 # freed memory lies between cached answers, and the allocator would keep it; measured there too
-_TRIM_EVERY_S = 30.0
+_TIDY_EVERY_S = 30.0
 _TRUTH_EVERY_S = 5.0
 _ERROR = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}  # the admin API's
 _KEY_REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -372,9 +373,8 @@ def _start_loops(parts: Parts, stack: AsyncExitStack) -> None:
         "stats": lambda: _every(1.0, parts.stats.flush),
         "touches": lambda: _every(1.0, parts.exact.flush_touches),
         "watch": lambda: parts.watch.run(parts.metrics),
+        "memory": lambda: _every(_TIDY_EVERY_S, partial(_tidy, parts.pipeline)),
     }
-    if hasattr(ctypes.CDLL(None), "malloc_trim"):  # glibc's
-        loops["memory"] = lambda: _every(_TRIM_EVERY_S, _trim)
     if parts.settings.cache.is_semantic:
         loops["judging"] = parts.learning.judging.run
         loops["truth"] = lambda: _every(_TRUTH_EVERY_S, parts.learning.look)
@@ -401,9 +401,18 @@ async def _every(seconds: float, act: Callable[[], Awaitable[object]]) -> None:
         await act()
 
 
-async def _trim() -> None:
-    """Return free pages of the whole heap to the kernel; takes about 1 ms."""
-    ctypes.CDLL(None).malloc_trim(0)
+async def _tidy(pipeline: Pipeline) -> None:
+    """Free the young objects that only cycles keep, unless the worker is generating, and return
+    free pages of the heap to the kernel.
+
+    A cycle is a library's or a bug: the young generations are few objects. The pages are returned
+    in a thread, because thousands of scattered ones take longer than a request.
+    """
+    if not pipeline.generations:
+        gc.collect(1)
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # glibc's
+        await asyncio.to_thread(libc.malloc_trim, 0)
 
 
 async def _follow_accounts(parts: Parts) -> None:

@@ -36,6 +36,13 @@ _SILENT_INTERVALS_MAX = 15
 _PR_SET_PDEATHSIG = 1
 _OPEN_FILES = 1 << 16
 WORKER_SETTINGS = "SAMEWAY_WORKER_SETTINGS"
+# glibc's environment of a gateway worker: its allocator keeps little, and what it keeps is small
+_GLIBC = {
+    "MALLOC_ARENA_MAX": "1",  # by default each thread has an arena, and each arena keeps its peak
+    # a large body is not part of the heap, which `malloc_trim` locks: freed, it is the kernel's at once
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(32 << 20),  # with the other one set, the heap would shrink at each free
+}
 
 
 class ChildKind(Enum):
@@ -209,8 +216,7 @@ class Supervisor:
         handed = settings.run_dir / "worker.json"  # an environment variable holds 128 KiB at most
         handed.touch(mode=0o600)
         handed.write_text(settings.model_dump_json())
-        # by default glibc gives each thread an arena, and each arena keeps its peak
-        env = {WORKER_SETTINGS: str(handed), "MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "1")}
+        env = {WORKER_SETTINGS: str(handed), **{name: os.environ.get(name, value) for name, value in _GLIBC.items()}}
         for index in range(settings.workers):
             socket_path = settings.worker_socket(index)
             argv = [sys.executable, "-m", "gateway", "worker"]

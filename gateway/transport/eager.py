@@ -52,12 +52,17 @@ class Eager(Generic[T]):
                 raise fresh(self._error)
             return self._result
         error: BaseException | None = None
-        if asyncio.isfuture(self._waits_for) and self._waits_for.done():
+        must_wait = not (asyncio.isfuture(self._waits_for) and self._waits_for.done())
+        if not must_wait:
             self._waits_for._asyncio_future_blocking = False  # the result is here: the task need not wait
-        else:
-            error = yield from _wait(self._waits_for)
         while True:
-            self._waits_for = None  # a future references its exception, which will reference this frame
+            if must_wait:
+                try:
+                    yield self._waits_for
+                except BaseException as thrown:
+                    error = thrown
+            # a future references its exception, which references this frame: keep neither
+            must_wait, self._waits_for = True, None
             try:
                 self._waits_for = coroutine.send(None) if error is None else coroutine.throw(error)
             except StopIteration as end:
@@ -65,13 +70,3 @@ class Eager(Generic[T]):
                 return end.value  # type: ignore[no-any-return]
             finally:
                 error = None
-            error = yield from _wait(self._waits_for)
-
-
-def _wait(waits_for: Any) -> Generator[Any, Any, BaseException | None]:
-    """Wait once; returns the exception that ended the wait, if any."""
-    try:
-        yield waits_for
-    except BaseException as error:
-        return error
-    return None

@@ -22,14 +22,12 @@ from openai import OpenAI
 from redis.asyncio import Redis
 from sqlalchemy import event
 
-from cache import ExactCache
-from gateway import app as app_module
-from gateway.app import Parts, create_app
+from gateway.app import Parts
 from gateway.settings import Settings
-from gateway.worker import server_of
 from policies import WindowKind
 from tests.e2e.gateway import API_KEY, Gateway, deployment
 from tests.e2e.upstream import Upstream
+from tests.e2e.worker import open_worker
 from tests.services import RedisServer
 
 TASKS_OF_A_GENERATION = {"RequestResponseCycle.run_asgi": 1, "Pipeline.generate": 1}
@@ -143,8 +141,6 @@ async def worker(
     redis_server: RedisServer, redis: Redis, upstream: Upstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Worker]:
     """A worker with a hard budget and without limits, asked twice by each way."""
-    monkeypatch.setattr(app_module, "_start_loops", lambda parts, stack: None)
-    monkeypatch.setattr(ExactCache, "is_l1_on", True)  # the loop that would say so is off
     settings = Settings(
         data_dir=tmp_path,
         redis_url=redis_server.url,
@@ -155,27 +151,18 @@ async def worker(
         cache={"is_semantic": False},  # type: ignore[arg-type]
         models={"mock": {"deployments": [deployment(upstream.url, "plain", "mock?chunks=64")]}},  # type: ignore[dict-item]
     )
-    app = create_app(settings)
-    server = server_of(app, settings)
-    server.config.port = 0
-    serving = asyncio.create_task(server.serve())
-    async with asyncio.timeout(20):
-        while not server.started:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    parts: Parts = app.state.parts
-    await parts.semantic.aclose()
-    await parts.accounts.create_budget(1, WindowKind.DAY, 10**12)
-    assert await parts.writer.step()
-    made = Worker(parts, upstream, server.servers[0].sockets[0].getsockname()[1])
-    await made.connect()
-    for stream in (False, True, False):
-        await made.ask(stream=stream)
-    async with asyncio.timeout(60):
-        yield made
-    made.close()
-    server.should_exit = True
-    await serving
-    gc.unfreeze()
+    async with open_worker(settings, monkeypatch) as opened:
+        parts = opened.parts
+        await parts.semantic.aclose()
+        await parts.accounts.create_budget(1, WindowKind.DAY, 10**12)
+        assert await parts.writer.step()
+        made = Worker(parts, upstream, opened.port)
+        await made.connect()
+        for stream in (False, True, False):
+            await made.ask(stream=stream)
+        async with asyncio.timeout(60):
+            yield made
+        made.close()
 
 
 GENERATION = Cost(3, {"HGET": 1, "EVALSHA": 3}, TASKS_OF_A_GENERATION)
