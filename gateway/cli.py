@@ -82,6 +82,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     from gateway.data_dir import prepare
     from gateway.supervisor import Supervisor
 
+    os.umask(0o077)  # files of the gateway hold prompts and keys; its children inherit it
     settings = prepare(_settings(arguments))
     try:
         return asyncio.run(Supervisor(settings).run())

@@ -1,28 +1,35 @@
 """Prepares the data directory: creates it, and the installation's secret and admin key.
 
-Knows no processes and no network. Invariant: a secret is created once, readable by its owner only,
-and never changes.
+Knows no processes and no network. Invariants: a secret is created once, readable by its owner only,
+and never changes; no file with a secret is written through a link or into another one's file; no
+socket lies in a folder that another user could have made or can write.
 """
 
 import contextlib
 import os
 import secrets
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
 from gateway.settings import Settings, SettingsError, refuse_settings, secret_problem
 
 _FILES = {"secret": "secret", "admin_key": "admin.key"}
+_DATABASE_FILES = ("sameway.db", "sameway.db-wal", "sameway.db-shm")
 
 
 def prepare(settings: Settings) -> Settings:
     """`settings` with `secret` and `admin_key` from the data directory; creates missing ones.
 
-    Raises SettingsError if the directory cannot be written or holds a secret that can be guessed.
+    Raises SettingsError if the directory cannot be written or holds a secret that can be guessed,
+    or if the sockets' directory is not this user's alone.
     """
     try:
         settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        settings.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _make_run_dir(settings.run_dir, is_shared=settings.run_dir.parent != settings.data_dir.absolute())
+        for name in _DATABASE_FILES:  # earlier versions made them readable by others
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                (settings.data_dir / name).chmod(0o600)
         refuse_settings([], weak_files(settings))
         return settings.model_copy(
             update={
@@ -33,6 +40,33 @@ def prepare(settings: Settings) -> Settings:
         )
     except OSError as error:
         raise SettingsError(f"data_dir: {error.filename or settings.data_dir}: {error.strerror}") from None
+
+
+def _make_run_dir(folder: Path, *, is_shared: bool) -> None:
+    """Make the folder of the sockets. `is_shared`: it lies in a directory of all users.
+
+    Raises SettingsError if another user could have made it, or can open it.
+    """
+    if not is_shared:
+        folder.mkdir(exist_ok=True, mode=0o700)
+        return
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+        return
+    raise SettingsError(
+        f"data_dir: its path is too long for unix sockets, and their folder {folder} was made by another user or can be "
+        "opened by others; expected a folder of this user's with mode 0700: remove it, set TMPDIR, or take a shorter data_dir",
+        os.EX_CONFIG,
+    )
+
+
+def write_secret(path: Path, text: str) -> None:
+    """Write a new file that only its owner can read, in the place of one that is there."""
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
+        file.write(text)
 
 
 def weak_files(settings: Settings) -> list[str]:
@@ -53,8 +87,7 @@ def _kept(path: Path, make: Callable[[], str]) -> str:
     """
     if not path.exists():
         draft = path.with_name(f"{path.name}.{os.getpid()}")
-        draft.touch(mode=0o600)
-        draft.write_text(make() + "\n")
+        write_secret(draft, make() + "\n")
         with contextlib.suppress(FileExistsError):  # another process was first
             os.link(draft, path)
         draft.unlink()

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
 
+from gateway.data_dir import write_secret
 from gateway.settings import Settings, SettingsError
 from local_engine.messages import Ended, ended_path, write_ended
 from policies.durations import duration_s
@@ -36,6 +37,7 @@ _SILENT_INTERVALS_MAX = 15
 _PR_SET_PDEATHSIG = 1
 _OPEN_FILES = 1 << 16
 WORKER_SETTINGS = "SAMEWAY_WORKER_SETTINGS"
+_HANDED = "worker.json"
 # glibc's environment of a gateway worker: its allocator keeps little, and what it keeps is small
 _GLIBC = {
     "MALLOC_ARENA_MAX": "1",  # by default each thread has an arena, and each arena keeps its peak
@@ -213,9 +215,8 @@ class Supervisor:
         engines = sorted({d.engine for model in settings.models.values() for d in model.deployments if d.engine})
         for name in engines:
             ended_path(settings.engine_socket(name)).unlink(missing_ok=True)  # an earlier run's
-        handed = settings.run_dir / "worker.json"  # an environment variable holds 128 KiB at most
-        handed.touch(mode=0o600)
-        handed.write_text(settings.model_dump_json())
+        handed = settings.data_dir.absolute() / _HANDED  # an environment variable holds 128 KiB at most
+        write_secret(handed, settings.model_dump_json())
         env = {WORKER_SETTINGS: str(handed), **{name: os.environ.get(name, value) for name, value in _GLIBC.items()}}
         for index in range(settings.workers):
             socket_path = settings.worker_socket(index)
@@ -338,7 +339,7 @@ class Supervisor:
             ({ChildKind.REDIS}, 10.0),
         ):
             await asyncio.gather(*(_end(child, patience_s) for child in self._children if child.kind in kinds))
-        (self.settings.run_dir / "worker.json").unlink(missing_ok=True)  # it contains secrets
+        (self.settings.data_dir / _HANDED).unlink(missing_ok=True)  # it contains secrets
 
     # -- exclusive resources of this host ----------------------------------------------------------
 
