@@ -223,6 +223,7 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             charts=charts_of(stats) if stats is not None else {},
             teams=teams,
             models=list(parts.settings.models),
+            past=await views.ledger_choices(parts),
             settings=parts.settings.cache,
             log_prompts=parts.settings.log_prompts,
             near_similarity_min=NEAR_SIMILARITY_MIN,

@@ -492,6 +492,7 @@ async def test_filters_offer_names_of_the_past(world: World, browser: httpx.Asyn
     await world.stats.flush()
     await world.spend(team_id, 100, alias="gpt-3", deployment="davinci")
     await world.accounts.delete_team(team_id)
+    assert '<option value="gpt-3">gpt-3 (retired)</option>' in (await browser.get("/admin/cache")).text
     for page, team in (("requests", "closed (deleted)"), ("ledger", f"team {team_id} (deleted)")):
         text = (await browser.get(f"/admin/{page}")).text
         assert '<option value="gpt-3">gpt-3 (retired)</option>' in text
