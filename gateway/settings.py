@@ -248,7 +248,7 @@ class CacheSettings(_Section):
     entry_bytes_max: int = Field(4 << 20, gt=0, description="a longer answer is not cached")
     l1_bytes_max: int = Field(8 << 20, ge=0, description="bytes of answers each gateway worker keeps in its own memory")
     error_max: float = Field(0.01, ge=0, le=1, description="largest share of requests with a wrong semantic hit")
-    is_audited: bool = Field(True, description="generate some would-be hits as a check: first a tenth, later 2%")
+    is_audited: bool = Field(True, description="generate some would-be hits as a check: first up to a fifth, later 2%")
     judge_model: str | None = Field(None, description="alias of the model that compares long answers")
     judge_budget_usd: float = Field(1.0, ge=0, description="USD a day for `judge_model` and shadow checks; 0: none")
     shadow_share: float = Field(0.0, ge=0, le=1, description="share of semantic hits also generated, as a check")
