@@ -41,7 +41,7 @@ from gateway.api.embeddings import Embeddings
 from gateway.api.feedback import Feedback
 from gateway.api.front import Front, Routes, document, no_such_route, wrong_method
 from gateway.api.models import Models
-from gateway.api.openapi import PATHS
+from gateway.api.openapi import PATHS, SCHEMAS
 from gateway.api.responses import Responses
 from gateway.api.tokens import Detokenize, Tokenize
 from gateway.data_dir import prepare
@@ -109,7 +109,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.settings = settings
     app.state.routes = {}
     app.add_middleware(Front, routes=lambda: app.state.routes)
-    document(app, PATHS)
+    document(app, PATHS, SCHEMAS)
 
     if settings.trusted_proxies:
         app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=_as_seen(settings.trusted_proxies))

@@ -48,7 +48,6 @@ ROOMS = {
 SMALL_FILES: dict[str, str] = {
     "cache/worker/options.py": "the command line of the process",
     "gateway/admin/guesses.py": "one mechanism with tests of its own",
-    "gateway/api/feedback.py": "one endpoint",
     "gateway/api/models.py": "one endpoint",
     "gateway/learning/llm_judge.py": "the one place that writes a prompt",
     "gateway/worker.py": "the command line of the process",

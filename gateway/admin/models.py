@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, Strict, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, Strict, create_model
 from pydantic_core import CoreSchema
 
 from cache.fingerprint import TEXT_CHARS_MAX
@@ -21,14 +21,21 @@ from gateway.telemetry.summary import Percentiles, Window
 from policies import WindowKind
 from policies.prices import MICROUSD_MAX
 
-_Id = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+def _whole(value: Any) -> Any:
+    """JSON does not tell 220.0 from 220."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+_Whole = BeforeValidator(_whole)
+_Id = Annotated[int, Field(ge=0, le=2**31 - 1), _Whole]
 _PRINTABLE = {"pattern": r"^[^\p{C}\p{Z}]+( +[^\p{C}\p{Z}]+)*$"}  # the accounts check it, with better words
 _Name = Annotated[str, Field(min_length=1, max_length=200, json_schema_extra=_PRINTABLE)]
 _Label = Annotated[str, Field(min_length=1, max_length=256)]
 _Models = Annotated[tuple[_Name, ...], Strict(False)]  # JSON's arrays are lists
-_Rate = Annotated[int, Field(ge=1, le=RATE_MAX, description="null: no limit")]
+_Rate = Annotated[int, Field(ge=1, le=RATE_MAX, description="null: no limit"), _Whole]
 _ErrorMax = Annotated[float, Field(ge=0, le=1, description="null: the gateway's own bound")]
-_Limit = Annotated[int, Field(ge=0, le=MICROUSD_MAX)]
+_Limit = Annotated[int, Field(ge=0, le=MICROUSD_MAX), _Whole]
 
 
 class _In(BaseModel):
@@ -471,8 +478,18 @@ class CacheOut(_Out):
     semantic: _Part | None
 
 
+_CONDITIONS = ("id", "text", "team_id", "namespace", "model", "deployment", "older_than_s")
+_ALL_OR_SOME: Any = {
+    "if": {"required": ["all"], "properties": {"all": {"const": True}}},
+    "then": {"properties": {name: {"type": "null"} for name in _CONDITIONS}},
+    "else": {"anyOf": [{"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in _CONDITIONS]},
+}
+
+
 class PurgeIn(_In):
     """Every condition that is given must match; at least one must be, or `all`."""
+
+    model_config = ConfigDict(json_schema_extra=_ALL_OR_SOME)
 
     dry_run: bool = Field(True, description="only count; false removes")
     id: str | None = Field(None, pattern=r"^[0-9a-f]{32}$", description="an entry's id")

@@ -20,10 +20,10 @@ from gateway.settings import Settings
 from gateway.wire.errors import BadRequest, NotFound, Unavailable, shown
 from gateway.wire.requests import convert
 
-_INPUTS_MAX = 2048
+INPUTS_MAX = 2048
 
 
-class _EmbeddingsRequest(msgspec.Struct):
+class EmbeddingsRequest(msgspec.Struct):
     model: Annotated[str, Meta(min_length=1)]
     input: str | list[str | int | list[int]]
     encoding_format: Literal["float", "base64"] | None = None
@@ -31,7 +31,7 @@ class _EmbeddingsRequest(msgspec.Struct):
     user: str | None = None
 
 
-class Embeddings(JsonEndpoint[_EmbeddingsRequest]):
+class Embeddings(JsonEndpoint[EmbeddingsRequest]):
     """The endpoint. One instance per worker."""
 
     operation = "embeddings"
@@ -40,8 +40,8 @@ class Embeddings(JsonEndpoint[_EmbeddingsRequest]):
         super().__init__(settings, pipeline)
         self._semantic = semantic
 
-    def read(self, body: dict[str, Any]) -> tuple[_EmbeddingsRequest, str]:
-        request: _EmbeddingsRequest = convert(body, _EmbeddingsRequest)
+    def read(self, body: dict[str, Any]) -> tuple[EmbeddingsRequest, str]:
+        request: EmbeddingsRequest = convert(body, EmbeddingsRequest)
         alias = self.settings.embedding_alias
         if request.model != alias:
             raise NotFound(
@@ -51,7 +51,7 @@ class Embeddings(JsonEndpoint[_EmbeddingsRequest]):
             )
         return request, alias
 
-    async def answer(self, request: _EmbeddingsRequest, identity: Identity) -> tuple[dict[str, Any], int]:
+    async def answer(self, request: EmbeddingsRequest, identity: Identity) -> tuple[dict[str, Any], int]:
         alias = request.model
         may_use(identity, alias)
         texts = _texts(request.input)
@@ -64,6 +64,7 @@ class Embeddings(JsonEndpoint[_EmbeddingsRequest]):
                     raise BadRequest(
                         f"`{alias}` has {few.dims} dimensions and can't be asked for {request.dimensions}",
                         param="dimensions",
+                        code="invalid_value",
                     )
                 prompt_tokens += sum(few.tokens)
                 # written a few at a time: all together would hold other requests up
@@ -99,8 +100,8 @@ def _floats(vector: bytes) -> list[float]:
 
 def _texts(given: str | list[str | int | list[int]]) -> list[str]:
     texts = [given] if isinstance(given, str) else given
-    if not texts or len(texts) > _INPUTS_MAX:
-        raise BadRequest(f"`input` must hold 1 to {_INPUTS_MAX} texts", param="input", code="invalid_value")
+    if not texts or len(texts) > INPUTS_MAX:
+        raise BadRequest(f"`input` must hold 1 to {INPUTS_MAX} texts", param="input", code="invalid_value")
     strings = [text for text in texts if isinstance(text, str)]
     if len(strings) != len(texts):
         raise BadRequest(

@@ -20,12 +20,12 @@ from gateway.wire.errors import Unavailable
 from gateway.wire.requests import convert
 
 
-class _Feedback(msgspec.Struct, forbid_unknown_fields=True):
+class FeedbackRequest(msgspec.Struct, forbid_unknown_fields=True):
     id: Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.:-]+$")]
     verdict: Literal["right", "wrong"]
 
 
-class Feedback(JsonEndpoint[_Feedback]):
+class Feedback(JsonEndpoint[FeedbackRequest]):
     """The endpoint. One instance per worker."""
 
     operation = "feedback"
@@ -34,11 +34,11 @@ class Feedback(JsonEndpoint[_Feedback]):
         super().__init__(settings, pipeline)
         self._reports = reports
 
-    def read(self, body: dict[str, Any]) -> tuple[_Feedback, str]:
-        request: _Feedback = convert(body, _Feedback)
+    def read(self, body: dict[str, Any]) -> tuple[FeedbackRequest, str]:
+        request: FeedbackRequest = convert(body, FeedbackRequest)
         return request, ""
 
-    async def answer(self, request: _Feedback, identity: Identity) -> tuple[Outcome, int]:
+    async def answer(self, request: FeedbackRequest, identity: Identity) -> tuple[Outcome, int]:
         team = identity.team
         own = partition_of(self.settings.secret, team.id)
         try:

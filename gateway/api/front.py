@@ -185,14 +185,16 @@ def _bounded(receive: Receive) -> Receive:
     return bounded
 
 
-def document(app: FastAPI, paths: Mapping[str, Any]) -> None:
-    """Add `paths` (OpenAPI 3.1 path items) to those that `app.openapi()` lists."""
+def document(app: FastAPI, paths: Mapping[str, Any], schemas: Mapping[str, Any]) -> None:
+    """Add `paths` (OpenAPI 3.1 path items), and the `schemas` that they name, to `app.openapi()`."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
             schema["paths"] = {**paths, **schema["paths"]}
-            schema.setdefault("components", {}).setdefault("securitySchemes", {})["apiKey"] = {
+            components = schema.setdefault("components", {})
+            components["schemas"] = {**schemas, "ErrorBody": _ERROR_SCHEMA, **components.get("schemas", {})}
+            components.setdefault("securitySchemes", {})["apiKey"] = {
                 "type": "http",
                 "scheme": "bearer",
             }
@@ -210,24 +212,42 @@ def operation(summary: str, body: Mapping[str, Any] | None, *, streams: bool = F
     """
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
-    error = {
-        "description": "An error in OpenAI's shape",
-        "content": {"application/json": {"schema": _ERROR_SCHEMA}},
-    }
+        content["text/event-stream"] = {"schema": _EVENT_SCHEMA}
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
+    wrong = {"401": _WRONG["401"], "4XX": _WRONG["4XX"], "5XX": _WRONG["5XX"]} if body is None else _WRONG
+    errors = {status: {"description": f"{what}, in OpenAI's shape", "content": error} for status, what in wrong.items()}
     described: dict[str, Any] = {
         "summary": summary,
         "tags": ["OpenAI"],
         "security": [{"apiKey": []}],
-        "responses": {"200": {"description": "OK", "content": content}, "default": error},
+        "responses": {"200": {"description": "OK", "content": content}, **errors},
     }
     if body is not None:
         described["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
     return described
 
 
+_WRONG = {
+    "400": "The request is not valid",
+    "401": "The API key is missing or wrong",
+    "403": "The key may not use this model",
+    "404": "There is no such model or response",
+    "413": "The body is too long",
+    "415": "The body's encoding is not supported",
+    "429": "A rate limit, a budget or the deployment has no room",
+    "4XX": "Another refusal, such as the deployment's own",
+    "503": "No deployment can answer now",
+    "5XX": "The gateway or its deployments failed",
+}
+_EVENT_SCHEMA = {
+    "type": "object",
+    "description": "each event of the stream",
+    "required": ["data"],
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+}
 _ERROR_SCHEMA = {
     "type": "object",
+    "required": ["error"],
     "properties": {
         "error": {
             "type": "object",

@@ -1,98 +1,84 @@
 """The routes under `/v1` as OpenAPI path items, for `/docs` and for generators of clients.
 
-Knows no endpoints; a test compares it with the routes that are served.
+Each body's schema is made of the struct that checks it, so that both have the same limits; what a
+struct cannot say is added here. A test compares the paths with the routes that are served.
 """
 
 from typing import Any
 
+import msgspec
+
+from gateway.api.embeddings import INPUTS_MAX, EmbeddingsRequest
+from gateway.api.feedback import FeedbackRequest
 from gateway.api.front import operation
+from gateway.api.responses import ResponseRequest
+from gateway.journey.turn import CacheFields
+from gateway.wire.requests import PROMPTS_MAX, SPEAKERS, ChatRequest, CompletionRequest
 
-_CACHE: dict[str, Any] = {
-    "type": "object",
-    "additionalProperties": False,
-    "description": "Sameway's own: how this request uses the cache",
-    "properties": {
-        "ttl": {"type": "integer", "minimum": 1, "description": "seconds"},
-        "no-cache": {"type": "boolean"},
-        "no-store": {"type": "boolean"},
-        "namespace": {"type": "string"},
-        "error_max": {"type": "number", "minimum": 0, "maximum": 1},
-    },
-}
-
-_CHAT_BODY: dict[str, Any] = {
-    "type": "object",
-    "required": ["model", "messages"],
-    "additionalProperties": True,
-    "properties": {
-        "model": {"type": "string"},
-        "messages": {"type": "array", "minItems": 1, "items": {"type": "object", "required": ["role"]}},
-        "stream": {"type": "boolean"},
-        "cache": _CACHE,
-    },
-}
-
+_SHAPES = (ChatRequest, CompletionRequest, ResponseRequest, EmbeddingsRequest, FeedbackRequest, CacheFields)
+_REF = "#/components/schemas/"
 _TOKENS: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
-
-_COMPLETION_BODY: dict[str, Any] = {
-    "type": "object",
-    "required": ["model", "prompt"],
-    "additionalProperties": True,
-    "properties": {
-        "model": {"type": "string"},
-        "prompt": {
-            "description": "a text, token ids, or a list of either",
-            "oneOf": [
-                {"type": "string"},
-                _TOKENS,
-                {"type": "array", "minItems": 1, "items": {"type": "string"}},
-                {"type": "array", "minItems": 1, "items": _TOKENS},
-            ],
+_PROMPT: dict[str, Any] = {
+    "description": "a text, token ids, or a list of either",
+    "anyOf": [
+        {"type": "string"},
+        _TOKENS,
+        {"type": "array", "minItems": 1, "maxItems": PROMPTS_MAX, "items": {"type": "string"}},
+        {"type": "array", "minItems": 1, "maxItems": PROMPTS_MAX, "items": _TOKENS},
+    ],
+}
+_TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
+_INPUT: dict[str, Any] = {
+    "anyOf": [_TEXT, {"type": "array", "minItems": 1, "maxItems": INPUTS_MAX, "items": _TEXT}],
+}
+# an assistant's message may have tool calls, a refusal or audio instead of content
+_CONTENT: dict[str, Any] = {
+    "if": {"properties": {"role": {"enum": sorted(SPEAKERS)}}},
+    "then": {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
+}
+_TOOL_CHOICE: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "object",
+            "required": ["type", "name"],
+            "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
         },
-        "max_tokens": {"type": "integer", "minimum": 0, "default": 16},
-        "n": {"type": "integer", "minimum": 1, "maximum": 128},
-        "best_of": {"type": "integer", "minimum": 1, "maximum": 128},
-        "echo": {"type": "boolean"},
-        "suffix": {"type": "string"},
-        "logprobs": {"type": "integer", "minimum": 0, "maximum": 5},
-        "stream": {"type": "boolean"},
-        "cache": _CACHE,
-    },
+        {"type": "null"},
+    ]
 }
 
-_RESPONSE_BODY: dict[str, Any] = {
-    "type": "object",
-    "required": ["model", "input"],
-    "additionalProperties": True,
-    "properties": {
-        "model": {"type": "string"},
-        "input": {"oneOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": {"type": "object"}}]},
-        "instructions": {"type": "string"},
-        "stream": {"type": "boolean"},
-        "cache": _CHAT_BODY["properties"]["cache"],
-    },
-}
 
-_EMBEDDINGS_BODY: dict[str, Any] = {
-    "type": "object",
-    "required": ["model", "input"],
-    "properties": {
-        "model": {"type": "string"},
-        "input": {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
-        "encoding_format": {"enum": ["float", "base64"]},
-        "dimensions": {"type": "integer"},
-    },
-}
+def _schemas() -> dict[str, Any]:
+    """The schemas of all bodies, by name."""
+    _, made = msgspec.json.schema_components(_SHAPES, ref_template=f"{_REF}{{name}}")
+    # private structs are parts of bodies; in the document each has a name like the others
+    found: dict[str, Any] = msgspec.json.decode(
+        msgspec.json.encode({name.lstrip("_"): schema for name, schema in made.items()})
+        .replace(f"{_REF}_".encode(), _REF.encode())
+        .replace(b'"title":"_', b'"title":"')
+    )
+    chat, response = found["ChatRequest"]["properties"], found["ResponseRequest"]["properties"]
+    shared = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "user")
+    response |= {name: chat[name] for name in shared}
+    found["ResponseRequest"]["required"] = ["model", "input"]
+    for name in ("ChatRequest", "CompletionRequest", "ResponseRequest"):
+        found[name]["properties"]["cache"] = {"anyOf": [{"$ref": f"{_REF}CacheFields"}, {"type": "null"}]}
+    found["CompletionRequest"]["properties"]["prompt"] = _PROMPT
+    found["CompletionRequest"]["properties"]["max_tokens"]["default"] = 16
+    found["EmbeddingsRequest"]["properties"]["input"] = _INPUT
+    found["Message"] |= _CONTENT
+    found["ResponseFormat"]["properties"]["type"] = {"enum": ["text", "json_object", "json_schema"]}
+    response["tool_choice"] = _TOOL_CHOICE
+    return found
 
-_FEEDBACK_BODY: dict[str, Any] = {
-    "type": "object",
-    "required": ["id", "verdict"],
-    "additionalProperties": False,
-    "properties": {
-        "id": {"type": "string", "description": "the response's x-request-id"},
-        "verdict": {"enum": ["right", "wrong"]},
-    },
-}
+
+SCHEMAS: dict[str, Any] = _schemas()
+
+
+def _body(shape: type) -> dict[str, Any]:
+    return {"$ref": f"{_REF}{shape.__name__}"}
+
 
 _TOKENIZE_BODY: dict[str, Any] = {
     "type": "object",
@@ -101,7 +87,7 @@ _TOKENIZE_BODY: dict[str, Any] = {
     "properties": {
         "model": {"type": "string", "description": "may be left out if only one model has a local engine"},
         "prompt": {"type": "string"},
-        "messages": _CHAT_BODY["properties"]["messages"],
+        "messages": SCHEMAS["ChatRequest"]["properties"]["messages"],
         "add_special_tokens": {"type": "boolean", "description": "default: true for a prompt, false for messages"},
         "add_generation_prompt": {"type": "boolean", "default": True},
         "return_token_strs": {"type": "boolean", "default": False},
@@ -118,18 +104,20 @@ _DETOKENIZE_BODY: dict[str, Any] = {
 }
 
 PATHS: dict[str, Any] = {
-    "/v1/chat/completions": {"post": operation("Create a chat completion", _CHAT_BODY, streams=True)},
-    "/v1/completions": {"post": operation("Create a completion", _COMPLETION_BODY, streams=True)},
-    "/v1/responses": {"post": operation("Create a response, of which nothing is kept", _RESPONSE_BODY, streams=True)},
-    "/v1/embeddings": {"post": operation("Create embeddings", _EMBEDDINGS_BODY)},
-    "/v1/feedback": {"post": operation("Report a response right or wrong", _FEEDBACK_BODY)},
+    "/v1/chat/completions": {"post": operation("Create a chat completion", _body(ChatRequest), streams=True)},
+    "/v1/completions": {"post": operation("Create a completion", _body(CompletionRequest), streams=True)},
+    "/v1/responses": {
+        "post": operation("Create a response, of which nothing is kept", _body(ResponseRequest), streams=True)
+    },
+    "/v1/embeddings": {"post": operation("Create embeddings", _body(EmbeddingsRequest))},
+    "/v1/feedback": {"post": operation("Report a response right or wrong", _body(FeedbackRequest))},
     "/tokenize": {"post": operation("The tokens of a text or a conversation, by a local engine", _TOKENIZE_BODY)},
     "/detokenize": {"post": operation("The text of tokens, by a local engine", _DETOKENIZE_BODY)},
     "/v1/models": {"get": operation("List the models this key may use", None)},
     "/v1/models/{model}": {
         "get": {
             **operation("One model", None),
-            "parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}],
+            "parameters": [{"name": "model", "in": "path", "required": True, "schema": _TEXT}],
         }
     },
 }

@@ -40,7 +40,7 @@ class _Function(msgspec.Struct):
     name: str
 
 
-class _Request(msgspec.Struct):
+class ResponseRequest(msgspec.Struct):
     """The fields that differ from a chat completion's; the shared ones are checked there."""
 
     input: str | Annotated[list[_Item], Meta(min_length=1, max_length=MESSAGES_MAX)]
@@ -90,7 +90,7 @@ def _chat(body: dict[str, Any]) -> dict[str, Any]:
     for name, (allowed, way) in _ONLY.items():
         if body.get(name) not in (None, allowed):
             raise _unsupported(name, f"`{name}` is not supported here: {way}")
-    request: _Request = convert(body, _Request)
+    request: ResponseRequest = convert(body, ResponseRequest)
     text, reasoning = request.text or {}, request.reasoning or {}
     has_logprobs = bool(request.top_logprobs) or "message.output_text.logprobs" in (request.include or ())
     translated = {
@@ -104,7 +104,7 @@ def _chat(body: dict[str, Any]) -> dict[str, Any]:
         "logprobs": has_logprobs or None,
         "top_logprobs": request.top_logprobs if has_logprobs else None,
     }
-    known = _DROPPED.union(_ONLY, _Request.__struct_fields__)
+    known = _DROPPED.union(_ONLY, ResponseRequest.__struct_fields__)
     shared = {name: value for name, value in body.items() if name not in known}
     if not request.tools:  # of chat completions, these go with tools only
         shared.pop("parallel_tool_calls", None)
@@ -134,13 +134,14 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") != "function":
-        words = f"A `tool_choice` of type `{str(choice.get('type'))[:100]}` is not supported here"
+        kind = msgspec.json.encode(choice.get("type")).decode()[:100]
+        words = f"A `tool_choice` of type {kind} is not supported here"
         raise _unsupported("tool_choice.type", f"{words}: it may be none, auto, required or a function")
     function: _Function = convert(choice, _Function, "tool_choice")
     return _nested("function", {"name": function.name})
 
 
-def _messages(request: _Request) -> list[dict[str, Any]]:
+def _messages(request: ResponseRequest) -> list[dict[str, Any]]:
     """`instructions` and `input` as messages.
 
     Calls are added to the assistant's message before them, or to a new one.
@@ -200,7 +201,8 @@ def _part(part: dict[str, Any], where: str) -> dict[str, Any]:
             return _nested("image_url", {"url": url, "detail": part.get("detail")})
         case {"type": "input_file", "file_data": str(data)}:
             return _nested("file", {"filename": part.get("filename"), "file_data": data})
-    raise _unsupported(where, f"This content part is not supported: {str(part.get('type'))[:100]}")
+    kind = msgspec.json.encode(part.get("type")).decode()[:100]
+    raise _unsupported(where, f"A content part of this type, with these fields, is not supported here: {kind}")
 
 
 def _response_format(given: Any) -> dict[str, Any] | None:

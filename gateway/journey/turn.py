@@ -23,7 +23,7 @@ from policies import Demand
 _random = random.Random()  # seeded by the operating system; an id is unique, not secret
 
 
-class _CacheFields(msgspec.Struct, forbid_unknown_fields=True, rename={"no_cache": "no-cache", "no_store": "no-store"}):
+class CacheFields(msgspec.Struct, forbid_unknown_fields=True, rename={"no_cache": "no-cache", "no_store": "no-store"}):
     """The body's `cache` object."""
 
     ttl: Annotated[int, Meta(ge=1)] | None = None
@@ -124,7 +124,7 @@ def read_controls(cache_control: str, fields: Any) -> Controls:
         raise BadRequest(
             f"Invalid cache: expected an object, got {json_name(fields)}", param="cache", code="invalid_type"
         )
-    own: _CacheFields = convert(fields or {}, _CacheFields, "cache")
+    own: CacheFields = convert(fields or {}, CacheFields, "cache")
     max_age = directives.get("max-age", "")
     return Controls(
         no_cache=own.no_cache or "no-cache" in directives,

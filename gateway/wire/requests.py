@@ -36,7 +36,7 @@ _BYTES_PER_TOKEN = 4.0  # English prose; for expectations, not for bounds
 _TOKENS_MAX = 2**31 - 1
 
 
-_PROMPTS_MAX = 2_048
+PROMPTS_MAX = 2_048
 
 
 MESSAGES_MAX = 20_000  # each takes time on the event loop
@@ -110,7 +110,7 @@ class ChatRequest(_Request, kw_only=True):
     def demand(self, raw: bytes, body: dict[str, Any]) -> Demand:
         """The capabilities that a deployment needs for it. Raises BadRequest."""
         for index, message in enumerate(self.messages):
-            if message.content is None and message.role in _SPEAKERS:
+            if message.content is None and message.role in SPEAKERS:
                 raise _without_content(f"messages[{index}].content", is_null="content" in body["messages"][index])
         needs: set[str] = set()
         if self.tools or body.get("functions"):
@@ -157,8 +157,8 @@ class CompletionRequest(_Request, kw_only=True):
             message = "`prompt` must be a text, token ids, or a list of texts or of token ids, and not empty"
             raise BadRequest(message, param="prompt", code="invalid_type" if self.prompt else "invalid_value")
         prompts = prompts_of(body)
-        if len(prompts) > _PROMPTS_MAX:
-            raise BadRequest(f"`prompt` holds more than {_PROMPTS_MAX} prompts", param="prompt", code="invalid_value")
+        if len(prompts) > PROMPTS_MAX:
+            raise BadRequest(f"`prompt` holds more than {PROMPTS_MAX} prompts", param="prompt", code="invalid_value")
         candidates = self.candidates
         needs = {"completions"}
         if self.suffix:
@@ -208,7 +208,7 @@ def _demand(
 
 
 # an assistant's message may have tool calls, a refusal or audio instead of content
-_SPEAKERS = frozenset({"system", "developer", "user", "tool"})
+SPEAKERS = frozenset({"system", "developer", "user", "tool"})
 
 
 def _without_content(param: str, is_null: bool) -> BadRequest:
