@@ -64,7 +64,6 @@ class Embeddings(JsonEndpoint[EmbeddingsRequest]):
                     raise BadRequest(
                         f"`{alias}` has {few.dims} dimensions and can't be asked for {request.dimensions}",
                         param="dimensions",
-                        code="invalid_value",
                     )
                 prompt_tokens += sum(few.tokens)
                 # written a few at a time: all together would hold other requests up
