@@ -12,7 +12,7 @@ import itertools
 import math
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -30,7 +30,7 @@ _WIDTH = 0.05  # of the kernel, in cosine
 _FAR = 0.2  # the cosine that a missing neighbour is given
 _MARGIN_MAX = 0.3
 ONE_SIDED_MAX = 8
-_HARMLESS = 3.0  # verdicts for a word
+_HARMLESS, _HARMFUL = 2.0, -1.0  # verdicts for a word, and the log odds from which on it does no harm
 _DOUBT = 4.0  # verdicts that a word needs to count half
 # texts of other words that a namespace is assumed to have had before its first: they smooth
 # document frequencies
@@ -114,21 +114,23 @@ class WordOdds:
         """Count one verdict. `features` is a row of `features_of`: the words are at its end."""
         right, wrong = float(is_right), float(not is_right)
         self._all = (self._all[0] + right, self._all[1] + wrong)
-        for word in words_told(features):
-            before = self._counts.get(word, (0.0, 0.0))
-            self._counts[word] = (before[0] + right, before[1] + wrong)
+        for word in features[len(FEATURES) : len(FEATURES) + ONE_SIDED_MAX].astype(np.int64).tolist():
+            if word:
+                before = self._counts.get(word, (0.0, 0.0))
+                self._counts[word] = (before[0] + right, before[1] + wrong)
 
     def copy(self) -> WordOdds:
         made = WordOdds()
         made._counts, made._all = dict(self._counts), self._all
         return made
 
-    def is_harmless(self, words: Sequence[int]) -> bool:
-        """Whether verdicts said of each of these words, of which there are some, that answers are as
-        often right where only one prompt has it.
+    def is_harmless(self, words: Iterable[str]) -> bool:
+        """Whether verdicts said of each of these words that answers are hardly less often right where
+        only one prompt has it.
         """
-        return bool(words) and all(
-            self._counts.get(word, (0.0, 0.0))[0] >= _HARMLESS and self.log_odds(word) >= 0 for word in words
+        numbers = [_number(word) for word in words]
+        return all(
+            self._counts.get(word, (0.0, 0.0))[0] >= _HARMLESS and self.log_odds(word) >= _HARMFUL for word in numbers
         )
 
     def log_odds(self, word: int) -> float:
@@ -219,11 +221,6 @@ def _group_features(
         sum(unheard) / total if total else 0.0,
         max(unheard, default=0.0),
     )
-
-
-def words_told(features: NDArray[np.float64]) -> list[int]:
-    """The numbers of the words that only one of two prompts has, from a row of `features_of`."""
-    return [word for word in features[len(FEATURES) : len(FEATURES) + ONE_SIDED_MAX].astype(np.int64).tolist() if word]
 
 
 def _one_sided(one: TextFeatures, other: TextFeatures, words: WordCounts) -> list[int]:

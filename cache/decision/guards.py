@@ -99,17 +99,28 @@ def is_added(asked: TextFeatures, known: TextFeatures) -> bool:
 
 
 def has_added_clause(asked: TextFeatures, known: TextFeatures) -> bool:
-    """Whether one text says all that the other says, and has a clause more."""
-    return (known.content_set <= asked.content_set and _has_further_clause(asked, known)) or (
-        asked.content_set <= known.content_set and _has_further_clause(known, asked)
+    """Whether one text says all that the other says, and has a clause of several words more."""
+    return (known.content_set <= asked.content_set and _has_further_clause(asked, known, 2)) or (
+        asked.content_set <= known.content_set and _has_further_clause(known, asked, 2)
     )
 
 
-def _has_further_clause(one: TextFeatures, other: TextFeatures) -> bool:
+def added_words(asked: TextFeatures, known: TextFeatures) -> frozenset[str]:
+    """The content words that one text has beside all of the other's. Words that put a question are
+    left out, unless they are a clause of their own.
+    """
+    if not (asked.content_set <= known.content_set or known.content_set <= asked.content_set):
+        return frozenset()
+    added = asked.content_set ^ known.content_set
+    alone = frozenset(clause[0] for clause in (*asked.clauses, *known.clauses) if len(clause) == 1)
+    return added - (FRAMING_WORDS - alone)
+
+
+def _has_further_clause(one: TextFeatures, other: TextFeatures, words_min: int = 1) -> bool:
     said = frozenset(other.words)
     is_related = not one.content_set.isdisjoint(other.content_set)
     for clause in one.clauses:
-        if clause in other.clauses or POLITE.fullmatch(" ".join(clause)):
+        if len(clause) < words_min or clause in other.clauses or POLITE.fullmatch(" ".join(clause)):
             continue
         content = [word for word in clause if word not in FUNCTION_WORDS]
         if content:

@@ -16,8 +16,8 @@ from typing import Protocol
 
 import numpy as np
 
-from cache.decision.features import Candidate, Neighbour, WordCounts, candidates, features_of, words_told
-from cache.decision.guards import fixed_reason, has_added_clause, is_added, is_free, thresholds_of, veto
+from cache.decision.features import Candidate, Neighbour, WordCounts, candidates, features_of
+from cache.decision.guards import added_words, fixed_reason, has_added_clause, is_added, is_free, thresholds_of, veto
 from cache.decision.model import LearnedModel, Prior, Row, Run, Vector, at_once, audit_chance
 from cache.decision.text_features import TextFeatures, read
 from cache.query import MissReason, Query, Trial
@@ -146,7 +146,7 @@ class VerifiedRule:
             vetoed is None
             and model.certain.is_fitted
             and p >= model.certain.threshold(error_max)
-            and (not has_added_clause(asked, known) or model.word_odds.is_harmless(words_told(seen)))
+            and _is_told(asked, known, model)
         )
         is_sure = is_certain or (
             vetoed is None
@@ -186,6 +186,13 @@ class VerifiedRule:
     def _is_prior_sure(self, asked: TextFeatures, known: TextFeatures, p: float, error_max: float) -> bool:
         least = self.prior.threshold(error_max)
         return least is not None and p >= least and is_free(asked, known)
+
+
+def _is_told(asked: TextFeatures, known: TextFeatures, model: LearnedModel) -> bool:
+    """Whether verdicts spoke for the words that one text adds to the other, if it adds any; a clause
+    is more than its words.
+    """
+    return not has_added_clause(asked, known) and model.word_odds.is_harmless(added_words(asked, known))
 
 
 def _plain(asked: TextFeatures, neighbours: Sequence[Neighbour], fixed: Decision) -> int | None:

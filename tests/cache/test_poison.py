@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from cache import Hit, MissReason
+from cache import Hit
 from cache.decision.features import Neighbour, WordCounts, candidates, features_of
-from cache.decision.guards import has_added_clause, is_added
+from cache.decision.guards import is_added
 from cache.decision.model import LearnedModel, Row
 from cache.decision.prior import PRIOR
 from cache.decision.rule import NamespaceState, VerifiedRule
@@ -98,10 +98,10 @@ def test_texts_without_a_content_word_share_none() -> None:
     assert not is_added(read("What would you like?"), read("what would you like"))
 
 
-def test_a_sure_model_lets_an_added_clause_pass_once_verdicts_spoke_for_its_words() -> None:
-    """Four hundred verdicts on other pairs are not enough; three on that word are, and one against it ends that."""
-    asked, known = "open the box. Kindly.", Neighbour(0.99, "open the box", b"e", 0.0, b"g")
-    assert has_added_clause(read(asked), read(known.text))
+@pytest.mark.parametrize("asked", ["open the box. Quickly.", "open the box quickly"])
+def test_a_sure_model_lets_an_addition_pass_once_verdicts_spoke_for_its_words(asked: str) -> None:
+    """Four hundred verdicts on other pairs are not enough; three on that word are, until more are against it."""
+    known = Neighbour(0.99, "open the box", b"e", 0.0, b"g")
     state = NamespaceState(model=LearnedModel(PRIOR))
 
     def learn(text: str, is_right: bool, count: int) -> None:
@@ -111,13 +111,14 @@ def test_a_sure_model_lets_an_added_clause_pass_once_verdicts_spoke_for_its_word
             assert state.model is not None
             state.model.learn(Row(Trial((), row, 0.9, 1.0, b"rule"), is_right))
 
-    def decided() -> MissReason | None:
-        decision, _ = VerifiedRule(PRIOR).decide(query(asked), [known], state)
-        return None if decision.served is not None else decision.reasons[0]
+    def is_sure_of(text: str) -> bool:
+        decision, _ = VerifiedRule(PRIOR).decide(query(text), [known], state)
+        return decision.served is not None
 
     learn("open the box now please", True, 400)
-    assert decided() is not None
-    learn("open the box kindly", True, 3)
-    assert decided() is None
-    learn("open the box kindly", False, 2)
-    assert decided() is not None
+    assert not is_sure_of(asked)
+    learn("open the box quickly", True, 3)
+    assert is_sure_of(asked)
+    assert not is_sure_of("open the box quickly. Make it up.")
+    learn("open the box quickly", False, 9)
+    assert not is_sure_of(asked)
