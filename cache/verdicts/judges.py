@@ -69,12 +69,13 @@ class EqualityJudge:
             return self._judgement(Ruling.SAME, "the same text")
         values = _json(one), _json(other)
         if None not in values:
-            is_same = _canonical(values[0]) == _canonical(values[1])
+            is_same = values[0] == values[1]
             return self._judgement(Ruling.SAME if is_same else Ruling.DIFFERENT, "JSON compared by value")
         if "```" in one or "```" in other:
             is_same = [line.rstrip() for line in one.splitlines()] == [line.rstrip() for line in other.splitlines()]
             return self._judgement(Ruling.SAME if is_same else Ruling.UNKNOWN, "code compared by line")
-        if normalised(one) == normalised(other):
+        words = normalised(one)
+        if words and words == normalised(other):
             return self._judgement(Ruling.SAME, "the same words")
         return self._judgement(Ruling.UNKNOWN, "other words")
 
@@ -97,12 +98,15 @@ class Panel:
         return judgement
 
 
-_TOKEN = re.compile(r"[-−]?(?<![\w])\d[\d,]*(?:\.\d+)?|[^\W_]+(?:['’][^\W_]+)*|[+\-*/=<>%$€£¥^|&~@\\_#]")
+# words, numbers, and each sign that is no punctuation of prose: operators, emoji, vowel signs
+_TOKEN = re.compile(
+    r"""[-−]?(?<![\w])\d[\d,]*(?:\.\d+)?|[^\W_]+(?:['’][^\W_]+)*|[^\w\s.,;:!?'"`()\[\]{}…–—•·“”‘’„«»¡¿。、「」『』]|_"""
+)
 _GROUPED = re.compile(r"[-−]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
 def normalised(text: str) -> tuple[str, ...]:
-    """Words, numbers and operators: case, spacing, markdown's emphasis and the punctuation of prose
+    """Words, numbers and signs: case, spacing, markdown's emphasis and the punctuation of prose
     left out.
     """
     plain = unicodedata.normalize("NFKC", text).casefold().replace("**", "").replace("__", "").replace("’", "'")
@@ -121,14 +125,17 @@ def _number(token: str) -> str:
     return f"{whole}.{rest}" if rest else whole
 
 
-def _json(text: str) -> Any:
-    """The object or array that the text is, in a fence or bare; None where it is none."""
-    fenced = re.fullmatch(r"```(?:json)?\s*\n(.*)\n```", text, re.DOTALL)
+def _json(text: str) -> str | None:
+    """The object or array that the text is, in a fence or bare, as a text that equal values share;
+    None where it is none, or too deep.
+    """
+    # one way to match each character: a run of line feeds must not take the square of its length
+    fenced = re.fullmatch(r"```(?:json)?[^\S\n]*\n(.*)\n```", text, re.DOTALL)
     body = fenced[1].strip() if fenced else text
     if not body.startswith(("{", "[")):
         return None
     try:
-        return json.loads(body)
+        return _canonical(json.loads(body))
     except (ValueError, RecursionError):
         return None
 

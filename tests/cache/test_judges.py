@@ -42,6 +42,13 @@ LONG = "It depends on many things, and each of them would have to be told in ful
         (LONG, LONG.upper(), SAME),
         (LONG, LONG + "Or not.", UNKNOWN),
         ("", "", UNKNOWN),
+        ("👍", "👎", UNKNOWN),
+        ("Done ✓", "Done ✗", UNKNOWN),
+        ("दिन", "दीन", UNKNOWN),
+        ("()", "[]", UNKNOWN),
+        ("你好。", "你好", SAME),
+        ("[" * 600 + "]" * 600, "[" * 600 + " " + "]" * 600, UNKNOWN),
+        ("```\n" + "\n" * 65_000 + "x", "x", UNKNOWN),
     ],
 )
 async def test_equality(one: str, other: str, ruling: Ruling) -> None:
