@@ -234,10 +234,11 @@ REFUSED: dict[str, Exit] = {
     "no embedder": (503, lambda to: to.ask(b'{"model": "all-minilm-l6-v2", "input": "5"}', path="/v1/embeddings")),
     "feedback": (400, lambda to: to.ask(b'{"x": 1}', path="/v1/feedback")),
     "no such route": (404, lambda to: to.ask(b"{}", path="/v1/none")),
-    "admin, no key": (401, lambda to: to.ask(b'{"name": "x"}', path="/admin/api/teams")),
+    "admin, no key": (401, lambda to: to.ask(b'{"name": "x"}', "Authorization: none\r\n", "/admin/api/teams")),
     "admin, no JSON": (400, lambda to: to.ask(b'{"name": "x', ASKED_OF_ADMINS, "/admin/api/teams")),
     "admin, a bad field": (400, lambda to: to.ask(b'{"name": ""}', ASKED_OF_ADMINS, "/admin/api/teams")),
     "admin, no such page": (404, lambda to: to.ask(b"", ASKED_OF_ADMINS, "/admin/api/none")),
+    "admin, too many wrong keys": (429, lambda to: to.ask(b'{"name": "x"}', path="/admin/api/teams")),
 }
 FAILED: dict[str, Exit] = {
     f"{alias}, {'streamed' if is_stream else 'whole'}": (
@@ -409,9 +410,10 @@ async def to(
         worker = await stack.enter_async_context(open_worker(settings, monkeypatch))
         sender = Sender(worker)
         engine.script = _script(sender)
-        await asyncio.start_unix_server(_cache_worker(sender), str(settings.cache_socket))
+        cache_worker = await asyncio.start_unix_server(_cache_worker(sender), str(settings.cache_socket))
         await _teams(sender)
         yield sender
+        cache_worker.close()
     await engine.stop()
 
 
