@@ -99,6 +99,9 @@ _GOOGLES = frozenset(
     {"google_search", "google_search_retrieval", "enterprise_web_search", "google_maps", "url_context"}
 )
 _GOOGLES |= {"code_execution", "computer_use", "file_search", "web_search", "system_tool"}
+# how OpenRouter reads the name of a model (its documentation: "Model Variants", "Presets")
+_IN_NAMES = re.compile(r":(?:online|nitro|floor|exacto)(?![\w-])|@preset/", re.IGNORECASE)
+_ENDINGS = {":online": "plugins", "@preset/": "preset"}  # the others sort the providers
 _CAPITAL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _DATE = re.compile(r"(_preview)?(_\d{8}|_\d{4}_\d{2}_\d{2})?$")
 
@@ -137,6 +140,12 @@ def reserved(body: Mapping[str, Any]) -> list[Reserved]:
         elif not (isinstance(value, str) and value in _TIERS):
             found.append(Reserved(name, name, "A `service_tier` other than auto, default and flex"))
     return found
+
+
+def reserved_in_name(model: str) -> list[Reserved]:
+    """Each reserved field that a part of a `model`'s name stands for at OpenRouter."""
+    parts = [part.lower() for part in _IN_NAMES.findall(model)]
+    return [Reserved(_ENDINGS.get(part, "provider"), "model", f"`{part}` in a model's name") for part in parts]
 
 
 def canonical(name: str) -> str:

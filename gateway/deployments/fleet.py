@@ -18,7 +18,7 @@ from gateway.backends import base
 from gateway.deployments.build import build_backend, describe
 from gateway.deployments.progress import Progress
 from gateway.loggers import get_logger
-from gateway.reserved import FIELDS, TOOLS, Reserved, canonical, reserved
+from gateway.reserved import FIELDS, TOOLS, Reserved, canonical, reserved, reserved_in_name
 from gateway.settings import DeploymentSettings, ModelSettings, Settings, deployment_name, is_pattern
 from gateway.wire.errors import (
     ApiError,
@@ -182,7 +182,11 @@ class Alias:
         return is_pattern(self.name)
 
     def for_name(self, name: str) -> "Alias":
-        """This alias, which takes every name, for the name of one request. Raises NotFound."""
+        """This alias, which takes every name, for the name of one request.
+
+        It keeps the deployments that allow the reserved fields in the name. Raises NotFound, and
+        BadRequest if no deployment is left.
+        """
         rest = name.removeprefix(self.name[:-1])
         if not _PASSED_NAME.fullmatch(rest) or "://" in rest or ".." in rest or rest.strip("/") != rest:
             raise NotFound(
@@ -190,7 +194,11 @@ class Alias:
                 param="model",
                 code="model_not_found",
             )
-        return dataclasses.replace(self, deployments={d.name: d.for_model(rest) for d in self.deployments.values()})
+        hidden = reserved_in_name(rest)
+        takers = [d for d in self.deployments.values() if d.allowed.issuperset(one.name for one in hidden)]
+        if not takers:
+            raise self._refusal(hidden)
+        return dataclasses.replace(self, deployments={d.name: d.for_model(rest) for d in takers})
 
     @property
     def unpriced(self) -> str:
@@ -206,14 +214,17 @@ class Alias:
         A local engine may get what OpenAI would take; so that routing does not decide whether a
         request is valid, its alias takes no other request. Raises BadRequest.
         """
-        if demand.reserved:
-            allowed = [d.allowed for d in self.deployments.values()]
-            if not any(demand.reserved <= one for one in allowed):
-                # where each part is allowed somewhere, but not together, all of them are in the way
-                names = demand.reserved.difference(*allowed) or demand.reserved
-                raise _not_allowed(next(one for one in reserved(body) if one.name in names), self.name)
+        if demand.reserved and not any(demand.reserved <= d.allowed for d in self.deployments.values()):
+            raise self._refusal(reserved(body))
         if self.has_engine:
             check_rules(body, kind)
+
+    def _refusal(self, found: list[Reserved]) -> BadRequest:
+        """The error for reserved things of which no deployment allows all."""
+        names = {one.name for one in found}
+        # where each part is allowed somewhere, but not together, all of them are in the way
+        in_the_way = names.difference(*(d.allowed for d in self.deployments.values())) or names
+        return _not_allowed(next(one for one in found if one.name in in_the_way), self.name)
 
     def worst_case_microusd(self, demand: Demand) -> int:
         """The longest answer at the highest price: the amount that budgets hold."""

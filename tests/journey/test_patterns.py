@@ -85,6 +85,40 @@ async def test_names_that_are_none_are_refused(open_a_world: OpenWorld, name: st
     assert all(backend.calls == [] for backend in world.backends.values())
 
 
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("openai/gpt-4o:online", "plugins"),
+        ("openai/gpt-4o:free:ONLINE", "plugins"),
+        ("openai/gpt-4o:nitro", "provider"),
+        ("@preset/mine", "preset"),
+        ("openai/gpt-4o:online@preset/mine", "plugins"),
+    ],
+)
+async def test_a_name_smuggles_no_reserved_field(open_a_world: OpenWorld, name: str, field: str) -> None:
+    """A part of a name that stands for a reserved field goes to the deployments that allow that field alone."""
+    closed, opened = {"name": "closed", **_OPENAI}, {"name": "opened", **_OPENAI, "allow_fields": ["plugins"]}
+    world = await open_a_world(
+        models={"*": {"deployments": [closed]}, "or/*": {"deployments": [closed | {"name": "first"}, opened]}}
+    )
+    reply = await world.ask(model=name)
+    assert (reply.status, reply.error["param"], reply.error["code"]) == (400, "model", "field_not_allowed")
+    assert f"list `{field}` in the deployment's `allow_fields`" in reply.error["message"]
+    allowed = await world.ask(model=f"or/{name}")
+    if "nitro" in name or "preset" in name:
+        assert "list `pr" in allowed.error["message"]  # provider or preset, which it does not allow
+    else:
+        assert (allowed.status, allowed.headers["x-sameway-backend"]) == (200, "opened")
+    assert world.backends["closed"].calls == world.backends["first"].calls == []
+
+
+@pytest.mark.parametrize("name", ["llama3:8b", "openai/gpt-4o:free", "x:online-chat", "qwen:nitro2"])
+async def test_other_endings_of_a_name_pass(open_a_world: OpenWorld, name: str) -> None:
+    """A tag of a server's own is part of the model's name."""
+    world = await open_a_world(models=MODELS)
+    assert (await world.ask(model=name)).status == 200
+
+
 async def test_a_name_that_the_provider_lacks_takes_nothing_out_of_service(open_a_world: OpenWorld) -> None:
     """One client's made-up name is refused with the provider's words; others go on."""
     world = await open_a_world(models=MODELS)
