@@ -184,6 +184,7 @@ class _Demo:
     async def _near_misses(self) -> None:
         _step("Questions that look alike and mean something else must not be answered from the cache")
         _say("of each pair the first is answered and stored; then the second finds it, and must not get its answer")
+        _say("all six are asked for at most 200 tokens: the answers above, asked for without a limit, are not theirs")
         for first, other, why in (
             # an answer that is cut is not stored: these are short
             (

@@ -11,11 +11,20 @@ import msgspec
 from gateway.api.embeddings import INPUTS_MAX, EmbeddingsRequest
 from gateway.api.feedback import FeedbackRequest
 from gateway.api.front import operation
-from gateway.api.responses import ResponseRequest
+from gateway.api.responses import ITEMS, ResponseRequest
+from gateway.api.tokens import DetokenizeRequest
 from gateway.journey.turn import CacheFields
 from gateway.wire.requests import PROMPTS_MAX, SPEAKERS, ChatRequest, CompletionRequest
 
-_SHAPES = (ChatRequest, CompletionRequest, ResponseRequest, EmbeddingsRequest, FeedbackRequest, CacheFields)
+_SHAPES = (
+    ChatRequest,
+    CompletionRequest,
+    ResponseRequest,
+    EmbeddingsRequest,
+    FeedbackRequest,
+    CacheFields,
+    DetokenizeRequest,
+)
 _REF = "#/components/schemas/"
 _TOKENS: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 _PROMPT: dict[str, Any] = {
@@ -36,6 +45,7 @@ _CONTENT: dict[str, Any] = {
     "if": {"properties": {"role": {"enum": sorted(SPEAKERS)}}},
     "then": {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
 }
+_TYPED: dict[str, Any] = {"type": "object", "required": ["type"], "properties": {"type": {"type": "string"}}}
 _TOOL_CHOICE: dict[str, Any] = {
     "anyOf": [
         {"type": "string"},
@@ -59,7 +69,7 @@ def _schemas() -> dict[str, Any]:
         .replace(b'"title":"_', b'"title":"')
     )
     chat, response = found["ChatRequest"]["properties"], found["ResponseRequest"]["properties"]
-    shared = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "user")
+    shared = ("model", "stream", "temperature", "top_p", "user")
     response |= {name: chat[name] for name in shared}
     found["ResponseRequest"]["required"] = ["model", "input"]
     for name in ("ChatRequest", "CompletionRequest", "ResponseRequest"):
@@ -69,6 +79,10 @@ def _schemas() -> dict[str, Any]:
     found["EmbeddingsRequest"]["properties"]["input"] = _INPUT
     found["Message"] |= _CONTENT
     found["ResponseFormat"]["properties"]["type"] = {"enum": ["text", "json_object", "json_schema"]}
+    found["Tool"] |= _TYPED | {"properties": found["Tool"]["properties"] | _TYPED["properties"]}
+    found["Item"]["properties"]["type"]["enum"] = list(ITEMS)
+    found["DetokenizeRequest"]["required"] = ["tokens"]
+    response["tools"] = {"anyOf": [{"type": "array", "items": _TYPED}, {"type": "null"}]}
     response["tool_choice"] = _TOOL_CHOICE
     return found
 
@@ -94,15 +108,6 @@ _TOKENIZE_BODY: dict[str, Any] = {
     },
 }
 
-_DETOKENIZE_BODY: dict[str, Any] = {
-    "type": "object",
-    "required": ["tokens"],
-    "properties": {
-        "model": {"type": "string"},
-        "tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}},
-    },
-}
-
 PATHS: dict[str, Any] = {
     "/v1/chat/completions": {"post": operation("Create a chat completion", _body(ChatRequest), streams=True)},
     "/v1/completions": {"post": operation("Create a completion", _body(CompletionRequest), streams=True)},
@@ -112,7 +117,7 @@ PATHS: dict[str, Any] = {
     "/v1/embeddings": {"post": operation("Create embeddings", _body(EmbeddingsRequest))},
     "/v1/feedback": {"post": operation("Report a response right or wrong", _body(FeedbackRequest))},
     "/tokenize": {"post": operation("The tokens of a text or a conversation, by a local engine", _TOKENIZE_BODY)},
-    "/detokenize": {"post": operation("The text of tokens, by a local engine", _DETOKENIZE_BODY)},
+    "/detokenize": {"post": operation("The text of tokens, by a local engine", _body(DetokenizeRequest))},
     "/v1/models": {"get": operation("List the models this key may use", None)},
     "/v1/models/{model}": {
         "get": {

@@ -47,6 +47,7 @@ class ResponseRequest(msgspec.Struct):
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
@@ -68,7 +69,7 @@ _ONLY: Mapping[str, tuple[Any, str]] = {
     "prompt": (None, "no prompts are stored here, so send `instructions` and `input`"),
     **dict.fromkeys(("conversation", "previous_response_id"), (None, _SEND_IT_ALL)),
 }
-_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 
 
 class Responses(Chat):
@@ -97,6 +98,7 @@ def _chat(body: dict[str, Any]) -> dict[str, Any]:
         "messages": _messages(request),
         "tools": [_tool(tool, f"tools[{number}]") for number, tool in enumerate(request.tools or ())] or None,
         "tool_choice": _tool_choice(request.tool_choice),
+        "parallel_tool_calls": request.parallel_tool_calls,
         "response_format": _response_format(text.get("format")),
         "verbosity": text.get("verbosity"),
         "reasoning_effort": reasoning.get("effort"),
@@ -107,7 +109,7 @@ def _chat(body: dict[str, Any]) -> dict[str, Any]:
     known = _DROPPED.union(_ONLY, ResponseRequest.__struct_fields__)
     shared = {name: value for name, value in body.items() if name not in known}
     if not request.tools:  # of chat completions, these go with tools only
-        shared.pop("parallel_tool_calls", None)
+        translated["parallel_tool_calls"] = None
         translated["tool_choice"] = None if request.tool_choice in ("auto", "none") else translated["tool_choice"]
     return shared | {name: value for name, value in translated.items() if value is not None}
 
@@ -175,7 +177,7 @@ def _messages(request: ResponseRequest) -> list[dict[str, Any]]:
             case "item_reference":
                 raise _unsupported(f"{where}.type", f"Items of type `item_reference` are not supported: {_SEND_IT_ALL}")
             case _:
-                words = f"Items of type `{item.type[:100]}` are not supported here: there are {', '.join(_ITEMS)}"
+                words = f"Items of type `{item.type[:100]}` are not supported here: there are {', '.join(ITEMS)}"
                 raise _unsupported(f"{where}.type", f"{words}; leave out what another tool has left")
     if calls > answered:
         lacking = min(calls - answered)[:100]

@@ -31,7 +31,9 @@ class _TokenizeRequest(msgspec.Struct):
     return_token_strs: bool | None = None
 
 
-class _DetokenizeRequest(msgspec.Struct):
+class DetokenizeRequest(msgspec.Struct):
+    """The body; `model` may be left out if only one model has a local engine."""
+
     model: Annotated[str, Meta(min_length=1)]
     tokens: list[Annotated[int, Meta(ge=0, le=2**31 - 1)]]
 
@@ -123,7 +125,7 @@ class Tokenize(JsonEndpoint[_TokenizeRequest]):
         return {"count": len(ids), "max_model_len": context_tokens, "tokens": ids, "token_strs": texts}, 0
 
 
-class Detokenize(JsonEndpoint[_DetokenizeRequest]):
+class Detokenize(JsonEndpoint[DetokenizeRequest]):
     """The endpoint. One instance per worker."""
 
     operation = "detokenize"
@@ -132,12 +134,12 @@ class Detokenize(JsonEndpoint[_DetokenizeRequest]):
         super().__init__(settings, pipeline)
         self._engines = _OfEngine(settings, pipeline)
 
-    def read(self, body: dict[str, Any]) -> tuple[_DetokenizeRequest, str]:
+    def read(self, body: dict[str, Any]) -> tuple[DetokenizeRequest, str]:
         alias = self._engines.named(body)
-        request: _DetokenizeRequest = convert(body, _DetokenizeRequest)
+        request: DetokenizeRequest = convert(body, DetokenizeRequest)
         return request, alias
 
-    async def answer(self, request: _DetokenizeRequest, identity: Identity) -> tuple[dict[str, Any], int]:
+    async def answer(self, request: DetokenizeRequest, identity: Identity) -> tuple[dict[str, Any], int]:
         backend, _ = self._engines.engine(request.model, identity, len(request.tokens), "tokens")
         try:
             return {"prompt": await backend.detokenize(request.tokens)}, 0

@@ -45,6 +45,9 @@ MESSAGES_MAX = 20_000  # each takes time on the event loop
 _MEDIA_TOKENS_MAX = 50_000  # of one image, sound or file; above every provider's maximum
 
 
+_TokenId = Annotated[int, Meta(ge=0)]
+
+
 class _Message(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[dict[str, Any]] | None = None
@@ -144,7 +147,7 @@ class ChatRequest(_Request, kw_only=True):
 class CompletionRequest(_Request, kw_only=True):
     """The known fields of a completion. A `prompt` is a text, token ids, or a list of either."""
 
-    prompt: str | list[str | Annotated[int, Meta(ge=0)] | list[Annotated[int, Meta(ge=0)]]]
+    prompt: str | list[str | _TokenId | Annotated[list[_TokenId], Meta(min_length=1)]]
     messages: None = None  # keeps a completion's fingerprint apart from a chat's
     suffix: str | None = None
     max_tokens: Annotated[int, Meta(ge=0, le=_TOKENS_MAX)] | None = None

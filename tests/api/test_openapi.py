@@ -33,6 +33,15 @@ def test_bodies_state_their_limits() -> None:
     assert SCHEMAS["ResponseRequest"]["required"] == ["model", "input"]
 
 
+def test_tools_items_and_tokens_state_their_limits() -> None:
+    """A tool's type is required, an item's type is one of those that are here, and a token has a largest id."""
+    assert SCHEMAS["Tool"]["required"] == ["type"]
+    assert next(iter(SCHEMAS["ResponseRequest"]["properties"]["tools"]["anyOf"]))["items"]["required"] == ["type"]
+    assert "function_call_output" in _inner("Item", "type")["enum"]
+    assert _inner("DetokenizeRequest", "tokens")["items"] == {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+    assert SCHEMAS["DetokenizeRequest"]["required"] == ["tokens"]
+
+
 def test_every_operation_states_its_key_its_errors_and_its_types() -> None:
     """And no reference leads nowhere."""
     for path, item in DOCUMENT["paths"].items():

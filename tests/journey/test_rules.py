@@ -133,6 +133,22 @@ async def test_routing_does_not_decide_what_is_valid(open_a_world: OpenWorld) ->
 
 
 @pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/responses", {"input": "hello", "parallel_tool_calls": {}}, "parallel_tool_calls"),
+        ("/v1/completions", {"prompt": [[]]}, "prompt[0]"),
+        ("/v1/completions", {"prompt": [[1], []]}, "prompt[1]"),
+    ],
+)
+async def test_a_field_of_another_type_is_refused_where_it_would_not_be_used(
+    world: World, path: str, fields: dict[str, Any], param: str
+) -> None:
+    """As `/openapi.json` says of it: a field that changes nothing in this request is checked, too."""
+    reply = await world.ask(path=path, **fields)
+    assert (reply.status, reply.error["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
     ("items", "words"),
     [
         ([{"type": "function_call_output", "call_id": "c", "output": "x"}], "No tool call found"),
