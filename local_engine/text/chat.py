@@ -44,12 +44,12 @@ class Chat:
         Raises InvalidRequest."""
         if not messages:
             raise InvalidRequest("messages must not be empty", param="messages")
-        plain = [_plain(message) for message in messages]
-        given = json.dumps([plain, list(tools or ())], ensure_ascii=False, default=str)
-        cut = next((mark for mark in _CUTS if mark not in given), None)
-        if cut is None:
-            raise InvalidRequest("messages must not consist of noncharacters", param="messages")
         try:
+            plain = [_plain(message) for message in messages]
+            given = json.dumps([plain, list(tools or ())], ensure_ascii=False, default=str)
+            cut = next((mark for mark in _CUTS if mark not in given), None)
+            if cut is None:
+                raise InvalidRequest("messages must not consist of noncharacters", param="messages")
             text = self._template.render(
                 {
                     "messages": self._cut(plain, cut),
@@ -59,8 +59,13 @@ class Chat:
                     "eos_token": self._eos_token,
                 }
             )
+            text.encode()  # a tool call's arguments can spell what is no character
         except TemplateRefusal as error:
             raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from None
+        except RecursionError:
+            raise InvalidRequest("messages, tool calls or tools are nested too deeply", param="messages") from None
+        except UnicodeEncodeError:
+            raise InvalidRequest("messages have a surrogate without its pair", param="messages") from None
         return text.split(cut)
 
     def _cut(self, value: Any, mark: str) -> Any:

@@ -345,6 +345,27 @@ def test_a_template_ends_whatever_it_does(template: str, words: str) -> None:
         assert chat.render([{"role": "good", "content": ""}], None) == ["fine"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("[" * 20_000 + "]" * 20_000, "nested too deeply"),
+        ("[" * 990 + "]" * 990, "nested too deeply"),
+        ("[" * 500 + "]" * 500, "nested too deeply"),
+        ('{"a": "\\ud800"}', "surrogate"),
+        ('{"\\udc00": 1}', "surrogate"),
+        ("1" * 5_000, "not JSON"),
+    ],
+)
+def test_a_tool_call_that_cannot_be_laid_out_is_the_request_s_fault(arguments: str, words: str) -> None:
+    """A caller's arguments are JSON inside JSON, which no check in front has read; they are no failure of the engine."""
+    chat = Chat(
+        "{% for call in messages[0].tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}", "", "", ()
+    )
+    call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+    with pytest.raises(InvalidRequest, match=words):
+        chat.render([{"role": "assistant", "tool_calls": [call]}], None)
+
+
 def test_a_template_s_process_ends_with_its_chat_and_comes_back() -> None:
     """Killed between two conversations it is started anew; without its chat none is left."""
     chat = Chat("{{ messages[0].content }}", "", "", ())
