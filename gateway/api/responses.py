@@ -179,6 +179,8 @@ def _messages(request: ResponseRequest) -> list[dict[str, Any]]:
             case _:
                 words = f"Items of type `{item.type[:100]}` are not supported here: there are {', '.join(ITEMS)}"
                 raise _unsupported(f"{where}.type", f"{words}; leave out what another tool has left")
+    if not messages:
+        raise BadRequest("`input` must hold more than reasoning", param="input", code="invalid_value")
     if calls > answered:
         lacking = min(calls - answered)[:100]
         raise BadRequest(f"No tool output found for function call {lacking}.", param="input")

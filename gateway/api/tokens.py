@@ -105,7 +105,8 @@ class Tokenize(JsonEndpoint[_TokenizeRequest]):
         if (request.prompt is None) == (request.messages is None):
             raise BadRequest("Give either `prompt` or `messages`", param="prompt", code="missing_required_parameter")
         if request.messages is not None:
-            convert(body, ChatRequest)
+            chat: ChatRequest = convert(body, ChatRequest)
+            chat.check_contents(body)
         return request, alias
 
     async def answer(self, request: _TokenizeRequest, identity: Identity) -> tuple[dict[str, Any], int]:

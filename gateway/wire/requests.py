@@ -112,9 +112,7 @@ class ChatRequest(_Request, kw_only=True):
 
     def demand(self, raw: bytes, body: dict[str, Any]) -> Demand:
         """The capabilities that a deployment needs for it. Raises BadRequest."""
-        for index, message in enumerate(self.messages):
-            if message.content is None and message.role in SPEAKERS:
-                raise _without_content(f"messages[{index}].content", is_null="content" in body["messages"][index])
+        self.check_contents(body)
         needs: set[str] = set()
         if self.tools or body.get("functions"):
             needs.add("tools")
@@ -136,6 +134,12 @@ class ChatRequest(_Request, kw_only=True):
         # a server may support only one
         output_tokens = max(self.max_completion_tokens or 0, self.max_tokens or 0)
         return _demand(expected, (least, bound), output_tokens or None, candidates, needs, reserved_names(body))
+
+    def check_contents(self, body: dict[str, Any]) -> None:
+        """Raises BadRequest for a message that needs content and has none."""
+        for index, message in enumerate(self.messages):
+            if message.content is None and message.role in SPEAKERS:
+                raise _without_content(f"messages[{index}].content", is_null="content" in body["messages"][index])
 
     def _check_tools(self, tools: list[dict[str, Any]]) -> None:
         for index, tool in enumerate(tools):

@@ -222,6 +222,7 @@ def test_tokens_have_the_limits_of_generations(local: Gateway) -> None:
         ),
         ("/detokenize", {"tokens": [1] * 81_921}, 400, "tokens", "context_length_exceeded"),
         ("/tokenize", {}, 400, "prompt", "missing_required_parameter"),
+        ("/tokenize", {"messages": [{"role": "system"}]}, 400, "messages[0].content", "missing_required_parameter"),
         ("/tokenize", {"prompt": "x", "messages": FRANCE}, 400, "prompt", "missing_required_parameter"),
         ("/tokenize", {"prompt": ["x"]}, 400, "prompt", "invalid_type"),
         ("/tokenize", {"messages": [{"role": "wizard"}]}, 400, "messages[0].role", "invalid_value"),

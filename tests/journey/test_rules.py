@@ -152,6 +152,7 @@ async def test_a_field_of_another_type_is_refused_where_it_would_not_be_used(
     ("items", "words"),
     [
         ([{"type": "function_call_output", "call_id": "c", "output": "x"}], "No tool call found"),
+        ([{"type": "reasoning"}], "must hold more than reasoning"),
         ([{"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}], "No tool output found"),
     ],
 )
