@@ -1,6 +1,6 @@
 """The journey of a request, top to bottom. Read this file first.
 
-    authenticate(bearer)   1 authenticate, from memory, before a byte of the body is read; a key that
+    authenticate(key)      1 authenticate, from memory, before a byte of the body is read; a key that
                              is not there is looked for in SQL, at a bounded rate
     answer(turn)           raises -> an HTTP status; returns -> the first chunk exists
       2 fingerprint    3 rate-limit    4 exact lookup    5 join the flight
