@@ -45,21 +45,27 @@ def prepare(settings: Settings) -> Settings:
 def _make_run_dir(folder: Path, *, is_shared: bool) -> None:
     """Make the folder of the sockets. `is_shared`: it lies in a directory of all users.
 
-    Raises SettingsError if another user could have made it, or can open it.
+    Raises SettingsError if another user could have made it, or, in a shared directory, can open it.
     """
-    if not is_shared:
-        folder.mkdir(exist_ok=True, mode=0o700)
-        return
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()
-    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+    owners = {os.getuid()} if is_shared else _owners(folder.parent)
+    if stat.S_ISDIR(found.st_mode) and found.st_uid in owners and not (is_shared and found.st_mode & 0o077):
+        with contextlib.suppress(PermissionError):  # the directory's owner is another user, whom it trusts
+            folder.chmod(0o700)
         return
+    why = "its path is too long for unix sockets, and their folder" if is_shared else "the folder of the sockets"
     raise SettingsError(
-        f"data_dir: its path is too long for unix sockets, and their folder {folder} was made by another user or can be "
-        "opened by others; expected a folder of this user's with mode 0700: remove it, set TMPDIR, or take a shorter data_dir",
+        f"data_dir: {why} {folder} was made by another user or can be opened by others; expected a folder of this user's "
+        "with mode 0700: remove it" + (", set TMPDIR, or take a shorter data_dir" if is_shared else ""),
         os.EX_CONFIG,
     )
+
+
+def _owners(data_dir: Path) -> set[int]:
+    """The users whose files in the data directory are trusted: this one, root, and its owner."""
+    return {os.getuid(), 0, data_dir.stat().st_uid}
 
 
 def write_secret(path: Path, text: str) -> None:
@@ -76,6 +82,9 @@ def weak_files(settings: Settings) -> list[str]:
     for name, path in paths.items():
         with contextlib.suppress(OSError):  # not made yet, or another user's
             problem = secret_problem(name, path.read_text(errors="surrogateescape").strip())
+            status = path.stat()
+            if status.st_uid not in _owners(settings.data_dir) or status.st_mode & 0o022:
+                problem = "another user made it or can write it; expected a file of this user's with mode 0600: check it, or remove it"
             found += [f"{path}: {problem}"] if problem else []
     return found
 

@@ -75,6 +75,43 @@ def test_a_folder_that_another_user_may_have_made_stops_the_start(
     assert refusal.value.status == os.EX_CONFIG
 
 
+@pytest.mark.parametrize("name", ["run", "admin.key"])
+def test_what_another_user_put_into_an_open_data_dir_stops_the_start(tmp_path: Path, name: str) -> None:
+    """A data directory that all can write: a folder of sockets or a key that is another user's is not used."""
+    if os.getuid() != 0:
+        pytest.skip("only root can give a file away")
+    tmp_path.chmod(0o777)
+    planted = tmp_path / name
+    if name == "run":
+        planted.mkdir(mode=0o700)
+    else:
+        planted.write_text("sk-admin-0123456789abcdef")
+    os.chown(planted, NOBODY, NOBODY)
+    with pytest.raises(SettingsError) as refusal:
+        prepare(Settings(data_dir=tmp_path))
+    assert str(planted) in str(refusal.value)
+    assert refusal.value.status == os.EX_CONFIG
+    os.chown(tmp_path, NOBODY, NOBODY)  # the directory's owner may put there what it likes
+    assert prepare(Settings(data_dir=tmp_path)).admin_key
+
+
+def test_a_key_that_others_can_write_stops_the_start(tmp_path: Path) -> None:
+    """The key in such a file may be another user's."""
+    key = tmp_path / "admin.key"
+    key.write_text("sk-admin-0123456789abcdef")
+    key.chmod(0o666)
+    with pytest.raises(SettingsError, match=r"admin\.key"):
+        prepare(Settings(data_dir=tmp_path))
+
+
+def test_the_folder_of_sockets_is_closed(tmp_path: Path) -> None:
+    """A folder that this user left open becomes its own."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run").chmod(0o755)
+    prepare(Settings(data_dir=tmp_path))
+    assert mode_of(tmp_path / "run") == 0o700
+
+
 def test_a_secret_is_written_into_a_new_file(tmp_path: Path) -> None:
     """A link in the file's place is replaced and not followed; a file that all can read becomes one for its owner."""
     elsewhere, link, loose = tmp_path / "elsewhere", tmp_path / "link", tmp_path / "loose"
