@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Sequence
 from types import FrameType
@@ -121,11 +122,13 @@ def work_of(cache: SemanticCache, asked: Query) -> set[str]:
         if event == "call" and not frame.f_code.co_name.startswith("<"):
             run.add(frame.f_code.co_qualname)
 
+    gc.disable()  # a collection in between calls functions of its own
     sys.setprofile(note)
     try:
         cache.lookup([asked])
     finally:
         sys.setprofile(None)
+        gc.enable()
     return run
 
 
