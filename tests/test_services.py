@@ -35,7 +35,7 @@ async def test_durable_redis_survives_kill() -> None:
 async def test_paused_redis_hangs_until_resumed() -> None:
     """A paused server keeps its connections and answers nothing; resumed, it goes on."""
     with run_redis() as server:
-        client = Redis.from_url(server.url, socket_timeout=0.2, retry=None)
+        client = Redis.from_url(server.url, socket_timeout=1, retry=None)
         assert await client.ping()
         server.pause()
         with pytest.raises(RedisTimeoutError):

@@ -545,7 +545,7 @@ async def test_the_l1_is_bounded(redis: Redis, redis_server: RedisServer, clock:
 async def test_redis_away_is_a_miss_for_readers_and_an_error_for_writers() -> None:
     """Lookups and get answer UNAVAILABLE; store, link, purge and stats raise CacheUnavailable; back again, all work."""
     with run_redis() as server:
-        client = Redis.from_url(server.url, socket_timeout=0.3, retry=Retry(NoBackoff(), 0))
+        client = Redis.from_url(server.url, socket_timeout=1, retry=Retry(NoBackoff(), 0))
         exact = ExactCache(client)
         fp = ask("Why?")
         entry = entry_for(fp, time.time())

@@ -197,7 +197,7 @@ async def test_unknown_records_and_entries_are_passed_over(
 async def test_redis_away_leaves_the_index_as_it_was(thread: ThreadPoolExecutor) -> None:
     """It says so, answers from what is there, and follows again when Redis is back."""
     with run_redis(is_durable=True) as server:
-        redis = Redis.from_url(server.url, socket_timeout=0.3, retry=Retry(NoBackoff(), 0))
+        redis = Redis.from_url(server.url, socket_timeout=3, retry=Retry(NoBackoff(), 0))
         exact, host = ExactCache(redis), Host(redis, thread)
         await put(exact, "one")
         assert await host.sees("one") == [True]
