@@ -8,7 +8,7 @@ import dataclasses
 import random
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -169,17 +169,22 @@ class Deployment:
 
 @dataclass(slots=True)
 class Alias:
-    """A name that requests give as `model`, with its deployments."""
+    """A name that requests give as `model`, with its deployments.
+
+    `is_pattern`: it takes every name. `has_engine`: a local engine, which can use a draft, may
+    answer.
+    """
 
     name: str
     settings: ModelSettings
     policy: RoutingPolicy
     deployments: Mapping[str, Deployment]
+    is_pattern: bool = field(init=False)
+    has_engine: bool = field(init=False)
 
-    @property
-    def is_pattern(self) -> bool:
-        """Whether it takes every name."""
-        return is_pattern(self.name)
+    def __post_init__(self) -> None:
+        self.is_pattern = is_pattern(self.name)
+        self.has_engine = any(d.settings.engine is not None for d in self.deployments.values())
 
     def for_name(self, name: str) -> "Alias":
         """This alias, which takes every name, for the name of one request.
@@ -250,11 +255,6 @@ class Alias:
     def has_choice(self) -> bool:
         """Whether a warm prefix can decide between deployments."""
         return len(self.deployments) > 1
-
-    @property
-    def has_engine(self) -> bool:
-        """Whether a local engine, which can use a draft, may answer."""
-        return any(d.settings.engine is not None for d in self.deployments.values())
 
     @property
     def is_starting(self) -> bool:
@@ -331,12 +331,13 @@ class Fleet:
     def __init__(self, aliases: Mapping[str, Alias], embedding_alias: str = "") -> None:
         self.aliases = aliases
         self._embedding_alias = embedding_alias
+        self._whole_names = frozenset(name for name in aliases if not is_pattern(name))
         # the longest prefix first
         self._patterns = sorted((name for name in aliases if is_pattern(name)), key=len, reverse=True)
 
     def configured(self, name: str) -> str:
         """The configured alias that takes requests for `name`; empty if there is none."""
-        if name in self.aliases and not is_pattern(name):
+        if name in self._whole_names:
             return name
         if name == self._embedding_alias:
             return ""
