@@ -79,7 +79,7 @@ def refusal(refused: Refused) -> base.BackendError:
     error = error_fields(refused.body)
     words = [str(error[key]).lower() for key in ("code", "type") if error.get(key)]
     status = refused.status
-    detail = scrubbed(f"HTTP {status}: {_excerpt(refused.body)}", refused.secret)
+    detail = scrubbed(f"HTTP {status}: {_excerpt(refused.body)}".removesuffix(": "), refused.secret)
     known = next((_MARKS[word] for word in words if word in _MARKS), None)
     if known is not None or status in _DENIED or not _PERMISSION.isdisjoint(words):
         mark = known or _mark(status, error)
