@@ -3,8 +3,8 @@
 A denial (the deployment refuses every call until a person mends something) opens it at once.
 
 Knows no HTTP and no deployments; each process has its own. Invariants: while the breaker is open,
-at most one call that `begin` allowed after the opening is running; a probe without an outcome frees
-its place after `probe_s`; only a probe that is accepted ends a denial.
+`begin` allows at most one call in `probe_s`, and the next one at the latest `open_s_max` after it,
+with the jitter, also where that call hangs; only a probe that is accepted ends a denial.
 
 Closed, open, half-open as in Nygard, "Release It!" (2007), chapter 5; exponential backoff with
 jitter as in Brooker, "Exponential Backoff And Jitter" (AWS Architecture Blog, 2015).
@@ -27,9 +27,11 @@ class BreakerLimits:
 
     It opens after `failures_max` failures in a row, or if a share of `failure_rate_max` failed of
     at least `calls_min` recent calls (a call's weight halves every `half_life_s`). It stays open
-    for `open_s`, doubled after each failed probe up to `open_s_max` and spread by +-`jitter`. A
-    probe has `probe_s` to report. A deployment's own retry-after replaces `open_s`, up to
-    `retry_after_s_max`. A denial opens it for `denied_s`, doubled likewise up to `denied_s_max`.
+    for `open_s`, doubled after each failed probe up to `open_s_max` and spread by +-`jitter`; after
+    a probe this counts from the probe's beginning. A probe has `probe_s` to report. A deployment's
+    own retry-after replaces `open_s`, up to `retry_after_s_max`, and up to `alone_s_max` for a call
+    that has nowhere else to go. A denial opens it for `denied_s`, doubled likewise up to
+    `denied_s_max`.
     """
 
     failures_max: int = 5
@@ -37,12 +39,13 @@ class BreakerLimits:
     calls_min: float = 10.0
     half_life_s: float = 30.0
     open_s: float = 2.0
-    open_s_max: float = 120.0
+    open_s_max: float = 8.0
     retry_after_s_max: float = 3600.0
+    alone_s_max: float = 10.0
     denied_s: float = 5.0
     denied_s_max: float = 60.0
     jitter: float = 0.2
-    probe_s: float = 120.0
+    probe_s: float = 8.0
 
 
 class Breaker:
@@ -64,6 +67,7 @@ class Breaker:
         self._in_a_row = 0
         self._openings = 0
         self._open_until: float | None = None
+        self._alone_until = 0.0  # at most `_open_until`
         self._probe_until: float | None = None
         self._calls = 0.0
         self._failures = 0.0
@@ -88,22 +92,29 @@ class Breaker:
         if self.allows():
             return f"{self._denial}, the next request tries it" if self._denial else ""
         if self._open_until is not None and now < self._open_until:
-            return f"{self._cause}, next try in {duration_s(max(1, math.ceil(self._open_until - now)))}"
+            words = f"{self._cause}, next try in {_rounded(self._open_until - now)}"
+            if now < self._alone_until < self._open_until:
+                words += f", or in {_rounded(self._alone_until - now)} if no other deployment can answer"
+            return words
         return f"{self._cause}, one call is probing it"
 
-    def allows(self) -> bool:
-        """Whether a call may begin now."""
+    def allows(self, *, is_alone: bool = False) -> bool:
+        """Whether a call may begin now.
+
+        `is_alone`: no other deployment can take the call.
+        """
         now = self._clock()
         if self._open_until is None:
             return True
-        return now >= self._open_until and (self._probe_until is None or now >= self._probe_until)
+        open_until = self._alone_until if is_alone else self._open_until
+        return now >= open_until and (self._probe_until is None or now >= self._probe_until)
 
     def begin(self) -> bool:
-        """Take the right to make one call; returns False if `allows` would.
+        """Take the right to make one call, after `allows`; returns False if another call took it.
 
         A half-open breaker grants one probe.
         """
-        if not self.allows():
+        if not self.allows(is_alone=True):
             return False
         if self._open_until is not None:
             self._probe_until = self._clock() + self._limits.probe_s
@@ -141,7 +152,8 @@ class Breaker:
         was_probe = self._probe_until is not None
         limits = self._limits
         if retry_after_s is not None and retry_after_s > 0:
-            self._rest(min(retry_after_s, limits.retry_after_s_max), "it asked to be left alone")
+            until = self._clock() + min(retry_after_s, limits.retry_after_s_max)
+            self._rest(until, "it asked to be left alone", min(until, self._clock() + limits.alone_s_max))
         elif was_probe:
             self._back_off("its last probe failed")
         elif self._open_until is not None:
@@ -168,12 +180,16 @@ class Breaker:
             first_s, longest_s = limits.denied_s, limits.denied_s_max
         rest_s = min(first_s * 2.0 ** min(self._openings, 30), longest_s)
         self._openings += 1
-        self._rest(rest_s * (1.0 + limits.jitter * (2.0 * self._random() - 1.0)), cause)
+        rest_s *= 1.0 + limits.jitter * (2.0 * self._random() - 1.0)
+        # a probe that hung has rested the deployment already
+        since = self._clock() if self._probe_until is None else self._probe_until - limits.probe_s
+        self._rest(since + rest_s, cause, since + rest_s)
         self._denial = cause if is_denied else ""
 
-    def _rest(self, rest_s: float, cause: str) -> None:
-        until = self._clock() + rest_s
-        self._open_until = until if self._open_until is None else max(until, self._open_until)
+    def _rest(self, until: float, cause: str, alone_until: float) -> None:
+        if self._open_until is not None:
+            until, alone_until = max(until, self._open_until), max(alone_until, self._alone_until)
+        self._open_until, self._alone_until = until, alone_until
         self._probe_until = None
         self._cause = cause
 
@@ -183,3 +199,7 @@ class Breaker:
         self._weighed_at = now
         self._calls = self._calls * keep + 1.0
         self._failures = self._failures * keep + failure
+
+
+def _rounded(seconds: float) -> str:
+    return duration_s(max(1, math.ceil(seconds)))

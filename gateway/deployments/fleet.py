@@ -92,10 +92,10 @@ class Deployment:
             are_capabilities_assumed=facts.are_capabilities_assumed,
         )
 
-    def candidate(self, prompt_tokens: int) -> Candidate:
-        """This deployment as routing sees it, now."""
+    def candidate(self, prompt_tokens: int, *, is_alone: bool = False) -> Candidate:
+        """This deployment as routing sees it, now. `is_alone`: no other one can answer."""
         load = self.backend.load(prompt_tokens)
-        is_unavailable = not (load.is_ready and self.breaker.allows())
+        is_unavailable = not (load.is_ready and self.breaker.allows(is_alone=is_alone))
         figures = self.estimate.figures()
         is_measured = figures.weight > 0  # a prior rejects no deployment
         return Candidate(
@@ -271,8 +271,15 @@ class Alias:
         return asked if asked is not None else (limit or OUTPUT_TOKENS_MAX)
 
     def route(self, demand: Demand, warm: Mapping[str, int], deadline_ms: float | None, tried: frozenset[str]) -> Route:
-        """Rank this alias's deployments for a request, now."""
-        return policies.route(self._now(demand, warm, deadline_ms, tried), self._candidates(demand), self.policy)
+        """Rank this alias's deployments for a request, now.
+
+        Where none can answer, those that asked for a long rest are asked sooner.
+        """
+        now = self._now(demand, warm, deadline_ms, tried)
+        found = policies.route(now, self._candidates(demand), self.policy)
+        if found.ranked or all(rejected.cause is not Cause.HEALTH for rejected in found.rejected):
+            return found
+        return policies.route(now, self._candidates(demand, is_alone=True), self.policy)
 
     def first_choice_model(self, demand: Demand, warm: Mapping[str, int], route: Route) -> str:
         """The model of the first choice if every deployment were healthy.
@@ -285,8 +292,8 @@ class Alias:
             ranked = policies.route(self._now(demand, warm, None, frozenset()), well, self.policy).ranked
         return self.deployments[ranked[0].name].model if ranked else ""
 
-    def _candidates(self, demand: Demand) -> Sequence[Candidate]:
-        return [d.candidate(demand.prompt_tokens) for d in self.deployments.values()]
+    def _candidates(self, demand: Demand, *, is_alone: bool = False) -> Sequence[Candidate]:
+        return [d.candidate(demand.prompt_tokens, is_alone=is_alone) for d in self.deployments.values()]
 
     def _now(self, demand: Demand, warm: Mapping[str, int], deadline_ms: float | None, tried: frozenset[str]) -> Demand:
         """`demand` with what this alias adds to it."""

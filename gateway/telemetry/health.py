@@ -155,7 +155,7 @@ class HealthMonitor:
         is_all_there = all(part.health is Health.OK for part in parts)
         # a deployment that refuses the gateway refuses every host: no balancer has a better one
         is_answerable = all(
-            any(_is_available(d) or d.breaker.denial for d in alias.deployments.values())
+            any(_is_available(d, is_alone=True) or d.breaker.denial for d in alias.deployments.values())
             for alias in self._fleet.aliases.values()
         )
         # before the first readiness every part must be ready, except deployments that are down, not
@@ -194,9 +194,9 @@ class HealthMonitor:
             metrics.set(m.DEPLOYMENT_WAITING, load.waiting, deployment.name)
 
 
-def _is_available(deployment: Deployment) -> bool:
+def _is_available(deployment: Deployment, *, is_alone: bool = False) -> bool:
     breaker = deployment.breaker
-    return deployment.backend.load(0).is_ready and breaker.allows() and not breaker.denial
+    return deployment.backend.load(0).is_ready and breaker.allows(is_alone=is_alone) and not breaker.denial
 
 
 def _memory_bytes() -> float:

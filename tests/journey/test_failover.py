@@ -291,6 +291,42 @@ async def test_a_failing_deployment_is_left_alone(world: World) -> None:
     assert (await world.ask("after a rest", model="pair")).headers["x-sameway-backend"] == "first"
 
 
+async def test_a_deployment_that_is_back_is_used_within_ten_seconds(world: World) -> None:
+    """After an outage of any length a live request finds within 10 s that the first choice answers again."""
+    first = world.backends["first"]
+    first.plays(unavailable())
+    for number in range(60):
+        world.clock.passes(4)
+        assert (await world.ask(f"question {number}", model="pair")).headers["x-sameway-backend"] == "second"
+    assert len(first.calls) < 60 / 2 + 6
+    first.plays("well ", "again", Finish(), Tokens())
+    world.clock.passes(10)
+    assert (await world.ask("after the outage", model="pair")).headers["x-sameway-backend"] == "first"
+
+
+async def test_a_lone_deployment_is_not_closed_for_an_hour(world: World) -> None:
+    """Where no other deployment can answer, a long retry-after rests a deployment for 10 s."""
+    plain = world.backends["plain"]
+    plain.plays_once(overloaded(retry_after_s=3600))
+    assert (await world.ask("one")).status == 429
+    assert (await world.ask("two")).status == 503
+    world.clock.passes(10.5)
+    assert (await world.ask("three")).status == 200
+    assert (await world.ask("four")).status == 200
+
+
+async def test_a_long_retry_after_is_obeyed_while_another_deployment_answers(world: World) -> None:
+    """A deployment that asked for an hour gets it, until the others cannot answer."""
+    first, second = world.backends["first"], world.backends["second"]
+    first.plays_once(overloaded(retry_after_s=3600))
+    for number in range(5):
+        assert (await world.ask(f"question {number}", model="pair")).headers["x-sameway-backend"] == "second"
+        world.clock.passes(60)
+    assert len(first.calls) == 1
+    second.plays_once(unavailable())
+    assert (await world.ask("another", model="pair")).headers["x-sameway-backend"] == "first"
+
+
 async def test_an_engine_that_is_starting_is_waited_for(world: World) -> None:
     """Where nothing can answer yet and something is about to, a late answer is better than an error."""
     world.backends["engine"].is_down("loading the model", is_starting=True)

@@ -138,6 +138,44 @@ def test_a_probe_that_never_reports_gives_its_place_back(clock: Clock) -> None:
     assert breaker.begin()
 
 
+def test_an_outage_ends_within_ten_seconds_of_its_cause(clock: Clock) -> None:
+    """However long it lasted, by default the next call may probe within 10 s, also while earlier probes hang."""
+    breaker = Breaker(clock, lambda: 0.999999)
+    fail(breaker, 5)
+    hanging = 0
+    for _ in range(50):
+        waited_s = 0
+        while not breaker.begin():
+            clock.now_s += 1
+            waited_s += 1
+            assert waited_s <= 10
+        hanging += 1
+        clock.now_s += 3  # each third one ends, as late as a time-out makes it
+        if hanging == 3:
+            breaker.record_failure()
+            hanging = 0
+
+
+def test_a_long_rest_is_for_calls_that_have_another_way(clock: Clock) -> None:
+    """A call that no other deployment can take probes 10 s after a retry-after of an hour; it says so."""
+    breaker = Breaker(clock, limits=LIMITS)
+    breaker.record_failure(retry_after_s=3600)
+    assert breaker.reason == "it asked to be left alone, next try in 1 h, or in 10 s if no other deployment can answer"
+    clock.now_s += 9.9
+    assert not breaker.allows(is_alone=True)
+    clock.now_s += 0.2
+    assert not breaker.allows()
+    assert breaker.allows(is_alone=True)
+    assert breaker.begin()
+    assert not breaker.begin()
+    breaker.record_failure(retry_after_s=3600)
+    assert not breaker.allows(is_alone=True)
+    clock.now_s += 10.1
+    assert breaker.begin()
+    breaker.record_success()
+    assert breaker.allows()
+
+
 def test_a_cancelled_probe_proves_nothing(clock: Clock) -> None:
     """The client left before an outcome: the next call probes."""
     breaker = Breaker(clock, limits=LIMITS)
