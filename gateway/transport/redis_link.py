@@ -4,20 +4,21 @@ Replaces redis-py's client for commands and scripts; a command is a future inste
 servers are reached through `redis_connection`, Sentinel and Cluster through redis-py's pipelines.
 `tests/transport/test_redis_link.py` compares the replies of both with redis-py's.
 
-Knows no keys or values. Commands run in the order in which they were issued. Invariant: no call
-takes longer than two time-outs, and while Redis is away calls fail at once, except for one probe.
-So an unreachable Redis costs a request milliseconds, not its deadline.
+Knows no keys or values. Commands run in the order in which they were issued. Invariants: no call
+takes longer than two time-outs; from a failure until a probe of the link's own was answered, every
+call fails at once. So an unreachable Redis costs a request milliseconds, not its deadline.
 """
 
 import asyncio
+import contextlib
 import hashlib
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from itertools import chain, repeat
 from typing import Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import NoScriptError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from cache.redis_client import connect
@@ -26,6 +27,8 @@ from gateway.transport.redis_connection import Command, Pending, RedisWire, answ
 
 _PATIENCE_S = 0.002
 _PROBE_AFTER_S = (0.05, 0.2, 0.5, 1.0)  # pauses between probes while Redis is away
+# a script, not PING: `CLIENT PAUSE WRITE` answers PING and holds scripts back
+_PROBE: Command = ("EVAL", "return 1", 0)
 
 
 class RedisLink:
@@ -53,13 +56,13 @@ class RedisLink:
         self._pump: asyncio.Task[None] | None = None
         self._leaving: list[Callable[[], None]] = []
         self._shas: dict[str, str] = {}
-        self._failures = 0
-        self._probe_at = 0.0
+        self._is_up = True
+        self._prober: asyncio.Task[None] | None = None
 
     @property
     def is_up(self) -> bool:
-        """False from a failure until the next success."""
-        return self._failures == 0
+        """False from a failure until a probe was answered."""
+        return self._is_up
 
     def execute_command(self, *args: Any) -> Awaitable[Any]:
         """Issue one command at once; the result is its reply, as redis-py gives it.
@@ -89,8 +92,8 @@ class RedisLink:
         """
         future = pending.future
         self.commands += 1
-        if self._failures and time.monotonic() < self._probe_at:
-            fail(pending, RedisConnectionError("Redis is away; not asked again yet"))
+        if not self._is_up:
+            fail(pending, RedisConnectionError("Redis is away; no probe was answered yet"))
             return future
         self._waiting.append(pending)
         if not self._is_scheduled:
@@ -134,24 +137,24 @@ class RedisLink:
             batch, self._waiting = self._waiting, []
             self.round_trips += 1
             self._wire.send(batch)
-            if self._failures:
-                batch[-1].future.add_done_callback(self._heard)
         elif self._pump is None:
             self._pump = asyncio.create_task(self._connect() if self._is_direct else self._send_pooled())
 
-    def _heard(self, future: asyncio.Future[Any]) -> None:
-        if not future.cancelled() and not isinstance(future.exception(), RedisConnectionError | RedisTimeoutError):
-            self._failures = 0
-
     async def _connect(self) -> None:
         try:
-            self._wire = await open_connection(self.url, self._timeout_s, self._lost, self._refused)
+            await self._open()
         except Exception as error:
             self._failed([], error if isinstance(error, RedisError) else RedisConnectionError(str(error)))
         finally:
             self._pump = None
         if self._waiting:
             self._flush()
+
+    async def _open(self) -> RedisWire:
+        """The connection; opens it where there is none."""
+        if self._wire is None:
+            self._wire = await open_connection(self.url, self._timeout_s, self._lost, self._refused)
+        return self._wire
 
     def _lost(self, error: RedisError, unanswered: list[Pending]) -> None:
         """Repeat unanswered commands once, on a new connection; scripts that move money are
@@ -189,7 +192,6 @@ class RedisLink:
             except Exception as error:  # a cluster's are not always RedisError
                 self._failed(batch, error if isinstance(error, RedisError) else RedisConnectionError(str(error)))
                 continue
-            self._failures = 0
             for pending, reply in zip(batch, replies, strict=True):
                 if isinstance(reply, RedisError):
                     self._refused(pending, reply)
@@ -206,12 +208,37 @@ class RedisLink:
         return replies
 
     def _failed(self, batch: list[Pending], error: RedisError) -> None:
-        """Fail the batch and all queued commands, which would fail too."""
-        self._probe_at = time.monotonic() + _PROBE_AFTER_S[min(self._failures, len(_PROBE_AFTER_S) - 1)]
-        self._failures += 1
+        """Fail the batch and all queued commands, which would fail too, and begin to probe."""
         behind, self._waiting = self._waiting, []
         for pending in (*batch, *behind):
             fail(pending, fresh(error))
+        if self._is_up:
+            self._is_up = False
+            self._prober = asyncio.create_task(self._probe_until_up())
+
+    async def _probe_until_up(self) -> None:
+        """Ask Redis, after growing pauses, until it answers. Only this task waits for a probe."""
+        for pause_s in chain(_PROBE_AFTER_S, repeat(_PROBE_AFTER_S[-1])):
+            await asyncio.sleep(pause_s)
+            try:
+                await self._probe()
+            except Exception:  # still away
+                continue
+            self._is_up = True
+            return
+
+    async def _probe(self) -> None:
+        """Raises an error if Redis does not answer; an error reply is an answer."""
+        if not self._is_direct:
+            (reply,) = await self._pipeline([_PROBE])
+            if isinstance(reply, RedisConnectionError):  # it is loading its data
+                raise reply
+            return
+        # marked as repeated: it fails with its connection, and the next probe opens another
+        pending = Pending(_PROBE, asyncio.get_running_loop().create_future(), is_repeated=True)
+        (await self._open()).send([pending])
+        with contextlib.suppress(ResponseError):
+            await pending.future
 
     @asynccontextmanager
     async def subscribe(self, *channels: str) -> AsyncIterator[Any]:
@@ -231,6 +258,9 @@ class RedisLink:
     async def aclose(self) -> None:
         """Wait for outstanding replies, for two time-outs at most, then close."""
         self._end_patience()
+        if self._prober is not None:
+            self._prober.cancel()
+            await asyncio.gather(self._prober, return_exceptions=True)
         waiting = [pending.future for pending in self._waiting] + (self._wire.unanswered if self._wire else [])
         if waiting:
             await asyncio.wait(waiting, timeout=2 * self._timeout_s)

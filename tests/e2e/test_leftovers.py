@@ -159,8 +159,10 @@ class Sender:
             return await ask
         finally:
             await self.worker.parts.pipeline.drain()
-            link.url, link._probe_at, link._failures = url, 0.0, 0
-            await link.execute_command("PING")
+            link.url = url
+            async with asyncio.timeout(60):
+                while not link.is_up:  # noqa: ASYNC110 - the link comes back by itself
+                    await asyncio.sleep(0.01)
             await self.worker.parts.money.retry()
 
     async def with_engine(self, plays: str, **fields: Any) -> int:

@@ -106,6 +106,44 @@ async def test_a_hanging_redis_costs_little() -> None:
         await link.aclose()
 
 
+async def test_no_call_waits_for_a_probe(tmp_path: Path) -> None:
+    """A Redis that takes connections and is silent is asked again by the link alone: calls fail at once meanwhile, and are
+    answered as soon as the probe was."""
+    is_silent, asked, held = False, 0, list[asyncio.StreamWriter]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        while (head := await reader.readline()).startswith(b"*"):
+            words = [(await reader.readline(), (await reader.readline()).strip())[1] for _ in range(int(head[1:]))]
+            asked += words[0] != b"HELLO"
+            if is_silent and words[0] != b"HELLO":
+                held.append(writer)
+            else:
+                writer.write(b"+OK\r\n")
+        writer.close()
+
+    server = await asyncio.start_unix_server(serve, tmp_path / "redis.sock")
+    link = RedisLink(f"unix://{tmp_path}/redis.sock", 0.2)
+    await link.execute_command("SET", "a", "1")
+    is_silent = True
+    with pytest.raises(RedisError):
+        await link.execute_command("SET", "a", "1")
+    async with asyncio.timeout(10):
+        for _ in range(3):
+            before, calls = asked, list[asyncio.Future[object]]()
+            while asked == before or len(calls) < 5:
+                calls.append(asyncio.ensure_future(link.execute_command("SET", "a", "1")))
+                await asyncio.sleep(0.001)
+            assert all(call.done() for call in calls)  # the server has what it does not answer
+            assert all(isinstance(error, RedisError) for error in await asyncio.gather(*calls, return_exceptions=True))
+        is_silent = False
+        while not link.is_up:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await link.execute_command("SET", "a", "1")
+    await link.aclose()
+    server.close()
+
+
 async def test_a_greeting_that_is_cut_off_is_no_hang(redis_server: RedisServer, tmp_path: Path) -> None:
     """A server that accepts and then dies fails the calls that waited for it, and the next ones find it alive."""
     path = tmp_path / "redis.sock"
