@@ -169,7 +169,8 @@ class DeploymentSettings(_Section):
     ttft_timeout_ms: int | None = Field(
         None,
         gt=0,
-        description="time to the first chunk before the next deployment is tried; default: learned, 5 s to 60 s",
+        description="time to the first chunk before the next deployment is tried; default: learned, 5 s to 60 s; until then about 10 s "
+        "where another deployment can answer",
     )
     idle_timeout_ms: int = Field(60_000, gt=0, description="longest silence inside a stream before it counts as broken")
     concurrency_max: int = Field(1_000, gt=0, description="openai: connections kept to this deployment, per worker")

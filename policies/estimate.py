@@ -125,15 +125,18 @@ class Estimate:
             self._calls_unfigured = 0
         return self._figures
 
-    def ttft_timeout_ms(self, prompt_tokens: int, floor_ms: float, ceiling_ms: float) -> float:
+    def ttft_timeout_ms(
+        self, prompt_tokens: int, floor_ms: float, ceiling_ms: float, unlearned_ms: float = math.inf
+    ) -> float:
         """How long to wait for the first token before the next candidate is tried.
 
         About one call in thirty thousand of a healthy deployment exceeds this wait. It lies within
-        [floor_ms, ceiling_ms], and is the ceiling before `_CALLS_BEFORE_TIMEOUT` calls.
+        [floor_ms, ceiling_ms]. Before `_CALLS_BEFORE_TIMEOUT` calls it is `unlearned_ms`, or twice
+        the prediction if that is longer.
         """
         figures = self.figures()
         if figures.weight < _CALLS_BEFORE_TIMEOUT:
-            return ceiling_ms
+            return min(max(unlearned_ms, 2.0 * figures.ttft_ms(prompt_tokens)), ceiling_ms)
         return min(max(figures.ttft_ms(prompt_tokens) * figures.timeout_ratio, floor_ms), ceiling_ms)
 
     def _timeout_ratio(self, kept: float) -> float:

@@ -132,6 +132,7 @@ class Call:
     request_id: str
     draft: str
     idle_timeout_s: float
+    ttft_timeout_s: float
     model: str = ""
     is_cancelled: bool = False  # while it was at work
     is_closed: bool = False
@@ -188,6 +189,7 @@ class ScriptedBackend:
             request_id=request.request_id,
             draft=request.draft,
             idle_timeout_s=request.idle_timeout_s,
+            ttft_timeout_s=request.ttft_timeout_s,
             model=request.model,
         )
         self.calls.append(call)

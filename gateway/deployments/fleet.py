@@ -41,6 +41,7 @@ _log = get_logger()
 _PASSED_NAME_MAX = 200
 _PASSED_NAME = re.compile(rf"[!-)+-~]{{1,{_PASSED_NAME_MAX}}}")  # ASCII without spaces and `*`
 _TTFT_TIMEOUT_MAX_MS = 60_000.0
+_TTFT_TIMEOUT_UNLEARNED_MS = 10_000.0  # where another deployment can answer
 _ATTEMPTS_MAX = 3
 _NAMES_SHOWN_MAX = 10
 _PAUSE_BEFORE_RETRY_S = 0.2
@@ -114,14 +115,17 @@ class Deployment:
             prefill_ms_per_token=figures.prefill_ms_per_token,
         )
 
-    def ttft_timeout_s(self, prompt_tokens: int) -> float:
+    def ttft_timeout_s(self, prompt_tokens: int, *, is_alone: bool = True) -> float:
         """The time to wait for the first chunk: as configured, else learned
         from this deployment.
+
+        Where it is not learned yet, and another deployment can answer, it is about 10 s.
         """
         if self.settings.ttft_timeout_ms is not None:
             return self.settings.ttft_timeout_ms / 1000.0
-        learned = self.estimate.ttft_timeout_ms(prompt_tokens, self.ttft_timeout_min_ms, _TTFT_TIMEOUT_MAX_MS)
-        return learned / 1000.0
+        most_ms = _TTFT_TIMEOUT_MAX_MS
+        unlearned_ms = most_ms if is_alone else _TTFT_TIMEOUT_UNLEARNED_MS
+        return self.estimate.ttft_timeout_ms(prompt_tokens, self.ttft_timeout_min_ms, most_ms, unlearned_ms) / 1000.0
 
     def succeeded(self, made: Progress, prompt_tokens: int) -> None:
         """Learn from a complete generation.

@@ -63,7 +63,7 @@ async def _try_each(flight: Flight, route: Route, denials: dict[str, str]) -> tu
     while True:
         best = route.ranked[0]
         deployment = deployments[best.name]
-        failure = await _try(flight, deployment, best.why)
+        failure = await _try(flight, deployment, best.why, is_alone=len(route.ranked) == 1)
         if failure is None:
             return deployment, None
         if isinstance(failure, BackendDenied):
@@ -83,12 +83,12 @@ def _all_of(denials: dict[str, str]) -> str:
     return "; ".join(f"{name}: {message}" for name, message in denials.items())
 
 
-async def _try(flight: Flight, deployment: Deployment, why: str) -> BackendError | None:
+async def _try(flight: Flight, deployment: Deployment, why: str, *, is_alone: bool) -> BackendError | None:
     generation = flight.generation
     generation.chosen(why)
     if not deployment.breaker.begin():
         return BackendTimeout("another request is probing this deployment")
-    request, progress = generation.begin_try(deployment)
+    request, progress = generation.begin_try(deployment, is_alone=is_alone)
     prompt_tokens = generation.turn.demand.prompt_tokens
     failure = await attempt(deployment, request, progress, flight.extend, prompt_tokens=prompt_tokens)
     if failure is not None and (progress.has_begun or isinstance(failure, BackendRejected)):

@@ -101,8 +101,11 @@ class Generation:
         """9. Set the reason why the deployment that is tried next was ranked first."""
         self.why = why
 
-    def begin_try(self, deployment: Deployment) -> tuple[BackendRequest, Progress]:
-        """9. The request to `deployment`, and the empty progress of its answer."""
+    def begin_try(self, deployment: Deployment, *, is_alone: bool) -> tuple[BackendRequest, Progress]:
+        """9. The request to `deployment`, and the empty progress of its answer.
+
+        `is_alone`: no other deployment can take over.
+        """
         turn = self.turn
         # decision: always-stream
         is_stream = turn.is_stream or (len(self.alias.deployments) > 1 and _UNSTREAMED.isdisjoint(turn.body))
@@ -113,7 +116,7 @@ class Generation:
             is_stream=is_stream,
             salt=self.fingerprint.partition,
             request_id=turn.arrival.request_id,
-            ttft_timeout_s=deployment.ttft_timeout_s(turn.demand.prompt_tokens),
+            ttft_timeout_s=deployment.ttft_timeout_s(turn.demand.prompt_tokens, is_alone=is_alone),
             idle_timeout_s=deployment.settings.idle_timeout_ms / 1000.0 if is_stream else _WHOLE_TIMEOUT_S,
             draft=draft,
             kind=turn.kind,

@@ -304,6 +304,18 @@ async def test_a_deployment_that_is_back_is_used_within_ten_seconds(world: World
     assert (await world.ask("after the outage", model="pair")).headers["x-sameway-backend"] == "first"
 
 
+async def test_a_deployment_that_never_answered_is_not_waited_for_long(world: World) -> None:
+    """Beside another deployment a first call has about 10 s to its first token, and more for a long prompt; alone it has 60 s."""
+    first, second = world.backends["first"], world.backends["second"]
+    first.plays_once(timed_out())
+    assert (await world.ask("one", model="pair")).headers["x-sameway-backend"] == "second"
+    assert (first.calls[0].ttft_timeout_s, second.calls[0].ttft_timeout_s) == (10.0, 60.0)
+    await world.ask("many words " * 30_000, model="pair")
+    assert first.calls[1].ttft_timeout_s > 20.0
+    await world.ask("one")
+    assert world.backends["plain"].calls[0].ttft_timeout_s == 60.0
+
+
 async def test_a_lone_deployment_is_not_closed_for_an_hour(world: World) -> None:
     """Where no other deployment can answer, a long retry-after rests a deployment for 10 s."""
     plain = world.backends["plain"]

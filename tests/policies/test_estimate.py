@@ -33,6 +33,9 @@ def test_before_the_first_call_the_prior_speaks(clock: Clock) -> None:
     assert estimate.ttft_ms(1000) == pytest.approx(900)
     assert estimate.tpot_ms == pytest.approx(30)
     assert estimate.ttft_timeout_ms(100, 1000, 60_000) == 60_000
+    assert estimate.ttft_timeout_ms(100, 1000, 60_000, 10_000) == 10_000
+    assert estimate.ttft_timeout_ms(40_000, 1000, 60_000, 10_000) == pytest.approx(2 * estimate.ttft_ms(40_000))
+    assert estimate.ttft_timeout_ms(1_000_000, 1000, 60_000, 10_000) == 60_000
     assert estimate.weight == 0
 
 
