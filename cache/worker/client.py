@@ -158,20 +158,19 @@ class SemanticClient:
         """Raises CacheWorkerUnavailable at once where there is no connection, TimeoutError where no
         answer came.
         """
-        if self._writer is None:
-            raise CacheWorkerUnavailable("the cache worker is away")
         data = wire.frame(ask)
         if len(data) > wire.FRAME_BYTES_MAX:
             raise CacheWorkerUnavailable("too much for one request")
+        if not self._write(data):
+            raise CacheWorkerUnavailable("the cache worker is away")
         future: asyncio.Future[wire.AnswerPayload | None] = asyncio.get_running_loop().create_future()
         self._waiting[ask.id] = future
-        self._writer.write(data)
         try:
             async with asyncio.timeout(timeout_s):
                 reply = await future
         finally:
             if self._waiting.pop(ask.id, None) is not None and not _is_answered(future):
-                self._send(wire.Cancel(ask.id))
+                self._write(wire.frame(wire.Cancel(ask.id)))
         if reply is None:
             raise CacheWorkerUnavailable("the cache worker went away")
         return reply
@@ -179,11 +178,17 @@ class SemanticClient:
     def _probe(self, silence: MissReason) -> None:
         """Ask for a sign of life; whatever comes ends the silence."""
         self._silent_for = silence
-        self._send(wire.AskStatus(next(self._ids)))
+        self._write(wire.frame(wire.AskStatus(next(self._ids))))
 
-    def _send(self, ask: wire.Ask) -> None:
-        if self._writer is not None:
-            self._writer.write(wire.frame(ask))
+    def _write(self, data: bytes) -> bool:
+        """Whether there is a connection to write to.
+
+        Its end is seen here before `_read` ends, and uvloop's transport raises for a write after it.
+        """
+        if self._writer is None or self._writer.is_closing():
+            return False
+        self._writer.write(data)
+        return True
 
     async def _keep_connected(self) -> None:
         attempt = 0

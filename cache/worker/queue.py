@@ -26,7 +26,10 @@ class Connection:
     waiting: set[int] = field(default_factory=set)  # ids whose answer is still wanted
 
     def answer(self, id: int, reply: AnswerPayload) -> None:
+        """Send the reply to the ask `id`, unless the client has left."""
         self.waiting.discard(id)
+        if self.writer.is_closing():  # before the reader of its asks has seen it; uvloop's transport would raise
+            return
         self.writer.write(frame(Answer(id, reply)))
         if self.writer.transport.get_write_buffer_size() > _UNSENT_BYTES_MAX:
             self.writer.transport.abort()  # it asks and does not read

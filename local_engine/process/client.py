@@ -271,7 +271,7 @@ class AsyncEngine:
             del self._calls[message.id]
 
     def _refusal(self) -> wire.EngineError | None:
-        if self._transport is None:
+        if not self._is_connected:
             return wire.EngineUnavailable(f"no engine answers at {self.socket_path}")
         if self._load.is_draining:
             return wire.EngineUnavailable("the engine is shutting down")
@@ -282,8 +282,17 @@ class AsyncEngine:
             )
         return None
 
+    @property
+    def _is_connected(self) -> bool:
+        """Whether there is a connection to write to.
+
+        Its end is seen here before `_until_silent` returns, and uvloop's transport raises for a
+        write after it.
+        """
+        return self._transport is not None and not self._transport.is_closing()
+
     def _send(self, message: wire.ToWorker) -> None:
-        if self._transport is not None:
+        if self._transport is not None and self._is_connected:
             body = self._encoder.encode([message])
             self._transport.write(len(body).to_bytes(4, "big") + body)
 

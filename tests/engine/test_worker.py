@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+import uvloop
 
 from local_engine import (
     AsyncEngine,
@@ -34,7 +35,7 @@ from local_engine import (
 )
 from local_engine.config import EngineConfig
 from local_engine.engine import Engine, StepOutput
-from local_engine.messages import Submit, ToClient, read_ended
+from local_engine.messages import EngineLoad, ModelInfo, State, Submit, ToClient, read_ended
 from local_engine.process import worker as worker_module
 from local_engine.process.thread import EngineThread, Key
 from local_engine.runner import ModelRunner
@@ -390,6 +391,49 @@ async def test_kill_9_is_an_honest_error_and_a_new_process_serves(checkpoint: Fo
             finally:
                 successor.kill()
                 successor.wait()
+
+
+def test_a_process_that_is_killed_fails_what_comes_next(tmp_path: Path) -> None:
+    """Asked in any turn of the event loop from the process' end on, on the loop that a gateway runs on, a generation and a
+    question for tokens fail as for an engine that is not there."""
+
+    info = ModelInfo(
+        name="m",
+        architecture="llama",
+        context_tokens=10,
+        vocabulary_size=10,
+        parameters=1,
+        dtype="float32",
+        device="cpu",
+        weights_size_bytes=1,
+        kv_size_bytes=1,
+        has_chat_template=False,
+    )
+
+    async def run() -> None:
+        server_end = asyncio.get_running_loop().create_future()
+
+        async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            body = msgspec.msgpack.encode([State(EngineLoad(is_ready=True), info)])
+            writer.write(len(body).to_bytes(4, "big") + body)
+            server_end.set_result(writer)
+
+        server = await asyncio.start_unix_server(serve, tmp_path / "s")
+        async with connected(tmp_path / "s") as engine, asyncio.timeout(20):
+            server.close()
+            (await server_end).transport.abort()
+
+            async def late(turns: int) -> None:
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                with pytest.raises(EngineUnavailable):
+                    await rest_of(engine.generate(request([1, 2, 3], 1)))
+                with pytest.raises(EngineUnavailable):
+                    await engine.tokenize(prompt="x", has_special=False)
+
+            await asyncio.gather(*map(late, range(60)))
+
+    uvloop.run(run())
 
 
 async def test_a_process_that_hangs_is_told_from_one_that_works(checkpoint: Folder) -> None:
