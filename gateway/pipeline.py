@@ -22,13 +22,13 @@ import msgspec
 from cache import CacheUnavailable, Entry, ExactCache, Fingerprint, fingerprint
 from cache.eligibility import Refusal
 from cache.exact import LookupMiss
-from gateway.accounts import Accounts, Identity, LedgerRow, partition_of
-from gateway.deployments.fleet import Alias, Fleet, no_route
+from gateway.accounts import Accounts, Identity, partition_of
+from gateway.deployments.fleet import Alias, Deployment, Fleet, no_route
 from gateway.exceptions import fresh
 from gateway.journey.attempt import stream
 from gateway.journey.budget import Money
 from gateway.journey.flight import Flight, Flights, Reply
-from gateway.journey.generation import Generation
+from gateway.journey.generation import Booked, Generation
 from gateway.journey.rate_limits import Limits
 from gateway.journey.record import Record, ended_with, record_of
 from gateway.journey.semantic import SemanticLookup
@@ -37,7 +37,16 @@ from gateway.journey.turn import Arrival, Ended, Turn, elapsed_ms_since
 from gateway.loggers import get_logger
 from gateway.settings import Settings
 from gateway.transport.eager import Eager
-from gateway.wire.errors import ApiError, BadRequest, Forbidden, NotCached, Unauthenticated, shown
+from gateway.wire.errors import (
+    ApiError,
+    BadRequest,
+    BudgetExceeded,
+    Forbidden,
+    NotCached,
+    Unauthenticated,
+    Unavailable,
+    shown,
+)
 from gateway.wire.types import Chunk
 from policies import Route
 
@@ -137,7 +146,7 @@ class Pipeline:
         if looked.entry is not None:
             return Reply(turn, looked.headers, entry=looked.entry, looked_up_ms=turn.elapsed_ms())
         flight = self._join(turn, identity, alias, found, looked)
-        reader = flight.admit(turn.deadline)
+        reader = flight.admit(turn.deadline, is_stream=turn.is_stream)
         if reader.is_leader:
             flight.take_off(self.generate(flight))
         reply = Reply(turn, looked.headers, reader=reader, degraded=looked.degraded)
@@ -203,7 +212,7 @@ class Pipeline:
                     raise NotCached
                 await self._reserve(generation)
                 route = await self._route(flight)
-                await stream(flight, route)  # 9
+                await stream(flight, route, self._cover)  # 9
         except asyncio.CancelledError:
             error = ApiError("Everyone who waited for this answer has left", code="client_gone")
         except ApiError as refusal:
@@ -259,6 +268,21 @@ class Pipeline:
         if near is not None:
             generation.found_near((await near).entry)
 
+    async def _cover(self, generation: Generation, deployment: Deployment) -> bool:
+        """Hold what a further try at `deployment` may cost beyond the holds there are.
+
+        Returns False where a budget has no room for it.
+        """
+        identity, beyond = generation.identity, generation.beyond_holds(deployment)
+        if beyond <= 0 or not identity.budgets:
+            return True
+        hold_id = f"{generation.turn.arrival.request_id}+{len(generation.more_holds) + 1}"
+        try:
+            generation.covered(await self.money.reserve(identity, hold_id, beyond))
+        except (BudgetExceeded, Unavailable):
+            return False
+        return True
+
     async def _route(self, flight: Flight) -> Route:
         """8. The deployments in order; waits for one that is starting if no other can answer.
 
@@ -279,11 +303,11 @@ class Pipeline:
     async def _record(self, flight: Flight, error: ApiError | None) -> None:
         """10. Send the last chunk, then settle the hold and store the answer, in one round trip."""
         generation = flight.generation
-        row = generation.end()
+        booked = generation.end()
         entry, store = self._entry_of(flight)
         duration_ms = generation.turn.elapsed_ms()
         flight.finish(error)
-        works = [*self._account(generation, row), self._store(generation, entry, store)]
+        works = [*self._account(generation, booked), self._store(generation, entry, store)]
         try:
             with self._semantic.storing(generation.fingerprint):
                 for work in [Eager(work) for work in works]:
@@ -324,14 +348,14 @@ class Pipeline:
         self.exact.store_local(entry)
         return entry, "stored"
 
-    def _account(self, generation: Generation, row: LedgerRow | None) -> list[Coroutine[Any, Any, None]]:
-        """Settle or release the hold, and correct the tokens that the rate limits took."""
-        works, hold = list[Coroutine[Any, Any, None]](), generation.hold
-        if hold is not None:
-            works.append(self.money.settle(hold, row) if row is not None else self.money.release(hold))
+    def _account(self, generation: Generation, booked: list[Booked]) -> list[Coroutine[Any, Any, None]]:
+        """Settle or release the holds, and correct the tokens that the rate limits took."""
+        works = [self.money.settle(one.hold, one.row) for one in booked]
+        if generation.hold is not None and not booked:
+            works.append(self.money.release(generation.hold))
+        works += [self.money.release(hold) for hold in generation.more_holds]
         if generation.headers is not None and generation.spent is not None:
-            usage = generation.spent.usage
-            used = usage.prompt_tokens + usage.completion_tokens
+            used = generation.spent.charged_tokens
             correcting = self.limits.correct(generation.turn.demand, generation.identity, used)
             works += [correcting] if correcting is not None else []
         return works

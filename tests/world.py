@@ -641,6 +641,21 @@ def _database() -> Path:
 MODELS: dict[str, Any] = {
     "mock": {"deployments": [deployment("plain")]},
     "pair": {"policy": "cheapest", "deployments": [deployment("first", usd=(0, 0)), deployment("second")]},
+    "breaking": {
+        "policy": "cheapest",
+        "deployments": [
+            deployment("dear-first", usd=(1.0, 1.0), output_tokens_max=1000),
+            deployment("next", output_tokens_max=1000),
+        ],
+    },
+    "windows": {
+        "policy": "cheapest",
+        "deployments": [
+            deployment("told-8k", usd=(0, 0)),
+            deployment("also-8k", usd=(0.1, 0.1), context_tokens_max=8192),
+            deployment("unknown"),
+        ],
+    },
     "mixed": {"policy": "cheapest", "deployments": [deployment("big", "big", (0, 0)), deployment("small", "small")]},
     "twins": {"policy": "fastest", "deployments": [deployment("left"), deployment("right")]},
     "dear": {"deployments": [deployment("dear", output_tokens_max=1000)]},

@@ -97,10 +97,7 @@ class Chat:
 
     async def _whole(self, renderer: Renderer, reply: Reply, send: asgi.Send) -> None:
         """Send all chunks at once. Any error is an error response, because no byte has left yet."""
-        chunks = list[Chunk]()
-        if reply.reader is not None:
-            while batch := await reply.reader.next():
-                chunks += batch
+        chunks = await reply.reader.whole() if reply.reader is not None else []
         body = renderer.whole(chunks, reply.served)
         await asgi.send_whole(send, 200, [JSON, *answer_headers(reply), *cost_header(reply)], body)
 

@@ -8,6 +8,7 @@ into this tree in its own file; refusals.py maps the statuses that two of them s
     ├── BackendOverloaded           429 or a full queue; `retry_after_s` where the upstream gave it
     ├── BackendTimeout              no first chunk in time, or silence inside the stream
     ├── BackendRejected             400, 413 or 422: the request is at fault, and a retry is useless
+    │   └── BackendTooLong          it does not fit this deployment's context; `context_tokens` if known
     ├── BackendDenied               401, 402, 403, 404, 409 or 451: a retry here is useless, another
     │                               one may do better; `mark` if every request is denied
     └── BackendBroken               the stream ended without its finish: never a finished answer
@@ -130,6 +131,19 @@ class BackendRejected(BackendError):
     """The request is at fault; `status` and `body` (an OpenAI error object) are
     the deployment's.
     """
+
+
+class BackendTooLong(BackendRejected):
+    """The request does not fit the deployment's context.
+
+    `context_tokens` is the size of that context, if the deployment gave it.
+    """
+
+    def __init__(
+        self, message: str, *, detail: str = "", status: int, body: bytes | None, context_tokens: int | None
+    ) -> None:
+        super().__init__(message, detail=detail, status=status, body=body)
+        self.context_tokens = context_tokens
 
 
 class Mark(StrEnum):

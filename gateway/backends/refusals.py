@@ -3,7 +3,8 @@
 The rules are the same for HTTP, for errors inside a stream, and for litellm's exceptions. Shapes:
 OpenAI API reference, "Error codes"; RFC 9110, sections 10.2.3 (Retry-After) and 15. Pure; the
 current time is a parameter. Invariant: of a provider's text a client gets only the error object of
-a request that was at fault and the message of a permanent refusal, and never the provider's key.
+a request that was at fault and the message of a permanent refusal or of an error inside a stream,
+and never the provider's key.
 """
 
 import email.utils
@@ -43,6 +44,18 @@ _OF_A_REQUEST = re.compile(
 )
 _MASKED = re.compile(r"(?<![\w.-])[\w.-]++\*{3,}[\w-]*|(?<![\w.*-])\*{4,}+[\w-]+")
 _FEWER_TOKENS = re.compile(r"max_(?:completion_|output_)?tokens", re.I)  # a 402 that a smaller request would not get
+_TOO_LONG = frozenset({"context_length_exceeded", "context_window_exceeded", "exceed_context_size_error"})
+# the words of servers that send no code: vLLM, SGLang, Anthropic, Gemini, llama.cpp, TGI
+_TOO_LONG_WORDS = re.compile(
+    r"maximum context length|context (?:length|window|size) (?:is |was )?(?:exceed|of only)|prompt is too long"
+    r"|exceeds? (?:the )?(?:model'?s? )?(?:maximum |available )?context (?:length|window|size)"
+    r"|exceeds the maximum number of tokens allowed",
+    re.I,
+)
+_CONTEXT = re.compile(
+    r"(?:context (?:length|window|size)(?: is| of)?|number of tokens allowed|tokens >) ?\(?(\d[\d,]*)", re.I
+)
+_CONTEXT_TOKENS_MIN = 16  # a smaller size is another number
 _STATUS_BY_WORD = {
     "rate_limit_exceeded": 429,
     "rate_limit_error": 429,
@@ -66,12 +79,16 @@ _STATUS_BY_WORD = {
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """A refusal as received. `secret` is the provider's key, to be removed from all texts."""
+    """A refusal as received. `secret` is the provider's key, to be removed from all texts.
+
+    `is_in_band`: it came inside a 200, and its `status` is derived from its words.
+    """
 
     status: int
     body: bytes = b""
     retry_after_s: float | None = None
     secret: str = ""
+    is_in_band: bool = False
 
 
 def refusal(refused: Refused) -> base.BackendError:
@@ -79,7 +96,8 @@ def refusal(refused: Refused) -> base.BackendError:
     error = error_fields(refused.body)
     words = [str(error[key]).lower() for key in ("code", "type") if error.get(key)]
     status = refused.status
-    detail = scrubbed(f"HTTP {status}: {_excerpt(refused.body)}".removesuffix(": "), refused.secret)
+    source = "in its answer" if refused.is_in_band else f"HTTP {status}"
+    detail = scrubbed(f"{source}: {_excerpt(refused.body)}".removesuffix(": "), refused.secret)
     known = next((_MARKS[word] for word in words if word in _MARKS), None)
     if known is not None or status in _DENIED or not _PERMISSION.isdisjoint(words):
         mark = known or _mark(status, error)
@@ -90,8 +108,22 @@ def refusal(refused: Refused) -> base.BackendError:
     if status in _REJECTED:
         body = _client_body(refused, error)
         told: str = msgspec.json.decode(body)["error"]["message"]
+        if not _TOO_LONG.isdisjoint(words) or _TOO_LONG_WORDS.search(told):
+            context_tokens = _context_tokens(error, told)
+            return base.BackendTooLong(told, detail=detail, status=status, body=body, context_tokens=context_tokens)
         return base.BackendRejected(told, detail=detail, status=status, body=body)
-    return base.BackendUnavailable(f"The deployment failed with HTTP {status}", detail=detail, status=status)
+    how = "in its answer" if refused.is_in_band else f"with HTTP {status}"
+    words_too = _told(refused, error) if refused.is_in_band else ""
+    return base.BackendUnavailable(f"The deployment failed {how}{words_too}", detail=detail, status=status)
+
+
+def _context_tokens(error: dict[str, Any], message: str) -> int | None:
+    """The size of the context that a refusal names; None if it names none."""
+    named = error.get("n_ctx")  # llama.cpp
+    if not isinstance(named, int):
+        found = _CONTEXT.search(message)
+        named = int(found[1].replace(",", "")[:12]) if found else 0
+    return named if named >= _CONTEXT_TOKENS_MIN else None
 
 
 def _mark(status: int, error: dict[str, Any]) -> Mark | None:
@@ -112,13 +144,17 @@ def _mark(status: int, error: dict[str, Any]) -> Mark | None:
 
 def _denial(refused: Refused, error: dict[str, Any], mark: Mark | None) -> str:
     """The message of a permanent refusal, with the provider's own words."""
-    message = f"The deployment refused the request with HTTP {refused.status}"
-    if mark is not None:
-        message += f" ({mark})"
+    how = "in its answer" if refused.is_in_band else f"with HTTP {refused.status}"
+    marked = f" ({mark})" if mark is not None else ""
+    return f"The deployment refused the request {how}{marked}{_told(refused, error)}"
+
+
+def _told(refused: Refused, error: dict[str, Any]) -> str:
+    """The provider's own words after a colon; empty without any."""
     told = error.get("message")
-    if isinstance(told, str) and told.strip():
-        message += f": {scrubbed(' '.join(told.split())[:_DETAIL_CHARACTERS], refused.secret)}"
-    return message
+    if not isinstance(told, str) or not told.strip():
+        return ""
+    return f": {scrubbed(' '.join(told.split())[:_DETAIL_CHARACTERS], refused.secret)}"
 
 
 def in_band(error: Any, secret: str = "") -> base.BackendError:
@@ -135,7 +171,7 @@ def in_band(error: Any, secret: str = "") -> base.BackendError:
             if known >= 400:
                 status = known
                 break
-    return refusal(Refused(status, msgspec.json.encode({"error": fields}), secret=secret))
+    return refusal(Refused(status, msgspec.json.encode({"error": fields}), secret=secret, is_in_band=True))
 
 
 def retry_after_s(headers: Mapping[str, str], now_s: float) -> float | None:

@@ -42,7 +42,9 @@ _PASSED_NAME_MAX = 200
 _PASSED_NAME = re.compile(rf"[!-)+-~]{{1,{_PASSED_NAME_MAX}}}")  # ASCII without spaces and `*`
 _TTFT_TIMEOUT_MAX_MS = 60_000.0
 _TTFT_TIMEOUT_UNLEARNED_MS = 10_000.0  # where another deployment can answer
-_ATTEMPTS_MAX = 3
+_ATTEMPTS_MAX = 3  # after so many, no other round over all deployments begins
+TRIES_MAX = 8
+"""The most tries of one request, at all its deployments."""
 _NAMES_SHOWN_MAX = 10
 _PAUSE_BEFORE_RETRY_S = 0.2
 _PAUSE_MAX_S = 2.0
@@ -67,6 +69,7 @@ class Deployment:
     ttft_timeout_min_ms: float = 5_000.0
     is_price_known: bool = True
     are_capabilities_assumed: bool = False
+    context_learned: int | None = None  # the size that it gave when it refused a longer request
 
     @property
     def has_answered(self) -> bool:
@@ -103,7 +106,7 @@ class Deployment:
             name=self.name,
             price=self.price,
             capabilities=self.capabilities,
-            context_tokens_max=load.context_tokens_max or self.context_tokens_max,
+            context_tokens_max=self._context(load),
             output_tokens_max=load.output_tokens_max or self.output_tokens_max,
             ttft_ms=load.ttft_ms if load.ttft_ms is not None or not is_measured else figures.ttft_ms(prompt_tokens),
             tpot_ms=load.tpot_ms if load.tpot_ms is not None or not is_measured else figures.tpot_ms,
@@ -114,6 +117,18 @@ class Deployment:
             allowed=self.allowed,
             prefill_ms_per_token=figures.prefill_ms_per_token,
         )
+
+    def _context(self, load: base.Load) -> int | None:
+        known = load.context_tokens_max or self.context_tokens_max
+        if self.context_learned is None:
+            return known
+        return self.context_learned if known is None else min(known, self.context_learned)
+
+    def learn_window(self, error: base.BackendTooLong) -> int | None:
+        """Keep the size of the context that `error` gives. Returns the size that is known, if any."""
+        if error.context_tokens is not None:
+            self.context_learned = error.context_tokens
+        return self._context(self.backend.load(0))
 
     def ttft_timeout_s(self, prompt_tokens: int, *, is_alone: bool = True) -> float:
         """The time to wait for the first chunk: as configured, else learned
@@ -137,6 +152,8 @@ class Deployment:
         duration_ms = made.elapsed_ms()
         ttft_ms = made.ttft_ms if made.ttft_ms is not None else duration_ms
         if made.usage is not None:
+            if self.context_learned and made.usage.prompt_tokens > self.context_learned:
+                self.context_learned = None  # it has grown
             prompt_tokens = made.usage.prompt_tokens - made.usage.cached_tokens
         if made.is_whole:
             ttft_ms = min(ttft_ms, self.estimate.ttft_ms(prompt_tokens))
@@ -237,11 +254,12 @@ class Alias:
 
     def worst_case_microusd(self, demand: Demand) -> int:
         """The longest answer at the highest price: the amount that budgets hold."""
-        return max(
-            # decision: worst-case-by-bytes
-            d.price.cost_max(demand.prompt_tokens_max, self.output_max(d, demand) * demand.choices)
-            for d in self.deployments.values()
-        )
+        return max(self.worst_case_at(d, demand) for d in self.deployments.values())
+
+    def worst_case_at(self, deployment: Deployment, demand: Demand) -> int:
+        """The longest answer at the price of `deployment`, µUSD."""
+        # decision: worst-case-by-bytes
+        return deployment.price.cost_max(demand.prompt_tokens_max, self.output_max(deployment, demand) * demand.choices)
 
     def with_max_tokens(self, deployment: Deployment, demand: Demand, body: dict[str, Any]) -> dict[str, Any]:
         """`body` with the reserved length as its limit: a budget cannot hold an

@@ -1,12 +1,13 @@
 """Stage 9 of the journey: try deployments in the order of the route, from request to last chunk.
 
-Invariants: failover is possible until the first chunk with content has left; the breaker records
-the outcome of every call that was begun, exactly once; the backend's stream is closed on every
-exit; a try that has not begun leaves no trace in an answer.
+Invariants: failover is possible until the first byte with content has left for a client; the
+breaker records the outcome of every call that was begun, exactly once; the backend's stream is
+closed on every exit; a try that has not begun leaves no trace in an answer; no request makes more
+than TRIES_MAX tries.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from gateway.backends.base import (
     BackendBroken,
@@ -15,85 +16,116 @@ from gateway.backends.base import (
     BackendRejected,
     BackendRequest,
     BackendTimeout,
+    BackendTooLong,
 )
 from gateway.backends.refusals import from_backend
-from gateway.deployments.fleet import Deployment, pause_before_retry
+from gateway.deployments.fleet import TRIES_MAX, Deployment, pause_before_retry
 from gateway.deployments.progress import Progress
 from gateway.journey.flight import Flight
-from gateway.wire.errors import UpstreamDenied
+from gateway.journey.generation import Generation
+from gateway.wire.errors import ApiError, UpstreamDenied
 from gateway.wire.types import Chunk
 from policies import Route
 
 # a flight keeps its answer for later readers: an endless one must not take the worker's memory
 _ANSWER_BYTES_MAX = 64 << 20
 
+Cover = Callable[[Generation, Deployment], Awaitable[bool]]
+"""Holds what a further try at a deployment may cost; False where a budget has no room for it."""
 
-async def stream(flight: Flight, route: Route) -> None:
-    """Fill `flight`: try each deployment of `route` until one begins; after a pause, try again.
 
-    Raises ApiError if none begins, or if the one that began fails.
+async def stream(flight: Flight, route: Route, cover: Cover) -> None:
+    """Fill `flight`: try each deployment of `route` until one answers; after a pause, try again.
+
+    Raises ApiError if none answers, or if one fails whose answer has begun to leave.
     """
-    denials: dict[str, str] = {}
-    while True:
-        latest, failure = await _try_each(flight, route, denials)
+    await _Tries(flight, cover).run(route)
+
+
+class _Tries:
+    """The tries of one request at the deployments of its alias."""
+
+    def __init__(self, flight: Flight, cover: Cover) -> None:
+        self._flight = flight
+        self._generation = flight.generation
+        self._cover = cover
+        self._denials: dict[str, str] = {}  # messages of permanent refusals, by the deployment's name
+        self._done_with: frozenset[str] = frozenset()  # deployments that a retry cannot help
+        self._failed: tuple[Deployment, BackendError] | None = None  # the failure that the client would get
+
+    async def run(self, route: Route) -> None:
+        while route.ranked:
+            if await self._round(route):
+                return
+            if self._failed is None or self._done_with.issuperset(self._generation.alias.deployments):
+                break
+            latest, failure = self._failed
+            pause_s = pause_before_retry(failure, self._generation.tries)
+            if pause_s is None:
+                if isinstance(failure, BackendTimeout):
+                    latest.note_timeout(self._generation.turn.demand.prompt_tokens)
+                break
+            await asyncio.sleep(pause_s)
+            route = self._flight.route(self._done_with)
+        raise self._error()
+
+    async def _round(self, route: Route) -> bool:
+        """Try each deployment once; returns True if one answered.
+
+        A failure that a retry may mend comes before a permanent refusal. Raises ApiError if no
+        other deployment can take over: the answer has begun to leave, or the request is at fault.
+        """
+        generation, tried, is_first = self._generation, self._done_with, True
+        while route.ranked and generation.tries < TRIES_MAX:
+            best = route.ranked[0]
+            deployment = generation.alias.deployments[best.name]
+            if generation.has_begun and not await self._cover(generation, deployment):
+                self._done_with |= {best.name}
+                tried |= {best.name}
+                route = self._flight.route(tried)
+                continue
+            failure = await self._try(deployment, best.why, is_alone=len(route.ranked) == 1)
+            if failure is None:
+                return True
+            is_permanent = isinstance(failure, BackendDenied | BackendTooLong)
+            if isinstance(failure, BackendDenied):
+                self._denials[best.name] = failure.message
+            if is_permanent or generation.progress.has_begun:
+                self._done_with |= {best.name}
+            if is_first or self._failed is None or not is_permanent:
+                self._failed = deployment, failure
+            is_first = False
+            tried |= {best.name}
+            route = self._flight.route(tried)
+        return False
+
+    def _error(self) -> ApiError:
+        """The client's error, after the last try."""
+        assert self._failed is not None
+        failure = self._failed[1]
+        if not isinstance(failure, BackendDenied) or len(self._denials) == 1:
+            return from_backend(failure)
+        return UpstreamDenied("; ".join(f"{name}: {message}" for name, message in self._denials.items()))
+
+    async def _try(self, deployment: Deployment, why: str, *, is_alone: bool) -> BackendError | None:
+        flight, generation = self._flight, self._generation
+        generation.chosen(why)
+        if not deployment.breaker.begin():
+            return BackendTimeout("another request is probing this deployment")
+        request, progress = generation.begin_try(deployment, is_alone=is_alone)
+        prompt_tokens = generation.turn.demand.prompt_tokens
+        failure = await attempt(deployment, request, progress, flight.extend, prompt_tokens=prompt_tokens)
         if failure is None:
-            return
-        if isinstance(failure, BackendDenied):
-            raise UpstreamDenied(_all_of(denials))
-        pause_s = pause_before_retry(failure, len(flight.generation.attempts))
-        if pause_s is None:
-            if isinstance(failure, BackendTimeout):
-                latest.note_timeout(flight.generation.turn.demand.prompt_tokens)
-            raise from_backend(failure)
-        await asyncio.sleep(pause_s)
-        route = flight.route(frozenset(denials))
-        if not route.ranked:
-            raise from_backend(failure)
-
-
-async def _try_each(flight: Flight, route: Route, denials: dict[str, str]) -> tuple[Deployment, BackendError | None]:
-    """The deployment that was tried last, and its failure; None if it answered.
-
-    A failure that a retry may mend comes before a permanent refusal. Each of these is added to
-    `denials`: its message, by the deployment's name. Raises ApiError if no other deployment can
-    take over: the answer had begun, or the request is at fault.
-    """
-    deployments, tried = flight.generation.alias.deployments, frozenset(denials)
-    failed: tuple[Deployment, BackendError] | None = None
-    while True:
-        best = route.ranked[0]
-        deployment = deployments[best.name]
-        failure = await _try(flight, deployment, best.why, is_alone=len(route.ranked) == 1)
-        if failure is None:
-            return deployment, None
-        if isinstance(failure, BackendDenied):
-            denials[best.name] = failure.message
-        if failed is None or not isinstance(failure, BackendDenied):
-            failed = deployment, failure
-        tried |= {best.name}
-        route = flight.route(tried)
-        if not route.ranked:
-            return failed
-
-
-def _all_of(denials: dict[str, str]) -> str:
-    """One message of permanent refusals."""
-    if len(denials) == 1:
-        return next(iter(denials.values()))
-    return "; ".join(f"{name}: {message}" for name, message in denials.items())
-
-
-async def _try(flight: Flight, deployment: Deployment, why: str, *, is_alone: bool) -> BackendError | None:
-    generation = flight.generation
-    generation.chosen(why)
-    if not deployment.breaker.begin():
-        return BackendTimeout("another request is probing this deployment")
-    request, progress = generation.begin_try(deployment, is_alone=is_alone)
-    prompt_tokens = generation.turn.demand.prompt_tokens
-    failure = await attempt(deployment, request, progress, flight.extend, prompt_tokens=prompt_tokens)
-    if failure is not None and (progress.has_begun or isinstance(failure, BackendRejected)):
-        raise from_backend(failure) from failure
-    return failure
+            return None
+        if isinstance(failure, BackendTooLong):
+            window = deployment.learn_window(failure)
+            if window is not None:
+                generation.must_fit(window)
+        elif isinstance(failure, BackendRejected):
+            raise from_backend(failure) from failure
+        if progress.has_begun and not flight.restart(from_backend(failure)):
+            raise from_backend(failure) from failure
+        return failure
 
 
 async def attempt(

@@ -3,7 +3,8 @@
 It contains no HTTP, money or caches. Invariants: every reader gets every chunk from the first; a
 reader that leaves does not affect the others; the last reader to leave cancels the generation; a
 flight ends exactly once, complete or with an error; a reader that has read all chunks of a failed
-flight gets the error, never a silent end.
+flight gets the error, never a silent end; an answer begins again only for readers whose clients
+have no byte of it.
 """
 
 import asyncio
@@ -42,7 +43,7 @@ class Flight:
         self.leader_ended = Ended()
         self._on_end: Callable[[], None] | None = None
         self._is_done = False
-        self._readers = 0
+        self._readers: list[Reader] = []
         self._sleepers: list[asyncio.Future[None]] = []
         self._task: asyncio.Task[None] | None = None
 
@@ -54,11 +55,15 @@ class Flight:
         """Start the generation in its own task: it belongs to the flight, not to a client."""
         self._task = asyncio.create_task(generating)
 
-    def admit(self, deadline: float | None) -> "Reader":
-        """A new reader, from chunk 0; the first one leads. The flight has the latest `deadline`."""
-        self._readers += 1
+    def admit(self, deadline: float | None, *, is_stream: bool) -> "Reader":
+        """A new reader, from chunk 0; the first one leads. The flight has the latest `deadline`.
+
+        `is_stream`: its client gets the chunks as they arrive.
+        """
         self.deadline = None if self.deadline is None or deadline is None else max(self.deadline, deadline)
-        return Reader(self, is_leader=self._task is None)
+        reader = Reader(self, is_leader=self._task is None, is_stream=is_stream)
+        self._readers.append(reader)
+        return reader
 
     def remaining_ms(self) -> float | None:
         """Milliseconds until the latest deadline; None if a reader has none."""
@@ -67,7 +72,7 @@ class Flight:
     def route(self, tried: frozenset[str] = frozenset()) -> Route:
         """The current ranking of the deployments for its generation, without those in `tried`."""
         generation = self.generation
-        return generation.alias.route(generation.turn.demand, generation.warm, self.remaining_ms(), tried)
+        return generation.alias.route(generation.demand, generation.warm, self.remaining_ms(), tried)
 
     def extend(self, chunks: Sequence[Chunk]) -> None:
         """Add `chunks` that arrived together, with one wake-up for each reader."""
@@ -76,6 +81,21 @@ class Flight:
         self.chunks.extend(chunks)
         if self._sleepers:
             self._wake()
+
+    def restart(self, error: BaseException) -> bool:
+        """Withdraw all chunks, so that another answer can take their place.
+
+        A reader whose client has begun to get them ends with `error`. Returns False if no other
+        reader is left; then nothing changes.
+        """
+        begun = [reader for reader in self._readers if reader.is_stream and reader.ready_at is not None]
+        if len(begun) == len(self._readers):
+            return False
+        for reader in begun:
+            reader.cut(error)
+        self.chunks = []
+        self.first_at = None
+        return True
 
     def finish(self, error: BaseException | None = None) -> None:
         """End the flight, with `error` if it failed; later calls change nothing.
@@ -104,9 +124,9 @@ class Flight:
             if not sleeper.done():
                 sleeper.set_result(None)
 
-    def _leave(self) -> None:
-        self._readers -= 1
-        if self._readers == 0 and not self._is_done and self._task is not None:
+    def _leave(self, reader: "Reader") -> None:
+        self._readers.remove(reader)
+        if not self._readers and not self._is_done and self._task is not None:
             # a request that arrives before the task has unwound must not join a cancelled flight
             self.retire()
             # after the task's first step: a task that is cancelled before it would not record the flight
@@ -123,13 +143,25 @@ class Reader:
     A class, not an async generator, because `close` must also work before the first read.
     """
 
-    __slots__ = ("_flight", "_gone", "_is_closed", "_position", "_sleeper", "is_leader", "ready_at")
+    __slots__ = (
+        "_flight",
+        "_gone",
+        "_is_closed",
+        "_position",
+        "_rest",
+        "_sleeper",
+        "is_leader",
+        "is_stream",
+        "ready_at",
+    )
 
-    def __init__(self, flight: Flight, *, is_leader: bool) -> None:
+    def __init__(self, flight: Flight, *, is_leader: bool, is_stream: bool) -> None:
         self.is_leader = is_leader
+        self.is_stream = is_stream
         self.ready_at: float | None = None  # when it had its first chunk, by time.perf_counter
         self._flight = flight
         self._position = 0
+        self._rest: list[Chunk] = []  # of an answer that was withdrawn
         self._is_closed = False
         self._gone: BaseException | None = None
         self._sleeper: asyncio.Future[None] | None = None
@@ -159,6 +191,9 @@ class Reader:
         """
         flight = self._flight
         while True:
+            if self._rest:
+                batch, self._rest = self._rest, []
+                return batch
             if self._gone is not None:
                 raise fresh(self._gone)
             if self._position < len(flight.chunks):
@@ -170,6 +205,18 @@ class Reader:
                     raise fresh(flight.error)
                 return []
             await self._sleep()
+
+    async def whole(self) -> list[Chunk]:
+        """All chunks, once the flight is complete.
+
+        Raises the flight's error, and the reason given to `leave`.
+        """
+        flight = self._flight
+        while not flight.is_done:
+            await self._sleep()
+        if flight.error is not None:
+            raise fresh(flight.error)
+        return flight.chunks
 
     async def _sleep(self) -> None:
         if self._gone is not None:
@@ -187,6 +234,11 @@ class Reader:
             self._sleeper.set_result(None)
         self.close()
 
+    def cut(self, error: BaseException) -> None:
+        """Close, because its answer was withdrawn; `next` gives its unread chunks, then `error`."""
+        self._rest = self._flight.chunks[self._position :]
+        self.leave(error)
+
     def ended(self, how: Ended) -> None:
         """Set the end of this reader's reply, for the record of a flight that it leads."""
         if self.is_leader:
@@ -196,7 +248,7 @@ class Reader:
         """Leave the flight; the last reader to leave cancels the generation."""
         if not self._is_closed:
             self._is_closed = True
-            self._flight._leave()
+            self._flight._leave(self)
 
 
 Key = tuple[bytes, int | None, float | None]

@@ -1,7 +1,7 @@
 """One generation as a value: its turn, its identity, and the outcome of each stage.
 
-It never awaits, and contains no services. Invariant: each outcome is set once, whole, by the method
-of its stage.
+It never awaits, and contains no services. Invariants: each outcome is set once, whole, by the method
+of its stage; each deployment that generated for it has a row of its own in the ledger.
 """
 
 from collections.abc import Sequence
@@ -25,14 +25,36 @@ _WHOLE_TIMEOUT_S = 600.0
 
 
 class Spent(msgspec.Struct, frozen=True):
-    """The tokens of a generation that has ended, and its cost.
+    """The tokens of the answer of a generation that has ended, and the cost of all its tries.
 
-    `is_estimated`: the deployment did not report its tokens.
+    `answer_microusd` is the answer's own share of the cost, and `charged_tokens` are those of all
+    tries. `is_estimated`: the deployment did not report its tokens.
     """
 
     usage: Usage
     cost_microusd: int
+    answer_microusd: int
+    charged_tokens: int
     is_estimated: bool = False
+
+
+class Booked(msgspec.Struct, frozen=True):
+    """A row for the ledger, and the hold that it settles."""
+
+    hold: Hold
+    row: LedgerRow
+
+
+class Try(msgspec.Struct, frozen=True):
+    """A deployment that was tried, and its answer so far."""
+
+    deployment: Deployment
+    progress: Progress
+
+    @property
+    def is_charged(self) -> bool:
+        # decision: abandoned-prompts-are-charged
+        return self.progress.has_begun or self.progress.is_abandoned
 
 
 class Generation:
@@ -43,8 +65,8 @@ class Generation:
     """
 
     __slots__ = (
-        "_degraded", "_first_choice_model", "_near", "_tries", "alias", "fingerprint", "headers", "hold", "identity", "route",
-        "semantic", "spent", "store", "stored", "turn", "warm", "why",
+        "_degraded", "_first_choice_model", "_near", "_tries", "alias", "demand", "fingerprint", "headers", "hold", "identity",
+        "more_holds", "route", "semantic", "spent", "store", "stored", "turn", "warm", "why",
     )  # fmt: skip
 
     def __init__(
@@ -62,7 +84,9 @@ class Generation:
         self.fingerprint = fingerprint
         self.warm = warm
         self.semantic = SemanticResult()
+        self.demand = turn.demand  # with what deployments said of the prompt's length
         self.hold: Hold | None = None
+        self.more_holds: list[Hold] = []  # for what tries may cost beyond the first hold
         self.headers: dict[bytes, bytes] | None = None  # the tokens' rate limits', once taken
         self.route: Route | None = None  # the first one, with each rejection
         self.why = ""  # why the deployment that was tried last was chosen
@@ -72,7 +96,7 @@ class Generation:
         self._degraded = degraded
         self._near: Entry | None = None
         self._first_choice_model = ""
-        self._tries: list[Progress] = []
+        self._tries: list[Try] = []
 
     # -- the outcomes of the stages ----------------------------------------------------------------
 
@@ -109,7 +133,7 @@ class Generation:
         turn = self.turn
         # decision: always-stream
         is_stream = turn.is_stream or (len(self.alias.deployments) > 1 and _UNSTREAMED.isdisjoint(turn.body))
-        is_bounded = self.hold is not None and bool(self.hold.held)
+        is_bounded = any(hold.held for hold in self._holds)
         draft = draft_of(self._near) if deployment.settings.engine else ""
         request = BackendRequest(
             body=self.alias.with_max_tokens(deployment, turn.demand, turn.body) if is_bounded else turn.body,
@@ -123,16 +147,48 @@ class Generation:
             model=deployment.model if self.alias.is_pattern else "",
         )
         progress = Progress(deployment.name, self._near.id if draft and self._near is not None else "")
-        self._tries.append(progress)
+        self._tries.append(Try(deployment, progress))
         return request, progress
 
-    def end(self) -> LedgerRow | None:
-        """10. Fix the tokens and the cost. Returns the row to settle; None if there is none."""
-        row = self._ledger_row()
-        is_counted = row is not None and self.progress.has_begun
-        cost_microusd = row.cost_microusd if row is not None and is_counted else 0
-        self.spent = Spent(self._usage(), cost_microusd, self.progress.usage is None)
-        return row
+    def must_fit(self, context_tokens: int) -> None:
+        """9. Set that the request is longer than a context of `context_tokens`."""
+        output = self.demand.output_tokens_max if self.demand.is_output_asked else 1
+        known = self.demand.prompt_tokens_min or 0
+        longer = max(known, context_tokens - output + 1)
+        self.demand = msgspec.structs.replace(self.demand, prompt_tokens_min=longer)
+
+    def covered(self, hold: Hold) -> None:
+        """9. Add a hold for what the next try may cost beyond the others."""
+        self.more_holds.append(hold)
+
+    def beyond_holds(self, deployment: Deployment) -> int:
+        """The µUSD that a try at `deployment` may cost beyond all holds, after what is charged."""
+        worst = self.alias.worst_case_at(deployment, self.turn.demand)
+        return sum(map(self._cost, self._charged)) + worst - sum(hold.amount_microusd for hold in self._holds)
+
+    def end(self) -> list[Booked]:
+        """10. Fix the tokens and the cost. Returns the rows to settle; none if nothing is charged.
+
+        The last row settles the hold; rows of earlier tries have ids of their own.
+        """
+        charged = self._charged if self.hold is not None else []
+        booked = []
+        for number, one in enumerate(charged, 1):
+            assert self.hold is not None
+            hold = self.hold
+            if number < len(charged):
+                hold = Hold(f"{hold.id}.{number}", hold.team_id, hold.at_ms)
+            booked.append(Booked(hold, self._ledger_row(one, hold)))
+        is_counted = any(one.progress.has_begun for one in charged)
+        rows = [one.row for one in booked]
+        self.spent = Spent(
+            usage=self._usage(self.progress),
+            cost_microusd=sum(row.cost_microusd for row in rows) if is_counted else 0,
+            answer_microusd=rows[-1].cost_microusd if is_counted else 0,
+            charged_tokens=sum(row.prompt_tokens + row.completion_tokens for row in rows),
+            is_estimated=self.progress.usage is None,
+        )
+        return booked
 
     def recorded(self, entry: Entry | None, store: str) -> None:
         """10. Set the entry made of the answer, if any, and `stored` or the reason against it."""
@@ -152,11 +208,29 @@ class Generation:
     @property
     def progress(self) -> Progress:
         """The progress at the deployment that was tried last; empty if none was tried."""
-        return self._tries[-1] if self._tries else _NO_PROGRESS
+        return self._tries[-1].progress if self._tries else _NO_PROGRESS
 
     @property
     def attempts(self) -> tuple[Attempt, ...]:
-        return tuple([progress.attempt for progress in self._tries if progress.attempt is not None])
+        return tuple([one.progress.attempt for one in self._tries if one.progress.attempt is not None])
+
+    @property
+    def tries(self) -> int:
+        """The number of deployments that were tried; one that was tried again counts again."""
+        return len(self._tries)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a deployment has generated something for it."""
+        return any(one.progress.has_begun for one in self._tries)
+
+    @property
+    def _charged(self) -> list[Try]:
+        return [one for one in self._tries if one.is_charged]
+
+    @property
+    def _holds(self) -> list[Hold]:
+        return [*([self.hold] if self.hold is not None else []), *self.more_holds]
 
     @property
     def answered_by(self) -> str:
@@ -172,7 +246,7 @@ class Generation:
     @property
     def is_fallback(self) -> bool:
         """Whether another model than that of the first choice answered."""
-        model = self.alias.deployments[self.progress.deployment].model if self._tries else ""
+        model = self._tries[-1].deployment.model if self._tries else ""
         return bool(self._tries) and self._first_choice_model not in ("", model)
 
     def store_refusal(self, entry_bytes_max: int, *, is_servable: bool) -> str | None:
@@ -191,7 +265,7 @@ class Generation:
         labels = {
             "model": self.alias.name,
             "deployment": self.progress.deployment,
-            "cost_microusd": self.spent.cost_microusd,
+            "cost_microusd": self.spent.answer_microusd,
             "prompt_tokens": self.spent.usage.prompt_tokens,
             "completion_tokens": self.spent.usage.completion_tokens,
             "duration_ms": int(self.progress.elapsed_ms()),
@@ -199,38 +273,40 @@ class Generation:
         namespace = self.turn.controls.namespace
         return entry_of(self.fingerprint, chunks, labels, ttl_s=ttl_s, namespace=namespace, is_findable=is_findable)
 
-    def _usage(self) -> Usage:
+    def _usage(self, progress: Progress) -> Usage:
         """The tokens that the backend counted, else an estimate: a cut answer costs money, too."""
-        progress = self.progress
         return progress.usage or Usage(
             # decision: abandoned-prompts-are-charged
             prompt_tokens=self.turn.demand.prompt_tokens if progress.has_begun or progress.is_abandoned else 0,
             completion_tokens=progress.content_chunks,
         )
 
-    def _ledger_row(self) -> LedgerRow | None:
+    def _cost(self, one: Try) -> int:
+        return one.deployment.price.cost(_tokens(self._usage(one.progress)))
+
+    def _ledger_row(self, one: Try, hold: Hold) -> LedgerRow:
         """A prompt is charged even if every client leaves before the first token."""
-        progress = self.progress
-        if self.hold is None or not (progress.has_begun or progress.is_abandoned):
-            return None
-        usage = self._usage()
-        tokens = Tokens(usage.prompt_tokens, usage.completion_tokens, min(usage.cached_tokens, usage.prompt_tokens))
+        tokens = _tokens(self._usage(one.progress))
         return LedgerRow(
-            id=self.hold.id,
+            id=hold.id,
             # decision: hold-keeps-its-moment
-            at_ms=self.hold.at_ms,
+            at_ms=hold.at_ms,
             request_id=self.turn.arrival.request_id,
             team_id=self.identity.team.id,
             key_id=self.identity.key.id,
             alias=self.turn.alias,
-            deployment=progress.deployment,
+            deployment=one.deployment.name,
             prompt_tokens=tokens.prompt,
             cached_tokens=tokens.cached,
             completion_tokens=tokens.completion,
-            cost_microusd=self.alias.deployments[progress.deployment].price.cost(tokens),
+            cost_microusd=one.deployment.price.cost(tokens),
             kind=self.turn.arrival.operation,
-            usage_estimated=progress.usage is None,
+            usage_estimated=one.progress.usage is None,
         )
+
+
+def _tokens(usage: Usage) -> Tokens:
+    return Tokens(usage.prompt_tokens, usage.completion_tokens, min(usage.cached_tokens, usage.prompt_tokens))
 
 
 _NO_PROGRESS = Progress("")

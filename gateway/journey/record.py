@@ -156,7 +156,9 @@ def _of_generation(flight: Flight, duration_ms: float) -> dict[str, Any]:
         facts["ttft_ms"] = (flight.first_at - generation.turn.started) * 1000.0
     if spent is not None and progress.has_begun:
         facts |= msgspec.structs.asdict(spent.usage)
-        facts["cost_microusd"], facts["usage_estimated"] = spent.cost_microusd, spent.is_estimated
+        facts["usage_estimated"] = spent.is_estimated
+    if spent is not None:
+        facts["cost_microusd"] = spent.cost_microusd
     return facts
 
 
@@ -178,7 +180,7 @@ def _of_reply(reply: Reply, duration_ms: float) -> dict[str, Any]:
             "ttft_ms": ttft_ms,
         }
         if spent is not None:
-            facts["saved_microusd"] = spent.cost_microusd
+            facts["saved_microusd"] = spent.answer_microusd
             facts["prompt_tokens"] = spent.usage.prompt_tokens
             facts["completion_tokens"] = spent.usage.completion_tokens
     facts["cache"], facts["survived"] = reply.source, reply.degraded

@@ -20,7 +20,6 @@ from gateway.pipeline import Pipeline
 from gateway.settings import CacheSettings
 from gateway.wire.errors import ApiError
 from gateway.wire.fold import fold
-from gateway.wire.types import Chunk
 from policies import WindowKind
 
 TEAM = "sameway judge"
@@ -75,10 +74,7 @@ class InternalRequests:
             async with asyncio.timeout(_TIMEOUT_S):
                 reply = await self._pipeline.answer(turn, self._identity, replies.append)
                 assert reply.reader is not None
-                chunks: list[Chunk] = []
-                while batch := await reply.reader.next():
-                    chunks += batch
-                return fold(chunks)
+                return fold(await reply.reader.whole())
         except (ApiError, TimeoutError, msgspec.DecodeError) as error:
             _log.info("own_request_failed", reason=str(error) or type(error).__name__)
             return None

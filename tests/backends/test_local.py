@@ -21,6 +21,7 @@ from gateway.backends.base import (
     BackendRejected,
     BackendRequest,
     BackendTimeout,
+    BackendTooLong,
     BackendUnavailable,
 )
 from gateway.backends.local.backend import LocalBackend
@@ -309,7 +310,7 @@ async def test_what_the_engine_cannot_do_is_refused(
 @pytest.mark.parametrize(
     ("kind", "expected", "code"),
     [
-        ("PromptTooLong", BackendRejected, "context_length_exceeded"),
+        ("PromptTooLong", BackendTooLong, "context_length_exceeded"),
         ("InvalidRequest", BackendRejected, "invalid_value"),
         ("Overloaded", BackendOverloaded, None),
         ("DeadlineExceeded", BackendTimeout, None),

@@ -384,7 +384,8 @@ async def test_a_broken_stream_is_never_a_finished_one(
     with pytest.raises(BackendError) as caught:
         await collect_into(seen, stream)
     assert type(caught.value) is kind
-    assert "upstream" not in caught.value.message or kind in (BackendRejected, BackendDenied)
+    may_tell = kind in (BackendRejected, BackendDenied) or plan.startswith("error=")
+    assert "upstream" not in caught.value.message or may_tell
     # RST may overtake bytes that were not read yet; everything else loses nothing
     count = sum(chunk.count for chunk in seen)
     assert count <= chunks if "reset" in plan else count == chunks
@@ -732,3 +733,15 @@ async def test_text_that_goes_on_hides_nothing(intruder: bytes, is_split: bool) 
     assert [replace(one, data=b"", count=1) for one in told] == [replace(one, data=b"") for one in alone]
     if b"1e999" not in intruder:
         assert fold(chunks) == fold([read(payload + b" " * at) for at, payload in enumerate(sent)])
+
+
+@pytest.mark.parametrize("place", ["first", "middle"])
+async def test_an_error_inside_a_stream_is_told_in_its_own_words(
+    upstream: Upstream, backend: OpenAIBackend, place: str
+) -> None:
+    """No status came with an error event, so none is made up: the message has the server's words."""
+    upstream.plan(f"error={place}")
+    with pytest.raises(BackendUnavailable) as caught:
+        await collect(backend.stream(ask()))
+    assert caught.value.message == "The deployment failed in its answer: upstream failed inside the stream"
+    assert "HTTP" not in caught.value.detail

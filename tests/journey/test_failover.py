@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
@@ -43,12 +44,11 @@ async def test_chunks_without_content_commit_to_nothing(world: World) -> None:
     assert len([event for event in reply.events if event != "[DONE]" and event["choices"]]) == 3
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
-async def test_an_error_after_the_first_chunk(world: World, is_stream: bool) -> None:
-    """An answer that has begun fails: no other deployment goes on with it, and what was read is paid."""
+async def test_an_error_after_the_first_chunk(world: World) -> None:
+    """A stream that has begun fails: no other deployment goes on with it by assumption, and what was read is paid."""
     world.backends["first"].plays_once("half ", unavailable("it died"))
-    reply = await world.ask(model="pair", stream=is_stream)
-    assert reply.status == (200 if is_stream else 503)
+    reply = await world.ask(model="pair", stream=True)
+    assert reply.status == 200
     assert reply.error["code"] == "upstream_unavailable"
     assert not reply.is_done
     assert world.backends["second"].calls == []
@@ -57,6 +57,138 @@ async def test_an_error_after_the_first_chunk(world: World, is_stream: bool) -> 
     assert record.attempts[0].outcome == "it died"
     assert [row.completion_tokens for row in await world.ledger()] == [1]
     assert (await world.ask(model="pair")).cache == "miss"
+
+
+async def test_a_whole_that_breaks_is_failed_over(world: World) -> None:
+    """No byte of a whole has left: the next deployment answers, both are paid, and the answer is stored."""
+    team = await world.team("with money")
+    await world.budget(team, 1_000_000)
+    world.backends["dear-first"].plays_once("half ", "of ", broken())
+    reply = await world.ask(model="breaking", key=team.key)
+    assert (reply.status, reply.headers["x-sameway-backend"], reply.content) == (200, "next", "answer of next")
+    record = await world.record(reply)
+    assert [one.verdict for one in record.attempts] == ["error", "ok"]
+    assert (record.store, record.completion_tokens) == ("stored", 5)
+    rows = await world.ledger()
+    assert sorted((row.deployment, row.completion_tokens) for row in rows) == [("dear-first", 2), ("next", 5)]
+    assert len({row.id for row in rows}) == 2
+    assert {row.request_id for row in rows} == {reply.id}
+    spent, held = await world.money_of(team)
+    assert (spent, held) == (sum(row.cost_microusd for row in rows), 0)
+    assert record.cost_microusd == spent
+    again = await world.ask(model="breaking", key=team.key)
+    answer = next(row for row in rows if row.deployment == "next")
+    assert (again.cache, (await world.record(again)).saved_microusd) == ("exact", answer.cost_microusd)
+
+
+async def test_a_whole_that_breaks_everywhere_fails_once(world: World) -> None:
+    """A deployment that broke inside its answer is not asked again by the same request; each is paid once."""
+    world.backends["first"].plays("one ", broken())
+    world.backends["second"].plays("one ", "two ", broken())
+    reply = await world.ask(model="pair")
+    assert (reply.status, reply.error["code"]) == (502, "upstream_broken")
+    assert [len(world.backends[name].calls) for name in ("first", "second")] == [1, 1]
+    rows = await world.ledger()
+    assert sorted(row.completion_tokens for row in rows) == [1, 2]
+    assert (await world.record(reply)).cost_microusd == sum(row.cost_microusd for row in rows)
+
+
+async def test_a_second_answer_needs_money_of_its_own(world: World) -> None:
+    """After a paid try the next one is held for; where the budget has no room, the first failure is the client's."""
+    team = await world.team("nearly out of money")
+    worst = 2 * 1000 + 200
+    await world.budget(team, worst)
+    world.backends["dear-first"].plays("word " * 10, *["word"] * 150, broken())
+    reply = await world.ask("x", model="breaking", key=team.key, max_tokens=1000)
+    assert (reply.status, reply.error["code"]) == (502, "upstream_broken")
+    assert world.backends["next"].calls == []
+    spent, held = await world.money_of(team)
+    assert (spent, held) == (sum(row.cost_microusd for row in await world.ledger()), 0)
+
+
+async def test_a_stream_that_has_begun_ends_and_the_whole_beside_it_does_not(world: World) -> None:
+    """Of one flight, the stream whose client has bytes ends with the error; the whole gets the next deployment's answer."""
+    go = asyncio.Event()
+    world.backends["first"].plays_once("half ", go, broken())
+    streamed = world.begin(model="pair", stream=True)
+    await streamed.sees("half ")
+    whole = world.begin(model="pair")
+    await asyncio.sleep(0.005)
+    go.set()
+    stream, answer = await streamed.reply(), await whole.reply()
+    assert (stream.content, stream.error["code"], stream.is_done) == ("half ", "upstream_broken", False)
+    assert (answer.status, answer.cache, answer.content) == (200, "coalesced", "answer of second")
+    assert (await world.record(stream)).status == 502
+    assert len(await world.ledger()) == 2
+    assert (await world.ask(model="pair")).content == "answer of second"
+
+
+async def test_a_stream_that_joins_a_second_answer_sees_only_that(world: World) -> None:
+    """A stream that joins while the next deployment is asked gets the second answer, and nothing of the first."""
+    broke, go = asyncio.Event(), asyncio.Event()
+    world.backends["first"].plays_once("half ", broke, broken())
+    world.backends["second"].plays_once(go, "all of it", Finish(), Tokens())
+    whole = world.begin(model="pair")
+    await world.backends["first"].called()
+    await asyncio.sleep(0.005)
+    broke.set()
+    await world.backends["second"].called()
+    stream = world.begin(model="pair", stream=True)
+    await asyncio.sleep(0.005)
+    go.set()
+    assert [(await client.reply()).content for client in (whole, stream)] == ["all of it"] * 2
+
+
+def _too_long(words: str, code: str | None = "context_length_exceeded") -> Exception:
+    """What a deployment makes of a request that does not fit its context."""
+    error = {"error": {"message": words, "type": "invalid_request_error", "param": "messages", "code": code}}
+    return refusal(Refused(400, json.dumps(error).encode()))
+
+
+_OPENAI_WORDS = (
+    "This model's maximum context length is 8192 tokens. However, your messages resulted in 9631 tokens. "
+    "Please reduce the length of the messages."
+)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_context_that_is_too_small_is_failed_over(world: World, is_stream: bool) -> None:
+    """The next deployment whose context is larger or unknown answers; the smaller one is passed by, and no breaker counts it."""
+    world.backends["told-8k"].plays(_too_long(_OPENAI_WORDS))
+    reply = await world.ask(model="windows", stream=is_stream)
+    assert (reply.status, reply.headers["x-sameway-backend"]) == (200, "unknown")
+    assert world.backends["also-8k"].calls == []
+    record = await world.record(reply)
+    assert [one.verdict for one in record.attempts] == ["refused", "ok"]
+    for number in range(10):
+        await world.ask(f"question {number}", model="windows")
+    world.backends["told-8k"].plays("short ", "again", Finish(), Tokens())
+    assert (await world.ask("another", model="windows")).headers["x-sameway-backend"] == "told-8k"
+
+
+async def test_the_size_of_a_context_is_kept(world: World) -> None:
+    """A deployment that gave the size of its context is not asked again with a prompt that certainly is longer."""
+    world.backends["told-8k"].plays(_too_long("This model's maximum context length is 40 tokens."))
+    await world.ask("word " * 200, model="windows")
+    assert len(world.backends["told-8k"].calls) == 1
+    reply = await world.ask("other " * 200, model="windows")
+    assert len(world.backends["told-8k"].calls) == 1
+    (refused,) = [one for one in (await world.record(reply)).rejected if one.name == "told-8k"]
+    assert refused.reason.startswith("has a context of 40 tokens")
+
+
+async def test_a_context_that_is_too_small_everywhere_is_the_clients_error(world: World) -> None:
+    """Where no larger context is left the client gets the deployment's own 400."""
+    world.backends["first"].plays(_too_long(_OPENAI_WORDS))
+    world.backends["second"].plays(_too_long("Prompt is too long: 9631 tokens > 8192 maximum", None))
+    reply = await world.ask(model="pair")
+    assert (reply.status, reply.error["code"], reply.error["message"]) == (
+        400,
+        "context_length_exceeded",
+        _OPENAI_WORDS,
+    )
+    assert [len(world.backends[name].calls) for name in ("first", "second")] == [1, 1]
+    assert await world.ledger() == []
 
 
 async def test_all_fail_and_are_tried_again(world: World) -> None:

@@ -16,6 +16,7 @@ from gateway.backends import base
 from gateway.backends.local.answer import ChatWriter, TextWriter, Writer
 from gateway.backends.local.quarantine import Quarantine
 from gateway.backends.local.request import engine_requests, messages_of, rejected
+from gateway.backends.refusals import error_body
 from gateway.wire.types import CHAT, Chunk
 from local_engine import AsyncEngine, EngineLoad, GenerateRequest, Generation
 from policies.durations import duration_s
@@ -232,7 +233,8 @@ def _translated(error: local_engine.EngineError, prompt: str, has_output: bool) 
                 f"This model's maximum context length is {error.context_tokens} tokens. "
                 f"However, your {prompt} resulted in {error.prompt_tokens} tokens."
             )
-            return rejected(message, prompt, "context_length_exceeded")
+            body = error_body(message, None, prompt, "context_length_exceeded")
+            return base.BackendTooLong(message, status=400, body=body, context_tokens=error.context_tokens)
         case local_engine.InvalidRequest():
             param = prompt if error.param in ("messages", "prompt_token_ids") else error.param
             return rejected(str(error), param, "invalid_value")
