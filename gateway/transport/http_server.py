@@ -48,6 +48,7 @@ class RequestCycle(RequestResponseCycle):
         self.more_body = True
         self.disconnected = self.response_started = self.response_complete = False
         self._state = protocol.server_state
+        self._close = protocol.close
         self._start: Any = None
         self._is_chunked = False
         self._is_read = False
@@ -121,7 +122,7 @@ class RequestCycle(RequestResponseCycle):
             del self.scope["extensions"]  # breaks a reference cycle
             self.set()
             if not self.keep_alive:
-                self.transport.close()
+                self._close()
             self.on_response()
 
     def _head(self, status: int, headers: list[_Header]) -> bytes:
@@ -143,6 +144,7 @@ class RequestCycle(RequestResponseCycle):
 
 
 HEAD_BYTES_MAX = 64 << 10
+LINGER_S_MAX = 30.0  # of a connection that is answered before its request has arrived; nginx's values
 _PIPELINED_MAX = 16  # further pipelined requests stay unread
 
 _PLAIN_PATH = re.compile(rb"[A-Za-z0-9/._~-]+")  # needs no decoding, has no query
@@ -160,11 +162,14 @@ class BufferedTransport:
     body apart.
     """
 
-    __slots__ = ("_loop", "_parts", "_transport")
+    __slots__ = ("_close", "_loop", "_parts", "_transport")
 
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, close: Callable[[], None]
+    ) -> None:
         self._transport = transport
         self._loop = loop
+        self._close = close
         self._parts: list[bytes] = []
 
     def write(self, data: bytes) -> None:
@@ -174,7 +179,7 @@ class BufferedTransport:
 
     def close(self) -> None:
         self._flush()
-        self._transport.close()
+        self._close()
 
     def _flush(self) -> None:
         parts, self._parts = self._parts, []
@@ -188,7 +193,8 @@ class BufferedTransport:
 class ServerProtocol(HttpToolsProtocol):
     """One connection. Requests to `/v1` use `RequestCycle`, all others uvicorn's cycle."""
 
-    head_within_s = 20.0  # an argument is not possible: uvicorn makes the object
+    head_within_s = 20.0  # arguments are not possible: uvicorn makes the object
+    linger_idle_s = 5.0
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -199,6 +205,9 @@ class ServerProtocol(HttpToolsProtocol):
         self._idle_since = 0.0
         self._idle_timer: asyncio.TimerHandle | None = None
         self._direct: asyncio.Transport | None = None
+        self._linger_timer: asyncio.TimerHandle | None = None
+        self._lingers_until = 0.0  # on the loop's clock, once it lingers
+        self._has_lingered_bytes = False
         # `cycle` is the latest request, which may wait for this one
         self._running: RequestResponseCycle | None = None
 
@@ -206,7 +215,7 @@ class ServerProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._direct = transport
         # it satisfies the type by delegation
-        self.transport = BufferedTransport(transport, self.loop)  # type: ignore[assignment]
+        self.transport = BufferedTransport(transport, self.loop, self.close)  # type: ignore[assignment]
         self._head_timer = self.loop.call_later(self.head_within_s, self._head_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -214,6 +223,9 @@ class ServerProtocol(HttpToolsProtocol):
         if self._idle_timer is not None:
             self._idle_timer.cancel()
             self._idle_timer = None
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
+            self._linger_timer = None
         running = self._running
         if running is not None and running is not self.cycle and not running.response_complete:
             running.disconnected = True
@@ -288,7 +300,37 @@ class ServerProtocol(HttpToolsProtocol):
             self._idle_timer = None
             self.transport.close()
 
+    def close(self) -> None:
+        """Close the connection, with nothing of a request left unread.
+
+        A close with unread bytes resets the connection, and a client that still sends its body
+        would lose the answer. So it is half-closed, and what comes is dropped until the client has
+        seen the answer and closes (RFC 9112, section 9.6).
+        """
+        assert self._direct is not None
+        is_partial = self._head_bytes > 0 or (self.cycle is not None and self.cycle.more_body)
+        if self._lingers_until or not is_partial or self._direct.is_closing():
+            self._direct.close()
+            return
+        self._lingers_until = self.loop.time() + LINGER_S_MAX
+        self._stop_timer()
+        self._direct.write_eof()
+        self.flow.resume_reading()
+        self._linger_timer = self.loop.call_later(self.linger_idle_s, self._end_linger)
+
+    def _end_linger(self) -> None:
+        """Close the connection if no byte came since the last look, or it has lingered for too long."""
+        assert self._direct is not None
+        if self._has_lingered_bytes and self.loop.time() < self._lingers_until:
+            self._has_lingered_bytes = False
+            self._linger_timer = self.loop.call_later(self.linger_idle_s, self._end_linger)
+        else:
+            self._direct.abort()
+
     def data_received(self, data: bytes) -> None:
+        if self._lingers_until:
+            self._has_lingered_bytes = True
+            return
         if self._is_in_head:
             if self._held:
                 data, self._held = self._held + data, b""
@@ -314,7 +356,8 @@ class ServerProtocol(HttpToolsProtocol):
 
     def _head_is_late(self) -> None:
         self._head_timer = None
-        self.transport.close()
+        assert self._direct is not None
+        self._direct.close()
 
     def _stop_timer(self) -> None:
         if self._head_timer is not None:

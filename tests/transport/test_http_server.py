@@ -31,6 +31,11 @@ class App:
             scope["extensions"][WHEN_GONE](self.gone.set)
             await self.gone.wait()
             return
+        if scope["path"].endswith("/early"):
+            headers = [(b"content-length", b"2"), (b"connection", b"close")]
+            await send({"type": "http.response.start", "status": 413, "headers": headers})
+            await send({"type": "http.response.body", "body": b"no"})
+            return
         parts, message = [], await receive()
         while message["type"] == "http.request":
             parts.append(message["body"])
@@ -233,6 +238,46 @@ async def test_a_head_that_is_too_long_is_refused(client: Client) -> None:
     """A head beyond the bound is answered by 431 and the connection's end."""
     client.send(post("/v1/echo", b"", b"X-Long: " + b"x" * http_server.HEAD_BYTES_MAX))
     assert (await client.reader.read()).startswith(b"HTTP/1.1 431 ")
+
+
+@pytest.mark.parametrize("path", ["/v1/early", "/other/early"])
+@pytest.mark.parametrize("size_bytes", [100_000, 30_000_000])
+async def test_an_answer_before_the_bodys_end_is_seen(client: Client, path: str, size_bytes: int) -> None:
+    """A client that sends all of its body before it reads gets the answer and the connection's end, not a reset."""
+    client.send(post(path, b"x" * size_bytes))
+    await client.writer.drain()
+    head, body = await client.response()
+    assert head.startswith(b"HTTP/1.1 413 ")
+    assert (body, await client.reader.read()) == (b"no", b"")
+
+
+async def test_a_refusal_of_a_head_is_seen(client: Client) -> None:
+    """Also if the client sends more after it."""
+    client.send(post("/v1/echo", b"", b"X-Long: " + b"x" * 5_000_000))
+    await client.writer.drain()
+    assert (await client.reader.read()).startswith(b"HTTP/1.1 431 ")
+
+
+class Brief(ServerProtocol):
+    linger_idle_s = 0.05
+    lost = 0
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        Brief.lost += 1
+        super().connection_lost(exc)
+
+
+@pytest.mark.parametrize("is_endless", [False, True])
+async def test_a_body_is_not_taken_for_ever(app: App, is_endless: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that was answered, and neither ends its body nor closes, is cut off: whether it sends or not."""
+    monkeypatch.setattr(http_server, "LINGER_S_MAX", 0.2)
+    async with connected(app, Brief) as client:
+        client.send(b"POST /v1/early HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n\r\nx")
+        assert (await client.response())[1] == b"no"
+        before = Brief.lost
+        while Brief.lost == before:
+            client.send(b"x" if is_endless else b"")
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("name", [b"Upgrade", b"upgrade", b"UPGRADE"])
