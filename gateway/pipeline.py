@@ -29,6 +29,7 @@ from gateway.journey.attempt import stream
 from gateway.journey.budget import Money
 from gateway.journey.flight import Flight, Flights, Reply
 from gateway.journey.generation import Booked, Generation
+from gateway.journey.queue import routed
 from gateway.journey.rate_limits import Limits
 from gateway.journey.record import Record, ended_with, record_of
 from gateway.journey.semantic import SemanticLookup
@@ -284,14 +285,14 @@ class Pipeline:
         return True
 
     async def _route(self, flight: Flight) -> Route:
-        """8. The deployments in order; waits for one that is starting if no other can answer.
+        """8. The deployments in order; waits for one that is starting or full if no other can answer.
 
         Raises ApiError.
         """
         generation, alias = flight.generation, flight.generation.alias
         waits_until = time.perf_counter() + self._starting_awaited_s
         while True:
-            route = flight.route()
+            route = await routed(flight)
             generation.routed(route)
             if route.ranked or not (alias.is_starting and time.perf_counter() < waits_until):
                 break

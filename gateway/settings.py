@@ -173,7 +173,17 @@ class DeploymentSettings(_Section):
         "where another deployment can answer",
     )
     idle_timeout_ms: int = Field(60_000, gt=0, description="longest silence inside a stream before it counts as broken")
-    concurrency_max: int = Field(1_000, gt=0, description="openai: connections kept to this deployment, per worker")
+    concurrency_max: int = Field(
+        1_000,
+        gt=0,
+        description="requests that run at this deployment at once, per worker; openai: and connections kept",
+    )
+    queue_max: int = Field(
+        1_000,
+        ge=0,
+        description="requests that wait, per worker, for one of these places if no other deployment has one; "
+        "further ones get 503 `deployment_full`",
+    )
     priority: int = Field(0, description="breaks ties in routing; higher is preferred")
 
     @model_validator(mode="after")

@@ -82,6 +82,7 @@ class Candidate(msgspec.Struct, frozen=True):
     saves `prefill_ms_per_token` of it. Between equal candidates the larger `priority` ranks first.
     `allowed` are the reserved parts of a request that it may get.
     `is_denied` says of an unavailable one that it refuses every request until an operator mends it.
+    `full_at` is the number of requests that it may run, where as many run; else 0.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Candidate(msgspec.Struct, frozen=True):
     is_unavailable: bool = False
     is_denied: bool = False
     health_reason: str = ""
+    full_at: int = 0
     priority: int = 0
     prefill_ms_per_token: float = 0.0
     allowed: frozenset[str] = frozenset()
@@ -121,6 +123,7 @@ class Cause(StrEnum):
     OUTPUT = "output"
     DENIED = "denied"
     HEALTH = "health"
+    FULL = "full"
     DEADLINE = "deadline"
     LIMIT = "limit"
     TRIED = "tried"
@@ -266,6 +269,8 @@ def _unable(demand: Demand, candidate: Candidate) -> Rejected | None:
     if candidate.is_unavailable:
         cause = Cause.DENIED if candidate.is_denied else Cause.HEALTH
         return Rejected(name, cause, f"is resting: {candidate.health_reason or 'it failed repeatedly'}")
+    if candidate.full_at:
+        return Rejected(name, Cause.FULL, f"is full: its `concurrency_max` of {candidate.full_at} requests run there")
     return None
 
 

@@ -572,6 +572,11 @@ class World:
         """Generations that others may join."""
         return len(self._pipeline.flights)
 
+    def waiting(self, deployment: str) -> int:
+        """Requests that wait for a place at a deployment."""
+        (found,) = [one for one in self._pipeline.fleet.deployments if one.name == deployment]
+        return found.places.waiting
+
     @property
     def generations(self) -> int:
         return self._pipeline.generations
@@ -602,6 +607,8 @@ class World:
         assert self.generations == 0
         assert self.flights == 0
         assert self._money.holds == 0
+        places = [one.places for one in self._pipeline.fleet.deployments]
+        assert [one for one in places if one.taken or one.waiting] == []
         calls = [call for backend in self.backends.values() for call in backend.calls]
         assert [call for call in calls if not call.is_closed] == []
         with contextlib.suppress(ConnectionError, OSError):
@@ -662,6 +669,11 @@ MODELS: dict[str, Any] = {
     "engine": {"deployments": [deployment("engine", engine="default", usd=(0, 0))]},
     "narrow": {"deployments": [deployment("narrow", context_tokens_max=50)]},
     "simple": {"deployments": [deployment("simple", capabilities=[])]},
+    "small-room": {"deployments": [deployment("small-room", concurrency_max=2, queue_max=3)]},
+    "rooms": {
+        "policy": "cheapest",
+        "deployments": [deployment("near", "m", (0, 0), concurrency_max=1), deployment("far", "n", concurrency_max=1)],
+    },
     "exact-only": {"is_semantic": False, "deployments": [deployment("exact-only")]},
 }
 

@@ -405,7 +405,7 @@ def _deployment(alias: Alias, deployment: Deployment) -> models.DeploymentOut:
         reason=load.why if not load.is_ready else deployment.breaker.reason,
         denial=deployment.breaker.denial,
         running=load.running,
-        waiting=load.waiting,
+        waiting=load.waiting + deployment.places.waiting,
         ttft_ms=seen.ttft_ms,
         tpot_ms=seen.tpot_ms,
         input_microusd_per_mtok=deployment.price.input_microusd_per_mtok,

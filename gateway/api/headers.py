@@ -44,6 +44,8 @@ def answer_headers(reply: Reply) -> Headers:
         headers.append((b"age", str(int(entry.age_s(time.time()))).encode()))
         headers.append((b"x-sameway-cost-usd", b"0"))
         headers.append((b"x-sameway-saved-usd", dollars(int(entry.labels.get("cost_microusd", 0))).encode()))
+    if reader is not None and reader.generation.queued_ms:
+        headers.append((b"x-sameway-queued-ms", f"{reader.generation.queued_ms:.0f}".encode()))
     limits = reply.limits
     if reader is not None and reader.is_leader and reader.generation.headers:
         limits = limits | reader.generation.headers  # the tokens' limits, too

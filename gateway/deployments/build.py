@@ -96,7 +96,7 @@ def build_backend(
         api_key=key,
         headers=deployment.headers,
         connect_timeout_s=deployment.connect_timeout_ms / 1000.0,
-        concurrency_max=deployment.concurrency_max,
+        connections_max=deployment.concurrency_max,
         is_salted=deployment.is_salted,
         unready=unready,
     )

@@ -16,6 +16,7 @@ import msgspec
 import policies
 from gateway.backends import base
 from gateway.deployments.build import build_backend, describe
+from gateway.deployments.places import Places
 from gateway.deployments.progress import Progress
 from gateway.loggers import get_logger
 from gateway.reserved import FIELDS, TOOLS, Reserved, canonical, reserved, reserved_in_name
@@ -65,6 +66,7 @@ class Deployment:
     settings: DeploymentSettings
     breaker: Breaker
     estimate: Estimate
+    places: Places
     allowed: frozenset[str] = frozenset()  # reserved fields and tools that clients may send to it
     ttft_timeout_min_ms: float = 5_000.0
     is_price_known: bool = True
@@ -113,6 +115,7 @@ class Deployment:
             is_unavailable=is_unavailable,
             is_denied=is_unavailable and load.is_ready and bool(self.breaker.denial) and not self.breaker.is_probed,
             health_reason=(load.reason if not load.is_ready else self.breaker.reason) if is_unavailable else "",
+            full_at=self.places.places_max if self.places.is_full else 0,
             priority=self.settings.priority,
             allowed=self.allowed,
             prefill_ms_per_token=figures.prefill_ms_per_token,
@@ -129,6 +132,17 @@ class Deployment:
         if error.context_tokens is not None:
             self.context_learned = error.context_tokens
         return self._context(self.backend.load(0))
+
+    def begin(self) -> bool:
+        """Take a place and the right to make one call; returns False if another call took it.
+
+        `end` gives the place back.
+        """
+        return not self.places.is_full and self.breaker.begin() and self.places.take()
+
+    def end(self) -> None:
+        """Give back the place of a call that has ended."""
+        self.places.give_back()
 
     def ttft_timeout_s(self, prompt_tokens: int, *, is_alone: bool = True) -> float:
         """The time to wait for the first chunk: as configured, else learned
@@ -304,12 +318,12 @@ class Alias:
         return policies.route(now, self._candidates(demand, is_alone=True), self.policy)
 
     def first_choice_model(self, demand: Demand, warm: Mapping[str, int], route: Route) -> str:
-        """The model of the first choice if every deployment were healthy.
+        """The model of the first choice if every deployment were healthy and had room.
 
         An answer of another model is a fallback, and is not cached.
         """
         ranked = route.ranked
-        if any(rejected.cause in (Cause.HEALTH, Cause.DENIED) for rejected in route.rejected):
+        if any(rejected.cause in (Cause.HEALTH, Cause.DENIED, Cause.FULL) for rejected in route.rejected):
             well = [_well(candidate) for candidate in self._candidates(demand)]
             ranked = policies.route(self._now(demand, warm, None, frozenset()), well, self.policy).ranked
         return self.deployments[ranked[0].name].model if ranked else ""
@@ -333,7 +347,7 @@ class Alias:
 
 
 def _well(candidate: Candidate) -> Candidate:
-    return msgspec.structs.replace(candidate, is_unavailable=False)
+    return msgspec.structs.replace(candidate, is_unavailable=False, full_at=0)
 
 
 def pause_before_retry(failure: base.BackendError, attempts: int) -> float | None:
@@ -431,6 +445,7 @@ def _build(alias: str, deployment: DeploymentSettings, settings: Settings, clock
         are_capabilities_assumed=facts.are_capabilities_assumed,
         breaker=Breaker(clock, random.random),
         estimate=Estimate(clock),
+        places=Places(deployment.concurrency_max, deployment.queue_max),
         allowed=frozenset(map(canonical, deployment.allow_fields)),
     )
 

@@ -23,6 +23,7 @@ from gateway.deployments.fleet import TRIES_MAX, Deployment, pause_before_retry
 from gateway.deployments.progress import Progress
 from gateway.journey.flight import Flight
 from gateway.journey.generation import Generation
+from gateway.journey.queue import routed
 from gateway.wire.errors import ApiError, UpstreamDenied
 from gateway.wire.types import Chunk
 from policies import Route
@@ -66,7 +67,7 @@ class _Tries:
                     latest.note_timeout(self._generation.turn.demand.prompt_tokens)
                 break
             await asyncio.sleep(pause_s)
-            route = self._flight.route(self._done_with)
+            route = await routed(self._flight, self._done_with)
         raise self._error()
 
     async def _round(self, route: Route) -> bool:
@@ -82,7 +83,10 @@ class _Tries:
             if generation.has_begun and not await self._cover(generation, deployment):
                 self._done_with |= {best.name}
                 tried |= {best.name}
-                route = self._flight.route(tried)
+                route = await routed(self._flight, tried)
+                continue
+            if deployment.places.is_full:  # since the route was made
+                route = await routed(self._flight, tried)
                 continue
             failure = await self._try(deployment, best.why, is_alone=len(route.ranked) == 1)
             if failure is None:
@@ -96,7 +100,7 @@ class _Tries:
                 self._failed = deployment, failure
             is_first = False
             tried |= {best.name}
-            route = self._flight.route(tried)
+            route = await routed(self._flight, tried)
         return False
 
     def _error(self) -> ApiError:
@@ -110,7 +114,7 @@ class _Tries:
     async def _try(self, deployment: Deployment, why: str, *, is_alone: bool) -> BackendError | None:
         flight, generation = self._flight, self._generation
         generation.chosen(why)
-        if not deployment.breaker.begin():
+        if not deployment.begin():
             return BackendTimeout("another request is probing this deployment")
         request, progress = generation.begin_try(deployment, is_alone=is_alone)
         prompt_tokens = generation.turn.demand.prompt_tokens
@@ -136,7 +140,7 @@ async def attempt(
     *,
     prompt_tokens: int,
 ) -> BackendError | None:
-    """Send `request` to `deployment`, whose breaker has admitted the call.
+    """Send `request` to `deployment`, whose `begin` has admitted the call.
 
     `deliver` gets its chunks from the first with content on. Returns the failure, or None if the
     answer is complete; `progress.has_begun` tells whether chunks were delivered before it.
@@ -168,7 +172,10 @@ async def attempt(
         deployment.breaker.record_cancelled()  # a bug here is no failure of the deployment
         raise
     finally:
-        await answer.aclose()
+        try:
+            await answer.aclose()
+        finally:
+            deployment.end()
     progress.complete()
     deployment.succeeded(progress, prompt_tokens)
     return None

@@ -66,7 +66,7 @@ class Generation:
 
     __slots__ = (
         "_degraded", "_first_choice_model", "_near", "_tries", "alias", "demand", "fingerprint", "headers", "hold", "identity",
-        "more_holds", "route", "semantic", "spent", "store", "stored", "turn", "warm", "why",
+        "more_holds", "queued_ms", "route", "semantic", "spent", "store", "stored", "turn", "warm", "why",
     )  # fmt: skip
 
     def __init__(
@@ -90,6 +90,7 @@ class Generation:
         self.headers: dict[bytes, bytes] | None = None  # the tokens' rate limits', once taken
         self.route: Route | None = None  # the first one, with each rejection
         self.why = ""  # why the deployment that was tried last was chosen
+        self.queued_ms = 0.0  # waited for a place, as every deployment was full
         self.spent: Spent | None = None
         self.stored: Entry | None = None  # the entry that was to be stored
         self.store = ""  # `stored`, or the reason against it

@@ -51,6 +51,7 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     policy: str = ""
     why: str = ""  # the winner's explanation, in words
     rejected: tuple[Rejection, ...] = ()
+    queued_ms: float = 0.0  # waited for a place, as every deployment was full
     attempts: tuple[Attempt, ...] = ()
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -141,6 +142,7 @@ def _of_generation(flight: Flight, duration_ms: float) -> dict[str, Any]:
         "store": generation.store,
         "deployment": generation.answered_by,
         "why": generation.why,
+        "queued_ms": generation.queued_ms,
         "attempts": generation.attempts,
         "draft": progress.draft,
         "survived": generation.degraded,

@@ -191,7 +191,7 @@ class HealthMonitor:
             metrics.set(m.DEPLOYMENT_RUNNING, load.running / workers, deployment.name)
             if load.engine is not None:
                 metrics.set(m.ENGINE_KV_USED, load.engine.kv_usage, deployment.name)
-            metrics.set(m.DEPLOYMENT_WAITING, load.waiting, deployment.name)
+            metrics.set(m.DEPLOYMENT_WAITING, load.waiting / workers + deployment.places.waiting, deployment.name)
 
 
 def _is_available(deployment: Deployment, *, is_alone: bool = False) -> bool:

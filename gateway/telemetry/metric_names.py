@@ -104,6 +104,14 @@ FAILURES = _counter(
     "Failures that requests survived, by the part that failed (redis, cache_worker, ...).",
     "part",
 )
+QUEUED = _counter(
+    "sameway_queued_requests_total",
+    "Requests that found every deployment full (`concurrency_max`): outcome is waited or refused.",
+    "model outcome",
+)
+QUEUED_TIME = _counter(
+    "sameway_queued_seconds_total", "Time that requests waited for a place at a deployment.", "model"
+)
 WRONG_KEYS = _counter(
     "sameway_wrong_keys_total",
     "Keys refused at login, admin_api, metrics or readyz: wrong, or not_read after too many wrong ones.",
@@ -186,7 +194,7 @@ DEPLOYMENT_RUNNING = _gauge(
     "sameway_deployment_running_requests", Merge.SUM, "Generations running at the deployment.", "deployment"
 )
 DEPLOYMENT_WAITING = _gauge(
-    "sameway_deployment_waiting_requests", Merge.MAX, "Generations waiting in the deployment's queue.", "deployment"
+    "sameway_deployment_waiting_requests", Merge.SUM, "Requests waiting for a place at the deployment.", "deployment"
 )
 ENGINE_KV_USED = _gauge(
     "sameway_engine_kv_used_ratio",

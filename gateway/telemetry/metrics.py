@@ -22,6 +22,7 @@ from gateway.journey.record import Record
 from gateway.telemetry import metric_names as names
 from gateway.telemetry.buckets import HITS
 from gateway.telemetry.shared_numbers import Key, SharedNumbers
+from gateway.wire.errors import DeploymentFull
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -124,6 +125,9 @@ class Metrics:
             self._count_attempts(record, series)
         if record.is_disconnected:
             self.add(names.DISCONNECTS, 1, record.alias)
+        if record.queued_ms or record.error == DeploymentFull.code:
+            self.add(names.QUEUED, 1, record.alias, "refused" if record.error == DeploymentFull.code else "waited")
+            self.add(names.QUEUED_TIME, record.queued_ms / 1e3, record.alias)
         for part in record.survived:
             self.add(names.FAILURES, 1, part)
         for source, drafted in (record.drafted_tokens or {}).items():

@@ -14,6 +14,7 @@
     ├── Upstream           the failure of the last deployment tried
     │   └── UpstreamDenied 424 each deployment refused the gateway: a retry cannot help
     └── Unavailable        503 a required part of the gateway is missing
+        └── DeploymentFull 503 every deployment runs as many requests as it may, and the queue is full
 
 Shapes: OpenAI API reference, "Error codes". Invariant: `message` never carries an upstream's key, a
 path or a stack trace.
@@ -204,6 +205,16 @@ class Unavailable(ApiError):
 
     def __init__(self, message: str, retry_after_s: float = 1.0, code: str | None = None) -> None:
         super().__init__(message, code=code, headers=retry_after(retry_after_s))
+
+
+class DeploymentFull(Unavailable):
+    """The gateway's own bound on the requests at a deployment, and no failure of that deployment."""
+
+    code = "deployment_full"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.headers["x-sameway-reason"] = "full"
 
 
 def retry_after(seconds: float) -> dict[str, str]:

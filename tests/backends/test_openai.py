@@ -627,23 +627,6 @@ async def test_closing_before_the_first_chunk_asks_nobody(upstream: Upstream, ba
     assert upstream.seen().dropped == 0
 
 
-async def test_concurrency_is_bounded(upstream: Upstream) -> None:
-    """Beyond its limit a deployment is overloaded at once, instead of queueing where nobody sees it."""
-    backend = make_backend(upstream.url, concurrency_max=2)
-    await backend.start()
-    upstream.plan("pace_ms=20;chunks=50")
-    streams = [backend.stream(ask()) for _ in range(3)]
-    for stream in streams[:2]:
-        await anext(stream)
-    assert backend.load(10).running == 2
-    with pytest.raises(BackendOverloaded):
-        await anext(streams[2])
-    await streams[0].aclose()
-    for stream in (streams[1], backend.stream(ask())):
-        assert json.loads(fold(await collect(stream)))["choices"][0]["finish_reason"] == "stop"
-    await backend.aclose()
-
-
 async def test_many_at_once(upstream: Upstream, backend: OpenAIBackend) -> None:
     """A hundred streams and wholes side by side keep to themselves."""
     requests = [ask(is_stream=i % 2 == 0, messages=[{"role": "user", "content": f"number {i}"}]) for i in range(100)]

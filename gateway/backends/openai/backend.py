@@ -16,7 +16,7 @@ from urllib.parse import SplitResult, quote, urlsplit
 
 import msgspec
 
-from gateway.backends.base import BackendOverloaded, BackendRejected, BackendRequest, BackendUnavailable, Load
+from gateway.backends.base import BackendRejected, BackendRequest, BackendUnavailable, Load
 from gateway.backends.openai.errors import Translator
 from gateway.backends.openai.stream import OpenAIStream
 from gateway.transport.http_client import Exchange
@@ -31,9 +31,9 @@ _IN_PATHS = "/%:@!$&'()*+,;=~-._"  # characters that need no quoting in a path
 class OpenAIBackend:
     """One deployment behind an OpenAI-compatible server.
 
-    `headers` are sent with each request. `concurrency_max` bounds running requests; more are
-    refused at once. `is_salted` adds vLLM's `cache_salt`. `unready` is the reason why it cannot be
-    used at all, if any. For `tail_timeout_s` see `OpenAIStream`.
+    `headers` are sent with each request. At most `connections_max` are kept. `is_salted` adds
+    vLLM's `cache_salt`. `unready` is the reason why it cannot be used at all, if any. For
+    `tail_timeout_s` see `OpenAIStream`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class OpenAIBackend:
         api_key: str = "",
         headers: Mapping[str, str] | None = None,
         connect_timeout_s: float = 3.0,
-        concurrency_max: int = 1000,
+        connections_max: int = 1000,
         is_salted: bool = False,
         unready: str = "",
         tail_timeout_s: float = 5.0,
@@ -58,7 +58,7 @@ class OpenAIBackend:
         self._model = model
         self._api_key = api_key
         self._connect_timeout_s = connect_timeout_s
-        self._concurrency_max = concurrency_max
+        self._connections_max = connections_max
         self._is_salted = is_salted
         self._tail_timeout_s = tail_timeout_s
         self._translate = Translator(api_key, wall_clock)
@@ -110,7 +110,7 @@ class OpenAIBackend:
     async def start(self) -> None:
         """Make the pool, without connecting."""
         # in a thread, because reading the machine's certificates takes tens of milliseconds
-        self._pool = await asyncio.to_thread(Pool, self._origin, self._connect_timeout_s, self._concurrency_max)
+        self._pool = await asyncio.to_thread(Pool, self._origin, self._connect_timeout_s, self._connections_max)
 
     async def aclose(self) -> None:
         """Close every connection; running streams break."""
@@ -157,8 +157,6 @@ class OpenAIBackend:
         """
         if self._unready:
             raise BackendUnavailable(f"The deployment is not ready: {self._unready}")
-        if self.running >= self._concurrency_max:
-            raise BackendOverloaded("The deployment has as many requests as it may", retry_after_s=1.0)
         if self._pool is None:
             raise BackendUnavailable("The deployment is not started")
         body = self._payload(request)

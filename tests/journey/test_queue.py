@@ -1,0 +1,110 @@
+"""The gateway's own bound on the requests at a deployment: others answer, else a request waits for its place."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.world import Finish, Tokens, World, unavailable, until
+
+
+async def test_beyond_the_bound_requests_wait_in_order(world: World) -> None:
+    """Two run, three wait, the next is refused in words of its own; each place goes to the one that waited longest."""
+    backend, more = world.backends["small-room"], asyncio.Event()
+    backend.plays(more, "answer", Finish(), Tokens())
+    running = [world.begin(f"running {number}", model="small-room") for number in range(2)]
+    await backend.called(2)
+    waiting = []
+    for number in range(3):
+        waiting.append(world.begin(f"waiting {number}", model="small-room"))
+        await until(lambda: world.waiting("small-room") == len(waiting))
+    refused = await world.begin("refused", model="small-room").reply()
+    assert (refused.status, refused.error["code"]) == (503, "deployment_full")
+    assert (refused.headers["x-sameway-reason"], refused.headers["retry-after"]) == ("full", "1")
+    assert "`concurrency_max` of 2" in refused.error["message"]
+    more.set()
+    for client in [*running, *waiting]:
+        assert (await client.reply()).status == 200
+    asked = [call.body["messages"][0]["content"] for call in backend.calls[2:]]
+    assert asked == ["waiting 0", "waiting 1", "waiting 2"]
+    assert "x-sameway-queued-ms" not in (await running[0].reply()).headers
+    reply = await waiting[0].reply()
+    assert float(reply.headers["x-sameway-queued-ms"]) >= 0
+    assert (await world.record(reply)).queued_ms > 0
+    record = await world.record(refused)
+    assert (record.error, record.rejected[0].reason) == (
+        "deployment_full",
+        "is full: its `concurrency_max` of 2 requests run there",
+    )
+    await world.is_released()
+
+
+async def test_the_bound_is_no_failure(world: World) -> None:
+    """However many requests are refused, the deployment does not rest."""
+    backend, more = world.backends["small-room"], asyncio.Event()
+    backend.plays(more, "answer", Finish(), Tokens())
+    clients = [world.begin(f"first {number}", model="small-room") for number in range(5)]
+    await until(lambda: world.waiting("small-room") == 3)
+    for number in range(20):
+        assert (await world.begin(f"refused {number}", model="small-room").reply()).status == 503
+    more.set()
+    assert [(await client.reply()).status for client in clients] == [200] * 5
+    assert (await world.ask("another", model="small-room")).status == 200
+
+
+async def test_another_deployment_answers_at_once_where_one_is_full(world: World) -> None:
+    """No request waits while a deployment has room; an answer of another model is not kept for the first choice."""
+    near, more = world.backends["near"], asyncio.Event()
+    near.plays_once(more, "late", Finish(), Tokens())
+    first = world.begin("one", model="rooms")
+    await near.called()
+    reply = await world.begin("two", model="rooms").reply()
+    assert reply.headers["x-sameway-backend"] == "far"
+    more.set()
+    assert (await first.reply()).status == 200
+    record = await world.record(reply)
+    assert (record.store, record.rejected[0].name) == ("fallback", "near")
+    assert record.queued_ms == 0
+
+
+async def test_the_first_place_is_taken_wherever_it_is(world: World) -> None:
+    """A request waits for all deployments that could answer, and takes the place that is free first."""
+    events = {name: asyncio.Event() for name in ("near", "far")}
+    for name, event in events.items():
+        world.backends[name].plays_once(event, name, Finish(), Tokens())
+    running = [world.begin("one", model="rooms")]
+    await world.backends["near"].called()
+    running.append(world.begin("two", model="rooms"))
+    await world.backends["far"].called()
+    waiting = world.begin("three", model="rooms")
+    await until(lambda: world.waiting("near") == world.waiting("far") == 1)
+    events["far"].set()
+    assert (await waiting.reply()).headers["x-sameway-backend"] == "far"
+    assert (world.waiting("near"), world.waiting("far")) == (0, 0)
+    events["near"].set()
+    assert [(await client.reply()).status for client in running] == [200, 200]
+
+
+async def test_a_client_that_leaves_the_queue_leaves_nothing_there(world: World) -> None:
+    """Its turn goes to the next one."""
+    backend, more = world.backends["small-room"], asyncio.Event()
+    backend.plays(more, "answer", Finish(), Tokens())
+    clients = [world.begin(f"question {number}", model="small-room") for number in range(4)]
+    await until(lambda: world.waiting("small-room") == 2)
+    clients[2].leave()
+    await until(lambda: world.waiting("small-room") == 1)
+    more.set()
+    for client in (clients[0], clients[1], clients[3]):
+        assert (await client.reply()).status == 200
+    await world.is_released()
+
+
+async def test_a_queue_at_a_deployment_that_fails_ends(world: World) -> None:
+    """Where the deployment rests meanwhile, each that waited gets that answer at once: none waits for a place that no call frees."""
+    backend, more = world.backends["small-room"], asyncio.Event()
+    backend.plays(more, unavailable())
+    clients = [world.begin(f"question {number}", model="small-room") for number in range(5)]
+    await until(lambda: world.waiting("small-room") == 3)
+    more.set()
+    assert {(await client.reply()).status for client in clients} == {503}
+    assert world.waiting("small-room") == 0
+    await world.is_released()
