@@ -35,6 +35,8 @@ class BackendRequest(msgspec.Struct, frozen=True):
     request_id: str
     ttft_timeout_s: float
     idle_timeout_s: float
+    # a whole answer has no bytes until it is complete; the official SDKs wait this long by default
+    whole_timeout_s: float = 600.0
     draft: str = ""  # a text that may share passages with the answer; engines verify it
     kind: Kind = CHAT
     model: str = ""  # the provider's name of the model, where the deployment takes every name

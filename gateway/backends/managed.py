@@ -192,7 +192,7 @@ class ManagedBackend:
             **arguments,
             "model": request.model or self._model,
             "stream": is_stream,
-            "timeout": request.ttft_timeout_s + request.idle_timeout_s,
+            "timeout": request.ttft_timeout_s + (request.idle_timeout_s if is_stream else request.whole_timeout_s),
             "max_retries": 0,  # the gateway does the failover
             "num_retries": 0,
             "drop_params": True,  # drops fields that the provider lacks
@@ -309,7 +309,7 @@ class ManagedStream:
         request = self._request
         timeout_s = request.idle_timeout_s if self._has_output else request.ttft_timeout_s
         if not self._is_stream:
-            timeout_s += request.idle_timeout_s
+            timeout_s += request.whole_timeout_s
         try:
             async with asyncio.timeout(timeout_s) as self._waiting:
                 return await awaitable

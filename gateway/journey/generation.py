@@ -20,8 +20,6 @@ from gateway.wire.types import Chunk, Usage
 from policies import Hold, Route, Tokens
 
 _UNSTREAMED = frozenset({"best_of", "prompt_logprobs"})  # servers refuse to stream with these
-# a whole answer has no bytes until it is complete; the official SDKs wait this long by default
-_WHOLE_TIMEOUT_S = 600.0
 
 
 class Spent(msgspec.Struct, frozen=True):
@@ -142,7 +140,7 @@ class Generation:
             salt=self.fingerprint.partition,
             request_id=turn.arrival.request_id,
             ttft_timeout_s=deployment.ttft_timeout_s(turn.demand.prompt_tokens, is_alone=is_alone),
-            idle_timeout_s=deployment.settings.idle_timeout_ms / 1000.0 if is_stream else _WHOLE_TIMEOUT_S,
+            idle_timeout_s=deployment.settings.idle_timeout_ms / 1000.0,
             draft=draft,
             kind=turn.kind,
             model=deployment.model if self.alias.is_pattern else "",

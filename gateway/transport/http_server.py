@@ -145,6 +145,7 @@ class RequestCycle(RequestResponseCycle):
 
 HEAD_BYTES_MAX = 64 << 10
 LINGER_S_MAX = 30.0  # of a connection that is answered before its request has arrived; nginx's values
+BODY_BYTES_PER_S = 500.0
 _PIPELINED_MAX = 16  # further pipelined requests stay unread
 
 _PLAIN_PATH = re.compile(rb"[A-Za-z0-9/._~-]+")  # needs no decoding, has no query
@@ -154,6 +155,11 @@ _TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n"
     b'{"error":{"message":"The request\'s headers are too large","type":"invalid_request_error","param":null,'
     b'"code":"headers_too_large"}}'
+)
+_TOO_SLOW = (
+    b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n"
+    b'{"error":{"message":"The request\'s body came too slowly","type":"invalid_request_error","param":null,'
+    b'"code":"request_timeout"}}'
 )
 
 
@@ -193,8 +199,10 @@ class BufferedTransport:
 class ServerProtocol(HttpToolsProtocol):
     """One connection. Requests to `/v1` use `RequestCycle`, all others uvicorn's cycle."""
 
-    head_within_s = 20.0  # arguments are not possible: uvicorn makes the object
+    # arguments are not possible: uvicorn makes the object
     linger_idle_s = 5.0
+    head_within_s = 20.0
+    body_within_s = 20.0  # and a second more for each BODY_BYTES_PER_S, as Apache's mod_reqtimeout
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -202,6 +210,9 @@ class ServerProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._held = b""  # the end of a partial head, if it may begin an upgrade header
         self._head_timer: asyncio.TimerHandle | None = None
+        self._body_bytes = 0
+        self._body_since = 0.0
+        self._body_timer: asyncio.TimerHandle | None = None  # set while a body is incomplete
         self._idle_since = 0.0
         self._idle_timer: asyncio.TimerHandle | None = None
         self._direct: asyncio.Transport | None = None
@@ -220,6 +231,7 @@ class ServerProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_body_timer()
         if self._idle_timer is not None:
             self._idle_timer.cancel()
             self._idle_timer = None
@@ -314,6 +326,7 @@ class ServerProtocol(HttpToolsProtocol):
             return
         self._lingers_until = self.loop.time() + LINGER_S_MAX
         self._stop_timer()
+        self._stop_body_timer()
         self._direct.write_eof()
         self.flow.resume_reading()
         self._linger_timer = self.loop.call_later(self.linger_idle_s, self._end_linger)
@@ -348,6 +361,32 @@ class ServerProtocol(HttpToolsProtocol):
             self._refuse_head()
         elif self._is_in_head and self._head_bytes and self._head_timer is None:
             self._head_timer = self.loop.call_later(self.head_within_s, self._head_is_late)
+        if not self._is_in_head:
+            self._body_bytes += len(data)
+            if self._body_timer is None:
+                self._body_since = self.loop.time()
+                self._body_timer = self.loop.call_later(self.body_within_s, self._body_is_late)
+        elif self._body_timer is not None:
+            self._stop_body_timer()
+
+    def _body_is_late(self) -> None:
+        """Refuse a body that drips, unless this server paused it."""
+        if self.flow.read_paused:
+            self._body_since = self.loop.time()
+        left_s = self._body_since + self.body_within_s + self._body_bytes / BODY_BYTES_PER_S - self.loop.time()
+        if left_s > 0.0:
+            self._body_timer = self.loop.call_later(left_s, self._body_is_late)
+            return
+        self._body_timer = None
+        if self.cycle is None or not self.cycle.response_started:
+            self.transport.write(_TOO_SLOW)
+        self.transport.close()
+
+    def _stop_body_timer(self) -> None:
+        if self._body_timer is not None:
+            self._body_timer.cancel()
+            self._body_timer = None
+        self._body_bytes = 0
 
     def _refuse_head(self) -> None:
         self._stop_timer()

@@ -44,13 +44,21 @@ def make_backend(url: str, **options: Any) -> OpenAIBackend:
     return OpenAIBackend("d", base_url=url, **options)
 
 
-def ask(*, is_stream: bool = True, ttft_s: float = 5.0, idle_s: float = 5.0, **body: Any) -> BackendRequest:
+def ask(
+    *, is_stream: bool = True, ttft_s: float = 5.0, idle_s: float = 5.0, whole_s: float | None = None, **body: Any
+) -> BackendRequest:
     """A request as the gateway hands it to a backend."""
     body = {"model": "alias", "messages": [{"role": "user", "content": "Say héllo 😀"}], **body}
     if is_stream:
         body["stream"] = True
     return BackendRequest(
-        body=body, is_stream=is_stream, salt=b"salt", request_id="req-1", ttft_timeout_s=ttft_s, idle_timeout_s=idle_s
+        body=body,
+        is_stream=is_stream,
+        salt=b"salt",
+        request_id="req-1",
+        ttft_timeout_s=ttft_s,
+        idle_timeout_s=idle_s,
+        whole_timeout_s=idle_s if whole_s is None else whole_s,
     )
 
 

@@ -319,3 +319,32 @@ async def test_a_client_of_http_1_0_is_sent_no_chunks(client: Client) -> None:
     client.send(post("/v1/stream", b"hello").replace(b"HTTP/1.1", b"HTTP/1.0"))
     head, _, body = (await client.reader.read()).partition(b"\r\n\r\n")
     assert (b"connection: close" in head, body) == (True, b"hello")
+
+
+class Impatient(ServerProtocol):
+    """A server that waits a twentieth of a second for a body."""
+
+    body_within_s = 0.05
+
+
+@pytest.mark.parametrize("path", ["/v1/echo", "/other"])
+async def test_a_body_that_drips_is_refused(app: App, path: str) -> None:
+    """A body that comes slower than the least rate gets 408, and its connection ends."""
+    async with connected(app, Impatient) as client:
+        client.send(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n" % path.encode())
+        for _ in range(3):
+            client.send(b"x")
+            await asyncio.sleep(0.001)
+        head = await client.reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 408 ")
+        assert b'"code":"request_timeout"' in await client.reader.read()
+
+
+async def test_a_large_body_has_time_by_its_size(app: App) -> None:
+    """Each 500 bytes that came give a sender a second more."""
+    async with connected(app, Impatient) as client:
+        body = b"x" * 20_000
+        client.send(post("/v1/echo", body)[:-1])
+        await asyncio.sleep(0.2)
+        client.send(body[-1:])
+        assert (await client.response())[1] == body

@@ -10,9 +10,11 @@ generating.
      └─────────────────────┴────────────────────────┴────────────────────────┴──> OVER
 
 WAITING lasts at most `ttft_timeout_s`, connecting included; for a whole answer, which arrives after
-all of its tokens, `idle_timeout_s` more. STREAMING bounds silence by `idle_timeout_s`; any byte
-ends a silence, also a comment that keeps the connection alive. TAIL waits only for the usage chunk:
-the answer is complete without it.
+all of its tokens, `whole_timeout_s` more. A whole's first byte that is no white space, which some
+servers send to keep the connection, ends it. STREAMING bounds silence by `idle_timeout_s`; any byte
+ends a silence, also a comment that keeps the connection alive. A server that drips is given up
+after `_DRIP_SILENCES` times that limit: without an event, or with a whole slower than
+`_WHOLE_BYTES_PER_S`. TAIL waits only for the usage chunk: the answer is complete without it.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ from policies.durations import duration_s
 
 _ERROR_BYTES_MAX = 64 << 10
 _WHOLE_BYTES_MAX = 64 << 20
+_WHOLE_BYTES_PER_S = 500.0
+_DRIP_SILENCES = 10.0
 
 
 class State(Enum):
@@ -162,8 +166,18 @@ class OpenAIStream:
         """The whole body; with `is_cut`, the beginning of one that is too long or broke off."""
         parts: list[bytes] = []
         size_bytes = 0
+        loop, begun_at = asyncio.get_running_loop(), 0.0
         try:
             while part := await exchange.read():
+                now = loop.time()
+                if self._state is State.WAITING and not part.isspace():
+                    self._state, begun_at = State.STREAMING, now
+                    self._arm(self._request.idle_timeout_s)
+                if self._state is State.STREAMING:
+                    self._reading_since = now
+                    patience_s = _DRIP_SILENCES * self._request.idle_timeout_s + size_bytes / _WHOLE_BYTES_PER_S
+                    if now - begun_at > patience_s:
+                        raise _dripped(now - begun_at)
                 parts.append(part)
                 size_bytes += len(part)
                 if size_bytes > size_bytes_max:
@@ -194,12 +208,17 @@ class OpenAIStream:
         """Read until there is a chunk, an error or the end; takes all events that came together."""
         exchange = self._exchange
         assert exchange is not None
+        loop = asyncio.get_running_loop()
+        since = loop.time()
         while not self._ready and self._state is not State.OVER:
             if self._state is State.STREAMING and self._finishes.is_complete:
                 self._state = State.TAIL
                 self._arm(min(self._tail_timeout_s, self._request.idle_timeout_s))
             if self._state is not State.WAITING:
-                self._reading_since = asyncio.get_running_loop().time()
+                self._reading_since = loop.time()
+                if self._reading_since - since > _DRIP_SILENCES * self._request.idle_timeout_s:
+                    self._at_drip(self._reading_since - since)
+                    break
             try:
                 data = await exchange.read()
                 if data:
@@ -283,6 +302,13 @@ class OpenAIStream:
         else:
             self._fail(self._late() or self._translate.cut(error))
 
+    def _at_drip(self, waited_s: float) -> None:
+        """The server sends bytes, and no event."""
+        if self._finishes.is_complete:
+            self._finish()
+        else:
+            self._fail(_dripped(waited_s))
+
     def _finish(self) -> None:
         """End a complete answer: the rest of the body is framing, and the connection may serve
         another.
@@ -337,7 +363,11 @@ class OpenAIStream:
     def _first_within_s(self) -> float:
         """Seconds until the first chunk must be there."""
         request = self._request
-        return request.ttft_timeout_s + (0.0 if request.is_stream else request.idle_timeout_s)
+        return request.ttft_timeout_s + (0.0 if request.is_stream else request.whole_timeout_s)
+
+
+def _dripped(waited_s: float) -> BackendTimeout:
+    return BackendTimeout(f"The deployment sent too little within {duration_s(waited_s)}")
 
 
 def _unfinished(finishes: FinishTracker) -> BackendBroken:
