@@ -1,24 +1,26 @@
 """Answers to labelled requests: the label itself, or one of several free texts of it, drawn anew each time.
 
 Knows no cache and no policy. `Pools` reads a file of lines with `label` and `answers`. `Ideal` judges by the labels, `Product` as a
-gateway does: equality, then agreement of short answers, then perhaps a judge model that errs in a share of its verdicts. Invariant:
-the draws follow from the seed alone, so a run can be repeated.
+gateway does: equality, then agreement of short answers, then perhaps a judge model that errs in a share of its replies, through the
+gateway's own code. Invariant: the draws follow from the seed alone, so a run can be repeated.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from bench.labelled import Labelled
+from cache import Trial
 from cache.encoder.types import Encoded
-from cache.verdicts import EqualityJudge, QAPair, Ruling
+from cache.verdicts import EqualityJudge, Judgement, QAPair, Ruling
 from cache.verdicts.judges import agree
-from gateway.settings import NEAR_SIMILARITY_MIN
+from gateway.learning.comparisons import LIKELY
+from gateway.learning.llm_judge import LlmJudge, second_opinion
 
 _OPENINGS = (
     "", "Sure. ", "Of course. ", "Happy to help. ", "Good question. ", "Here is how it works. ", "No problem. ", "Let me explain. ",
@@ -65,15 +67,23 @@ class Judging(Protocol):
     def generate(self, exact: bytes, text: str, label: str) -> None:
         """The answer of entry `exact` to the prompt `text`."""
 
-    def teaches(self, similarity: float, *, is_audit: bool) -> bool:
-        """Whether a comparison after a lookup with this similarity of the nearest prompt is one that all judges are asked about."""
+    asked: (
+        float | None
+    )  # the chance with which a judge model was asked about the first comparison of a trial; as in a verdict
+    questions: int  # to a judge model, till now
 
-    def is_same(self, fresh: bytes, cached: bytes, *, is_asked: bool) -> bool | None:
-        """Whether two entries have the same answer. `is_asked`: all judges may say."""
+    def begin(self, trial: Trial) -> None:
+        """The comparisons of this trial follow."""
+
+    def is_same(self, fresh: bytes, cached: bytes) -> bool | None:
+        """Whether two entries have the same answer."""
 
 
 class Ideal:
     """The labels are compared, and the result is wrong with a probability of `noise`."""
+
+    asked = None
+    questions = 0
 
     def __init__(self, noise: float, random: random.Random) -> None:
         self._labels: dict[bytes, str] = {}
@@ -83,15 +93,18 @@ class Ideal:
     def generate(self, exact: bytes, text: str, label: str) -> None:
         self._labels[exact] = label
 
-    def teaches(self, similarity: float, *, is_audit: bool) -> bool:
-        return True
+    def begin(self, trial: Trial) -> None:
+        """Nothing to draw."""
 
-    def is_same(self, fresh: bytes, cached: bytes, *, is_asked: bool) -> bool | None:
+    def is_same(self, fresh: bytes, cached: bytes) -> bool | None:
         return (self._labels[fresh] == self._labels[cached]) is not (self._random.random() < self._noise)
 
 
 class Product:
-    """The judges of a gateway. `model_noise`: the share of its verdicts in which a judge model errs; None: there is none."""
+    """The judges of a gateway. `model_noise`: the share of its replies in which a judge model errs; None: there is none.
+
+    `is_steadfast`: it errs about a pair of answers in both orders or in none.
+    """
 
     def __init__(
         self,
@@ -99,6 +112,8 @@ class Product:
         encode: Callable[[Sequence[str]], Encoded],
         model_noise: float | None,
         random: random.Random,
+        *,
+        is_steadfast: bool = False,
     ) -> None:
         self._pools = pools
         self._encode = encode
@@ -106,29 +121,68 @@ class Product:
         self._random = random
         self._equality = EqualityJudge()
         self._answers: dict[bytes, QAPair] = {}
-        self._labels: dict[bytes, str] = {}
+        self._owners: dict[str, str] = {}
         self._rulings: dict[tuple[str, str], Ruling] = {}
+        self._errs: dict[frozenset[str], bool] | None = {} if is_steadfast else None
+        self._judge = LlmJudge("model", self._reply) if model_noise is not None else None
+        self._trial: Trial | None = None
+        self._is_drawn = False
+        self.asked: float | None = None
+        self.questions = 0
 
     def generate(self, exact: bytes, text: str, label: str) -> None:
-        self._answers[exact] = QAPair(text, self._pools.draw(label, self._random))
-        self._labels[exact] = label
+        self._answers[exact] = made = QAPair(text, self._pools.draw(label, self._random))
+        self._owners[made.answer] = label
 
-    def teaches(self, similarity: float, *, is_audit: bool) -> bool:
-        return self._model_noise is None or is_audit or similarity >= NEAR_SIMILARITY_MIN
+    def begin(self, trial: Trial) -> None:
+        self._trial, self.asked = trial, None
+        self._is_drawn = self._judge is not None and self._random.random() < trial.worth
 
-    def is_same(self, fresh: bytes, cached: bytes, *, is_asked: bool) -> bool | None:
+    def is_same(self, fresh: bytes, cached: bytes) -> bool | None:
         one, other = self._answers[fresh], self._answers[cached]
+        trial, self._trial = self._trial, None
         ruling = self._rulings.get((one.answer, other.answer))
         if ruling is None:
             ruling = self._rulings[one.answer, other.answer] = self._compared(one, other)
-        if ruling is Ruling.UNKNOWN and self._model_noise is not None and is_asked:
-            return (self._labels[fresh] == self._labels[cached]) is not (self._random.random() < self._model_noise)
+        if ruling is Ruling.UNKNOWN and self._judge is not None:
+            if trial is not None:
+                self.asked = trial.worth if self._is_drawn else 0.0
+            if self._is_drawn:
+                ruling = self._asked(one, other, trial)
         return None if ruling is Ruling.UNKNOWN else ruling is Ruling.SAME
 
+    def _asked(self, one: QAPair, other: QAPair, trial: Trial | None) -> Ruling:
+        """What the judge model says; of the first comparison of a trial with a second opinion, as a gateway asks for it."""
+        assert self._judge is not None
+        judgement = _run(self._judge.judge(one, other))
+        if trial is not None and judgement.ruling is not Ruling.SAME and trial.p >= LIKELY and trial.peers:
+            peers = [self._answers[peer] for peer in trial.peers]
+            judgement = _run(second_opinion(self._judge, judgement, one, peers))
+        return Ruling(judgement.ruling)
+
+    async def _reply(self, body: dict[str, Any]) -> bytes:
+        """The judge model's reply to one question."""
+        self.questions += 1
+        told = json.loads(body["messages"][-1]["content"])
+        one, other = told["answer_a"], told["answer_b"]
+        is_wrong = self._random.random() < (self._model_noise or 0.0)
+        if self._errs is not None:
+            is_wrong = self._errs.setdefault(frozenset((one, other)), is_wrong)
+        word = "SAME" if (self._owners[one] == self._owners[other]) is not is_wrong else "DIFFERENT"
+        return json.dumps({"choices": [{"index": 0, "message": {"role": "assistant", "content": word}}]}).encode()
+
     def _compared(self, one: QAPair, other: QAPair) -> Ruling:
-        try:
-            self._equality.judge(one, other).send(None)
-        except StopIteration as done:  # it awaits nothing
-            if done.value.ruling is not Ruling.UNKNOWN:
-                return Ruling(done.value.ruling)
+        equal = _run(self._equality.judge(one, other)).ruling
+        if equal is not Ruling.UNKNOWN:
+            return Ruling(equal)
         return agree(one.answer, other.answer, self._encode).ruling
+
+
+def _run(work: Coroutine[Any, Any, Judgement]) -> Judgement:
+    """The result of what awaits nothing."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        found: Judgement = done.value
+        return found
+    raise RuntimeError("it awaits something")

@@ -15,6 +15,8 @@ A half of a stream fails where the exact one-sided 95% lower limit of its share 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import json
 import random
 import statistics
@@ -58,6 +60,7 @@ class Result(msgspec.Struct, frozen=True):
     decision_ms_p50: float | None
     halves: tuple[tuple[int, int, int], ...]
     failed: int
+    questions: int = 0  # to a judge model
 
 
 class Counts:
@@ -131,16 +134,11 @@ def stream(requests: Sequence[Request], embedder: Recall, rule: Rule, judging: J
         cache.fold([request.added()])
         if answer.trial is None or answer.nearest is None:
             continue
-        is_asked = judging.teaches(answer.nearest.similarity, is_audit=answer.trial.chance < 1.0)
-        if not is_asked:
-            answer = msgspec.structs.replace(answer, trial=msgspec.structs.replace(answer.trial, features=b""))
-
-        def is_same(other: bytes, exact: bytes = request.exact, is_asked: bool = is_asked) -> bool | None:
-            return judging.is_same(exact, other, is_asked=is_asked)
-
-        judged = cache.judge(request.query, answer, request.exact, is_same)
+        judging.begin(answer.trial)
+        judged = cache.judge(request.query, answer, request.exact, functools.partial(judging.is_same, request.exact))
         if judged is not None:
-            cache.fold([judged])
+            verdict = msgspec.structs.replace(judged.verdict, asked=judging.asked)
+            cache.fold([dataclasses.replace(judged, verdict=verdict)])
     return counts, statistics.median(times)
 
 
@@ -186,21 +184,24 @@ def measure(one: Labelled, embedder: Recall, pools: Pools | None, options: argpa
                     continue
                 for noise in options.judge_noise if learns else (0.0,):
                     draw = random.Random(seed)
+                    judging = _judging(pools, embedder, noise, options, draw)
                     if name == "vcache":
                         counts, ms = vcache(requests, embedder, error_max, noise, draw)
                     else:
                         rule = rules(error_max, seed)[name]()
-                        judging = _judging(pools, embedder, noise, options.judge_model, draw)
                         counts, ms = stream(requests, embedder, Unjudged(rule) if name == "cold" else rule, judging)
-                    results.append(counts.result(one.name, name, error_max, seed, options.judge_model or noise, ms))
+                    made = counts.result(one.name, name, error_max, seed, options.judge_model or noise, ms)
+                    results.append(msgspec.structs.replace(made, questions=judging.questions))
                     print(_line(results[-1]), flush=True)
     return results
 
 
 def _judging(
-    pools: Pools | None, embedder: Recall, noise: float, model_noise: float | None, draw: random.Random
+    pools: Pools | None, embedder: Recall, noise: float, options: argparse.Namespace, draw: random.Random
 ) -> Judging:
-    return Ideal(noise, draw) if pools is None else Product(pools, embedder.encode, model_noise, draw)
+    if pools is None:
+        return Ideal(noise, draw)
+    return Product(pools, embedder.encode, options.judge_model, draw, is_steadfast=options.steadfast)
 
 
 def measure_over_http(one: Labelled, pools: Pools | None, options: argparse.Namespace) -> list[Result]:
@@ -247,6 +248,7 @@ def _line(one: Result) -> str:
             f" {100 * hits / max(1, count):5.1f} {100 * wrong / max(1, count):5.2f}"
             for count, hits, wrong in one.halves
         )
+        + (f"  {one.questions / max(1, one.requests):.2f} questions a request" if one.questions else "")
         + (f"  {one.failed} FAILED" if one.failed else "")
     )
 
@@ -269,11 +271,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--judge-model", type=float, default=None, help="a judge model that errs in this share, with --answers"
     )
+    parser.add_argument(
+        "--steadfast", action="store_true", help="a judge model errs about a pair in both orders or in none"
+    )
     parser.add_argument("--http", action="store_true", help="through a real gateway, an empty one for each stream")
     parser.add_argument("--json", type=Path, default=None, help="write the rows here")
     options = parser.parse_args(argv)
     if options.http and (options.policies != names or options.judge_noise != [0.0]):
         parser.error("--http is one policy, the gateway's, and has judges of its own: no --policies, no --judge-noise")
+    if options.steadfast and options.judge_model is None:
+        parser.error("--steadfast is about --judge-model")
     if options.answers is None and (options.vary or options.label_answers or options.judge_model is not None):
         parser.error("--vary, --label-answers and --judge-model are about --answers")
     if options.answers is not None and (

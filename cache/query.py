@@ -35,7 +35,8 @@ class Trial(msgspec.Struct, frozen=True, array_like=True):
     `ranked` has the entries to compare a fresh answer with, the likeliest first, each of another
     group. `features` (float32, little-endian) and `p` are of the first; empty features mean that a
     veto decided. `chance` is the probability that a request like this one is generated: 1 if it was
-    not to be served. `rule` names the features.
+    not to be served. `rule` names the features. `peers` are further entries of the first one's
+    group. `worth` is the share of such comparisons for which to ask a judge that costs.
     """
 
     ranked: tuple[bytes, ...]
@@ -43,6 +44,8 @@ class Trial(msgspec.Struct, frozen=True, array_like=True):
     p: float
     chance: float
     rule: bytes
+    peers: tuple[bytes, ...] = ()
+    worth: float = 1.0
 
 
 class MissReason(StrEnum):

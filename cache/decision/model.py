@@ -46,6 +46,9 @@ _CATCH_UP, _CATCH_UP_MIN = 0.25, 1_000
 # the chance of an audit where 1 - p is _RISK_USUAL
 _AUDITED, _AUDITED_MIN, _AUDITED_MAX = 20, 0.02, 0.1
 _RISK_USUAL, _RISK_MIN, _AUDITED_MOST = 0.02, 0.002, 0.2
+# of comparisons, the shares for which a judge that costs is asked
+_ASKED_ALL, _ASKED_MIN, _HARDLY = 1_000, 0.25, 0.3
+_STRATA = (0.5, 0.8)  # of p: what was asked speaks for what was not asked beside it
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,21 @@ class Row:
 
     trial: Trial
     is_right: bool | None
+    asked: float | None = None  # of the verdict
+    flips: tuple[float, float] = (0.0, 0.0)  # of the verdict
+
+    @property
+    def label(self) -> float:
+        """The label whose loss has that of the true one as its mean (Natarajan et al., 2013)."""
+        if self.is_right is None:
+            return 0.0
+        different, same = self.flips
+        return (self.is_right - same) / (1 - different - same)
+
+    @property
+    def stands_for(self) -> float:
+        """How many comparisons it stands for, of which a share was asked; 1 where all were."""
+        return min(_WEIGHT_MAX, 1 / self.asked) if self.asked else 1.0
 
     @property
     def features(self) -> Vector:
@@ -196,14 +214,15 @@ class CalibratedModel:
     def learn(self, row: Row) -> None:
         """Take in a verdict. Refits at the first forty, then for every tenth more, at most 400."""
         self._rows.append(row)
-        self._seen += 1
         features, p = row.features, row.trial.p
-        self.word_odds.learn(features, bool(row.is_right))
         self._requests += 1 + float(features[-2])
         self._risked += float(features[-1])
-        if p >= _NEARLY_SURE:
-            self._expected += 1 - p
-            self._wrong += not row.is_right
+        if row.asked != 0.0:
+            self._seen += 1
+            self.word_odds.learn(features, bool(row.is_right))
+            if p >= _NEARLY_SURE:
+                self._expected += row.stands_for * (1 - p)
+                self._wrong += row.stands_for * (1 - row.label)
         if len(self._rows) > ROWS_MAX + ROWS_MAX // 8:
             del self._rows[: ROWS_MAX // 8]
         if self._seen >= max(_ROWS_MIN, self._fitted_at + min(400, max(10, self._fitted_at // 10))):
@@ -237,9 +256,9 @@ class CalibratedModel:
     def _refit(self, rows: Sequence[Row], kappa: float) -> None:
         features = np.frombuffer(b"".join([row.trial.features for row in rows]), "<f4").astype(np.float64)
         features = features.reshape(len(rows), -1)
-        is_right = np.array([bool(row.is_right) for row in rows], dtype=np.float64)
+        labels = np.array([row.label for row in rows])
         weights = 1 / np.array([row.trial.chance for row in rows])
-        model = self.logistic.fitted(features, is_right, np.minimum(_WEIGHT_MAX, weights))
+        model = self.logistic.fitted(features, labels, np.minimum(_WEIGHT_MAX, weights * _shares(rows)))
         # each audit stands for 1 / chance would-be hits; of these there were as many as were served
         # and audited (Hajek's estimator)
         p, weights = model.lower(features[-_REQUESTS:]), weights[-_REQUESTS:]
@@ -286,6 +305,34 @@ class LearnedModel:
         if told is self.certain or discernment >= _DISCERNING:
             return False
         return not told.is_fitted or told.logistic.p(features) >= told.threshold(error_max)
+
+
+def _shares(rows: Sequence[Row]) -> Vector:
+    """How many comparisons each row stands for in a fit.
+
+    Those that no judge that costs was asked about are spoken for by those beside them that one was,
+    up to _WEIGHT_MAX each (Hajek's estimator); the rest of them counts as wrong.
+    """
+    asked = np.array([np.nan if row.asked is None else row.asked for row in rows])
+    shares = np.array([row.stands_for for row in rows])
+    strata = np.digitize([row.trial.p for row in rows], _STRATA)
+    for stratum in range(len(_STRATA) + 1):
+        were, were_not = (strata == stratum) & (asked > 0), (strata == stratum) & (asked == 0)
+        if were.any() and were_not.any():
+            whole = were.sum() + were_not.sum()
+            shares[were] = np.clip(shares[were] * whole / shares[were].sum(), 1.0, _WEIGHT_MAX)
+            shares[were_not] = max(0.0, whole - shares[were].sum()) / were_not.sum()
+    return shares
+
+
+def asking_share(p: float, verdicts: int) -> float:
+    """The share of comparisons like this one for which a judge that costs is worth its price.
+
+    All till _ASKED_ALL verdicts have come, for an answer that is found equal is a new wording of
+    its group; from then on fewer, and fewest of those that are hardly ever right.
+    """
+    share = max(_ASKED_MIN, min(1.0, _ASKED_ALL / max(1, verdicts)))
+    return share if p >= _HARDLY or share == 1.0 else share / 2
 
 
 def audit_chance(accepted: int, p: float) -> float:

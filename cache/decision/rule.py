@@ -14,16 +14,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from cache.decision.features import Candidate, Neighbour, WordCounts, candidates, features_of
 from cache.decision.guards import added_words, fixed_reason, has_added_clause, is_added, is_free, thresholds_of, veto
-from cache.decision.model import LearnedModel, Prior, Row, Run, Vector, at_once, audit_chance
+from cache.decision.model import LearnedModel, Prior, Row, Run, Vector, asking_share, at_once, audit_chance
 from cache.decision.text_features import TextFeatures, read
 from cache.query import MissReason, Query, Trial
 
 ERROR_MAX = 0.01
 _COMPARED = 3  # groups that a fresh answer is compared with
+_PEERS = 2  # further entries of the first group, for a second opinion
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,17 +165,28 @@ class VerifiedRule:
         if is_sure and self._random is not None:
             chance = audit_chance(counters.accepted, 1 - risk) * (1.0 if is_certain else state.discernment)
         names = tuple(neighbours[one.place].exact for one in ranked[:_COMPARED])
+        peers = tuple(
+            one.exact for one in neighbours if (one.group or one.exact) == first.group and one is not witness
+        )[:_PEERS]
+        trial = Trial(
+            ranked=names,
+            features=_row_features(seen, counters) if vetoed is None else b"",
+            p=p,
+            chance=chance,
+            rule=b"",
+            peers=peers,
+            worth=1.0 if is_sure else asking_share(p, model.certain.verdicts),
+        )
         if is_sure and (self._random is None or query.is_try or self._random() >= chance):
             reasons = tuple(None if place == first.place else reason for place, reason in enumerate(fixed.reasons))
             served = NamespaceCounters(counters.accepted + 1, counters.served + 1, counters.risked + risk)
-            trial = Trial(names, _row_features(seen, NamespaceCounters()), p, chance, b"")
+            trial = msgspec.structs.replace(trial, features=_row_features(seen, NamespaceCounters()))
             return Decision(first.place, reasons, trial), served
         unsure = MissReason.WORDS if is_further and not model.certain.is_fitted else MissReason.UNSURE
         why = MissReason.AUDIT if is_sure else vetoed or unsure
         reasons = tuple(
             reason or (why if place == first.place else MissReason.UNSURE) for place, reason in enumerate(fixed.reasons)
         )
-        trial = Trial(names, _row_features(seen, counters) if vetoed is None else b"", p, chance, b"")
         after = counters if vetoed is not None else NamespaceCounters(counters.accepted + is_sure)
         return Decision(None, reasons, trial), after
 

@@ -31,8 +31,9 @@ class _GroupTallies:
 
     tallies: dict[bytes, tuple[float, float]] = field(default_factory=dict)
     audited: float = 0.0
-    different: int = 0
-    unknown: int = 0
+    different: float = 0.0
+    unknown: float = 0.0
+    unasked: float = 0.0  # of these, and a judge that costs was not asked
 
 
 class NamespaceStates:
@@ -91,11 +92,9 @@ class NamespaceStates:
             if len(tallied.tallies) > _GROUPS_MAX:
                 del tallied.tallies[next(iter(tallied.tallies))]
         if trial.features and trial.rule == self._rule_name:
-            row = Row(trial, verdict.is_right)
-            if not verdict.is_right and row.similarity >= _NEAR:
-                tallied.different += verdict.is_right is not None
-                tallied.unknown += verdict.is_right is None
-                state.discernment = (tallied.different + 1) / (tallied.different + tallied.unknown + 1)
+            row = Row(trial, verdict.is_right, verdict.asked, verdict.flips)
+            if row.similarity >= _NEAR:
+                state.discernment = _discernment(tallied, row)
             state.model = self._rule.learn(row, state.model)
         if len(self._tallied) > _TALLIED_MAX:
             self._unlearn(next(iter(self._tallied)))
@@ -129,3 +128,16 @@ class NamespaceStates:
         state.model, state.counters, state.discernment = None, NamespaceCounters(), 1.0
         if not state.words.texts:
             del self._states[namespace]
+
+
+def _discernment(tallied: _GroupTallies, row: Row) -> float:
+    """The share of the near answers not found equal that the judges call different, after `row`.
+    An asked comparison stands for those like it that were not asked.
+    """
+    if row.asked == 0.0:
+        tallied.unasked += 1
+    elif not row.is_right:
+        tallied.different += row.stands_for if row.is_right is False else 0.0
+        tallied.unknown += row.stands_for if row.is_right is None else 0.0
+    tallied.unasked -= row.stands_for - 1
+    return (tallied.different + 1) / (tallied.different + tallied.unknown + max(0.0, tallied.unasked) + 1)

@@ -43,6 +43,10 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     trial's `chance` is with which probability this comparison was made; its features are empty
     where the model has nothing to learn. `at` is unix seconds; `judge` and `why` say which judge
     found so; it counts `weight` in the tally of the answer's group.
+
+    `asked` is the chance with which a judge that costs was asked, 0 where it was not, None where
+    the others had ruled or there is none. `flips` bound that judge's error: at least the first
+    share of equal answers it calls different, at most the second share of different ones the same.
     """
 
     source: Source
@@ -55,6 +59,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     judge: str = ""
     why: str = ""
     weight: float = 1.0
+    asked: float | None = None
+    flips: tuple[float, float] = (0.0, 0.0)
 
     def encode(self) -> bytes:
         """The stored form, flat. The trial's `ranked` is left out: the stream has the answer beside
@@ -62,9 +68,11 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         """
         trial, own = self.trial, msgspec.structs.asdict(self)
         del own["trial"]
-        return _ENCODER.encode(
-            _StoredVerdict(features=trial.features, p=trial.p, chance=trial.chance, rule=trial.rule, **own)
-        )
+        form: type[_StoredVerdict] = _StoredAskedVerdict
+        if self.asked is None:  # as versions without judges that cost wrote it
+            form = _StoredVerdict
+            del own["asked"], own["flips"]
+        return _ENCODER.encode(form(features=trial.features, p=trial.p, chance=trial.chance, rule=trial.rule, **own))
 
     @staticmethod
     def decode(data: bytes) -> Verdict:
@@ -90,6 +98,13 @@ class _StoredVerdict(msgspec.Struct, frozen=True, array_like=True, kw_only=True,
     judge: str = ""
     why: str = ""
     weight: float = 1.0
+
+
+class _StoredAskedVerdict(_StoredVerdict, frozen=True, array_like=True, kw_only=True, tag="f1"):
+    """The same, of a comparison for which a judge that costs was asked, or might have been."""
+
+    asked: float | None = None
+    flips: tuple[float, float] = (0.0, 0.0)
 
 
 class Suspension(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="s1"):
@@ -150,7 +165,7 @@ class _StoredReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True, t
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_VERDICTS = msgspec.msgpack.Decoder(_StoredVerdict)
+_VERDICTS = msgspec.msgpack.Decoder(_StoredAskedVerdict)
 _REPLIES = msgspec.msgpack.Decoder(_StoredReply)
 
 

@@ -9,10 +9,10 @@ import random
 from dataclasses import dataclass
 
 from cache import ExactCache, SemanticClient
-from cache.verdicts import EqualityJudge, Judge, Judgement, Panel, QAPair, Ruling, Source, VerdictStore
+from cache.verdicts import EqualityJudge, Judgement, Panel, QAPair, Ruling, Source, VerdictStore
 from gateway.accounts import Accounts
 from gateway.journey.turn import Turn
-from gateway.learning.comparisons import Check, Judging
+from gateway.learning.comparisons import Check, Fallback, Judging
 from gateway.learning.internal_requests import InternalRequests, own_identity
 from gateway.learning.llm_judge import LlmJudge
 from gateway.learning.reports import Reports
@@ -100,7 +100,10 @@ async def open_learning(
     identity = await own_identity(cache, accounts)
     own = InternalRequests(identity) if identity is not None else None
     model = cache.judge_model
-    fallback: Judge | None = LlmJudge(model, own.ask) if own is not None and model is not None else None
+    fallback: Fallback | None = None
+    if own is not None and model is not None:
+        judge = LlmJudge(model, own.ask)
+        fallback = lambda _: judge  # noqa: E731
 
     async def regenerate(turn: Turn) -> bytes | None:
         return await own.ask(turn.body) if own is not None else None

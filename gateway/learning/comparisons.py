@@ -5,8 +5,8 @@ share of served hits is generated afresh and compared. A client that asks the sa
 past the cache, gives a verdict on the hit before. All of it runs after the response, in order and
 bounded: an answer that finds no room is not judged. Knows no rule and no routes. Invariants: no
 request waits for a comparison; a comparison that no judge can settle is a record too, and makes
-nothing likelier; one that not all judges were asked about teaches nothing, whatever it found, for
-verdicts that only some pairs could get are no sample; a verdict has an id and counts once.
+nothing likelier; whether a judge that costs is asked is drawn with a known chance, which the record
+has, for verdicts that only some pairs could get are no sample; a verdict has an id and counts once.
 """
 
 import asyncio
@@ -36,14 +36,15 @@ from gateway.journey.flight import Flight
 from gateway.journey.record import Record
 from gateway.journey.storing import answer_id, answer_text, chunks_of
 from gateway.journey.turn import Turn
+from gateway.learning.llm_judge import NO_ANSWER, second_opinion
 from gateway.loggers import get_logger
-from gateway.settings import NEAR_SIMILARITY_MIN
 from gateway.wire.fold import fold
 from gateway.wire.types import Chunk
 
 _QUEUE_MAX = 256
 _AT_ONCE = 4
 _ANSWER_BYTES_MAX = 64 << 10  # a longer one no judge reads
+LIKELY = 0.5  # p of a candidate from which on it is a surprise that its answer is not the same
 _AGAIN_S = 60.0
 _AGAIN_KEYS_MAX = 10_000
 _AGAIN_SHARED = 0.8  # of the words of both prompts
@@ -52,6 +53,8 @@ _AGAIN_WEIGHT = 0.25
 _log = get_logger()
 
 Regenerate = Callable[[Turn], Awaitable[bytes | None]]
+Fallback = Callable[[Record], Judge | None]
+"""The judge that costs, for the comparisons of one request; None where it may not be asked now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +98,8 @@ class _Served:
 class Judging:
     """The comparisons of one worker.
 
-    `judge` costs nothing; `fallback` is asked about answers to near prompts, and about would-be
-    hits, that `judge` can't decide. `regenerate` answers a turn afresh at the gateway's own expense, or returns None;
+    `judge` costs nothing; `fallback` is asked about a share of what `judge` can't decide, by the
+    worth that the decision gave it. `regenerate` answers a turn afresh at the gateway's own expense, or returns None;
     `share` is the share of served hits to check so. `random` gives numbers in [0, 1); `note` gets
     every check, `count` every verdict.
     """
@@ -106,7 +109,7 @@ class Judging:
         exact: ExactCache,
         verdicts: VerdictStore,
         judge: Judge,
-        fallback: Judge | None,
+        fallback: Fallback | None,
         regenerate: Regenerate | None,
         share: float,
         reply_ttl_s: float,
@@ -275,22 +278,46 @@ class Judging:
         first = entries[0]
         if first is None or fresh is None:
             return
-        is_asked = asked.source is Source.AUDIT or (asked.record.similarity or 0.0) >= NEAR_SIMILARITY_MIN
-        judgement = await self._judgement(fresh, first, is_asked=is_asked)
+        share = 1.0 if asked.source is Source.AUDIT else trial.worth
+        is_drawn = self._fallback is not None and self._random() < share
+        judge = self._asker(asked.record) if is_drawn else None
+        judgement = await self._judgement(fresh, first)
+        chance: float | None = None
+        if judgement.ruling is Ruling.UNKNOWN and self._fallback is not None:
+            judgement, is_asked = await self._costly(asked, judge, fresh, first, judgement)
+            chance = share if is_asked else 0.0
         is_right = _is_same(judgement)
         equal = first if is_right else None
         for other in entries[1:]:
             if equal is None and other is not None:
-                equal = other if _is_same(await self._judgement(fresh, other, is_asked=is_asked)) else None
+                also = await self._judgement(fresh, other, judge if chance else None)
+                equal = other if _is_same(also) else None
         self._report(asked, judgement, is_right)
-        if not is_asked and self._fallback is not None:
-            trial = msgspec.structs.replace(trial, features=b"")
         if is_right is None and equal is None and asked.source is Source.MISS and not trial.features:
             return
         verdict = self._verdict(asked, trial, judgement, is_right, entry=asked.entry)
+        verdict = msgspec.structs.replace(verdict, asked=chance)
         ref = AnswerRef(equal.exact, equal.created_at) if equal is not None else None
         other_ref = AnswerRef(first.exact, first.created_at)
         await self._verdicts.take(asked.partition, f"{asked.record.request_id}:{asked.source}", verdict, other_ref, ref)
+
+    async def _costly(
+        self, asked: _Asked, judge: Judge | None, fresh: QAPair, entry: Entry, cheap: Judgement
+    ) -> tuple[Judgement, bool]:
+        """What `judge` says where the others can't tell, with a second opinion where that is
+        surprising; and whether it was asked and answered.
+        """
+        cached = _qa_pair(entry.text or "", chunks_of(entry))
+        if judge is None or cached is None:
+            return cheap, False
+        judgement = await judge.judge(fresh, cached)
+        if judgement.why == NO_ANSWER:
+            return judgement, False
+        if judgement.ruling is not Ruling.SAME and asked.trial.p >= LIKELY and asked.trial.peers:
+            found = await self._exact.lookup_many(asked.partition, asked.compat, asked.trial.peers)
+            peers = [_qa_pair(one.text or "", chunks_of(one)) for one in found if one is not None]
+            judgement = await second_opinion(judge, judgement, fresh, [peer for peer in peers if peer is not None])
+        return judgement, True
 
     async def _check_served(self, asked: _Asked) -> None:
         """Generate a semantic hit's answer afresh and compare. A wrong answer is not served again
@@ -302,7 +329,7 @@ class Judging:
         fresh = _qa_pair(asked.text, [Chunk(answer, is_whole=True)]) if answer is not None else None
         if fresh is None:
             return
-        judgement = await self._judgement(fresh, asked.entry, is_asked=True)
+        judgement = await self._judgement(fresh, asked.entry, self._asker(asked.record))
         is_right = _is_same(judgement)
         self._report(asked, judgement, is_right)
         verdict = self._verdict(asked, asked.trial, judgement, is_right)
@@ -319,7 +346,7 @@ class Judging:
         (entry,) = await self._exact.lookup_many(asked.partition, asked.compat, (served.exact,))
         if fresh is None or entry is None or entry.created_at != served.created_at:
             return
-        judgement = await self._judgement(fresh, entry, is_asked=True)
+        judgement = await self._judgement(fresh, entry, self._asker(asked.record))
         is_right = _is_same(judgement)
         self._report(asked, judgement, is_right)
         if is_right:
@@ -371,15 +398,18 @@ class Judging:
             is_wrong = None if is_right is None else not is_right
             self._note(Check(asked.record, is_wrong, (1.0 - _audited(asked.trial)) / asked.chance))
 
-    async def _judgement(self, fresh: QAPair, entry: Entry, *, is_asked: bool) -> Judgement:
-        """`is_asked`: the fallback may be asked too."""
+    async def _judgement(self, fresh: QAPair, entry: Entry, fallback: Judge | None = None) -> Judgement:
+        """`fallback` is asked where the judges that cost nothing can't tell."""
         cached = _qa_pair(entry.text or "", chunks_of(entry))
         if cached is None:
             return Judgement(Ruling.UNKNOWN, "", "not an answer that can be compared")
         judgement = await self._judge.judge(fresh, cached)
-        if judgement.ruling is Ruling.UNKNOWN and is_asked and self._fallback is not None:
-            judgement = await self._fallback.judge(fresh, cached)
+        if judgement.ruling is Ruling.UNKNOWN and fallback is not None:
+            judgement = await fallback.judge(fresh, cached)
         return judgement
+
+    def _asker(self, record: Record) -> Judge | None:
+        return self._fallback(record) if self._fallback is not None else None
 
     async def _remember(self, partition: Partition, reply: Reply, answer: str | None) -> None:
         try:

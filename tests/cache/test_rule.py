@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from bench.vcache import VCache
 from cache import Hit, Miss, MissReason
 from cache.decision.features import FEATURES, ONE_SIDED_MAX, Neighbour, WordCounts, WordOdds, candidates, features_of
-from cache.decision.model import CalibratedModel, LearnedModel, Prior, Row, audit_chance
+from cache.decision.model import CalibratedModel, LearnedModel, Prior, Row, asking_share, audit_chance
 from cache.decision.prior import PRIOR
 from cache.decision.rule import NamespaceCounters, NamespaceState, VerifiedRule
 from cache.events import EntriesDropped
@@ -124,6 +124,63 @@ def test_what_passes_the_threshold_is_wrong_less_than_the_bound(error_max: float
     assert len(served) > 200
     assert sum(not row.is_right for row in served) <= error_max * len(fresh)
     assert model.threshold(error_max) >= model.threshold(2 * error_max)
+
+
+def sampled(all_rows: list[Row], share: float, equal: float, seed: int) -> list[Row]:
+    """As a gateway has them whose free judge finds a share `equal` of right answers, and asks a model about `share` of the rest."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for row in all_rows:
+        is_free, is_asked = bool(row.is_right) and rng.random() < equal, rng.random() < share
+        unasked = Row(row.trial, None, 0.0)
+        made.append(row if is_free else Row(row.trial, row.is_right, share) if is_asked else unasked)
+    return made
+
+
+def served_of(model: CalibratedModel, fresh: list[Row], error_max: float = 0.01) -> list[Row]:
+    return [row for row in fresh if model.logistic.p(row.features) >= model.threshold(error_max)]
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25])
+def test_a_judge_that_is_asked_about_a_share_speaks_for_the_rest(share: float) -> None:
+    """Equality can only say `same`: alone it would make everything likelier. The sample corrects it, within the bound."""
+    model, fresh = CalibratedModel(prior()), rows(4_000, 2)
+    for row in sampled(rows(4_000, 1), share, 0.3, 5):
+        model.learn(row)
+    served = served_of(model, fresh)
+    assert len(served) > 200
+    assert sum(not row.is_right for row in served) <= 0.01 * len(fresh)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.002])
+def test_what_hardly_any_verdict_speaks_for_counts_as_wrong(share: float) -> None:
+    """With next to nothing asked, what equality found does not make the rest likelier."""
+    model = CalibratedModel(prior())
+    for row in sampled(rows(3_000, 1), share, 0.3, 5):
+        model.learn(row)
+    assert model.is_fitted
+    assert served_of(model, rows(2_000, 2)) == []
+
+
+def test_the_label_of_a_judge_that_errs_has_the_true_one_as_its_mean() -> None:
+    """Over its errors at the rates that it is known for; a judge of which nothing is known is taken at its word."""
+    (one,) = rows(1, 1)
+    different, same = 0.03, 0.01
+
+    def label(is_right: bool | None, flips: tuple[float, float] = (different, same)) -> float:
+        return Row(one.trial, is_right, 1.0, flips).label
+
+    assert (1 - different) * label(True) + different * label(False) == pytest.approx(1.0)
+    assert same * label(True) + (1 - same) * label(False) == pytest.approx(0.0)
+    assert [label(is_right, (0.0, 0.0)) for is_right in (True, False, None)] == [1.0, 0.0, 0.0]
+
+
+def test_a_judge_that_costs_is_asked_less_as_verdicts_come() -> None:
+    """Always a known share above nothing, so that what was asked can speak for what was not; the unlikely ones less."""
+    for p in (0.01, 0.5, 0.9, 0.99):
+        assert asking_share(p, 0) == 1.0
+        assert 0.05 <= asking_share(p, 5_000) <= asking_share(p, 1_000) <= 1.0
+    assert asking_share(0.1, 5_000) < asking_share(0.9, 5_000)
 
 
 def test_answers_that_are_never_right_are_never_served() -> None:

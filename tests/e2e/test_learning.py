@@ -202,7 +202,8 @@ def test_a_model_is_asked_what_words_do_not_tell(checker: Gateway, upstream: Ups
         before = verdicts(checker, 'judge="judge"', f'ruling="{ruling}"')
         other = "Sunlight is scattered by air, and blue most of all, which is what we see. " * 3 + "A" * number
         question = {"prompt": near, "answer_a": other, "answer_b": long + "as Rayleigh found."}
-        upstream.labels({near: other, json.dumps(question): word})
+        swapped = {**question, "answer_a": question["answer_b"], "answer_b": question["answer_a"]}
+        upstream.labels({near: other, json.dumps(question): word, json.dumps(swapped): word})
         assert kind(checker.chat(near)) == "semantic"
         is_counted = functools.partial(counts, checker, ruling, before + 1)
         wait_for(is_counted, 15)
@@ -220,7 +221,8 @@ def test_killed_in_the_middle_of_judging(upstream: Upstream, tmp_path: Path) -> 
     said = "Because air scatters the short waves of sunlight more than the long ones, " * 3
     fresh = "Sunlight is scattered by air, and blue most of all, which is what we see. " * 3
     question = json.dumps({"prompt": near, "answer_a": fresh, "answer_b": said})
-    upstream.labels({asked: said, near: fresh, question: "DIFFERENT"})
+    swapped = json.dumps({"prompt": near, "answer_a": said, "answer_b": fresh})
+    upstream.labels({asked: said, near: fresh, question: "DIFFERENT", swapped: "DIFFERENT"})
     price = {"input_usd_per_mtok": 10.0, "output_usd_per_mtok": 10.0}
     config = {
         "cache": {"shadow_share": 1.0, "judge_model": "judge"},

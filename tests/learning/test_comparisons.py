@@ -13,7 +13,7 @@ import pytest
 from redis.asyncio import Redis
 
 from cache import Entry, ExactCache, Recorded, Trial
-from cache.verdicts import Judgement, QAPair, Ruling, Source, VerdictStore
+from cache.verdicts import Judgement, QAPair, Ruling, Source, Verdict, VerdictStore
 from cache.verdicts.records import AnswerJudged
 from gateway.deployments.progress import Progress
 from gateway.journey.flight import Flight
@@ -21,7 +21,8 @@ from gateway.journey.generation import Generation, Try
 from gateway.journey.record import Record
 from gateway.journey.semantic import SemanticResult
 from gateway.journey.turn import Turn, arrive, read_turn
-from gateway.learning.comparisons import _QUEUE_MAX, Check, Judging
+from gateway.learning.comparisons import _QUEUE_MAX, Check, Fallback, Judging
+from gateway.learning.llm_judge import NO_ANSWER
 from gateway.wire.types import Chunk
 from tests.cache.fakes import ask, entry_for
 
@@ -124,38 +125,88 @@ async def test_hits_are_drawn_at_the_share_they_stand_for(redis: Redis, share: f
     assert not any(check.is_wrong for check in heard.checks)
 
 
+class Silent:
+    """A judge model that no deployment answers for."""
+
+    async def judge(self, fresh: QAPair, cached: QAPair) -> Judgement:
+        return Judgement(Ruling.UNKNOWN, "silent", NO_ANSWER)
+
+
+DIFFERENT = Says(Ruling.DIFFERENT)
+
+
 @pytest.mark.parametrize(
-    ("fallback", "similarity", "ruling", "row"),
+    ("fallback", "worth", "ruling", "row"),
     [
-        (None, 0.9, Ruling.UNKNOWN, (None, b"1234")),
-        (None, 0.3, Ruling.UNKNOWN, (None, b"1234")),
-        (Says(Ruling.DIFFERENT), 0.9, Ruling.UNKNOWN, (False, b"1234")),
-        (Says(Ruling.DIFFERENT), 0.3, Ruling.SAME, (True, b"")),
-        (Says(Ruling.DIFFERENT), 0.3, Ruling.UNKNOWN, None),
+        (None, 0.0, Ruling.UNKNOWN, (None, None)),
+        (lambda _: DIFFERENT, 1.0, Ruling.UNKNOWN, (False, 1.0)),
+        (lambda _: DIFFERENT, 0.0, Ruling.SAME, (True, None)),
+        (lambda _: DIFFERENT, 0.0, Ruling.UNKNOWN, (None, 0.0)),
+        (lambda _: None, 1.0, Ruling.UNKNOWN, (None, 0.0)),
+        (lambda _: Silent(), 1.0, Ruling.UNKNOWN, (None, 0.0)),
     ],
 )
-async def test_a_comparison_left_open_is_a_row_and_one_that_a_judge_was_kept_from_is_none(
-    redis: Redis, fallback: Says | None, similarity: float, ruling: Ruling, row: tuple[bool | None, bytes] | None
+async def test_a_record_says_with_which_chance_a_judge_that_costs_was_asked(
+    redis: Redis, fallback: Fallback | None, worth: float, ruling: Ruling, row: tuple[bool | None, float | None]
 ) -> None:
-    """Equality alone, or a judge model that is not asked about far prompts: what only some pairs could get is no sample."""
+    """Not drawn, not affordable, not answered: it was not asked, which is no verdict; where the others ruled it had no say."""
+    ((judged,), _) = await judged_once(redis, Says(ruling), fallback, worth=worth)
+    assert (judged.is_right, judged.asked) == row
+    assert judged.trial.features == b"1234"
+
+
+async def judged_once(
+    redis: Redis, judge: Says, fallback: Fallback | None, *, worth: float = 1.0, peers: int = 0
+) -> tuple[list[Verdict], list[bytes]]:
+    """The verdicts on a fresh answer with a near one, whose group has so many further answers; and these."""
     store, now = VerdictStore(redis), time.time()
-    found = ask("open the crate")
-    exact = ExactCache(redis)
-    await exact.store(msgspec.structs.replace(entry_for(found, now), chunks=(Recorded(WHOLE, is_whole=True),)))
-    one = Judging(
-        exact, store, Says(ruling), fallback, None, 0.0, 60.0, random.random, lambda _: None, lambda *_: None
-    )  # fmt: skip
-    running = asyncio.create_task(one.run())
+    found, exact = ask("open the crate"), ExactCache(redis)
+    others = [ask(f"open the crate {number}") for number in range(peers)]
+    for one in (found, *others):
+        await exact.store(msgspec.structs.replace(entry_for(one, now), chunks=(Recorded(WHOLE, is_whole=True),)))
+    judging = Judging(exact, store, judge, fallback, None, 0.0, 60.0, random.random, lambda _: None, lambda *_: None)
+    running = asyncio.create_task(judging.run())
     flight, record = over(1.0)
     trial = flight.generation.semantic.trial
     assert trial is not None
-    flight.generation.looked_up(SemanticResult(trial=msgspec.structs.replace(trial, features=b"1234")))
-    one.recorded(flight, msgspec.structs.replace(record, similarity=similarity))
+    names = tuple(one.exact for one in others)
+    trial = msgspec.structs.replace(trial, features=b"1234", worth=worth, peers=names)
+    flight.generation.looked_up(SemanticResult(trial=trial))
+    judging.recorded(flight, record)
     async with asyncio.timeout(20):
-        while one.waiting:  # noqa: ASYNC110
+        while judging.waiting:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     running.cancel()
-    await one.aclose()
+    await judging.aclose()
     records, _ = await store.read(found.partition, b"0-0")
-    judged = [one.verdict for one in records if isinstance(one, AnswerJudged)]
-    assert [(verdict.is_right, verdict.trial.features) for verdict in judged] == ([] if row is None else [row])
+    return [one.verdict for one in records if isinstance(one, AnswerJudged)], list(names)
+
+
+class InTurn:
+    """A judge with a list of rulings."""
+
+    def __init__(self, *rulings: Ruling) -> None:
+        self.rulings = list(rulings)
+
+    async def judge(self, fresh: QAPair, cached: QAPair) -> Judgement:
+        return Judgement(self.rulings.pop(0), "in turn", "so")
+
+
+@pytest.mark.parametrize(
+    ("rulings", "is_right"),
+    [
+        ((Ruling.SAME,), True),
+        ((Ruling.DIFFERENT, Ruling.DIFFERENT), False),
+        ((Ruling.DIFFERENT, Ruling.SAME, Ruling.SAME), True),
+        ((Ruling.DIFFERENT, Ruling.SAME, Ruling.UNKNOWN), None),
+        ((Ruling.UNKNOWN, Ruling.SAME, Ruling.DIFFERENT), None),
+        ((Ruling.UNKNOWN, Ruling.UNKNOWN, Ruling.UNKNOWN), None),
+    ],
+)
+async def test_a_surprising_ruling_needs_a_second_opinion(
+    redis: Redis, rulings: tuple[Ruling, ...], is_right: bool | None
+) -> None:
+    """The answers found equal to a likely one are compared too, until two rulings agree: a judge's slip is not a wrong answer."""
+    judge = InTurn(*rulings)
+    ((judged,), _) = await judged_once(redis, Says(Ruling.UNKNOWN), lambda _: judge, peers=2)
+    assert (judged.is_right, judge.rulings) == (is_right, [])
