@@ -31,6 +31,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from cache import CacheLimits, CacheUnavailable, ExactCache, SemanticClient
 from gateway.accounts import Accounts, Audit, Ledger, LedgerWriter
 from gateway.accounts.sessions import Sessions
+from gateway.accounts.spool import Spool
 from gateway.admin.guard import Endpoint, Guard
 from gateway.admin.parts import AdminParts
 from gateway.admin.routes import admin_router
@@ -254,7 +255,7 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
     await _show_first_key(accounts, settings)
     ledger = Ledger(accounts.database)
     budgets = Budgets(link, defer=link.defer)
-    money = Money(budgets, settings.budgets)
+    money = Money(budgets, settings.budgets, _open_spool(settings))
     stack.push_async_callback(money.aclose)
     exact = ExactCache(link, _cache_limits(settings), defer=link.defer)
     semantic = SemanticClient(settings.cache_socket, settings.cache.semantic_timeout_ms / 1000.0)
@@ -310,6 +311,13 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
         healths=watch.parts,
         version=VERSION,
     )
+
+
+def _open_spool(settings: Settings) -> Spool:
+    spool = Spool(settings.data_dir.absolute() / "spool")
+    if spool.error is not None:
+        _log.warning("rows_not_spooled", reason=str(spool.error), consequence="a kill loses rows that Redis lacks")
+    return spool
 
 
 async def _show_first_key(accounts: Accounts, settings: Settings) -> None:

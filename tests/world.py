@@ -26,6 +26,7 @@ from redis.asyncio import Redis
 from cache import CacheLimits, ExactCache, Hit, Miss, MissReason, Query, SemanticClient
 from cache.query import Near, Trial
 from gateway.accounts import Accounts, LedgerRow, decode_row
+from gateway.accounts.spool import Spool
 from gateway.api.chat import Chat
 from gateway.api.responses import Responses
 from gateway.backends.base import (
@@ -701,7 +702,7 @@ async def _build(settings: Settings, redis: Redis) -> World:
     accounts = Accounts(settings.sql_url, clock=clock.unix)
     await accounts.open()
     budgets = Budgets(link, defer=link.defer)
-    money = Money(budgets, settings.budgets)
+    money = Money(budgets, settings.budgets, Spool(settings.data_dir / "spool"))
     await redis.set(LEDGER_LOCK, "tests")
     await budgets.mark_ready("tests")
     limits = CacheLimits(entry_bytes_max=settings.cache.entry_bytes_max, ttl_s_max=settings.cache.ttl_s_max)

@@ -2,7 +2,8 @@
 
 Knows no routes, chunks or SQL. Invariants: money fails closed unless the operator configures
 otherwise; every generation's row is settled, however it ended; a hold lasts as long as its
-generation and no longer; a row that Redis cannot take is kept and retried until it can.
+generation and no longer; a row that Redis cannot take is kept and retried until it can, by this
+process or, out of the spool, by a later one.
 """
 
 import asyncio
@@ -13,7 +14,8 @@ from datetime import UTC, datetime
 import msgspec
 from redis.exceptions import RedisError, ResponseError
 
-from gateway.accounts import Identity, LedgerRow, encode_row
+from gateway.accounts import Identity, LedgerRow, decode_row, encode_row
+from gateway.accounts.spool import NOWHERE, Spool
 from gateway.loggers import get_logger
 from gateway.settings import BudgetSettings
 from gateway.wire.errors import BudgetExceeded, Unavailable
@@ -23,6 +25,7 @@ from policies.prices import MICROUSD_MAX, dollars
 from policies.windows import Window
 
 _RETRY_EVERY_S = 0.5
+_ADOPT_EVERY_S = 5.0
 _log = get_logger()
 
 
@@ -30,14 +33,16 @@ _log = get_logger()
 class _Unsettled:
     hold: Hold
     row: LedgerRow
+    place: int  # in the spool
 
 
 class Money:
-    """Holds and settlements of one worker."""
+    """Holds and settlements of one worker. `spool` keeps rows over the end of the process."""
 
-    def __init__(self, budgets: Budgets, settings: BudgetSettings) -> None:
+    def __init__(self, budgets: Budgets, settings: BudgetSettings, spool: Spool) -> None:
         self._budgets = budgets
         self._settings = settings
+        self._spool = spool
         self._living: dict[str, Hold] = {}
         self._unsettled: deque[_Unsettled] = deque()
 
@@ -77,12 +82,19 @@ class Money:
         return outcome
 
     async def settle(self, hold: Hold, row: LedgerRow) -> None:
-        """Spend `row.cost_microusd` of the hold and release the rest; kept while Redis is away."""
+        """Spend `row.cost_microusd` of the hold and release the rest; kept while Redis is away.
+
+        The row is in the spool before this awaits.
+        """
         self._living.pop(hold.id, None)
+        data = encode_row(row)
+        place = self._spool.put(data)
         try:
-            await self._budgets.settle(hold, row.cost_microusd, encode_row(row))
+            await self._budgets.settle(hold, row.cost_microusd, data)
         except RedisError:
-            self._unsettled.append(_Unsettled(hold, row))
+            self._unsettled.append(_Unsettled(hold, row, place))
+        else:
+            self._spool.drop(place)
 
     async def release(self, hold: Hold) -> None:
         """Release the whole hold. While Redis is away, the hold ends with its lease instead."""
@@ -94,11 +106,17 @@ class Money:
                 _log.warning("hold_left_to_its_lease", hold=hold.id, reason=str(error))
 
     async def keep(self) -> None:
-        """For ever: renew the holds under way, and retry the rows that could not be settled."""
-        renew_in_s = 0.0
+        """For ever: renew the holds under way, and retry the rows that could not be settled, also
+        those of workers that ended.
+        """
+        renew_in_s = adopt_in_s = 0.0
         while True:
-            await asyncio.sleep(_RETRY_EVERY_S)
+            if adopt_in_s <= 0:
+                self.adopt()
+                adopt_in_s = _ADOPT_EVERY_S
             await self.retry()
+            await asyncio.sleep(_RETRY_EVERY_S)
+            adopt_in_s -= _RETRY_EVERY_S
             renew_in_s -= _RETRY_EVERY_S
             if renew_in_s <= 0 and self._living:
                 renew_in_s = self._settings.hold_lease_s / 4
@@ -120,12 +138,39 @@ class Money:
             except RedisError:
                 return
             self._unsettled.popleft()
+            self._spool.drop(waiting.place)
+
+    def adopt(self) -> None:
+        """Take over the rows of workers that ended before Redis had them.
+
+        Their holds end with their leases.
+        """
+        before = len(self._unsettled)
+        self._spool.adopt(self._adopt)
+        if len(self._unsettled) > before:
+            _log.info("ledger_rows_adopted", rows=len(self._unsettled) - before)
+
+    def _adopt(self, data: bytes, place: int) -> None:
+        try:
+            row = decode_row(data)
+        except msgspec.MsgspecError as error:  # the host failed while it was written
+            _log.error("ledger_row_unreadable", data=data.hex(), reason=str(error))
+            self._spool.drop(place)
+            return
+        self._unsettled.append(_Unsettled(Hold(row.id, row.team_id, row.at_ms), row, place))
 
     async def aclose(self) -> None:
-        """Retry once more, then log each row that is left, whole: no row is lost silently."""
+        """Retry once more, then leave the rows to the spool.
+
+        A row that is not in it is logged, whole: no row is lost silently.
+        """
         await self.retry()
         for waiting in self._unsettled:
-            _log.error("ledger_row_not_settled", row=msgspec.to_builtins(waiting.row))
+            if waiting.place == NOWHERE:
+                _log.error("ledger_row_not_settled", row=msgspec.to_builtins(waiting.row))
+        if len(self._spool):
+            _log.warning("ledger_rows_left", rows=len(self._spool))
+        self._spool.close()
 
 
 def _refusal(identity: Identity, refused: Refused) -> BudgetExceeded:

@@ -261,6 +261,34 @@ def test_nothing_is_left_running(upstream_process: Upstream, tmp_path: Path) -> 
         wait_for(lambda: gateway.chat("kept over a crash").headers.get("x-sameway-cache") == "exact", 10)
 
 
+def test_a_killed_supervisor_loses_no_row(upstream: Upstream, tmp_path: Path) -> None:
+    """Its workers complete their answers after the embedded Redis has ended with it: each that a client has whole is in the
+    ledger after the next start, once."""
+    slow = {"deployments": [deployment(upstream.url, "slow", "mock?pace_ms=50;chunks=40")]}
+    config = {"workers": 2, "models": {"slow": slow}, "cache": {"is_semantic": False}}
+    with run_gateway(tmp_path, config) as gateway, ThreadPoolExecutor(8) as pool:
+        gateway.wait_ready()
+        redis = gateway.children("redis-server")
+        asked = [
+            pool.submit(gateway.chat, f"to the end {number}", "slow", stream=number % 2 > 0) for number in range(8)
+        ]
+        wait_for(lambda: len(upstream.seen().requests) >= 8)
+        assert gateway.process is not None
+        gateway.process.kill()
+        assert psutil.wait_procs(redis, timeout=15)[1] == []
+        replies = [reply.result(30) for reply in asked]
+        assert all(reply.status_code == 200 and "word39" in reply.text for reply in replies)
+        gateway.process.wait()
+        gateway.start()
+        ids = {reply.headers["x-request-id"] for reply in replies}
+
+        def booked() -> list[str]:
+            return [row["request_id"] for row in gateway.admin("GET", "/ledger", params={"limit": 500})["rows"]]
+
+        wait_for(lambda: set(booked()) >= ids, 20, lambda: f"{len(set(booked()) & ids)} of {len(ids)}")
+        assert len(booked()) == len(ids)
+
+
 def test_stopping_in_order(upstream: Upstream, tmp_path: Path) -> None:
     """Told to stop, it refuses new connections at once and lets answers end; those that take longer than the grace are told so, each
     has its log line, and nothing is left running."""
