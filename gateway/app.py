@@ -47,6 +47,7 @@ from gateway.api.responses import Responses
 from gateway.api.tokens import Detokenize, Tokenize
 from gateway.data_dir import prepare
 from gateway.deployments.fleet import Fleet, build_fleet
+from gateway.deployments.shared_health import SharedHealth
 from gateway.exceptions import let_go
 from gateway.journey.budget import Money
 from gateway.journey.rate_limits import Limits
@@ -96,6 +97,7 @@ class Parts(AdminParts):
     pipeline: Pipeline
     learning: Learning
     watch: HealthMonitor
+    shared_health: SharedHealth
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -304,6 +306,7 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
         pipeline=pipeline,
         learning=learning,
         watch=watch,
+        shared_health=SharedHealth(settings, fleet.deployments, link),
         verdicts=learning.verdicts,
         reports=learning.reports,
         truth=learning.truth,
@@ -381,6 +384,7 @@ def _start_loops(parts: Parts, stack: AsyncExitStack) -> None:
         "stats": lambda: _every(1.0, parts.stats.flush),
         "touches": lambda: _every(1.0, parts.exact.flush_touches),
         "watch": lambda: parts.watch.run(parts.metrics),
+        "health": parts.shared_health.run,
         "memory": lambda: _every(_TIDY_EVERY_S, partial(_tidy, parts.pipeline)),
     }
     if parts.settings.cache.is_semantic:

@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from policies.durations import duration_s
 
 
@@ -48,6 +50,25 @@ class BreakerLimits:
     probe_s: float = 8.0
 
 
+class News(msgspec.Struct, frozen=True, array_like=True):
+    """What has happened to one breaker since its last exchange with others.
+
+    `failures` are those in a row since the last success, if there was one (`has_succeeded`), or all.
+    `rests` says that it has opened or closed since it knew the state with the number `version`;
+    then the other fields are its new state. Durations are in seconds from now, 0 where it is closed.
+    """
+
+    version: int = 0
+    has_succeeded: bool = False
+    failures: int = 0
+    rests: bool = False
+    openings: int = 0
+    rest_s: float = 0.0
+    alone_s: float = 0.0
+    cause: str = ""
+    denial: str = ""
+
+
 class Breaker:
     """Ask with `allows`, which changes nothing; act with `begin`; report each begun call exactly
     once.
@@ -74,6 +95,11 @@ class Breaker:
         self._weighed_at = clock()
         self._cause = ""
         self._denial = ""
+        # since the last exchange with other processes
+        self._version = 0
+        self._has_succeeded = False
+        self._failures_since = 0
+        self._has_changed = False
 
     @property
     def denial(self) -> str:
@@ -84,6 +110,21 @@ class Breaker:
     def is_probed(self) -> bool:
         """Whether it is open for all calls but one that is running."""
         return self._probe_until is not None and not self.allows()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its next call is a probe."""
+        return self._open_until is not None
+
+    @property
+    def version(self) -> int:
+        """The number of the state that it took from others last."""
+        return self._version
+
+    @property
+    def has_news(self) -> bool:
+        """Whether it has failed, opened or closed since its last exchange with others."""
+        return self._has_changed or self._failures_since > 0
 
     @property
     def reason(self) -> str:
@@ -127,11 +168,13 @@ class Breaker:
         denial.
         """
         self._weigh(0.0)
-        self._in_a_row = 0
+        self._in_a_row = self._failures_since = 0
+        self._has_succeeded = True
         if self._denial and self._probe_until is None:
             return
         if self._open_until is not None:
             self._calls = self._failures = 0.0
+            self._has_changed = True
         self._openings = 0
         self._open_until = self._probe_until = None
         self._denial = ""
@@ -141,6 +184,7 @@ class Breaker:
         if self._denial and self._probe_until is not None:
             self._open_until = self._probe_until = None
             self._denial = ""
+            self._has_changed = True
 
     def record_failure(self, retry_after_s: float | None = None) -> None:
         """Report a failure of the deployment.
@@ -149,6 +193,7 @@ class Breaker:
         """
         self._weigh(1.0)
         self._in_a_row += 1
+        self._failures_since += 1
         was_probe = self._probe_until is not None
         limits = self._limits
         if retry_after_s is not None and retry_after_s > 0:
@@ -173,6 +218,58 @@ class Breaker:
         """Report a call without an outcome (the client left): the next call may probe."""
         self._probe_until = None
 
+    def reset(self) -> None:
+        """Forget every failure, rest and denial."""
+        self._in_a_row = self._openings = self._failures_since = 0
+        self._calls = self._failures = 0.0
+        self._open_until = self._probe_until = None
+        self._denial = ""
+        self._has_succeeded = self._has_changed = True
+
+    def news(self) -> News:
+        """What has happened since the last call; `adopt` or `put_back` follows."""
+        now = self._clock()
+        news = News(
+            version=self._version,
+            has_succeeded=self._has_succeeded,
+            failures=self._failures_since,
+            rests=self._has_changed,
+            openings=self._openings,
+            rest_s=0.0 if self._open_until is None else max(0.001, self._open_until - now),
+            alone_s=0.0 if self._open_until is None else max(0.0, self._alone_until - now),
+            cause=self._cause,
+            denial=self._denial,
+        )
+        self._has_succeeded = self._has_changed = False
+        self._failures_since = 0
+        return news
+
+    def put_back(self, news: News) -> None:
+        """Keep `news`, which reached no other process, for the next exchange."""
+        self._failures_since += 0 if self._has_succeeded else news.failures
+        self._has_succeeded = self._has_succeeded or news.has_succeeded
+        self._has_changed = self._has_changed or news.rests
+
+    def adopt(self, state: News, *, is_own: bool) -> None:
+        """Take the state that all processes share; `is_own` if it is the one just sent.
+
+        What happened here since then stays, and is the next news.
+        """
+        self._in_a_row = state.failures + self._failures_since if not self._has_succeeded else self._in_a_row
+        known, self._version = self._version, state.version
+        if state.version < known:  # it was lost there
+            self._has_changed = self._has_changed or self._open_until is not None
+        if state.version <= known or is_own or self._has_changed:
+            return
+        self._openings, self._cause, self._denial = state.openings, state.cause, state.denial
+        self._probe_until = None
+        if state.rest_s > 0:
+            now = self._clock()
+            self._open_until, self._alone_until = now + state.rest_s, now + min(state.alone_s, state.rest_s)
+        elif self._open_until is not None:
+            self._open_until = None
+            self._calls = self._failures = 0.0
+
     def _back_off(self, cause: str, *, is_denied: bool = False) -> None:
         limits = self._limits
         first_s, longest_s = limits.open_s, limits.open_s_max
@@ -192,6 +289,7 @@ class Breaker:
         self._open_until, self._alone_until = until, alone_until
         self._probe_until = None
         self._cause = cause
+        self._has_changed = True
 
     def _weigh(self, failure: float) -> None:
         now = self._clock()

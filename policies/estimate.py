@@ -59,8 +59,12 @@ _FIGURES_KEPT_S = 1.0
 _CALLS_FIGURED_EACH = 100  # the first calls update the figures one by one
 _CALLS_FIGURED_TOGETHER = 16
 _NOISE_SPAN_TOKENS = 1000.0
-_KEEP_PER_OBSERVATION = 0.95
-_HALF_LIFE_S = 600.0
+KEEP_PER_OBSERVATION = 0.95
+"""What each observation leaves of the sums before it."""
+HALF_LIFE_S = 600.0
+"""Seconds after which the sums count half."""
+SUMS = 10
+"""The number of sums."""
 _TIMEOUT_SIGMAS = 4.0
 _LOG_SPREAD_PRIOR = 0.7
 _CALLS_BEFORE_TIMEOUT = 5.0
@@ -164,7 +168,7 @@ class Estimate:
         now_s = self._clock()
         kept = self._kept(now_s)
         self._seen_at = now_s
-        keep = kept * _KEEP_PER_OBSERVATION
+        keep = kept * KEEP_PER_OBSERVATION
         x = float(prompt_tokens)
         w = _certainty(x)
         self._weight = self._weight * keep + w
@@ -189,6 +193,25 @@ class Estimate:
         """
         self.observe(max(waited_ms, self.ttft_ms(prompt_tokens)), None, prompt_tokens)
 
+    @property
+    def calls_seen(self) -> int:
+        """The number of observations since its start."""
+        return self._calls_seen
+
+    def sums(self) -> tuple[float, ...]:
+        """The sums that it has learned, faded to now: those of several processes add up."""
+        kept = self._kept(self._clock())
+        line = (self._weight, self._x, self._y, self._xx, self._xy, self._calls)
+        learned = (*line, self._log_sum, self._log_squares, self._tpot_weight, self._tpot_sum)
+        return tuple([one * kept for one in learned])
+
+    def restore(self, sums: tuple[float, ...]) -> None:
+        """Replace all that it has learned by `sums`, as of now."""
+        self._weight, self._x, self._y, self._xx, self._xy, self._calls = sums[:6]
+        self._log_sum, self._log_squares, self._tpot_weight, self._tpot_sum = sums[6:]
+        self._seen_at = self._clock()
+        self._figures = None
+
     def _line(self, kept: float, belief: float) -> tuple[float, float]:
         """Base in ms and slope in ms per token of the fitted line, neither below 0."""
         prior = self._prior
@@ -209,7 +232,7 @@ class Estimate:
         return self._prior.weight / (1.0 + self._calls * kept)
 
     def _kept(self, now_s: float) -> float:
-        return math.pow(0.5, max(0.0, now_s - self._seen_at) / _HALF_LIFE_S)
+        return math.pow(0.5, max(0.0, now_s - self._seen_at) / HALF_LIFE_S)
 
 
 def _certainty(prompt_tokens: float) -> float:

@@ -420,7 +420,7 @@ class EngineOut(_Out):
 
 
 class DeploymentOut(_Out):
-    """Predictions are for a prompt of 500 tokens, as the worker that answered this sees them."""
+    """Predictions are for a prompt of 500 tokens. `running` and `waiting` are those of the worker that answered this."""
 
     name: str
     alias: str

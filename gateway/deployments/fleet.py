@@ -7,7 +7,7 @@ is a pure function there. No teams, budgets or caches.
 import dataclasses
 import random
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +67,7 @@ class Deployment:
     breaker: Breaker
     estimate: Estimate
     places: Places
+    claim: Callable[[], Awaitable[bool]]  # the right to probe, among all workers and hosts
     allowed: frozenset[str] = frozenset()  # reserved fields and tools that clients may send to it
     ttft_timeout_min_ms: float = 5_000.0
     is_price_known: bool = True
@@ -75,7 +76,7 @@ class Deployment:
 
     @property
     def has_answered(self) -> bool:
-        """Whether it has answered a request of this worker, whatever the model's name."""
+        """Whether it has answered a request lately, whatever the model's name."""
         return self.estimate.weight > 0
 
     @property
@@ -139,6 +140,18 @@ class Deployment:
         `end` gives the place back.
         """
         return not self.places.is_full and self.breaker.begin() and self.places.take()
+
+    async def may_probe(self) -> bool:
+        """Whether no other worker is probing it; if one is, the call that `begin` admitted ends."""
+        try:
+            is_first = await self.claim()
+        except BaseException:
+            self.breaker.record_cancelled()
+            self.end()
+            raise
+        if not is_first:
+            self.end()
+        return is_first
 
     def end(self) -> None:
         """Give back the place of a call that has ended."""
@@ -446,8 +459,14 @@ def _build(alias: str, deployment: DeploymentSettings, settings: Settings, clock
         breaker=Breaker(clock, random.random),
         estimate=Estimate(clock),
         places=Places(deployment.concurrency_max, deployment.queue_max),
+        claim=_alone,
         allowed=frozenset(map(canonical, deployment.allow_fields)),
     )
+
+
+async def _alone() -> bool:
+    """The claim of a worker that shares nothing."""
+    return True
 
 
 def no_route(route: Route, prompt: str) -> ApiError:

@@ -17,6 +17,7 @@ from gateway.backends.base import (
     BackendRequest,
     BackendTimeout,
     BackendTooLong,
+    BackendUnavailable,
 )
 from gateway.backends.refusals import from_backend
 from gateway.deployments.fleet import TRIES_MAX, Deployment, pause_before_retry
@@ -114,8 +115,8 @@ class _Tries:
     async def _try(self, deployment: Deployment, why: str, *, is_alone: bool) -> BackendError | None:
         flight, generation = self._flight, self._generation
         generation.chosen(why)
-        if not deployment.begin():
-            return BackendTimeout("another request is probing this deployment")
+        if not deployment.begin() or (deployment.breaker.is_open and not await deployment.may_probe()):
+            return BackendUnavailable("Another request is trying whether this deployment is back")
         request, progress = generation.begin_try(deployment, is_alone=is_alone)
         prompt_tokens = generation.turn.demand.prompt_tokens
         failure = await attempt(deployment, request, progress, flight.extend, prompt_tokens=prompt_tokens)

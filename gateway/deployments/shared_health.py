@@ -1,0 +1,245 @@
+"""One state of health of each deployment for all workers and hosts, in Redis.
+
+    sameway:{health}:D           string  the state, as JSON: sums of the estimate, the breaker
+    sameway:{health}:D:probe:N   string  a probe of state N has begun
+
+D is a digest of what the deployment is: its name, address, model, headers and key. So another
+configuration begins anew. A deployment that only its own host reaches is that host's.
+
+An exchange sends what a worker learned since the last one and takes what all have learned; it is
+one script, in the background. Estimates are sums under exponential forgetting, which add up in any
+order. A breaker's state has a number: a worker that opens or closes it makes the next number, and
+of two that do so at once the first one counts.
+
+Knows no requests. Invariants: times in Redis are Redis' own, and workers get durations; a value
+that no worker wrote is replaced; while Redis is away a worker goes on by itself.
+"""
+
+import asyncio
+import ipaddress
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from hashlib import blake2b
+from urllib.parse import urlsplit
+
+import msgspec
+from redis.exceptions import RedisError
+
+from gateway.deployments.fleet import Deployment
+from gateway.settings import Settings
+from gateway.transport.redis_link import RedisLink
+from policies.breaker import News
+from policies.estimate import HALF_LIFE_S, KEEP_PER_OBSERVATION, SUMS
+
+_PREFIX = "sameway:{health}:"
+_TTL_MS = 86_400_000
+_PROBE_MS = 8_000
+_REST_S_MAX = 3_700.0
+_EXCHANGE_EVERY_S = 0.5
+_SOON_S = 0.1
+_SUM_MAX = 1e15
+_WEIGHT_MAX = 1.01 / (1.0 - KEEP_PER_OBSERVATION)
+
+# KEYS: one for each deployment. ARGV: the sums' half-life in ms, the time to live, the longest rest
+# in ms, then for each deployment {what its observations leave of the sums, sums, news}. Answers for
+# each {1 if its state was taken, sums, news}, as JSON.
+_EXCHANGE = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local function number(value, most)
+  if type(value) == 'number' and value == value and math.abs(value) <= most then return value end
+  return 0
+end
+local function text(value) if type(value) == 'string' then return value end return '' end
+local replies = {}
+for i, key in ipairs(KEYS) do
+  local sent = cjson.decode(ARGV[i + 3])
+  local news, count = sent[3], #sent[2]
+  local raw = redis.pcall('GET', key)
+  local is_read, known = pcall(cjson.decode, raw)
+  if not is_read or type(known) ~= 'table' then known = {} end
+  local at, until_ms = number(known.at, 1e15), number(known.until_ms, 1e15)
+  if at > now + 60000 or until_ms > now + tonumber(ARGV[3]) then known, at, until_ms = {}, now, 0 end
+  local sums = type(known.sums) == 'table' and known.sums or {}
+  local keep = 0.5 ^ (math.max(0, now - at) / tonumber(ARGV[1])) * sent[1]
+  local state = {sums = {}, at = now}
+  for n = 1, count do state.sums[n] = number(sums[n], 1e15) * keep + sent[2][n] end
+  local version = number(known.version, 1e15)
+  local row = number(known.row, 1e9)
+  state.row = news[2] and news[3] or row + news[3]
+  local is_taken = news[4] and news[1] == version
+  if is_taken then
+    state.version, state.openings, state.cause, state.denial = version + 1, news[5], news[8], news[9]
+    state.until_ms = news[6] > 0 and now + news[6] * 1000 or 0
+    state.alone_ms = news[6] > 0 and now + news[7] * 1000 or 0
+  else
+    state.version, state.openings = version, number(known.openings, 1e6)
+    state.until_ms, state.alone_ms = until_ms, number(known.alone_ms, 1e15)
+    state.cause, state.denial = text(known.cause), text(known.denial)
+  end
+  if is_taken or sent[1] ~= 1 or state.row ~= row then
+    redis.call('SET', key, cjson.encode(state), 'PX', ARGV[2])
+  end
+  local rest, alone = 0, 0
+  if state.until_ms > 0 then
+    rest, alone = math.max(1, state.until_ms - now) / 1000, math.max(0, state.alone_ms - now) / 1000
+  end
+  local answer = {state.version, false, state.row, false, state.openings, rest, alone, state.cause, state.denial}
+  replies[i] = cjson.encode({is_taken and 1 or 0, state.sums, answer})
+end
+return replies
+"""
+
+
+class _Reply(msgspec.Struct, frozen=True, array_like=True):
+    is_taken: int
+    sums: tuple[float, ...]
+    state: News
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether a worker can have written it."""
+        sums, state = self.sums, self.state
+        return (
+            len(sums) == SUMS
+            and all(-_SUM_MAX <= one <= _SUM_MAX for one in sums)
+            and all(-1e-6 <= sums[weight] <= _WEIGHT_MAX for weight in (0, 5, 8))
+            and min(sums[1], sums[2], sums[3], sums[7], sums[9]) >= -1e-6
+            and 0 <= state.failures <= 1_000_000_000
+            and 0 <= state.rest_s <= _REST_S_MAX
+            and len(state.cause) + len(state.denial) <= 1_000
+            and f"{state.cause}{state.denial}".isprintable()
+        )
+
+
+class _Shared:
+    """A deployment's part in the exchanges: the sums that all had at the last one."""
+
+    def __init__(self, deployment: Deployment, key: str, clock: Callable[[], float]) -> None:
+        self.deployment = deployment
+        self.key = key
+        self._clock = clock
+        self._base = (0.0,) * SUMS
+        self._base_calls = 0
+        self._base_at_s = clock()
+        self._sent = (self._base, 0, self._base_at_s)
+        self._news = News()
+
+    def outgoing(self) -> bytes:
+        """What is to be sent."""
+        estimate = self.deployment.estimate
+        calls, sums = estimate.calls_seen, estimate.sums()
+        self._sent, self._news = (sums, calls, self._clock()), self.deployment.breaker.news()
+        kept = KEEP_PER_OBSERVATION ** (calls - self._base_calls)
+        learned = self._beyond(sums, self._base, kept, self._base_at_s) if kept < 1.0 else (0.0,) * SUMS
+        return msgspec.json.encode((kept, learned, self._news))
+
+    def failed(self) -> None:
+        """It was not sent."""
+        self.deployment.breaker.put_back(self._news)
+
+    def incoming(self, data: bytes) -> bool:
+        """Take what all have learned; returns False, and changes nothing, if no worker wrote that."""
+        try:
+            reply = msgspec.json.decode(data, type=_Reply)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return False
+        if not reply.is_sound:
+            return False
+        estimate = self.deployment.estimate
+        sums, calls, at_s = self._sent
+        kept = KEEP_PER_OBSERVATION ** (estimate.calls_seen - calls)
+        since = self._beyond(estimate.sums(), sums, kept, at_s)
+        self._base, self._base_calls, self._base_at_s = reply.sums, calls, at_s
+        estimate.restore(_clean([one * kept + more for one, more in zip(reply.sums, since, strict=True)]))
+        self.deployment.breaker.adopt(reply.state, is_own=bool(reply.is_taken))
+        return True
+
+    def _beyond(self, sums: Sequence[float], base: Sequence[float], kept: float, at_s: float) -> tuple[float, ...]:
+        """The part of `sums` that `base`, which was true at `at_s`, does not explain."""
+        keep = kept * 0.5 ** (max(0.0, self._clock() - at_s) / HALF_LIFE_S)
+        return tuple([one - keep * before for one, before in zip(sums, base, strict=True)])
+
+
+def _clean(sums: list[float]) -> tuple[float, ...]:
+    """The sums without what rounding leaves below 0; the sum of logarithms (6) may be negative."""
+    return tuple([one if place == 6 else max(0.0, one) for place, one in enumerate(sums)])
+
+
+class SharedHealth:
+    """Keeps the breakers and estimates of `deployments` equal to those of other workers and hosts."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        deployments: Sequence[Deployment],
+        link: RedisLink,
+        clock: Callable[[], float] = time.monotonic,
+        host: str | None = None,
+    ) -> None:
+        self._link = link
+        host = host or socket.gethostname()
+        self._shared = [_Shared(one, _PREFIX + identity(one, settings, host), clock) for one in deployments]
+        for shared in self._shared:
+            shared.deployment.claim = partial(self._claim, shared)
+
+    async def run(self) -> None:
+        """Exchange for ever: regularly, and soon after a failure. Raises RedisError."""
+        while True:
+            await self.exchange()
+            for _ in range(int(_EXCHANGE_EVERY_S / _SOON_S)):
+                await asyncio.sleep(_SOON_S)
+                if any(shared.deployment.breaker.has_news for shared in self._shared):
+                    break
+
+    async def exchange(self) -> None:
+        """Send what this worker has learned, and take what all have. Raises RedisError."""
+        if not self._shared:
+            return
+        keys = [shared.key for shared in self._shared]
+        limits = (int(HALF_LIFE_S * 1000), _TTL_MS, int(_REST_S_MAX * 1000))
+        news = [shared.outgoing() for shared in self._shared]
+        try:
+            replies = await self._link.eval(_EXCHANGE, len(keys), *keys, *limits, *news)
+        except BaseException:
+            for shared in self._shared:
+                shared.failed()
+            raise
+        for shared, reply in zip(self._shared, replies, strict=True):
+            if not shared.incoming(reply):
+                shared.failed()
+                await self._link.execute_command("DEL", shared.key)
+
+    async def _claim(self, shared: _Shared) -> bool:
+        """Whether this worker may probe now; also while Redis is away."""
+        key = f"{shared.key}:probe:{shared.deployment.breaker.version}"
+        try:
+            return bool(await self._link.execute_command("SET", key, "1", "NX", "PX", _PROBE_MS))
+        except RedisError:
+            return True
+
+
+def identity(deployment: Deployment, settings: Settings, host: str) -> str:
+    """The digest of what a deployment is, for the key of its state.
+
+    `host` is a part of it where only this host reaches the deployment. It shows no key.
+    """
+    own = deployment.settings
+    where = [host, str(settings.run_dir)] if own.engine else [host] if _is_loopback(own.base_url) else []
+    facts = (where, deployment.name, own.backend, own.engine, own.model, own.base_url, own.headers)
+    secret = os.environ.get(own.api_key_env or "", "")
+    key = (settings.secret or "").encode()[:64]
+    return blake2b(msgspec.json.encode((facts, secret)), key=key, digest_size=16, person=b"sw.health").hexdigest()
+
+
+def _is_loopback(base_url: str | None) -> bool:
+    name = urlsplit(base_url or "").hostname or ""
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,217 @@
+"""Workers and hosts share one state of health of each deployment, through a real Redis."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from gateway.deployments.fleet import Deployment, build_fleet
+from gateway.deployments.shared_health import SharedHealth, identity
+from gateway.settings import Settings
+from gateway.transport.redis_link import RedisLink
+from tests.services import RedisServer
+
+
+class Worker:
+    """The deployments of one worker, with a clock of its own."""
+
+    def __init__(self, url: str, folder: Path, host: str = "a", **more: Any) -> None:
+        self.now_s = 5_000.0
+        deployment = {"name": "one", "backend": "openai", "base_url": "http://10.0.0.1/v1", "model": "m", **more}
+        models: Any = {"mock": {"deployments": [deployment]}}
+        settings = Settings(data_dir=folder, redis_url=url, secret="of the tests", models=models)
+        fleet = build_fleet(settings, lambda: self.now_s)
+        self.link = RedisLink(url, 1.0)
+        self.health = SharedHealth(settings, fleet.deployments, self.link, lambda: self.now_s, host)
+        self.settings = settings
+
+    @property
+    def one(self) -> Deployment:
+        (found,) = (shared.deployment for shared in self.health._shared)
+        return found
+
+    @property
+    def key(self) -> str:
+        return self.health._shared[0].key
+
+
+@pytest.fixture
+async def workers(redis_server: RedisServer, redis: Redis, tmp_path: Path) -> AsyncIterator[list[Worker]]:
+    made = [Worker(redis_server.url, tmp_path, host) for host in "abc"]
+    yield made
+    for worker in made:
+        await worker.link.aclose()
+
+
+async def exchange(*workers: Worker) -> None:
+    """Twice each: what the last one sent has reached the first one."""
+    for _ in range(2):
+        for worker in workers:
+            await worker.health.exchange()
+
+
+async def test_an_outage_is_learned_once(workers: list[Worker]) -> None:
+    """One worker's failures close a deployment to all, and one's answer opens it to all."""
+    first, second, third = workers
+    await exchange(*workers)
+    first.one.breaker.record_failure(retry_after_s=600)
+    await exchange(*workers)
+    assert [worker.one.breaker.allows() for worker in workers] == [False] * 3
+    assert third.one.breaker.reason.startswith("it asked to be left alone, next try in ")
+    assert not second.one.breaker.allows(is_alone=True)
+    for worker in workers:
+        worker.now_s += 601
+    assert second.one.begin()
+    second.one.breaker.record_success()
+    await exchange(*workers)
+    assert [worker.one.breaker.is_open for worker in workers] == [False] * 3
+
+
+async def test_failures_add_up(workers: list[Worker]) -> None:
+    """Five failures in a row open it, wherever they were seen; a success between them counts as well."""
+    first, second, third = workers
+    for worker in (first, first, second, second):
+        worker.one.breaker.record_failure()
+    await exchange(*workers)
+    first.one.breaker.record_success()
+    await exchange(*workers)
+    third.one.breaker.record_failure()
+    assert third.one.breaker.allows()
+    for worker in (first, second, second):
+        worker.one.breaker.record_failure()
+    await exchange(*workers)
+    third.one.breaker.record_failure()
+    assert not third.one.breaker.allows()
+
+
+async def test_one_worker_probes(workers: list[Worker]) -> None:
+    """Where the rest is over for all, the first one probes; the others have another try at the next state."""
+    first, second, third = workers
+    first.one.breaker.record_denial("key refused (HTTP 401)")
+    await exchange(*workers)
+    assert third.one.breaker.denial == "key refused (HTTP 401)"
+    for worker in workers:
+        worker.now_s += 61
+    assert [worker.one.begin() for worker in workers] == [True] * 3
+    assert [await worker.one.may_probe() for worker in workers] == [True, False, False]
+    assert [worker.one.places.taken for worker in workers] == [1, 0, 0]
+    assert second.one.breaker.is_probed
+    first.one.breaker.record_denial("key refused (HTTP 401)")
+    await exchange(*workers)
+    for worker in workers:
+        worker.now_s += 61
+    assert second.one.begin()
+    assert await second.one.may_probe()
+
+
+async def test_estimates_are_those_of_all(workers: list[Worker], redis_server: RedisServer, tmp_path: Path) -> None:
+    """What several workers learned by turns is what one would have learned, and a worker that starts has it."""
+    first, second, third = workers
+    for number in range(20):
+        worker = workers[number % 2]
+        worker.one.estimate.observe(200.0 + 10 * number, 20.0, 100 * number)
+        third.one.estimate.observe(200.0 + 10 * number, 20.0, 100 * number)
+        await worker.health.exchange()
+    await exchange(first, second)
+    alone = third.one.estimate.figures()
+    later = Worker(redis_server.url, tmp_path, "later")
+    await later.health.exchange()
+    for worker in (first, second, later):
+        assert worker.one.estimate.figures().ttft_ms(500) == pytest.approx(alone.ttft_ms(500), rel=0.05)
+        assert worker.one.estimate.weight == pytest.approx(alone.weight, rel=0.02)
+        assert worker.one.ttft_timeout_s(500) == pytest.approx(third.one.ttft_timeout_s(500), rel=0.05)
+    await later.link.aclose()
+
+
+async def test_another_configuration_begins_anew(redis_server: RedisServer, tmp_path: Path, redis: Redis) -> None:
+    """A changed address or key has none of the marks of the one before; an address of one host is that host's."""
+    names = set()
+    for host, more in (
+        ("a", {}),
+        ("a", {"base_url": "http://10.0.0.2/v1"}),
+        ("a", {"headers": {"x": "y"}}),
+        ("a", {"base_url": "http://127.0.0.1/v1"}),
+        ("b", {"base_url": "http://127.0.0.1/v1"}),
+        ("a", {"base_url": "http://localhost/v1"}),
+    ):
+        worker = Worker(redis_server.url, tmp_path, host, **more)
+        names.add(worker.key)
+        await worker.link.aclose()
+    assert len(names) == 6
+    worker = Worker(redis_server.url, tmp_path)
+    assert identity(worker.one, worker.settings, "a") == identity(worker.one, worker.settings, "b")
+    await worker.link.aclose()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"no JSON",
+        b"[1]",
+        b'{"sums": "x", "version": "y", "cause": 7}',
+        b'{"sums": [1e300, -5, "a"], "version": 3, "until_ms": 1e14, "at": 1e14}',
+        b'{"sums": [500, 1, 1, 1, 1, 500, 1, 1, 1, 1], "at": 1, "version": 2}',
+        b'{"cause": "\\u0007", "version": 9, "sums": []}',
+    ],
+)
+async def test_a_value_that_no_worker_wrote_is_ignored(workers: list[Worker], redis: Redis, value: bytes) -> None:
+    """Whatever is found there, each worker goes on, and they share again."""
+    first, second, _ = workers
+    await redis.set(first.key, value)
+    await exchange(first, second)
+    assert first.one.breaker.allows()
+    first.one.breaker.record_failure(retry_after_s=600)
+    await exchange(first, second)
+    await exchange(first, second)
+    assert not second.one.breaker.allows()
+
+
+async def test_a_key_of_another_type_is_replaced(workers: list[Worker], redis: Redis) -> None:
+    """A list under the key of the state stops no worker."""
+    first, second, _ = workers
+    await redis.rpush(first.key, b"x")
+    first.one.breaker.record_failure(retry_after_s=600)
+    await exchange(first, second)
+    assert not second.one.breaker.allows()
+
+
+async def test_without_redis_a_worker_goes_on_alone(workers: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it learned meanwhile reaches the others later; its probes need no leave."""
+    first, second, _ = workers
+    evaluate, execute = first.link.eval, first.link.execute_command
+
+    async def away(*_: Any) -> Any:
+        raise RedisError("away")
+
+    monkeypatch.setattr(first.link, "eval", away)
+    monkeypatch.setattr(first.link, "execute_command", away)
+    first.one.breaker.record_failure(retry_after_s=600)
+    first.one.estimate.observe(100.0, 10.0, 100)
+    with pytest.raises(RedisError):
+        await first.health.exchange()
+    assert not first.one.breaker.allows()
+    first.now_s += 20
+    assert first.one.begin()
+    assert await first.one.may_probe()
+    first.one.end()
+    monkeypatch.setattr(first.link, "eval", evaluate)
+    monkeypatch.setattr(first.link, "execute_command", execute)
+    await exchange(first, second)
+    assert not second.one.breaker.allows()
+    assert second.one.has_answered
+
+
+async def test_a_redis_that_lost_its_data_closes_no_breaker(workers: list[Worker], redis: Redis) -> None:
+    """The state is sent again."""
+    first, second, third = workers
+    first.one.breaker.record_failure(retry_after_s=600)
+    await exchange(first, second)
+    await redis.flushall()
+    await exchange(first, second, third)
+    await exchange(first, second, third)
+    assert [worker.one.breaker.allows() for worker in workers] == [False] * 3
