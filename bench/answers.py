@@ -20,7 +20,8 @@ from cache.encoder.types import Encoded
 from cache.verdicts import EqualityJudge, Judgement, QAPair, Ruling
 from cache.verdicts.judges import agree
 from gateway.learning.comparisons import LIKELY
-from gateway.learning.llm_judge import LlmJudge, second_opinion
+from gateway.learning.exam import Exam, ExaminedJudge, Recent
+from gateway.learning.llm_judge import NO_ANSWER, LlmJudge, second_opinion
 
 _OPENINGS = (
     "", "Sure. ", "Of course. ", "Happy to help. ", "Good question. ", "Here is how it works. ", "No problem. ", "Let me explain. ",
@@ -71,6 +72,7 @@ class Judging(Protocol):
         float | None
     )  # the chance with which a judge model was asked about the first comparison of a trial; as in a verdict
     questions: int  # to a judge model, till now
+    flips: tuple[float, float]  # its error rates, as in a verdict
 
     def begin(self, trial: Trial) -> None:
         """The comparisons of this trial follow."""
@@ -84,6 +86,7 @@ class Ideal:
 
     asked = None
     questions = 0
+    flips = (0.0, 0.0)
 
     def __init__(self, noise: float, random: random.Random) -> None:
         self._labels: dict[bytes, str] = {}
@@ -124,7 +127,12 @@ class Product:
         self._owners: dict[str, str] = {}
         self._rulings: dict[tuple[str, str], Ruling] = {}
         self._errs: dict[frozenset[str], bool] | None = {} if is_steadfast else None
-        self._judge = LlmJudge("model", self._reply) if model_noise is not None else None
+        self._exam = Exam(random.random)
+        self._judge = (
+            ExaminedJudge(LlmJudge("model", self._reply), self._exam, Recent(), b"")
+            if model_noise is not None
+            else None
+        )
         self._trial: Trial | None = None
         self._is_drawn = False
         self.asked: float | None = None
@@ -133,6 +141,10 @@ class Product:
     def generate(self, exact: bytes, text: str, label: str) -> None:
         self._answers[exact] = made = QAPair(text, self._pools.draw(label, self._random))
         self._owners[made.answer] = label
+
+    @property
+    def flips(self) -> tuple[float, float]:
+        return self._exam.flips
 
     def begin(self, trial: Trial) -> None:
         self._trial, self.asked = trial, None
@@ -155,6 +167,9 @@ class Product:
         """What the judge model says; of the first comparison of a trial with a second opinion, as a gateway asks for it."""
         assert self._judge is not None
         judgement = _run(self._judge.judge(one, other))
+        if judgement.why == NO_ANSWER:
+            self.asked = 0.0 if trial is not None else self.asked
+            return Ruling.UNKNOWN
         if trial is not None and judgement.ruling is not Ruling.SAME and trial.p >= LIKELY and trial.peers:
             peers = [self._answers[peer] for peer in trial.peers]
             judgement = _run(second_opinion(self._judge, judgement, one, peers))

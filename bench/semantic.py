@@ -137,7 +137,8 @@ def stream(requests: Sequence[Request], embedder: Recall, rule: Rule, judging: J
         judging.begin(answer.trial)
         judged = cache.judge(request.query, answer, request.exact, functools.partial(judging.is_same, request.exact))
         if judged is not None:
-            verdict = msgspec.structs.replace(judged.verdict, asked=judging.asked)
+            flips = judging.flips if judging.asked is not None else (0.0, 0.0)
+            verdict = msgspec.structs.replace(judged.verdict, asked=judging.asked, flips=flips)
             cache.fold([dataclasses.replace(judged, verdict=verdict)])
     return counts, statistics.median(times)
 

@@ -279,9 +279,9 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
         stats.add(record)
 
     limits = Limits(LeasedRateLimits(RateLimits(link)), LocalRateLimits())
-    bounds = Bounds(settings)
-    lookup = SemanticLookup(settings, semantic, exact, bounds)
-    learning = await open_learning(settings, accounts, exact, semantic, link, stats, metrics, MeasuredErrors(bounds))
+    truth = MeasuredErrors(Bounds(settings))
+    lookup = SemanticLookup(settings, semantic, exact, truth.bounds)
+    learning = await open_learning(settings, accounts, exact, semantic, link, stats, metrics, truth, fleet)
     pipeline = Pipeline(settings, accounts, limits, exact, lookup, money, fleet, emit, learning.learn)
     learning.connect(pipeline)
     stack.push_async_callback(learning.judging.aclose)

@@ -133,13 +133,15 @@ class Pipeline:
 
     # -- answer: 2 to 5 ----------------------------------------------------------------------------
 
-    async def answer(self, turn: Turn, identity: Identity, attend: Callable[[Reply], None]) -> Reply:
-        """The reply to `turn`, begun.
+    async def answer(
+        self, turn: Turn, identity: Identity, attend: Callable[[Reply], None], own: Alias | None = None
+    ) -> Reply:
+        """The reply to `turn`, begun. `own`: an alias of the gateway's own, for its own requests.
 
         `attend` is called with the reply before its reader is awaited, so that a client that leaves
         can be removed at any time. Raises ApiError.
         """
-        alias = self.fleet.alias(turn.alias, identity.key.models)
+        alias = own or self.fleet.alias(turn.alias, identity.key.models)
         may_use(identity, turn.alias, alias.name)
         alias.check(turn.body, turn.demand, turn.kind)
         found = self._fingerprint(turn, identity)

@@ -260,7 +260,10 @@ class CacheSettings(_Section):
     l1_bytes_max: int = Field(8 << 20, ge=0, description="bytes of answers each gateway worker keeps in its own memory")
     error_max: float = Field(0.01, ge=0, le=1, description="largest share of requests with a wrong semantic hit")
     is_audited: bool = Field(True, description="generate some would-be hits as a check: first up to a fifth, later 2%")
-    judge_model: str | None = Field(None, description="alias of the model that compares long answers")
+    judge_model: str | None = Field(
+        None,
+        description="alias of the model that compares long answers; `auto`: the cheapest deployment of each answer's own alias",
+    )
     judge_budget_usd: float = Field(1.0, ge=0, description="USD a day for `judge_model` and shadow checks; 0: none")
     shadow_share: float = Field(0.0, ge=0, le=1, description="share of semantic hits also generated, as a check")
     feedback_ttl_s: int = Field(3_600, gt=0, description="how long a semantic hit can be reported at /v1/feedback")
@@ -406,7 +409,7 @@ class Settings(_Section):
                     wrong.append(f"{where}.name: {name!r} is used twice; give each deployment its own `name`")
                 seen.add(name)
         judge = self.cache.judge_model
-        if judge is not None and (judge not in self.models or is_pattern(judge)):
+        if judge not in (None, "auto") and (judge not in self.models or is_pattern(judge)):
             hint = did_you_mean(judge, self.models)
             wrong.append(f"cache.judge_model: found {judge!r}, expected one of {sorted(self.models)}{hint}")
         if info.context is None:

@@ -107,6 +107,11 @@ class Breaker:
         return self._denial
 
     @property
+    def is_closed(self) -> bool:
+        """Whether it allows all calls."""
+        return self._open_until is None
+
+    @property
     def is_probed(self) -> bool:
         """Whether it is open for all calls but one that is running."""
         return self._probe_until is not None and not self.allows()

@@ -25,6 +25,7 @@ from redis.asyncio import Redis
 
 from cache import CacheLimits, ExactCache, Hit, Miss, MissReason, Query, SemanticClient
 from cache.query import Near, Trial
+from cache.verdicts import Judge
 from gateway.accounts import Accounts, LedgerRow, decode_row
 from gateway.accounts.spool import Spool
 from gateway.api.chat import Chat
@@ -45,7 +46,10 @@ from gateway.journey.budget import Money
 from gateway.journey.rate_limits import Limits
 from gateway.journey.record import Record
 from gateway.journey.semantic import Bounds, SemanticLookup
+from gateway.learning.allowance import Allowance
+from gateway.learning.exam import Exam
 from gateway.learning.internal_requests import InternalRequests
+from gateway.learning.model_judges import ModelJudges
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
 from gateway.transport.redis_link import RedisLink
@@ -162,6 +166,10 @@ class ScriptedBackend:
     def is_down(self, reason: str, *, is_starting: bool = False) -> None:
         """It says of itself that it is not ready."""
         self.state = Load(is_ready=False, reason=reason, is_starting=is_starting)
+
+    def is_waited_for(self) -> None:
+        """It says that requests wait for it."""
+        self.state = Load(waiting=1)
 
     def is_up(self) -> None:
         self.state = Load()
@@ -475,6 +483,8 @@ class World:
     _endpoints: dict[str, Any]
     _asked_budgets: list[Budget] = field(default_factory=list)
     _clients: list[Client] = field(default_factory=list)
+    _judges: dict[tuple[str | None, int], ModelJudges] = field(default_factory=dict)
+    questions: list[tuple[int, str]] = field(default_factory=list)  # to judges: cost in µUSD, outcome
 
     @property
     def sql_url(self) -> str:
@@ -518,6 +528,31 @@ class World:
         answer = await requests.ask({"model": model, "messages": [{"role": "user", "content": content}]})
         await self.quiet()
         return answer
+
+    def judge(self, alias: str, *, model: str | None = None, saved: int = 10**9) -> Judge | None:
+        """The judge of an answer of this alias, past its exam: `model`, or the alias's own; `saved` is in µUSD."""
+        identity = self._accounts.identify(KEY)
+        assert identity is not None
+        key = (model, saved)
+        if key not in self._judges:
+            own = InternalRequests(identity)
+            own.connect(self._pipeline)
+
+            async def savings() -> dict[int, int]:
+                return {identity.team.id: saved}
+
+            def note(record: Record, cost: int, outcome: str) -> None:
+                self.questions.append((cost, outcome))
+
+            allowance = Allowance(self._link, savings) if model is None else None
+            made = ModelJudges(model, self._pipeline.fleet, own, allowance, lambda: self.generations, note)
+            self._judges[key] = made
+        judges = self._judges[key]
+        for name in self.backends:
+            judges.exams.setdefault(name, Exam(lambda: 1.0)).asked = 12
+            judges.exams[name].told = 12
+        record = Record(request_id="req_judged", at_s=0.0, team_id=identity.team.id, team="default", alias=alias)
+        return judges.of(record, b"here")
 
     async def quiet(self) -> None:
         """Until nothing is under way."""

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from gateway.backends.base import Backend
-from gateway.deployments.catalog import Known, known, microusd
+from gateway.deployments.catalog import Known, can_chat, known, microusd
 from gateway.settings import CAPABILITIES, DeploymentSettings, PriceSettings, Settings, deployment_name
 from policies import Price
 from policies.prices import FREE
@@ -35,6 +35,7 @@ class Facts(msgspec.Struct, frozen=True):
     output_tokens_max: int | None
     is_price_known: bool = True
     are_capabilities_assumed: bool = False  # those of its kind, as its model is in no table
+    can_chat: bool = True
 
 
 def describe(deployment: DeploymentSettings) -> Facts:
@@ -51,6 +52,7 @@ def describe(deployment: DeploymentSettings) -> Facts:
         output_tokens_max=deployment.output_tokens_max or (row.output_tokens_max if row else None),
         is_price_known=price is not None or deployment.backend == "local",
         are_capabilities_assumed=row is None and deployment.capabilities is None and deployment.backend != "local",
+        can_chat=deployment.backend == "local" or can_chat(deployment.model or "", _host(deployment)),
     )
 
 
@@ -105,7 +107,11 @@ def build_backend(
 def _row(deployment: DeploymentSettings) -> Known | None:
     if deployment.model is None or deployment.backend == "local":
         return None
-    return known(deployment.model, urlsplit(deployment.base_url or "").hostname or "")
+    return known(deployment.model, _host(deployment))
+
+
+def _host(deployment: DeploymentSettings) -> str:
+    return urlsplit(deployment.base_url or "").hostname or ""
 
 
 def _price(settings: PriceSettings) -> Price:

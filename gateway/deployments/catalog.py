@@ -62,6 +62,13 @@ def known(model: str, host: str = "") -> Known | None:
     return None
 
 
+def can_chat(model: str, host: str = "") -> bool:
+    """Whether the table does not say that `model` is for something else, as embeddings."""
+    names = [model, model.partition("/")[2], *(f"{label}/{model}" for label in host.split(".") if label)]
+    rows = [msgspec.json.decode(_table()[name]) for name in names if name in _table()]
+    return not rows or any(row.get("mode") in (None, "chat", "responses") for row in rows)
+
+
 @functools.cache
 def _table() -> dict[str, msgspec.Raw]:
     spec = importlib.util.find_spec("litellm")

@@ -72,6 +72,7 @@ class Deployment:
     ttft_timeout_min_ms: float = 5_000.0
     is_price_known: bool = True
     are_capabilities_assumed: bool = False
+    can_chat: bool = True
     context_learned: int | None = None  # the size that it gave when it refused a longer request
 
     @property
@@ -97,6 +98,7 @@ class Deployment:
             output_tokens_max=facts.output_tokens_max,
             is_price_known=facts.is_price_known,
             are_capabilities_assumed=facts.are_capabilities_assumed,
+            can_chat=facts.can_chat,
         )
 
     def candidate(self, prompt_tokens: int, *, is_alone: bool = False) -> Candidate:
@@ -456,6 +458,7 @@ def _build(alias: str, deployment: DeploymentSettings, settings: Settings, clock
         settings=deployment,
         is_price_known=facts.is_price_known,
         are_capabilities_assumed=facts.are_capabilities_assumed,
+        can_chat=facts.can_chat,
         breaker=Breaker(clock, random.random),
         estimate=Estimate(clock),
         places=Places(deployment.concurrency_max, deployment.queue_max),

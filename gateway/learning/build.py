@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from cache import ExactCache, SemanticClient
 from cache.verdicts import EqualityJudge, Judgement, Panel, QAPair, Ruling, Source, VerdictStore
 from gateway.accounts import Accounts
+from gateway.deployments.fleet import Fleet
+from gateway.journey.record import Record
 from gateway.journey.turn import Turn
-from gateway.learning.comparisons import Check, Fallback, Judging
+from gateway.learning.allowance import Allowance
+from gateway.learning.comparisons import Check, Judging
 from gateway.learning.internal_requests import InternalRequests, own_identity
-from gateway.learning.llm_judge import LlmJudge
+from gateway.learning.model_judges import ModelJudges
 from gateway.learning.reports import Reports
 from gateway.loggers import get_logger
 from gateway.pipeline import Learn, Pipeline
@@ -94,16 +97,26 @@ async def open_learning(
     stats: Stats,
     metrics: Metrics,
     truth: MeasuredErrors,
+    fleet: Fleet,
 ) -> Learning:
     """All that learns. Its own requests are refused until `Learning.connect`."""
     cache, verdicts = settings.cache, VerdictStore(link)
     identity = await own_identity(cache, accounts)
     own = InternalRequests(identity) if identity is not None else None
     model = cache.judge_model
-    fallback: Fallback | None = None
+    judges: ModelJudges | None = None
+    is_auto = model == "auto" and model not in settings.models
+    allowance = Allowance(link, stats.saved)
     if own is not None and model is not None:
-        judge = LlmJudge(model, own.ask)
-        fallback = lambda _: judge  # noqa: E731
+
+        def questioned(record: Record, cost_microusd: int, outcome: str) -> None:
+            metrics.add(m.JUDGE_QUESTIONS, 1, record.team, outcome)
+            metrics.add(m.JUDGE_COST, cost_microusd / 1e6, record.team)
+            stats.add_question(record.team_id, record.alias, cost_microusd)
+
+        judges = ModelJudges(
+            None if is_auto else model, fleet, own, allowance if is_auto else None, own.generations, questioned
+        )
 
     async def regenerate(turn: Turn) -> bytes | None:
         return await own.ask(turn.body) if own is not None else None
@@ -118,7 +131,7 @@ async def open_learning(
         exact,
         verdicts,
         Panel([EqualityJudge(), Agreement(semantic)]),
-        fallback,
+        judges,
         regenerate if own is not None else None,
         cache.shadow_share,
         float(cache.feedback_ttl_s),

@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 from redis.exceptions import RedisError
@@ -53,8 +54,16 @@ _AGAIN_WEIGHT = 0.25
 _log = get_logger()
 
 Regenerate = Callable[[Turn], Awaitable[bytes | None]]
-Fallback = Callable[[Record], Judge | None]
-"""The judge that costs, for the comparisons of one request; None where it may not be asked now."""
+
+
+class Fallback(Protocol):
+    """The judge that costs."""
+
+    def of(self, record: Record, space: bytes) -> Judge | None:
+        """For the comparisons of one request in its namespace; None where it may not be asked now."""
+
+    def flips(self, judge: str) -> tuple[float, float]:
+        """The error rates of a judge, as a verdict has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +289,7 @@ class Judging:
             return
         share = 1.0 if asked.source is Source.AUDIT else trial.worth
         is_drawn = self._fallback is not None and self._random() < share
-        judge = self._asker(asked.record) if is_drawn else None
+        judge = self._asker(asked) if is_drawn else None
         judgement = await self._judgement(fresh, first)
         chance: float | None = None
         if judgement.ruling is Ruling.UNKNOWN and self._fallback is not None:
@@ -296,7 +305,8 @@ class Judging:
         if is_right is None and equal is None and asked.source is Source.MISS and not trial.features:
             return
         verdict = self._verdict(asked, trial, judgement, is_right, entry=asked.entry)
-        verdict = msgspec.structs.replace(verdict, asked=chance)
+        if self._fallback is not None and chance is not None:
+            verdict = msgspec.structs.replace(verdict, asked=chance, flips=self._fallback.flips(judgement.judge))
         ref = AnswerRef(equal.exact, equal.created_at) if equal is not None else None
         other_ref = AnswerRef(first.exact, first.created_at)
         await self._verdicts.take(asked.partition, f"{asked.record.request_id}:{asked.source}", verdict, other_ref, ref)
@@ -329,7 +339,7 @@ class Judging:
         fresh = _qa_pair(asked.text, [Chunk(answer, is_whole=True)]) if answer is not None else None
         if fresh is None:
             return
-        judgement = await self._judgement(fresh, asked.entry, self._asker(asked.record))
+        judgement = await self._judgement(fresh, asked.entry, self._asker(asked))
         is_right = _is_same(judgement)
         self._report(asked, judgement, is_right)
         verdict = self._verdict(asked, asked.trial, judgement, is_right)
@@ -346,7 +356,7 @@ class Judging:
         (entry,) = await self._exact.lookup_many(asked.partition, asked.compat, (served.exact,))
         if fresh is None or entry is None or entry.created_at != served.created_at:
             return
-        judgement = await self._judgement(fresh, entry, self._asker(asked.record))
+        judgement = await self._judgement(fresh, entry, self._asker(asked))
         is_right = _is_same(judgement)
         self._report(asked, judgement, is_right)
         if is_right:
@@ -408,8 +418,8 @@ class Judging:
             judgement = await fallback.judge(fresh, cached)
         return judgement
 
-    def _asker(self, record: Record) -> Judge | None:
-        return self._fallback(record) if self._fallback is not None else None
+    def _asker(self, asked: _Asked) -> Judge | None:
+        return self._fallback.of(asked.record, asked.partition + asked.compat) if self._fallback is not None else None
 
     async def _remember(self, partition: Partition, reply: Reply, answer: str | None) -> None:
         try:

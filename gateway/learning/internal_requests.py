@@ -8,11 +8,13 @@ Invariant: nothing of them is read from a cache or stored.
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 
 from gateway.accounts import Accounts, Conflict, Identity, Key
+from gateway.deployments.fleet import Alias
 from gateway.journey.flight import Reply
 from gateway.journey.turn import Ended, arrive, read_turn
 from gateway.loggers import get_logger
@@ -23,6 +25,8 @@ from gateway.wire.fold import fold
 from policies import WindowKind
 
 TEAM = "sameway judge"
+Reserve = Callable[[int], Awaitable[bool]]
+"""Takes the worst case of a request, in µUSD; False where it may not be spent."""
 _TIMEOUT_S = 120.0
 _log = get_logger()
 
@@ -60,27 +64,52 @@ class InternalRequests:
         """Ask `pipeline` from now on; before, there is no answer."""
         self._pipeline = pipeline
 
+    def generations(self) -> int:
+        """The number of generations under way at the pipeline."""
+        return self._pipeline.generations if self._pipeline is not None else 0
+
     async def ask(self, body: dict[str, Any]) -> bytes | None:
         """The whole `chat.completion` for a body; None where it was refused (no money, no
         deployment) or failed.
         """
+        return (await self._ask(body, None, None, _TIMEOUT_S))[0]
+
+    async def ask_at(
+        self, alias: Alias, body: dict[str, Any], reserve: Reserve, within_s: float
+    ) -> tuple[bytes | None, int | None]:
+        """The same at `alias`, an alias of the gateway's own, with its cost in µUSD; None while
+        that is not known. Nothing is asked unless `reserve` takes the worst case.
+        """
+        return await self._ask(body, alias, reserve, within_s)
+
+    async def _ask(
+        self, body: dict[str, Any], alias: Alias | None, reserve: Reserve | None, within_s: float
+    ) -> tuple[bytes | None, int | None]:
         if self._pipeline is None:
-            return None
+            return None, None
         arrival = arrive("judge")
         replies: list[Reply] = []  # at most one, also where it fails before it begins
         own = {"no-cache": True, "no-store": True}
         turn = read_turn(msgspec.json.encode({**body, "stream": False, "cache": own}), {}, arrival)
+        if reserve is not None and alias is not None and not await reserve(alias.worst_case_microusd(turn.demand)):
+            return None, None
         try:
-            async with asyncio.timeout(_TIMEOUT_S):
-                reply = await self._pipeline.answer(turn, self._identity, replies.append)
+            async with asyncio.timeout(within_s):
+                reply = await self._pipeline.answer(turn, self._identity, replies.append, alias)
                 assert reply.reader is not None
-                return fold(await reply.reader.whole())
+                return fold(await reply.reader.whole()), _cost(reply)
         except (ApiError, TimeoutError, msgspec.DecodeError) as error:
             _log.info("own_request_failed", reason=str(error) or type(error).__name__)
-            return None
+            return None, _cost(replies[0]) if replies else 0
         finally:
             for reply in replies:
                 assert reply.reader is not None
                 reply.reader.close()
             attended = replies[0] if replies else None
             self._pipeline.finish(arrival, Ended(), identity=self._identity, turn=turn, reply=attended)
+
+
+def _cost(reply: Reply) -> int | None:
+    """The cost of a request in µUSD; None where it has not ended yet."""
+    spent = reply.reader.generation.spent if reply.reader is not None else None
+    return spent.cost_microusd if spent is not None else None

@@ -37,13 +37,14 @@ Your whole reply is one word: SAME, DIFFERENT or UNKNOWN."""
 
 
 class LlmJudge:
-    """`model` is the judge's name. `ask` answers a chat request, None if the budget is spent or no
-    deployment answers.
+    """`model` is the alias to ask. `ask` answers a chat request, None if the budget is spent or no
+    deployment answers. `name` is the judge's, if not the alias's.
     """
 
-    def __init__(self, model: str, ask: Ask) -> None:
+    def __init__(self, model: str, ask: Ask, name: str = "") -> None:
         self._model = model
         self._ask = ask
+        self._name = name or model
 
     async def judge(self, fresh: QAPair, cached: QAPair) -> Judgement:
         """Ask in both orders. A ruling that depends on the order is none."""
@@ -83,7 +84,7 @@ class LlmJudge:
         return {"SAME": Ruling.SAME, "DIFFERENT": Ruling.DIFFERENT}.get(word, Ruling.UNKNOWN)
 
     def _judgement(self, ruling: Ruling, why: str) -> Judgement:
-        return Judgement(ruling, self._model, why)
+        return Judgement(ruling, self._name, why)
 
 
 async def second_opinion(judge: Judge, first: Judgement, fresh: QAPair, peers: Sequence[QAPair]) -> Judgement:

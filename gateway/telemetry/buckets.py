@@ -55,6 +55,8 @@ CHECKED: Mapping[str, Metric] = {
     "uq": Metric("unsettled_weight2", 10_000),
     "fw": Metric("reported_wrong"),
     "fr": Metric("reported_right"),
+    "jq": Metric("questions"),
+    "j$": Metric("judging_microusd"),
 }
 TRIED: Mapping[str, Metric] = {
     "ok": Metric("ok"),

@@ -49,6 +49,8 @@ class CheckCounts(msgspec.Struct):
     unsettled_weight2: float = 0.0
     reported_wrong: int = 0
     reported_right: int = 0
+    questions: int = 0  # to a judge model about its answers
+    judging_microusd: int = 0
 
     def add(self, other: "CheckCounts") -> None:
         """Add `other` to this."""

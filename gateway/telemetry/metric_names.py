@@ -85,6 +85,12 @@ VERDICTS = _counter(
     "Answers compared or reported: by source (miss, audit, shadow, feedback, again), ruling (same, different, unknown) and judge.",
     "source ruling judge",
 )
+JUDGE_QUESTIONS = _counter(
+    "sameway_judge_questions_total",
+    "Questions to the judge model about answers of a team: answered, unpaid (no allowance) or failed.",
+    "team outcome",
+)
+JUDGE_COST = _counter("sameway_judge_cost_usd_total", "Money spent on judging a team's answers.", "team")
 DRAFTED = _counter(
     "sameway_drafted_tokens_total",
     "Tokens that were guessed and verified by a local engine: source is text, reference (a near cached answer) or model.",

@@ -181,6 +181,15 @@ class Stats:
         counts = CheckCounts(reported_wrong=1) if is_wrong else CheckCounts(reported_right=1)
         self._add_truth(team_id, model, counts)
 
+    def add_question(self, team_id: int, model: str, cost_microusd: int) -> None:
+        """Count a question to a judge model about a team's answers."""
+        self._add_truth(team_id, model, CheckCounts(questions=1, judging_microusd=cost_microusd))
+
+    async def saved(self) -> dict[int, int]:
+        """What the cache has saved each team in the last 30 days, in µUSD. Errors of the client pass through."""
+        summary = await self.query(Window.MONTH)
+        return {team_id: tally.saved_microusd for team_id, tally in summary.by_team.items()}
+
     def _add_truth(self, team_id: int, model: str, counts: CheckCounts) -> None:
         self._count(int(self._clock()) // 60, team_id, buckets.TRUTH, model, buckets.amounts(buckets.CHECKED, counts))
 

@@ -13,7 +13,7 @@ import pytest
 from redis.asyncio import Redis
 
 from cache import Entry, ExactCache, Recorded, Trial
-from cache.verdicts import Judgement, QAPair, Ruling, Source, Verdict, VerdictStore
+from cache.verdicts import Judge, Judgement, QAPair, Ruling, Source, Verdict, VerdictStore
 from cache.verdicts.records import AnswerJudged
 from gateway.deployments.progress import Progress
 from gateway.journey.flight import Flight
@@ -21,7 +21,7 @@ from gateway.journey.generation import Generation, Try
 from gateway.journey.record import Record
 from gateway.journey.semantic import SemanticResult
 from gateway.journey.turn import Turn, arrive, read_turn
-from gateway.learning.comparisons import _QUEUE_MAX, Check, Fallback, Judging
+from gateway.learning.comparisons import _QUEUE_MAX, Check, Judging
 from gateway.learning.llm_judge import NO_ANSWER
 from gateway.wire.types import Chunk
 from tests.cache.fakes import ask, entry_for
@@ -132,31 +132,45 @@ class Silent:
         return Judgement(Ruling.UNKNOWN, "silent", NO_ANSWER)
 
 
-DIFFERENT = Says(Ruling.DIFFERENT)
+class Costly:
+    """The judge that costs, of every request."""
+
+    def __init__(self, judge: Judge | None) -> None:
+        self._judge = judge
+
+    def of(self, record: Record, space: bytes) -> Judge | None:
+        return self._judge
+
+    def flips(self, judge: str) -> tuple[float, float]:
+        return 0.0, 0.25
+
+
+DIFFERENT = Costly(Says(Ruling.DIFFERENT))
 
 
 @pytest.mark.parametrize(
     ("fallback", "worth", "ruling", "row"),
     [
         (None, 0.0, Ruling.UNKNOWN, (None, None)),
-        (lambda _: DIFFERENT, 1.0, Ruling.UNKNOWN, (False, 1.0)),
-        (lambda _: DIFFERENT, 0.0, Ruling.SAME, (True, None)),
-        (lambda _: DIFFERENT, 0.0, Ruling.UNKNOWN, (None, 0.0)),
-        (lambda _: None, 1.0, Ruling.UNKNOWN, (None, 0.0)),
-        (lambda _: Silent(), 1.0, Ruling.UNKNOWN, (None, 0.0)),
+        (DIFFERENT, 1.0, Ruling.UNKNOWN, (False, 1.0)),
+        (DIFFERENT, 0.0, Ruling.SAME, (True, None)),
+        (DIFFERENT, 0.0, Ruling.UNKNOWN, (None, 0.0)),
+        (Costly(None), 1.0, Ruling.UNKNOWN, (None, 0.0)),
+        (Costly(Silent()), 1.0, Ruling.UNKNOWN, (None, 0.0)),
     ],
 )
 async def test_a_record_says_with_which_chance_a_judge_that_costs_was_asked(
-    redis: Redis, fallback: Fallback | None, worth: float, ruling: Ruling, row: tuple[bool | None, float | None]
+    redis: Redis, fallback: Costly | None, worth: float, ruling: Ruling, row: tuple[bool | None, float | None]
 ) -> None:
     """Not drawn, not affordable, not answered: it was not asked, which is no verdict; where the others ruled it had no say."""
     ((judged,), _) = await judged_once(redis, Says(ruling), fallback, worth=worth)
     assert (judged.is_right, judged.asked) == row
+    assert judged.flips == ((0.0, 0.0) if row[1] is None else (0.0, 0.25))
     assert judged.trial.features == b"1234"
 
 
 async def judged_once(
-    redis: Redis, judge: Says, fallback: Fallback | None, *, worth: float = 1.0, peers: int = 0
+    redis: Redis, judge: Says, fallback: Costly | None, *, worth: float = 1.0, peers: int = 0
 ) -> tuple[list[Verdict], list[bytes]]:
     """The verdicts on a fresh answer with a near one, whose group has so many further answers; and these."""
     store, now = VerdictStore(redis), time.time()
@@ -208,5 +222,5 @@ async def test_a_surprising_ruling_needs_a_second_opinion(
 ) -> None:
     """The answers found equal to a likely one are compared too, until two rulings agree: a judge's slip is not a wrong answer."""
     judge = InTurn(*rulings)
-    ((judged,), _) = await judged_once(redis, Says(Ruling.UNKNOWN), lambda _: judge, peers=2)
+    ((judged,), _) = await judged_once(redis, Says(Ruling.UNKNOWN), Costly(judge), peers=2)
     assert (judged.is_right, judge.rulings) == (is_right, [])
