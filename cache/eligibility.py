@@ -30,7 +30,8 @@ class Controls(msgspec.Struct, frozen=True):
 class Outcome(msgspec.Struct, frozen=True):
     """How a generation ended. `finish_reasons` has one word for each choice; `size_bytes` is what
     an entry would take. `is_length_asked`: the caller said how long it is to be, so that one of
-    that length is whole. `is_servable`: some lookup could find the entry.
+    that length is whole. `is_servable`: some lookup could find the entry. `is_rescued`: two
+    deployments made it.
     """
 
     is_complete: bool
@@ -40,6 +41,7 @@ class Outcome(msgspec.Struct, frozen=True):
     has_content: bool = True
     is_length_asked: bool = False
     is_servable: bool = True
+    is_rescued: bool = False
 
 
 class Refusal(StrEnum):
@@ -48,6 +50,7 @@ class Refusal(StrEnum):
     NO_STORE = "no_store"
     OFF = "off"  # the exact cache is off, and no semantic lookup may find the answer
     INCOMPLETE = "incomplete"
+    RESCUED = "rescued"
     FALLBACK = "fallback"
     FILTERED = "filtered"
     TRUNCATED = "truncated"
@@ -73,6 +76,8 @@ def store_refusal(outcome: Outcome, controls: Controls, entry_bytes_max: int) ->
     if not outcome.is_complete:
         return Refusal.INCOMPLETE
     # decision: doubtful-not-stored
+    if outcome.is_rescued:
+        return Refusal.RESCUED
     if outcome.is_fallback:
         return Refusal.FALLBACK
     if "content_filter" in reasons:

@@ -332,7 +332,11 @@ class Pipeline:
                 asked=shown(turn.alias) if turn.alias != alias else "",
                 flight=flight,
             )
-            if self._learn is not None and (generation.semantic.trial is not None or turn.controls.no_cache):
+            if (
+                self._learn is not None
+                and not generation.seams
+                and (generation.semantic.trial is not None or turn.controls.no_cache)
+            ):
                 self._learn(flight, record)
             self._emit(record, turn, flight.chunks)
 

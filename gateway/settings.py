@@ -26,6 +26,7 @@ DEFAULT_EMBEDDER_ALIAS = "all-minilm-l6-v2"
 
 CAPABILITIES = frozenset(
     {"n", "logprobs", "tools", "json_object", "json_schema", "vision", "audio", "files", "completions", "suffix"}
+    | {"prefill"}
 )
 
 
@@ -145,8 +146,8 @@ class DeploymentSettings(_Section):
     )
     capabilities: list[str] | None = Field(
         None,
-        description="what the model can do (tools, json_object, json_schema, logprobs, n, vision, audio, files, completions, suffix); "
-        "default: by backend",
+        description="what the model can do (tools, json_object, json_schema, logprobs, n, vision, audio, files, completions, suffix, "
+        "prefill); default: by backend; `prefill`, which is never assumed of a server: it goes on with a last message of the assistant",
     )
     allow_fields: list[str] = Field(
         [],
@@ -216,6 +217,10 @@ class ModelSettings(_Section):
     )
     cost_microusd_max: int | None = Field(
         None, ge=0, description="never use a deployment expected to cost more for a request"
+    )
+    rescue: Literal["continue", "error"] = Field(
+        "continue",
+        description="a stream that breaks off: another deployment with `prefill` goes on with it, or it ends with the error",
     )
     is_semantic: bool = Field(True, description="semantic hits for this alias")
     semantic_error_max: float | None = Field(

@@ -138,9 +138,9 @@ class Engine:
         if len(given) != 1:
             raise messages.InvalidRequest(f"give one of messages, prompt, prompt_token_ids, not {given or 'none'}")
         if request.messages is not None:
-            return self.tokenizer.encode_chat(request.messages, request.tools)
+            return self.tokenizer.encode_chat(request.messages, request.tools, prefix=request.prefix)
         if request.prompt is not None:
-            return self.tokenizer.encode(request.prompt)
+            return self.tokenizer.encode(request.prompt + request.prefix)
         assert request.prompt_token_ids is not None
         return request.prompt_token_ids
 
@@ -153,9 +153,11 @@ class Engine:
         priority: int = 0,
         deadline: float | None = None,
         reference: Many[int] = (),
+        is_continued: bool = False,
     ) -> int:
         """Queue a prompt; returns its id, as in `step` and `abort`. `deadline` is a time of the
-        engine's clock. `reference`: tokens the answer may share passages with.
+        engine's clock. `reference`: tokens the answer may share passages with. `is_continued`: the
+        prompt ends with the beginning of the answer.
 
         Raises InvalidRequest, PromptTooLong, Overloaded.
         """
@@ -176,7 +178,7 @@ class Engine:
             priority=priority,
             arrival=self._submitted,
             seed=self._entropy.getrandbits(63) if params.seed is None else params.seed,
-            text=TextStream(self.tokenizer, params.stop),
+            text=TextStream(self.tokenizer, params.stop, is_at_start=not is_continued),
             deadline=deadline,
             submitted_s=self._clock(),
             prompt_logprobs=known,

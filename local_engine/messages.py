@@ -149,7 +149,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     list of text parts). `salt` isolates reuse of KV blocks: only requests with equal salts share
     any. `priority`: smaller is sooner. `deadline_s`: seconds from submission after which the work
     is dropped. `reference`: a text that the answer may share passages with; shared passages are
-    faster, and no answer changes.
+    faster, and no answer changes. `prefix`: the beginning of the answer, which the generation goes
+    on with.
     """
 
     messages: list[dict[str, Any]] | None = None
@@ -163,6 +164,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     priority: int = 0
     deadline_s: float | None = None
     reference: str | None = None
+    prefix: str = ""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

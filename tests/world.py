@@ -136,6 +136,7 @@ class Call:
     partition: bytes
     request_id: str
     draft: str
+    prefix: str
     idle_timeout_s: float
     ttft_timeout_s: float
     model: str = ""
@@ -197,6 +198,7 @@ class ScriptedBackend:
             partition=request.salt,
             request_id=request.request_id,
             draft=request.draft,
+            prefix=request.prefix,
             idle_timeout_s=request.idle_timeout_s,
             ttft_timeout_s=request.ttft_timeout_s,
             model=request.model,
@@ -698,6 +700,19 @@ MODELS: dict[str, Any] = {
             deployment("also-8k", usd=(0.1, 0.1), context_tokens_max=8192),
             deployment("unknown"),
         ],
+    },
+    "rescued": {
+        "policy": "cheapest",
+        "deployments": [
+            deployment("breaks", usd=(0.1, 0.1)),
+            deployment("goes on", usd=(1.0, 2.0), capabilities=["completions", "prefill"]),
+            deployment("cannot", usd=(0.5, 0.5)),
+        ],
+    },
+    "unrescued": {
+        "policy": "cheapest",
+        "rescue": "error",
+        "deployments": [deployment("breaks off", usd=(0, 0)), deployment("could", capabilities=["prefill"])],
     },
     "mixed": {"policy": "cheapest", "deployments": [deployment("big", "big", (0, 0)), deployment("small", "small")]},
     "twins": {"policy": "fastest", "deployments": [deployment("left"), deployment("right")]},

@@ -16,6 +16,7 @@ from gateway.accounts import AuditRow, LedgerRow
 from gateway.accounts.checks import RATE_MAX
 from gateway.deployments.progress import Attempt
 from gateway.journey.record import Record, Rejection
+from gateway.journey.rescue import Seam
 from gateway.telemetry.parts import Part
 from gateway.telemetry.summary import Percentiles, Window
 from policies import WindowKind
@@ -302,6 +303,7 @@ class SemanticOut(_Out):
 
 _Rejection = Annotated[Rejection, _Flat("RejectionOut")]
 _Attempt = Annotated[Attempt, _Flat("AttemptOut", without=("is_refusal", "is_denial"))]
+_Seam = Annotated[Seam, _Flat("SeamOut")]
 _Route = Annotated[
     Record,
     _Flat(
@@ -321,6 +323,7 @@ taken) or `failed` (any other 5xx, and a 424).""",
         entry=Annotated[str, Field(description="id of the cached answer that was served or stored")],
         rejected=list[_Rejection],
         attempts=list[_Attempt],
+        seams=list[_Seam],
     ),
 ]
 

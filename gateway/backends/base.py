@@ -40,6 +40,19 @@ class BackendRequest(msgspec.Struct, frozen=True):
     draft: str = ""  # a text that may share passages with the answer; engines verify it
     kind: Kind = CHAT
     model: str = ""  # the provider's name of the model, where the deployment takes every name
+    prefix: str = ""  # the beginning of the answer, which a deployment with `prefill` goes on with
+
+    @property
+    def prefilled(self) -> dict[str, Any]:
+        """The body of a request with a `prefix`, for servers: the prefix is the last message.
+
+        Its white space at the end is left out, because some servers refuse it.
+        """
+        begun = self.prefix.rstrip()
+        if self.kind is not CHAT:
+            return {**self.body, "prompt": prompts_of(self.body)[0] + begun}  # type: ignore[operator]  # a text
+        message = {"role": "assistant", "content": begun, "prefix": True}
+        return {**self.body, "messages": [*self.body["messages"], message]}
 
     @property
     def choices(self) -> int:

@@ -174,7 +174,7 @@ class ManagedBackend:
         Has the known fields of the body, and unknown ones where the provider speaks OpenAI's
         protocol.
         """
-        body = request.body
+        body = request.prefilled if request.prefix else request.body
         arguments = {name: value for name, value in body.items() if name in _FIELDS and value is not None}
         known = _FIELDS | _OWN_FIELDS | _CREDENTIALS
         unknown = {name: value for name, value in body.items() if name not in known}

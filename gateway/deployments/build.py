@@ -19,8 +19,8 @@ from policies.prices import FREE
 # Capabilities by kind of backend, where the settings name none. The local engine parses no tool
 # calls, constrains no grammar and fills no gap before a suffix.
 _CAPABILITIES = {
-    "local": frozenset({"n", "logprobs", "completions"}),
-    "openai": CAPABILITIES,
+    "local": frozenset({"n", "logprobs", "completions", "prefill"}),
+    "openai": CAPABILITIES - {"prefill"},
     "litellm": frozenset({"tools"}),
 }
 _NEVER = {"litellm": frozenset({"completions"})}  # litellm would turn a text completion into a chat

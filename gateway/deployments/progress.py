@@ -39,6 +39,7 @@ class Progress(msgspec.Struct):
 
     deployment: str
     draft: str = ""
+    prefix_tokens: int = 0  # of an answer that it went on with, beside the prompt
     started: float = msgspec.field(default_factory=time.perf_counter)
     has_begun: bool = False
     is_whole: bool = False  # came in one piece: its first token took the whole time

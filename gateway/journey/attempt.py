@@ -1,6 +1,7 @@
 """Stage 9 of the journey: try deployments in the order of the route, from request to last chunk.
 
-Invariants: failover is possible until the first byte with content has left for a client; the
+Invariants: failover is possible until the first byte with content has left for a client, and after
+it another deployment goes on with the text or the stream ends with an error; the
 breaker records the outcome of every call that was begun, exactly once; the backend's stream is
 closed on every exit; a try that has not begun leaves no trace in an answer; no request makes more
 than TRIES_MAX tries.
@@ -25,6 +26,7 @@ from gateway.deployments.progress import Progress
 from gateway.journey.flight import Flight
 from gateway.journey.generation import Generation
 from gateway.journey.queue import routed
+from gateway.journey.rescue import PREFILL, Joint, Seam, ended_by_length, is_used_up, said_in
 from gateway.wire.errors import ApiError, UpstreamDenied
 from gateway.wire.types import Chunk
 from policies import Route
@@ -128,22 +130,69 @@ class _Tries:
                 generation.must_fit(window)
         elif isinstance(failure, BackendRejected):
             raise from_backend(failure) from failure
-        if progress.has_begun and not flight.restart(from_backend(failure)):
+        if not progress.has_begun:
+            return failure
+        is_kept = isinstance(failure, BackendRejected | BackendDenied)
+        if flight.has_left and not is_kept and await self._went_on(deployment):
+            return None
+        if not flight.restart(from_backend(failure)):
             raise from_backend(failure) from failure
+        generation.seams.clear()
         return failure
+
+    async def _went_on(self, broken: Deployment) -> bool:
+        """Whether other deployments went on with an answer that broke off, up to its end."""
+        flight, generation, turn = self._flight, self._generation, self._generation.turn
+        if generation.alias.settings.rescue != "continue":
+            return False
+        while generation.tries < TRIES_MAX and (said := said_in(turn, flight.chunks)) is not None:
+            self._done_with |= {broken.name}
+            if is_used_up(turn.body, said):
+                seam = Seam(broken.name, broken.name, len(said.text))
+                flight.extend([ended_by_length(said, seam)])
+                generation.went_on(seam)
+                return True
+            route = flight.route(self._done_with, PREFILL)
+            if not route.ranked:
+                return False
+            best = route.ranked[0]
+            deployment = generation.alias.deployments[best.name]
+            is_covered = not deployment.places.is_full and await self._cover(generation, deployment)
+            if not is_covered or not deployment.begin():
+                self._done_with |= {best.name}
+                continue
+            generation.chosen(best.why)
+            seam = Seam(broken.name, deployment.name, len(said.text))
+            joint = Joint(said, seam, turn.body, is_exact=deployment.settings.engine is not None)
+
+            def deliver(chunks: list[Chunk], joint: Joint = joint) -> bool:
+                made, is_over = joint.take(chunks)
+                if made:
+                    flight.extend(made)
+                return is_over
+
+            request, progress = generation.begin_try(deployment, is_alone=len(route.ranked) == 1, said=said)
+            generation.went_on(seam)
+            failure = await attempt(deployment, request, progress, deliver, prompt_tokens=turn.demand.prompt_tokens)
+            if failure is None:
+                generation.whole_usage(joint.usage)
+                return True
+            broken = deployment
+        return False
 
 
 async def attempt(
     deployment: Deployment,
     request: BackendRequest,
     progress: Progress,
-    deliver: Callable[[list[Chunk]], None],
+    deliver: Callable[[list[Chunk]], bool | None],
     *,
     prompt_tokens: int,
 ) -> BackendError | None:
     """Send `request` to `deployment`, whose `begin` has admitted the call.
 
-    `deliver` gets its chunks from the first with content on. Returns the failure, or None if the
+    `deliver` gets its chunks from the first with content on, and returns True where these end the
+    answer. Returns the failure, or None if the
     answer is complete; `progress.has_begun` tells whether chunks were delivered before it.
     """
     answer = deployment.backend.stream(request)
@@ -158,7 +207,8 @@ async def attempt(
             if progress.has_begun:
                 if deployment.breaker.denial:
                     deployment.breaker.record_accepted()
-                deliver(held)
+                if deliver(held):
+                    break
                 held.clear()
     except BackendError as error:
         deployment.failed(error)

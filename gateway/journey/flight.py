@@ -69,10 +69,20 @@ class Flight:
         """Milliseconds until the latest deadline; None if a reader has none."""
         return None if self.deadline is None else max(0.0, (self.deadline - time.perf_counter()) * 1000.0)
 
-    def route(self, tried: frozenset[str] = frozenset()) -> Route:
-        """The current ranking of the deployments for its generation, without those in `tried`."""
-        generation = self.generation
-        return generation.alias.route(generation.demand, generation.warm, self.remaining_ms(), tried)
+    @property
+    def has_left(self) -> bool:
+        """Whether the client of a reader has begun to get the chunks."""
+        return any(reader.is_stream and reader.ready_at is not None for reader in self._readers)
+
+    def route(self, tried: frozenset[str] = frozenset(), needs: frozenset[str] = frozenset()) -> Route:
+        """The current ranking of the deployments for its generation, without those in `tried`.
+
+        `needs` are further capabilities that a deployment needs for it.
+        """
+        generation, demand = self.generation, self.generation.demand
+        if needs:
+            demand = msgspec.structs.replace(demand, needs=demand.needs | needs)
+        return generation.alias.route(demand, generation.warm, self.remaining_ms(), tried)
 
     def extend(self, chunks: Sequence[Chunk]) -> None:
         """Add `chunks` that arrived together, with one wake-up for each reader."""

@@ -13,6 +13,7 @@ from gateway.accounts import Identity, LedgerRow
 from gateway.backends.base import BackendRequest
 from gateway.deployments.fleet import Alias, Deployment
 from gateway.deployments.progress import Attempt, Progress
+from gateway.journey.rescue import Said, Seam, rest_of
 from gateway.journey.semantic import SemanticResult, draft_of
 from gateway.journey.storing import deployment_of, entry_of, refusal_of
 from gateway.journey.turn import Turn
@@ -63,8 +64,9 @@ class Generation:
     """
 
     __slots__ = (
-        "_degraded", "_first_choice_model", "_near", "_tries", "alias", "demand", "fingerprint", "headers", "hold", "identity",
-        "more_holds", "queued_ms", "route", "semantic", "spent", "store", "stored", "turn", "warm", "why",
+        "_degraded", "_first_choice_model", "_near", "_tries", "_whole_usage", "alias", "demand", "fingerprint",
+        "headers", "hold", "identity", "more_holds", "queued_ms", "route", "seams", "semantic", "spent", "store",
+        "stored", "turn", "warm", "why",
     )  # fmt: skip
 
     def __init__(
@@ -95,6 +97,8 @@ class Generation:
         self._degraded = degraded
         self._near: Entry | None = None
         self._first_choice_model = ""
+        self.seams: list[Seam] = []  # where another deployment went on with the answer
+        self._whole_usage: Usage | None = None  # of an answer with seams
         self._tries: list[Try] = []
 
     # -- the outcomes of the stages ----------------------------------------------------------------
@@ -124,18 +128,21 @@ class Generation:
         """9. Set the reason why the deployment that is tried next was ranked first."""
         self.why = why
 
-    def begin_try(self, deployment: Deployment, *, is_alone: bool) -> tuple[BackendRequest, Progress]:
+    def begin_try(
+        self, deployment: Deployment, *, is_alone: bool, said: Said | None = None
+    ) -> tuple[BackendRequest, Progress]:
         """9. The request to `deployment`, and the empty progress of its answer.
 
-        `is_alone`: no other deployment can take over.
+        `is_alone`: no other deployment can take over. `said`: the text that it goes on with.
         """
         turn = self.turn
         # decision: always-stream
         is_stream = turn.is_stream or (len(self.alias.deployments) > 1 and _UNSTREAMED.isdisjoint(turn.body))
         is_bounded = any(hold.held for hold in self._holds)
         draft = draft_of(self._near) if deployment.settings.engine else ""
+        body = self.alias.with_max_tokens(deployment, turn.demand, turn.body) if is_bounded else turn.body
         request = BackendRequest(
-            body=self.alias.with_max_tokens(deployment, turn.demand, turn.body) if is_bounded else turn.body,
+            body=body if said is None else rest_of(body, said),
             is_stream=is_stream,
             salt=self.fingerprint.partition,
             request_id=turn.arrival.request_id,
@@ -144,10 +151,20 @@ class Generation:
             draft=draft,
             kind=turn.kind,
             model=deployment.model if self.alias.is_pattern else "",
+            prefix="" if said is None else said.text,
         )
         progress = Progress(deployment.name, self._near.id if draft and self._near is not None else "")
+        progress.prefix_tokens = 0 if said is None else said.tokens
         self._tries.append(Try(deployment, progress))
         return request, progress
+
+    def went_on(self, seam: Seam) -> None:
+        """9. Set where another deployment goes on with the answer."""
+        self.seams.append(seam)
+
+    def whole_usage(self, usage: Usage | None) -> None:
+        """9. Set the tokens of an answer with seams, as its clients see them."""
+        self._whole_usage = usage
 
     def must_fit(self, context_tokens: int) -> None:
         """9. Set that the request is longer than a context of `context_tokens`."""
@@ -181,7 +198,7 @@ class Generation:
         is_counted = any(one.progress.has_begun for one in charged)
         rows = [one.row for one in booked]
         self.spent = Spent(
-            usage=self._usage(self.progress),
+            usage=self._whole_usage or self._usage(self.progress),
             cost_microusd=sum(row.cost_microusd for row in rows) if is_counted else 0,
             answer_microusd=rows[-1].cost_microusd if is_counted else 0,
             charged_tokens=sum(row.prompt_tokens + row.completion_tokens for row in rows),
@@ -255,7 +272,13 @@ class Generation:
         """
         kind, controls = self.turn.kind, self.turn.controls
         return refusal_of(
-            self.progress, kind, controls, entry_bytes_max, is_fallback=self.is_fallback, is_servable=is_servable
+            self.progress,
+            kind,
+            controls,
+            entry_bytes_max,
+            is_fallback=self.is_fallback,
+            is_servable=is_servable,
+            is_rescued=bool(self.seams),
         )
 
     def entry(self, chunks: Sequence[Chunk], ttl_s: int, *, is_findable: bool) -> Entry:
@@ -276,7 +299,9 @@ class Generation:
         """The tokens that the backend counted, else an estimate: a cut answer costs money, too."""
         return progress.usage or Usage(
             # decision: abandoned-prompts-are-charged
-            prompt_tokens=self.turn.demand.prompt_tokens if progress.has_begun or progress.is_abandoned else 0,
+            prompt_tokens=self.turn.demand.prompt_tokens + progress.prefix_tokens
+            if progress.has_begun or progress.is_abandoned
+            else 0,
             completion_tokens=progress.content_chunks,
         )
 

@@ -12,6 +12,7 @@ from cache import Entry
 from gateway.accounts import Identity
 from gateway.deployments.progress import Attempt
 from gateway.journey.flight import Flight, Reply
+from gateway.journey.rescue import Seam
 from gateway.journey.storing import deployment_of
 from gateway.journey.turn import Arrival, Ended, Turn
 from gateway.wire.errors import ApiError
@@ -53,6 +54,7 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     rejected: tuple[Rejection, ...] = ()
     queued_ms: float = 0.0  # waited for a place, as every deployment was full
     attempts: tuple[Attempt, ...] = ()
+    seams: tuple[Seam, ...] = ()  # where another deployment went on with a stream that broke off
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -144,6 +146,7 @@ def _of_generation(flight: Flight, duration_ms: float) -> dict[str, Any]:
         "why": generation.why,
         "queued_ms": generation.queued_ms,
         "attempts": generation.attempts,
+        "seams": tuple(generation.seams),
         "draft": progress.draft,
         "survived": generation.degraded,
     }

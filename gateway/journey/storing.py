@@ -24,6 +24,7 @@ def refusal_of(
     *,
     is_fallback: bool,
     is_servable: bool,
+    is_rescued: bool = False,
 ) -> str | None:
     """The reason why this generation is not stored, as the cache counts it; None if it is."""
     refusal = store_refusal(
@@ -32,6 +33,7 @@ def refusal_of(
             finish_reasons=tuple(progress.finish_reasons),
             is_fallback=is_fallback,
             is_servable=is_servable,
+            is_rescued=is_rescued,
             size_bytes=progress.size_bytes,
             has_content=progress.has_content,
             is_length_asked=kind.output_tokens_default is not None,

@@ -105,6 +105,11 @@ ATTEMPTS = _counter(
     "deployment outcome",
 )
 FAILOVERS = _counter("sameway_failovers_total", "Requests that needed more than one deployment.", "model")
+RESCUES = _counter(
+    "sameway_rescues_total",
+    "Streams that broke off and that another deployment went on with: outcome is ok or error.",
+    "model outcome",
+)
 FAILURES = _counter(
     "sameway_failures_total",
     "Failures that requests survived, by the part that failed (redis, cache_worker, ...).",

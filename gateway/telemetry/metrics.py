@@ -147,6 +147,8 @@ class Metrics:
             _add(self._values, start, names.SECONDS, attempt.duration_ms / 1e3)
         if len(record.attempts) > 1:
             self.add(names.FAILOVERS, 1, record.alias)
+        if record.seams:
+            self.add(names.RESCUES, 1, record.alias, "error" if record.error else "ok")
 
     def _find(self, record: Record, sort: tuple[str | int, ...]) -> _RequestSeries:
         if len(self._by_sort) >= _SORTS_MAX:

@@ -176,6 +176,7 @@ class EngineThread(threading.Thread):
                     priority=request.priority,
                     deadline=deadline,
                     reference=reference,
+                    is_continued=bool(request.prefix),
                 )
                 work.sequences.append(id)
         except wire.EngineError:

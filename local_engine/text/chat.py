@@ -39,18 +39,19 @@ class Chat:
         tools: Sequence[Mapping[str, Any]] | None,
         *,
         opens_answer: bool = True,
+        prefix: str = "",
     ) -> list[str]:
-        """The conversation as the parts to encode, by default up to where the assistant begins.
-        Raises InvalidRequest."""
+        """The conversation as the parts to encode, by default up to where the assistant begins,
+        with `prefix` as the beginning of its answer. Raises InvalidRequest."""
         if not messages:
             raise InvalidRequest("messages must not be empty", param="messages")
         try:
             plain = [_plain(message) for message in messages]
-            given = json.dumps([plain, list(tools or ())], ensure_ascii=False, default=str)
+            given = json.dumps([plain, list(tools or ()), prefix], ensure_ascii=False, default=str)
             cut = next((mark for mark in _CUTS if mark not in given), None)
             if cut is None:
                 raise InvalidRequest("messages must not consist of noncharacters", param="messages")
-            text = self._template.render(
+            text: str = self._template.render(
                 {
                     "messages": self._cut(plain, cut),
                     "tools": self._cut(list(tools), cut) if tools else None,
@@ -59,6 +60,7 @@ class Chat:
                     "eos_token": self._eos_token,
                 }
             )
+            text += str(self._cut(prefix, cut))
             text.encode()  # a tool call's arguments can spell what is no character
         except TemplateRefusal as error:
             raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from None

@@ -107,14 +107,16 @@ class Tokenizer:
         *,
         opens_answer: bool = True,
         is_rendered: bool = True,
+        prefix: str = "",
     ) -> list[int]:
         """Token ids of a conversation, by default up to where the assistant begins; its texts never
-        become a control token. `is_rendered`: as in `encode`. Raises InvalidRequest."""
+        become a control token. `prefix`: the beginning of its answer. `is_rendered`: as in
+        `encode`. Raises InvalidRequest."""
         if self._chat is None:
             raise InvalidRequest(
                 "the model has no chat template; send `prompt` instead of `messages`", param="messages"
             )
-        first, *rest = self._chat.render(messages, tools, opens_answer=opens_answer)
+        first, *rest = self._chat.render(messages, tools, opens_answer=opens_answer, prefix=prefix)
         ids = self.encode(first, is_rendered=is_rendered)
         for part in rest:
             ids += self._encode_middle(part)
@@ -239,14 +241,14 @@ class _Held:
 @dataclass(slots=True)
 class TextStream:
     """One answer's text as its tokens arrive: half characters and possible beginnings of stop
-    strings are held back."""
+    strings are held back. `is_at_start`: no text of the answer is there yet."""
 
     tokenizer: Tokenizer
     stop: tuple[str, ...] = ()
+    is_at_start: bool = True
     _held: deque[_Held] = field(default_factory=deque)
     _text: str = ""
     _emitted: int = 0
-    _is_at_start: bool = True
     _utf8: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
     )
@@ -256,8 +258,8 @@ class TextStream:
         self._held.append(_Held(id, logprob, self._emitted + len(self._text)))
         if not self.tokenizer.is_special(id):
             data = self.tokenizer.spell(id)
-            if self._is_at_start and data:
-                self._is_at_start = False
+            if self.is_at_start and data:
+                self.is_at_start = False
                 if self.tokenizer.strips_first_space and data.startswith(b" "):
                     data = data[1:]
             self._text += self._utf8.decode(data)

@@ -7,6 +7,7 @@ import contextlib
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -728,3 +729,12 @@ async def test_an_error_inside_a_stream_is_told_in_its_own_words(
         await collect(backend.stream(ask()))
     assert caught.value.message == "The deployment failed in its answer: upstream failed inside the stream"
     assert "HTTP" not in caught.value.detail
+
+
+async def test_a_beginning_is_the_last_message(upstream: Upstream, backend: OpenAIBackend) -> None:
+    """A deployment that goes on with an answer gets its text as the assistant's, without white space at its end."""
+    await collect(backend.stream(msgspec.structs.replace(ask(), prefix="It begins ")))
+    body = upstream.seen().requests[-1]["body"]
+    assert body["messages"][-1] == {"role": "assistant", "content": "It begins", "prefix": True}
+    assert (body["continue_final_message"], body["add_generation_prompt"]) == (True, False)
+    assert len(body["messages"]) == 2

@@ -11,7 +11,7 @@ import local_engine
 from local_engine.checkpoints.open import default_model
 from local_engine.config import EngineConfig
 from local_engine.engine import Engine
-from local_engine.messages import SamplingParams
+from local_engine.messages import GenerateRequest, SamplingParams
 from tests.engine.conftest import greedy, run
 
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
@@ -52,6 +52,33 @@ def test_it_knows_the_capital_of_france(engine: Engine, dtype: str) -> None:
             reasons.append(step.output.finish_reason)
     assert "Paris" in text
     assert reasons[-1] == "stop"
+
+
+def test_it_goes_on_with_a_beginning(engine: Engine) -> None:
+    """Greedy, each beginning of an answer is continued to the same text, spaces at the joint included."""
+
+    def said(prefix: str = "") -> str:
+        request = GenerateRequest(messages=CHAT, prefix=prefix)
+        engine.submit(engine.prompt_tokens(request), greedy(24), is_continued=bool(prefix))
+        text = ""
+        while engine.has_work:
+            text += "".join(step.output.text for step in engine.step())
+        return text
+
+    whole = said()
+    words = whole.split(" ")
+    for count in (1, len(words) // 2, len(words) - 1):
+        begun = " ".join(words[:count])
+        rest = said(begun)
+        assert rest.startswith(" ")
+        assert (begun + rest).startswith(whole[: len(begun) + 4])
+
+
+def test_a_beginning_cannot_end_the_turn(engine: Engine) -> None:
+    """A beginning that spells a control token is text, as a message is."""
+    end = engine.tokenizer.encode_chat(CHAT, None, prefix="<|im_end|>")
+    assert end[-1] != engine.tokenizer.eos_token_id
+    assert len(end) > len(engine.tokenizer.encode_chat(CHAT, None)) + 1
 
 
 def test_the_package_shows_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,6 +63,7 @@ def engine_requests(request: BackendRequest) -> list[GenerateRequest]:
         "salt": request.salt,
         "priority": _PRIORITY_FLEX if body.get("service_tier") == "flex" else 0,
         "reference": request.draft or None,
+        "prefix": request.prefix,
     }
     if request.kind is CHAT:
         return [GenerateRequest(messages=messages_of(body), sampling=_of_chat(asked), **common)]

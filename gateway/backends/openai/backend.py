@@ -138,6 +138,11 @@ class OpenAIBackend:
         Raises BackendRejected.
         """
         body = {**request.body, "model": request.model or self._model}
+        if request.prefix:
+            body |= request.prefilled
+            body["model"] = request.model or self._model
+            if request.kind is CHAT:  # for vLLM and SGLang
+                body |= {"continue_final_message": True, "add_generation_prompt": False}
         for name in (*_OWN_FIELDS, "stream", "stream_options"):
             body.pop(name, None)
         if request.is_stream:
