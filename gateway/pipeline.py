@@ -307,6 +307,15 @@ class Pipeline:
         """10. Send the last chunk, then settle the hold and store the answer, in one round trip."""
         generation = flight.generation
         booked = generation.end()
+        if generation.spent is not None and generation.spent.claimed is not None:
+            claimed, usage = generation.spent.claimed, generation.spent.usage
+            _log.warning(
+                "usage_above_request",
+                request_id=generation.turn.arrival.request_id,
+                deployment=generation.progress.deployment,
+                claimed=(claimed.prompt_tokens, claimed.completion_tokens),
+                charged=(usage.prompt_tokens, usage.completion_tokens),
+            )
         entry, store = self._entry_of(flight)
         duration_ms = generation.turn.elapsed_ms()
         flight.finish(error)

@@ -91,6 +91,19 @@ TOOLS: Mapping[str, str] = {
 }
 """Each reserved tool, with its effect. A type's date, `_preview` and capitals are left out."""
 
+SEARCHES = frozenset(name for name, effect in TOOLS.items() if effect == _SEARCH) | {
+    "web_search_options", "search_parameters", "enable_search", "search_options",
+}  # fmt: skip
+"""Those that search the web, at the provider's price of a search."""
+
+_DEARER = (
+    "service_tier speed inference_geo models fallbacks context_window_fallbacks content_policy_fallbacks route provider "
+    "providerOptions preset plugins model_list custom_llm_provider deployment_id specific_deployment mcp_servers container"
+)
+_ON_CLIENTS = frozenset(name for name, effect in TOOLS.items() if effect == _CLIENT)
+PAID = frozenset(_DEARER.split()) | SEARCHES | (frozenset(TOOLS) - _ON_CLIENTS)
+"""Those with which a request may cost more than its tokens at the deployment's price."""
+
 _CLIENTS_OWN = frozenset({"function", "custom"})
 _TIERS = frozenset({"auto", "default", "flex"})
 _NAMES = frozenset(FIELDS) | {"tools", "functions", "chat_template_kwargs"}

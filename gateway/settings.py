@@ -121,7 +121,37 @@ class PriceSettings(_Section):
     cached_input_usd_per_mtok: float | None = Field(
         None, ge=0, description="USD for a million prompt tokens that the provider had cached; default: the input price"
     )
+    cache_write_usd_per_mtok: float | None = Field(
+        None,
+        ge=0,
+        description="USD for a million prompt tokens that the provider wrote to its cache; default: as its table or its "
+        "documentation says by the model's name, else the input price",
+    )
+    cache_write_1h_usd_per_mtok: float | None = Field(None, ge=0, description="the same for a cache that lasts an hour")
+    audio_input_usd_per_mtok: float | None = Field(
+        None, ge=0, description="USD for a million prompt tokens of sounds; default: the input price"
+    )
+    image_input_usd_per_mtok: float | None = Field(
+        None, ge=0, description="USD for a million prompt tokens of images; default: the input price"
+    )
+    reasoning_usd_per_mtok: float | None = Field(
+        None, ge=0, description="USD for a million reasoning tokens; default: the output price"
+    )
+    audio_output_usd_per_mtok: float | None = Field(
+        None, ge=0, description="USD for a million generated tokens of sounds; default: the output price"
+    )
+    image_output_usd_per_mtok: float | None = Field(
+        None, ge=0, description="USD for a million generated tokens of images; default: the output price"
+    )
+    tool_call_usd: float | None = Field(
+        None, ge=0, description="USD for each call of a tool that the provider runs, such as a web search"
+    )
     request_usd: float = Field(0.0, ge=0, description="USD for each request, in addition to its tokens")
+    factors: dict[str, Annotated[float, Field(ge=1)]] = Field(
+        {},
+        description="how many times dearer a request is with one of the deployment's `allow_fields`, by its name, such as "
+        "`service_tier: 2`",
+    )
 
 
 class DeploymentSettings(_Section):

@@ -6,7 +6,7 @@ less than the exact product of tokens and price.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import msgspec
 
@@ -25,25 +25,42 @@ def dollars(microusd: MicroUSD) -> str:
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """Tokens of one generation. `cached` of the `prompt` tokens came from a prefix cache.
+    """Tokens of one generation, as its provider bills them.
 
-    Raises ValueError for negative numbers and for `cached` above `prompt`.
+    Parts of `prompt`, none counted twice: `cached` were read from the provider's prompt cache,
+    `cache_write` were written to it for its usual life and `cache_write_1h` for an hour,
+    `audio_prompt` and `image_prompt` were sounds and images. Parts of `completion`: `reasoning`,
+    `audio_completion` and `image_completion`. `tool_calls` counts the calls of tools that the
+    provider ran.
+
+    Raises ValueError for negative numbers and for parts above their whole.
     """
 
     prompt: int
     completion: int
     cached: int = 0
+    cache_write: int = 0
+    cache_write_1h: int = 0
+    audio_prompt: int = 0
+    image_prompt: int = 0
+    reasoning: int = 0
+    audio_completion: int = 0
+    image_completion: int = 0
+    tool_calls: int = 0
 
     def __post_init__(self) -> None:
-        if self.prompt < 0 or self.completion < 0 or not 0 <= self.cached <= self.prompt:
-            raise ValueError(f"tokens must be at least 0 and cached at most prompt: {self}")
+        inside = self.cached + self.cache_write + self.cache_write_1h + self.audio_prompt + self.image_prompt
+        inside_completion = self.reasoning + self.audio_completion + self.image_completion
+        if inside > self.prompt or inside_completion > self.completion or min(msgspec.structs.astuple(self)) < 0:
+            raise ValueError(f"tokens must be at least 0, and their parts at most the whole: {self}")
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """A deployment's price in µUSD per million tokens, plus a flat amount per request.
+    """A deployment's price in µUSD per million tokens, plus flat amounts per request and per call
+    of a tool that the provider runs.
 
-    `cached_input_microusd_per_mtok` None charges cached prompt tokens like the others.
+    A price that is None is that of `input` or `output`; calls of tools without one are free.
     Raises ValueError for a negative price.
     """
 
@@ -51,36 +68,69 @@ class Price:
     output_microusd_per_mtok: MicroUSD
     cached_input_microusd_per_mtok: MicroUSD | None = None
     request_microusd: MicroUSD = 0
+    cache_write_microusd_per_mtok: MicroUSD | None = None
+    cache_write_1h_microusd_per_mtok: MicroUSD | None = None
+    audio_input_microusd_per_mtok: MicroUSD | None = None
+    image_input_microusd_per_mtok: MicroUSD | None = None
+    reasoning_microusd_per_mtok: MicroUSD | None = None
+    audio_output_microusd_per_mtok: MicroUSD | None = None
+    image_output_microusd_per_mtok: MicroUSD | None = None
+    tool_call_microusd: MicroUSD | None = None
 
     def __post_init__(self) -> None:
-        cached = self.cached_input_microusd_per_mtok
-        if (
-            min(self.input_microusd_per_mtok, self.output_microusd_per_mtok, self.request_microusd) < 0
-            or (cached or 0) < 0
-        ):
+        if any((getattr(self, field.name) or 0) < 0 for field in fields(self)):
             raise ValueError(f"prices must be at least 0: {self}")
 
     def cost(self, tokens: Tokens) -> MicroUSD:
         """The cost of `tokens`, rounded up to a whole µUSD once, after the sum."""
-        cached_price = self.cached_input_microusd_per_mtok
-        if cached_price is None:
-            cached_price = self.input_microusd_per_mtok
-        scaled = (
-            (tokens.prompt - tokens.cached) * self.input_microusd_per_mtok
-            + tokens.cached * cached_price
-            + tokens.completion * self.output_microusd_per_mtok
-        )
-        return self.request_microusd - (-scaled // _PER_MTOK)
+        plain, answer = self.input_microusd_per_mtok, self.output_microusd_per_mtok
+        scaled = tokens.prompt * plain + tokens.completion * answer
+        for count, price, usual in (
+            (tokens.cached, self.cached_input_microusd_per_mtok, plain),
+            (tokens.cache_write, self.cache_write_microusd_per_mtok, plain),
+            (tokens.cache_write_1h, self.cache_write_1h_microusd_per_mtok, plain),
+            (tokens.audio_prompt, self.audio_input_microusd_per_mtok, plain),
+            (tokens.image_prompt, self.image_input_microusd_per_mtok, plain),
+            (tokens.reasoning, self.reasoning_microusd_per_mtok, answer),
+            (tokens.audio_completion, self.audio_output_microusd_per_mtok, answer),
+            (tokens.image_completion, self.image_output_microusd_per_mtok, answer),
+        ):
+            if count and price is not None:
+                scaled += count * (price - usual)
+        calls = tokens.tool_calls * (self.tool_call_microusd or 0)
+        return self.request_microusd + calls - (-scaled // _PER_MTOK)
 
-    def cost_max(self, prompt_tokens: int, completion_tokens: int) -> MicroUSD:
-        """The highest possible cost of a request of these sizes, for any share of cached prompt
-        tokens.
+    def cost_max(
+        self,
+        prompt_tokens: int,
+        completion_tokens: int,
+        *,
+        has_audio: bool = False,
+        has_long_writes: bool = False,
+        tool_calls: int = 0,
+    ) -> MicroUSD:
+        """The highest possible cost of a request of these sizes, for any kinds of tokens.
 
-        A provider that charges for writing its cache has a cached price above the plain one.
+        `has_audio`: sounds may be among them; `has_long_writes`: the request asks the provider to
+        keep a prefix for an hour.
         """
-        dearest = max(self.input_microusd_per_mtok, self.cached_input_microusd_per_mtok or 0)
-        scaled = prompt_tokens * dearest + completion_tokens * self.output_microusd_per_mtok
-        return self.request_microusd - (-scaled // _PER_MTOK)
+        inputs = [
+            self.input_microusd_per_mtok,
+            self.cached_input_microusd_per_mtok,
+            self.cache_write_microusd_per_mtok,
+            self.image_input_microusd_per_mtok,
+            self.cache_write_1h_microusd_per_mtok if has_long_writes else None,
+            self.audio_input_microusd_per_mtok if has_audio else None,
+        ]
+        outputs = [
+            self.output_microusd_per_mtok,
+            self.reasoning_microusd_per_mtok,
+            self.image_output_microusd_per_mtok,
+            self.audio_output_microusd_per_mtok if has_audio else None,
+        ]
+        scaled = prompt_tokens * max(price or 0 for price in inputs)
+        scaled += completion_tokens * max(price or 0 for price in outputs)
+        return self.request_microusd + tool_calls * (self.tool_call_microusd or 0) - (-scaled // _PER_MTOK)
 
 
 FREE = Price(0, 0)

@@ -58,7 +58,8 @@ class Demand(msgspec.Struct, frozen=True):
     certainly does not fit is rejected, because the deployment counts exactly. No route depends
     on `prompt_tokens_max`: it bounds the cost from above, for the amount that a budget holds.
     `ttft_deadline_ms` is the time left until the first token; None if the caller set no deadline.
-    `reserved` are the parts of the request that only a deployment that allows them may get.
+    `reserved` are the parts of the request that only a deployment that allows them may get. For the
+    cost: `has_audio`, in or out; `has_long_writes` of a provider's prompt cache; the `tier` asked.
     """
 
     prompt_tokens: int
@@ -73,6 +74,9 @@ class Demand(msgspec.Struct, frozen=True):
     prompt_tokens_min: int | None = None
     prompt_tokens_max: int = 0
     reserved: frozenset[str] = frozenset()
+    has_audio: bool = False
+    has_long_writes: bool = False
+    tier: str = ""
 
 
 class Candidate(msgspec.Struct, frozen=True):

@@ -266,8 +266,10 @@ def _json(value: Any) -> bytes:
 
 
 def deployment(name: str, model: str = "m", usd: tuple[float, float] = (1.0, 2.0), **more: Any) -> dict[str, Any]:
-    """The settings of a deployment; `usd` are its prices for a million tokens, read and written."""
-    price = {"input_usd_per_mtok": usd[0], "output_usd_per_mtok": usd[1]}
+    """The settings of a deployment; `usd` are its prices for a million tokens, read and written, and the same with each of
+    its `allow_fields`."""
+    factors = dict.fromkeys(more.get("allow_fields", ()), 1.0)
+    price = {"input_usd_per_mtok": usd[0], "output_usd_per_mtok": usd[1], "factors": factors}
     kind = {"backend": "local"} if "engine" in more else {"backend": "openai", "base_url": "http://0.0.0.0/v1"}
     own = {} if "engine" in more else {"model": model}
     return {"name": name, "price": price, **kind, **own, **more}

@@ -27,7 +27,11 @@ from policies.windows import Window
 
 CURSOR = r"[0-9]{1,18}-[!-~]{1,100}"
 _DAY_MS = 86_400_000
-_SUMS = ("prompt_tokens", "cached_tokens", "completion_tokens", "cost_microusd")
+_SUMS = (
+    "prompt_tokens", "cached_tokens", "completion_tokens", "cost_microusd", "cache_write_tokens", "cache_write_1h_tokens",
+    "audio_prompt_tokens", "image_prompt_tokens", "reasoning_tokens", "audio_completion_tokens",
+    "image_completion_tokens", "tool_calls",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,14 @@ class LedgerTotal:
     cached_tokens: int
     completion_tokens: int
     cost_microusd: int
+    cache_write_tokens: int
+    cache_write_1h_tokens: int
+    audio_prompt_tokens: int
+    image_prompt_tokens: int
+    reasoning_tokens: int
+    audio_completion_tokens: int
+    image_completion_tokens: int
+    tool_calls: int
     team_id: int | None = None
     key_id: int | None = None
     alias: str | None = None

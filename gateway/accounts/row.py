@@ -19,6 +19,9 @@ _Text = Annotated[str, Meta(max_length=512)]
 class LedgerRow(msgspec.Struct, frozen=True):
     """The cost of one generation. `id` is the id of its hold, `at_ms` the hold's time (unix ms).
 
+    `prompt_tokens` include the tokens read from the provider's prompt cache (`cached_tokens`),
+    written to it (`cache_write...`), of sounds and of images; `completion_tokens` include
+    reasoning, sounds and images. `tool_calls`: calls of tools that the provider ran.
     `usage_estimated`: the deployment did not report the tokens.
     """
 
@@ -34,7 +37,16 @@ class LedgerRow(msgspec.Struct, frozen=True):
     completion_tokens: _Count
     cost_microusd: _Count
     kind: _Text
-    usage_estimated: bool = False  # an earlier version's rows lack it
+    # an earlier version's rows lack the rest
+    usage_estimated: bool = False
+    cache_write_tokens: _Count = 0
+    cache_write_1h_tokens: _Count = 0
+    audio_prompt_tokens: _Count = 0
+    image_prompt_tokens: _Count = 0
+    reasoning_tokens: _Count = 0
+    audio_completion_tokens: _Count = 0
+    image_completion_tokens: _Count = 0
+    tool_calls: _Count = 0
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-VERSION = "0004"
+VERSION = "0005"
 
 metadata = sa.MetaData(
     naming_convention={
@@ -108,6 +108,14 @@ ledger = sa.Table(
     sa.Column("cost_microusd", sa.BigInteger, nullable=False),
     sa.Column("kind", sa.Text, nullable=False),
     sa.Column("usage_estimated", sa.Boolean, nullable=False, server_default=sa.false()),
+    sa.Column("cache_write_tokens", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("cache_write_1h_tokens", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("audio_prompt_tokens", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("image_prompt_tokens", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("reasoning_tokens", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("audio_completion_tokens", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("image_completion_tokens", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("tool_calls", sa.BigInteger, nullable=False, server_default="0"),
     sa.Index(None, "at_ms", "id"),
     sa.Index(None, "team_id", "at_ms", "id"),
 )
@@ -143,4 +151,12 @@ ledger_days = sa.Table(
     sa.Column("cached_tokens", sa.BigInteger, nullable=False),
     sa.Column("completion_tokens", sa.BigInteger, nullable=False),
     sa.Column("cost_microusd", sa.BigInteger, nullable=False),
+    sa.Column("cache_write_tokens", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("cache_write_1h_tokens", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("audio_prompt_tokens", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("image_prompt_tokens", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("reasoning_tokens", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("audio_completion_tokens", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("image_completion_tokens", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("tool_calls", sa.BigInteger, nullable=False, server_default="0"),
 )

@@ -244,7 +244,9 @@ def ledger_filter(
 
 _COLUMNS = (
     "id", "at_ms", "request_id", "team_id", "team", "key_id", "key", "alias", "deployment",
-    "prompt_tokens", "cached_tokens", "completion_tokens", "cost_microusd", "usage_estimated",
+    "prompt_tokens", "cached_tokens", "completion_tokens", "cost_microusd", "usage_estimated", "cache_write_tokens",
+    "cache_write_1h_tokens", "audio_prompt_tokens", "image_prompt_tokens", "reasoning_tokens",
+    "audio_completion_tokens", "image_completion_tokens", "tool_calls",
 )  # fmt: skip
 
 

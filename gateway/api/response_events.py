@@ -142,8 +142,8 @@ class Response:
             self._response["model"] = piece.get("model") or self._response["model"]
             self._tell("response.created", response=self._response)
             self._tell("response.in_progress", response=self._response)
-        if usage := piece.get("usage"):
-            self._response["usage"] = _usage(payload, usage.get("completion_tokens_details"))
+        if piece.get("usage"):
+            self._response["usage"] = _usage(payload)
         for choice in piece.get("choices") or ():
             delta = choice.get("delta") or {}
             thought = delta.get("reasoning_content") or delta.get("reasoning")
@@ -229,13 +229,15 @@ class Response:
         return place if kind is None else {**place, f"{kind.parts}_index": 0}
 
 
-def _usage(payload: bytes, details: Any) -> dict[str, Any]:
+def _usage(payload: bytes) -> dict[str, Any]:
     usage = read(payload).usage or Usage(0, 0)
-    reasoning = details.get("reasoning_tokens") if isinstance(details, dict) else None
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "input_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            "cache_write_tokens": usage.cache_write_tokens + usage.cache_write_1h_tokens,
+        },
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": reasoning or 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }

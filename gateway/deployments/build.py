@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from gateway.backends.base import Backend
-from gateway.deployments.catalog import Known, can_chat, known, microusd
+from gateway.deployments.catalog import Known, can_chat, known, microusd, with_writes
+from gateway.reserved import PAID, SEARCHES, canonical
 from gateway.settings import CAPABILITIES, DeploymentSettings, PriceSettings, Settings, deployment_name
 from policies import Price
 from policies.prices import FREE
@@ -33,6 +34,10 @@ class Facts(msgspec.Struct, frozen=True):
     capabilities: frozenset[str]
     context_tokens_max: int | None
     output_tokens_max: int | None
+    tiers: Mapping[str, Price] = {}  # by `service_tier`
+    allowed: frozenset[str] = frozenset()  # of `allow_fields`: those with a known price
+    factors: Mapping[str, int] = {}  # by reserved field or tool: a million times the price's factor
+    may_reason: bool | None = None  # whether answers have tokens that no chunk shows; None: not known
     is_price_known: bool = True
     are_capabilities_assumed: bool = False  # those of its kind, as its model is in no table
     can_chat: bool = True
@@ -42,6 +47,14 @@ def describe(deployment: DeploymentSettings) -> Facts:
     """The facts of one deployment, from its settings and the public table."""
     row = _row(deployment)
     price = _price(deployment.price) if deployment.price is not None else (row.price if row else None)
+    if price is not None:
+        price = with_writes(price, deployment.model or "")
+    tiers = row.tiers if row and deployment.price is None else {}
+    factors = (
+        {canonical(name): microusd(factor) for name, factor in deployment.price.factors.items()}
+        if deployment.price
+        else {}
+    )
     capabilities = row.capabilities if row else _CAPABILITIES[deployment.backend]
     if deployment.capabilities is not None:
         capabilities = frozenset(deployment.capabilities)
@@ -50,6 +63,10 @@ def describe(deployment: DeploymentSettings) -> Facts:
         capabilities=capabilities - _NEVER.get(deployment.backend, frozenset()),
         context_tokens_max=deployment.context_tokens_max or (row.context_tokens_max if row else None),
         output_tokens_max=deployment.output_tokens_max or (row.output_tokens_max if row else None),
+        tiers=tiers,
+        allowed=_allowed(deployment, price, tiers, factors),
+        factors=factors,
+        may_reason=row.may_reason if row else None if deployment.backend != "local" else False,
         is_price_known=price is not None or deployment.backend == "local",
         are_capabilities_assumed=row is None and deployment.capabilities is None and deployment.backend != "local",
         can_chat=deployment.backend == "local" or can_chat(deployment.model or "", _host(deployment)),
@@ -114,11 +131,27 @@ def _host(deployment: DeploymentSettings) -> str:
     return urlsplit(deployment.base_url or "").hostname or ""
 
 
+def _allowed(
+    deployment: DeploymentSettings, price: Price | None, tiers: Mapping[str, Price], factors: Mapping[str, int]
+) -> frozenset[str]:
+    """The reserved fields and tools that clients may send: of those that raise the bill, the ones
+    with a known price. Where all else is free, they are too.
+    """
+    names = frozenset(map(canonical, deployment.allow_fields))
+    if price is None or price == FREE:
+        return names
+    priced = set(factors)
+    if tiers:
+        priced.add("service_tier")
+    if price.tool_call_microusd is not None:
+        priced |= SEARCHES
+    return names - (PAID - priced)
+
+
 def _price(settings: PriceSettings) -> Price:
-    cached = settings.cached_input_usd_per_mtok
+    kinds = settings.model_dump(exclude={"request_usd", "tool_call_usd", "factors"}, exclude_none=True)
     return Price(
-        input_microusd_per_mtok=microusd(settings.input_usd_per_mtok),
-        output_microusd_per_mtok=microusd(settings.output_usd_per_mtok),
-        cached_input_microusd_per_mtok=microusd(cached) if cached is not None else None,
+        **{name.replace("_usd_", "_microusd_"): microusd(usd) for name, usd in kinds.items()},
         request_microusd=microusd(settings.request_usd),
+        tool_call_microusd=microusd(settings.tool_call_usd) if settings.tool_call_usd is not None else None,
     )

@@ -7,9 +7,12 @@ border, the size ends at that border, so that no budget is charged too little. S
 `context_tokens_max` above the border accepts that risk.
 """
 
+import dataclasses
 import functools
 import importlib.util
+import math
 import re
+from collections.abc import Mapping
 from decimal import ROUND_CEILING, Decimal
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from policies import Price
 
 _FILE = "model_prices_and_context_window_backup.json"
 _CHAT_MODES = frozenset({"chat", "responses", "completion"})
+_TIERS = ("priority", "flex", "ultrafast", "balanced", "decisions")
 _TIER = re.compile(r"(?:input|output)_cost_per_token_above_(\d+)k_tokens")
 # litellm and the table mean OpenAI's own parameters for these providers.
 _OPENAI_LIKE = frozenset({"openai", "azure"})
@@ -38,6 +42,8 @@ class Known(msgspec.Struct, frozen=True):
 
     provider: str
     price: Price | None
+    tiers: Mapping[str, Price]  # by `service_tier`
+    may_reason: bool
     context_tokens_max: int | None
     output_tokens_max: int | None
     capabilities: frozenset[str]
@@ -93,22 +99,67 @@ def _row(raw: msgspec.Raw) -> Known | None:
     return Known(
         provider=provider,
         price=_price(row),
+        tiers={tier: price for tier in _TIERS if (price := _price(row, f"_{tier}")) is not None},
+        may_reason=row.get("supports_reasoning") is True,
         context_tokens_max=min(sizes, default=None),
         output_tokens_max=output if isinstance(output, int) else None,
         capabilities=frozenset(capabilities),
     )
 
 
-def _price(row: dict[str, Any]) -> Price | None:
-    prompt, answer = row.get("input_cost_per_token"), row.get("output_cost_per_token")
+# kinds of tokens by the table's names
+_KINDS = {
+    "cached_input": "cache_read_input_token_cost",
+    "cache_write": "cache_creation_input_token_cost",
+    "cache_write_1h": "cache_creation_input_token_cost_above_1hr",
+    "audio_input": "input_cost_per_audio_token",
+    "image_input": "input_cost_per_image_token",
+    "reasoning": "output_cost_per_reasoning_token",
+    "audio_output": "output_cost_per_audio_token",
+    "image_output": "output_cost_per_image_token",
+}
+
+
+def _price(row: dict[str, Any], tier: str = "") -> Price | None:
+    """The price of a `tier`; what it does not change costs what it usually does."""
+    prompt, answer = row.get(f"input_cost_per_token{tier}"), row.get(f"output_cost_per_token{tier}")
     if not isinstance(prompt, int | float) or not isinstance(answer, int | float):
         return None
-    cached, request = row.get("cache_read_input_token_cost"), row.get("input_cost_per_request")
+    kinds = {kind: row.get(f"{name}{tier}") or row.get(name) for kind, name in _KINDS.items()}
+    request, searches = row.get("input_cost_per_request"), row.get("search_context_cost_per_query")
+    search = max(searches.values(), default=None) if isinstance(searches, dict) else None
     return Price(
         input_microusd_per_mtok=microusd(prompt, 12),
         output_microusd_per_mtok=microusd(answer, 12),
-        cached_input_microusd_per_mtok=microusd(cached, 12) if isinstance(cached, int | float) else None,
         request_microusd=microusd(request, 6) if isinstance(request, int | float) else 0,
+        tool_call_microusd=microusd(search, 6) if isinstance(search, int | float) else None,
+        **{
+            f"{kind}_microusd_per_mtok": microusd(usd, 12)
+            for kind, usd in kinds.items()
+            if isinstance(usd, int | float)
+        },
+    )
+
+
+# Providers' prices of writing their prompt cache, as factors of the input price, for models that
+# the table or a configured price has without one: usual life, an hour. As of 2026-11.
+_WRITES = (
+    ("claude", (1.25, 2.0)),  # docs.anthropic.com: Prompt caching, Pricing
+    ("gpt-5.6", (1.25, 1.25)),  # platform.openai.com: Prompt caching
+)
+
+
+def with_writes(price: Price, model: str) -> Price:
+    """`price`, completed by the published prices of writing the prompt cache of `model`."""
+    found = next((factors for name, factors in _WRITES if name in model.lower()), None)
+    if found is None:
+        return price
+    usual, long = (math.ceil(price.input_microusd_per_mtok * factor) for factor in found)
+    write, write_1h = price.cache_write_microusd_per_mtok, price.cache_write_1h_microusd_per_mtok
+    return dataclasses.replace(
+        price,
+        cache_write_microusd_per_mtok=usual if write is None else write,
+        cache_write_1h_microusd_per_mtok=long if write_1h is None else write_1h,
     )
 
 

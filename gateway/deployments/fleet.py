@@ -19,7 +19,7 @@ from gateway.deployments.build import build_backend, describe
 from gateway.deployments.places import Places
 from gateway.deployments.progress import Progress
 from gateway.loggers import get_logger
-from gateway.reserved import FIELDS, TOOLS, Reserved, canonical, reserved, reserved_in_name
+from gateway.reserved import FIELDS, PAID, TOOLS, Reserved, canonical, reserved, reserved_in_name
 from gateway.settings import DeploymentSettings, ModelSettings, Settings, deployment_name, is_pattern
 from gateway.wire.errors import (
     ApiError,
@@ -34,7 +34,8 @@ from gateway.wire.errors import (
 from gateway.wire.requests import OUTPUT_TOKENS_EXPECTED, OUTPUT_TOKENS_MAX
 from gateway.wire.rules import check_rules
 from gateway.wire.types import Kind
-from policies import Breaker, Candidate, Cause, Demand, Estimate, Price, Route, RoutingPolicy
+from policies import Breaker, Candidate, Cause, Demand, Estimate, Price, Route, RoutingPolicy, Tokens
+from policies.prices import MicroUSD
 from policies.routing import PolicyKind
 
 _log = get_logger()
@@ -49,6 +50,7 @@ TRIES_MAX = 8
 _NAMES_SHOWN_MAX = 10
 _PAUSE_BEFORE_RETRY_S = 0.2
 _PAUSE_MAX_S = 2.0
+_TOOL_CALLS_MAX = 10  # of tools that the provider runs, in one request, as far as a hold foresees
 
 
 @dataclass(slots=True)
@@ -74,6 +76,9 @@ class Deployment:
     are_capabilities_assumed: bool = False
     can_chat: bool = True
     context_learned: int | None = None  # the size that it gave when it refused a longer request
+    tiers: Mapping[str, Price] = field(default_factory=dict)  # by `service_tier`
+    factors: Mapping[str, int] = field(default_factory=dict)  # by reserved part: a million times the price's
+    may_reason: bool | None = None  # whether answers have tokens that no chunk shows; None: not known
 
     @property
     def has_answered(self) -> bool:
@@ -96,10 +101,43 @@ class Deployment:
             capabilities=facts.capabilities,
             context_tokens_max=facts.context_tokens_max,
             output_tokens_max=facts.output_tokens_max,
+            allowed=facts.allowed,
             is_price_known=facts.is_price_known,
             are_capabilities_assumed=facts.are_capabilities_assumed,
             can_chat=facts.can_chat,
+            tiers=facts.tiers,
+            factors=facts.factors,
+            may_reason=facts.may_reason,
         )
+
+    def cost(self, demand: Demand, tokens: Tokens) -> MicroUSD:
+        """The cost of the tokens of a request, in µUSD."""
+        return self._raised(demand, self._price(demand).cost(tokens))
+
+    def cost_max(self, demand: Demand, completion_tokens: int) -> MicroUSD:
+        """The highest possible cost of a request whose answers have so many tokens together."""
+        calls = _TOOL_CALLS_MAX if demand.reserved & PAID else 0
+        cost = self._price(demand).cost_max(
+            demand.prompt_tokens_max,
+            completion_tokens,
+            has_audio=demand.has_audio,
+            has_long_writes=demand.has_long_writes,
+            tool_calls=calls,
+        )
+        return self._raised(demand, cost)
+
+    def _price(self, demand: Demand) -> Price:
+        """The price of the tier asked for; of a tier without one, the dearest."""
+        if not demand.tier or not self.tiers:
+            return self.price
+        dearest = max(self.tiers.values(), key=lambda price: price.output_microusd_per_mtok)
+        return self.tiers.get(demand.tier, dearest)
+
+    def _raised(self, demand: Demand, cost: MicroUSD) -> MicroUSD:
+        """`cost` times the factors of the reserved parts of the request."""
+        for name in demand.reserved.intersection(self.factors):
+            cost = -(-cost * self.factors[name] // 1_000_000)
+        return cost
 
     def candidate(self, prompt_tokens: int, *, is_alone: bool = False) -> Candidate:
         """This deployment as routing sees it, now. `is_alone`: no other one can answer."""
@@ -184,6 +222,10 @@ class Deployment:
             if self.context_learned and made.usage.prompt_tokens > self.context_learned:
                 self.context_learned = None  # it has grown
             prompt_tokens = made.usage.prompt_tokens - made.usage.cached_tokens
+            if made.usage.reasoning_tokens:
+                self.may_reason = True
+            elif self.may_reason is None:
+                self.may_reason = made.usage.completion_tokens > made.completion_tokens_at_least(None)
         if made.is_whole:
             ttft_ms = min(ttft_ms, self.estimate.ttft_ms(prompt_tokens))
         tokens = made.usage.completion_tokens if made.usage else made.content_chunks
@@ -279,7 +321,9 @@ class Alias:
         names = {one.name for one in found}
         # where each part is allowed somewhere, but not together, all of them are in the way
         in_the_way = names.difference(*(d.allowed for d in self.deployments.values())) or names
-        return _not_allowed(next(one for one in found if one.name in in_the_way), self.name)
+        first = next(one for one in found if one.name in in_the_way)
+        is_unpriced = any(first.name in map(canonical, d.settings.allow_fields) for d in self.deployments.values())
+        return _not_allowed(first, self.name, is_unpriced=is_unpriced)
 
     def worst_case_microusd(self, demand: Demand) -> int:
         """The longest answer at the highest price: the amount that budgets hold."""
@@ -288,7 +332,7 @@ class Alias:
     def worst_case_at(self, deployment: Deployment, demand: Demand) -> int:
         """The longest answer at the price of `deployment`, µUSD."""
         # decision: worst-case-by-bytes
-        return deployment.price.cost_max(demand.prompt_tokens_max, self.output_max(deployment, demand) * demand.choices)
+        return deployment.cost_max(demand, self.output_max(deployment, demand) * demand.choices)
 
     def with_max_tokens(self, deployment: Deployment, demand: Demand, body: dict[str, Any]) -> dict[str, Any]:
         """`body` with the reserved length as its limit: a budget cannot hold an
@@ -375,11 +419,13 @@ def pause_before_retry(failure: base.BackendError, attempts: int) -> float | Non
     return pause_s * random.uniform(1.0, 1.25) if pause_s <= _PAUSE_MAX_S else None
 
 
-def _not_allowed(found: Reserved, alias: str) -> BadRequest:
+def _not_allowed(found: Reserved, alias: str, *, is_unpriced: bool) -> BadRequest:
     way = "leave it out" if found.name in FIELDS else "send tools of the type `function`"
     effect = FIELDS.get(found.name) or TOOLS[found.name]
     words = f"{found.words} is not for clients of the model `{alias}` to send ({effect}): {way}, or ask the operator"
     message = f"{words} to list `{found.name}` in the deployment's `allow_fields`"
+    if is_unpriced:
+        message = f"{words} for its price: `price` of the deployment has none for `{found.name}`"
     return BadRequest(message, param=found.param, code="field_not_allowed")
 
 
@@ -463,7 +509,10 @@ def _build(alias: str, deployment: DeploymentSettings, settings: Settings, clock
         estimate=Estimate(clock),
         places=Places(deployment.concurrency_max, deployment.queue_max),
         claim=_alone,
-        allowed=frozenset(map(canonical, deployment.allow_fields)),
+        allowed=facts.allowed,
+        tiers=facts.tiers,
+        factors=facts.factors,
+        may_reason=facts.may_reason,
     )
 
 

@@ -9,7 +9,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from gateway.wire.fold import text_bytes
 from gateway.wire.types import Chunk, Usage
+
+_BYTES_PER_TOKEN = 3  # fewer than in most languages' texts
 
 
 class Attempt(msgspec.Struct, frozen=True):
@@ -47,6 +50,7 @@ class Progress(msgspec.Struct):
     size_bytes: int = 0
     finish_reasons: list[str] = []
     usage: Usage | None = None
+    chunks: list[Chunk] = []
     ttft_ms: float | None = None
     is_complete: bool = False
     is_abandoned: bool = False  # the last reader left while the deployment was at work
@@ -54,6 +58,7 @@ class Progress(msgspec.Struct):
 
     def add(self, chunks: Sequence[Chunk]) -> None:
         """Count `chunks`, which came together."""
+        self.chunks += chunks
         for chunk in chunks:
             self.size_bytes += len(chunk.data)
             if chunk.has_content:
@@ -87,6 +92,16 @@ class Progress(msgspec.Struct):
     @property
     def has_content(self) -> bool:
         return self.content_chunks > 0
+
+    def completion_tokens_at_least(self, tpot_ms: float | None) -> int:
+        """At least as many tokens as the answer has, where its deployment did not count them.
+
+        The most of its chunks, a third of its bytes and, for a model that may reason unseen, the
+        tokens of the time that passed, each in `tpot_ms`.
+        """
+        duration_ms = self.attempt.duration_ms if self.attempt is not None else self.elapsed_ms()
+        unseen = duration_ms / tpot_ms if tpot_ms else 0.0
+        return max(self.content_chunks, -(-text_bytes(self.chunks) // _BYTES_PER_TOKEN), int(unseen))
 
     def elapsed_ms(self) -> float:
         return (time.perf_counter() - self.started) * 1000.0

@@ -21,6 +21,9 @@ from gateway.journey.turn import Ended, Turn
 from gateway.wire.types import Chunk
 from policies import Route
 
+# after the last reader has left: a deployment counts its tokens at the end of the answer
+_USAGE_AWAITED_S = 2.0
+
 
 class Flight:
     """One generation and its readers.
@@ -139,8 +142,12 @@ class Flight:
         if not self._readers and not self._is_done and self._task is not None:
             # a request that arrives before the task has unwound must not join a cancelled flight
             self.retire()
-            # after the task's first step: a task that is cancelled before it would not record the flight
-            asyncio.get_running_loop().call_soon(self._cancel)
+            progress, loop = self.generation.progress, asyncio.get_running_loop()
+            if progress.finish_reasons and progress.usage is None:
+                loop.call_later(_USAGE_AWAITED_S, self._cancel)
+            else:
+                # after the task's first step: a task that is cancelled before it would not record the flight
+                loop.call_soon(self._cancel)
 
     def _cancel(self) -> None:
         if not self._is_done and self._task is not None:

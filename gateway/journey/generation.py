@@ -27,7 +27,8 @@ class Spent(msgspec.Struct, frozen=True):
     """The tokens of the answer of a generation that has ended, and the cost of all its tries.
 
     `answer_microusd` is the answer's own share of the cost, and `charged_tokens` are those of all
-    tries. `is_estimated`: the deployment did not report its tokens.
+    tries. `is_estimated`: the deployment did not report its tokens. `claimed`: the tokens that it
+    reported, where they were more than the request allowed.
     """
 
     usage: Usage
@@ -35,6 +36,7 @@ class Spent(msgspec.Struct, frozen=True):
     answer_microusd: int
     charged_tokens: int
     is_estimated: bool = False
+    claimed: Usage | None = None
 
 
 class Booked(msgspec.Struct, frozen=True):
@@ -197,12 +199,15 @@ class Generation:
             booked.append(Booked(hold, self._ledger_row(one, hold)))
         is_counted = any(one.progress.has_begun for one in charged)
         rows = [one.row for one in booked]
+        reported = self.progress.usage
+        usage = self._usage(self._tries[-1]) if self._tries else Usage(0, 0)
         self.spent = Spent(
-            usage=self._whole_usage or self._usage(self.progress),
+            usage=self._whole_usage or usage,
             cost_microusd=sum(row.cost_microusd for row in rows) if is_counted else 0,
             answer_microusd=rows[-1].cost_microusd if is_counted else 0,
             charged_tokens=sum(row.prompt_tokens + row.completion_tokens for row in rows),
-            is_estimated=self.progress.usage is None,
+            is_estimated=reported is None,
+            claimed=reported if usage is not reported else None,
         )
         return booked
 
@@ -295,22 +300,29 @@ class Generation:
         namespace = self.turn.controls.namespace
         return entry_of(self.fingerprint, chunks, labels, ttl_s=ttl_s, namespace=namespace, is_findable=is_findable)
 
-    def _usage(self, progress: Progress) -> Usage:
-        """The tokens that the backend counted, else an estimate: a cut answer costs money, too."""
-        return progress.usage or Usage(
-            # decision: abandoned-prompts-are-charged
-            prompt_tokens=self.turn.demand.prompt_tokens + progress.prefix_tokens
-            if progress.has_begun or progress.is_abandoned
-            else 0,
-            completion_tokens=progress.content_chunks,
-        )
+    def _usage(self, one: Try) -> Usage:
+        """The tokens that the backend counted, else an estimate: a cut answer costs money, too.
+
+        Neither is more than the request allowed: the context window, and the answers asked for.
+        """
+        progress, deployment, demand = one.progress, one.deployment, self.turn.demand
+        output_max = max(self.alias.output_max(deployment, demand) * demand.choices, progress.content_chunks)
+        if progress.usage is not None:
+            context_max = max(deployment.context_tokens_max or 0, demand.prompt_tokens_max + progress.prefix_tokens)
+            return progress.usage.within(context_max, output_max)
+        # decision: abandoned-prompts-are-charged
+        if not (progress.has_begun or progress.is_abandoned):
+            return Usage(0, 0)
+        may_reason = progress.has_begun if deployment.may_reason is None else deployment.may_reason
+        said = progress.completion_tokens_at_least(deployment.estimate.tpot_ms if may_reason else None)
+        return Usage(demand.prompt_tokens + progress.prefix_tokens, min(said, output_max))
 
     def _cost(self, one: Try) -> int:
-        return one.deployment.price.cost(_tokens(self._usage(one.progress)))
+        return one.deployment.cost(self.turn.demand, _tokens(self._usage(one)))
 
     def _ledger_row(self, one: Try, hold: Hold) -> LedgerRow:
         """A prompt is charged even if every client leaves before the first token."""
-        tokens = _tokens(self._usage(one.progress))
+        usage = self._usage(one)
         return LedgerRow(
             id=hold.id,
             # decision: hold-keeps-its-moment
@@ -320,17 +332,37 @@ class Generation:
             key_id=self.identity.key.id,
             alias=self.turn.alias,
             deployment=one.deployment.name,
-            prompt_tokens=tokens.prompt,
-            cached_tokens=tokens.cached,
-            completion_tokens=tokens.completion,
-            cost_microusd=one.deployment.price.cost(tokens),
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+            cost_microusd=one.deployment.cost(self.turn.demand, _tokens(usage)),
             kind=self.turn.arrival.operation,
             usage_estimated=one.progress.usage is None,
+            cache_write_tokens=usage.cache_write_tokens,
+            cache_write_1h_tokens=usage.cache_write_1h_tokens,
+            audio_prompt_tokens=usage.audio_prompt_tokens,
+            image_prompt_tokens=usage.image_prompt_tokens,
+            reasoning_tokens=usage.reasoning_tokens,
+            audio_completion_tokens=usage.audio_completion_tokens,
+            image_completion_tokens=usage.image_completion_tokens,
+            tool_calls=usage.tool_calls,
         )
 
 
 def _tokens(usage: Usage) -> Tokens:
-    return Tokens(usage.prompt_tokens, usage.completion_tokens, min(usage.cached_tokens, usage.prompt_tokens))
+    return Tokens(
+        prompt=usage.prompt_tokens,
+        completion=usage.completion_tokens,
+        cached=usage.cached_tokens,
+        cache_write=usage.cache_write_tokens,
+        cache_write_1h=usage.cache_write_1h_tokens,
+        audio_prompt=usage.audio_prompt_tokens,
+        image_prompt=usage.image_prompt_tokens,
+        reasoning=usage.reasoning_tokens,
+        audio_completion=usage.audio_completion_tokens,
+        image_completion=usage.image_completion_tokens,
+        tool_calls=usage.tool_calls,
+    )
 
 
 _NO_PROGRESS = Progress("")

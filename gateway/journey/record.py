@@ -58,6 +58,14 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    cache_write_tokens: int = 0
+    cache_write_1h_tokens: int = 0
+    audio_prompt_tokens: int = 0
+    image_prompt_tokens: int = 0
+    reasoning_tokens: int = 0
+    audio_completion_tokens: int = 0
+    image_completion_tokens: int = 0
+    tool_calls: int = 0
     usage_estimated: bool = False  # the deployment did not report the tokens of its answer
     cost_microusd: int = 0
     saved_microusd: int = 0  # the cost of the same answer when it was generated

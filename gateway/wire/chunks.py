@@ -17,7 +17,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.wire.types import Chunk, Usage
+from gateway.wire.types import Chunk
+from gateway.wire.usage import usage_of
 
 # -- reading, once and lightly ---------------------------------------------------------------------
 
@@ -55,38 +56,23 @@ class _Choice(msgspec.Struct, gc=False):
     finish_reason: str | None = None
 
 
-# a larger claim is the server's error; sums of claims must not overflow
-_TOKENS_MAX = 1_000_000_000
-
-
-class _PromptDetails(msgspec.Struct, gc=False):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct, gc=False):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _PromptDetails | None = None
-    prompt_cache_hit_tokens: int | None = None  # DeepSeek's name for it
-
-    def value(self) -> Usage:
-        details = self.prompt_tokens_details
-        cached = (details.cached_tokens if details else None) or self.prompt_cache_hit_tokens or 0
-        prompt = _within(self.prompt_tokens or 0, _TOKENS_MAX)
-        return Usage(prompt, _within(self.completion_tokens or 0, _TOKENS_MAX), _within(cached, prompt))
+_NO_USAGE = msgspec.Raw(b"null")
 
 
 class Answer(msgspec.Struct, gc=False):
-    """The result of a light parse of a chunk or a whole. `error` is an error inside a 200."""
+    """The result of a light parse of a chunk or a whole. `error` is an error inside a 200.
+
+    `usage` is not read here, so that no form of it costs the answer.
+    """
 
     choices: list[_Choice] | None = None
-    usage: _Usage | None = None
+    usage: msgspec.Raw = _NO_USAGE
     error: Any = None
     object: Any = None
 
-
-def _within(count: int, most: int) -> int:
-    return min(max(0, count), most)
+    @property
+    def has_usage(self) -> bool:
+        return self.usage != _NO_USAGE
 
 
 _decode_answer = msgspec.json.Decoder(Answer).decode
@@ -110,7 +96,7 @@ def parse(data: bytes) -> Answer:
 def to_chunk(data: bytes, answer: Answer, is_whole: bool = False) -> Chunk:
     """The chunk of `data`, with the facts found in it."""
     choices = answer.choices or ()
-    usage = answer.usage.value() if answer.usage is not None else None
+    usage = usage_of(answer.usage) if answer.has_usage else None
     has_content = False
     reasons: tuple[str, ...] = ()
     for choice in choices:
@@ -126,7 +112,7 @@ def to_chunk(data: bytes, answer: Answer, is_whole: bool = False) -> Chunk:
         has_content=has_content,
         finish_reasons=reasons,
         usage=usage,
-        is_usage_only=not choices and usage is not None,
+        is_usage_only=not choices and answer.has_usage,
     )
 
 
@@ -162,7 +148,7 @@ class FinishTracker:
     def is_going_on(self, answer: Answer) -> bool:
         """Whether `answer` is only more text of one known choice, as nearly every chunk is."""
         choices = answer.choices
-        if choices is None or len(choices) != 1 or answer.usage is not None or answer.error is not None:
+        if choices is None or len(choices) != 1 or answer.has_usage or answer.error is not None:
             return False
         choice = choices[0]
         text = choice.text if choice.delta is None else choice.delta.content

@@ -19,6 +19,9 @@ _DROPPED = frozenset({"object", "choices", "obfuscation"})
 # other text in a delta arrives in parts; these arrive whole, from some servers repeatedly
 _IDENTITY = frozenset({"id", "type", "name", "role", "index"})
 
+# fields of a choice that a model does not write
+_UNWRITTEN = frozenset({"finish_reason", "logprobs", "role", "type", "id", "audio"})
+
 
 class _Text(list[str]):
     """A growing string, joined once at the end: a long answer must not take quadratic time."""
@@ -38,6 +41,26 @@ def fold(chunks: Sequence[Chunk]) -> bytes:
         return _fold([payload for chunk in chunks for payload in chunk.each()])
     except UNREADABLE as error:
         raise msgspec.DecodeError(str(error)) from None
+
+
+def text_bytes(chunks: Sequence[Chunk]) -> int:
+    """The UTF-8 bytes of all that a model wrote in `chunks`: text, reasoning, tool calls.
+
+    Chunks that cannot be read count whole.
+    """
+    try:
+        answer = msgspec.json.decode(fold(chunks)) if chunks else {}
+        return sum(_text_bytes(choice) for choice in answer.get("choices") or ())
+    except (*UNREADABLE, AttributeError, TypeError):
+        return sum(len(chunk.data) for chunk in chunks)
+
+
+def _text_bytes(part: Any) -> int:
+    if isinstance(part, str):
+        return len(part.encode("utf-8", "replace"))
+    if isinstance(part, dict):
+        return sum(_text_bytes(value) for key, value in part.items() if key not in _UNWRITTEN)
+    return sum(map(_text_bytes, part)) if isinstance(part, list) else 0
 
 
 def _fold(payloads: Sequence[bytes]) -> bytes:

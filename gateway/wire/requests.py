@@ -133,7 +133,12 @@ class ChatRequest(_Request, kw_only=True):
         expected = int(len(raw) / _BYTES_PER_TOKEN) + _MESSAGE_TOKENS
         # a server may support only one
         output_tokens = max(self.max_completion_tokens or 0, self.max_tokens or 0)
-        return _demand(expected, (least, bound), output_tokens or None, candidates, needs, reserved_names(body))
+        demand = _demand(expected, (least, bound), output_tokens or None, candidates, needs, reserved_names(body))
+        has_audio, has_long_writes = "audio" in needs or "audio" in body, b'"1h"' in raw
+        if not (demand.reserved or has_audio or has_long_writes):
+            return demand
+        tier = str(body["service_tier"])[:100] if "service_tier" in demand.reserved else ""
+        return msgspec.structs.replace(demand, has_audio=has_audio, has_long_writes=has_long_writes, tier=tier)
 
     def check_contents(self, body: dict[str, Any]) -> None:
         """Raises BadRequest for a message that needs content and has none."""

@@ -10,13 +10,52 @@ import msgspec
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):
-    """Tokens of one generation, as its backend counted them; a local engine's guesses by source."""
+    """Tokens of one generation, as its backend counted them.
+
+    Parts of the prompt, none counted twice: read from the provider's prompt cache, written to it
+    for its usual life or for an hour, sounds, images. Parts of the completion: reasoning, sounds,
+    images. `tool_calls`: calls of tools that the provider ran. A local engine counts its guesses
+    by source.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    cache_write_tokens: int = 0
+    cache_write_1h_tokens: int = 0
+    audio_prompt_tokens: int = 0
+    image_prompt_tokens: int = 0
+    reasoning_tokens: int = 0
+    audio_completion_tokens: int = 0
+    image_completion_tokens: int = 0
+    tool_calls: int = 0
     drafted_tokens: dict[str, int] | None = None
     accepted_tokens: dict[str, int] | None = None
+
+    def within(self, prompt_tokens: int, completion_tokens: int) -> "Usage":
+        """This usage with a prompt and a completion of at most these sizes, each part cut to what
+        is left of its whole; itself where nothing is above them.
+        """
+        sizes = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+        cut = {}
+        for whole, parts in PARTS.items():
+            rest = cut[whole] = max(0, min(getattr(self, whole), sizes[whole]))
+            for part in parts:
+                cut[part] = max(0, min(getattr(self, part), rest))
+                rest -= cut[part]
+        made = msgspec.structs.replace(self, tool_calls=max(0, min(self.tool_calls, _TOOL_CALLS_MAX)), **cut)
+        return self if made == self else made
+
+
+PARTS = {
+    "prompt_tokens": (
+        "cached_tokens", "cache_write_1h_tokens", "cache_write_tokens", "audio_prompt_tokens", "image_prompt_tokens",
+    ),
+    "completion_tokens": ("audio_completion_tokens", "image_completion_tokens", "reasoning_tokens"),
+}  # fmt: skip
+"""The fields of a `Usage` that are parts of another one."""
+
+_TOOL_CALLS_MAX = 10_000
 
 
 class Kind(msgspec.Struct, frozen=True):

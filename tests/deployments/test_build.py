@@ -20,7 +20,7 @@ def deployment(**fields: Any) -> DeploymentSettings:
 def test_a_known_model_has_its_price_sizes_and_abilities() -> None:
     """litellm's table answers for a model under its own name; money comes out as exact integers."""
     facts = describe(deployment(backend="openai", base_url="https://api.openai.com/v1", model="gpt-4o-mini"))
-    assert facts.price == Price(150_000, 600_000, 75_000)
+    assert facts.price == Price(150_000, 600_000, 75_000, tool_call_microusd=25_000)
     assert (facts.context_tokens_max, facts.output_tokens_max) == (128_000, 16_384)
     assert facts.capabilities == {"tools", "json_object", "json_schema", "vision", "files", "logprobs", "n"}
     assert facts.is_price_known

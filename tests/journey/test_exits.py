@@ -139,8 +139,9 @@ async def test_a_bug_after_the_first_chunk(world: World) -> None:
     reply = await world.ask(stream=True)
     assert (reply.status, reply.error["code"], reply.is_done) == (200, "internal_error", False)
     record = await world.record(reply)
-    assert (record.status, record.store, record.completion_tokens) == (500, "incomplete", 1)
-    assert [row.completion_tokens for row in await world.ledger()] == [1]
+    (row,) = await world.ledger()
+    assert (record.status, record.store, record.completion_tokens) == (500, "incomplete", row.completion_tokens)
+    assert row.completion_tokens >= 2
 
 
 async def test_a_bug_is_no_fault_of_the_deployment(world: World) -> None:

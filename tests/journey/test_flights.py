@@ -96,7 +96,7 @@ async def test_the_last_reader_cancels(world: World, is_stream: bool) -> None:
     assert call.is_cancelled
     assert call.is_closed
     (row,) = await world.ledger()
-    assert row.completion_tokens == 2
+    assert row.completion_tokens >= 2
     assert row.cost_microusd == row.prompt_tokens + 2 * row.completion_tokens
     record = next(one for one in world.records if one.attempts)
     assert (record.status, record.error, record.is_disconnected) == (499, "client_gone", True)

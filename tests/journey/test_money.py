@@ -80,11 +80,11 @@ async def test_a_cached_prompt_is_charged_at_its_own_price(world: World, team: T
 
 
 async def test_usage_that_was_not_given_is_estimated(world: World, team: Team) -> None:
-    """A deployment that never counts is charged by the prompt's length and the pieces that came."""
+    """A deployment that never counts is charged by the prompt's length and the bytes that came."""
     world.backends["dear"].plays("one ", "two ", "three", Finish())
     record = await world.record(await world.ask(model="dear", key=team.key))
     (row,) = await world.ledger()
-    assert row.completion_tokens == record.completion_tokens == 3
+    assert row.completion_tokens == record.completion_tokens >= len("one two three") / 3
     assert row.prompt_tokens == record.prompt_tokens > 0
     assert record.store == "stored"
     assert row.usage_estimated

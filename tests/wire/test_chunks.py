@@ -382,12 +382,12 @@ def test_a_long_stream_folds_in_linear_time() -> None:
         ({"prompt_tokens": 5, "completion_tokens": 2, "prompt_cache_hit_tokens": 3}, Usage(5, 2, 3)),
         (
             {"prompt_tokens": 5, "completion_tokens": None, "prompt_tokens_details": {"cached_tokens": 9}},
-            Usage(5, 0, 5),
+            Usage(14, 0, 9),
         ),
     ],
 )
 def test_usage_is_read_under_its_names(fields: dict[str, Any], usage: Usage) -> None:
-    """Cached tokens are found where OpenAI and DeepSeek put them, and never exceed the prompt."""
+    """Cached tokens are found where OpenAI and DeepSeek put them; more than the prompt are counted beside it."""
     assert read(json.dumps({"choices": [], "usage": fields}).encode()) == Chunk(
         json.dumps({"choices": [], "usage": fields}).encode(), usage=usage, is_usage_only=True
     )

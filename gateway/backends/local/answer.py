@@ -53,8 +53,8 @@ class Writer(ABC):
             sum(usage.prompt_tokens for usage in of_prompts),
             sum(usage.completion_tokens for usage in of_prompts),
             sum(usage.cached_tokens for usage in of_prompts),
-            added(usage.drafted_tokens for usage in of_prompts) or None,
-            added(usage.accepted_tokens for usage in of_prompts) or None,
+            drafted_tokens=added(usage.drafted_tokens for usage in of_prompts) or None,
+            accepted_tokens=added(usage.accepted_tokens for usage in of_prompts) or None,
         )
         counts = {
             "prompt_tokens": found.prompt_tokens,
