@@ -380,6 +380,9 @@ class Settings(_Section):
     embedding_alias: str = Field(
         DEFAULT_EMBEDDER_ALIAS, description="the name under which /v1/embeddings serves the embedder"
     )
+    embedding_usd_per_mtok: float = Field(
+        0.0, ge=0, description="the price of /v1/embeddings: USD for a million tokens, charged to the team's budgets"
+    )
 
     @field_validator("redis_url", "database_url")
     @classmethod

@@ -26,9 +26,11 @@ from redis.asyncio import Redis
 from cache import CacheLimits, ExactCache, Hit, Miss, MissReason, Query, SemanticClient
 from cache.query import Near, Trial
 from cache.verdicts import Judge
+from cache.worker.messages import Embedded
 from gateway.accounts import Accounts, LedgerRow, decode_row
 from gateway.accounts.spool import Spool
 from gateway.api.chat import Chat
+from gateway.api.embeddings import Embeddings
 from gateway.api.responses import Responses
 from gateway.backends.base import (
     BackendBroken,
@@ -314,6 +316,13 @@ class ScriptedSemantic:
         if self.bug is not None:
             raise self.bug
         return self._reply
+
+    async def embed(self, texts: Sequence[str]) -> AsyncIterator[Embedded]:
+        """One vector of two numbers for each text, a token for each of its words."""
+        for text in texts:
+            if self.bug is not None:
+                raise self.bug
+            yield Embedded((b"\0" * 8,), (len(text.split()),), 2)
 
 
 def _trial(exact: bytes) -> Trial:
@@ -774,6 +783,7 @@ async def _build(settings: Settings, redis: Redis) -> World:
     lookup = SemanticLookup(settings, client, exact, Bounds(settings))
     pipeline = Pipeline(settings, accounts, rates, exact, lookup, money, fleet, emit, learner.recorded)
     endpoints = {
+        "/v1/embeddings": Embeddings(settings, pipeline, client),
         "/v1/chat/completions": Chat(pipeline, settings.body_bytes_max),
         "/v1/completions": Chat(pipeline, settings.body_bytes_max, COMPLETION),
         "/v1/responses": Responses(pipeline, settings.body_bytes_max),

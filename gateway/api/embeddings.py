@@ -1,7 +1,7 @@
 """`POST /v1/embeddings`, served by the cache worker's sentence-transformers model.
 
-Shapes: OpenAI API reference, "Create embeddings". Interprets no vectors. Invariant: a text that
-does not fit the model is refused, never cut.
+Shapes: OpenAI API reference, "Create embeddings". Interprets no vectors. Invariants: a text that
+does not fit the model is refused, never cut; each text that was read is charged once.
 """
 
 import base64
@@ -13,14 +13,19 @@ from msgspec import Meta
 
 from cache import CacheWorkerUnavailable, SemanticClient
 from cache.worker import TextTooLong
-from gateway.accounts import Identity
-from gateway.api.endpoint import JsonEndpoint
+from gateway.accounts import Identity, LedgerRow
+from gateway.api.endpoint import Answered, JsonEndpoint
+from gateway.deployments.catalog import microusd
+from gateway.journey.turn import Arrival
 from gateway.pipeline import Pipeline, may_use
 from gateway.settings import Settings
 from gateway.wire.errors import BadRequest, NotFound, Unavailable, shown
 from gateway.wire.requests import convert
+from policies import Demand, Hold, Price, Tokens
 
 INPUTS_MAX = 2048
+_BYTES_PER_TOKEN = 4  # English prose, for what the limits expect
+_MARKS = 2  # tokens around a text
 
 
 class EmbeddingsRequest(msgspec.Struct):
@@ -39,6 +44,7 @@ class Embeddings(JsonEndpoint[EmbeddingsRequest]):
     def __init__(self, settings: Settings, pipeline: Pipeline, semantic: SemanticClient) -> None:
         super().__init__(settings, pipeline)
         self._semantic = semantic
+        self._price = Price(microusd(settings.embedding_usd_per_mtok), 0)
 
     def read(self, body: dict[str, Any]) -> tuple[EmbeddingsRequest, str]:
         request: EmbeddingsRequest = convert(body, EmbeddingsRequest)
@@ -51,13 +57,34 @@ class Embeddings(JsonEndpoint[EmbeddingsRequest]):
             )
         return request, alias
 
-    async def answer(self, request: EmbeddingsRequest, identity: Identity) -> tuple[dict[str, Any], int]:
-        alias = request.model
-        may_use(identity, alias)
+    async def answer(self, request: EmbeddingsRequest, identity: Identity, arrival: Arrival) -> Answered:
+        """Takes tokens and money for the most that the texts can have, and keeps what they had."""
+        may_use(identity, request.model)
         texts = _texts(request.input)
+        limits, money, price = self._pipeline.limits, self._pipeline.money, self._price
+        bound = sum(len(text.encode()) for text in texts)
+        demand = Demand(-(-bound // _BYTES_PER_TOKEN), 0, 0, prompt_tokens_max=bound)
+        limited = await limits.take_tokens(demand, identity)
+        used = [0]
+        hold = None
+        try:
+            hold = await money.reserve(identity, arrival.request_id, price.cost_max(bound + _MARKS * len(texts), 0))
+            reply = await self._embed(request, texts, used)
+            return Answered(reply, used[0], price.cost(Tokens(used[0], 0)), limited)
+        finally:
+            correcting = limits.correct(demand, identity, used[0])
+            if correcting is not None:
+                await correcting
+            if hold is not None and used[0]:
+                await money.settle(hold, self._row(hold, identity, request.model, used[0]))
+            elif hold is not None:
+                await money.release(hold)
+
+    async def _embed(self, request: EmbeddingsRequest, texts: list[str], used: list[int]) -> dict[str, Any]:
+        """The reply. Adds the tokens to `used` as the texts are read. Raises ApiError."""
+        alias = request.model
         write = _base64 if request.encoding_format == "base64" else _floats
         data: list[msgspec.Raw] = []
-        prompt_tokens = 0
         try:
             async for few in self._semantic.embed(texts):
                 if request.dimensions not in (None, few.dims):
@@ -65,7 +92,7 @@ class Embeddings(JsonEndpoint[EmbeddingsRequest]):
                         f"`{alias}` has {few.dims} dimensions and can't be asked for {request.dimensions}",
                         param="dimensions",
                     )
-                prompt_tokens += sum(few.tokens)
+                used[0] += sum(few.tokens)
                 # written a few at a time: all together would hold other requests up
                 for vector in few.vectors:
                     one = {"object": "embedding", "index": len(data), "embedding": write(vector)}
@@ -79,13 +106,24 @@ class Embeddings(JsonEndpoint[EmbeddingsRequest]):
                 param="input",
                 code="context_length_exceeded",
             ) from None
-        reply = {
-            "object": "list",
-            "data": data,
-            "model": alias,
-            "usage": {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens},
-        }
-        return reply, prompt_tokens
+        usage = {"prompt_tokens": used[0], "total_tokens": used[0]}
+        return {"object": "list", "data": data, "model": alias, "usage": usage}
+
+    def _row(self, hold: Hold, identity: Identity, alias: str, tokens: int) -> LedgerRow:
+        return LedgerRow(
+            id=hold.id,
+            at_ms=hold.at_ms,
+            request_id=hold.id,
+            team_id=identity.team.id,
+            key_id=identity.key.id,
+            alias=alias,
+            deployment="embedder",
+            prompt_tokens=tokens,
+            cached_tokens=0,
+            completion_tokens=0,
+            cost_microusd=self._price.cost(Tokens(tokens, 0)),
+            kind=self.operation,
+        )
 
 
 def _base64(vector: bytes) -> str:

@@ -5,6 +5,7 @@ It contains the wire and no shapes. Invariant: every request gets one response a
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -14,13 +15,22 @@ from gateway.accounts import Identity
 from gateway.api import asgi
 from gateway.api.headers import JSON, base_headers
 from gateway.journey.record import record_of
-from gateway.journey.turn import Ended, arrive, elapsed_ms_since
+from gateway.journey.turn import Arrival, Ended, arrive, elapsed_ms_since
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
 from gateway.wire.errors import shown
 from gateway.wire.requests import decode_object
 
 Request = TypeVar("Request")
+
+
+class Answered(msgspec.Struct, frozen=True):
+    """A reply, with the tokens that it read, their cost, and the headers of its rate limits."""
+
+    reply: Any
+    prompt_tokens: int = 0
+    cost_microusd: int = 0
+    limits: Mapping[bytes, bytes] = {}
 
 
 class JsonEndpoint(ABC, Generic[Request]):
@@ -37,17 +47,14 @@ class JsonEndpoint(ABC, Generic[Request]):
         """The request in the decoded `body`, and its alias; empty for none. Raises ApiError."""
 
     @abstractmethod
-    async def answer(self, request: Request, identity: Identity) -> tuple[Any, int]:
-        """The reply to `request`, and its prompt tokens. Rate limits are checked before.
-
-        Raises ApiError.
-        """
+    async def answer(self, request: Request, identity: Identity, arrival: Arrival) -> Answered:
+        """The reply to `request`. Limits of requests are checked before. Raises ApiError."""
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         headers = asgi.headers_of(scope)
         arrival = arrive(self.operation)
         identity: Identity | None = None
-        alias, asked, prompt_tokens, ended = "", "", 0, Ended()
+        alias, asked, answered, ended = "", "", Answered(None), Ended()
         try:
             # decision: auth-before-body
             identity = await self._pipeline.authenticate(asgi.key_of(headers))
@@ -56,9 +63,9 @@ class JsonEndpoint(ABC, Generic[Request]):
             asked = shown(model) if isinstance(model := body.get("model"), str) else ""
             limited = await self._pipeline.limits.take_requests(identity)
             request, alias = self.read(body)
-            reply, prompt_tokens = await self.answer(request, identity)
-            out = [JSON, *base_headers(arrival.request_id), *limited.items()]
-            await asgi.send_whole(send, 200, out, msgspec.json.encode(reply))
+            answered = await self.answer(request, identity, arrival)
+            out = [JSON, *base_headers(arrival.request_id), *{**limited, **answered.limits}.items()]
+            await asgi.send_whole(send, 200, out, msgspec.json.encode(answered.reply))
         except (Exception, asyncio.CancelledError) as error:
             ended = await asgi.fail(error, arrival.request_id, partial(asgi.send_error, send, arrival.request_id))
         finally:
@@ -71,6 +78,7 @@ class JsonEndpoint(ABC, Generic[Request]):
                 alias=alias,
                 asked="" if alias else asked,
                 cache="bypass",
-                prompt_tokens=prompt_tokens,
+                prompt_tokens=answered.prompt_tokens,
+                cost_microusd=answered.cost_microusd,
             )
             self._pipeline.emit(record)

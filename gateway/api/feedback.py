@@ -12,8 +12,9 @@ from redis.exceptions import RedisError
 
 from cache import CacheUnavailable
 from gateway.accounts import Identity, partition_of
-from gateway.api.endpoint import JsonEndpoint
-from gateway.learning.reports import Outcome, Reports
+from gateway.api.endpoint import Answered, JsonEndpoint
+from gateway.journey.turn import Arrival
+from gateway.learning.reports import Reports
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
 from gateway.wire.errors import Unavailable
@@ -38,10 +39,11 @@ class Feedback(JsonEndpoint[FeedbackRequest]):
         request: FeedbackRequest = convert(body, FeedbackRequest)
         return request, ""
 
-    async def answer(self, request: FeedbackRequest, identity: Identity) -> tuple[Outcome, int]:
+    async def answer(self, request: FeedbackRequest, identity: Identity, arrival: Arrival) -> Answered:
         team = identity.team
         own = partition_of(self.settings.secret, team.id)
         try:
-            return await self._reports.report(own, team.id, request.id, request.verdict == "right", "caller"), 0
+            is_right = request.verdict == "right"
+            return Answered(await self._reports.report(own, team.id, request.id, is_right, "caller"))
         except (RedisError, CacheUnavailable) as error:
             raise Unavailable("The report can't be kept at the moment; try again shortly") from error

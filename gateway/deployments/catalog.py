@@ -26,6 +26,7 @@ _CHAT_MODES = frozenset({"chat", "responses", "completion"})
 _TIERS = ("priority", "flex", "ultrafast", "balanced", "decisions")
 _TIER = re.compile(r"(?:input|output)_cost_per_token_above_(\d+)k_tokens")
 # litellm and the table mean OpenAI's own parameters for these providers.
+_DIVIDED = {"bedrock": "bedrock_", "vertex_ai": "vertex_ai-"}
 _OPENAI_LIKE = frozenset({"openai", "azure"})
 _ABILITIES = {
     "tools": ("supports_function_calling",),
@@ -63,7 +64,8 @@ def known(model: str, host: str = "") -> Known | None:
                 return row
     if bare in table:
         row = _row(table[bare])
-        if row is not None and row.provider == provider:
+        # the table divides some providers: bedrock_converse, vertex_ai-language-models
+        if row is not None and (row.provider == provider or row.provider.startswith(_DIVIDED.get(provider, "\0"))):
             return row
     return None
 

@@ -318,7 +318,7 @@ class Generation:
         return Usage(demand.prompt_tokens + progress.prefix_tokens, min(said, output_max))
 
     def _cost(self, one: Try) -> int:
-        return one.deployment.cost(self.turn.demand, _tokens(self._usage(one)))
+        return one.deployment.cost(self.turn.demand, tokens_of(self._usage(one)))
 
     def _ledger_row(self, one: Try, hold: Hold) -> LedgerRow:
         """A prompt is charged even if every client leaves before the first token."""
@@ -335,7 +335,7 @@ class Generation:
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,
             completion_tokens=usage.completion_tokens,
-            cost_microusd=one.deployment.cost(self.turn.demand, _tokens(usage)),
+            cost_microusd=one.deployment.cost(self.turn.demand, tokens_of(usage)),
             kind=self.turn.arrival.operation,
             usage_estimated=one.progress.usage is None,
             cache_write_tokens=usage.cache_write_tokens,
@@ -349,7 +349,8 @@ class Generation:
         )
 
 
-def _tokens(usage: Usage) -> Tokens:
+def tokens_of(usage: Usage) -> Tokens:
+    """`usage` as prices count it."""
     return Tokens(
         prompt=usage.prompt_tokens,
         completion=usage.completion_tokens,

@@ -104,6 +104,7 @@ def record_of(
     asked: str = "",
     cache: str = "miss",
     prompt_tokens: int = 0,
+    cost_microusd: int = 0,
     reply: Reply | None = None,
     flight: Flight | None = None,
 ) -> Record:
@@ -111,15 +112,15 @@ def record_of(
 
     `duration_ms` is from its arrival to its end. `alias` is a configured name or empty; `asked` is
     the name that was asked for instead. `flight` is for a request that led one; `reply` is for any
-    other request that got a reply. `cache` and `prompt_tokens` are for requests without a
-    generation.
+    other request that got a reply. `cache`, `prompt_tokens` and `cost_microusd` are for requests
+    without a generation.
     """
     if flight is not None:
         facts = _of_generation(flight, duration_ms)
     elif reply is not None:
         facts = _of_reply(reply, duration_ms)
     else:
-        facts = {"cache": cache, "prompt_tokens": prompt_tokens}
+        facts = {"cache": cache, "prompt_tokens": prompt_tokens, "cost_microusd": cost_microusd}
     if identity is not None:
         team, key = identity.team, identity.key
         facts["team_id"], facts["team"], facts["key_id"], facts["key"] = team.id, team.name, key.id, key.name

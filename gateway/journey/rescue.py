@@ -16,6 +16,7 @@ from gateway.backends.base import BackendBroken
 from gateway.journey.turn import Turn
 from gateway.wire.chunks import is_text, parse, to_chunk, unfold
 from gateway.wire.types import CHAT, Chunk, Usage, prompts_of
+from gateway.wire.usage import usage_of
 
 PREFILL = frozenset({"prefill"})
 _RESTATED_MIN = 12  # characters at which an equal beginning is no coincidence
@@ -216,8 +217,8 @@ class Joint:
     def _usage(self, counted: dict[str, Any]) -> Chunk:
         """The usage of the whole answer: the text before the joint was no part of the prompt."""
         before = 0 if self._is_restated else self._said.tokens
-        prompt = max(0, int(counted.get("prompt_tokens") or 0) - before)
-        answer = int(counted.get("completion_tokens") or 0) + before
+        found = usage_of(msgspec.json.encode(counted)) or Usage(0, 0)
+        prompt, answer = max(0, found.prompt_tokens - before), found.completion_tokens + before
         whole = {**counted, "prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
         chunk = _read({**self._said.head, "model": self._model, "choices": [], "usage": whole})
         self.usage = chunk.usage
