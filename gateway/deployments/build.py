@@ -149,9 +149,21 @@ def _allowed(
 
 
 def _price(settings: PriceSettings) -> Price:
-    kinds = settings.model_dump(exclude={"request_usd", "tool_call_usd", "factors"}, exclude_none=True)
     return Price(
-        **{name.replace("_usd_", "_microusd_"): microusd(usd) for name, usd in kinds.items()},
+        input_microusd_per_mtok=microusd(settings.input_usd_per_mtok),
+        output_microusd_per_mtok=microusd(settings.output_usd_per_mtok),
+        cached_input_microusd_per_mtok=_optional(settings.cached_input_usd_per_mtok),
+        cache_write_microusd_per_mtok=_optional(settings.cache_write_usd_per_mtok),
+        cache_write_1h_microusd_per_mtok=_optional(settings.cache_write_1h_usd_per_mtok),
+        audio_input_microusd_per_mtok=_optional(settings.audio_input_usd_per_mtok),
+        image_input_microusd_per_mtok=_optional(settings.image_input_usd_per_mtok),
+        reasoning_microusd_per_mtok=_optional(settings.reasoning_usd_per_mtok),
+        audio_output_microusd_per_mtok=_optional(settings.audio_output_usd_per_mtok),
+        image_output_microusd_per_mtok=_optional(settings.image_output_usd_per_mtok),
         request_microusd=microusd(settings.request_usd),
-        tool_call_microusd=microusd(settings.tool_call_usd) if settings.tool_call_usd is not None else None,
+        tool_call_microusd=_optional(settings.tool_call_usd),
     )
+
+
+def _optional(usd: float | None) -> int | None:
+    return None if usd is None else microusd(usd)
