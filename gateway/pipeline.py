@@ -46,6 +46,7 @@ from gateway.wire.errors import (
     NotCached,
     Unauthenticated,
     Unavailable,
+    Upstream,
     shown,
 )
 from gateway.wire.types import Chunk
@@ -208,14 +209,14 @@ class Pipeline:
         """Fill `flight`, and account for it on every exit."""
         recorded = asyncio.get_running_loop().create_future()
         self._generating.add(recorded)
-        generation, error = flight.generation, None
+        generation = flight.generation
+        error: ApiError | None = None
         try:
             if not await self._replay(flight):
                 if generation.turn.controls.only_if_cached:
                     raise NotCached
                 await self._reserve(generation)
-                route = await self._route(flight)
-                await stream(flight, route, self._cover)  # 9
+                error = await self._generated(flight)
         except asyncio.CancelledError:
             error = ApiError("Everyone who waited for this answer has left", code="client_gone")
         except ApiError as refusal:
@@ -271,6 +272,43 @@ class Pipeline:
         if near is not None:
             generation.found_near((await near).entry)
 
+    async def _generated(self, flight: Flight) -> ApiError | None:
+        """8 and 9, at the alias, then at its fallbacks in their order. Returns the error, if any.
+
+        A failure that a retry may mend comes before others, the alias' own before its fallbacks'.
+        """
+        generation, error = flight.generation, None
+        left = list(generation.alias.settings.fallbacks)
+        while True:
+            try:
+                await stream(flight, await self._route(flight, is_last=not left), self._cover)
+                return None
+            except ApiError as failure:
+                latest = fresh(failure)
+            if error is None or (_is_permanent(error) and not _is_permanent(latest)):
+                error = latest
+            if flight.chunks or not _may_fall_back(latest):
+                return latest if flight.chunks or not generation.steps else error
+            fallback = self._next(generation, left)
+            if fallback is None:
+                return error
+            generation.fell_back(fallback, latest.error_code or latest.type)
+
+    def _next(self, generation: Generation, left: list[str]) -> Alias | None:
+        """The next fallback that may answer this request, taken out of `left`; None if there is none."""
+        identity, turn = generation.identity, generation.turn
+        while left:
+            name = left.pop(0)
+            try:
+                alias = self.fleet.alias(name)
+                may_use(identity, name, alias.name)
+                alias.check(turn.body, turn.demand, turn.kind)
+            except ApiError:
+                continue
+            if not (alias.unpriced and any(budget.is_hard for budget in identity.budgets)):
+                return alias
+        return None
+
     async def _cover(self, generation: Generation, deployment: Deployment) -> bool:
         """Hold what a further try at `deployment` may cost beyond the holds there are.
 
@@ -286,17 +324,18 @@ class Pipeline:
             return False
         return True
 
-    async def _route(self, flight: Flight) -> Route:
+    async def _route(self, flight: Flight, *, is_last: bool) -> Route:
         """8. The deployments in order; waits for one that is starting or full if no other can answer.
 
-        Raises ApiError.
+        Where a fallback is left (`is_last` is false) it waits for none that is starting. Raises
+        ApiError.
         """
-        generation, alias = flight.generation, flight.generation.alias
+        generation, alias = flight.generation, flight.generation.serving
         waits_until = time.perf_counter() + self._starting_awaited_s
         while True:
             route = await routed(flight)
             generation.routed(route)
-            if route.ranked or not (alias.is_starting and time.perf_counter() < waits_until):
+            if route.ranked or not (is_last and alias.is_starting and time.perf_counter() < waits_until):
                 break
             await asyncio.sleep(_STARTING_POLL_S)  # a late answer is better than an error
         if not route.ranked:
@@ -344,6 +383,7 @@ class Pipeline:
             if (
                 self._learn is not None
                 and not generation.seams
+                and not generation.steps
                 and (generation.semantic.trial is not None or turn.controls.no_cache)
             ):
                 self._learn(flight, record)
@@ -418,6 +458,20 @@ class Pipeline:
     def emit(self, record: Record) -> None:
         """Count and log a request that asked for no generation."""
         self._emit(record, None, ())
+
+
+_FALLS_BACK = frozenset(
+    {"context_length_exceeded", "no_deployment_available", "no_deployment_within_limits", "deployment_full"}
+)
+
+
+def _may_fall_back(error: ApiError) -> bool:
+    """Whether an alias cannot answer: it is down, its contexts are too small, or it is too dear."""
+    return error.error_code in _FALLS_BACK or (isinstance(error, Upstream) and error.raw_body is None)
+
+
+def _is_permanent(error: ApiError) -> bool:
+    return error.http_status in (400, 424)
 
 
 def may_use(identity: Identity, alias: str, pattern: str = "") -> None:

@@ -248,6 +248,10 @@ class ModelSettings(_Section):
     cost_microusd_max: int | None = Field(
         None, ge=0, description="never use a deployment expected to cost more for a request"
     )
+    fallbacks: list[str] = Field(
+        [],
+        description="other aliases that answer, in this order, when this one is down, too small or too dear for a request",
+    )
     rescue: Literal["continue", "error"] = Field(
         "continue",
         description="a stream that breaks off: another deployment with `prefill` goes on with it, or it ends with the error",
@@ -446,6 +450,7 @@ class Settings(_Section):
                 if name in seen:
                     wrong.append(f"{where}.name: {name!r} is used twice; give each deployment its own `name`")
                 seen.add(name)
+        wrong += self._wrong_fallbacks()
         judge = self.cache.judge_model
         if judge not in (None, "auto") and (judge not in self.models or is_pattern(judge)):
             hint = did_you_mean(judge, self.models)
@@ -455,6 +460,30 @@ class Settings(_Section):
         else:
             info.context.extend(wrong)
         return self
+
+    def _wrong_fallbacks(self) -> list[str]:
+        """What is wrong with the aliases' fallbacks: names that are no alias, repetitions, cycles."""
+        wrong = []
+        patterns = [name[:-1] for name in self.models if is_pattern(name)]
+        for alias, model in self.models.items():
+            where = f"models.{alias}.fallbacks"
+            for name in model.fallbacks:
+                is_there = name in self.models and not is_pattern(name)
+                if not is_there and not any(name.startswith(prefix) for prefix in patterns):
+                    hint = did_you_mean(name, self.models)
+                    wrong.append(f"{where}: found {name!r}, expected an alias of `models`{hint}")
+            if len(set(model.fallbacks)) < len(model.fallbacks):
+                wrong.append(f"{where}: a name stands twice; name each fallback once")
+            seen, ahead = set[str](), list(model.fallbacks)
+            while ahead:
+                name = ahead.pop()
+                if name == alias:
+                    wrong.append(f"{where}: they lead back to {alias!r}; fallbacks must not form a cycle")
+                    break
+                if name not in seen:
+                    seen.add(name)
+                    ahead += self.models[name].fallbacks if name in self.models else []
+        return wrong
 
     @property
     def names(self) -> list[str]:

@@ -720,6 +720,13 @@ MODELS: dict[str, Any] = {
             deployment("cannot", usd=(0.5, 0.5)),
         ],
     },
+    "primary": {
+        "policy": "cheapest",
+        "fallbacks": ["secondary", "tertiary"],
+        "deployments": [deployment("p", usd=(1.0, 1.0), context_tokens_max=500, output_tokens_max=100)],
+    },
+    "secondary": {"deployments": [deployment("s", "other", usd=(2.0, 2.0), output_tokens_max=100)]},
+    "tertiary": {"deployments": [deployment("t", "third", usd=(9.0, 9.0), output_tokens_max=100)]},
     "unrescued": {
         "policy": "cheapest",
         "rescue": "error",

@@ -323,6 +323,7 @@ taken) or `failed` (any other 5xx, and a 424).""",
         entry=Annotated[str, Field(description="id of the cached answer that was served or stored")],
         rejected=list[_Rejection],
         attempts=list[_Attempt],
+        fallbacks=list[_Rejection],
         seams=list[_Seam],
     ),
 ]

@@ -38,6 +38,8 @@ def answer_headers(reply: Reply) -> Headers:
         (b"cache-status", _cache_status(source, entry).encode()),
         (b"server-timing", f"sameway;dur={turn.elapsed_ms():.2f}".encode()),
     ]
+    if reader is not None and reader.generation.steps:
+        headers.append((b"x-sameway-fallback", reader.generation.serving.name.encode("latin-1", "replace")))
     if entry is not None:
         if reader is not None:
             headers.append((b"x-sameway-similarity", f"{reader.generation.semantic.similarity:.4f}".encode()))

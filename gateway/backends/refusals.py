@@ -256,7 +256,8 @@ def from_backend(error: base.BackendError) -> ApiError:
         return UpstreamDenied(error.message)
     if isinstance(error, base.BackendRejected):
         # for the log; the client gets the body
-        rejected = Upstream(error.message, code="upstream_rejected")
+        is_long = isinstance(error, base.BackendTooLong)
+        rejected = Upstream(error.message, code="context_length_exceeded" if is_long else "upstream_rejected")
         rejected.http_status = error.status or 400
         rejected.raw_body = error.body or msgspec.json.encode(
             error_object(error.message, "invalid_request_error", None, None)

@@ -27,7 +27,7 @@ from gateway.journey.flight import Flight
 from gateway.journey.generation import Generation
 from gateway.journey.queue import routed
 from gateway.journey.rescue import PREFILL, Joint, Seam, ended_by_length, is_used_up, said_in
-from gateway.wire.errors import ApiError, UpstreamDenied
+from gateway.wire.errors import ApiError, Unavailable, UpstreamDenied
 from gateway.wire.types import Chunk
 from policies import Route
 
@@ -61,7 +61,7 @@ class _Tries:
         while route.ranked:
             if await self._round(route):
                 return
-            if self._failed is None or self._done_with.issuperset(self._generation.alias.deployments):
+            if self._failed is None or self._done_with.issuperset(self._generation.serving.deployments):
                 break
             latest, failure = self._failed
             pause_s = pause_before_retry(failure, self._generation.tries)
@@ -82,8 +82,8 @@ class _Tries:
         generation, tried, is_first = self._generation, self._done_with, True
         while route.ranked and generation.tries < TRIES_MAX:
             best = route.ranked[0]
-            deployment = generation.alias.deployments[best.name]
-            if generation.has_begun and not await self._cover(generation, deployment):
+            deployment = generation.serving.deployments[best.name]
+            if generation.is_beyond_first and not await self._cover(generation, deployment):
                 self._done_with |= {best.name}
                 tried |= {best.name}
                 route = await routed(self._flight, tried)
@@ -108,7 +108,8 @@ class _Tries:
 
     def _error(self) -> ApiError:
         """The client's error, after the last try."""
-        assert self._failed is not None
+        if self._failed is None:
+            return Unavailable("A budget has no room for another deployment", code="no_deployment_available")
         failure = self._failed[1]
         if not isinstance(failure, BackendDenied) or len(self._denials) == 1:
             return from_backend(failure)
@@ -143,7 +144,7 @@ class _Tries:
     async def _went_on(self, broken: Deployment) -> bool:
         """Whether other deployments went on with an answer that broke off, up to its end."""
         flight, generation, turn = self._flight, self._generation, self._generation.turn
-        if generation.alias.settings.rescue != "continue":
+        if generation.serving.settings.rescue != "continue":
             return False
         while generation.tries < TRIES_MAX and (said := said_in(turn, flight.chunks)) is not None:
             self._done_with |= {broken.name}
@@ -156,7 +157,7 @@ class _Tries:
             if not route.ranked:
                 return False
             best = route.ranked[0]
-            deployment = generation.alias.deployments[best.name]
+            deployment = generation.serving.deployments[best.name]
             is_covered = not deployment.places.is_full and await self._cover(generation, deployment)
             if not is_covered or not deployment.begin():
                 self._done_with |= {best.name}

@@ -85,7 +85,7 @@ class Flight:
         generation, demand = self.generation, self.generation.demand
         if needs:
             demand = msgspec.structs.replace(demand, needs=demand.needs | needs)
-        return generation.alias.route(demand, generation.warm, self.remaining_ms(), tried)
+        return generation.serving.route(demand, generation.warm, self.remaining_ms(), tried)
 
     def extend(self, chunks: Sequence[Chunk]) -> None:
         """Add `chunks` that arrived together, with one wake-up for each reader."""

@@ -46,6 +46,13 @@ class Booked(msgspec.Struct, frozen=True):
     row: LedgerRow
 
 
+class Step(msgspec.Struct, frozen=True):
+    """An alias that could not answer, and why: the next fallback is asked."""
+
+    name: str
+    reason: str
+
+
 class Try(msgspec.Struct, frozen=True):
     """A deployment that was tried, and its answer so far."""
 
@@ -66,9 +73,30 @@ class Generation:
     """
 
     __slots__ = (
-        "_degraded", "_first_choice_model", "_near", "_tries", "_whole_usage", "alias", "demand", "fingerprint",
-        "headers", "hold", "identity", "more_holds", "queued_ms", "route", "seams", "semantic", "spent", "store",
-        "stored", "turn", "warm", "why",
+        "_degraded",
+        "_first_choice_model",
+        "_near",
+        "_tries",
+        "_whole_usage",
+        "alias",
+        "demand",
+        "fingerprint",
+        "headers",
+        "hold",
+        "identity",
+        "more_holds",
+        "queued_ms",
+        "route",
+        "seams",
+        "semantic",
+        "serving",
+        "spent",
+        "steps",
+        "store",
+        "stored",
+        "turn",
+        "warm",
+        "why",
     )  # fmt: skip
 
     def __init__(
@@ -83,6 +111,8 @@ class Generation:
         self.turn = turn
         self.identity = identity
         self.alias = alias
+        self.serving = alias  # the alias or the fallback whose deployments are tried
+        self.steps: list[Step] = []  # the aliases that could not answer
         self.fingerprint = fingerprint
         self.warm = warm
         self.semantic = SemanticResult()
@@ -124,7 +154,12 @@ class Generation:
     def routed(self, route: Route) -> None:
         """8. Set the route before the first try."""
         self.route = route
-        self._first_choice_model = self.alias.first_choice_model(self.turn.demand, self.warm, route)
+        self._first_choice_model = self.serving.first_choice_model(self.turn.demand, self.warm, route)
+
+    def fell_back(self, alias: Alias, reason: str) -> None:
+        """8. Set the fallback whose deployments are tried next, and why the alias before it cannot answer."""
+        self.steps.append(Step(self.serving.name, reason))
+        self.serving = alias
 
     def chosen(self, why: str) -> None:
         """9. Set the reason why the deployment that is tried next was ranked first."""
@@ -139,10 +174,10 @@ class Generation:
         """
         turn = self.turn
         # decision: always-stream
-        is_stream = turn.is_stream or (len(self.alias.deployments) > 1 and _UNSTREAMED.isdisjoint(turn.body))
+        is_stream = turn.is_stream or (len(self.serving.deployments) > 1 and _UNSTREAMED.isdisjoint(turn.body))
         is_bounded = any(hold.held for hold in self._holds)
         draft = draft_of(self._near) if deployment.settings.engine else ""
-        body = self.alias.with_max_tokens(deployment, turn.demand, turn.body) if is_bounded else turn.body
+        body = self.serving.with_max_tokens(deployment, turn.demand, turn.body) if is_bounded else turn.body
         request = BackendRequest(
             body=body if said is None else rest_of(body, said),
             is_stream=is_stream,
@@ -152,7 +187,7 @@ class Generation:
             idle_timeout_s=deployment.settings.idle_timeout_ms / 1000.0,
             draft=draft,
             kind=turn.kind,
-            model=deployment.model if self.alias.is_pattern else "",
+            model=deployment.model if self.serving.is_pattern else "",
             prefix="" if said is None else said.text,
         )
         progress = Progress(deployment.name, self._near.id if draft and self._near is not None else "")
@@ -181,7 +216,7 @@ class Generation:
 
     def beyond_holds(self, deployment: Deployment) -> int:
         """The µUSD that a try at `deployment` may cost beyond all holds, after what is charged."""
-        worst = self.alias.worst_case_at(deployment, self.turn.demand)
+        worst = self.serving.worst_case_at(deployment, self.turn.demand)
         return sum(map(self._cost, self._charged)) + worst - sum(hold.amount_microusd for hold in self._holds)
 
     def end(self) -> list[Booked]:
@@ -246,6 +281,11 @@ class Generation:
         return any(one.progress.has_begun for one in self._tries)
 
     @property
+    def is_beyond_first(self) -> bool:
+        """Whether the first hold may be too small for the next try."""
+        return self.serving is not self.alias or self.has_begun
+
+    @property
     def _charged(self) -> list[Try]:
         return [one for one in self._tries if one.is_charged]
 
@@ -268,7 +308,7 @@ class Generation:
     def is_fallback(self) -> bool:
         """Whether another model than that of the first choice answered."""
         model = self._tries[-1].deployment.model if self._tries else ""
-        return bool(self._tries) and self._first_choice_model not in ("", model)
+        return self.serving is not self.alias or (bool(self._tries) and self._first_choice_model not in ("", model))
 
     def store_refusal(self, entry_bytes_max: int, *, is_servable: bool) -> str | None:
         """The reason why the answer is not stored, as the cache counts it; None if it is.

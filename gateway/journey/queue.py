@@ -29,7 +29,7 @@ async def routed(flight: Flight, tried: frozenset[str] = frozenset(), wait_max_s
     try:
         while not route.ranked and (names := _full(route)):
             left_s = began + wait_max_s - time.perf_counter()
-            places = [flight.generation.alias.deployments[name].places for name in names]
+            places = [flight.generation.serving.deployments[name].places for name in names]
             called = await _call(places, left_s, called) if left_s > 0 else None
             if called is None:
                 if flight.generation.route is None:
@@ -48,7 +48,7 @@ def _full(route: Route) -> list[str]:
 
 
 def _of(flight: Flight, name: str) -> Places:
-    return flight.generation.alias.deployments[name].places
+    return flight.generation.serving.deployments[name].places
 
 
 async def _call(places: list[Places], within_s: float, missed: Places | None) -> Places | None:

@@ -54,6 +54,8 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     rejected: tuple[Rejection, ...] = ()
     queued_ms: float = 0.0  # waited for a place, as every deployment was full
     attempts: tuple[Attempt, ...] = ()
+    fallbacks: tuple[Rejection, ...] = ()  # the aliases that could not answer, and why
+    answered_alias: str = ""  # the fallback that was asked last
     seams: tuple[Seam, ...] = ()  # where another deployment went on with a stream that broke off
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -155,12 +157,14 @@ def _of_generation(flight: Flight, duration_ms: float) -> dict[str, Any]:
         "why": generation.why,
         "queued_ms": generation.queued_ms,
         "attempts": generation.attempts,
+        "fallbacks": tuple([Rejection(step.name, step.reason) for step in generation.steps]),
+        "answered_alias": generation.serving.name if generation.steps else "",
         "seams": tuple(generation.seams),
         "draft": progress.draft,
         "survived": generation.degraded,
     }
     if route is not None:
-        facts["policy"] = generation.alias.settings.policy
+        facts["policy"] = generation.serving.settings.policy
         facts["rejected"] = tuple([Rejection(r.name, r.reason) for r in route.rejected])
     if semantic.entry is not None:
         return facts | _of_entry(semantic.entry, duration_ms, ttft_ms=duration_ms)
