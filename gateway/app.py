@@ -91,13 +91,11 @@ class Parts(AdminParts):
 
     link: RedisLink
     writer: LedgerWriter
-    fleet: Fleet
     money: Money
     metrics: Metrics
     pipeline: Pipeline
     learning: Learning
     watch: HealthMonitor
-    shared_health: SharedHealth
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -263,9 +261,7 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
     semantic = SemanticClient(settings.cache_socket, settings.cache.semantic_timeout_ms / 1000.0)
     semantic.start()
     stack.push_async_callback(semantic.aclose)
-    fleet = build_fleet(settings, time.monotonic)
-    await fleet.start()
-    stack.push_async_callback(fleet.aclose)
+    fleet = await _open_fleet(settings, accounts, stack)
     stats = Stats(link, time.time)
     stack.push_async_callback(_last_flush, stats)
 
@@ -321,6 +317,15 @@ def _open_spool(settings: Settings) -> Spool:
     if spool.error is not None:
         _log.warning("rows_not_spooled", reason=str(spool.error), consequence="a kill loses rows that Redis lacks")
     return spool
+
+
+async def _open_fleet(settings: Settings, accounts: Accounts, stack: AsyncExitStack) -> Fleet:
+    """The deployments, each in the use that an operator gave it."""
+    fleet = build_fleet(settings, time.monotonic)
+    accounts.follow_uses(fleet.take_uses)
+    await fleet.start()
+    stack.push_async_callback(fleet.aclose)
+    return fleet
 
 
 async def _show_first_key(accounts: Accounts, settings: Settings) -> None:

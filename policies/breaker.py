@@ -166,6 +166,11 @@ class Breaker:
             self._probe_until = self._clock() + self._limits.probe_s
         return True
 
+    def begin_anyway(self) -> None:
+        """Begin one call, which is a probe if it is open."""
+        if self._open_until is not None:
+            self._probe_until = self._clock() + self._limits.probe_s
+
     def record_success(self) -> None:
         """Report a success.
 

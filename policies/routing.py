@@ -86,6 +86,7 @@ class Candidate(msgspec.Struct, frozen=True):
     saves `prefill_ms_per_token` of it. Between equal candidates the larger `priority` ranks first.
     `allowed` are the reserved parts of a request that it may get.
     `is_denied` says of an unavailable one that it refuses every request until an operator mends it.
+    `use` says of one that an operator took out of use what it is: drained or disabled.
     `full_at` is the number of requests that it may run, where as many run; else 0.
     """
 
@@ -100,6 +101,7 @@ class Candidate(msgspec.Struct, frozen=True):
     is_denied: bool = False
     health_reason: str = ""
     full_at: int = 0
+    use: str = ""
     priority: int = 0
     prefill_ms_per_token: float = 0.0
     allowed: frozenset[str] = frozenset()
@@ -125,6 +127,7 @@ class Cause(StrEnum):
     CAPABILITY = "capability"
     CONTEXT = "context"
     OUTPUT = "output"
+    DISABLED = "disabled"
     DENIED = "denied"
     HEALTH = "health"
     FULL = "full"
@@ -270,6 +273,8 @@ def _unable(demand: Demand, candidate: Candidate) -> Rejected | None:
     limit = candidate.output_tokens_max
     if limit is not None and output > limit:
         return Rejected(name, Cause.OUTPUT, f"answers with at most {limit} tokens, {output} were asked for")
+    if candidate.use:
+        return Rejected(name, Cause.DISABLED, f"is {candidate.use} by an operator")
     if candidate.is_unavailable:
         cause = Cause.DENIED if candidate.is_denied else Cause.HEALTH
         return Rejected(name, cause, f"is resting: {candidate.health_reason or 'it failed repeatedly'}")

@@ -214,6 +214,7 @@ class _Playing:
 
     def __init__(self, call: Call, steps: Sequence[Step], is_text: bool) -> None:
         self._call = call
+        self._given_up = asyncio.Event()
         self._steps = iter(steps)
         self._is_text = is_text
 
@@ -225,10 +226,12 @@ class _Playing:
         for step in self._steps:
             if isinstance(step, asyncio.Event):
                 try:
-                    await step.wait()
+                    await _either(step, self._given_up)
                 except asyncio.CancelledError:
                     self._call.is_cancelled = True
                     raise
+                if self._given_up.is_set():
+                    raise BackendBroken("The answer was given up")
             elif isinstance(step, BaseException):
                 raise step
             else:
@@ -237,6 +240,16 @@ class _Playing:
 
     async def aclose(self) -> None:
         self._call.is_closed = True
+        self._given_up.set()
+
+
+async def _either(one: asyncio.Event, other: asyncio.Event) -> None:
+    waits = [asyncio.ensure_future(event.wait()) for event in (one, other)]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 def _chunk(step: str | Finish | Tokens | Whole, is_text: bool) -> Chunk:
@@ -620,6 +633,10 @@ class World:
     def flights(self) -> int:
         """Generations that others may join."""
         return len(self._pipeline.flights)
+
+    def takes_out(self, **uses: str) -> None:
+        """What an operator makes of deployments: drained or disabled; all others are in use."""
+        self._pipeline.fleet.take_uses(uses)
 
     def waiting(self, deployment: str) -> int:
         """Requests that wait for a place at a deployment."""

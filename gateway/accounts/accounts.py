@@ -22,6 +22,7 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.accounts import schema
+from gateway.accounts.audit import USES, AuditRow, inserted, latest_uses
 from gateway.accounts.checks import check_budget, check_key, check_plaintext, check_team
 from gateway.accounts.database import Database, uncancelled
 from gateway.accounts.errors import Conflict, NotFound
@@ -73,6 +74,8 @@ class Accounts:
         self._clock = clock
         self._random_bytes = random_bytes
         self._identities: Mapping[bytes, Identity] = {}
+        self._uses: Mapping[str, str] = {}
+        self._on_uses: Callable[[Mapping[str, str]], None] | None = None
         self._version = 0
         self._reading = asyncio.Lock()
         self._used_at_s: dict[int, float] = {}
@@ -155,7 +158,11 @@ class Accounts:
                 async for key in _read(connection, schema.keys, _key):
                     if key.is_active and teams[key.team_id].is_active:
                         identities[key.digest] = Identity(key, teams[key.team_id], of_team.get(key.team_id, ()))
+                acts = [(row.entry, row.action) for row in await connection.execute(latest_uses())]
             self._identities = identities
+            self._uses = {name: USES[action] for name, action in acts if USES[action]}
+            if self._on_uses is not None:
+                self._on_uses(self._uses)
             self._version = version
             self._unknown.clear()
 
@@ -316,6 +323,22 @@ class Accounts:
         """Raises NotFound."""
         async with self._change("") as connection:
             await _delete(connection, schema.budgets, budget_id)
+
+    # ── deployments ──
+
+    def follow_uses(self, take: Callable[[Mapping[str, str]], None]) -> None:
+        """Call `take` now and after each reload, with the deployments that are drained or disabled.
+
+        They come by name, each with the one word that it is.
+        """
+        self._on_uses = take
+        take(self._uses)
+
+    @uncancelled
+    async def set_use(self, row: AuditRow) -> None:
+        """Change the use of a deployment, which `row` records."""
+        async with self._change("") as connection:
+            await connection.execute(inserted(row))
 
     # ── changes ──
 

@@ -1,6 +1,8 @@
-"""The audit log in SQL: which texts of a team an admin asked to see, when and from where.
+"""The audit log in SQL: which texts of a team an admin asked to see, and what an operator did with
+a deployment by hand, when and from where.
 
-No texts. Invariant: rows are added and never changed or removed; they outlive teams.
+No texts. Invariant: rows are added and never changed or removed; they outlive teams. The latest row
+of a deployment with an action of `USES` decides on its use.
 """
 
 from __future__ import annotations
@@ -12,13 +14,21 @@ from gateway.accounts import schema
 from gateway.accounts.database import Database, uncancelled
 
 ANSWER_SHOWN = "answer_shown"
+DRAINED = "deployment_drained"
+DISABLED = "deployment_disabled"
+ENABLED = "deployment_enabled"
+RESET = "deployment_reset"
+TRIED = "deployment_tried"
+USES = {DRAINED: "drained", DISABLED: "disabled", ENABLED: ""}
+"""What a deployment is after an action; empty: in use."""
 
 
 class AuditRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One look of an admin at texts.
+    """One look of an admin at texts, or one act on a deployment.
 
-    `at_ms` is unix milliseconds; `entry` is the id of the cached answer; `client` is the address;
-    `way` is `dashboard` or `api`.
+    `at_ms` is unix milliseconds; `entry` is the id of the cached answer, or the deployment's name,
+    for which `team_id` is 0 and `request_id` empty; `client` is the address; `way` is `dashboard`
+    or `api`.
     """
 
     at_ms: int
@@ -40,10 +50,8 @@ class Audit:
     @uncancelled
     async def add(self, row: AuditRow) -> None:
         """Write a row. It is on disk when this returns."""
-        values = msgspec.structs.asdict(row)
-        del values["id"]
         async with self._database.writing() as connection:
-            await connection.execute(sa.insert(schema.audit).values(values))
+            await connection.execute(inserted(row))
 
     @uncancelled
     async def rows(self, limit: int, before: int | None = None) -> tuple[AuditRow, ...]:
@@ -54,3 +62,17 @@ class Audit:
             statement = statement.where(table.c.id < before)
         async with self._database.reading() as connection:
             return tuple([AuditRow(**row) for row in (await connection.execute(statement)).mappings()])
+
+
+def inserted(row: AuditRow) -> sa.Insert:
+    """The statement that writes `row`."""
+    values = msgspec.structs.asdict(row)
+    del values["id"]
+    return sa.insert(schema.audit).values(values)
+
+
+def latest_uses() -> sa.Select[tuple[str, str]]:
+    """The query of each deployment's name with the last action that changed its use."""
+    table = schema.audit
+    latest = sa.select(sa.func.max(table.c.id)).where(table.c.action.in_(USES)).group_by(table.c.entry)
+    return sa.select(table.c.entry, table.c.action).where(table.c.id.in_(latest))

@@ -16,10 +16,12 @@ from fastapi.responses import RedirectResponse
 from pydantic import BaseModel, ValidationError
 
 from gateway import accounts
-from gateway.admin import cache_views, views
+from gateway.admin import cache_views, operations, views
 from gateway.admin.guard import COOKIE, SESSION_S, Endpoint, Guard, TooManyWrongKeys, client_of
 from gateway.admin.html import LOGIN, Pages, back_to, is_own_path
 from gateway.admin.models import (
+    Act,
+    ActIn,
     AnswerIn,
     BudgetIn,
     BudgetPatch,
@@ -29,6 +31,7 @@ from gateway.admin.models import (
     NewTeamIn,
     PurgeIn,
     TeamIn,
+    TryDeploymentIn,
     TryIn,
 )
 from gateway.admin.parts import AdminParts
@@ -178,6 +181,24 @@ def _add_budget_forms(router: APIRouter, parts: AdminParts, render_team: Render)
     async def delete_budget(team_id: int, budget_id: int) -> Response:
         await known.delete_budget(budget_id)
         return back_to(f"/admin/teams/{team_id}", "budget-deleted")
+
+
+def add_deployment_forms(router: APIRouter, parts: AdminParts, render_deployments: Render) -> None:
+    @router.post("/deployments/try")
+    async def try_out(request: Request) -> Response:
+        fields = await read_form(request)
+        body = _checked(TryDeploymentIn, {name: fields.get(name, "") for name in ("name", "model")})
+        try:
+            tried = await operations.try_out(parts, body, client_of(request), "dashboard")
+        except accounts.Invalid as error:
+            return await render_deployments(request, 400, problem=words_of(error), asked=body.name)
+        return await render_deployments(request, tried=tried)
+
+    @router.post("/deployments/{act}")
+    async def act(request: Request, act: Act) -> Response:
+        body = _checked(ActIn, {"name": (await read_form(request)).get("name", "")})
+        await operations.act(parts, act, body.name, client_of(request), "dashboard")
+        return back_to("/admin/deployments", f"deployment-{act}")
 
 
 def add_answer_form(router: APIRouter, parts: AdminParts, pages: Pages) -> None:

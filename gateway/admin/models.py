@@ -423,6 +423,39 @@ class EngineOut(_Out):
     accepted_tokens_total: dict[str, int]
 
 
+class DeploymentErrorOut(_Out):
+    """A failed attempt at a deployment."""
+
+    at_s: float
+    request_id: str
+    words: str
+
+
+Act = Literal["drain", "disable", "enable", "reset"]
+
+
+class ActIn(_In):
+    name: str = Field(min_length=1, max_length=200, description="the deployment's")
+
+
+class TryDeploymentIn(ActIn):
+    model: str = Field("", max_length=200, description="of a deployment that takes every name")
+
+
+class TriedOut(_Out):
+    """What became of one short question to a deployment. No team is charged for it."""
+
+    name: str
+    is_ok: bool
+    problem: str
+    answer: str
+    ttft_ms: float | None
+    duration_ms: float
+    prompt_tokens: int
+    completion_tokens: int
+    cost_microusd: int
+
+
 class DeploymentOut(_Out):
     """Predictions are for a prompt of 500 tokens. `running` and `waiting` are those of the worker that answered this."""
 
@@ -433,6 +466,7 @@ class DeploymentOut(_Out):
     policy: str
     is_available: bool
     reason: str
+    use: str = Field("", description="`drained` or `disabled` by an operator; empty: in use")
     denial: str = Field("", description="why it refuses every request until an operator mends it; empty if it does not")
     running: int
     waiting: int
@@ -448,6 +482,11 @@ class DeploymentOut(_Out):
     context_tokens_max: int | None
     output_tokens_max: int | None
     last_24h: DeploymentTallyOut | None = None
+    ttft_timeout_ms: float = Field(
+        0, description="how long such a prompt waits for its first token where others can answer"
+    )
+    recent_calls: float = Field(0, description="answers behind the predictions; older ones count less")
+    last_errors: list[DeploymentErrorOut] = Field([], description="of the latest requests on all hosts, newest first")
     engine: EngineOut | None = Field(None, description="of a local engine that is ready")
 
 

@@ -13,7 +13,13 @@ from fastapi import APIRouter, Query, Request, Response
 from gateway.accounts import Group, LedgerFilter
 from gateway.admin import cache_views, views
 from gateway.admin.charts import answers_bar, kinds_bar, kinds_chart, money_chart, ttft_chart
-from gateway.admin.forms import add_answer_form, add_cache_forms, add_session_forms, add_team_forms
+from gateway.admin.forms import (
+    add_answer_form,
+    add_cache_forms,
+    add_deployment_forms,
+    add_session_forms,
+    add_team_forms,
+)
 from gateway.admin.html import Pages, page_route, static_file, with_query
 from gateway.admin.models import StatsOut
 from gateway.admin.parts import AdminParts
@@ -71,18 +77,25 @@ def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             charts=charts_of(found.stats) if found.stats is not None else {},
         )
 
-    @router.get("/deployments")
-    async def deployments(request: Request) -> Response:
+    async def render_deployments(request: Request, status: int = 200, **form: Any) -> Response:
         found = await views.deployments(parts)
         return pages.render(
             request,
             "deployments.html",
+            status,
             aliases={
                 alias: [one for one in found if one.alias == alias] for alias in dict.fromkeys(d.alias for d in found)
             },
             parts=[part for part in parts.healths() if part.name not in {view.name for view in found}],
             settings=parts.settings,
+            **{"tried": None, "problem": "", "asked": "", **form},
         )
+
+    @router.get("/deployments")
+    async def deployments(request: Request) -> Response:
+        return await render_deployments(request)
+
+    add_deployment_forms(router, parts, render_deployments)
 
 
 def charts_of(stats: StatsOut) -> dict[str, Any]:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from gateway.accounts import Accounts, Audit, Ledger
     from gateway.admin.guard import Guard
     from gateway.admin.models import DeploymentOut
+    from gateway.deployments.fleet import Fleet
+    from gateway.deployments.shared_health import SharedHealth
     from gateway.learning.reports import Reports
     from gateway.settings import Settings
     from gateway.telemetry.measured_error import MeasuredErrors
@@ -46,6 +48,8 @@ class AdminParts:
     verdicts: VerdictStore
     reports: Reports
     truth: MeasuredErrors
+    fleet: Fleet
+    shared_health: SharedHealth
     deployments: Callable[[], Sequence[DeploymentOut]]
     healths: Callable[[], Sequence[Part]]  # deployments may be among them
     version: str

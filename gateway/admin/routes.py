@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, Field
 
 from gateway.accounts import LedgerFilter
 from gateway.accounts.ledger import CURSOR
-from gateway.admin import cache_views, models, views
+from gateway.admin import cache_views, models, operations, views
 from gateway.admin.guard import COOKIE, ApiRoute, check_query, client_of
 from gateway.admin.pages import pages_router
 from gateway.admin.parts import AdminParts
@@ -290,6 +290,16 @@ def _add_machine(api: APIRouter, parts: AdminParts) -> None:
         """Every deployment: health, breaker, estimates, queue."""
         return models.DeploymentsOut(deployments=await views.deployments(parts))
 
+    @api.post("/deployments/try")
+    async def try_deployment(body: models.TryDeploymentIn, request: Request) -> models.TriedOut:
+        """Sends one short question to a deployment, whatever its state. An answer closes its breaker."""
+        return await operations.try_out(parts, body, client_of(request), "api")
+
+    @api.post("/deployments/{act}")
+    async def act(act: models.Act, body: models.ActIn, request: Request) -> models.DeploymentOut:
+        """Drains, disables, enables or resets a deployment on every host; each act is in the audit log."""
+        return await operations.act(parts, act, body.name, client_of(request), "api")
+
 
 def _add_cache(api: APIRouter, parts: AdminParts) -> None:
     @api.get("/cache")
@@ -325,7 +335,7 @@ def _add_cache(api: APIRouter, parts: AdminParts) -> None:
 
     @api.get("/audit")
     async def audit(cursor: _Id | None = None, limit: _Limit = 100) -> models.AuditOut:
-        """Which texts an admin asked to see, when and from where, newest first."""
+        """Which texts an admin asked to see, and what was done with deployments, when and from where, newest first."""
         return await cache_views.audit(parts, limit, cursor)
 
     @api.post("/feedback")

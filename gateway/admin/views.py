@@ -6,6 +6,7 @@ are None where the rest is still useful; where they are the whole answer, the fu
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from policies.holds import BudgetState
 
 _LEDGER_PAGE = 500
 _PROMPT_TOKENS_SHOWN = 500  # the prompt of predictions
+_ERRORS_SHOWN = 3
 # a short question, without `max_tokens`, in a body of 100 bytes
 _SHORT = Demand(
     prompt_tokens=10,
@@ -376,9 +378,10 @@ async def deployments(parts: AdminParts) -> list[models.DeploymentOut]:
 
     `last_24h` is None while Redis is away.
     """
-    summary = await _or_none(parts, Window.DAY)
+    summary, errors = await _or_none(parts, Window.DAY), await _last_errors(parts)
     found = []
     for one in parts.deployments():
+        one = one.model_copy(update={"last_errors": errors.get(one.name, [])})
         if summary is not None and one.name in summary.by_deployment:
             tally = models.DeploymentTallyOut.model_validate(summary.by_deployment[one.name])
             one = one.model_copy(update={"last_24h": tally.model_copy(update={"deployment": one.name})})
@@ -386,23 +389,46 @@ async def deployments(parts: AdminParts) -> list[models.DeploymentOut]:
     return found
 
 
+async def _last_errors(parts: AdminParts) -> dict[str, list[models.DeploymentErrorOut]]:
+    """The last failed attempts among the latest requests of all hosts, by deployment."""
+    found: dict[str, list[models.DeploymentErrorOut]] = {}
+
+    def note(record: Record) -> bool:
+        for attempt in record.attempts:
+            if attempt.verdict in ("error", "denied") and len(found.setdefault(attempt.name, [])) < _ERRORS_SHOWN:
+                one = models.DeploymentErrorOut(at_s=record.at_s, request_id=record.request_id, words=attempt.outcome)
+                found[attempt.name].append(one)
+        return False
+
+    with contextlib.suppress(RedisError):
+        await parts.stats.routes(note)
+    return found
+
+
 def deployments_of(fleet: Fleet) -> list[models.DeploymentOut]:
     """All deployments as this worker sees them now, without their last 24 hours."""
-    return [_deployment(alias, one) for alias in fleet.aliases.values() for one in alias.deployments.values()]
+    return [deployment_of(alias, one) for alias in fleet.aliases.values() for one in alias.deployments.values()]
 
 
-def _deployment(alias: Alias, deployment: Deployment) -> models.DeploymentOut:
+def deployment_of(alias: Alias, deployment: Deployment) -> models.DeploymentOut:
+    """One deployment as this worker sees it now."""
     seen = deployment.candidate(_PROMPT_TOKENS_SHOWN)
     load = deployment.backend.load(_PROMPT_TOKENS_SHOWN)
     output_tokens = alias.output_max(deployment, _SHORT)
+    reason = load.why if not load.is_ready else deployment.breaker.reason
+    if deployment.use:
+        reason = f"{deployment.use} by an operator"
     return models.DeploymentOut(
         name=deployment.name,
         alias=alias.name,
         backend=deployment.settings.backend,
         model=deployment.model,
         policy=alias.settings.policy,
-        is_available=not (seen.is_unavailable or deployment.breaker.denial),
-        reason=load.why if not load.is_ready else deployment.breaker.reason,
+        is_available=not (seen.is_unavailable or deployment.breaker.denial or deployment.use),
+        reason=reason,
+        use=deployment.use,
+        ttft_timeout_ms=1000.0 * deployment.ttft_timeout_s(_PROMPT_TOKENS_SHOWN, is_alone=False),
+        recent_calls=deployment.estimate.weight,
         denial=deployment.breaker.denial,
         running=load.running,
         waiting=load.waiting + deployment.places.waiting,

@@ -4,6 +4,7 @@ Collects the values that `policies.routing` decides by, and learns from each out
 is a pure function there. No teams, budgets or caches.
 """
 
+import asyncio
 import dataclasses
 import random
 import re
@@ -75,6 +76,8 @@ class Deployment:
     is_price_known: bool = True
     are_capabilities_assumed: bool = False
     can_chat: bool = True
+    use: str = ""  # `drained` or `disabled` by an operator
+    answers: set[base.ChunkStream] = field(default_factory=set)  # under way
     context_learned: int | None = None  # the size that it gave when it refused a longer request
     tiers: Mapping[str, Price] = field(default_factory=dict)  # by `service_tier`
     factors: Mapping[str, int] = field(default_factory=dict)  # by reserved part: a million times the price's
@@ -156,6 +159,7 @@ class Deployment:
             is_unavailable=is_unavailable,
             is_denied=is_unavailable and load.is_ready and bool(self.breaker.denial) and not self.breaker.is_probed,
             health_reason=(load.reason if not load.is_ready else self.breaker.reason) if is_unavailable else "",
+            use=self.use,
             full_at=self.places.places_max if self.places.is_full else 0,
             priority=self.settings.priority,
             allowed=self.allowed,
@@ -180,6 +184,17 @@ class Deployment:
         `end` gives the place back.
         """
         return not self.places.is_full and self.breaker.begin() and self.places.take()
+
+    def begin_try_out(self) -> None:
+        """Take a place and the right to make one call for an operator, whatever the state."""
+        self.places.taken += 1
+        self.breaker.begin_anyway()
+
+    def take_use(self, use: str) -> list[base.ChunkStream]:
+        """Set what an operator made of it. Returns the answers that must be given up."""
+        is_cut = use == "disabled" != self.use
+        self.use = use
+        return list(self.answers) if is_cut else []
 
     async def may_probe(self) -> bool:
         """Whether no other worker is probing it; if one is, the call that `begin` admitted ends."""
@@ -233,6 +248,9 @@ class Deployment:
 
     def failed(self, error: base.BackendError) -> None:
         """Count a failure against the deployment, unless the request itself may be at fault."""
+        if self.use == "disabled":  # its answers were given up
+            self.breaker.record_cancelled()
+            return
         match error:
             case base.BackendRejected() if not self.breaker.denial:
                 self.breaker.record_success()
@@ -341,10 +359,7 @@ class Alias:
         is_bounded = deployment.output_tokens_default is not None and self.settings.output_tokens_default is None
         if demand.is_output_asked or is_bounded:
             return body
-        is_openai = "api.openai.com" in (deployment.settings.base_url or "")
-        # other servers accept only the older name
-        name = "max_completion_tokens" if is_openai else "max_tokens"
-        return {**body, name: self.output_max(deployment, demand)}
+        return with_length(deployment, body, self.output_max(deployment, demand))
 
     @property
     def has_choice(self) -> bool:
@@ -382,7 +397,7 @@ class Alias:
         An answer of another model is a fallback, and is not cached.
         """
         ranked = route.ranked
-        if any(rejected.cause in (Cause.HEALTH, Cause.DENIED, Cause.FULL) for rejected in route.rejected):
+        if any(rejected.cause in _PASSING for rejected in route.rejected):
             well = [_well(candidate) for candidate in self._candidates(demand)]
             ranked = policies.route(self._now(demand, warm, None, frozenset()), well, self.policy).ranked
         return self.deployments[ranked[0].name].model if ranked else ""
@@ -405,8 +420,15 @@ class Alias:
         )
 
 
+def with_length(deployment: Deployment, body: dict[str, Any], tokens_max: int) -> dict[str, Any]:
+    """`body` with a limit of its answer, under the name that the deployment knows."""
+    is_openai = "api.openai.com" in (deployment.settings.base_url or "")
+    # other servers accept only the older name
+    return {**body, "max_completion_tokens" if is_openai else "max_tokens": tokens_max}
+
+
 def _well(candidate: Candidate) -> Candidate:
-    return msgspec.structs.replace(candidate, is_unavailable=False, full_at=0)
+    return msgspec.structs.replace(candidate, is_unavailable=False, full_at=0, use="")
 
 
 def pause_before_retry(failure: base.BackendError, attempts: int) -> float | None:
@@ -435,6 +457,7 @@ class Fleet:
     def __init__(self, aliases: Mapping[str, Alias], embedding_alias: str = "") -> None:
         self.aliases = aliases
         self._embedding_alias = embedding_alias
+        self._closing: set[asyncio.Future[None]] = set()
         self._whole_names = frozenset(name for name in aliases if not is_pattern(name))
         # the longest prefix first
         self._patterns = sorted((name for name in aliases if is_pattern(name)), key=len, reverse=True)
@@ -464,6 +487,17 @@ class Fleet:
                 code="model_not_found",
             )
         return found.for_name(name) if found.is_pattern else found
+
+    def take_uses(self, uses: Mapping[str, str]) -> None:
+        """Take the deployments in `uses` out of use, and the others in.
+
+        Answers of one that was disabled are given up.
+        """
+        for deployment in self.deployments:
+            for answer in deployment.take_use(uses.get(deployment.name, "")):
+                closing = asyncio.ensure_future(answer.aclose())
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
 
     async def start(self) -> None:
         for deployment in self.deployments:
@@ -519,6 +553,9 @@ def _build(alias: str, deployment: DeploymentSettings, settings: Settings, clock
 async def _alone() -> bool:
     """The claim of a worker that shares nothing."""
     return True
+
+
+_PASSING = frozenset({Cause.DISABLED, Cause.HEALTH, Cause.DENIED, Cause.FULL})  # of the moment, not of the request
 
 
 def no_route(route: Route, prompt: str) -> ApiError:

@@ -127,6 +127,13 @@ class _Shared:
         self._base_at_s = clock()
         self._sent = (self._base, 0, self._base_at_s)
         self._news = News()
+        self._is_reset = False
+
+    def reset(self) -> None:
+        """Forget all, also what others have learned."""
+        self.deployment.breaker.reset()
+        self.deployment.estimate.restore((0.0,) * SUMS)
+        self._is_reset = True
 
     def outgoing(self) -> bytes:
         """What is to be sent."""
@@ -135,6 +142,8 @@ class _Shared:
         self._sent, self._news = (sums, calls, self._clock()), self.deployment.breaker.news()
         kept = KEEP_PER_OBSERVATION ** (calls - self._base_calls)
         learned = self._beyond(sums, self._base, kept, self._base_at_s) if kept < 1.0 else (0.0,) * SUMS
+        if self._is_reset:
+            kept, learned = 0.0, sums
         return msgspec.json.encode((kept, learned, self._news))
 
     def failed(self) -> None:
@@ -150,6 +159,7 @@ class _Shared:
         if not reply.is_sound:
             return False
         estimate = self.deployment.estimate
+        self._is_reset = False
         sums, calls, at_s = self._sent
         kept = KEEP_PER_OBSERVATION ** (estimate.calls_seen - calls)
         since = self._beyond(estimate.sums(), sums, kept, at_s)
@@ -194,6 +204,13 @@ class SharedHealth:
                 await asyncio.sleep(_SOON_S)
                 if any(shared.deployment.breaker.has_news for shared in self._shared):
                     break
+
+    async def reset(self, deployment: Deployment) -> None:
+        """Forget the failures and the estimate of a deployment, on every host. Raises RedisError."""
+        for shared in self._shared:
+            if shared.deployment.name == deployment.name:
+                shared.reset()
+        await self.exchange()
 
     async def exchange(self) -> None:
         """Send what this worker has learned, and take what all have. Raises RedisError."""

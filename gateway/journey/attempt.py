@@ -120,7 +120,12 @@ class _Tries:
         generation.chosen(why)
         if not deployment.begin() or (deployment.breaker.is_open and not await deployment.may_probe()):
             return BackendUnavailable("Another request is trying whether this deployment is back")
-        request, progress = generation.begin_try(deployment, is_alone=is_alone)
+        try:
+            request, progress = generation.begin_try(deployment, is_alone=is_alone)
+        except BaseException:  # a bug must not keep the place
+            deployment.breaker.record_cancelled()
+            deployment.end()
+            raise
         prompt_tokens = generation.turn.demand.prompt_tokens
         failure = await attempt(deployment, request, progress, flight.extend, prompt_tokens=prompt_tokens)
         if failure is None:
@@ -198,6 +203,7 @@ async def attempt(
     """
     answer = deployment.backend.stream(request)
     held: list[Chunk] = []
+    deployment.answers.add(answer)
     try:
         async for chunks in answer:
             progress.add(chunks)
@@ -227,6 +233,7 @@ async def attempt(
         try:
             await answer.aclose()
         finally:
+            deployment.answers.discard(answer)
             deployment.end()
     progress.complete()
     deployment.succeeded(progress, prompt_tokens)

@@ -142,6 +142,8 @@ class HealthMonitor:
 
     def _part(self, deployment: Deployment) -> Part:
         load = deployment.backend.load(0)
+        if deployment.use:
+            return Part(deployment.name, Health.DOWN, f"{deployment.use} by an operator")
         if load.is_ready:
             reason = deployment.breaker.reason
             is_proved = deployment.has_answered or deployment.settings.backend == "local"
@@ -153,9 +155,10 @@ class HealthMonitor:
         """The body of `/readyz`."""
         parts = self.parts()
         is_all_there = all(part.health is Health.OK for part in parts)
-        # a deployment that refuses the gateway refuses every host: no balancer has a better one
+        # a deployment that refuses the gateway refuses every host, and one that an operator took out of
+        # use is so on every host: no balancer has a better one
         is_answerable = all(
-            any(_is_available(d, is_alone=True) or d.breaker.denial for d in alias.deployments.values())
+            any(_is_available(d, is_alone=True) or d.breaker.denial or d.use for d in alias.deployments.values())
             for alias in self._fleet.aliases.values()
         )
         # before the first readiness every part must be ready, except deployments that are down, not
@@ -196,7 +199,11 @@ class HealthMonitor:
 
 def _is_available(deployment: Deployment, *, is_alone: bool = False) -> bool:
     breaker = deployment.breaker
-    return deployment.backend.load(0).is_ready and breaker.allows(is_alone=is_alone) and not breaker.denial
+    return (
+        deployment.backend.load(0).is_ready
+        and breaker.allows(is_alone=is_alone)
+        and not (breaker.denial or deployment.use)
+    )
 
 
 def _memory_bytes() -> float:

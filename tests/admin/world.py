@@ -34,6 +34,8 @@ from gateway.admin.guard import Guard
 from gateway.admin.models import DeploymentOut, EngineOut
 from gateway.admin.parts import AdminParts
 from gateway.admin.routes import admin_router
+from gateway.deployments.fleet import build_fleet
+from gateway.deployments.shared_health import SharedHealth
 from gateway.journey.semantic import Bounds
 from gateway.learning.reports import Reports
 from gateway.settings import Settings
@@ -212,6 +214,9 @@ async def open_world(redis: Redis, folder: Path) -> AsyncIterator[World]:
         lambda *refused: world.refused_keys.update([refused]),
         lambda: world.now_s,
     )
+    fleet = build_fleet(settings, lambda: NOW_S)
+    accounts.follow_uses(fleet.take_uses)
+    link: Any = redis  # without the loop that exchanges
     admin = AdminParts(
         settings=settings,
         guard=guard,
@@ -225,6 +230,8 @@ async def open_world(redis: Redis, folder: Path) -> AsyncIterator[World]:
         verdicts=verdicts,
         reports=Reports(verdicts, exact, stats, stats.add_report, lambda *_: None),
         truth=truth,
+        fleet=fleet,
+        shared_health=SharedHealth(settings, fleet.deployments, link),
         deployments=lambda: world.deployments,
         healths=lambda: world.parts,
         clock=lambda: world.now_s,

@@ -1,0 +1,114 @@
+"""What an operator does with a deployment by hand: drain, disable, enable, reset and try it.
+
+Each act writes a row of the audit log. The latest row of a deployment that changed its use decides
+on that use, on every worker and host, also after a restart. Knows no HTTP. Invariant: an act that
+cannot be audited does not happen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from cache.fingerprint import DIGEST_BYTES
+from gateway import accounts
+from gateway.accounts import AuditRow
+from gateway.accounts.audit import DISABLED, DRAINED, ENABLED, RESET, TRIED
+from gateway.admin import models, views
+from gateway.admin.parts import AdminParts
+from gateway.backends.base import BackendRequest
+from gateway.deployments.fleet import Alias, Deployment, with_length
+from gateway.deployments.progress import Progress
+from gateway.journey.attempt import attempt
+from gateway.journey.storing import answer_text
+from gateway.wire.fold import fold
+from gateway.wire.types import CHAT, Chunk, Usage
+from policies import Tokens
+
+_ACTIONS = {"drain": DRAINED, "disable": DISABLED, "enable": ENABLED, "reset": RESET}
+_QUESTION = "Say: ok"
+_ANSWER_TOKENS = 16
+_PROMPT_TOKENS = 10
+_TRY_WITHIN_S = 30.0
+
+
+async def act(parts: AdminParts, act: models.Act, name: str, client: str, way: str) -> models.DeploymentOut:
+    """Drain, disable, enable or reset the deployment `name`, on every host.
+
+    `client` is the operator's address, `way` is `dashboard` or `api`. Raises accounts.NotFound, and
+    sqlalchemy's errors.
+    """
+    alias, deployment = _find(parts, name)
+    row = _row(parts, _ACTIONS[act], name, client, way)
+    if act == "reset":
+        await parts.audit.add(row)
+        with contextlib.suppress(RedisError):  # the next exchange takes it along
+            await parts.shared_health.reset(deployment)
+    else:
+        await parts.accounts.set_use(row)
+    return views.deployment_of(alias, deployment)
+
+
+async def try_out(parts: AdminParts, what: models.TryDeploymentIn, client: str, way: str) -> models.TriedOut:
+    """Send one short question to a deployment, whatever its state; an answer closes its breaker.
+
+    No team is charged. Raises accounts.NotFound, accounts.Invalid, and sqlalchemy's errors.
+    """
+    alias, deployment = _find(parts, what.name)
+    if deployment.is_any_model:
+        if not what.model:
+            raise accounts.Invalid("model", "expected a model's name: this deployment takes every name")
+        alias = alias.for_name(alias.name[:-1] + what.model)
+        deployment = alias.deployments[what.name]
+    await parts.audit.add(_row(parts, TRIED, what.name, client, way))
+    progress, chunks = Progress(deployment.name), list[Chunk]()
+    deployment.begin_try_out()
+    failure = await attempt(
+        deployment, _question(alias, deployment), progress, chunks.extend, prompt_tokens=_PROMPT_TOKENS
+    )
+    usage = progress.usage or Usage(_PROMPT_TOKENS if progress.has_begun else 0, progress.content_chunks)
+    cost = deployment.price.cost(Tokens(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens))
+    return models.TriedOut(
+        name=what.name,
+        is_ok=failure is None,
+        problem="" if failure is None else failure.detail,
+        answer=_text(chunks) if failure is None else "",
+        ttft_ms=progress.ttft_ms,
+        duration_ms=progress.elapsed_ms(),
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cost_microusd=cost,
+    )
+
+
+def _find(parts: AdminParts, name: str) -> tuple[Alias, Deployment]:
+    for alias in parts.fleet.aliases.values():
+        if name in alias.deployments:
+            return alias, alias.deployments[name]
+    raise accounts.NotFound(f"there is no deployment {name!r}")
+
+
+def _row(parts: AdminParts, action: str, name: str, client: str, way: str) -> AuditRow:
+    at_ms = int(parts.clock() * 1000)
+    return AuditRow(at_ms=at_ms, action=action, team_id=0, request_id="", entry=name, client=client, way=way)
+
+
+def _question(alias: Alias, deployment: Deployment) -> BackendRequest:
+    body: dict[str, Any] = {"model": alias.name, "messages": [{"role": "user", "content": _QUESTION}]}
+    return BackendRequest(
+        body=with_length(deployment, body, _ANSWER_TOKENS),
+        is_stream=True,
+        salt=bytes(DIGEST_BYTES),
+        request_id=f"try-{uuid.uuid4().hex}",
+        ttft_timeout_s=_TRY_WITHIN_S,
+        idle_timeout_s=_TRY_WITHIN_S,
+        kind=CHAT,
+        model=deployment.model if alias.is_pattern else "",
+    )
+
+
+def _text(chunks: list[Chunk]) -> str:
+    return answer_text(fold(chunks)) or ""

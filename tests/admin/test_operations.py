@@ -1,0 +1,91 @@
+"""What an operator does with a deployment by hand, through the API and the dashboard."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import pytest
+from httpx import ASGITransport, AsyncClient
+from redis.asyncio import Redis
+
+from gateway.accounts import Accounts
+from gateway.deployments.fleet import Deployment
+from tests.admin.world import ADMIN_KEY, World, open_world
+from tests.world import Finish, ScriptedBackend, Tokens, denied
+
+
+@pytest.fixture
+async def world(redis: Redis, tmp_path: Path) -> AsyncIterator[World]:
+    async with open_world(redis, tmp_path) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def client(world: World) -> AsyncIterator[AsyncClient]:
+    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+    async with AsyncClient(transport=ASGITransport(world.app), base_url="http://127.0.0.1", headers=headers) as made:
+        yield made
+
+
+def only(world: World) -> tuple[Deployment, ScriptedBackend]:
+    """The one deployment, with a script behind it."""
+    (one,) = world.admin.fleet.deployments
+    one.backend = backend = ScriptedBackend(one.name)
+    return one, backend
+
+
+async def test_each_act_holds_is_audited_and_survives(world: World, client: AsyncClient) -> None:
+    """Drained and disabled deployments stay so for every other worker and after a restart; enabling ends it."""
+    one, _ = only(world)
+    for act, use in (("drain", "drained"), ("disable", "disabled"), ("enable", ""), ("disable", "disabled")):
+        reply = await client.post(f"/admin/api/deployments/{act}", json={"name": one.name})
+        assert (reply.status_code, reply.json()["use"]) == (200, use)
+        assert reply.json()["is_available"] is not bool(use)
+        restarted = Accounts(world.admin.settings.sql_url)
+        await restarted.open()
+        seen: list[Mapping[str, str]] = []
+        restarted.follow_uses(seen.append)
+        assert seen == [{one.name: use} if use else {}]
+        await restarted.close()
+    rows = (await client.get("/admin/api/audit")).json()["rows"]
+    assert [row["action"] for row in rows] == [
+        "deployment_disabled", "deployment_enabled", "deployment_disabled", "deployment_drained",
+    ]  # fmt: skip
+    assert {(row["entry"], row["team_id"], row["way"]) for row in rows} == {(one.name, 0, "api")}
+
+
+async def test_a_reset_forgets_failures_and_figures(world: World, client: AsyncClient) -> None:
+    """Here at once, and on other hosts with their next exchange."""
+    one, _ = only(world)
+    one.breaker.record_failure(retry_after_s=600)
+    one.estimate.observe(900.0, 20.0, 100)
+    await world.admin.shared_health.exchange()
+    assert (await client.post("/admin/api/deployments/reset", json={"name": one.name})).json()["is_available"]
+    assert (one.breaker.allows(), one.has_answered) == (True, False)
+    for _ in range(2):
+        await world.admin.shared_health.exchange()
+    assert (one.breaker.allows(), one.has_answered) == (True, False)
+
+
+async def test_a_try_tells_what_came_and_closes_the_breaker(world: World, client: AsyncClient) -> None:
+    """A try asks even a resting deployment that is out of use; an answer ends the rest, and not what an operator set."""
+    one, backend = only(world)
+    one.breaker.record_denial("key refused (HTTP 401)")
+    backend.plays(denied(401, "No such key"))
+    tried = (await client.post("/admin/api/deployments/try", json={"name": one.name})).json()
+    assert (tried["is_ok"], "No such key" in tried["problem"]) == (False, True)
+    await client.post("/admin/api/deployments/drain", json={"name": one.name})
+    backend.plays("o", "k", Finish(), Tokens(3, 2))
+    tried = (await client.post("/admin/api/deployments/try", json={"name": one.name})).json()
+    assert (tried["is_ok"], tried["answer"], tried["prompt_tokens"], tried["completion_tokens"]) == (True, "ok", 3, 2)
+    assert (one.breaker.denial, one.use, one.places.taken) == ("", "drained", 0)
+    assert backend.calls[-1].body["max_tokens"] == 16
+
+
+async def test_an_unknown_deployment_or_act_is_refused(world: World, client: AsyncClient) -> None:
+    """In words, and without a row."""
+    for path in ("drain", "disable", "enable", "reset", "try"):
+        assert (await client.post(f"/admin/api/deployments/{path}", json={"name": "none"})).status_code == 404
+    assert (await client.post("/admin/api/deployments/drop", json={"name": "none"})).status_code == 400
+    assert (await client.get("/admin/api/audit")).json()["rows"] == []
