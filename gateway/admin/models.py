@@ -17,6 +17,7 @@ from gateway.accounts.checks import RATE_MAX
 from gateway.deployments.progress import Attempt
 from gateway.journey.record import Record, Rejection
 from gateway.journey.rescue import Seam
+from gateway.telemetry.judge_error import ErrorRate
 from gateway.telemetry.parts import Part
 from gateway.telemetry.summary import Percentiles, Window
 from policies import WindowKind
@@ -256,6 +257,7 @@ class DeploymentTallyOut(_Out):
 
 
 _Percentiles = Annotated[Percentiles, _Flat("PercentilesOut")]
+_ErrorRate = Annotated[ErrorRate, _Flat("ErrorRateOut")]
 
 
 class PointOut(_Out):
@@ -278,6 +280,30 @@ class StatsOut(_Out):
     ttft: dict[str, _Percentiles] = Field(description="by what answered; `hit` and `all` are sums")
     duration: dict[str, _Percentiles]
     semantic: list[SemanticOut] = []
+    judging: list[JudgingOut] = []
+    judges: list[JudgeOut] = []
+
+
+class JudgingOut(_Out):
+    """What judging a team's answers by a model cost, beside what the cache saved the team."""
+
+    team_id: int
+    team: str
+    questions: int
+    cost_microusd: int
+    saved_microusd: int
+
+
+class JudgeOut(_Out):
+    """How a judge's rulings compare with those of another one, which is taken as right, on the pairs of answers that both ruled
+    on; with 95% intervals."""
+
+    judge: str
+    other: str
+    pairs: int
+    agreed: int
+    false_same: _ErrorRate = Field(description="of the different answers, the share that it calls the same")
+    false_different: _ErrorRate = Field(description="of the equal answers, the share that it calls different")
 
 
 class SemanticOut(_Out):
@@ -475,6 +501,7 @@ class DeploymentOut(_Out):
     input_microusd_per_mtok: int
     output_microusd_per_mtok: int
     is_price_known: bool = Field(True, description="false: counted as free")
+    can_chat: bool = Field(True, description="false: its model is for something else, as embeddings")
     capabilities: tuple[str, ...]
     are_capabilities_assumed: bool = Field(False, description="those of its kind of backend, as its model is not known")
     hold_microusd: int = Field(0, description="what a short question without `max_tokens` holds of a budget")

@@ -27,8 +27,10 @@ def problems(
     team_names: Mapping[int, str],
     last_hour: Summary | None,
     truths: Sequence[LiveError] = (),
+    *,
+    is_judged: bool = False,
 ) -> list[ProblemOut]:
-    """All current problems; empty when all is well."""
+    """All current problems; empty when all is well. `is_judged`: deployments judge answers of their alias."""
     found = [
         *_of_parts(parts, {view.name for view in deployments}),
         *_of_deployments(deployments, {part.name for part in parts if part.health is Health.STARTING}),
@@ -37,6 +39,7 @@ def problems(
         *_of_refusals(team_names, last_hour),
         *_of_attempts(deployments, last_hour),
         *_of_truth(truths),
+        *(_of_judges(deployments) if is_judged else ()),
     ]
     return sorted(found, key=lambda problem: not problem.is_urgent)
 
@@ -105,6 +108,23 @@ def _of_truth(truths: Sequence[LiveError]) -> list[ProblemOut]:
         )
         for one in truths
         if one.strictness < 1.0
+    ]
+
+
+def _of_judges(deployments: Sequence[DeploymentOut]) -> list[ProblemOut]:
+    """Aliases without a judge for their answers."""
+    if any(view.backend == "local" for view in deployments):
+        return []
+    able = {view.alias for view in deployments if view.can_chat}
+    return [
+        ProblemOut(
+            is_urgent=False,
+            message=f"`judge_model: auto` asks nothing about answers of {alias}: no deployment of it can chat, and there is no "
+            "local engine",
+            href="/admin/deployments",
+        )
+        for alias in dict.fromkeys(view.alias for view in deployments)
+        if alias not in able
     ]
 
 

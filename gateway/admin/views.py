@@ -23,6 +23,7 @@ from gateway.admin.problems import problems
 from gateway.deployments.fleet import Alias, Deployment, Fleet
 from gateway.journey.record import Record
 from gateway.telemetry.buckets import KINDS, kind_of
+from gateway.telemetry.judge_error import false_different, false_same
 from gateway.telemetry.measured_error import measure
 from gateway.telemetry.stats import Page
 from gateway.telemetry.summary import Summary, Tally, Window
@@ -118,7 +119,46 @@ async def stats(
     summary = await parts.stats.query(window, team_id=team_id, model=model)
     teams = await parts.accounts.list_teams()
     out = stats_out(summary, {team.id: team.name for team in teams})
-    return out.model_copy(update={"semantic": _semantic(parts, summary, teams)})
+    found = {
+        "semantic": _semantic(parts, summary, teams),
+        "judging": _judging(summary, teams),
+        "judges": _judges(summary),
+    }
+    return out.model_copy(update=found)
+
+
+def _judging(summary: Summary, teams: Sequence[Team]) -> list[models.JudgingOut]:
+    """What judging cost each team that it was done for."""
+    names, found = {team.id: team.name for team in teams}, dict[int, models.JudgingOut]()
+    for (team_id, _), sample in summary.samples.items():
+        if team_id not in names or not sample.questions:
+            continue
+        saved = summary.by_team[team_id].saved_microusd if team_id in summary.by_team else 0
+        one = models.JudgingOut(
+            team_id=team_id, team=names[team_id], questions=0, cost_microusd=0, saved_microusd=saved
+        )  # fmt: skip
+        one = found.setdefault(team_id, one)
+        one.questions += sample.questions
+        one.cost_microusd += sample.judging_microusd
+    return sorted(found.values(), key=lambda one: -one.questions)
+
+
+def _judges(summary: Summary) -> list[models.JudgeOut]:
+    """The judges that another one was set beside, by descending pairs."""
+    found = []
+    for names, counts in summary.rulings.items():
+        judge, _, other = names.partition("\n")
+        found.append(
+            models.JudgeOut(
+                judge=judge,
+                other=other,
+                pairs=counts.pairs,
+                agreed=counts.agreed,
+                false_same=false_same(counts),
+                false_different=false_different(counts),
+            )
+        )
+    return sorted(found, key=lambda one: -one.pairs)
 
 
 def _semantic(parts: AdminParts, summary: Summary, teams: Sequence[Team]) -> list[models.SemanticOut]:
@@ -357,6 +397,7 @@ async def status(parts: AdminParts) -> models.StatusOut:
             team_names=names,
             last_hour=summary,
             truths=parts.truth.live,
+            is_judged=parts.settings.cache.judge_model == "auto",
         ),
     )
 
@@ -437,6 +478,7 @@ def deployment_of(alias: Alias, deployment: Deployment) -> models.DeploymentOut:
         input_microusd_per_mtok=deployment.price.input_microusd_per_mtok,
         output_microusd_per_mtok=deployment.price.output_microusd_per_mtok,
         is_price_known=deployment.is_price_known,
+        can_chat=deployment.can_chat,
         capabilities=tuple(sorted(deployment.capabilities)),
         are_capabilities_assumed=deployment.are_capabilities_assumed,
         hold_microusd=deployment.price.cost_max(_SHORT.prompt_tokens_max, output_tokens),

@@ -23,6 +23,7 @@ from gateway.loggers import get_logger
 from gateway.pipeline import Learn, Pipeline
 from gateway.settings import Settings
 from gateway.telemetry import metric_names as m
+from gateway.telemetry.judge_error import RulingCounts
 from gateway.telemetry.measured_error import LiveError, MeasuredErrors
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.stats import Stats
@@ -127,6 +128,10 @@ async def open_learning(
     def count(source: Source, ruling: Ruling, judge: str) -> None:
         metrics.add(m.VERDICTS, 1, source.value, ruling.value, judge)
 
+    def compared(one: Judgement, other: Judgement) -> None:
+        if Ruling.UNKNOWN not in (one.ruling, other.ruling):
+            stats.add_rulings(one.judge, other.judge, RulingCounts(**{f"{one.ruling}_{other.ruling}": 1}))
+
     judging = Judging(
         exact,
         verdicts,
@@ -138,6 +143,7 @@ async def open_learning(
         random.random,
         note,
         count,
+        compared,
     )
     reports = Reports(verdicts, exact, stats, stats.add_report, count)
     learn = judging.recorded if cache.is_semantic else None

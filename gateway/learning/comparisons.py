@@ -46,6 +46,7 @@ _QUEUE_MAX = 256
 _AT_ONCE = 4
 _ANSWER_BYTES_MAX = 64 << 10  # a longer one no judge reads
 LIKELY = 0.5  # p of a candidate from which on it is a surprise that its answer is not the same
+_CALIBRATED = 0.05  # of what the judges that cost nothing ruled on, and a judge that costs could be asked about
 _AGAIN_S = 60.0
 _AGAIN_KEYS_MAX = 10_000
 _AGAIN_SHARED = 0.8  # of the words of both prompts
@@ -125,6 +126,7 @@ class Judging:
         random: Callable[[], float],
         note: Callable[[Check], None],
         count: Callable[[Source, Ruling, str], None],
+        compared: Callable[[Judgement, Judgement], None] = lambda *_: None,
     ) -> None:
         self._exact = exact
         self._verdicts = verdicts
@@ -136,6 +138,7 @@ class Judging:
         self._random = random
         self._note = note
         self._count = count
+        self._compared = compared
         self._queue: deque[_Asked] = deque()
         self._wake = asyncio.Event()
         self._running: set[asyncio.Task[None]] = set()
@@ -292,6 +295,8 @@ class Judging:
         judge = self._asker(asked) if is_drawn else None
         judgement = await self._judgement(fresh, first)
         chance: float | None = None
+        if judge is not None and judgement.ruling is not Ruling.UNKNOWN and self._random() < _CALIBRATED:
+            await self._calibrate(judge, judgement, fresh, first)
         if judgement.ruling is Ruling.UNKNOWN and self._fallback is not None:
             judgement, is_asked = await self._costly(asked, judge, fresh, first, judgement)
             chance = share if is_asked else 0.0
@@ -310,6 +315,12 @@ class Judging:
         ref = AnswerRef(equal.exact, equal.created_at) if equal is not None else None
         other_ref = AnswerRef(first.exact, first.created_at)
         await self._verdicts.take(asked.partition, f"{asked.record.request_id}:{asked.source}", verdict, other_ref, ref)
+
+    async def _calibrate(self, judge: Judge, cheap: Judgement, fresh: QAPair, entry: Entry) -> None:
+        """Let `judge` rule on a pair that another one has ruled on."""
+        cached = _qa_pair(entry.text or "", chunks_of(entry))
+        if cached is not None:
+            self._compared(cheap, await judge.judge(fresh, cached))
 
     async def _costly(
         self, asked: _Asked, judge: Judge | None, fresh: QAPair, entry: Entry, cheap: Judgement

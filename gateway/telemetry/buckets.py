@@ -2,10 +2,12 @@
 
 A field is `letter|team|kind|model` (the model last: it may contain anything); its value is an
 integer. The kind is one of KINDS, or `deployment` (the model is then the deployment, and the team
-empty), or `truth` (checks and reports of semantic hits). The letters:
+empty), or `truth` (checks and reports of semantic hits), or `judges` (the model is then two judges
+with a line feed between, and the team empty). The letters:
 
     requests of a kind     r requests; TALLIED; tN and dN: histogram bucket N of TTFT and duration
     truth                  CHECKED
+    judges                 RULED
     deployment             TRIED
 
 Knows no Redis. Invariant: adding the fields of two buckets gives the bucket of both.
@@ -22,6 +24,7 @@ HITS = ("exact", "semantic", "coalesced")
 KINDS = (*HITS, "miss", "bypass", "refused", "failed")
 DEPLOYMENT = "deployment"
 TRUTH = "truth"
+JUDGES = "judges"
 REQUESTS = "r"
 TTFT = "t"
 DURATION = "d"
@@ -57,6 +60,12 @@ CHECKED: Mapping[str, Metric] = {
     "fr": Metric("reported_right"),
     "jq": Metric("questions"),
     "j$": Metric("judging_microusd"),
+}
+RULED: Mapping[str, Metric] = {
+    "ss": Metric("same_same"),
+    "sd": Metric("same_different"),
+    "ds": Metric("different_same"),
+    "dd": Metric("different_different"),
 }
 TRIED: Mapping[str, Metric] = {
     "ok": Metric("ok"),

@@ -20,6 +20,7 @@ import msgspec
 from gateway.journey.record import Record
 from gateway.settings import NEAR_SIMILARITY_MIN
 from gateway.telemetry import buckets
+from gateway.telemetry.judge_error import RulingCounts
 from gateway.telemetry.measured_error import CheckCounts
 from gateway.telemetry.summary import DeploymentTally, Summary, Sums, Window, fold_checks
 from policies.redis import Redis
@@ -184,6 +185,12 @@ class Stats:
     def add_question(self, team_id: int, model: str, cost_microusd: int) -> None:
         """Count a question to a judge model about a team's answers."""
         self._add_truth(team_id, model, CheckCounts(questions=1, judging_microusd=cost_microusd))
+
+    def add_rulings(self, judge: str, other: str, counts: RulingCounts) -> None:
+        """Count pairs of answers that both judges ruled on."""
+        self._count(
+            int(self._clock()) // 60, "", buckets.JUDGES, f"{judge}\n{other}", buckets.amounts(buckets.RULED, counts)
+        )
 
     async def saved(self) -> dict[int, int]:
         """What the cache has saved each team in the last 30 days, in µUSD. Errors of the client pass through."""

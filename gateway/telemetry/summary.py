@@ -10,6 +10,7 @@ from enum import StrEnum
 import msgspec
 
 from gateway.telemetry import buckets
+from gateway.telemetry.judge_error import RulingCounts
 from gateway.telemetry.measured_error import CheckCounts
 
 _GENERATED = ("miss", "bypass")
@@ -91,6 +92,7 @@ class Summary(msgspec.Struct, frozen=True):
     series: tuple[Point, ...]
     ttft: dict[str, Percentiles]  # by kind of answer, and `all`
     duration: dict[str, Percentiles]
+    rulings: dict[str, RulingCounts]  # of two judges, with a line feed between their names; for all teams
     samples: dict[tuple[int, str], CheckCounts]  # by team and model, for the measured error of semantic hits
 
 
@@ -174,6 +176,7 @@ class Sums:
         self._by_model: dict[str, Tally] = {}
         self._by_deployment: dict[str, DeploymentTally] = {}
         self._checks: dict[tuple[int, str], CheckCounts] = {}
+        self._rulings: dict[str, RulingCounts] = {}
         self._series: list[Point] = []
 
     def add_point(self, start_s: int, length_s: int, fields: Iterable[tuple[buckets.Field, int]]) -> None:
@@ -183,6 +186,8 @@ class Sums:
             if field.kind == buckets.DEPLOYMENT:
                 tally = self._by_deployment.setdefault(field.model, DeploymentTally())
                 buckets.add(buckets.TRIED, field.letter, amount, tally)
+            elif field.kind == buckets.JUDGES:
+                buckets.add(buckets.RULED, field.letter, amount, self._rulings.setdefault(field.model, RulingCounts()))
             elif self._team_id in (None, field.team_id) and self._model in (None, field.model):
                 self._add(point, field, amount)
         self._series.append(point.point(start_s, length_s))
@@ -208,5 +213,6 @@ class Sums:
             series=tuple(self._series),
             ttft=self._total.percentiles(buckets.TTFT),
             duration=self._total.percentiles(buckets.DURATION),
+            rulings=self._rulings,
             samples=self._checks,
         )

@@ -10,6 +10,7 @@ from cache import Trial
 from cache.verdicts import AnswerRef, Scope, Source, Suspension, Verdict
 from gateway.deployments.progress import Attempt
 from gateway.journey.record import Record, Rejection
+from gateway.telemetry.judge_error import RulingCounts
 from gateway.telemetry.parts import Health, Part
 from policies import WindowKind
 from tests.admin.world import LOCAL, NOW_S, REMOTE, World
@@ -30,6 +31,10 @@ async def seed(world: World) -> dict[str, int]:
         world.stats.add_check(ids["search"], "small", number % 30 == 0, 4.0)
         world.stats.add_check(ids["support"], "small", number % 4 == 0, 2.0)
     world.stats.add_report(ids["search"], "small", True)
+    for team, cost in (("search", 40), ("search", 55), ("support", 0)):
+        world.stats.add_question(ids[team], "small", cost)
+    for rulings in ({"same_same": 41}, {"different_different": 30}, {"same_different": 1}):
+        world.stats.add_rulings("equality", "small@api", RulingCounts(**rulings))
     world.stats.add_report(ids["search"], "small", False)
     await world.stats.flush()
     world.admin.truth.update(await world.stats.samples(), await world.accounts.list_teams())

@@ -10,10 +10,14 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
+from gateway.admin import views
 from gateway.admin.guard import COOKIE, SESSION_S
+from gateway.admin.models import DeploymentOut
+from gateway.admin.problems import problems
 from gateway.deployments.progress import Attempt
 from gateway.journey.record import Rejection
 from gateway.telemetry.parts import Health, Part
+from gateway.telemetry.summary import Window
 from policies import WindowKind
 from tests.admin.seed import HOSTILE, seed
 from tests.admin.world import ADMIN_KEY, LOCAL, NOW_S, REMOTE, World, open_world
@@ -451,6 +455,37 @@ async def test_the_cache_page_shows_what_is_wrong_and_mends_it(world: World, bro
         assert (reply.status_code, reply.headers["location"]) == (303, "/admin/cache?done=cleared")
     assert 'name="name"' not in (await browser.get("/admin/cache")).text
     assert (await browser.post("/admin/cache/clear", data={"name": "x"}, headers=OWN)).status_code == 400
+
+
+async def test_the_cache_page_shows_what_judging_cost_and_how_judges_err(
+    world: World, browser: httpx.AsyncClient
+) -> None:
+    """By team beside what the cache saved it, and by judge beside another one; the values are those of the API."""
+    await seed(world)
+    page = (await browser.get("/admin/cache")).text
+    card = page[page.index('id="judges"') : page.index('id="wrong"')]
+    for text in ("search", "$0.000095", "support", "equality", "small@api", "72", "71"):
+        assert text in card, text
+    stats = await views.stats(world.admin, Window.DAY)
+    assert [(one.team, one.questions, one.cost_microusd) for one in stats.judging] == [
+        ("search", 2, 95),
+        ("support", 1, 0),
+    ]
+    assert all(one.saved_microusd > 0 for one in stats.judging)
+    (judge,) = stats.judges
+    assert (judge.pairs, judge.agreed, judge.false_same.estimate) == (72, 71, pytest.approx(1 / 31))
+
+
+def test_an_alias_without_a_judge_is_a_problem() -> None:
+    """Where answers are judged by their own alias, which can do no more than embed, and no engine is there."""
+    vectors = REMOTE.model_copy(update={"alias": "vectors", "can_chat": False})
+
+    def messages(*views: DeploymentOut, is_judged: bool = True) -> list[str]:
+        found = problems([], views, [], {}, None, is_judged=is_judged)
+        return [problem.message for problem in found if "judge_model" in problem.message]
+
+    assert [message.split(" of ")[1].split(":")[0] for message in messages(vectors, REMOTE)] == ["vectors"]
+    assert messages(vectors, LOCAL) == messages(REMOTE) == messages(vectors, is_judged=False) == []
 
 
 async def test_a_verdict_is_asked_for_beside_the_texts(world: World, browser: httpx.AsyncClient) -> None:

@@ -224,3 +224,26 @@ async def test_a_surprising_ruling_needs_a_second_opinion(
     judge = InTurn(*rulings)
     ((judged,), _) = await judged_once(redis, Says(Ruling.UNKNOWN), Costly(judge), peers=2)
     assert (judged.is_right, judge.rulings) == (is_right, [])
+
+
+async def test_a_judge_that_costs_calibrates_those_that_do_not(redis: Redis) -> None:
+    """Now and then it is asked about what they ruled on; both rulings are handed over, the verdict stays theirs."""
+    compared: list[tuple[Ruling, Ruling]] = []
+    found, exact = ask("open the crate"), ExactCache(redis)
+    await exact.store(msgspec.structs.replace(entry_for(found, time.time()), chunks=(Recorded(WHOLE, is_whole=True),)))
+    store = VerdictStore(redis)
+    judging = Judging(
+        exact, store, Says(Ruling.SAME), DIFFERENT, None, 0.0, 60.0, lambda: 0.0, lambda _: None, lambda *_: None,
+        lambda one, other: compared.append((one.ruling, other.ruling)),
+    )  # fmt: skip
+    running = asyncio.create_task(judging.run())
+    judging.recorded(*over(1.0))
+    async with asyncio.timeout(20):
+        while judging.waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    running.cancel()
+    await judging.aclose()
+    assert compared == [(Ruling.SAME, Ruling.DIFFERENT)]
+    records, _ = await store.read(found.partition, b"0-0")
+    (verdict,) = [one.verdict for one in records if isinstance(one, AnswerJudged)]
+    assert (verdict.is_right, verdict.asked) == (True, None)
