@@ -359,7 +359,7 @@ class Settings(_Section):
     )
     body_bytes_max: int = Field(16 << 20, gt=0, description="a larger request body is refused with 413")
     client_stall_s: int = Field(
-        300, ge=1, description="a client that reads nothing of its answer for this long is disconnected (Linux)"
+        300, ge=1, description="an answer is ended where its client takes no byte for this long"
     )
     log_format: Literal["auto", "json", "pretty"] = Field("auto", description="`auto`: pretty on a terminal, else JSON")
     log_prompts: bool = Field(

@@ -36,6 +36,7 @@ _STEADY_AFTER_S = 30.0
 _SILENT_INTERVALS_MAX = 15
 _PR_SET_PDEATHSIG = 1
 _OPEN_FILES = 1 << 16
+_UNSENT_BYTES = 128 << 10  # of a connection, in the kernel; it would take megabytes
 WORKER_SETTINGS = "SAMEWAY_WORKER_SETTINGS"
 _HANDED = "worker.json"
 # glibc's environment of a gateway worker: its allocator keeps little, and what it keeps is small
@@ -363,7 +364,12 @@ class Supervisor:
             listener = socket.socket(family, socket.SOCK_STREAM)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if hasattr(socket, "TCP_USER_TIMEOUT"):  # its connections inherit it; RFC 5482
-                listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, settings.client_stall_s * 1000)
+                # twice: until then a worker may end the answer with its reason
+                listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, settings.client_stall_s * 2000)
+            if hasattr(
+                socket, "TCP_NOTSENT_LOWAT"
+            ):  # inherited, too: a slow client's backlog stays with its deployment
+                listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
             listener.bind((settings.host, settings.port))
         except OSError as error:
             raise SettingsError(

@@ -7,6 +7,7 @@ restarts it.
 import asyncio
 import os
 import socket
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -55,7 +56,7 @@ def server_of(app: FastAPI, settings: Settings) -> uvicorn.Server:
     config = uvicorn.Config(
         Front(app, lambda: app.state.routes),  # before FastAPI's middleware, for speed
         loop="uvloop",
-        http=ServerProtocol,
+        http=partial(ServerProtocol, stall_s=float(settings.client_stall_s)),  # type: ignore[arg-type]
         ws="none",
         lifespan="on",
         interface="asgi3",

@@ -142,6 +142,7 @@ class Call:
     idle_timeout_s: float
     ttft_timeout_s: float
     model: str = ""
+    steps: int = 0  # of its script that were asked for
     is_cancelled: bool = False  # while it was at work
     is_closed: bool = False
 
@@ -224,6 +225,7 @@ class _Playing:
     async def __anext__(self) -> list[Chunk]:
         await asyncio.sleep(0)
         for step in self._steps:
+            self._call.steps += 1
             if isinstance(step, asyncio.Event):
                 try:
                     await _either(step, self._given_up)
@@ -406,6 +408,8 @@ class Client:
         scope = {"type": "http", "method": "POST", "path": path, "headers": raw}
         self._to_come = [{"type": "http.request", "body": body, "more_body": False}]
         self._gone = asyncio.Event()
+        self._takes = asyncio.Event()
+        self._takes.set()
         self._status = 0
         self._headers: dict[str, str] = {}
         self._body = bytearray()
@@ -424,6 +428,15 @@ class Client:
             self._headers = {name.decode(): value.decode("latin-1") for name, value in message["headers"]}
         else:
             self._body += message.get("body", b"")
+            while not (self._takes.is_set() or self._gone.is_set()):  # noqa: ASYNC110 - either of two events
+                await asyncio.sleep(0.001)
+
+    def stops(self) -> None:
+        """Take nothing more of the answer, until `goes_on`."""
+        self._takes.clear()
+
+    def goes_on(self) -> None:
+        self._takes.set()
 
     def leave(self) -> None:
         """Go away."""

@@ -17,7 +17,16 @@ from gateway.backends.base import BackendBroken
 from gateway.backends.refusals import from_backend
 from gateway.journey.turn import Ended
 from gateway.loggers import get_logger
-from gateway.wire.errors import ApiError, BadRequest, TooLarge, Unauthenticated, Unavailable, UnsupportedMediaType
+from gateway.transport.http_server import ClientStalled
+from gateway.wire.errors import (
+    ApiError,
+    BadRequest,
+    ReaderStalled,
+    TooLarge,
+    Unauthenticated,
+    Unavailable,
+    UnsupportedMediaType,
+)
 
 _KEY_HEADERS = ("api-key", "x-api-key")  # of Azure's clients and of Anthropic's
 _GZIP_WBITS = 31  # zlib's argument for one gzip member with its checksum
@@ -204,7 +213,9 @@ def _translated(error: BaseException, request_id: str) -> tuple[ApiError | None,
     """
     if isinstance(error, ClientGone):
         return None, Ended(499, is_disconnected=True)
-    if isinstance(error, asyncio.CancelledError):
+    if isinstance(error, ClientStalled):
+        error = ReaderStalled(error.stall_s)
+    elif isinstance(error, asyncio.CancelledError):
         error = Unavailable("The gateway was stopped before the answer was complete", code="shutting_down")
     elif isinstance(error, msgspec.DecodeError):  # the light parse skipped the invalid part
         error = from_backend(BackendBroken("The deployment's answer is not JSON"))

@@ -5,7 +5,7 @@ once, with one outcome.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
 import msgspec
 
@@ -71,6 +71,14 @@ class Progress(msgspec.Struct):
                 self.has_begun = True
                 self.is_whole = chunk.is_whole
                 self.ttft_ms = self.elapsed_ms()
+
+    async def apart(self, waiting: Awaitable[None]) -> None:
+        """Wait for something that is not the deployment's time."""
+        since = time.perf_counter()
+        try:
+            await waiting
+        finally:
+            self.started += time.perf_counter() - since
 
     def complete(self) -> None:
         """The answer is whole."""

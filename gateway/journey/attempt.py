@@ -127,7 +127,7 @@ class _Tries:
             deployment.end()
             raise
         prompt_tokens = generation.turn.demand.prompt_tokens
-        failure = await attempt(deployment, request, progress, flight.extend, prompt_tokens=prompt_tokens)
+        failure = await attempt(deployment, request, progress, flight, flight.extend, prompt_tokens=prompt_tokens)
         if failure is None:
             return None
         if isinstance(failure, BackendTooLong):
@@ -179,7 +179,9 @@ class _Tries:
 
             request, progress = generation.begin_try(deployment, is_alone=len(route.ranked) == 1, said=said)
             generation.went_on(seam)
-            failure = await attempt(deployment, request, progress, deliver, prompt_tokens=turn.demand.prompt_tokens)
+            failure = await attempt(
+                deployment, request, progress, flight, deliver, prompt_tokens=turn.demand.prompt_tokens
+            )
             if failure is None:
                 generation.whole_usage(joint.usage)
                 return True
@@ -191,6 +193,7 @@ async def attempt(
     deployment: Deployment,
     request: BackendRequest,
     progress: Progress,
+    flight: Flight,
     deliver: Callable[[list[Chunk]], bool | None],
     *,
     prompt_tokens: int,
@@ -198,8 +201,9 @@ async def attempt(
     """Send `request` to `deployment`, whose `begin` has admitted the call.
 
     `deliver` gets its chunks from the first with content on, and returns True where these end the
-    answer. Returns the failure, or None if the
-    answer is complete; `progress.has_begun` tells whether chunks were delivered before it.
+    answer. No more is read while all readers of `flight` are far behind. Returns the failure, or
+    None if the answer is complete; `progress.has_begun` tells whether chunks were delivered before
+    it.
     """
     answer = deployment.backend.stream(request)
     held: list[Chunk] = []
@@ -217,6 +221,8 @@ async def attempt(
                 if deliver(held):
                     break
                 held.clear()
+                if (caught_up := flight.held_up()) is not None:
+                    await progress.apart(caught_up)
     except BackendError as error:
         deployment.failed(error)
         is_refusal, is_denial = isinstance(error, BackendRejected), isinstance(error, BackendDenied)

@@ -4,7 +4,8 @@ It contains no HTTP, money or caches. Invariants: every reader gets every chunk 
 reader that leaves does not affect the others; the last reader to leave cancels the generation; a
 flight ends exactly once, complete or with an error; a reader that has read all chunks of a failed
 flight gets the error, never a silent end; an answer begins again only for readers whose clients
-have no byte of it.
+have no byte of it. A reader gets a bounded number of bytes at a time, and the generation is held up
+while every reader's client is far behind, never for one that is slower than another.
 """
 
 import asyncio
@@ -23,6 +24,9 @@ from policies import Route
 
 # after the last reader has left: a deployment counts its tokens at the end of the answer
 _USAGE_AWAITED_S = 2.0
+# of an answer, unread by the reader that is furthest; more is not taken from the deployment
+BEHIND_BYTES_MAX = 128 << 10
+_BATCH_BYTES = 64 << 10  # that a reader is given at a time
 
 
 class Flight:
@@ -33,18 +37,21 @@ class Flight:
     """
 
     __slots__ = (
-        "_is_done", "_on_end", "_readers", "_sleepers", "_task", "chunks", "deadline", "error", "first_at", "generation",
-        "leader_ended",
+        "_caught_up", "_is_done", "_on_end", "_readers", "_sleepers", "_task", "chunks", "deadline", "error", "first_at",
+        "generation", "leader_ended", "size_bytes", "taken_bytes",
     )  # fmt: skip
 
     def __init__(self, generation: Generation) -> None:
         self.generation = generation
         self.deadline = generation.turn.deadline
         self.chunks: list[Chunk] = []
+        self.size_bytes = 0  # of `chunks`
+        self.taken_bytes = 0  # by the reader that is furthest
         self.first_at: float | None = None  # the first chunks' arrival, by time.perf_counter
         self.error: BaseException | None = None
         self.leader_ended = Ended()
         self._on_end: Callable[[], None] | None = None
+        self._caught_up: asyncio.Future[None] | None = None
         self._is_done = False
         self._readers: list[Reader] = []
         self._sleepers: list[asyncio.Future[None]] = []
@@ -66,6 +73,8 @@ class Flight:
         self.deadline = None if self.deadline is None or deadline is None else max(self.deadline, deadline)
         reader = Reader(self, is_leader=self._task is None, is_stream=is_stream)
         self._readers.append(reader)
+        if not is_stream:
+            self._resume()
         return reader
 
     def remaining_ms(self) -> float | None:
@@ -92,8 +101,33 @@ class Flight:
         if self.first_at is None:
             self.first_at = time.perf_counter()
         self.chunks.extend(chunks)
+        for chunk in chunks:
+            self.size_bytes += len(chunk.data)
         if self._sleepers:
             self._wake()
+
+    def held_up(self) -> "asyncio.Future[None] | None":
+        """A future to await before more is taken from the deployment; None if a reader needs more.
+
+        A client that gets the answer whole needs all of it.
+        """
+        is_behind = self.size_bytes - self.taken_bytes > BEHIND_BYTES_MAX
+        if not is_behind or not self._readers or not all(reader.is_stream for reader in self._readers):
+            return None
+        self._caught_up = asyncio.get_running_loop().create_future()
+        return self._caught_up
+
+    def _resume(self) -> None:
+        if self._caught_up is not None and not self._caught_up.done():
+            self._caught_up.set_result(None)
+        self._caught_up = None
+
+    def _took(self, taken_bytes: int) -> None:
+        """A reader has taken `taken_bytes` in all."""
+        if taken_bytes > self.taken_bytes:
+            self.taken_bytes = taken_bytes
+            if self._caught_up is not None and self.size_bytes - taken_bytes <= BEHIND_BYTES_MAX // 2:
+                self._resume()
 
     def restart(self, error: BaseException) -> bool:
         """Withdraw all chunks, so that another answer can take their place.
@@ -107,6 +141,7 @@ class Flight:
         for reader in begun:
             reader.cut(error)
         self.chunks = []
+        self.size_bytes = self.taken_bytes = 0
         self.first_at = None
         return True
 
@@ -139,11 +174,13 @@ class Flight:
 
     def _leave(self, reader: "Reader") -> None:
         self._readers.remove(reader)
+        self.taken_bytes = max([one.taken_bytes for one in self._readers], default=0)
         if not self._readers and not self._is_done and self._task is not None:
             # a request that arrives before the task has unwound must not join a cancelled flight
             self.retire()
             progress, loop = self.generation.progress, asyncio.get_running_loop()
             if progress.finish_reasons and progress.usage is None:
+                self._resume()
                 loop.call_later(_USAGE_AWAITED_S, self._cancel)
             else:
                 # after the task's first step: a task that is cancelled before it would not record the flight
@@ -170,12 +207,14 @@ class Reader:
         "is_leader",
         "is_stream",
         "ready_at",
+        "taken_bytes",
     )
 
     def __init__(self, flight: Flight, *, is_leader: bool, is_stream: bool) -> None:
         self.is_leader = is_leader
         self.is_stream = is_stream
         self.ready_at: float | None = None  # when it had its first chunk, by time.perf_counter
+        self.taken_bytes = 0
         self._flight = flight
         self._position = 0
         self._rest: list[Chunk] = []  # of an answer that was withdrawn
@@ -202,7 +241,7 @@ class Reader:
         self.ready_at = time.perf_counter()
 
     async def next(self) -> list[Chunk]:
-        """All chunks since the last call, at least one; empty at the end.
+        """The chunks since the last call, 64 KiB and one at most; empty at the end.
 
         Raises the flight's error after its last chunk, and the reason given to `leave`.
         """
@@ -214,14 +253,27 @@ class Reader:
             if self._gone is not None:
                 raise fresh(self._gone)
             if self._position < len(flight.chunks):
-                batch = flight.chunks[self._position :]
-                self._position = len(flight.chunks)
+                if flight.size_bytes - self.taken_bytes <= _BATCH_BYTES:
+                    batch = flight.chunks[self._position :]
+                    self._position = len(flight.chunks)
+                    self.taken_bytes = flight.size_bytes
+                else:
+                    batch = self._some()
+                flight._took(self.taken_bytes)
                 return batch
             if flight.is_done:
                 if flight.error is not None:
                     raise fresh(flight.error)
                 return []
             await self._sleep()
+
+    def _some(self) -> list[Chunk]:
+        """The next chunks, until they are `_BATCH_BYTES`."""
+        start, limit_bytes, chunks = self._position, self.taken_bytes + _BATCH_BYTES, self._flight.chunks
+        while self.taken_bytes < limit_bytes and self._position < len(chunks):
+            self.taken_bytes += len(chunks[self._position].data)
+            self._position += 1
+        return chunks[start : self._position]
 
     async def whole(self) -> list[Chunk]:
         """All chunks, once the flight is complete.

@@ -27,7 +27,7 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 from gateway.exceptions import fresh
 
 HEAD_BYTES_MAX = 64 << 10
-BUFFER_BYTES_MAX = 512 << 10  # of an unread body; beyond it reading from the server pauses
+BUFFER_BYTES_MAX = 128 << 10  # of an unread body; beyond it reading from the server pauses
 INFLATED_BYTES_MAX = 64 << 20
 DRAIN_WITHIN_S = 1.0
 

@@ -25,14 +25,30 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 WHEN_GONE = "sameway.when_gone"
 """The ASGI extension with a function that registers a callback for a client that leaves."""
 
+_LARGE_BYTES = 256 << 10  # of a body that is written in pieces
+_PIECE_BYTES = 64 << 10
+_STALL_S = 300.0
+
 _Header = tuple[bytes, bytes]
 _CLOSE = (b"connection", b"close")
 _LF, _CR = b"\n\r"
 _name = itemgetter(0)
 
 
+class ClientStalled(Exception):
+    """The client took no byte for `stall_s`, while more than a buffer waited for it."""
+
+    def __init__(self, stall_s: float) -> None:
+        super().__init__(stall_s)
+        self.stall_s = stall_s
+
+
 class RequestCycle(RequestResponseCycle):
-    """One request to `/v1` and its response. `run_asgi` and the 500 for a bug are uvicorn's."""
+    """One request to `/v1` and its response. `run_asgi` and the 500 for a bug are uvicorn's.
+
+    `send` waits while a client is slow, and raises ClientStalled if it takes nothing. After that a
+    stream may be ended: what is sent then waits for nothing. A response of known length is cut.
+    """
 
     def __init__(self, protocol: ServerProtocol, transport: asyncio.Transport, keep_alive: bool) -> None:
         scope: Any = protocol.scope
@@ -49,6 +65,8 @@ class RequestCycle(RequestResponseCycle):
         self.disconnected = self.response_started = self.response_complete = False
         self._state = protocol.server_state
         self._close = protocol.close
+        self._stall_s = protocol.stall_s
+        self._is_stalled = False
         self._start: Any = None
         self._is_chunked = False
         self._is_read = False
@@ -96,7 +114,7 @@ class RequestCycle(RequestResponseCycle):
 
     async def send(self, message: Any) -> None:
         if self.flow.write_paused and not self.disconnected:
-            await self.flow.drain()
+            await self._drained()
         if self.disconnected:
             return
         if not self.response_started:
@@ -112,10 +130,15 @@ class RequestCycle(RequestResponseCycle):
             head = self._head(start["status"], start["headers"])
         else:
             head = b""
-        if self._is_chunked:
+        if len(body) > _LARGE_BYTES:
+            if not await self._send_large(head, body, is_last):
+                return
+            body = head = b""
+        elif self._is_chunked:
             end = b"\r\n0\r\n\r\n" if is_last else b"\r\n"
             body = b"%x\r\n%b%b" % (len(body), body, end) if body else b"0\r\n\r\n" if is_last else b""
-        self.transport.write(head + body if head else body)
+        if head or body:
+            self.transport.write(head + body if head else body)
         if is_last:
             self.response_complete = True
             self._on_gone = None
@@ -124,6 +147,44 @@ class RequestCycle(RequestResponseCycle):
             if not self.keep_alive:
                 self._close()
             self.on_response()
+
+    async def _send_large(self, head: bytes, body: bytes, is_last: bool) -> bool:
+        """Write a body as the socket takes it: no copy of it is made for this client.
+
+        Returns False if the client has left. Raises ClientStalled.
+        """
+        if self._is_chunked:
+            head += b"%x\r\n" % len(body)
+        if head:
+            self.transport.write(head)
+        pieces = memoryview(body)
+        for start in range(0, len(body), _PIECE_BYTES):
+            if self.flow.write_paused:
+                try:
+                    await self._drained()
+                except ClientStalled:
+                    self.disconnected = True  # nothing can follow half a piece of known length
+                    self.transport.abort()
+                    raise
+            if self.disconnected:
+                return False
+            self.transport.write(pieces[start : start + _PIECE_BYTES])
+        if self._is_chunked:
+            self.transport.write(b"\r\n0\r\n\r\n" if is_last else b"\r\n")
+        return True
+
+    async def _drained(self) -> None:
+        """Wait until the client has taken most of what was written. Raises ClientStalled."""
+        while self.flow.write_paused and not (self.disconnected or self._is_stalled):
+            unsent_bytes = self.transport.get_write_buffer_size()
+            try:
+                async with asyncio.timeout(self._stall_s):
+                    await self.flow.drain()
+            except TimeoutError:
+                if self.transport.get_write_buffer_size() >= unsent_bytes:
+                    self._is_stalled = True
+                    self.keep_alive = False
+                    raise ClientStalled(self._stall_s) from None
 
     def _head(self, status: int, headers: list[_Header]) -> bytes:
         if _CLOSE in headers:
@@ -204,8 +265,9 @@ class ServerProtocol(HttpToolsProtocol):
     head_within_s = 20.0
     body_within_s = 20.0  # and a second more for each BODY_BYTES_PER_S, as Apache's mod_reqtimeout
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, *arguments: Any, stall_s: float = _STALL_S, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.stall_s = stall_s
         self._is_in_head = True
         self._head_bytes = 0
         self._held = b""  # the end of a partial head, if it may begin an upgrade header

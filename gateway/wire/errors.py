@@ -26,6 +26,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from policies.durations import duration_s
+
 _WORDS_MAX = 500
 
 
@@ -112,6 +114,20 @@ class MethodNotAllowed(ApiError):
     status = 405
     type = "invalid_request_error"
     code = "method_not_allowed"
+
+
+class ReaderStalled(ApiError):
+    """In a stream and in records: the response has begun."""
+
+    status = 408
+    type = "invalid_request_error"
+    code = "client_stalled"
+
+    def __init__(self, stall_s: float) -> None:
+        super().__init__(
+            f"The client took no byte of the answer for {duration_s(stall_s)}: expected a client that reads the answer "
+            "while it arrives; send the request again"
+        )
 
 
 class TooLarge(ApiError):

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.world import Finish, Tokens, Whole, World, broken, timed_out
+from tests.world import Call, Finish, Tokens, Whole, World, broken, timed_out
 
 
 @pytest.mark.parametrize("is_whole", [False, True])
@@ -237,3 +237,63 @@ async def test_teams_do_not_share_flights(world: World) -> None:
     await world.backends["plain"].called(2)
     go.set()
     assert [(await client.reply()).cache for client in clients] == ["miss", "miss"]
+
+
+# 4 MB in pieces of 10 KB: more than every buffer on the way
+LONG = (*["x" * 10_000] * 400, Finish(), Tokens())
+
+
+async def settled(call: Call) -> int:
+    """The steps that a deployment was asked for, once it is asked for no more."""
+    before = -1
+    while call.steps != before:
+        before = call.steps
+        for _ in range(500):
+            await asyncio.sleep(0)
+    return before
+
+
+async def test_a_deployment_waits_for_the_clients(world: World) -> None:
+    """While every client of an answer takes nothing, a bounded part of it is taken from the deployment; then the rest."""
+    world.backends["plain"].plays(*LONG)
+    clients = [world.begin(stream=True) for _ in range(2)]
+    for client in clients:
+        client.stops()
+    call = await world.backends["plain"].called()
+    assert await settled(call) * 10_000 < 300_000
+    for client in clients:
+        client.goes_on()
+    replies = [await client.reply() for client in clients]
+    assert [(reply.is_done, len(reply.content)) for reply in replies] == [(True, 4_000_000)] * 2
+    assert len(world.backends["plain"].calls) == 1
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_slow_reader_holds_up_no_other(world: World, is_stream: bool) -> None:
+    """A client that takes all of a shared answer has it while another one takes nothing, whether it joins early or late."""
+    world.backends["plain"].plays(*LONG)
+    slow = world.begin(stream=True)
+    slow.stops()
+    await settled(await world.backends["plain"].called())
+    quick = await world.begin(stream=is_stream).reply()
+    assert (quick.cache, len(quick.content)) == ("coalesced", 4_000_000)
+    slow.goes_on()
+    assert len((await slow.reply()).content) == 4_000_000
+
+
+async def test_a_quick_reader_that_leaves_leaves_a_slow_one(world: World) -> None:
+    """What the quick one had taken does not count for the slow one: the deployment waits again, and then for no client."""
+    world.backends["plain"].plays(*LONG)
+    quick, slow = world.begin(stream=True), world.begin(stream=True)
+    slow.stops()
+    call = await world.backends["plain"].called()
+    while call.steps < 100:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    quick.leave()
+    await quick.reply()
+    assert await settled(call) < 400
+    slow.leave()
+    await slow.reply()
+    await world.quiet()
+    assert call.is_closed
+    assert (await world.ledger())[0].completion_tokens < 400

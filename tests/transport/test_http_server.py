@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import uvicorn
 
 from gateway.transport import http_server
-from gateway.transport.http_server import WHEN_GONE, ServerProtocol
+from gateway.transport.http_server import WHEN_GONE, ClientStalled, ServerProtocol
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -23,6 +25,8 @@ class App:
     def __init__(self) -> None:
         self.gone = asyncio.Event()
         self.bodies: list[bytes] = []
+        self.large = b""
+        self.stalls: list[ClientStalled] = []
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -30,6 +34,9 @@ class App:
         if scope["path"] == "/v1/wait":
             scope["extensions"][WHEN_GONE](self.gone.set)
             await self.gone.wait()
+            return
+        if scope["path"].endswith("/large"):
+            await self.send_large(scope["path"], send)
             return
         if scope["path"].endswith("/early"):
             headers = [(b"content-length", b"2"), (b"connection", b"close")]
@@ -63,6 +70,22 @@ class App:
             headers = [(b"content-length", b"%d" % len(body))]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": body})
+
+    async def send_large(self, path: str, send: Send) -> None:
+        """`large`, as events until the client stalls, in one chunk, or with its length."""
+        headers = [] if "chunk" in path or "events" in path else [(b"content-length", b"%d" % len(self.large))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            if "events" in path:
+                for start in range(0, len(self.large), 10_000):
+                    piece = self.large[start : start + 10_000]
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b"" if "events" in path else self.large})
+        except ClientStalled as error:
+            self.stalls.append(error)
+            await send({"type": "http.response.body", "body": b"too slow"})
+        finally:
+            self.gone.set()
 
 
 class Client:
@@ -256,6 +279,53 @@ async def test_a_refusal_of_a_head_is_seen(client: Client) -> None:
     client.send(post("/v1/echo", b"", b"X-Long: " + b"x" * 5_000_000))
     await client.writer.drain()
     assert (await client.reader.read()).startswith(b"HTTP/1.1 431 ")
+
+
+class Observed(ServerProtocol):
+    """Keeps the most bytes that waited in a worker for a client."""
+
+    unsent_bytes_max = 0
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        Observed.unsent_bytes_max = max(Observed.unsent_bytes_max, self.transport.get_write_buffer_size())
+
+
+@pytest.mark.parametrize("path", ["/v1/large", "/v1/chunk/large"])
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+async def test_a_large_body_is_written_as_the_socket_takes_it(app: App, path: str, version: bytes) -> None:
+    """However long a recorded answer is, a client that is slow to take it has a small part of it in a worker's memory."""
+    app.large = bytes(range(256)) * 100_000
+    Observed.unsent_bytes_max = 0
+    async with connected(app, Observed) as client:
+        client.send(post(path, b"").replace(b"HTTP/1.1", b"HTTP/" + version))
+        head = await client.reader.readuntil(b"\r\n\r\n")
+        if b"chunked" in head:
+            size = int(await client.reader.readline(), 16)
+            assert await client.reader.readexactly(size) == app.large
+            assert await client.reader.readexactly(7) == b"\r\n0\r\n\r\n"
+        else:
+            assert await client.reader.readexactly(len(app.large)) == app.large
+    assert 0 < Observed.unsent_bytes_max < 1_000_000
+
+
+@pytest.mark.parametrize(("path", "end"), [("/v1/events/large", b"8\r\ntoo slow\r\n0\r\n\r\n"), ("/v1/large", b"")])
+async def test_a_client_that_takes_nothing_is_cut_with_a_reason(app: App, path: str, end: bytes) -> None:
+    """The endpoint learns of it; a stream may be ended in its own words, which follow what was sent; a body of known length
+    ends before its length."""
+    app.large = bytes(60_000_000)
+    async with connected(app, partial(ServerProtocol, stall_s=0.05)) as client:  # type: ignore[arg-type]
+        client.reader._limit = 1  # type: ignore[attr-defined]  # it stops reading once a byte has come
+        client.send(post(path, b""))
+        await client.reader.readexactly(1)
+        await app.gone.wait()
+        assert [error.stall_s for error in app.stalls] == [0.05]
+        taken, last = 0, b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := await client.reader.read(1 << 20):
+                taken, last = taken + len(piece), (last + piece)[-1000:]
+        assert taken < 60_000_000
+        assert last.endswith(end)
 
 
 class Brief(ServerProtocol):
