@@ -191,6 +191,7 @@ class SharedHealth:
         host: str | None = None,
     ) -> None:
         self._link = link
+        self._in_turn = asyncio.Lock()  # a reset exchanges beside the loop
         host = host or socket.gethostname()
         self._shared = [_Shared(one, _PREFIX + identity(one, settings, host), clock) for one in deployments]
         for shared in self._shared:
@@ -214,8 +215,11 @@ class SharedHealth:
 
     async def exchange(self) -> None:
         """Send what this worker has learned, and take what all have. Raises RedisError."""
-        if not self._shared:
-            return
+        if self._shared:
+            async with self._in_turn:
+                await self._exchange()
+
+    async def _exchange(self) -> None:
         keys = [shared.key for shared in self._shared]
         limits = (int(HALF_LIFE_S * 1000), _TTL_MS, int(_REST_S_MAX * 1000))
         news = [shared.outgoing() for shared in self._shared]

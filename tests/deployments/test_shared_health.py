@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,17 @@ async def test_estimates_are_those_of_all(workers: list[Worker], redis_server: R
         assert worker.one.estimate.weight == pytest.approx(alone.weight, rel=0.02)
         assert worker.one.ttft_timeout_s(500) == pytest.approx(third.one.ttft_timeout_s(500), rel=0.05)
     await later.link.aclose()
+
+
+async def test_exchanges_at_once_count_nothing_twice(workers: list[Worker]) -> None:
+    """A reset exchanges beside the loop: each takes its turn."""
+    first, second, _ = workers
+    for _ in range(4):
+        first.one.estimate.observe(200.0, 20.0, 100)
+    await asyncio.gather(*(first.health.exchange() for _ in range(5)))
+    await exchange(second)
+    assert second.one.estimate.weight == pytest.approx(first.one.estimate.weight, rel=0.01)
+    assert second.one.estimate.weight < 4.0
 
 
 async def test_another_configuration_begins_anew(redis_server: RedisServer, tmp_path: Path, redis: Redis) -> None:
