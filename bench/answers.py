@@ -1,8 +1,8 @@
 """Answers to labelled requests: the label itself, or one of several free texts of it, drawn anew each time.
 
 Knows no cache and no policy. `Pools` reads a file of lines with `label` and `answers`. `Ideal` judges by the labels, `Product` as a
-gateway does: equality, then agreement of short answers, then perhaps a judge model that errs in a share of its replies, through the
-gateway's own code. Invariant: the draws follow from the seed alone, so a run can be repeated.
+gateway does: equality, agreement of short answers, the judge of prose, then perhaps a judge model that errs in a share of its
+replies, through the gateway's own code. Invariant: the draws follow from the seed alone, so a run can be repeated.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from cache import Trial
 from cache.encoder.types import Encoded
 from cache.verdicts import EqualityJudge, Judgement, QAPair, Ruling
 from cache.verdicts.judges import agree
+from cache.verdicts.prose import Answers, Sketch, sketch
 from gateway.learning.comparisons import LIKELY
 from gateway.learning.exam import Exam, ExaminedJudge, Recent
 from gateway.learning.llm_judge import NO_ANSWER, LlmJudge, second_opinion
@@ -137,10 +138,16 @@ class Product:
         self._is_drawn = False
         self.asked: float | None = None
         self.questions = 0
+        self._prose = Answers()
+        self._sketches: dict[bytes, Sketch] = {}
 
     def generate(self, exact: bytes, text: str, label: str) -> None:
         self._answers[exact] = made = QAPair(text, self._pools.draw(label, self._random))
         self._owners[made.answer] = label
+        self._sketches[exact] = sketch(made.answer, self._encode)
+        self._prose.add(exact, self._encode([text]).vectors[0], self._sketches[exact])
+        while self._prose.settle():
+            pass
 
     @property
     def flips(self) -> tuple[float, float]:
@@ -156,12 +163,17 @@ class Product:
         ruling = self._rulings.get((one.answer, other.answer))
         if ruling is None:
             ruling = self._rulings[one.answer, other.answer] = self._compared(one, other)
+        if ruling is Ruling.UNKNOWN:
+            ruling = self._prosaic(fresh, cached)
         if ruling is Ruling.UNKNOWN and self._judge is not None:
             if trial is not None:
                 self.asked = trial.worth if self._is_drawn else 0.0
             if self._is_drawn:
                 ruling = self._asked(one, other, trial)
         return None if ruling is Ruling.UNKNOWN else ruling is Ruling.SAME
+
+    def _prosaic(self, fresh: bytes, cached: bytes) -> Ruling:
+        return Ruling(self._prose.judge(self._sketches[fresh], fresh, [cached])[0].ruling)
 
     def _asked(self, one: QAPair, other: QAPair, trial: Trial | None) -> Ruling:
         """What the judge model says; of the first comparison of a trial with a second opinion, as a gateway asks for it."""

@@ -1,0 +1,644 @@
+"""Do two answers of several sentences say the same? A judge without a model of language, which
+compares an answer with all answers of its namespace.
+
+Knows texts, an encoder's vectors and prompts' vectors; no Redis, no entries and no rule. Two
+answers have a score, which adds the cosine of their weighted sentences, the alignment of their
+sentences both ways, and their words by weight in the namespace. Scores of answers to near prompts
+are a mixture: two wordings of one answer have a distribution known beforehand, and `Answers` fits
+the rest, without labels. It rules "same" above a cut at which the fit leaves next to no different
+answers, or where an answer is far nearer to the candidate than to all answers that are apart from
+it; "different" where hardly any wording is; nothing between, before the fit, and where the two
+distributions overlap. Invariants: answers that state other numbers, names or polarity in a like
+sentence are never the same, however near; no ruling rests on a chain over more than one further
+answer; a short answer, a refusal and a text longer than a sketch are UNKNOWN.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import heapq
+import math
+import re
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.decision.text_features import TextFeatures, read
+from cache.decision.words import NEGATIONS
+from cache.verdicts.judges import Judgement, Ruling
+
+if TYPE_CHECKING:
+    from cache.encoder.types import Encoded
+
+SKETCH_BYTES_MAX = 8_192
+ANSWERS_MAX = 4_000  # of a namespace; the oldest go first
+_NAME = "prose"
+
+_CHARS_MAX, _PARTS_MAX, _SENTENCES = 6_000, 64, 8
+_WORDS_MIN, _WORDS_MAX = 8, 600
+_REFUSAL_WORDS = 45
+
+# Scores of two wordings of one answer, from the answers to 75 intents that this project may use
+# (CC0): normal, with 1% below 1.45 and 5% below 1.72.
+_SAME_MEAN, _SAME_SD = 2.33, 0.36
+_VERBATIM = 3.2  # the same text but for an opening or a closing; in no mixture
+_DIFFERENT = 1.2  # next to no wordings are below it
+_SAME_LEAST = 1.75  # the least cut
+_RECALL_MIN = 0.5  # of wordings above the cut; a lower one says that the namespace can't be judged
+_WRONG_SHARE = 0.003  # of what lies above the cut, by the fit
+_WIDER = 1.1  # times the deviation of the fit: its tail is an estimate
+_NEAR = 0.45  # cosine of prompts from which on their answers are in the mixture
+_ANCHORS, _NEAREST, _PAIRS_MIN, _ANSWERS_MIN = 300, 2, 60, 60
+_CHANGES_MIN, _GROWTH = 20, 0.15  # of the answers: then it is fitted anew
+_PORTION = 12  # pairs
+_STEPS = 60
+_CUTS = 5  # the latest fits, of whose cuts the median holds
+# an answer this much nearer to the candidate than to any that is apart from it, a little under the cut
+_MARGIN, _UNDER = 0.45, 0.3
+_APART = 1.45  # two answers with a lower score are no wordings of one
+_RIVALS, _LISTED = 20, 160  # the nearest answers by the mean of their sentences
+_TWIN = 0.98  # cosine of means from which on two texts are one
+_VIEWS_MAX = 400
+_SAMPLE = 1_500  # answers from which the pairs of a fit are drawn
+# of the words of both: then the texts are one but for what stands in a few places
+_TEMPLATE = 0.45
+_COPY = 0.6  # from which on one is a copy of the other, with changes
+_LIKE, _VERY_LIKE = 0.5, 0.6  # cosines of sentences
+_USUAL_MIN, _USUAL = 4, 0.01  # of the answers have a sentence that says nothing of its own
+_SLOT = 2  # words in the place of others
+
+
+class _Kind(IntEnum):
+    FUNCTION, CONTENT, NAME, NEGATION, NUMBER, FEW, MEASURE = range(7)
+    """NUMBER and FEW are values, beside the words that state them: in digits, and in words, which often
+    count nothing ("one of", "at once"). MEASURE is a number with its unit.
+    """
+
+
+class Sketch:
+    """What the judge keeps of an answer: its words as hashes, by sentence, and a vector for each of
+    up to eight sentences.
+    """
+
+    __slots__ = ("kinds", "lengths", "scales", "vectors", "words")
+
+    def __init__(
+        self,
+        words: NDArray[np.uint32],
+        kinds: NDArray[np.uint8],
+        lengths: NDArray[np.uint16],
+        vectors: NDArray[np.int8],
+        scales: NDArray[np.float32],
+    ) -> None:
+        self.words = words
+        self.kinds = kinds
+        self.lengths = lengths
+        self.vectors = vectors
+        self.scales = scales
+
+    @property
+    def is_empty(self) -> bool:
+        return len(self.lengths) == 0
+
+    @property
+    def size_bytes(self) -> int:
+        return self.words.nbytes + self.kinds.nbytes + self.vectors.nbytes + 200
+
+    def encode(self) -> bytes:
+        """The stored form, at most `SKETCH_BYTES_MAX`."""
+        return _ENCODER.encode(
+            _Stored(
+                self.words.astype("<u4").tobytes(),
+                self.kinds.tobytes(),
+                self.lengths.astype("<u2").tobytes(),
+                self.vectors.tobytes(),
+                self.scales.astype("<f4").tobytes(),
+            )
+        )
+
+    @staticmethod
+    def decode(data: bytes) -> Sketch:
+        """Raises ValueError for anything but a sketch of this version."""
+        try:
+            stored = _STORED.decode(data)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"not a sketch: {error}") from None
+        words, kinds = np.frombuffer(stored.words, "<u4"), np.frombuffer(stored.kinds, np.uint8)
+        lengths, scales = np.frombuffer(stored.lengths, "<u2"), np.frombuffer(stored.scales, "<f4")
+        vectors = np.frombuffer(stored.vectors, np.int8)
+        count = len(lengths)
+        if (
+            len(words) != len(kinds)
+            or int(lengths.sum()) != len(words)
+            or len(scales) != count
+            or (len(vectors) % count if count else len(vectors))
+            or not np.isfinite(scales).all()
+            or (len(kinds) and int(kinds.max()) >= len(_Kind))
+        ):
+            raise ValueError("not a sketch: its parts differ in length")
+        return Sketch(words, kinds, lengths, vectors.reshape(count, -1) if count else vectors.reshape(0, 0), scales)
+
+
+class _Stored(msgspec.Struct, frozen=True, array_like=True, tag="p1"):
+    words: bytes
+    kinds: bytes
+    lengths: bytes
+    vectors: bytes
+    scales: bytes
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_STORED = msgspec.msgpack.Decoder(_Stored)
+
+_BULLET = re.compile(r"(?:[-*•#>|]{1,6}|\d{1,3}[.)])[^\S\n]+")
+_END = re.compile(r"(?<=[.!?])[\"”’)*]{0,3}\s+(?=[^\sa-z])|(?<=[。！？])")
+_WORD = re.compile(r"\w")
+_ABBREVIATION = re.compile(r"\b(?:Dr|Mr|Mrs|Ms|Prof|St|No|Nos|vs|approx|e\.g|i\.e|cf|Jan|Feb|Aug|Sept|Oct|Nov|Dec)\.$")
+_REFUSAL = re.compile(
+    r"\b(?:i(?:'m| am) (?:unable|not able)|(?:sorry|afraid),? (?:but )?i (?:can|could|do|have|won|will)"
+    r"|(?:can't|cannot|can not|won't) (?:help|assist|answer|provide|do that|comply)"
+    r"|i (?:do not|don't) (?:know|have (?:enough|access)))"
+)
+
+
+def pieces(answer: str) -> list[str]:
+    """The sentences that `sketch` encodes, at most eight: neighbours are joined, the shortest
+    first, but for the opening and the closing. None of a text that is too long to be compared.
+    """
+    if len(answer) > _CHARS_MAX:
+        return []
+    found: list[str] = []
+    for line in answer.splitlines():
+        bare = line.strip()
+        mark = _BULLET.match(bare)
+        bare = (bare[mark.end() :] if mark else bare).replace("**", "")
+        for part in _END.split(bare):
+            if found and _ABBREVIATION.search(found[-1]):
+                found[-1] = f"{found[-1]} {part.strip()}"
+            elif _WORD.search(part):
+                found.append(part.strip())
+        if len(found) > _PARTS_MAX:
+            return []
+    while len(found) > _SENTENCES:
+        at = min(range(1, len(found) - 2), key=lambda place: len(found[place]) + len(found[place + 1]))
+        found[at : at + 2] = [f"{found[at]} {found[at + 1]}"]
+    return found
+
+
+def sketch(answer: str, encode: Callable[[Sequence[str]], Encoded]) -> Sketch:
+    """Sketch an answer. `encode` is called once, with its `pieces`, unless there is nothing to
+    compare: a few words, a refusal, or a text too long.
+    """
+    texts = pieces(answer)
+    readings = [read(text) for text in texts]
+    count = sum(len(one.words) for one in readings)
+    is_refusal = count <= _REFUSAL_WORDS and _REFUSAL.search(answer.casefold().replace("’", "'")) is not None
+    if not _WORDS_MIN <= count <= _WORDS_MAX or is_refusal:
+        return EMPTY
+    encoded = encode(texts)
+    if not np.abs(encoded.vectors).max(axis=1).all():
+        return EMPTY  # a sentence past the encoder's window has no vector
+    tagged = [_tagged(one) for one in readings]
+    scales = np.abs(encoded.vectors).max(axis=1) / 127
+    return Sketch(
+        np.array([word for sentence in tagged for word, _ in sentence], dtype=np.uint32),
+        np.array([kind for sentence in tagged for _, kind in sentence], dtype=np.uint8),
+        np.array([len(sentence) for sentence in tagged], dtype=np.uint16),
+        np.round(encoded.vectors / scales[:, None]).astype(np.int8),
+        scales.astype(np.float32),
+    )
+
+
+EMPTY = Sketch(
+    np.zeros(0, np.uint32),
+    np.zeros(0, np.uint8),
+    np.zeros(0, np.uint16),
+    np.zeros((0, 0), np.int8),
+    np.zeros(0, np.float32),
+)
+
+
+def _tagged(one: TextFeatures) -> list[tuple[int, int]]:
+    """The words of a sentence as hashes with their kinds, then its numbers."""
+    found = []
+    for word in one.words:
+        kind = _Kind.CONTENT if word in one.content_set else _Kind.FUNCTION
+        if (word in one.names or word in one.dates) and len(word) > 1:
+            kind = _Kind.NAME
+        elif word in NEGATIONS:
+            kind = _Kind.NEGATION
+        found.append((_hash(word), int(kind)))
+    figures = [(value, _Kind.NUMBER if value in one.words else _Kind.FEW) for value, _ in one.numbers]
+    found += [(_hash("#" + value), int(kind)) for value, kind in figures]
+    return found + [(_hash(f"#{value} {unit}"), int(_Kind.MEASURE)) for value, unit in one.numbers if unit]
+
+
+@functools.lru_cache(maxsize=16_384)
+def _hash(word: str) -> int:
+    return int.from_bytes(hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=4).digest(), "big")
+
+
+@dataclass(frozen=True, slots=True)
+class _Sentence:
+    words: frozenset[int]
+    content: frozenset[int]
+    names: frozenset[int]
+    numbers: frozenset[int]
+    few: frozenset[int]
+    measures: frozenset[int]
+    negations: int
+
+    @property
+    def key(self) -> int:
+        return hash(self.words)
+
+
+class _View:
+    """A sketch as it is compared: its sets, and its weights by a namespace's words."""
+
+    __slots__ = ("_sentences", "_sketch", "mean", "terms", "vectors", "weights")
+
+    def __init__(self, one: Sketch, weight: Callable[[int], float]) -> None:
+        self._sketch = one
+        self._sentences: tuple[_Sentence, ...] = ()
+        self.vectors = one.vectors * one.scales[:, None]
+        self.vectors /= np.linalg.norm(self.vectors, axis=1, keepdims=True) + 1e-9
+        counts = Counter(one.words[one.kinds < _Kind.NUMBER].tolist())
+        weighed = {word: weight(word) for word in counts}
+        sums, start = [], 0
+        for length in one.lengths.tolist():
+            present = set(one.words[start : start + length].tolist())
+            sums.append(sum([weighed.get(word, 0.0) for word in present]) + 1e-6)
+            start += length
+        self.weights = np.array(sums) / sum(sums)
+        self.mean = self.weights @ self.vectors
+        self.mean /= np.linalg.norm(self.mean) + 1e-9
+        terms = {word: (1 + math.log(count)) * weighed[word] for word, count in counts.items()}
+        norm = math.sqrt(sum([term * term for term in terms.values()])) or 1.0
+        self.terms = {word: term / norm for word, term in terms.items()}
+
+    @property
+    def words(self) -> Set[int]:
+        return self.terms.keys()
+
+    @property
+    def sentences(self) -> tuple[_Sentence, ...]:
+        if not self._sentences:
+            self._sentences = tuple(_sentences(self._sketch))
+        return self._sentences
+
+    @property
+    def numbers(self) -> frozenset[int]:
+        return frozenset[int]().union(*(sentence.numbers for sentence in self.sentences))
+
+    @property
+    def few(self) -> frozenset[int]:
+        return frozenset[int]().union(*(sentence.few for sentence in self.sentences))
+
+
+def _sentences(one: Sketch) -> list[_Sentence]:
+    found, start = [], 0
+    for length in one.lengths.tolist():
+        words, kinds = one.words[start : start + length].tolist(), one.kinds[start : start + length].tolist()
+        start += length
+        of: tuple[set[int], ...] = tuple(set() for _ in _Kind)
+        for word, kind in zip(words, kinds, strict=True):
+            of[kind].add(word)
+        content = of[_Kind.CONTENT] | of[_Kind.NAME]
+        found.append(
+            _Sentence(
+                words=frozenset(content | of[_Kind.FUNCTION] | of[_Kind.NEGATION]),
+                content=frozenset(content),
+                names=frozenset(of[_Kind.NAME]),
+                numbers=frozenset(of[_Kind.NUMBER]),
+                few=frozenset(of[_Kind.NUMBER] | of[_Kind.FEW]),
+                measures=frozenset(of[_Kind.MEASURE]),
+                negations=kinds.count(_Kind.NEGATION) % 2,
+            )
+        )
+    return found
+
+
+def _score(one: _View, other: _View) -> float:
+    """How alike two answers are, from about 0 to 4."""
+    cosines = one.vectors @ other.vectors.T
+    aligned = float(cosines.max(axis=1) @ one.weights + cosines.max(axis=0) @ other.weights) / 2
+    few, many = (one.terms, other.terms) if len(one.terms) < len(other.terms) else (other.terms, one.terms)
+    words = sum(term * many.get(word, 0.0) for word, term in few.items())
+    return float(one.mean @ other.mean) + aligned + 2 * words
+
+
+def conflict(one: _View, other: _View, is_usual: Callable[[_Sentence], bool]) -> str:
+    """What two answers state differently in a like sentence; empty where nothing is seen.
+
+    `is_usual` says of a sentence that many answers have it, such as a closing.
+    """
+    numbers, its_numbers, few, its_few = one.numbers, other.numbers, one.few, other.few
+    if numbers and its_numbers and not numbers & its_few and not its_numbers & few:
+        return "numbers"
+    alike = _share(one.words, other.words)
+    is_template = alike >= _TEMPLATE
+    cosines = one.vectors @ other.vectors.T
+    pairs = {(place, int(row.argmax())) for place, row in enumerate(cosines)}
+    pairs |= {(int(row.argmax()), place) for place, row in enumerate(cosines.T)}
+    for place, its in sorted(pairs):
+        mine, theirs = one.sentences[place], other.sentences[its]
+        if cosines[place, its] < _LIKE:
+            continue
+        if found := _difference(mine, theirs, float(cosines[place, its]), (few, one.words), (its_few, other.words)):
+            return found
+        own, its_own = mine.content - other.words, theirs.content - one.words
+        is_slot = 0 < len(own) <= _SLOT and 0 < len(its_own) <= _SLOT
+        shared = _share(mine.words, theirs.words)
+        if is_template and ((is_slot and shared >= 0.4) or (shared >= 0.75 and (own or its_own))):
+            return "words"
+    if alike >= _COPY:
+        for mine_here, best in (
+            *zip(one.sentences, cosines.max(axis=1), strict=True),
+            *zip(other.sentences, cosines.max(axis=0), strict=True),
+        ):
+            if best < 0.8 and not is_usual(mine_here):
+                return "sentences"
+    return ""
+
+
+def _difference(
+    mine: _Sentence,
+    theirs: _Sentence,
+    cosine: float,
+    stated: tuple[Set[int], Set[int]],
+    its_stated: tuple[Set[int], Set[int]],
+) -> str:
+    """What two like sentences state differently. `stated` are the numbers and the words of the whole
+    answer that the first is from, `its_stated` those of the other.
+    """
+    (numbers, words), (its_numbers, its_words) = stated, its_stated
+    if mine.numbers - its_numbers and theirs.numbers - numbers and cosine >= _VERY_LIKE:
+        return "numbers"
+    if _share(mine.content, theirs.content) >= 0.3 and mine.names - its_words and theirs.names - words:
+        return "names"
+    if _share(mine.words, theirs.words) < 0.6:
+        return ""
+    if mine.few - its_numbers or theirs.few - numbers:
+        return "numbers"
+    if mine.measures - theirs.measures and theirs.measures - mine.measures:
+        return "units"
+    return "polarity" if mine.negations != theirs.negations else ""
+
+
+def _share(mine: Set[int], theirs: Set[int]) -> float:
+    return len(mine & theirs) / max(1, len(mine | theirs))
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    sketch: Sketch
+    prompt: NDArray[np.float16]
+    mean: NDArray[np.float16]  # of its sentences, of unit length
+    words: tuple[int, ...]
+    sentences: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return (
+            self.sketch.size_bytes
+            + self.prompt.nbytes
+            + self.mean.nbytes
+            + 36 * len(self.words)
+            + 36 * len(self.sentences)
+            + 1_000
+        )
+
+
+class Answers:
+    """The answers of one namespace, the latest `ANSWERS_MAX`, and the cut that was fitted to them.
+
+    A fit is done in small portions by `judge` and `settle`; rulings use the fit before.
+    """
+
+    def __init__(self) -> None:
+        self._answers: dict[bytes, _Answer] = {}
+        self._ages: list[tuple[bytes, bytes]] = []
+        self._frequencies: Counter[int] = Counter()
+        self._repeats: Counter[int] = Counter()  # of sentences
+        self._names: list[bytes] = []  # in the order of the rows of `_means`
+        self._means = np.zeros((0, 0), np.float16)
+        self._is_stale = False  # the means
+        self._weighed: tuple[int, Counter[int]] = (0, Counter())  # as of the last fit
+        self._views: OrderedDict[bytes, _View] = OrderedDict()
+        self._changes = 0
+        self._pairs: list[tuple[bytes, bytes]] = []  # of a fit under way
+        self._scores: list[float] = []
+        self._cuts: deque[float] = deque(maxlen=_CUTS)
+        self._same = math.inf
+        self.size_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    @property
+    def cut(self) -> float:
+        """The score from which on answers are the same; infinity where they can't be told apart."""
+        return self._same
+
+    def add(self, name: bytes, vector: NDArray[np.float32], sketch: Sketch) -> None:
+        """Take in an answer. `name` is that of `answer_name`, whose end is its time; `vector` is the
+        prompt's. A name that is there and an empty sketch change nothing.
+        """
+        if name in self._answers or sketch.is_empty:
+            return
+        mean = (sketch.vectors * sketch.scales[:, None]).sum(axis=0)
+        words = tuple(set(sketch.words[sketch.kinds < _Kind.NUMBER].tolist()))
+        made = _Answer(
+            sketch,
+            vector.astype(np.float16),
+            (mean / (np.linalg.norm(mean) + 1e-9)).astype(np.float16),
+            words,
+            tuple({sentence.key for sentence in _sentences(sketch)}),
+        )
+        self._answers[name] = made
+        self._frequencies.update(words)
+        self._repeats.update(made.sentences)
+        self.size_bytes += made.size_bytes
+        heapq.heappush(self._ages, (name[-8:], name))
+        self._changes += 1
+        self._is_stale = True
+        while len(self._answers) > ANSWERS_MAX:
+            self.drop(heapq.heappop(self._ages)[1])
+
+    def drop(self, name: bytes) -> None:
+        """Forget an answer, if it is there."""
+        answer = self._answers.pop(name, None)
+        if answer is None:
+            return
+        self._frequencies.subtract(answer.words)
+        self._repeats.subtract(answer.sentences)
+        self.size_bytes -= answer.size_bytes
+        self._views.pop(name, None)
+        self._is_stale = True
+        if len(self._ages) > 2 * len(self._answers) + 64:
+            self._ages = sorted((one[-8:], one) for one in self._answers)
+
+    def judge(self, fresh: Sketch, name: bytes, candidates: Sequence[bytes]) -> list[Judgement]:
+        """The rulings on a fresh answer, of that name, against each candidate."""
+        if fresh.is_empty:
+            return [_unknown("too short, too long or a refusal") for _ in candidates]
+        if self._same == math.inf:
+            return [_unknown("too few answers yet, or too alike") for _ in candidates]
+        mine = self._view(fresh)
+        scores = {other: _score(mine, self._known(other)) for other in self._nearest(fresh, name)}
+        return [
+            self._ruling(mine, one, scores) if one in self._answers and one != name else _unknown("not kept")
+            for one in candidates
+        ]
+
+    def _nearest(self, fresh: Sketch, name: bytes) -> list[bytes]:
+        """The answers with the nearest means, one of each text."""
+        if self._is_stale:
+            self._names = list(self._answers)
+            self._means = np.stack([one.mean for one in self._answers.values()])
+            self._is_stale = False
+        mean = (fresh.vectors * fresh.scales[:, None]).sum(axis=0)
+        cosines = self._means.astype(np.float32) @ (mean / (np.linalg.norm(mean) + 1e-9))
+        found: list[int] = []
+        for place in np.argsort(-cosines)[:_LISTED].tolist():
+            if self._names[place] != name and (
+                not found or float((self._means[found] @ self._means[place]).max()) < _TWIN
+            ):
+                found.append(place)
+                if len(found) == _RIVALS:
+                    break
+        return [self._names[place] for place in found]
+
+    def _ruling(self, mine: _View, candidate: bytes, scores: Mapping[bytes, float]) -> Judgement:
+        theirs = self._known(candidate)
+        direct = scores.get(candidate)
+        if direct is None:
+            direct = _score(mine, theirs)
+        best, rival = direct, None
+        for other, score in sorted(scores.items(), key=lambda pair: -pair[1]):
+            if other == candidate:
+                continue
+            if score < min(_APART, best - _MARGIN):
+                rival = score  # no answer apart from the candidate is nearer
+                break
+            known = self._known(other)
+            between = _score(known, theirs)
+            if between < _APART and score < _VERBATIM:
+                rival = score
+                break
+            through = min(score, between)
+            if (
+                through > best
+                and direct >= _DIFFERENT
+                and not self._conflict(mine, known)
+                and not self._conflict(known, theirs)
+            ):
+                best = through
+        why = f"score {best:.2f}, of others {rival or 0:.2f}, cut {self._same:.2f}"
+        is_near = (
+            best >= self._same
+            if rival is None
+            else best > rival and best >= self._same - (_UNDER if best - rival >= _MARGIN else 0.0)
+        )
+        if is_near:
+            stated = self._conflict(mine, theirs)
+            return _unknown(f"other {stated}") if stated else Judgement(Ruling.SAME, _NAME, why)
+        if best < _DIFFERENT:
+            return Judgement(Ruling.DIFFERENT, _NAME, why)
+        return _unknown(why)
+
+    def _conflict(self, one: _View, other: _View) -> str:
+        least = max(_USUAL_MIN, _USUAL * len(self._answers))
+        return conflict(one, other, lambda sentence: self._repeats[sentence.key] >= least)
+
+    # --- weights and the cut
+
+    def settle(self) -> bool:
+        """Do a portion of a fit, if one is due. Whether any is left."""
+        if not self._pairs and (
+            len(self._answers) < _ANSWERS_MIN or self._changes < max(_CHANGES_MIN, len(self._answers) * _GROWTH)
+        ):
+            return False
+        if not self._pairs:
+            self._changes = 0
+            self._weighed = len(self._answers), +self._frequencies
+            self._repeats = +self._repeats
+            self._views.clear()
+            self._pairs, self._scores = self._near_pairs(), []
+        for one, other in self._pairs[:_PORTION]:
+            if one in self._answers and other in self._answers:
+                self._scores.append(_score(self._known(one), self._known(other)))
+        del self._pairs[:_PORTION]
+        if not self._pairs:
+            scores = np.array([score for score in self._scores if score < _VERBATIM])
+            self._cuts.append(fitted_cut(scores) if len(scores) >= _PAIRS_MIN else math.inf)
+            self._same = sorted(self._cuts)[len(self._cuts) // 2]
+        return bool(self._pairs)
+
+    def _near_pairs(self) -> list[tuple[bytes, bytes]]:
+        """Answers to near prompts, a sample that follows from the names."""
+        draw, names = np.random.default_rng(0), sorted(self._answers)
+        names = [names[place] for place in draw.permutation(len(names))[:_SAMPLE].tolist()]
+        prompts = np.stack([self._answers[name].prompt for name in names]).astype(np.float32)
+        anchors = draw.permutation(len(names))[:_ANCHORS]
+        cosines = prompts[anchors] @ prompts.T
+        cosines[np.arange(len(anchors)), anchors] = -1
+        pairs: dict[tuple[int, int], None] = {}
+        for anchor, row in zip(anchors.tolist(), cosines, strict=True):
+            near = np.flatnonzero(row >= _NEAR)
+            nearest = np.argpartition(-row, _NEAREST)[:_NEAREST]
+            for its in [*nearest[row[nearest] >= _NEAR], *near[draw.permutation(len(near))[:_NEAREST]]]:
+                pairs[min(anchor, int(its)), max(anchor, int(its))] = None
+        return [(names[one], names[other]) for one, other in pairs]
+
+    def _view(self, one: Sketch) -> _View:
+        count, frequencies = self._weighed
+        return _View(one, lambda word: math.log((count + 1) / (frequencies.get(word, 0) + 0.5)))
+
+    def _known(self, name: bytes) -> _View:
+        view = self._views.get(name)
+        if view is None:
+            view = self._views[name] = self._view(self._answers[name].sketch)
+            if len(self._views) > _VIEWS_MAX:
+                self._views.popitem(last=False)
+        else:
+            self._views.move_to_end(name)
+        return view
+
+
+def fitted_cut(scores: NDArray[np.float64]) -> float:
+    """The score from which on two answers to near prompts are the same: a normal mixture of which
+    one part is known, fitted by expectation maximisation. Infinity where the parts overlap.
+    """
+    mean, deviation, share = 1.0, 0.35, 0.5
+    known = np.exp(-0.5 * ((scores - _SAME_MEAN) / _SAME_SD) ** 2) / _SAME_SD
+    for _ in range(_STEPS):
+        other = np.exp(-0.5 * ((scores - mean) / deviation) ** 2) / deviation
+        of_other = (1 - share) * other / ((1 - share) * other + share * known + 1e-12)
+        total = float(of_other.sum()) + 1e-9
+        share = 1 - total / len(scores)
+        mean = float(of_other @ scores) / total
+        deviation = max(0.2, math.sqrt(float(of_other @ (scores - mean) ** 2) / total))
+    least = _SAME_LEAST
+    while _above(least, _SAME_MEAN, _SAME_SD) >= _RECALL_MIN:
+        wrong = (1 - share) * _above(least, mean, _WIDER * deviation)
+        if wrong <= _WRONG_SHARE * share * _above(least, _SAME_MEAN, _SAME_SD):
+            return least
+        least += 0.02
+    return math.inf
+
+
+def _above(least: float, mean: float, deviation: float) -> float:
+    return 0.5 * math.erfc((least - mean) / deviation / math.sqrt(2))
+
+
+def _unknown(why: str) -> Judgement:
+    return Judgement(Ruling.UNKNOWN, _NAME, why)
