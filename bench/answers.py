@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from bench.labelled import Labelled
 from cache import Trial
 from cache.encoder.types import Encoded
-from cache.verdicts import EqualityJudge, Judgement, QAPair, Ruling
+from cache.verdicts import Judgement, QAPair, Ruling, equal
 from cache.verdicts.judges import agree
 from cache.verdicts.prose import Answers, Sketch, sketch
 from gateway.learning.comparisons import LIKELY
@@ -123,7 +123,6 @@ class Product:
         self._encode = encode
         self._model_noise = model_noise
         self._random = random
-        self._equality = EqualityJudge()
         self._answers: dict[bytes, QAPair] = {}
         self._owners: dict[str, str] = {}
         self._rulings: dict[tuple[str, str], Ruling] = {}
@@ -199,10 +198,10 @@ class Product:
         return json.dumps({"choices": [{"index": 0, "message": {"role": "assistant", "content": word}}]}).encode()
 
     def _compared(self, one: QAPair, other: QAPair) -> Ruling:
-        equal = _run(self._equality.judge(one, other)).ruling
-        if equal is not Ruling.UNKNOWN:
-            return Ruling(equal)
-        return agree(one.answer, other.answer, self._encode).ruling
+        judgement = equal(one.answer, other.answer)
+        if judgement.ruling is Ruling.UNKNOWN:
+            judgement = agree(one.answer, other.answer, self._encode)
+        return judgement.ruling
 
 
 def _run(work: Coroutine[Any, Any, Judgement]) -> Judgement:

@@ -25,6 +25,13 @@ class EntriesDropped(msgspec.Struct, frozen=True, array_like=True, tag="-"):
     exacts: tuple[bytes, ...]
 
 
+class AnswersSketched(msgspec.Struct, frozen=True, array_like=True, tag="a"):
+    """A log record: the answers of these entries of a partition have sketches."""
+
+    partition: Partition
+    exacts: tuple[bytes, ...]
+
+
 class VerdictAdded(msgspec.Struct, frozen=True, array_like=True, tag="v"):
     """A log record: this partition's stream of verdicts has something new
     (`cache.verdicts.store`).
@@ -33,4 +40,4 @@ class VerdictAdded(msgspec.Struct, frozen=True, array_like=True, tag="v"):
     partition: Partition
 
 
-LogRecord = EntryAdded | EntriesDropped | VerdictAdded
+LogRecord = EntryAdded | EntriesDropped | AnswersSketched | VerdictAdded

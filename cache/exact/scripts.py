@@ -16,6 +16,7 @@ local function forget(id)
   redis.call('ZREM', used, id)
   redis.call('ZREM', expires, id)
   redis.call('HDEL', groups, id)
+  redis.call('HDEL', vectors, id .. 'a')
   if not known then return 0 end
   redis.call('HDEL', about, id)
   local size = tonumber(string.sub(known, 1, 10))
@@ -57,8 +58,8 @@ return 1
 # warm_ttl_ms, half_life_ms; then of each entry: exact, entry, about, size, expires_ms, worth, warm,
 # warm links. KEYS from 8: the warm links of each entry. Answers {}, and does nothing, where the
 # partition is new and not said to be listed; else for each entry {was there before, evicted...}.
-# The vector of a replaced entry stays: the same exact key means the same text. Its group goes: that
-# was its answer's. The keys' own expiry is a little behind the last entry's, so that it is moved
+# The vector of a replaced entry stays: the same exact key means the same text. Its group and its
+# sketch go: they were its answer's. The keys' own expiry is a little behind the last entry's, so that it is moved
 # seldom; keys that begin anew have none until then.
 PUT = (
     _FORGET
@@ -131,6 +132,40 @@ local left = redis.call('PTTL', KEYS[2])
 if left > 0 then redis.call('PEXPIRE', KEYS[1], left) end
 return 1
 """
+
+# decision: sketches-count
+# ARGV: size_max, then pairs of exact, sketch. A sketch lives beside its entry and counts in its size;
+# what has been worth least goes for it, but not the entry itself. Answers the evicted.
+PUT_SKETCHES = (
+    _FORGET
+    + """
+local size_max, evicted = tonumber(ARGV[1]), {}
+for i = 2, #ARGV, 2 do
+  local id, sketch, field = ARGV[i], ARGV[i + 1], ARGV[i] .. 'a'
+  local more = #sketch - redis.call('HSTRLEN', vectors, field)
+  local fits = redis.call('HEXISTS', about, id) == 1
+  while fits and redis.call('GET', bytes) + more > size_max do
+    local least = redis.call('ZRANGE', used, 0, 0)[1]
+    fits = least and least ~= id
+    if fits then
+      forget(least)
+      redis.call('HDEL', vectors, least)
+      evicted[#evicted + 1] = least
+    end
+  end
+  if fits then
+    local known = redis.call('HGET', about, id)
+    local size = tonumber(string.sub(known, 1, 10)) + more
+    redis.call('HSET', about, id, string.format('%010d', size) .. string.sub(known, 11))
+    redis.call('INCRBY', bytes, more)
+    redis.call('HSET', vectors, field, sketch)
+  end
+end
+local left = redis.call('PTTL', about)
+if left > 0 then redis.call('PEXPIRE', vectors, left) end
+return evicted
+"""
+)
 
 # KEYS: the known partitions. ARGV: one of them, when it had stored last.
 FORGET_PARTITION = """

@@ -5,12 +5,14 @@
     sameway:{P}:used      zset    exact by uses, their worth and age, ms: the order of eviction
     sameway:{P}:expires   zset    exact by expiry, ms
     sameway:{P}:bytes     string  sum of the sizes
-    sameway:{P}:vectors   hash    exact -> embedder's key, vector, written by cache workers
+    sameway:{P}:vectors   hash    exact -> embedder's key, vector of its prompt; exact and `a` ->
+                                  embedder's key, its answer's time, sketch of that; by cache workers
     sameway:{P}:groups    hash    which answers are equal, written by `cache.verdicts.store`
     sameway:{P}:warm:L    string  the deployment that saw the prefix with digest L last
     sameway:cache:partitions      zset    partition by when it last began to hold entries, s
 
-P is the partition in hex, the hash tag of all its keys; vectors and groups go with their entry.
+P is the partition in hex, the hash tag of all its keys; vectors, sketches and groups go with their
+entry.
 Knows no policy and no L1. Invariants: one script moves an entry and its accounting together, so a
 partition's bytes are exact and never above its budget; every key of a script is in KEYS and under
 one hash tag (Redis Cluster); a partition without live entries expires whole, a sixteenth of its
@@ -21,6 +23,7 @@ undeclared keys.
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,10 +32,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from cache.entry import About, Entry
-from cache.events import EntriesDropped, EntryAdded
+from cache.events import AnswersSketched, EntriesDropped, EntryAdded
 from cache.exact.batch import BatchTerms, Defer, StoreBatch
 from cache.exact.log import EntryLog
-from cache.exact.scripts import DROP, FORGET_PARTITION, PUT_VECTORS, TOUCH
+from cache.exact.scripts import DROP, FORGET_PARTITION, PUT_SKETCHES, PUT_VECTORS, TOUCH
 from cache.fingerprint import DIGEST_BYTES, Partition
 from cache.redis_client import Redis
 
@@ -41,6 +44,7 @@ _PARTITIONS = "sameway:cache:partitions"
 _HALF_LIFE_S = 6 * 3_600  # after which a use counts half when it comes to eviction
 _SCAN_COUNT = 500
 _DROP_COUNT = 200
+_SKETCHED_COUNT = 64  # in one command
 _AT_ONCE = 16  # commands in flight together, where each may take a connection
 _OVERHEAD_BYTES = 400  # of the hash fields, sorted sets and the digests in them, for one entry
 _VECTOR_BYTES = 1_000  # and for the vector of an entry that has a text
@@ -51,7 +55,7 @@ T = TypeVar("T")
 
 class Packed(msgspec.Struct, frozen=True):
     """An entry as it goes to Redis. `size_bytes` is what it counts against the budget: its data,
-    what is kept about it, its vector, and Redis' overhead.
+    what is kept about it, its vector, and Redis' overhead. Its sketch is counted once it is there.
     """
 
     entry: Entry
@@ -74,6 +78,15 @@ class Stored:
     exact: bytes
     size_bytes: int
     about: About
+
+
+@dataclass(frozen=True, slots=True)
+class Sketched:
+    """The encoded sketch of the answer that entry `exact` had at `created_at`."""
+
+    exact: bytes
+    created_at: float
+    data: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +268,39 @@ class EntryStore:
             value[len(embedder_key) :] if value is not None and value.startswith(embedder_key) else None
             for value in values
         ]
+
+    # --- sketches
+
+    async def store_sketches(
+        self, partition: Partition, embedder_key: bytes, sketches: Sequence[Sketched], size_bytes_max: int
+    ) -> None:
+        """Keep sketches beside their entries, whose sizes they count in. Entries that have been
+        worth least lately go for them; what is gone is not kept. The log says both.
+        """
+        keys = _keys(partition)
+        for some in _portions(sketches, _SKETCHED_COUNT):
+            argv: list[Any] = [size_bytes_max]
+            for one in some:
+                argv += (one.exact, embedder_key + struct.pack(">d", one.created_at) + one.data)
+            evicted: list[bytes] = await self._redis.eval(PUT_SKETCHES, len(keys), *keys, *argv)
+            if evicted:
+                await self.log.append(EntriesDropped(partition, tuple(evicted)))
+            await self.log.append(AnswersSketched(partition, tuple(one.exact for one in some)))
+
+    async def lookup_sketches(
+        self, partition: Partition, embedder_key: bytes, exacts: Sequence[bytes]
+    ) -> list[Sketched]:
+        """Those sketches of these entries' answers that were made with this embedder."""
+        sketches = []
+        for some in _portions(exacts, _SKETCHED_COUNT):
+            values: list[bytes | None] = await self._redis.execute_command(
+                "HMGET", _keys(partition)[5], *(exact + b"a" for exact in some)
+            )
+            for exact, value in zip(some, values, strict=True):
+                if value is not None and value.startswith(embedder_key) and len(value) > len(embedder_key) + 8:
+                    (created_at,) = struct.unpack_from(">d", value, len(embedder_key))
+                    sketches.append(Sketched(exact, created_at, value[len(embedder_key) + 8 :]))
+        return sketches
 
 
 def pack(entry: Entry) -> Packed:

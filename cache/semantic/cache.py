@@ -3,7 +3,8 @@ object.
 
 It holds encoder, index and rule, and needs no process around it. `fold` takes in the log's records,
 at start-up and afterwards alike. Knows no Redis and no answers: a hit is a pointer, and the caller
-fetches the entry. Judges elsewhere compare answers; their verdicts come back as records
+fetches the entry. Judges elsewhere compare answers, but for prose, of which
+`cache.semantic.sketches` keeps what a judge needs; verdicts come back as records
 (`cache.semantic.state`). Invariants: a hit has the query's partition and compat, byte for byte:
 they select the searched keys; an answer that was dropped, has expired or is out of service is not
 served; the same records give the same answers, folded one by one or at a restart. A key is embedded
@@ -34,12 +35,16 @@ from cache.events import EntriesDropped
 from cache.fingerprint import Partition
 from cache.query import Hit, Miss, MissReason, Neighbourhood, Query
 from cache.semantic.index import Found, VectorIndex
+from cache.semantic.sketches import AnswerSketches
 from cache.semantic.state import NamespaceStates
+from cache.verdicts.judges import Judgement
+from cache.verdicts.prose import Sketch
 from cache.verdicts.records import AnswerJudged, Source, Verdict, VerdictRecord, answer_name
 
 # keys still without a vector that one lookup embeds beside its query; the newest first
 _INLINE_MAX, _INLINE_CHARS = 32, 4_000
 _SETTLED, _SETTLED_CHARS = 8, 1_000  # at a time: a lookup may have to wait for it
+_SENTENCES_MAX = 5_000
 
 EntryKey = tuple[Partition, bytes]
 
@@ -59,7 +64,20 @@ class PromptAdded:
     group: bytes = b""
 
 
-Record = PromptAdded | EntriesDropped | VerdictRecord
+@dataclass(frozen=True, slots=True)
+class SketchAdded:
+    """The answer that entry `exact` had at `created_at` has an encoded sketch. `is_saved`: the store
+    has it.
+    """
+
+    partition: Partition
+    exact: bytes
+    created_at: float
+    data: bytes
+    is_saved: bool = True
+
+
+Record = PromptAdded | SketchAdded | EntriesDropped | VerdictRecord
 
 
 @dataclass(slots=True)
@@ -124,6 +142,10 @@ class SemanticCache:
         # namespaces where keys wait for a vector beside others
         self._settling: dict[bytes, None] = {}
         self._unsaved: list[tuple[Partition, bytes, bytes]] = []
+        self._sketches = AnswerSketches()
+        # of sentences: those of answers that come again cost the encoder nothing
+        self._sentences = Memo(embedder, _SENTENCES_MAX)
+        self._unsaved_sketches: list[SketchAdded] = []
         self.rule_name = hashlib.blake2b("\n".join(FEATURES).encode() + embedder.info.key, digest_size=8).digest()
         self._states = NamespaceStates(self._rule, self.rule_name)
 
@@ -144,7 +166,7 @@ class SemanticCache:
 
     @property
     def size_bytes(self) -> int:
-        return self._index.size_bytes
+        return self._index.size_bytes + self._sketches.size_bytes
 
     # --- asking
 
@@ -186,6 +208,33 @@ class SemanticCache:
     def embed(self, texts: Sequence[str]) -> Encoded:
         """Vectors for a caller of its own; none of it is kept, so equal texts cost the same again."""
         return self._embedder.encode(texts)
+
+    # --- answers
+
+    def embed_sentences(self, partition: Partition, texts: Sequence[str]) -> Encoded:
+        """Vectors of what an answer of a partition consists of, which the partition may have had
+        before.
+        """
+        return self._sentences.encode([(partition, text) for text in texts])
+
+    def wants_sketch(self, partition: Partition, exact: bytes, created_at: float | None = None) -> bool:
+        """Whether the answer of an entry here has no sketch, the one of `created_at` where that is
+        given. Safe beside the thread that uses the cache.
+        """
+        key = self._keys.get(self._by_entry.get((partition, exact), -1))
+        if key is None or created_at not in (None, key.created_at):
+            return False
+        return not self._sketches.has(key.namespace, key.answer)
+
+    def settle_prose(self, namespace: bytes) -> bool:
+        """A small part of what the next ruling in a namespace needs. Whether more is left."""
+        return self._sketches.settle(namespace)
+
+    def judge_prose(self, namespace: bytes, fresh: Sketch, name: bytes, others: Sequence[bytes]) -> list[Judgement]:
+        """The rulings on a fresh answer against others of its namespace, in order; UNKNOWN for one
+        without a sketch. `name` is its own (`cache.verdicts.records`).
+        """
+        return self._sketches.judge(namespace, fresh, name, others)
 
     def _decide(self, query: Query, found: Found, count: int) -> Neighbourhood:
         neighbours = self._neighbours(query, found)
@@ -297,6 +346,8 @@ class SemanticCache:
             if isinstance(record, EntriesDropped):
                 for exact in record.exacts:
                     self._drop(self._by_entry.get((record.partition, exact)))
+            elif isinstance(record, SketchAdded):
+                self._add_sketch(record)
             elif not isinstance(record, PromptAdded):
                 self._learn(record)
             elif record.expires_at > self._clock():
@@ -338,6 +389,27 @@ class SemanticCache:
         unsaved, self._unsaved = self._unsaved, []
         return unsaved
 
+    def take_unsaved_sketches(self) -> list[SketchAdded]:
+        """Sketches made here since the last call, for the store."""
+        unsaved, self._unsaved_sketches = self._unsaved_sketches, []
+        return unsaved
+
+    def _add_sketch(self, record: SketchAdded) -> None:
+        key = self._keys.get(self._by_entry.get((record.partition, record.exact), -1))
+        if key is None or key.created_at != record.created_at:
+            return  # the answer is gone
+        try:
+            sketch = Sketch.decode(record.data)
+        except ValueError:
+            return  # damaged, or of another version: the judge abstains
+        if not record.is_saved:
+            self._unsaved_sketches.append(record)
+        if key.number in self._namespaces[key.namespace].pending:
+            self._put_vectors([key], self._encoder.encode([key.asked]))
+        if key.number in self._keys:  # its prompt fits the encoder
+            vector = self._index.vector(key.namespace, key.number)
+            self._sketches.add(key.namespace, key.answer, vector, sketch)
+
     # --- keys
 
     def _add(self, record: PromptAdded, vector: NDArray[np.float32] | None) -> None:
@@ -348,6 +420,8 @@ class SemanticCache:
             # answered anew: the times and the answer change
             if (key.compat, key.text) == (record.compat, record.text):
                 is_anew = key.created_at != record.created_at
+                if is_anew:
+                    self._sketches.drop(key.namespace, key.answer)
                 key.created_at, key.expires_at = record.created_at, record.expires_at
                 if is_anew or record.group:
                     self._regroup(key, record.group or key.answer)
@@ -391,6 +465,7 @@ class SemanticCache:
             with read_for(key.partition):
                 self._states.of(key.namespace).words.add(key.text, -1)
         self._regroup(key, None)
+        self._sketches.drop(key.namespace, key.answer)
         self._index.remove(key.namespace, key.number)
         if not namespace.pending and not namespace.embedded:
             del self._namespaces[key.namespace]

@@ -21,12 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.entry import About
-from cache.events import EntriesDropped, EntryAdded, LogRecord, VerdictAdded
+from cache.events import AnswersSketched, EntriesDropped, EntryAdded, LogRecord, VerdictAdded
 from cache.exact.log import LogPosition
-from cache.exact.store import EntryStore
+from cache.exact.store import EntryStore, Sketched
 from cache.fingerprint import Partition
 from cache.redis_client import REDIS_FAILURES, Redis
-from cache.semantic.cache import EntryKey, PromptAdded, Record, SemanticCache
+from cache.semantic.cache import EntryKey, PromptAdded, Record, SemanticCache, SketchAdded
 from cache.verdicts.records import AnswerSuspended
 from cache.verdicts.store import VerdictStore
 
@@ -49,10 +49,17 @@ class Progress:
 
 class Follower:
     """Keeps `cache` equal to the entries in Redis that have a text. `embedder_key` names the model
-    of the stored vectors.
+    of the stored vectors and sketches; `size_bytes_max` bounds a partition's entries.
     """
 
-    def __init__(self, redis: Redis, cache: SemanticCache, thread: ThreadPoolExecutor, embedder_key: bytes) -> None:
+    def __init__(
+        self,
+        redis: Redis,
+        cache: SemanticCache,
+        thread: ThreadPoolExecutor,
+        embedder_key: bytes,
+        size_bytes_max: int = 256 << 20,
+    ) -> None:
         self.progress = Progress()
         self.is_up = False
         self.failure = ""  # the last error of Redis
@@ -63,6 +70,9 @@ class Follower:
         self._cache = cache
         self._thread = thread
         self._embedder_key = embedder_key
+        self._size_bytes_max = size_bytes_max
+        # announced, and not read yet: no lookup waits for them
+        self._sketched: dict[Partition, dict[bytes, None]] = {}
         self._position: LogPosition | None = None
         self._lock = asyncio.Lock()
 
@@ -80,7 +90,9 @@ class Follower:
                 if self._position is None:
                     self._position = await self._rebuild()
                 await self._read()
+                await self._read_sketches()
                 await self._save_vectors()
+                await self._save_sketches()
                 self.is_up = True
             except REDIS_FAILURES as error:
                 self._fail(error)
@@ -121,12 +133,14 @@ class Follower:
         self.progress = Progress(total=sum(size.entries for size in sizes))
         seen: set[EntryKey] = set()
         self._read_to.clear()
+        self._sketched.clear()
         await self._run(self._cache.forget_verdicts)
         for partition in (size.partition for size in sizes):
             async for batch in self._store.scan(partition):
                 found = await self._added(partition, [(one.exact, one.about) for one in batch])
                 seen.update((partition, record.exact) for record in found)
                 await self._fold(found)
+                await self._fold_sketches(partition, [record.exact for record in found])
                 self.progress.done += len(batch)
             await self._fold(await self._new_verdicts(partition))
         await self._run(lambda: self._cache.retain(seen))
@@ -142,6 +156,8 @@ class Follower:
         for record in records:
             if isinstance(record, EntryAdded):
                 came.setdefault(record.partition, {})[record.exact] = None
+            elif isinstance(record, AnswersSketched):
+                self._sketched.setdefault(record.partition, {}).update(dict.fromkeys(record.exacts))
         for partition, added in came.items():
             exacts = list(added)
             abouts = await self._store.lookup_abouts(partition, exacts)
@@ -218,6 +234,27 @@ class Follower:
             by_partition.setdefault(partition, []).append((exact, vector))
         for partition, vectors in by_partition.items():
             await self._store.store_vectors(partition, self._embedder_key, vectors)
+
+    async def _read_sketches(self) -> None:
+        """Those that another host made."""
+        while self._sketched:
+            partition, exacts = next(iter(self._sketched.items()))
+            await self._fold_sketches(partition, [one for one in exacts if self._cache.wants_sketch(partition, one)])
+            del self._sketched[partition]
+
+    async def _fold_sketches(self, partition: Partition, exacts: Sequence[bytes]) -> None:
+        for start in range(0, len(exacts), _FOLDED):
+            some = exacts[start : start + _FOLDED]
+            found = await self._store.lookup_sketches(partition, self._embedder_key, some)
+            records = [SketchAdded(partition, one.exact, one.created_at, one.data) for one in found]
+            await self._run(partial(self._cache.fold, records))
+
+    async def _save_sketches(self) -> None:
+        by_partition: dict[Partition, list[Sketched]] = {}
+        for one in await self._run(self._cache.take_unsaved_sketches):
+            by_partition.setdefault(one.partition, []).append(Sketched(one.exact, one.created_at, one.data))
+        for partition, sketches in by_partition.items():
+            await self._store.store_sketches(partition, self._embedder_key, sketches, self._size_bytes_max)
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

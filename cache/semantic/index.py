@@ -149,6 +149,14 @@ class VectorIndex:
                 self._remake_if_due(block)
         return was_there
 
+    def vector(self, namespace: bytes, key: int) -> NDArray[np.float32]:
+        """What a key of the namespace was added with, through float16. Raises RuntimeError where it
+        is not there.
+        """
+        with self._lock:
+            found: NDArray[np.float32] = self._blocks[namespace].lists.reconstruct(key)
+        return found
+
     def search(self, namespace: bytes, queries: NDArray[np.float32], count: int) -> list[Found]:
         """For each of the (n, dims) queries its up to `count` nearest in the namespace, as far as
         the probed lists have them.

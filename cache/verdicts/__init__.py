@@ -4,16 +4,14 @@ them in Redis.
 Must not import `semantic` or `worker`. Read `records.py` first.
 """
 
-from cache.verdicts.judges import EqualityJudge, Judge, Judgement, Panel, QAPair, Ruling
+from cache.verdicts.judges import Judge, Judgement, QAPair, Ruling, equal
 from cache.verdicts.records import AnswerRef, Reply, Scope, Source, Suspension, Verdict
 from cache.verdicts.store import VerdictStore
 
 __all__ = [
     "AnswerRef",
-    "EqualityJudge",
     "Judge",
     "Judgement",
-    "Panel",
     "QAPair",
     "Reply",
     "Ruling",
@@ -22,4 +20,5 @@ __all__ = [
     "Suspension",
     "Verdict",
     "VerdictStore",
+    "equal",
 ]

@@ -54,48 +54,30 @@ class Judge(Protocol):
         """
 
 
-class EqualityJudge:
-    """The same text but for case, white space, punctuation and the way numbers are written; JSON by
-    its values, code by its lines.
+def equal(fresh: str, cached: str) -> Judgement:
+    """Whether two answers are the same text but for case, white space, punctuation and the way
+    numbers are written; JSON by its values, code by its lines.
     """
-
-    name = "equality"
-
-    async def judge(self, fresh: QAPair, cached: QAPair) -> Judgement:
-        one, other = fresh.answer.strip(), cached.answer.strip()
-        if not one or not other:
-            return self._judgement(Ruling.UNKNOWN, "an empty answer")
-        if one == other:
-            return self._judgement(Ruling.SAME, "the same text")
-        values = _json(one), _json(other)
-        if None not in values:
-            is_same = values[0] == values[1]
-            return self._judgement(Ruling.SAME if is_same else Ruling.DIFFERENT, "JSON compared by value")
-        if "```" in one or "```" in other:
-            is_same = [line.rstrip() for line in one.splitlines()] == [line.rstrip() for line in other.splitlines()]
-            return self._judgement(Ruling.SAME if is_same else Ruling.UNKNOWN, "code compared by line")
-        words = normalised(one)
-        if words and words == normalised(other):
-            return self._judgement(Ruling.SAME, "the same words")
-        return self._judgement(Ruling.UNKNOWN, "other words")
-
-    def _judgement(self, ruling: Ruling, why: str) -> Judgement:
-        return Judgement(ruling, self.name, why)
+    one, other = fresh.strip(), cached.strip()
+    if not one or not other:
+        return _equality(Ruling.UNKNOWN, "an empty answer")
+    if one == other:
+        return _equality(Ruling.SAME, "the same text")
+    values = _json(one), _json(other)
+    if None not in values:
+        is_same = values[0] == values[1]
+        return _equality(Ruling.SAME if is_same else Ruling.DIFFERENT, "JSON compared by value")
+    if "```" in one or "```" in other:
+        is_same = [line.rstrip() for line in one.splitlines()] == [line.rstrip() for line in other.splitlines()]
+        return _equality(Ruling.SAME if is_same else Ruling.UNKNOWN, "code compared by line")
+    words = normalised(one)
+    if words and words == normalised(other):
+        return _equality(Ruling.SAME, "the same words")
+    return _equality(Ruling.UNKNOWN, "other words")
 
 
-class Panel:
-    """Several judges, asked in order until one can decide: the cheap first."""
-
-    def __init__(self, judges: Sequence[Judge]) -> None:
-        self._judges = judges
-
-    async def judge(self, fresh: QAPair, cached: QAPair) -> Judgement:
-        judgement = Judgement(Ruling.UNKNOWN, "", "nobody to ask")
-        for judge in self._judges:
-            judgement = await judge.judge(fresh, cached)
-            if judgement.ruling is not Ruling.UNKNOWN:
-                break
-        return judgement
+def _equality(ruling: Ruling, why: str) -> Judgement:
+    return Judgement(ruling, "equality", why)
 
 
 # words, numbers, and each sign that is no punctuation of prose: operators, emoji, vowel signs
@@ -153,6 +135,7 @@ def _canonical(value: Any) -> str:
     return json.dumps(plain(value), sort_keys=True)
 
 
+_SHORT_CHARS = 1_000
 SHORT_WORDS = 25  # of an answer that states a fact; a longer one explains
 _SAME_COSINE = 0.93
 _SURE_COSINE = 0.97  # where each has a content word that the other lacks
@@ -169,6 +152,8 @@ def agree(fresh: str, cached: str, encode: Callable[[Sequence[str]], Encoded]) -
     """Whether a cached answer says what a fresh one does. Encodes both where their words leave it
     open.
     """
+    if max(len(fresh), len(cached)) > _SHORT_CHARS:
+        return Judgement(Ruling.UNKNOWN, _NAME, "too long to compare by meaning")
     one, other = read(fresh), read(cached)
     if not one.words or not other.words or max(len(one.words), len(other.words)) > SHORT_WORDS:
         return Judgement(Ruling.UNKNOWN, _NAME, "too long to compare by meaning")

@@ -6,9 +6,10 @@ nothing heavy.
 """
 
 from cache.worker.client import SemanticClient, TextTooLong
-from cache.worker.messages import Embedded, Status, WorkerState
+from cache.worker.messages import Answered, Embedded, Status, WorkerState
 
 __all__ = [
+    "Answered",
     "Embedded",
     "SemanticClient",
     "Status",

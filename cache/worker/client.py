@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from cache.entry import CacheError, CacheWorkerUnavailable
+from cache.fingerprint import Partition
 from cache.query import Hit, Miss, MissReason, Neighbourhood, Query
-from cache.verdicts.judges import Judgement, Ruling
+from cache.verdicts.judges import Judgement
 from cache.worker import messages as wire
 from cache.worker.queue import fitting
 
@@ -27,7 +28,7 @@ _EMBED_TIMEOUT_S = 60.0
 _EMBED_TEXTS, _EMBED_CHARS = 8, 1_000  # at a time
 _EMBED_CHARS_MAX = 1 << 18  # of one text: no encoder's window holds a longer one
 _NEAR_TIMEOUT_S = 5.0
-_AGREE_TIMEOUT_S = 10.0
+_JUDGE_TIMEOUT_S = 10.0
 
 T = TypeVar("T")
 
@@ -128,17 +129,22 @@ class SemanticClient:
             yield _expect(wire.Embedded, reply)
             start += count
 
-    async def agree(self, fresh: str, cached: str) -> Judgement:
-        """Whether two short answers state the same; UNKNOWN without a worker. Never raises."""
-        try:
-            reply = await self._ask(wire.AskAgree(next(self._ids), fresh, cached, _AGREE_TIMEOUT_S), _AGREE_TIMEOUT_S)
-        except (CacheWorkerUnavailable, TimeoutError) as error:
-            return Judgement(Ruling.UNKNOWN, "", str(error) or "the cache worker did not answer in time")
-        return (
-            reply.judgement
-            if isinstance(reply, wire.Agreed)
-            else Judgement(Ruling.UNKNOWN, "", "the cache worker can't tell")
+    async def judge(
+        self, partition: Partition, compat: bytes, fresh: wire.Answered, others: Sequence[wire.Answered]
+    ) -> list[Judgement]:
+        """Whether a fresh answer says what each of `others` does, in order; they are of this
+        partition and compat. The fresh one is kept to compare later ones with, as far as it is
+        stored. Raises CacheWorkerUnavailable, also where the worker has no time for it.
+        """
+        ask = wire.AskJudge(
+            id=next(self._ids),
+            partition=partition,
+            compat=compat,
+            fresh=fresh,
+            others=tuple(others),
+            timeout_s=_JUDGE_TIMEOUT_S,
         )
+        return list(_expect(wire.Judged, await self._ask_or_raise(ask, _JUDGE_TIMEOUT_S)).judgements)
 
     async def status(self) -> wire.Status:
         """What the worker is doing; AWAY where there is none. Never raises."""
@@ -148,7 +154,9 @@ class SemanticClient:
             return wire.Status(wire.WorkerState.AWAY)
         return reply if isinstance(reply, wire.Status) else wire.Status(wire.WorkerState.AWAY)
 
-    async def _ask_or_raise(self, ask: wire.AskNear | wire.AskEmbed, timeout_s: float) -> wire.AnswerPayload:
+    async def _ask_or_raise(
+        self, ask: wire.AskNear | wire.AskEmbed | wire.AskJudge, timeout_s: float
+    ) -> wire.AnswerPayload:
         try:
             return await self._ask(ask, timeout_s)
         except TimeoutError:

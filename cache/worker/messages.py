@@ -12,6 +12,7 @@ from enum import StrEnum
 
 import msgspec
 
+from cache.fingerprint import Partition
 from cache.query import Hit, Miss, Neighbourhood, Query
 from cache.verdicts.judges import Judgement
 
@@ -99,17 +100,29 @@ class AskEmbed(msgspec.Struct, frozen=True, array_like=True, tag="embed"):
     timeout_s: float
 
 
-class AskAgree(msgspec.Struct, frozen=True, array_like=True, tag="agree"):
-    """Whether two short answers state the same."""
+class Answered(msgspec.Struct, frozen=True, array_like=True):
+    """An answer as text. `exact` and `created_at` name its entry; an empty `exact`: it has none."""
+
+    exact: bytes
+    created_at: float
+    text: str
+
+
+class AskJudge(msgspec.Struct, frozen=True, array_like=True, tag="judge"):
+    """Whether a fresh answer says what others of its namespace do."""
 
     id: int
-    fresh: str
-    cached: str
+    partition: Partition
+    compat: bytes
+    fresh: Answered
+    others: tuple[Answered, ...]
     timeout_s: float
 
 
-class Agreed(msgspec.Struct, frozen=True, array_like=True, tag="agreed"):
-    judgement: Judgement
+class Judged(msgspec.Struct, frozen=True, array_like=True, tag="judged"):
+    """The rulings on the others, in order."""
+
+    judgements: tuple[Judgement, ...]
 
 
 class AskStatus(msgspec.Struct, frozen=True, array_like=True, tag="status"):
@@ -122,8 +135,8 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
     id: int
 
 
-Ask = AskLookup | AskNear | AskEmbed | AskAgree | AskStatus | Cancel
-AnswerPayload = Hit | Miss | Neighbourhood | Embedded | Agreed | TooLong | Status | Failed
+Ask = AskLookup | AskNear | AskEmbed | AskJudge | AskStatus | Cancel
+AnswerPayload = Hit | Miss | Neighbourhood | Embedded | Judged | TooLong | Status | Failed
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):

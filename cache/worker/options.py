@@ -20,6 +20,7 @@ class Options:
     device: str
     threads: int
     keys_max: int
+    size_bytes_max: int
     error_max: float
     is_audited: bool
     # as early as can be: a parent may die while this starts
@@ -43,6 +44,9 @@ def read_options(argv: list[str] | None) -> Options:
         "--audit", action="store_true", help="have some would-be hits generated, for somebody who judges"
     )
     parser.add_argument("--keys-max", type=int, default=1_000_000, help="prompts in the index; the oldest go first")
+    parser.add_argument(
+        "--size-bytes-max", type=int, default=256 << 20, help="of a team's entries, with their sketches"
+    )
     found = parser.parse_args(argv)
     if not found.redis:
         parser.error("--redis or SAMEWAY_REDIS_URL is needed")
@@ -53,6 +57,7 @@ def read_options(argv: list[str] | None) -> Options:
         device=found.device,
         threads=found.threads,
         keys_max=found.keys_max,
+        size_bytes_max=found.size_bytes_max,
         error_max=found.error_max,
         is_audited=found.audit,
     )

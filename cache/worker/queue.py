@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from cache.worker.messages import Answer, AnswerPayload, AskAgree, AskEmbed, AskLookup, AskNear, frame
+from cache.worker.messages import Answer, AnswerPayload, AskEmbed, AskJudge, AskLookup, AskNear, frame
 
 _UNSENT_BYTES_MAX = 64 << 20
 
@@ -40,7 +40,7 @@ class Job:
     """One ask that takes time. `chars` is the length of a lookup's text."""
 
     connection: Connection
-    ask: AskLookup | AskNear | AskEmbed | AskAgree
+    ask: AskLookup | AskNear | AskEmbed | AskJudge
     deadline: float  # on the monotonic clock
     chars: int = 0
 

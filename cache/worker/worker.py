@@ -26,6 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -33,6 +34,7 @@ import uvloop
 
 from cache.query import Miss, MissReason, Neighbourhood
 from cache.redis_client import connect
+from cache.verdicts.judges import Judgement, Ruling
 from cache.worker import messages as wire
 from cache.worker.options import Options, read_options
 from cache.worker.queue import Connection, Job, fitting
@@ -40,6 +42,7 @@ from cache.worker.queue import Connection, Job, fitting
 if TYPE_CHECKING:
     from cache.semantic.cache import SemanticCache
     from cache.semantic.follower import Follower
+    from cache.worker.judging import AnswerJudging
 
 T = TypeVar("T")
 
@@ -47,6 +50,7 @@ _log = logging.getLogger("cache.worker")  # not __name__: operators know the pro
 
 # in one batch of lookups: a larger one is hardly faster a text, and all of it waits for its end
 _LOOKUPS, _LOOKUP_CHARS = 64, 4_000
+_JUDGINGS_MAX = 64
 # work that is no lookup's waits so long for a moment without one
 _SPARE_S = 0.5
 _FOLLOW_S = 0.25
@@ -70,6 +74,9 @@ class Worker:
         self._has_no_lookup.set()
         self._spare = asyncio.Lock()
         self._has_embeds = asyncio.Event()
+        self._judging: AnswerJudging | None = None
+        self._judgings: deque[Job] = deque()
+        self._has_judgings = asyncio.Event()
         self._failure = ""
         self._counts = [0, 0]  # lookups, batches
         self._stop = asyncio.Event()
@@ -89,8 +96,8 @@ class Worker:
         finally:
             os.umask(mask)
         _log.info("listening on %s", path)
-        works = (self._load_and_follow(), self._answer_lookups(), self._answer_embeds(), self._until_stopped())
-        tasks = [asyncio.create_task(work) for work in works]
+        works = (self._load_and_follow(), self._answer_lookups(), self._answer_embeds(), self._judge_answers())
+        tasks = [asyncio.create_task(work) for work in (*works, self._until_stopped())]
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         server.close()
         for task in tasks:
@@ -122,9 +129,11 @@ class Worker:
         _log.info("the embedder is loaded, %.1f s", time.monotonic() - started)
         self._failure = ""
         from cache.semantic.follower import Follower
+        from cache.worker.judging import AnswerJudging
 
         redis = connect(self._options.redis_url, _REDIS_TIMEOUT_S)
-        self._follower = Follower(redis, cache, self._thread, key)
+        self._follower = Follower(redis, cache, self._thread, key, self._options.size_bytes_max)
+        self._judging = AnswerJudging(cache)
         self._cache = cache
         await self._follow(cache)
 
@@ -217,9 +226,7 @@ class Worker:
                 self._has_embeds.clear()
             assert self._cache is not None
             try:
-                if isinstance(job.ask, wire.AskAgree) and job.is_wanted():
-                    job.answer(await self._agree(self._cache, job.ask))
-                elif isinstance(job.ask, wire.AskEmbed) and job.is_wanted():
+                if isinstance(job.ask, wire.AskEmbed) and job.is_wanted():
                     job.answer(await self._embed(self._cache, job.ask))
             except Exception as error:
                 _log.exception("embedding failed")
@@ -239,10 +246,39 @@ class Worker:
         vectors = tuple(vector.astype("<f4").tobytes() for vector in encoded.vectors)
         return wire.Embedded(vectors, tuple(counts), info.dims)
 
-    async def _agree(self, cache: SemanticCache, ask: wire.AskAgree) -> wire.Agreed:
-        from cache.verdicts.judges import agree
+    async def _judge_answers(self) -> None:
+        while True:
+            await self._has_judgings.wait()
+            job = self._judgings.popleft()
+            if not self._judgings:
+                self._has_judgings.clear()
+            if isinstance(job.ask, wire.AskJudge) and job.is_wanted():
+                job.answer(await self._judge(job, job.ask))
 
-        return wire.Agreed(await self._between_lookups(agree, ask.fresh, ask.cached, cache.embed))
+    async def _judge(self, job: Job, ask: wire.AskJudge) -> wire.Judged | wire.Failed:
+        assert self._judging is not None
+        assert self._follower is not None
+        try:
+            await self._follower.catch_up()  # its entry was stored before
+            return await self._judging.judge(ask, partial(self._when_idle, job))
+        except TimeoutError:
+            return wire.Failed("no moment without a lookup came in time")
+        except Exception:
+            _log.exception("an answer could not be judged")
+            return wire.Judged((Judgement(Ruling.UNKNOWN, "", "the cache worker failed"),) * len(ask.others))
+
+    async def _when_idle(self, job: Job, work: Callable[[], T]) -> T:
+        """Do a small piece of a job in the cache's thread, at a moment without a lookup. Raises
+        TimeoutError where none comes in time, or the job is not wanted any more.
+        """
+        while True:
+            async with asyncio.timeout(job.deadline - time.monotonic()):
+                await self._has_no_lookup.wait()
+            async with self._spare:
+                if not job.is_wanted():
+                    raise TimeoutError
+                if self._has_no_lookup.is_set():
+                    return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def _between_lookups(self, work: Callable[..., T], *arguments: Any) -> T:
         """Do in the cache's thread what is no lookup's: one piece at a time, when no lookup is in
@@ -288,15 +324,21 @@ class Worker:
         else:
             connection.waiting.add(ask.id)
             deadline = time.monotonic() + ask.timeout_s
-            if isinstance(ask, wire.AskEmbed | wire.AskAgree):
+            if isinstance(ask, wire.AskEmbed):
                 self._embeds.append(Job(connection, ask, deadline))
                 self._has_embeds.set()
+            elif isinstance(ask, wire.AskJudge):
+                if len(self._judgings) >= _JUDGINGS_MAX:
+                    connection.answer(ask.id, wire.Failed("too many answers wait to be judged"))
+                    return
+                self._judgings.append(Job(connection, ask, deadline))
+                self._has_judgings.set()
             else:
                 self._lookups.append(Job(connection, ask, deadline, len(ask.query.text)))
                 self._has_lookups.set()
                 self._has_no_lookup.clear()
 
-    def _not_ready(self, ask: wire.AskLookup | wire.AskNear | wire.AskEmbed | wire.AskAgree) -> wire.AnswerPayload:
+    def _not_ready(self, ask: wire.AskLookup | wire.AskNear | wire.AskEmbed | wire.AskJudge) -> wire.AnswerPayload:
         miss = Miss(MissReason.LOADING)
         if isinstance(ask, wire.AskLookup):
             return miss

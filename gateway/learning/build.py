@@ -6,10 +6,12 @@ the same answers, and never better.
 """
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cache import ExactCache, SemanticClient
-from cache.verdicts import EqualityJudge, Judgement, Panel, QAPair, Ruling, Source, VerdictStore
+from cache import ExactCache, Partition, SemanticClient
+from cache.verdicts import Judgement, Ruling, Source, VerdictStore, equal
+from cache.worker import Answered
 from gateway.accounts import Accounts
 from gateway.deployments.fleet import Fleet
 from gateway.journey.record import Record
@@ -79,14 +81,21 @@ def _log_bound(live: LiveError) -> None:
         _log.info("semantic_bound_relaxed", **facts)
 
 
-class Agreement:
-    """The cache worker's judge of short answers."""
+class OwnJudges:
+    """The judges that cost no money: equality, then those of the cache worker."""
 
     def __init__(self, semantic: SemanticClient) -> None:
         self._semantic = semantic
 
-    async def judge(self, fresh: QAPair, cached: QAPair) -> Judgement:
-        return await self._semantic.agree(fresh.answer, cached.answer)
+    async def compare(
+        self, partition: Partition, compat: bytes, fresh: Answered, others: Sequence[Answered]
+    ) -> list[Judgement]:
+        judgements = [equal(fresh.text, other.text) for other in others]
+        left = [place for place, found in enumerate(judgements) if found.ruling is Ruling.UNKNOWN]
+        rulings = await self._semantic.judge(partition, compat, fresh, [others[place] for place in left])
+        for place, ruling in zip(left, rulings, strict=True):
+            judgements[place] = ruling
+        return judgements
 
 
 async def open_learning(
@@ -135,7 +144,7 @@ async def open_learning(
     judging = Judging(
         exact,
         verdicts,
-        Panel([EqualityJudge(), Agreement(semantic)]),
+        OwnJudges(semantic),
         judges,
         regenerate if own is not None else None,
         cache.shadow_share,

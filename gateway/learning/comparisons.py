@@ -19,7 +19,7 @@ from typing import Protocol
 import msgspec
 from redis.exceptions import RedisError
 
-from cache import CacheUnavailable, Entry, ExactCache, Fingerprint, MissReason, Partition, Trial
+from cache import CacheUnavailable, CacheWorkerUnavailable, Entry, ExactCache, Fingerprint, MissReason, Partition, Trial
 from cache.verdicts import (
     AnswerRef,
     Judge,
@@ -33,6 +33,7 @@ from cache.verdicts import (
     Verdict,
     VerdictStore,
 )
+from cache.worker import Answered
 from gateway.journey.flight import Flight
 from gateway.journey.record import Record
 from gateway.journey.storing import answer_id, answer_text, chunks_of
@@ -47,6 +48,7 @@ _AT_ONCE = 4
 _ANSWER_BYTES_MAX = 64 << 10  # a longer one no judge reads
 LIKELY = 0.5  # p of a candidate from which on it is a surprise that its answer is not the same
 _CALIBRATED = 0.05  # of what the judges that cost nothing ruled on, and a judge that costs could be asked about
+_CHUNKS_BYTES_MAX = 16 * _ANSWER_BYTES_MAX
 _AGAIN_S = 60.0
 _AGAIN_KEYS_MAX = 10_000
 _AGAIN_SHARED = 0.8  # of the words of both prompts
@@ -65,6 +67,15 @@ class Fallback(Protocol):
 
     def flips(self, judge: str) -> tuple[float, float]:
         """The error rates of a judge, as a verdict has them."""
+
+
+class FreeJudges(Protocol):
+    async def compare(
+        self, partition: Partition, compat: bytes, fresh: Answered, others: Sequence[Answered]
+    ) -> list[Judgement]:
+        """The rulings on a fresh answer against others of its partition and compat, in order.
+        Raises CacheWorkerUnavailable.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +119,7 @@ class _Served:
 class Judging:
     """The comparisons of one worker.
 
-    `judge` costs nothing; `fallback` is asked about a share of what `judge` can't decide, by the
+    `judges` cost nothing; `fallback` is asked about a share of what they can't decide, by the
     worth that the decision gave it. `regenerate` answers a turn afresh at the gateway's own expense, or returns None;
     `share` is the share of served hits to check so. `random` gives numbers in [0, 1); `note` gets
     every check, `count` every verdict.
@@ -118,7 +129,7 @@ class Judging:
         self,
         exact: ExactCache,
         verdicts: VerdictStore,
-        judge: Judge,
+        judges: FreeJudges,
         fallback: Fallback | None,
         regenerate: Regenerate | None,
         share: float,
@@ -130,7 +141,7 @@ class Judging:
     ) -> None:
         self._exact = exact
         self._verdicts = verdicts
-        self._judge = judge
+        self._judges = judges
         self._fallback = fallback
         self._regenerate = regenerate
         self._share = share if regenerate is not None else 0.0
@@ -217,7 +228,7 @@ class Judging:
         served: AnswerRef | None = None,
     ) -> _Asked | None:
         found, chunks = flight.generation.fingerprint, flight.chunks
-        if found.text is None or sum(len(chunk.data) for chunk in chunks) > 16 * _ANSWER_BYTES_MAX:
+        if found.text is None or sum(len(chunk.data) for chunk in chunks) > _CHUNKS_BYTES_MAX:
             return None
         fresh = () if source is Source.SHADOW else chunks
         return _Asked(
@@ -276,6 +287,10 @@ class Judging:
                     await self._check_again(asked)
                 case _:
                     await self._compare(asked)
+        except CacheWorkerUnavailable as error:
+            # decision: dropped-whole
+            self._count(asked.source, Ruling.UNKNOWN, "no room")
+            _log.info("verdict_lost", source=asked.source, reason=str(error))
         except (RedisError, CacheUnavailable, OSError) as error:
             _log.info("verdict_lost", source=asked.source, reason=f"{type(error).__name__}: {error}")
         except Exception:
@@ -290,10 +305,12 @@ class Judging:
         first = entries[0]
         if first is None or fresh is None:
             return
+        known = [entry for entry in entries if entry is not None]
+        found = await self._judged(asked, fresh, known, asked.entry)
         share = 1.0 if asked.source is Source.AUDIT else trial.worth
         is_drawn = self._fallback is not None and self._random() < share
         judge = self._asker(asked) if is_drawn else None
-        judgement = await self._judgement(fresh, first)
+        judgement = found[0]
         chance: float | None = None
         if judge is not None and judgement.ruling is not Ruling.UNKNOWN and self._random() < _CALIBRATED:
             await self._calibrate(judge, judgement, fresh, first)
@@ -302,10 +319,9 @@ class Judging:
             chance = share if is_asked else 0.0
         is_right = _is_same(judgement)
         equal = first if is_right else None
-        for other in entries[1:]:
-            if equal is None and other is not None:
-                also = await self._judgement(fresh, other, judge if chance else None)
-                equal = other if _is_same(also) else None
+        for other, free in zip(known[1:], found[1:], strict=True):
+            if equal is None and _is_same(await self._settled(free, fresh, other, judge if chance else None)):
+                equal = other
         self._report(asked, judgement, is_right)
         if is_right is None and equal is None and asked.source is Source.MISS and not trial.features:
             return
@@ -328,7 +344,7 @@ class Judging:
         """What `judge` says where the others can't tell, with a second opinion where that is
         surprising; and whether it was asked and answered.
         """
-        cached = _qa_pair(entry.text or "", chunks_of(entry))
+        cached = _cached_pair(entry)
         if judge is None or cached is None:
             return cheap, False
         judgement = await judge.judge(fresh, cached)
@@ -336,7 +352,7 @@ class Judging:
             return judgement, False
         if judgement.ruling is not Ruling.SAME and asked.trial.p >= LIKELY and asked.trial.peers:
             found = await self._exact.lookup_many(asked.partition, asked.compat, asked.trial.peers)
-            peers = [_qa_pair(one.text or "", chunks_of(one)) for one in found if one is not None]
+            peers = [_cached_pair(one) for one in found if one is not None]
             judgement = await second_opinion(judge, judgement, fresh, [peer for peer in peers if peer is not None])
         return judgement, True
 
@@ -350,7 +366,7 @@ class Judging:
         fresh = _qa_pair(asked.text, [Chunk(answer, is_whole=True)]) if answer is not None else None
         if fresh is None:
             return
-        judgement = await self._judgement(fresh, asked.entry, self._asker(asked))
+        judgement = await self._alone(asked, fresh, asked.entry, None)
         is_right = _is_same(judgement)
         self._report(asked, judgement, is_right)
         verdict = self._verdict(asked, asked.trial, judgement, is_right)
@@ -367,7 +383,7 @@ class Judging:
         (entry,) = await self._exact.lookup_many(asked.partition, asked.compat, (served.exact,))
         if fresh is None or entry is None or entry.created_at != served.created_at:
             return
-        judgement = await self._judgement(fresh, entry, self._asker(asked))
+        judgement = await self._alone(asked, fresh, entry, asked.entry)
         is_right = _is_same(judgement)
         self._report(asked, judgement, is_right)
         if is_right:
@@ -419,15 +435,29 @@ class Judging:
             is_wrong = None if is_right is None else not is_right
             self._note(Check(asked.record, is_wrong, (1.0 - _audited(asked.trial)) / asked.chance))
 
-    async def _judgement(self, fresh: QAPair, entry: Entry, fallback: Judge | None = None) -> Judgement:
-        """`fallback` is asked where the judges that cost nothing can't tell."""
-        cached = _qa_pair(entry.text or "", chunks_of(entry))
-        if cached is None:
-            return Judgement(Ruling.UNKNOWN, "", "not an answer that can be compared")
-        judgement = await self._judge.judge(fresh, cached)
-        if judgement.ruling is Ruling.UNKNOWN and fallback is not None:
-            judgement = await fallback.judge(fresh, cached)
-        return judgement
+    async def _judged(
+        self, asked: _Asked, fresh: QAPair, cached: Sequence[Entry], stored: Entry | None
+    ) -> list[Judgement]:
+        """The rulings of the judges that cost nothing, on each of `cached`. `stored` is the fresh
+        answer, where it was stored. Raises CacheWorkerUnavailable.
+        """
+        found = [Judgement(Ruling.UNKNOWN, "", "not an answer that can be compared")] * len(cached)
+        others = {place: pair.answer for place, entry in enumerate(cached) if (pair := _cached_pair(entry)) is not None}
+        answers = [_answered(cached[place], text) for place, text in others.items()]
+        judgements = await self._judges.compare(asked.partition, asked.compat, _answered(stored, fresh.answer), answers)
+        for place, judgement in zip(others, judgements, strict=True):
+            found[place] = judgement
+        return found
+
+    async def _settled(self, free: Judgement, fresh: QAPair, entry: Entry, fallback: Judge | None) -> Judgement:
+        """A ruling, by `fallback` if the judges that cost nothing can't tell."""
+        cached = _cached_pair(entry) if free.ruling is Ruling.UNKNOWN and fallback is not None else None
+        return await fallback.judge(fresh, cached) if fallback is not None and cached is not None else free
+
+    async def _alone(self, asked: _Asked, fresh: QAPair, entry: Entry, stored: Entry | None) -> Judgement:
+        """A ruling on one answer. `stored` is the fresh one, where it was stored."""
+        (free,) = await self._judged(asked, fresh, (entry,), stored)
+        return await self._settled(free, fresh, entry, self._asker(asked))
 
     def _asker(self, asked: _Asked) -> Judge | None:
         return self._fallback.of(asked.record, asked.partition + asked.compat) if self._fallback is not None else None
@@ -460,6 +490,15 @@ def _qa_pair(prompt: str, chunks: Sequence[Chunk]) -> QAPair | None:
         return None
     answer = answer_text(whole) if len(whole) <= _ANSWER_BYTES_MAX else None
     return QAPair(prompt, answer) if answer is not None else None
+
+
+def _cached_pair(entry: Entry) -> QAPair | None:
+    """An entry's prompt and answer; None where that is nothing that one can read, or too long."""
+    return _qa_pair(entry.text or "", chunks_of(entry)) if entry.chunks_bytes <= _CHUNKS_BYTES_MAX else None
+
+
+def _answered(entry: Entry | None, text: str) -> Answered:
+    return Answered(entry.exact, entry.created_at, text) if entry is not None else Answered(b"", 0.0, text)
 
 
 def _weak(verdict: Verdict) -> Verdict:

@@ -11,11 +11,10 @@ import pytest
 import uvloop
 
 from cache import CacheWorkerUnavailable, Miss, MissReason, SemanticClient
-from cache.verdicts.judges import Ruling
-from cache.worker import Status, WorkerState
+from cache.worker import Answered, Status, WorkerState
 from cache.worker.messages import LENGTH_BYTES, Answer, AskLookup, frame, read_ask
 from cache.worker.queue import Connection
-from tests.cache.fakes import query
+from tests.cache.fakes import ACME, query
 
 _TURNS = 60  # of the event loop: more than the end of a connection takes to be read
 
@@ -34,10 +33,10 @@ async def ask(client: SemanticClient, kind: str) -> str:
             return found.reason.value
         case "status":
             return (await client.status()).state.value
-        case "agree":
-            return (await client.agree("yes", "no")).ruling.value
+        case "judge":
+            asked = client.judge(ACME, b"c" * 16, Answered(b"", 0.0, "yes"), [])
         case "near":
-            asked = client.near(query("x"))
+            asked = client.near(query("x"))  # type: ignore[assignment]
         case _:
             asked = anext(client.embed(["x"]))  # type: ignore[assignment]
     with pytest.raises(CacheWorkerUnavailable):
@@ -50,7 +49,7 @@ async def ask(client: SemanticClient, kind: str) -> str:
     [
         ("lookup", MissReason.UNAVAILABLE.value),
         ("status", WorkerState.AWAY.value),
-        ("agree", Ruling.UNKNOWN.value),
+        ("judge", "unavailable"),
         ("near", "unavailable"),
         ("embed", "unavailable"),
     ],

@@ -13,6 +13,7 @@ import pytest
 from redis.asyncio import Redis
 
 from cache import CacheLimits, ExactCache, Hit, Purge, fingerprint
+from cache.exact.store import EntryStore, Sketched
 from cache.redis_client import connect
 from cache.semantic.cache import SemanticCache
 from cache.semantic.follower import Follower
@@ -69,6 +70,13 @@ async def test_the_whole_life_of_entries_in_a_cluster(cluster: Any) -> None:
         assert isinstance(cache.lookup([query("TEXT 3")])[0], Hit)
         await follower.follow()
         assert await cluster.exists(f"sameway:{{{ACME.hex()}}}:vectors")
+        entry = (await exact.lookup(ask("text 3"))).entry
+        assert entry is not None
+        sketched = Sketched(entry.exact, entry.created_at, b"s" * 3_000)
+        await EntryStore(cluster).store_sketches(ACME, b"fakefake", [sketched], 6_000)
+        assert await EntryStore(cluster).lookup_sketches(ACME, b"fakefake", [entry.exact]) == [sketched]
+        stats = await exact.stats()
+        assert max(one.size_bytes for one in stats.partitions) <= 6_000
         assert (await exact.purge(Purge())).count == stats.entries
         await follower.follow()
         assert len(cache) == 0

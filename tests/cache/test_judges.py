@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.encoder.types import Encoded
-from cache.verdicts import EqualityJudge, Judgement, Panel, QAPair, Ruling
+from cache.verdicts import Ruling, equal
 from cache.verdicts.judges import agree, normalised
 
 SAME, DIFFERENT, UNKNOWN = Ruling.SAME, Ruling.DIFFERENT, Ruling.UNKNOWN
@@ -51,11 +51,10 @@ LONG = "It depends on many things, and each of them would have to be told in ful
         ("```\n" + "\n" * 65_000 + "x", "x", UNKNOWN),
     ],
 )
-async def test_equality(one: str, other: str, ruling: Ruling) -> None:
+def test_equality(one: str, other: str, ruling: Ruling) -> None:
     """Form is no difference; what carries meaning is; of other words it says nothing. Either way round."""
-    judge = EqualityJudge()
     for a, b in ((one, other), (other, one)):
-        assert (await judge.judge(QAPair("?", a), QAPair("?", b))).ruling is ruling
+        assert equal(a, b).ruling is ruling
 
 
 @given(st.text(max_size=60))
@@ -94,23 +93,3 @@ def test_agreement(one: str, other: str, cosine: float, ruling: Ruling) -> None:
 
     assert agree(one, other, encode).ruling is ruling
     assert agree(other, one, encode).ruling is ruling
-
-
-class Says:
-    """A judge of one opinion that counts how often it was asked."""
-
-    def __init__(self, ruling: Ruling) -> None:
-        self.ruling = ruling
-        self.asked = 0
-
-    async def judge(self, fresh: QAPair, cached: QAPair) -> Judgement:
-        self.asked += 1
-        return Judgement(self.ruling, "says", "so")
-
-
-async def test_a_panel_asks_until_somebody_can_tell() -> None:
-    """The cheap first; who comes after is not asked."""
-    judges = [Says(UNKNOWN), Says(DIFFERENT), Says(SAME)]
-    assert (await Panel(judges).judge(QAPair("", "a"), QAPair("", "b"))).ruling is DIFFERENT
-    assert [judge.asked for judge in judges] == [1, 1, 0]
-    assert (await Panel([]).judge(QAPair("", "a"), QAPair("", "a"))).ruling is UNKNOWN

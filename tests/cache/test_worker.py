@@ -19,9 +19,10 @@ from redis.asyncio import Redis
 
 from cache import CacheWorkerUnavailable, ExactCache, Hit, Miss, MissReason, Purge, SemanticClient
 from cache.query import Near
-from cache.worker import Embedded, Status, TextTooLong, WorkerState
+from cache.verdicts import Ruling
+from cache.worker import Answered, Embedded, Status, TextTooLong, WorkerState
 from cache.worker.messages import LENGTH_BYTES, Answer, AskLookup, frame
-from tests.cache.fakes import OTHER, ask, entry_for, query
+from tests.cache.fakes import ACME, OTHER, ask, entry_for, query
 from tests.services import RedisServer, run_redis
 
 REPOSITORY = Path(__file__).parents[2]
@@ -233,6 +234,97 @@ async def test_lookups_go_before_texts_of_callers(
         await asyncio.gather(*embedding, return_exceptions=True)
 
 
+LONG = "Hold the button for ten seconds until the light turns red, then let go of it. " * 4
+
+
+async def answered(exact: ExactCache, text: str, answer: str = LONG) -> Answered:
+    """Stored, as a judge is asked about it."""
+    entry = entry_for(ask(text), time.time(), answer)
+    await exact.store(entry)
+    return Answered(entry.exact, entry.created_at, answer)
+
+
+async def test_answers_are_judged_and_their_sketches_kept(
+    worker: WorkerProcess, client: SemanticClient, exact: ExactCache, server: RedisServer
+) -> None:
+    """In order, each ruling for its own; the fresh answer's sketch reaches Redis, and one of the others' that had none."""
+    one, fresh = await answered(exact, FRANCE), await answered(exact, "How do I bake bread?", LONG + "It is done.")
+    short = [Answered(b"", 0.0, f"It is {number}.") for number in (7, 8, 7)]
+    first, second = await client.judge(ACME, ask("x").compat, short[0], short[1:])
+    assert (first.ruling, second.ruling) == (Ruling.DIFFERENT, Ruling.SAME)
+    (judgement,) = await client.judge(ACME, ask("x").compat, fresh, [one])
+    assert judgement.ruling is not Ruling.DIFFERENT
+    redis = Redis.from_url(server.url)
+    async with asyncio.timeout(20):
+        for known in (one, fresh):
+            while not await redis.hexists(f"sameway:{{{ACME.hex()}}}:vectors", known.exact + b"a"):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+    await redis.aclose()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "a" * 65_000,
+        "a.\n" * 20_000,
+        "\x00\x1b" * 30_000,
+        "😀" * 16_000,
+        "Go. " * 16_000,
+        " " * 65_000,
+        "你好。" * 10_000,
+    ],
+    ids=lambda answer: repr(answer[:6]),
+)
+async def test_a_hostile_answer_is_judged_with_the_real_encoder(
+    worker: WorkerProcess, client: SemanticClient, exact: ExactCache, answer: str
+) -> None:
+    """UNKNOWN, in time, and never an exception in the log."""
+    fresh, other = await answered(exact, FRANCE, answer), await answered(exact, PARAPHRASE)
+    await client.judge(ACME, ask("x").compat, other, [])
+    (judgement,) = await client.judge(ACME, ask("x").compat, fresh, [other])
+    assert judgement.ruling is Ruling.UNKNOWN
+    assert "could not be judged" not in worker.log()
+
+
+async def test_judging_that_finds_no_room_is_dropped_and_lookups_go_first(
+    worker: WorkerProcess, client: SemanticClient, exact: ExactCache
+) -> None:
+    """Of more answers than may wait some are refused at once; what waits behind lookups is judged after them."""
+    await put(exact, FRANCE)
+    await client.lookup(query(PARAPHRASE))
+    fresh = Answered(b"", 0.0, LONG)
+    async with SemanticClient(worker.socket_path, timeout_s=30) as other:
+        await until_status(other, lambda status: status.is_ready)
+        os.kill(worker.process.pid, signal.SIGSTOP)
+        judging = [asyncio.create_task(other.judge(ACME, ask("x").compat, fresh, [fresh])) for _ in range(80)]
+        lookups = [asyncio.create_task(other.lookup(query(f"{PARAPHRASE}{' ' * n}"))) for n in range(10)]
+        await asyncio.sleep(0.05)
+        os.kill(worker.process.pid, signal.SIGCONT)
+        assert all([isinstance(await lookup, Hit) for lookup in lookups])
+        assert sum(task.done() and task.exception() is None for task in judging) <= 2
+        found = await asyncio.gather(*judging, return_exceptions=True)
+    refused = [one for one in found if isinstance(one, CacheWorkerUnavailable)]
+    assert 1 <= len(refused) <= 16
+    assert all("too many" in str(one) for one in refused)
+
+
+async def test_killed_in_the_middle_of_judging(
+    worker: WorkerProcess, client: SemanticClient, exact: ExactCache
+) -> None:
+    """Its asker is told at once; the next worker judges, with the sketches that were stored."""
+    fresh, other = await answered(exact, FRANCE), await answered(exact, PARAPHRASE)
+    os.kill(worker.process.pid, signal.SIGSTOP)
+    judging = asyncio.create_task(client.judge(ACME, ask("x").compat, fresh, [other]))
+    await asyncio.sleep(0.05)
+    worker.end(signal.SIGKILL)
+    with pytest.raises(CacheWorkerUnavailable, match="went away"):
+        await judging
+    worker.start()
+    await until_status(client, lambda status: status.is_ready)
+    (judgement,) = await client.judge(ACME, ask("x").compat, fresh, [other])
+    assert judgement.why != "the cache worker failed"
+
+
 @pytest.mark.parametrize(
     "garbage",
     [
@@ -318,6 +410,8 @@ async def test_redis_may_go_and_come_back(client: SemanticClient, exact: ExactCa
     server.kill()
     await until_status(client, lambda status: not status.is_redis_up)
     assert isinstance(await client.lookup(query(PARAPHRASE)), Hit)
+    short = Answered(b"", 0.0, "It is 7.")
+    assert (await client.judge(ACME, ask("x").compat, short, [short]))[0].ruling is Ruling.SAME
     server.start()
     await until_status(client, lambda status: status.is_redis_up)
     await put(exact, "How do I bake bread?")

@@ -6,15 +6,17 @@ import asyncio
 import random
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from cache import Entry, ExactCache, Recorded, Trial
+from cache import CacheWorkerUnavailable, Entry, ExactCache, Partition, Recorded, Trial
 from cache.verdicts import Judge, Judgement, QAPair, Ruling, Source, Verdict, VerdictStore
 from cache.verdicts.records import AnswerJudged
+from cache.worker import Answered
 from gateway.deployments.progress import Progress
 from gateway.journey.flight import Flight
 from gateway.journey.generation import Generation, Try
@@ -31,24 +33,36 @@ WHOLE = b'{"choices":[{"index":0,"message":{"role":"assistant","content":"42"},"
 
 
 class Waits:
-    """A judge that answers when it may."""
+    """Judges that answer when they may."""
 
     def __init__(self) -> None:
         self.may = asyncio.Event()
 
-    async def judge(self, fresh: QAPair, cached: QAPair) -> Judgement:
+    async def compare(
+        self, partition: Partition, compat: bytes, fresh: Answered, others: Sequence[Answered]
+    ) -> list[Judgement]:
         await self.may.wait()
-        return Judgement(Ruling.SAME, "waits", "so")
+        return [Judgement(Ruling.SAME, "waits", "so")] * len(others)
 
 
 class Says:
-    """A judge that always says the same."""
+    """A judge, or judges, that always say the same; without a ruling they have no time."""
 
-    def __init__(self, ruling: Ruling) -> None:
+    def __init__(self, ruling: Ruling | None) -> None:
         self._ruling = ruling
+        self.asked: list[tuple[Answered, Sequence[Answered]]] = []
 
     async def judge(self, fresh: QAPair, cached: QAPair) -> Judgement:
+        assert self._ruling is not None
         return Judgement(self._ruling, "says", "so")
+
+    async def compare(
+        self, partition: Partition, compat: bytes, fresh: Answered, others: Sequence[Answered]
+    ) -> list[Judgement]:
+        self.asked.append((fresh, others))
+        if self._ruling is None:
+            raise CacheWorkerUnavailable("no time")
+        return [Judgement(self._ruling, "says", "so")] * len(others)
 
 
 class Heard:
@@ -247,3 +261,54 @@ async def test_a_judge_that_costs_calibrates_those_that_do_not(redis: Redis) -> 
     records, _ = await store.read(found.partition, b"0-0")
     (verdict,) = [one.verdict for one in records if isinstance(one, AnswerJudged)]
     assert (verdict.is_right, verdict.asked) == (True, None)
+
+
+async def judged_with(redis: Redis, judges: Says, answer: bytes, cached: bytes = WHOLE) -> Heard:
+    """One answer after a miss, compared with one cached answer by such judges."""
+    heard, exact = Heard(), ExactCache(redis)
+    await exact.store(
+        msgspec.structs.replace(
+            entry_for(ask("open the crate"), time.time()), chunks=(Recorded(cached, is_whole=True),)
+        )
+    )
+    one = Judging(
+        exact, VerdictStore(redis), judges, None, None, 0.0, 60.0, random.random, heard.checks.append, heard.count
+    )
+    running = asyncio.create_task(one.run())
+    flight, record = over(1.0)
+    flight.generation.looked_up(SemanticResult(trial=Trial((ask("open the crate").exact,), b"1234", 0.9, 1.0, b"rule")))
+    flight.generation.recorded(entry_for(ask("open the box"), 5.0), "stored")
+    flight.chunks[:] = [Chunk(answer, is_whole=True)]
+    one.recorded(flight, record)
+    async with asyncio.timeout(20):
+        while one.waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    running.cancel()
+    await one.aclose()
+    return heard
+
+
+async def test_judges_without_time_teach_nothing(redis: Redis) -> None:
+    """Whatever would have been found, no verdict is taken: what was not dropped is no sample of what was. It is counted."""
+    heard = await judged_with(redis, Says(None), WHOLE)
+    assert heard.verdicts == {(Source.MISS, Ruling.UNKNOWN, "no room"): 1}
+    assert await VerdictStore(redis).read(ask("open the crate").partition, b"0-0") == ([], b"0-0")
+
+
+async def test_the_judges_get_the_answers_with_their_entries(redis: Redis) -> None:
+    """The fresh one's own entry is named, so that it is kept to compare later ones with."""
+    says = Says(Ruling.SAME)
+    await judged_with(redis, says, WHOLE)
+    ((fresh, others),) = says.asked
+    assert (fresh.exact, fresh.created_at, fresh.text) == (ask("open the box").exact, 5.0, "42")
+    assert [(one.exact, one.text) for one in others] == [(ask("open the crate").exact, "42")]
+
+
+@pytest.mark.parametrize(("fresh", "cached", "others"), [(16 << 20, 10, None), (70_000, 10, None), (10, 2 << 20, 0)])
+async def test_answers_over_the_limit_reach_no_judge(redis: Redis, fresh: int, cached: int, others: int | None) -> None:
+    """Fresh or cached: nothing that long is folded, sent or compared."""
+    says = Says(Ruling.SAME)
+    long, other = (WHOLE.replace(b"42", b"x" * size) for size in (fresh, cached))
+    heard = await judged_with(redis, says, long, other)
+    assert [len(one) for _, one in says.asked] == ([] if others is None else [others])
+    assert not any(ruling is Ruling.SAME for _, ruling, _ in heard.verdicts)

@@ -1,0 +1,89 @@
+"""Fresh answers compared with cached ones in the cache worker: agreement of short ones, then prose.
+
+Knows the cache, no socket and no Redis. All work goes in small pieces through a function that finds
+each a moment without a lookup. A sketch is made of the fresh answer, and of at most one other that
+has none. Invariants: an answer is compared with those of its own partition and compat alone; what
+can be remembered of its text is remembered for its partition alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol, TypeVar
+
+from cache.decision.text_features import read_for
+from cache.encoder.types import Encoded
+from cache.fingerprint import Partition
+from cache.semantic.cache import SemanticCache, SketchAdded
+from cache.verdicts.judges import Judgement, Ruling, agree
+from cache.verdicts.prose import Sketch, pieces, sketch
+from cache.verdicts.records import answer_name
+from cache.worker.messages import Answered, AskJudge, Judged
+from cache.worker.queue import fitting
+
+_PIECES, _PIECE_CHARS = 8, 1_000  # embedded at a time: a lookup may have to wait for it
+_OTHERS_SKETCHED_MAX = 1
+
+T = TypeVar("T")
+
+
+class WhenIdle(Protocol):
+    async def __call__(self, work: Callable[[], T], /) -> T:
+        """The result of a small piece of work on the cache."""
+
+
+class AnswerJudging:
+    """Judges answers by what `cache` keeps of others."""
+
+    def __init__(self, cache: SemanticCache) -> None:
+        self._cache = cache
+
+    async def judge(self, ask: AskJudge, when_idle: WhenIdle) -> Judged:
+        """The rulings on the others of `ask`. Raises what `when_idle` raises."""
+        cache, partition = self._cache, ask.partition
+        judgements = [await when_idle(partial(self._agree, partition, ask.fresh, other)) for other in ask.others]
+        left = [place for place, found in enumerate(judgements) if found.ruling is Ruling.UNKNOWN]
+        fresh = await self._sketched(partition, ask.fresh, when_idle)
+        # the first of a namespace has none, nor has one of an earlier version
+        without = (one for one in (ask.others[place] for place in left) if self._is_wanted(partition, one))
+        for other in itertools.islice(without, _OTHERS_SKETCHED_MAX):
+            await self._sketched(partition, other, when_idle)
+        namespace = partition + ask.compat
+        while await when_idle(partial(cache.settle_prose, namespace)):
+            pass
+        own, *names = (answer_name(one.exact, one.created_at) for one in (ask.fresh, *(ask.others[at] for at in left)))
+        rulings = await when_idle(partial(cache.judge_prose, namespace, fresh, own, names))
+        for place, ruling in zip(left, rulings, strict=True):
+            judgements[place] = ruling
+        return Judged(tuple(judgements))
+
+    def _is_wanted(self, partition: Partition, answer: Answered) -> bool:
+        return self._cache.wants_sketch(partition, answer.exact, answer.created_at)
+
+    async def _sketched(self, partition: Partition, answer: Answered, when_idle: WhenIdle) -> Sketch:
+        """The sketch of an answer, kept with its entry if that is there."""
+        texts = await when_idle(partial(pieces, answer.text))
+        while texts:
+            count = fitting(map(len, texts), _PIECES, _PIECE_CHARS)
+            await when_idle(partial(self._embed, partition, texts[:count]))
+            texts = texts[count:]
+        return await when_idle(partial(self._sketch, partition, answer))
+
+    # --- in the cache's thread
+
+    def _embed(self, partition: Partition, texts: Sequence[str]) -> Encoded:
+        return self._cache.embed_sentences(partition, texts)
+
+    def _agree(self, partition: Partition, fresh: Answered, other: Answered) -> Judgement:
+        with read_for(partition):
+            return agree(fresh.text, other.text, partial(self._embed, partition))
+
+    def _sketch(self, partition: Partition, answer: Answered) -> Sketch:
+        with read_for(partition):
+            made = sketch(answer.text, partial(self._embed, partition))
+        if self._is_wanted(partition, answer):
+            added = SketchAdded(partition, answer.exact, answer.created_at, made.encode(), is_saved=False)
+            self._cache.fold([added])
+        return made
