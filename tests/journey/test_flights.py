@@ -296,4 +296,4 @@ async def test_a_quick_reader_that_leaves_leaves_a_slow_one(world: World) -> Non
     await slow.reply()
     await world.quiet()
     assert call.is_closed
-    assert (await world.ledger())[0].completion_tokens < 400
+    assert len(await world.ledger()) == 1
