@@ -252,6 +252,12 @@ class ModelSettings(_Section):
         [],
         description="other aliases that answer, in this order, when this one is down, too small or too dear for a request",
     )
+    retry_first_ms: int = Field(
+        0,
+        ge=0,
+        description="the first choice that fails before its answer is asked again, twice at most, if its pauses take no longer; "
+        "default: the next deployment is asked at once",
+    )
     rescue: Literal["continue", "error"] = Field(
         "continue",
         description="a stream that breaks off: another deployment with `prefill` goes on with it, or it ends with the error",

@@ -34,6 +34,9 @@ from policies import Route
 # a flight keeps its answer for later readers: an endless one must not take the worker's memory
 _ANSWER_BYTES_MAX = 64 << 20
 
+_RETRIES_OF_FIRST_MAX = 2
+_PAUSE_S = 0.1
+
 Cover = Callable[[Generation, Deployment], Awaitable[bool]]
 """Holds what a further try at a deployment may cost; False where a budget has no room for it."""
 
@@ -92,6 +95,14 @@ class _Tries:
                 route = await routed(self._flight, tried)
                 continue
             failure = await self._try(deployment, best.why, is_alone=len(route.ranked) == 1)
+            waited_s = 0.0
+            while is_first and failure is not None:
+                pause_s = self._pause_for_first(failure, waited_s)
+                if pause_s is None:
+                    break
+                await asyncio.sleep(pause_s)
+                waited_s += pause_s
+                failure = await self._try(deployment, best.why, is_alone=len(route.ranked) == 1)
             if failure is None:
                 return True
             is_permanent = isinstance(failure, BackendDenied | BackendTooLong)
@@ -105,6 +116,18 @@ class _Tries:
             tried |= {best.name}
             route = await routed(self._flight, tried)
         return False
+
+    def _pause_for_first(self, failure: BackendError, waited_s: float) -> float | None:
+        """Seconds until the first choice is asked again; None where the next one is asked."""
+        generation = self._generation
+        is_final = (
+            isinstance(failure, BackendDenied | BackendRejected | BackendTimeout) or generation.progress.has_begun
+        )
+        if is_final or generation.tries > _RETRIES_OF_FIRST_MAX:
+            return None
+        pause_s = failure.retry_after_s if failure.retry_after_s is not None else _PAUSE_S * 2**generation.tries
+        pause_s = 1.01 * pause_s + 0.01  # a deployment that named a time rests until it
+        return pause_s if waited_s + pause_s <= generation.serving.settings.retry_first_ms / 1000.0 else None
 
     def _error(self) -> ApiError:
         """The client's error, after the last try."""

@@ -8,12 +8,14 @@ import json
 import pytest
 
 from gateway.backends.refusals import Refused, refusal
+from tests.journey.conftest import OpenWorld
 from tests.world import (
     Finish,
     Tokens,
     World,
     broken,
     denied,
+    deployment,
     overloaded,
     rejected,
     timed_out,
@@ -549,3 +551,20 @@ async def test_a_fallback_is_one_also_while_the_first_choice_rests(world: World)
     record = await world.record(reply)
     assert (record.deployment, record.store) == ("small", "fallback")
     assert [one.name for one in record.rejected] == ["big"]
+
+
+async def test_a_policy_may_wait_for_the_first_choice(open_a_world: OpenWorld) -> None:
+    """With `retry_first_ms` the first choice is asked again where its pauses fit, and the next one where they do not."""
+    deployments = [deployment("first", usd=(0, 0)), deployment("second")]
+    models = {"patient": {"policy": "cheapest", "retry_first_ms": 1000, "deployments": deployments}}
+    world = await open_a_world(models=models)
+    first = world.backends["first"]
+    first.plays_once(overloaded(retry_after_s=0.01))
+    reply = await world.ask(model="patient")
+    assert (reply.content, len(first.calls)) == ("answer of first", 2)
+    first.plays(unavailable())
+    reply = await world.ask("another", model="patient")
+    assert (reply.content, len(first.calls)) == ("answer of second", 5)
+    first.plays(overloaded(retry_after_s=7))
+    reply = await world.ask("a third", model="patient")
+    assert (reply.content, len(first.calls)) == ("answer of second", 6)
