@@ -334,7 +334,7 @@ class Judging:
 
     async def _calibrate(self, judge: Judge, cheap: Judgement, fresh: QAPair, entry: Entry) -> None:
         """Let `judge` rule on a pair that another one has ruled on."""
-        cached = _qa_pair(entry.text or "", chunks_of(entry))
+        cached = _cached_pair(entry)
         if cached is not None:
             self._compared(cheap, await judge.judge(fresh, cached))
 
