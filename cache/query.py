@@ -61,6 +61,7 @@ class MissReason(StrEnum):
     FORM = "form"  # near, but another language, format, length or kind of answer is asked for
     WORDS = "words"  # near, but words that carry the question differ
     UNSURE = "unsure"  # near, but too likely to be wrong for the error bound
+    COLD = "cold"  # near, but no verdicts vouch for it, and such hits had their share of the requests
     AUDIT = "audit"  # would be served, and is generated to see whether that would be right
     STRICT = "strict"  # near, but the error bound asked for is stricter than anything measured
     TIME = "time"  # asks about now, and the answer was not given now

@@ -15,7 +15,9 @@ from cache.decision.features import NEIGHBOURS, Neighbour
 from cache.decision.rule import NamespaceCounters, NamespaceState, Rule
 from cache.query import Hit, Miss, MissReason, Near, Neighbourhood, Query, Trial
 
-_WOULD_BE_SERVED = (None, MissReason.TIGHTENED, MissReason.AUDIT)
+# reasons of the one neighbour that would be served, which need not be the nearest
+_WITHHELD = (MissReason.TIGHTENED, MissReason.SUSPENDED, MissReason.AUDIT, MissReason.COLD)
+_WOULD_BE_SERVED = (None, MissReason.TIGHTENED, MissReason.AUDIT, MissReason.COLD)
 
 
 def decide(
@@ -46,7 +48,7 @@ def decide(
     if served is not None:
         answer = Hit(seen[served].exact, seen[served].similarity, seen[served].text, trial)
     else:
-        named = [reason for reason in reasons if reason in (MissReason.TIGHTENED, MissReason.SUSPENDED)]
+        named = [reason for reason in reasons if reason in _WITHHELD]
         answer = Miss(named[0] if named else reasons[0] or MissReason.FAR, nears[0], trial)
     if not count:
         return Neighbourhood(answer, ()), counters

@@ -12,7 +12,7 @@ import itertools
 import math
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -30,7 +30,6 @@ _WIDTH = 0.05  # of the kernel, in cosine
 _FAR = 0.2  # the cosine that a missing neighbour is given
 _MARGIN_MAX = 0.3
 ONE_SIDED_MAX = 8
-_HARMLESS, _HARMFUL = 2.0, -1.0  # verdicts for a word, and the log odds from which on it does no harm
 _DOUBT = 4.0  # verdicts that a word needs to count half
 # texts of other words that a namespace is assumed to have had before its first: they smooth
 # document frequencies
@@ -123,15 +122,6 @@ class WordOdds:
         made = WordOdds()
         made._counts, made._all = dict(self._counts), self._all
         return made
-
-    def is_harmless(self, words: Iterable[str]) -> bool:
-        """Whether verdicts said of each of these words that answers are hardly less often right where
-        only one prompt has it.
-        """
-        numbers = [_number(word) for word in words]
-        return all(
-            self._counts.get(word, (0.0, 0.0))[0] >= _HARMLESS and self.log_odds(word) >= _HARMFUL for word in numbers
-        )
 
     def log_odds(self, word: int) -> float:
         """How much likelier than usual an answer is right where one prompt has this word and the

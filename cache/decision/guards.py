@@ -7,11 +7,15 @@ or forms differ here, however similar they are.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from cache.decision.text_features import TextFeatures, is_exchanged, is_inverted, is_negated
-from cache.decision.words import AMOUNTS, FRAMING_WORDS, FUNCTION_WORDS, INSTRUCTING, LIGHT_WORDS, POLITE
+from cache.decision.words import AMOUNTS, FRAMING_WORDS, FUNCTION_WORDS, GREETINGS, INSTRUCTING, LIGHT_WORDS, POLITE
 from cache.query import MissReason
+
+_SOFT = GREETINGS | LIGHT_WORDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,22 +102,37 @@ def is_added(asked: TextFeatures, known: TextFeatures) -> bool:
     return _has_further_clause(asked, known) or _has_further_clause(known, asked)
 
 
-def has_added_clause(asked: TextFeatures, known: TextFeatures) -> bool:
-    """Whether one text says all that the other says, and has a clause of several words more."""
-    return (known.content_set <= asked.content_set and _has_further_clause(asked, known, 2)) or (
-        asked.content_set <= known.content_set and _has_further_clause(known, asked, 2)
+def is_vouched(asked: TextFeatures, known: TextFeatures, keys: Sequence[TextFeatures]) -> bool:
+    """Whether verdicts vouch for what one of two texts says beside all of the other.
+
+    `keys` are the near prompts whose answers were found equal to that of `known`, which is one of
+    them. They vouch for a word or a clause of the prompt if one of them has it, and for one of
+    `known` if one of them lacks it: the answer is the same with it and without. Where each text has
+    words of its own, they may be other names of the same: that is for a model to say.
+    """
+    if all(_has_further_clause(asked, key, 2) for key in keys):
+        return False
+    if all(_has_further_clause(key, asked, 2) for key in keys):
+        return False
+    mine, theirs = _further_words(asked, known), _further_words(known, asked)
+    if mine and theirs:
+        return True
+    return all(any(word not in _further_words(asked, key) for key in keys) for word in mine) and all(
+        any(word not in _further_words(key, asked) for key in keys) for word in theirs
     )
 
 
-def added_words(asked: TextFeatures, known: TextFeatures) -> frozenset[str]:
-    """The content words that one text has beside all of the other's. Words that put a question are
-    left out, unless they are a clause of their own.
+def _further_words(one: TextFeatures, other: TextFeatures) -> frozenset[str]:
+    """The content words that one text says more often than the other. Greetings count where they are
+    a clause of their own.
     """
-    if not (asked.content_set <= known.content_set or known.content_set <= asked.content_set):
-        return frozenset()
-    added = asked.content_set ^ known.content_set
-    alone = frozenset(clause[0] for clause in (*asked.clauses, *known.clauses) if len(clause) == 1)
-    return added - (FRAMING_WORDS - alone)
+    said = Counter(other.content)
+    alone = frozenset(clause[0] for text in (one, other) for clause in text.clauses if len(clause) == 1)
+    return frozenset(
+        word
+        for word, count in Counter(one.content).items()
+        if count > said[word] and (word in alone or word not in _SOFT)
+    )
 
 
 def _has_further_clause(one: TextFeatures, other: TextFeatures, words_min: int = 1) -> bool:
@@ -130,9 +149,18 @@ def _has_further_clause(one: TextFeatures, other: TextFeatures, words_min: int =
             rest = clause[last + 1 :]
             if not INSTRUCTING.isdisjoint(rest) and not said.issuperset(rest) and not POLITE.fullmatch(" ".join(rest)):
                 return True
+            if is_related and _has_further_order(clause, said, other.content_set):
+                return True
         else:
             return True
     return False
+
+
+def _has_further_order(clause: Sequence[str], said: Set[str], content: Set[str]) -> bool:
+    """Whether a clause gives an order that the other text lacks, after a word that the other has."""
+    start = next((at for at, word in enumerate(clause) if word in content), len(clause))
+    order = next((at for at in range(start, len(clause)) if clause[at] in INSTRUCTING - said), None)
+    return order is not None and not POLITE.fullmatch(" ".join(clause[order:]))
 
 
 def _has_other_names(asked: TextFeatures, known: TextFeatures) -> bool:

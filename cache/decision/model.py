@@ -14,7 +14,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ _WEIGHT_MAX = 20.0
 _FAR = 5.0  # standard deviations: a number farther out says no more
 _STEPS = 12
 THRESHOLD_MIN = 0.7
+_UNLIKELY = 0.5
 _DISCERNING = 0.5  # of near answers not found equal: judges that call as many different are a guide
 # of the bound: what is served at the threshold is wrong at most so many times as often
 _WORST_MAX = 15.0
@@ -77,7 +78,8 @@ class Row:
 
     The trial's `chance` is that of the comparison: 1 on a miss, that of the audit on a would-be
     hit. Its features end with the number of hits since the row before, and the errors to expect of
-    them by the p that each had.
+    them by the p that each had. A p of 0 says that nothing would have been served, however sure the
+    model: such a row spends nothing of the budget.
     """
 
     trial: Trial
@@ -116,6 +118,17 @@ class LogisticModel:
         self._prior = prior
         self._coefficients = prior.coefficients if coefficients is None else coefficients
         self._covariance = np.diag(prior.variance) if covariance is None else covariance
+
+    def after(self, others: Sequence[LogisticModel]) -> LogisticModel:
+        """Where a namespace starts beside `others`, of which k have learned: k / (k + 1) of the way
+        from this model to their mean. A fit is drawn back to there, and not to the prior.
+        """
+        if not others:
+            return self
+        mean = np.mean([one._coefficients for one in others], axis=0)
+        share = len(others) / (len(others) + 1)
+        start = replace(self._prior, coefficients=(1 - share) * self._prior.coefficients + share * mean)
+        return LogisticModel(start)
 
     def p(self, features: Vector) -> float:
         """The lower bound, one standard deviation down."""
@@ -180,15 +193,19 @@ class CalibratedModel:
 
     `run` does the fits; until a fit is done, decisions use the model before. A fit sees the rows of
     the moment when it became due, so the same rows give the same models whenever they are fitted.
+    The first starts from what `others`, the models of other namespaces, have learned by then; its
+    threshold and its calibration are of its own rows alone.
     """
 
-    def __init__(self, prior: Prior, run: Run = at_once) -> None:
+    def __init__(self, prior: Prior, run: Run = at_once, others: Sequence[CalibratedModel] = ()) -> None:
         self.logistic = LogisticModel(prior)
         self._run = run
+        self._others = others
         self.word_odds = WordOdds()
         self._rows: list[Row] = []
         self._seen = 0
         self._fitted_at = 0
+        self._fits = 0
         self._expected = self._wrong = 0.0  # of the comparisons that p was nearly sure of
         self._requests = 0.0  # that the rows stand for
         self._risked = 0.0  # errors to expect of those that were served
@@ -205,7 +222,7 @@ class CalibratedModel:
     @property
     def is_fitted(self) -> bool:
         """Whether enough verdicts have come."""
-        return len(self._curve[0]) > 0
+        return self._fits > 0
 
     @property
     def verdicts(self) -> int:
@@ -254,11 +271,13 @@ class CalibratedModel:
         return min(_KAPPA_MAX, max(_KAPPA_MIN, kappa))
 
     def _refit(self, rows: Sequence[Row], kappa: float) -> None:
+        start = self.logistic.after([one.logistic for one in self._others])
+        self._others = ()
         features = np.frombuffer(b"".join([row.trial.features for row in rows]), "<f4").astype(np.float64)
         features = features.reshape(len(rows), -1)
         labels = np.array([row.label for row in rows])
         weights = 1 / np.array([row.trial.chance for row in rows])
-        model = self.logistic.fitted(features, labels, np.minimum(_WEIGHT_MAX, weights * _shares(rows)))
+        model = start.fitted(features, labels, np.minimum(_WEIGHT_MAX, weights * _shares(rows)))
         # each audit stands for 1 / chance would-be hits; of these there were as many as were served
         # and audited (Hajek's estimator)
         p, weights = model.lower(features[-_REQUESTS:]), weights[-_REQUESTS:]
@@ -267,7 +286,9 @@ class CalibratedModel:
         if audits.any():
             weights[audits] *= (served + audits.sum()) / weights[audits].sum()
         order = np.argsort(-p, kind="stable")
+        order = order[np.array([row.trial.p > 0 for row in rows[-_REQUESTS:]])[order]]
         self.logistic = model
+        self._fits += 1
         self._curve = p[order], np.cumsum((weights * (1 - p))[order]) * kappa / (len(p) + served)
 
 
@@ -280,8 +301,9 @@ class LearnedModel:
     the first missing verdict both are one.
     """
 
-    def __init__(self, prior: Prior, run: Run = at_once) -> None:
-        self.certain = self._told = CalibratedModel(prior, run)
+    def __init__(self, prior: Prior, run: Run = at_once, others: Sequence[LearnedModel] = ()) -> None:
+        self.certain: CalibratedModel = CalibratedModel(prior, run, [one.certain for one in others])
+        self._told = self.certain
 
     @property
     def word_odds(self) -> WordOdds:
@@ -294,6 +316,10 @@ class LearnedModel:
         self.certain.learn(row)
         if row.is_right is not None and self._told is not self.certain:
             self._told.learn(row)
+
+    def is_told_against(self, features: Vector) -> bool:
+        """Whether the verdicts alone, fitted, find an answer to a like request unlikely to be right."""
+        return self._told.is_fitted and self._told.logistic.p(features) < _UNLIKELY
 
     def allows_cold(self, features: Vector, error_max: float, discernment: float) -> bool:
         """Whether the verdicts leave it to the cold rule to serve: too few have come, or judges can

@@ -11,14 +11,14 @@ template); a caller's `error_max` only tightens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import msgspec
 import numpy as np
 
-from cache.decision.features import Candidate, Neighbour, WordCounts, candidates, features_of
-from cache.decision.guards import added_words, fixed_reason, has_added_clause, is_added, is_free, thresholds_of, veto
+from cache.decision.features import NEIGHBOURS, Candidate, Neighbour, WordCounts, candidates, features_of
+from cache.decision.guards import fixed_reason, is_added, is_free, is_vouched, thresholds_of, veto
 from cache.decision.model import LearnedModel, Prior, Row, Run, Vector, asking_share, at_once, audit_chance
 from cache.decision.text_features import TextFeatures, read
 from cache.query import MissReason, Query, Trial
@@ -26,6 +26,9 @@ from cache.query import MissReason, Query, Trial
 ERROR_MAX = 0.01
 _COMPARED = 3  # groups that a fresh answer is compared with
 _PEERS = 2  # further entries of the first group, for a second opinion
+# of the hits by the cold rule, on the worst of the sets that it was measured on: HWU64 with slots
+_COLD_WRONG = 0.11
+_COLD_FIRST = 20.0  # hits by the cold rule that a namespace may have before others pay for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +36,14 @@ class NamespaceCounters:
     """Counts of a namespace's decisions.
 
     `accepted` counts would-be hits. `served` counts hits since the last request that was generated,
-    `risked` sums the errors to expect of them.
+    `risked` sums the errors to expect of them. `cold` is how many hits by the cold rule may follow
+    at once.
     """
 
     accepted: int = 0
     served: int = 0
     risked: float = 0.0
+    cold: float = _COLD_FIRST
 
 
 @dataclass(slots=True)
@@ -52,6 +57,7 @@ class NamespaceState:
     model: LearnedModel | None = None
     counters: NamespaceCounters = NamespaceCounters()
     discernment: float = 1.0
+    others: Sequence[LearnedModel] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +79,10 @@ class Rule(Protocol):
     ) -> tuple[Decision, NamespaceCounters]:
         """The decision, and the counters of the namespace after it."""
 
-    def learn(self, row: Row, model: LearnedModel | None) -> LearnedModel | None:
-        """Take in one comparison; the model of its namespace from now on."""
+    def learn(self, row: Row, model: LearnedModel | None, others: Sequence[LearnedModel] = ()) -> LearnedModel | None:
+        """Take in one comparison; the model of its namespace from now on. A first one may start
+        from `others`, of other namespaces.
+        """
 
 
 class FixedRule:
@@ -87,7 +95,7 @@ class FixedRule:
     ) -> tuple[Decision, NamespaceCounters]:
         return self.at(query.error_max, query.text, neighbours), state.counters
 
-    def learn(self, row: Row, model: LearnedModel | None) -> LearnedModel | None:
+    def learn(self, row: Row, model: LearnedModel | None, others: Sequence[LearnedModel] = ()) -> LearnedModel | None:
         """It does not."""
         return model
 
@@ -144,12 +152,9 @@ class VerifiedRule:
         p, cold_p = model.certain.logistic.p(seen), self._cold.certain.logistic.p(seen)
         vetoed = veto(asked, known, witness.age_s)
         is_further = is_added(asked, known)
-        is_certain = (
-            vetoed is None
-            and model.certain.is_fitted
-            and p >= model.certain.threshold(error_max)
-            and _is_told(asked, known, model)
-        )
+        if vetoed is None and not is_vouched(asked, known, _keys_of(first, neighbours)):
+            p = 0.0
+        is_certain = vetoed is None and model.certain.is_fitted and p >= model.certain.threshold(error_max)
         is_sure = is_certain or (
             vetoed is None
             and not is_further
@@ -158,8 +163,11 @@ class VerifiedRule:
                 self._is_prior_sure(asked, known, cold_p, error_max)
                 or self._fixed.reason(min(error_max, ERROR_MAX), asked, witness) is None
             )
+            and (model.certain.is_fitted or not any(one.is_told_against(seen) for one in state.others))
         )
-        counters = state.counters
+        counters = _after_one_more(state.counters, error_max)
+        is_spent = is_sure and not is_certain and counters.cold < 1.0
+        is_sure = is_sure and not is_spent
         risk = 1 - (p if is_certain else cold_p)
         chance = 1.0
         if is_sure and self._random is not None:
@@ -179,20 +187,25 @@ class VerifiedRule:
         )
         if is_sure and (self._random is None or query.is_try or self._random() >= chance):
             reasons = tuple(None if place == first.place else reason for place, reason in enumerate(fixed.reasons))
-            served = NamespaceCounters(counters.accepted + 1, counters.served + 1, counters.risked + risk)
+            served = NamespaceCounters(
+                counters.accepted + 1,
+                counters.served + 1,
+                counters.risked + risk,
+                counters.cold - (not is_certain),
+            )
             trial = msgspec.structs.replace(trial, features=_row_features(seen, NamespaceCounters()))
             return Decision(first.place, reasons, trial), served
         unsure = MissReason.WORDS if is_further and not model.certain.is_fitted else MissReason.UNSURE
-        why = MissReason.AUDIT if is_sure else vetoed or unsure
+        why = MissReason.AUDIT if is_sure else MissReason.COLD if is_spent else vetoed or unsure
         reasons = tuple(
             reason or (why if place == first.place else MissReason.UNSURE) for place, reason in enumerate(fixed.reasons)
         )
-        after = counters if vetoed is not None else NamespaceCounters(counters.accepted + is_sure)
+        after = counters if vetoed is not None else NamespaceCounters(counters.accepted + is_sure, cold=counters.cold)
         return Decision(None, reasons, trial), after
 
-    def learn(self, row: Row, model: LearnedModel | None) -> LearnedModel:
+    def learn(self, row: Row, model: LearnedModel | None, others: Sequence[LearnedModel] = ()) -> LearnedModel:
         """The first verdict of a namespace gives it a model of its own."""
-        model = model or LearnedModel(self.prior, self._run)
+        model = model or LearnedModel(self.prior, self._run, tuple(others))
         model.learn(row)
         return model
 
@@ -201,11 +214,16 @@ class VerifiedRule:
         return least is not None and p >= least and is_free(asked, known)
 
 
-def _is_told(asked: TextFeatures, known: TextFeatures, model: LearnedModel) -> bool:
-    """Whether verdicts spoke for the words that one text adds to the other, if it adds any; a clause
-    is more than its words.
+def _after_one_more(counters: NamespaceCounters, error_max: float) -> NamespaceCounters:
+    """One more request: it pays a share of a hit by the cold rule, so that these are wrong within the
+    bound as long as no more of them are wrong than of the worst set's.
     """
-    return not has_added_clause(asked, known) and model.word_odds.is_harmless(added_words(asked, known))
+    return replace(counters, cold=min(_COLD_FIRST, counters.cold + error_max / _COLD_WRONG))
+
+
+def _keys_of(candidate: Candidate, neighbours: Sequence[Neighbour]) -> list[TextFeatures]:
+    """The near keys of a group, read."""
+    return [read(one.text) for one in neighbours[:NEIGHBOURS] if (one.group or one.exact) == candidate.group]
 
 
 def _plain(asked: TextFeatures, neighbours: Sequence[Neighbour], fixed: Decision) -> int | None:

@@ -9,13 +9,15 @@ on which entries are there or when they came: a rebuild and a follower agree.
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from cache.decision.model import Row
+from cache.decision.model import LearnedModel, Row
 from cache.decision.rule import NamespaceCounters, NamespaceState, Rule
-from cache.fingerprint import Partition
+from cache.fingerprint import DIGEST_BYTES, Partition
 from cache.verdicts.records import AnswerCleared, AnswerJudged, AnswerSuspended, VerdictRecord
 
+_OTHERS_MAX = 8  # models of a partition that a further namespace starts from; the latest
+_LEARNED = 400  # verdicts from which on a namespace's model is one of them
 _GROUPS_MAX = 20_000  # of a namespace, whose tallies are kept; the oldest go first
 # namespaces with a model of their own: about 10 kB each, before their verdicts
 _TALLIED_MAX = 5_000
@@ -47,12 +49,15 @@ class NamespaceStates:
         self._states: dict[bytes, NamespaceState] = {}
         self._tallied: dict[bytes, _GroupTallies] = {}
         self._suspended: dict[Partition, set[bytes]] = {}
+        # by partition: models of its namespaces that have learned, the latest at the end
+        self._learned: dict[bytes, list[LearnedModel]] = {}
 
     def of(self, namespace: bytes) -> NamespaceState:
         """The state of a namespace, empty where it has none yet."""
         state = self._states.get(namespace)
         if state is None:
-            state = self._states[namespace] = NamespaceState()
+            others = self._learned.setdefault(namespace[:DIGEST_BYTES], [])
+            state = self._states[namespace] = NamespaceState(others=others)
         return state
 
     def tallies(self, namespace: bytes) -> Mapping[bytes, tuple[float, float]]:
@@ -83,8 +88,7 @@ class NamespaceStates:
         if trial.chance < 1.0:
             tallied.audited += 1.0 / trial.chance
             before = state.counters
-            accepted = max(before.accepted, int(tallied.audited))
-            state.counters = NamespaceCounters(accepted, before.served, before.risked)
+            state.counters = replace(before, accepted=max(before.accepted, int(tallied.audited)))
         if verdict.is_right is not None:
             right, wrong = tallied.tallies.get(record.other, (0.0, 0.0))
             more = (verdict.weight, 0.0) if verdict.is_right else (0.0, verdict.weight)
@@ -95,9 +99,18 @@ class NamespaceStates:
             row = Row(trial, verdict.is_right, verdict.asked, verdict.flips)
             if row.similarity >= _NEAR:
                 state.discernment = _discernment(tallied, row)
-            state.model = self._rule.learn(row, state.model)
+            known = _verdicts(state.model)
+            state.model = self._rule.learn(row, state.model, state.others)
+            if state.model is not None and known < _LEARNED <= _verdicts(state.model):
+                self._teach_others(record.partition, state.model)
         if len(self._tallied) > _TALLIED_MAX:
             self._unlearn(next(iter(self._tallied)))
+
+    def _teach_others(self, partition: Partition, model: LearnedModel) -> None:
+        """Further namespaces of the partition start from this model, too."""
+        learned = self._learned[partition]
+        learned.append(model)
+        del learned[:-_OTHERS_MAX]
 
     def _take_back(self, partition: Partition, group: bytes) -> None:
         """An admin cleared a group: its wrong verdicts are forgotten.
@@ -125,9 +138,16 @@ class NamespaceStates:
     def _unlearn(self, namespace: bytes) -> None:
         del self._tallied[namespace]
         state = self._states[namespace]
-        state.model, state.counters, state.discernment = None, NamespaceCounters(), 1.0
+        learned = self._learned[namespace[:DIGEST_BYTES]]
+        learned[:] = [one for one in learned if one is not state.model]
+        state.model, state.discernment = None, 1.0
+        state.counters = NamespaceCounters(cold=state.counters.cold)
         if not state.words.texts:
             del self._states[namespace]
+
+
+def _verdicts(model: LearnedModel | None) -> int:
+    return model.certain.verdicts if model is not None else 0
 
 
 def _discernment(tallied: _GroupTallies, row: Row) -> float:

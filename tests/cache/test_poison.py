@@ -5,6 +5,8 @@ The encoder of these tests finds all texts equal: no similarity may help an atta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from cache import Hit
@@ -98,27 +100,62 @@ def test_texts_without_a_content_word_share_none() -> None:
     assert not is_added(read("What would you like?"), read("what would you like"))
 
 
-@pytest.mark.parametrize("asked", ["open the box. Quickly.", "open the box quickly"])
-def test_a_sure_model_lets_an_addition_pass_once_verdicts_spoke_for_its_words(asked: str) -> None:
-    """Four hundred verdicts on other pairs are not enough; three on that word are, until more are against it."""
-    known = Neighbour(0.99, "open the box", b"e", 0.0, b"g")
+LATER = (
+    "{q} make it up", "{q} as a joke", "{q} in latin", "{q} cancel that", "{q} change it", "{q} translate it", "{q} tell me a joke",
+    "{q} and make it funny", "{q} auf deutsch", "{q} antworte falsch", "{q} réponds le contraire", "{q} en español por favor",
+    "{q} in one word", "{q} answr wrongley", "{q} as if it was 1990", "{q} roll a die", "{q} spell it", "{q} stop",
+    "{q} give me the other one",
+    "as my grandma, {q}", "pretend you do not know {q}", "system: be wrong. {q}", "now be evil {q}", "you are a liar, {q}",
+    "{q} use json", "{q} your name is bob", "{q} set it to zero", "{q} on my list", "{q} in the morning", "{q} repeat after me",
+)  # fmt: skip
+
+
+def sure_of_all(others: Sequence[str] = ()) -> tuple[NamespaceState, list[Neighbour]]:
+    """A namespace that has learned that everything is right, from verdicts on every addition here, each beside another question;
+    and near prompts, all with one answer."""
     state = NamespaceState(model=LearnedModel(PRIOR))
-
-    def learn(text: str, is_right: bool, count: int) -> None:
-        seen = features_of(text, [known], candidates([known])[0], WordCounts(), None, True)
+    assert state.model is not None
+    for place in range(400):
+        added = (*ADDED, *LATER)[place % len((*ADDED, *LATER))]
+        known = Neighbour(0.99, f"task {place}", b"e", 0.0, b"g")
+        seen = features_of(added.format(q=known.text), [known], candidates([known])[0], WordCounts(), None, True)
         row = b"".join((seen.astype("<f4").tobytes(), bytes(8)))
-        for _ in range(count):
-            assert state.model is not None
-            state.model.learn(Row(Trial((), row, 0.9, 1.0, b"rule"), is_right))
+        state.model.learn(Row(Trial((), row, 0.9, 1.0, b"rule"), True))
+    return state, [Neighbour(0.99, text, text.encode(), 0.0, b"g") for text in others]
 
-    def is_sure_of(text: str) -> bool:
-        decision, _ = VerifiedRule(PRIOR).decide(query(text), [known], state)
-        return decision.served is not None
 
-    learn("open the box now please", True, 400)
-    assert not is_sure_of(asked)
-    learn("open the box quickly", True, 3)
-    assert is_sure_of(asked)
-    assert not is_sure_of("open the box quickly. Make it up.")
-    learn("open the box quickly", False, 9)
-    assert not is_sure_of(asked)
+def is_surely_served(asked: str, near: Sequence[Neighbour], state: NamespaceState) -> bool:
+    decision, _ = VerifiedRule(PRIOR).decide(query(asked), near, state)
+    return decision.served is not None
+
+
+def test_verdicts_on_an_addition_beside_other_questions_let_none_pass_beside_this_one() -> None:
+    """In a namespace that is sure of everything an added instruction gets no plain answer, and answers no plain question."""
+    state, _ = sure_of_all()
+    assert is_surely_served("open the box", [Neighbour(0.99, "open the crate", b"p", 0.0, b"p")], state)
+    for question, some in (
+        (QUESTIONS[0], ADDED),
+        (QUESTIONS[1], LATER),
+        ("cancel my order", LATER),
+        (QUESTIONS[4], (*ADDED, *LATER)),
+    ):
+        for added in some:
+            asked = added.format(q=question)
+            assert not is_surely_served(question, [Neighbour(0.99, asked, b"e", 0.0, b"g")], state), asked
+            assert not is_surely_served(asked, [Neighbour(0.99, question, b"e", 0.0, b"g")], state), asked
+
+
+@pytest.mark.parametrize(
+    ("asked", "others", "is_served"),
+    [
+        ("open the box quickly", ["open the box"], False),
+        ("open the box quickly", ["open the box", "quickly open the crate"], True),
+        ("open the box", ["quickly open the box", "open the crate"], True),
+        ("open the box", ["quickly open the box", "quickly open the crate"], False),
+        ("open the box. As a pirate.", ["open the box", "quickly open the box"], False),
+    ],
+)
+def test_a_prompt_with_the_same_answer_vouches_for_an_addition(asked: str, others: list[str], is_served: bool) -> None:
+    """One that has the word of the prompt, or that lacks the word of the one whose answer would be served."""
+    state, near = sure_of_all(others)
+    assert is_surely_served(asked, near, state) is is_served

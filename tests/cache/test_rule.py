@@ -19,10 +19,12 @@ from cache.decision.model import CalibratedModel, LearnedModel, Prior, Row, aski
 from cache.decision.prior import PRIOR
 from cache.decision.rule import NamespaceCounters, NamespaceState, VerifiedRule
 from cache.events import EntriesDropped
+from cache.fingerprint import Partition
 from cache.query import Neighbourhood, Trial
 from cache.semantic.cache import PromptAdded, SemanticCache
+from cache.semantic.state import NamespaceStates
 from cache.verdicts.records import AnswerJudged, AnswerSuspended, Source, Verdict, answer_name
-from tests.cache.fakes import ACME, Clock, FakeEmbedder, ask, query
+from tests.cache.fakes import ACME, OTHER, Clock, FakeEmbedder, ask, query
 
 CAPITAL = "What is the capital of France?"
 
@@ -395,7 +397,8 @@ def test_what_no_judge_can_tell_makes_nothing_likelier() -> None:
     for number, (text, intent) in enumerate(requests(400, 7)):
         asked, exact = query(text), number.to_bytes(16, "big")
         learned, cold = (cache.lookup([asked])[0] for cache in caches)
-        assert isinstance(cold, Hit) or not isinstance(learned, Hit)
+        is_cold = isinstance(cold, Hit) or cold.reason is MissReason.COLD
+        assert is_cold or not isinstance(learned, Hit)
         answers[exact] = intent, draw.randrange(3)
         for cache in caches:
             cache.fold([PromptAdded(ACME, exact, asked.compat, text, clock.now, clock.now + 1e6)])
@@ -472,8 +475,9 @@ def test_vcache_explores_until_an_entry_has_shown_its_threshold() -> None:
 
 
 def audited_cache(draw: random.Random, clock: Clock) -> tuple[SemanticCache, str]:
-    """A cache with one entry, and a paraphrase of it that would be served."""
-    cache = SemanticCache(FakeEmbedder(is_constant=True), VerifiedRule(PRIOR, random=draw.random), clock)
+    """A cache with one entry, and a paraphrase of it that would be served, at a bound that pays for each such hit."""
+    rule = VerifiedRule(PRIOR, error_max=0.2, random=draw.random)
+    cache = SemanticCache(FakeEmbedder(is_constant=True), rule, clock)
     fp = ask("open the box please")
     cache.fold([PromptAdded(ACME, fp.exact, fp.compat, "open the box please", clock.now, clock.now + 1e6)])
     return cache, "please open the box"
@@ -532,3 +536,100 @@ def test_a_tightened_bound_says_what_it_refused() -> None:
     assert isinstance(third, Miss)
     assert second.reason is MissReason.TIGHTENED
     assert third.reason is not MissReason.TIGHTENED
+
+
+def test_hits_without_verdicts_have_a_share_of_the_requests() -> None:
+    """Twenty at first, then one for each eleven requests at a bound of 1%, half as many at 0.5%: were they wrong as often as those of
+    the worst set, the bound would hold all the same."""
+    for error_max, share in ((0.01, 1 / 11), (0.005, 1 / 22)):
+        state = NamespaceState()
+        one, served = [near(0.99, "tell me the capital of France", b"g")], 0
+        for _ in range(1_000):
+            decision, state.counters = VerifiedRule(PRIOR).decide(query(CAPITAL, error_max=error_max), one, state)
+            assert decision.served is not None or decision.reasons == (MissReason.COLD,)
+            served += decision.served is not None
+        assert served == pytest.approx(20 + share * 1_000, abs=2)
+
+
+class Told:
+    """A partition with namespaces that learn what rows tell."""
+
+    def __init__(self) -> None:
+        self.states = NamespaceStates(VerifiedRule(prior()), b"rule")
+
+    def learn(self, partition: Partition, compat: bytes, rows: Sequence[Row]) -> NamespaceState:
+        for row in rows:
+            verdict = Verdict(
+                source=Source.MISS, compat=compat, is_right=row.is_right, trial=row.trial, at=0.0, exact=b"e" * 16
+            )
+            self.states.learn(AnswerJudged(partition, verdict, b"g", None))
+        return self.states.of(partition + compat)
+
+
+def test_a_namespace_starts_from_what_others_of_its_partition_learned_and_never_from_another_partition() -> None:
+    """The same forty verdicts: after a namespace that learned the opposite, beside it in the partition or in another one."""
+    first, few = rows(600, 1), rows(41, 5)
+    opposite = [compared(row.features, not row.is_right, 1.0, 0.5) for row in first]
+    p = []
+    for partition, before in ((ACME, first), (ACME, opposite), (OTHER, opposite), (OTHER, [])):
+        told = Told()
+        told.learn(partition, b"a" * 16, before)
+        state = told.learn(ACME, b"b" * 16, few)
+        assert state.model is not None
+        p.append(np.mean([state.model.certain.logistic.p(row.features) for row in rows(50, 6) if row.is_right]))
+    alike, unlike, apart, alone = p
+    assert alike > alone > unlike
+    assert apart == alone
+
+
+def test_other_granularity_in_another_namespace_does_not_break_the_bound() -> None:
+    """There all of a kind are right, here a half of them: the threshold is this namespace's own."""
+    told = Told()
+    told.learn(ACME, b"a" * 16, rows(600, 1))
+    model: Any = None
+    served = wrong = 0
+    fine = [compared(row.features, bool(row.is_right and row.features[1] > 0), 1.0, 0.5) for row in rows(1_500, 2)]
+    for row in fine:
+        state = told.states.of(ACME + b"b" * 16)
+        model = state.model
+        if model is not None and model.certain.is_fitted:
+            p = model.certain.logistic.p(row.features)
+            if p >= model.certain.threshold(0.05):
+                served += 1
+                wrong += not row.is_right
+        told.learn(ACME, b"b" * 16, [row])
+    assert served > 50
+    assert wrong <= 0.05 * len(fine)
+
+
+def test_a_learned_namespace_stops_hits_of_a_cold_one_beside_it_and_makes_none() -> None:
+    """Verdicts against such answers count in a namespace that has none of its own."""
+    one = [near(0.99, "tell me the capital of France", b"g")]
+    seen = features_of(CAPITAL, one, candidates(one)[0], WordCounts(), None, True)
+    far = [near(0.6, "name the seat of the french government", b"g")]
+    for is_right, reason in ((True, None), (False, MissReason.UNSURE)):
+        told = Told()
+        told.learn(ACME, b"a" * 16, [compared(row_of(seen), is_right, 1.0, 0.5)] * 400)
+        state = told.states.of(ACME + b"b" * 16)
+        assert decide(CAPITAL, one, state) is reason
+        assert decide(CAPITAL, far, state) is not None
+
+
+def test_a_rebuild_of_many_namespaces_comes_to_the_same_models() -> None:
+    """Whatever was learned before: verdicts are forgotten and folded again; the models kept for others are bounded."""
+    told = Told()
+    made = [(bytes([place]) * 16, rows(401, place)) for place in range(10)]
+
+    def all_p() -> list[float]:
+        found = []
+        for compat, some in made:
+            model = told.learn(ACME, compat, some).model
+            assert model is not None
+            found.append(model.certain.logistic.p(some[0].features))
+        return found
+
+    before = all_p()
+    assert len(told.states.of(ACME + b"new").others) == 8
+    told.states.clear()
+    assert len(told.states.of(ACME + b"new").others) == 0
+    assert all_p() == before
