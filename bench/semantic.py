@@ -39,7 +39,7 @@ from cache.decision.prior import PRIOR
 from cache.decision.rule import Decision, FixedRule, NamespaceCounters, NamespaceState, Rule, VerifiedRule
 from cache.encoder.embedder import open_embedder
 from cache.semantic.cache import SemanticCache
-from gateway.telemetry.measured_error import lower_limit
+from gateway.telemetry.judge_error import lower_limit
 
 _COSINES = (0.8, 0.9, 0.95)
 

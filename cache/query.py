@@ -17,7 +17,7 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
     """One prompt to look up semantically.
 
     `error_max` tightens the configured bound, as a share of requests. If it was tightened because
-    too many answers were wrong, `untightened` is the bound before. `is_try`: the decision is only
+    too many answers were wrong, `untightened` is the bound before, and the cold rule alone serves. `is_try`: the decision is only
     shown; it is neither audited nor counted.
     """
 

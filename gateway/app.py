@@ -275,9 +275,9 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
         stats.add(record)
 
     limits = Limits(LeasedRateLimits(RateLimits(link)), LocalRateLimits())
-    truth = MeasuredErrors(Bounds(settings))
-    lookup = SemanticLookup(settings, semantic, exact, truth.bounds)
+    truth = MeasuredErrors(Bounds(settings), settings.cache.judge_error_max)
     learning = await open_learning(settings, accounts, exact, semantic, link, stats, metrics, truth, fleet)
+    lookup = SemanticLookup(settings, semantic, exact, truth.bounds, learning.judging.audited)
     pipeline = Pipeline(settings, accounts, limits, exact, lookup, money, fleet, emit, learning.learn)
     learning.connect(pipeline)
     stack.push_async_callback(learning.judging.aclose)
@@ -306,6 +306,7 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
         verdicts=learning.verdicts,
         reports=learning.reports,
         truth=learning.truth,
+        certificates=learning.certificates,
         deployments=lambda: deployments_of(fleet),
         healths=watch.parts,
         version=VERSION,

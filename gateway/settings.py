@@ -311,6 +311,9 @@ class CacheSettings(_Section):
     )
     judge_budget_usd: float = Field(1.0, ge=0, description="USD a day for `judge_model` and shadow checks; 0: none")
     shadow_share: float = Field(0.0, ge=0, le=1, description="share of semantic hits also generated, as a check")
+    judge_error_max: float = Field(
+        0.0, ge=0, lt=0.5, description="share of the judges' verdicts that may be wrong; the certificate allows for it"
+    )
     feedback_ttl_s: int = Field(3_600, gt=0, description="how long a semantic hit can be reported at /v1/feedback")
     semantic_timeout_ms: int = Field(1_000, gt=0, description="a semantic lookup that takes longer is a miss")
     embedder: str = Field(

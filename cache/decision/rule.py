@@ -154,11 +154,16 @@ class VerifiedRule:
         is_further = is_added(asked, known)
         if vetoed is None and not is_vouched(asked, known, _keys_of(first, neighbours)):
             p = 0.0
-        is_certain = vetoed is None and model.certain.is_fitted and p >= model.certain.threshold(error_max)
+        is_certain = (
+            query.untightened is None
+            and vetoed is None
+            and model.certain.is_fitted
+            and p >= model.certain.threshold(error_max)
+        )
         is_sure = is_certain or (
             vetoed is None
             and not is_further
-            and model.allows_cold(seen, error_max, state.discernment)
+            and (query.untightened is not None or model.allows_cold(seen, error_max, state.discernment))
             and (
                 self._is_prior_sure(asked, known, cold_p, error_max)
                 or self._fixed.reason(min(error_max, ERROR_MAX), asked, witness) is None

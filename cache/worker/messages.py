@@ -64,6 +64,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag="status"):
     is_redis_up: bool = False
     lookups: int = 0
     batches: int = 0
+    rule: str = ""  # names what the rule looks at; another one learns anew
 
     @property
     def is_ready(self) -> bool:

@@ -365,6 +365,7 @@ class Worker:
             is_redis_up=follower.is_up,
             lookups=self._counts[0],
             batches=self._counts[1],
+            rule=cache.rule_name.hex(),
         )
 
 

@@ -1,5 +1,5 @@
-"""The audit log in SQL: which texts of a team an admin asked to see, and what an operator did with
-a deployment by hand, when and from where.
+"""The audit log in SQL: which texts of a team an admin asked to see, which certificates were started,
+and what an operator did with a deployment by hand, when and from where.
 
 No texts. Invariant: rows are added and never changed or removed; they outlive teams. The latest row
 of a deployment with an action of `USES` decides on its use.
@@ -14,6 +14,7 @@ from gateway.accounts import schema
 from gateway.accounts.database import Database, uncancelled
 
 ANSWER_SHOWN = "answer_shown"
+CERTIFICATE_STARTED = "certificate_started"
 DRAINED = "deployment_drained"
 DISABLED = "deployment_disabled"
 ENABLED = "deployment_enabled"
@@ -24,11 +25,11 @@ USES = {DRAINED: "drained", DISABLED: "disabled", ENABLED: ""}
 
 
 class AuditRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One look of an admin at texts, or one act on a deployment.
+    """One look of an admin at texts, one certificate started, or one act on a deployment.
 
-    `at_ms` is unix milliseconds; `entry` is the id of the cached answer, or the deployment's name,
-    for which `team_id` is 0 and `request_id` empty; `client` is the address; `way` is `dashboard`
-    or `api`.
+    `at_ms` is unix milliseconds; `entry` is the id of the cached answer, the certificate's alias,
+    or the deployment's name, for which `team_id` is 0; `request_id` is empty but for answers;
+    `client` is the address; `way` is `dashboard` or `api`.
     """
 
     at_ms: int

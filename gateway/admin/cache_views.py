@@ -1,4 +1,5 @@
-"""The cache in the admin plane: its sizes, a trial of a prompt, wrong answers, purges and feedback.
+"""The cache in the admin plane: sizes, a trial of a prompt, wrong answers, certificates, purges and
+feedback.
 
 No HTTP and no HTML. Invariant: a trial of a prompt changes nothing.
 """
@@ -6,17 +7,20 @@ No HTTP and no HTML. Invariant: a trial of a prompt changes nothing.
 from __future__ import annotations
 
 import msgspec
+from redis.exceptions import RedisError
 
 from cache import CacheWorkerUnavailable, Entry, Hit, MissReason, Partition, Purge, Query, fingerprint
 from cache.query import Neighbourhood
 from cache.verdicts import Scope, Suspension
 from cache.worker import WorkerState
 from gateway.accounts import AuditRow, Team
-from gateway.accounts.audit import ANSWER_SHOWN
+from gateway.accounts.audit import ANSWER_SHOWN, CERTIFICATE_STARTED
 from gateway.admin import models, views
 from gateway.admin.parts import AdminParts
 from gateway.journey.record import Record
 from gateway.journey.storing import answer_text, chunks_of
+from gateway.telemetry.certificates import Certificate
+from gateway.telemetry.measured_error import measure
 from gateway.telemetry.parts import Health, Part
 from gateway.wire.errors import BadRequest, NotFound
 from gateway.wire.fold import fold
@@ -255,6 +259,84 @@ async def audit(parts: AdminParts, limit: int, before: int | None = None) -> mod
     teams = {team.id: team.name for team in await parts.accounts.list_teams()}
     found = [{**msgspec.structs.asdict(row), "team": teams.get(row.team_id)} for row in rows[:limit]]
     return models.AuditOut.model_validate({"rows": found, "cursor": found[-1]["id"] if len(rows) > limit else None})
+
+
+# -- certificates
+
+
+async def certificates(parts: AdminParts, team_id: int | None = None, model: str = "") -> models.CertificatesOut:
+    """The certificates, of one team or one model if given, by descending requests. Raises RedisError."""
+    teams = {team.id: team for team in await parts.accounts.list_teams()}
+    found = [
+        _certificate(parts, teams[pair[0]], pair[1], one)
+        for pair, one in (await parts.certificates.read()).items()
+        if pair[0] in teams and team_id in (None, pair[0]) and model in ("", pair[1])
+    ]
+    return models.CertificatesOut(certificates=sorted(found, key=lambda one: -one.requests))
+
+
+async def certificates_of(parts: AdminParts, team_id: int) -> list[models.CertificateOut]:
+    """A team's certificates; none while Redis is away."""
+    try:
+        return (await certificates(parts, team_id)).certificates
+    except RedisError:
+        return []
+
+
+def _certificate(parts: AdminParts, team: Team, alias: str, one: Certificate) -> models.CertificateOut:
+    start, counts = one.start, one.counts
+    measured = measure(counts, parts.truth.judge_error)
+    drift = next((live.drift for live in parts.truth.live if (live.team_id, live.alias) == (team.id, alias)), None)
+    return models.CertificateOut(
+        team_id=team.id,
+        team=team.name,
+        model=alias,
+        since_s=start.since_s,
+        why=start.why,
+        error_max=start.basis.error_max,
+        estimate=measured.estimate,
+        low=measured.low,
+        high=measured.high,
+        requests=counts.requests,
+        hits=counts.hits,
+        audits=counts.audits,
+        shadow_checks=counts.shadow_checks,
+        comparisons=counts.checks,
+        judges=counts.judges,
+        wrong=counts.wrong,
+        unsettled=counts.unsettled,
+        reported_wrong=counts.reported_wrong,
+        reported_right=counts.reported_right,
+        judge_error_max=parts.truth.judge_error,
+        embedder=start.basis.embedder,
+        rule=start.basis.rule,
+        judged_by=start.basis.judges,
+        drift_since_s=drift.since_s if drift is not None else None,
+        strictness=drift.strictness if drift is not None else 1.0,
+    )
+
+
+async def certify(parts: AdminParts, what: models.CertificateIn, client: str, way: str) -> models.CertificateOut:
+    """Start a new certificate. Writes to the audit log first.
+
+    Raises accounts.NotFound (the team), NotFound (the model), RedisError, and sqlalchemy's errors.
+    """
+    await views.team(parts, what.team_id)
+    team = next(one for one in await parts.accounts.list_teams() if one.id == what.team_id)
+    if what.model not in parts.settings.models and (team.id, what.model) not in await parts.certificates.read():
+        raise NotFound(f"There is no model {what.model!r}", param="model", code="model_not_found")
+    row = AuditRow(
+        at_ms=int(parts.clock() * 1000),
+        action=CERTIFICATE_STARTED,
+        team_id=team.id,
+        request_id="",
+        entry=what.model,
+        client=client,
+        way=way,
+    )
+    await parts.audit.add(row)
+    await parts.certificates.restart(team, what.model, "an admin asked for it")
+    return (await certificates(parts, team.id, what.model)).certificates[0]
 
 
 async def feedback(parts: AdminParts, what: models.FeedbackIn) -> models.FeedbackOut:

@@ -25,6 +25,7 @@ from gateway.admin.models import (
     AnswerIn,
     BudgetIn,
     BudgetPatch,
+    CertificateIn,
     ClearIn,
     FeedbackIn,
     KeyIn,
@@ -233,6 +234,12 @@ def add_cache_forms(router: APIRouter, parts: AdminParts, render_cache: Render) 
         except (*_REFUSALS, BadRequest, accounts.NotFound) as error:
             return await render_cache(request, **_refusal(error, "purge", fields))
         return await render_cache(request, form="purge", purge=result, values=fields)
+
+    @router.post("/cache/certificate")
+    async def certify(request: Request) -> Response:
+        body = _checked(CertificateIn, await read_form(request))
+        await cache_views.certify(parts, body, client_of(request), "dashboard")
+        return back_to("/admin/cache", "certified")
 
     @router.post("/cache/clear")
     async def clear(request: Request) -> Response:

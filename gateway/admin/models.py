@@ -308,8 +308,8 @@ class JudgeOut(_Out):
 
 class SemanticOut(_Out):
     """How often answers by meaning were wrong, as a share of a team's requests for a model: from checks drawn by chance (audits,
-    shadow checks) and from reports, with its 95% interval, beside the bound. The interval takes what no judge could tell as right
-    at its low end and as wrong at its high end."""
+    shadow checks) and from reports, with its 95% interval, beside the bound. The interval takes what no judge could tell, or none
+    has yet, as right at its low end and as wrong at its high end. It is the certificate's, for a window."""
 
     team_id: int
     team: str
@@ -584,6 +584,49 @@ class SampleOut(_Out):
     text: str | None
     created_at_s: float
     size_bytes: int
+
+
+class CertificateOut(_Out):
+    """The certificate of a team and model: with a probability of 95% the share of requests that were answered wrongly by meaning
+    since its start was within `low` and `high` at every moment. It rests on the draws of audits and shadow checks, on the judges'
+    being right (in all but `judge_error_max`), and on no assumption about requests."""
+
+    team_id: int
+    team: str
+    model: str
+    since_s: float
+    why: str = Field(description="why it is not an earlier one; empty of the first")
+    error_max: float = Field(description="the bound")
+    estimate: float | None = Field(description="null: nothing was compared or reported, or most of it is unsettled")
+    low: float
+    high: float = Field(description="1 before the first request")
+    requests: int
+    hits: int
+    audits: int = Field(description="would-be hits that were generated instead")
+    shadow_checks: int = Field(description="hits that were also generated")
+    comparisons: int = Field(description="audits and shadow checks that a judge settled")
+    judges: dict[str, int] = Field(description="those by judge")
+    wrong: int = Field(description="those that found a wrong answer")
+    unsettled: int = Field(
+        description="audits and shadow checks that no judge could tell, or none has yet: wrong in `high`"
+    )
+    reported_wrong: int
+    reported_right: int
+    judge_error_max: float = Field(description="the share of verdicts that the interval allows to be wrong")
+    embedder: str
+    rule: str
+    judged_by: str
+    drift_since_s: float | None = Field(description="since when too many were wrong; null: they are not")
+    strictness: float = Field(description="what the bound is multiplied with now; below 1 only the cold rule serves")
+
+
+class CertificatesOut(_Out):
+    certificates: list[CertificateOut]
+
+
+class CertificateIn(_In):
+    team_id: _Id
+    model: _Label
 
 
 class PurgeOut(_Out):

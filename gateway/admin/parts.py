@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gateway.deployments.shared_health import SharedHealth
     from gateway.learning.reports import Reports
     from gateway.settings import Settings
+    from gateway.telemetry.certificates import Certificates
     from gateway.telemetry.measured_error import MeasuredErrors
     from gateway.telemetry.parts import Part
     from gateway.telemetry.stats import Stats
@@ -50,6 +51,7 @@ class AdminParts:
     truth: MeasuredErrors
     fleet: Fleet
     shared_health: SharedHealth
+    certificates: Certificates
     deployments: Callable[[], Sequence[DeploymentOut]]
     healths: Callable[[], Sequence[Part]]  # deployments may be among them
     version: str

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 
-from gateway.admin.format import usd, window
+from gateway.admin.format import usd, utc, window
 from gateway.admin.models import BudgetOut, DeploymentOut, ProblemOut
 from gateway.telemetry.measured_error import LiveError
 from gateway.telemetry.parts import Health, Part
@@ -102,12 +102,13 @@ def _of_truth(truths: Sequence[LiveError]) -> list[ProblemOut]:
     return [
         ProblemOut(
             is_urgent=True,
-            message=f"{one.measured.estimate or 0:.1%} of {one.team}'s requests for {one.alias} were answered wrongly by meaning "
-            f"(at least {one.measured.low:.1%}; the bound is {one.error_max:.2%}): the bound has tightened itself",
+            message=f"Too many of {one.team}'s requests for {one.alias} are answered wrongly by meaning since "
+            f"{utc(one.drift.since_s)} (an estimated {one.measured.estimate or 0:.1%} of the last day's; the bound is "
+            f"{one.error_max:.2%}): the bound has tightened itself, and only the cold rule serves",
             href="/admin/cache#truth",
         )
         for one in truths
-        if one.strictness < 1.0
+        if one.drift is not None
     ]
 
 

@@ -327,6 +327,16 @@ def _add_cache(api: APIRouter, parts: AdminParts) -> None:
         """Puts an answer, or a group of equal ones, back into service."""
         return await cache_views.clear(parts, body)
 
+    @api.get("/cache/certificate")
+    async def certificate(team_id: _Id | None = None, model: _Label = "") -> models.CertificatesOut:
+        """By team and model: at most which share of the requests since when was answered wrongly by meaning, and what that rests on."""
+        return await cache_views.certificates(parts, team_id, model)
+
+    @api.post("/cache/certificate", status_code=201)
+    async def certify(body: models.CertificateIn, request: Request) -> models.CertificateOut:
+        """Starts a new certificate, which counts from now on. It is written to the audit log."""
+        return await cache_views.certify(parts, body, client_of(request), "api")
+
     @api.post("/answer")
     async def answer(body: models.AnswerIn, request: Request, response: Response) -> models.AnswerOut:
         """Question and answer of a response, as far as the cache keeps them. Each look is written to the audit log."""
@@ -335,7 +345,7 @@ def _add_cache(api: APIRouter, parts: AdminParts) -> None:
 
     @api.get("/audit")
     async def audit(cursor: _Id | None = None, limit: _Limit = 100) -> models.AuditOut:
-        """Which texts an admin asked to see, and what was done with deployments, when and from where, newest first."""
+        """Which texts an admin asked to see, which certificates were started and what was done with deployments, newest first."""
         return await cache_views.audit(parts, limit, cursor)
 
     @api.post("/feedback")

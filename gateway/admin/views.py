@@ -168,9 +168,9 @@ def _semantic(parts: AdminParts, summary: Summary, teams: Sequence[Team]) -> lis
     found = []
     for (team_id, alias), sample in summary.samples.items():
         team = known.get(team_id)
-        if team is None or not (sample.hits or sample.checks or sample.unsettled or sample.reported_wrong):
+        if team is None or sample.is_empty:
             continue
-        measured = measure(sample)
+        measured = measure(sample, parts.truth.judge_error)
         found.append(
             models.SemanticOut(
                 team_id=team_id,
@@ -178,8 +178,8 @@ def _semantic(parts: AdminParts, summary: Summary, teams: Sequence[Team]) -> lis
                 model=alias,
                 requests=sample.requests,
                 hits=sample.hits,
-                checks=measured.checks,
-                unsettled=measured.unsettled,
+                checks=sample.checks,
+                unsettled=sample.unsettled,
                 reported_wrong=sample.reported_wrong,
                 reported_right=sample.reported_right,
                 estimate=measured.estimate,

@@ -6,7 +6,7 @@ answer which is gone, is a miss with its reason; the least of all given error bo
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -56,6 +56,15 @@ class Bounds:
         return Bound(error_max) if strictness is None else Bound(error_max * strictness, error_max)
 
 
+class Audit(msgspec.Struct, frozen=True):
+    """A would-be hit that is generated instead: its chance to be compared, and the certificate that
+    it counts for.
+    """
+
+    chance: float
+    certificate: str
+
+
 class SemanticResult(msgspec.Struct, frozen=True):
     """The outcome of stage 6: the `entry` that is served, or the reason why there is none."""
 
@@ -66,11 +75,13 @@ class SemanticResult(msgspec.Struct, frozen=True):
     question: str = ""  # the request's own text, of a hit; empty unless prompts may be logged
     trial: Trial | None = None  # the decision's features, for the verdict that may follow
     degraded: tuple[str, ...] = ()  # parts that failed and that the request did without
+    audit: Audit | None = None  # of a would-be hit that is generated instead
 
 
 class SemanticLookup:
     """Finds answers to prompts in other words. One per worker.
 
+    `audited` gets the team, the alias and the trial of each audit when it is drawn.
     `stores_awaited_s` is how long a lookup waits for an answer that is being stored.
     """
 
@@ -80,12 +91,14 @@ class SemanticLookup:
         semantic: SemanticClient,
         exact: ExactCache,
         bounds: Bounds,
+        audited: Callable[[int, str, Trial], Audit] | None = None,
         stores_awaited_s: float = 0.25,
     ) -> None:
         self._settings = settings
         self._semantic = semantic
         self._exact = exact
         self._bounds = bounds
+        self._audited = audited
         self._stores_awaited_s = stores_awaited_s
         # by compat: the latest answer on its way to Redis
         self._stores: dict[bytes, asyncio.Future[None]] = {}
@@ -103,12 +116,16 @@ class SemanticLookup:
         result = await self._semantic.lookup(query)
         if isinstance(result, Miss):
             nearest, is_away = result.nearest, result.reason in (MissReason.TIMEOUT, MissReason.UNAVAILABLE)
+            audit = None
+            if result.reason is MissReason.AUDIT and result.trial is not None and self._audited is not None:
+                audit = self._audited(team.id, alias.name, result.trial)
             return SemanticResult(
                 similarity=nearest.similarity if nearest is not None else None,
                 miss_reason=result.reason.value,
                 nearest=nearest.text if nearest is not None and self._settings.log_prompts else "",
                 trial=result.trial,
                 degraded=("cache_worker",) if is_away else (),
+                audit=audit,
             )
         pointed = await self._exact.lookup_entry(found, result.exact, controls.max_age_s)
         if pointed.entry is None:  # the answer is gone: no sample of misses or audits

@@ -5,9 +5,13 @@ Knows how they fit and nothing of what they do. Invariant: a worker without any 
 the same answers, and never better.
 """
 
+import contextlib
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from redis.exceptions import RedisError
 
 from cache import ExactCache, Partition, SemanticClient
 from cache.verdicts import Judgement, Ruling, Source, VerdictStore, equal
@@ -15,9 +19,10 @@ from cache.worker import Answered
 from gateway.accounts import Accounts
 from gateway.deployments.fleet import Fleet
 from gateway.journey.record import Record
+from gateway.journey.semantic import Bounds
 from gateway.journey.turn import Turn
 from gateway.learning.allowance import Allowance
-from gateway.learning.comparisons import Check, Judging
+from gateway.learning.comparisons import Judging
 from gateway.learning.internal_requests import InternalRequests, own_identity
 from gateway.learning.model_judges import ModelJudges
 from gateway.learning.reports import Reports
@@ -25,8 +30,9 @@ from gateway.loggers import get_logger
 from gateway.pipeline import Learn, Pipeline
 from gateway.settings import Settings
 from gateway.telemetry import metric_names as m
+from gateway.telemetry.certificates import Certificates
 from gateway.telemetry.judge_error import RulingCounts
-from gateway.telemetry.measured_error import LiveError, MeasuredErrors
+from gateway.telemetry.measured_error import LiveError, MeasuredErrors, measure
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.stats import Stats
 from gateway.transport.redis_link import RedisLink
@@ -42,11 +48,13 @@ class Learning:
     judging: Judging
     reports: Reports
     truth: MeasuredErrors
+    certificates: Certificates
     learn: Learn | None  # takes each flight that is over; None where the cache is exact only
     _own: InternalRequests | None
     _stats: Stats
     _metrics: Metrics
     _accounts: Accounts
+    _semantic: SemanticClient
 
     def connect(self, pipeline: Pipeline) -> None:
         """Answer the gateway's own requests by `pipeline`."""
@@ -57,9 +65,16 @@ class Learning:
         """Measure, and tighten or relax bounds. Raises redis.exceptions.RedisError,
         SQLAlchemyError.
         """
-        changed = self.truth.update(await self._stats.samples(), await self._accounts.list_teams())
-        for live in changed:
+        teams, status = await self._accounts.list_teams(), await self._semantic.status()
+        found = await self.certificates.update(teams, status.embedder if status.rule else "", status.rule)
+        certified = {pair: (one.start.since_s, one.counts) for pair, one in found.items()}
+        for live in self.truth.update(await self._stats.hours(), teams, certified):
             _log_bound(live)
+        names = {team.id: team.name for team in teams}
+        for (team_id, alias), (_, counts) in certified.items():
+            if not counts.is_empty:
+                high = measure(counts, self.truth.judge_error).high
+                self._metrics.set(m.SEMANTIC_CERTIFIED, high, names[team_id], alias)
         for live in self.truth.live:
             labels = (live.team, live.alias)
             if live.measured.estimate is not None:
@@ -72,17 +87,17 @@ class Learning:
 
 def _log_bound(live: LiveError) -> None:
     facts = {"team": live.team, "model": live.alias, "error_max": live.error_max}
-    if live.strictness < 1.0:
-        measured = live.measured
-        _log.warning(
-            "semantic_bound_tightened", **facts, error=measured.estimate, error_low=measured.low, by=live.strictness
-        )
+    if live.drift is not None:
+        error, by, since_s = live.measured.estimate, live.strictness, live.drift.since_s
+        _log.warning("semantic_bound_tightened", **facts, error=error, by=by, since_s=since_s)
     else:
         _log.info("semantic_bound_relaxed", **facts)
 
 
 class OwnJudges:
     """The judges that cost no money: equality, then those of the cache worker."""
+
+    names = "equality, agreement, prose"
 
     def __init__(self, semantic: SemanticClient) -> None:
         self._semantic = semantic
@@ -131,9 +146,6 @@ async def open_learning(
     async def regenerate(turn: Turn) -> bytes | None:
         return await own.ask(turn.body) if own is not None else None
 
-    def note(check: Check) -> None:
-        stats.add_check(check.record.team_id, check.record.alias, check.is_wrong, check.weight)
-
     def count(source: Source, ruling: Ruling, judge: str) -> None:
         metrics.add(m.VERDICTS, 1, source.value, ruling.value, judge)
 
@@ -150,20 +162,32 @@ async def open_learning(
         cache.shadow_share,
         float(cache.feedback_ttl_s),
         random.random,
-        note,
+        stats.add_truth,
         count,
         compared,
     )
     reports = Reports(verdicts, exact, stats, stats.add_report, count)
+    certificates = await _open_certificates(link, stats, truth.bounds, model)
     learn = judging.recorded if cache.is_semantic else None
     return Learning(
         verdicts=verdicts,
         judging=judging,
         reports=reports,
         truth=truth,
+        certificates=certificates,
         learn=learn,
         _own=own,
         _stats=stats,
         _metrics=metrics,
         _accounts=accounts,
+        _semantic=semantic,
     )
+
+
+async def _open_certificates(link: RedisLink, stats: Stats, bounds: Bounds, model: str | None) -> Certificates:
+    """The certificates; this worker counts for those that there are."""
+    judges = OwnJudges.names if model is None else f"{OwnJudges.names}, {model}"
+    certificates = Certificates(link, stats, bounds, judges, time.time)
+    with contextlib.suppress(RedisError):  # without Redis nothing is served by meaning
+        await certificates.recall()
+    return certificates

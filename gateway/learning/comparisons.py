@@ -36,10 +36,12 @@ from cache.verdicts import (
 from cache.worker import Answered
 from gateway.journey.flight import Flight
 from gateway.journey.record import Record
+from gateway.journey.semantic import Audit
 from gateway.journey.storing import answer_id, answer_text, chunks_of
 from gateway.journey.turn import Turn
 from gateway.learning.llm_judge import NO_ANSWER, second_opinion
 from gateway.loggers import get_logger
+from gateway.telemetry import checks
 from gateway.wire.fold import fold
 from gateway.wire.types import Chunk
 
@@ -78,15 +80,10 @@ class FreeJudges(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """A comparison of a would-be hit that was drawn by chance: it stands for `weight` served ones.
-    `is_wrong` is None where no judge could settle it.
-    """
-
-    record: Record
-    is_wrong: bool | None
-    weight: float
+Note = Callable[[int, str, tuple[str, ...], str | None], str]
+"""Counts an event of a team and alias by its letters, for a certificate or the current one; returns
+the certificate.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +100,7 @@ class _Asked:
     trial: Trial
     source: Source
     chance: float  # with which probability this comparison is made
+    certificate: str | None  # that it counts for; None: for none
     served: AnswerRef | None = None  # AGAIN: the answer that was not taken
 
 
@@ -122,7 +120,7 @@ class Judging:
     `judges` cost nothing; `fallback` is asked about a share of what they can't decide, by the
     worth that the decision gave it. `regenerate` answers a turn afresh at the gateway's own expense, or returns None;
     `share` is the share of served hits to check so. `random` gives numbers in [0, 1); `note` gets
-    every check, `count` every verdict.
+    every would-be hit and what was found of it, `count` every verdict.
     """
 
     def __init__(
@@ -135,7 +133,7 @@ class Judging:
         share: float,
         reply_ttl_s: float,
         random: Callable[[], float],
-        note: Callable[[Check], None],
+        note: Note,
         count: Callable[[Source, Ruling, str], None],
         compared: Callable[[Judgement, Judgement], None] = lambda *_: None,
     ) -> None:
@@ -148,6 +146,7 @@ class Judging:
         self._reply_ttl_s = reply_ttl_s
         self._random = random
         self._note = note
+        self._regenerates = True  # as of the last time
         self._count = count
         self._compared = compared
         self._queue: deque[_Asked] = deque()
@@ -172,12 +171,15 @@ class Judging:
         elif trial is not None and generation.progress.is_complete:
             is_audit = record.miss_reason == MissReason.AUDIT
             source = Source.AUDIT if is_audit else Source.MISS
-            chance = self._chance(trial) if is_audit else 1.0
-            self._put(self._asked(flight, record, stored, trial, source, chance))
+            audit = generation.semantic.audit
+            chance, certificate = self._chance(trial) if is_audit else 1.0, None
+            if audit is not None:
+                chance, certificate = audit.chance, audit.certificate
+            self._put(self._asked(flight, record, stored, trial, source, chance, certificate))
         elif generation.turn.controls.no_cache and generation.progress.is_complete:
             last = self._last_served(generation.fingerprint, record)
             if last is not None:
-                self._put(self._asked(flight, record, stored, last.trial, Source.AGAIN, 1.0, last.answer))
+                self._put(self._asked(flight, record, stored, last.trial, Source.AGAIN, 1.0, None, last.answer))
 
     def _hit(self, flight: Flight, record: Record, entry: Entry, trial: Trial) -> None:
         found = flight.generation.fingerprint
@@ -197,8 +199,25 @@ class Judging:
             trial=trial,
         )
         self._start(self._remember(found.partition, reply, answer_id(entry)))
-        if self._share and self._random() < self._share:
-            self._put(self._asked(flight, record, entry, trial, Source.SHADOW, self._chance(trial)))
+        is_checked = bool(self._share) and self._random() < self._share
+        # without money, a deployment or room there is no check; one that is tried finds out when there is
+        can = self._can_check
+        counts = is_checked and can
+        letters = checks.served(self._chance(trial) if can else _audited(trial), is_compared=counts)
+        certificate = self._note(record.team_id, record.alias, letters, None)
+        if is_checked:
+            made_for = certificate if counts else None
+            self._put(self._asked(flight, record, entry, trial, Source.SHADOW, self._chance(trial), made_for))
+
+    @property
+    def _can_check(self) -> bool:
+        """Whether a served hit could be generated afresh now, as far as is known before one tries."""
+        return self._regenerates and len(self._queue) < _QUEUE_MAX
+
+    def audited(self, team_id: int, alias: str, trial: Trial) -> Audit:
+        """An audit was drawn. Whatever becomes of it, it counts."""
+        chance = self._chance(trial) if self._can_check else _audited(trial)
+        return Audit(chance, self._note(team_id, alias, checks.audited(chance), None))
 
     def _chance(self, trial: Trial) -> float:
         """With which probability a would-be hit like this one is compared: audited, or served and
@@ -225,6 +244,7 @@ class Judging:
         trial: Trial,
         source: Source,
         chance: float,
+        certificate: str | None,
         served: AnswerRef | None = None,
     ) -> _Asked | None:
         found, chunks = flight.generation.fingerprint, flight.chunks
@@ -242,6 +262,7 @@ class Judging:
             trial=trial,
             source=source,
             chance=chance,
+            certificate=certificate,
             served=served,
         )
 
@@ -363,6 +384,7 @@ class Judging:
         assert self._regenerate is not None
         assert asked.entry is not None
         answer = await self._regenerate(asked.turn)
+        self._regenerates = answer is not None
         fresh = _qa_pair(asked.text, [Chunk(answer, is_whole=True)]) if answer is not None else None
         if fresh is None:
             return
@@ -429,11 +451,10 @@ class Judging:
 
     def _report(self, asked: _Asked, judgement: Judgement, is_right: bool | None) -> None:
         self._count(asked.source, judgement.ruling, judgement.judge)
-        if asked.source in (Source.AUDIT, Source.SHADOW):
-            # of the would-be hits like this one a share of 1 - audited was served, and a share of
-            # `chance` compared
-            is_wrong = None if is_right is None else not is_right
-            self._note(Check(asked.record, is_wrong, (1.0 - _audited(asked.trial)) / asked.chance))
+        if asked.certificate is not None and is_right is not None:
+            is_audit = asked.source is Source.AUDIT
+            letters = checks.settled(asked.chance, judgement.judge, is_wrong=not is_right, is_audit=is_audit)
+            self._note(asked.record.team_id, asked.record.alias, letters, asked.certificate)
 
     async def _judged(
         self, asked: _Asked, fresh: QAPair, cached: Sequence[Entry], stored: Entry | None

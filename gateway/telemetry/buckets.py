@@ -3,10 +3,11 @@
 A field is `letter|team|kind|model` (the model last: it may contain anything); its value is an
 integer. The kind is one of KINDS, or `deployment` (the model is then the deployment, and the team
 empty), or `truth` (checks and reports of semantic hits), or `judges` (the model is then two judges
-with a line feed between, and the team empty). The letters:
+with a line feed between, and the team empty). In the hash of the certificates the kind is a
+certificate's id. The letters:
 
     requests of a kind     r requests; TALLIED; tN and dN: histogram bucket N of TTFT and duration
-    truth                  CHECKED
+    truth, certificates    those of `checks`; certificates have r too
     judges                 RULED
     deployment             TRIED
 
@@ -20,6 +21,7 @@ from typing import Any
 import msgspec
 
 HITS = ("exact", "semantic", "coalesced")
+ANSWERED = ("exact", "semantic", "miss")  # once each; who coalesced shares the answer of another
 # An error is never a miss.
 KINDS = (*HITS, "miss", "bypass", "refused", "failed")
 DEPLOYMENT = "deployment"
@@ -32,61 +34,40 @@ _NOT_OUR_FAILURES = frozenset({"not_cached", "deadline_exceeded"})  # 504s that 
 _DENIED = "upstream_denied"  # a 4xx that is not the client's
 
 
-class Metric(msgspec.Struct, frozen=True):
-    """A number in a bucket: the attribute that holds it in a record or a sum, and its scale."""
-
-    name: str
-    scale: int = 1
-
-
-TALLIED: Mapping[str, Metric] = {
-    "p": Metric("prompt_tokens"),
-    "c": Metric("completion_tokens"),
-    "k": Metric("cached_tokens"),
-    "$": Metric("cost_microusd"),
-    "s": Metric("saved_microusd"),
-    "ms": Metric("saved_ms"),
+# the attribute of a record or a sum, by its letter
+TALLIED: Mapping[str, str] = {
+    "p": "prompt_tokens",
+    "c": "completion_tokens",
+    "k": "cached_tokens",
+    "$": "cost_microusd",
+    "s": "saved_microusd",
+    "ms": "saved_ms",
 }
-CHECKED: Mapping[str, Metric] = {
-    "n": Metric("checks"),
-    "b": Metric("wrong"),
-    "w": Metric("weight", 10_000),
-    "q": Metric("weight2", 10_000),
-    "x": Metric("wrong_weight", 10_000),
-    "un": Metric("unsettled"),
-    "uw": Metric("unsettled_weight", 10_000),
-    "uq": Metric("unsettled_weight2", 10_000),
-    "fw": Metric("reported_wrong"),
-    "fr": Metric("reported_right"),
-    "jq": Metric("questions"),
-    "j$": Metric("judging_microusd"),
+RULED: Mapping[str, str] = {
+    "ss": "same_same",
+    "sd": "same_different",
+    "ds": "different_same",
+    "dd": "different_different",
 }
-RULED: Mapping[str, Metric] = {
-    "ss": Metric("same_same"),
-    "sd": Metric("same_different"),
-    "ds": Metric("different_same"),
-    "dd": Metric("different_different"),
-}
-TRIED: Mapping[str, Metric] = {
-    "ok": Metric("ok"),
-    "no": Metric("failed"),
-    "c": Metric("completion_tokens"),
-    "$": Metric("cost_microusd"),
+TRIED: Mapping[str, str] = {
+    "ok": "ok",
+    "no": "failed",
+    "c": "completion_tokens",
+    "$": "cost_microusd",
 }
 
 
-def amounts(metrics: Mapping[str, Metric], source: Any) -> Iterator[tuple[str, int]]:
+def amounts(metrics: Mapping[str, str], source: Any) -> Iterator[tuple[str, int]]:
     """Each letter with its amount in `source`, as an integer."""
-    for letter, metric in metrics.items():
-        yield letter, round(getattr(source, metric.name) * metric.scale)
+    for letter, name in metrics.items():
+        yield letter, round(getattr(source, name))
 
 
-def add(metrics: Mapping[str, Metric], letter: str, amount: int, target: Any) -> None:
+def add(metrics: Mapping[str, str], letter: str, amount: int, target: Any) -> None:
     """Add a field's amount to its attribute of `target`; unknown letters are ignored."""
-    metric = metrics.get(letter)
-    if metric is not None:
-        value = amount / metric.scale if metric.scale > 1 else amount
-        setattr(target, metric.name, getattr(target, metric.name) + value)
+    name = metrics.get(letter)
+    if name is not None:
+        setattr(target, name, getattr(target, name) + amount)
 
 
 class Field(msgspec.Struct, frozen=True):

@@ -5,9 +5,12 @@ count as this one's. Sources: Clopper and Pearson (1934) for the intervals; Roga
 for a share that was measured by a judge of known error.
 """
 
+import math
+
 import msgspec
 
-from gateway.telemetry.measured_error import clopper_pearson
+CONFIDENCE = 0.95
+_TINY = 1e-300
 
 
 class RulingCounts(msgspec.Struct):
@@ -54,3 +57,53 @@ def true_share(share_wrong: float, false_different: float, false_same: float) ->
 def _rate(count: int, total: int) -> ErrorRate:
     low, high = clopper_pearson(count, total) if total else (0.0, 1.0)
     return ErrorRate(count / total if total else None, low, high)
+
+
+def clopper_pearson(count: float, total: float) -> tuple[float, float]:
+    """The interval of the share `count` / `total`; both may be fractions (effective numbers)."""
+    tail = (1.0 - CONFIDENCE) / 2.0
+    low = 0.0 if count <= 0 else _quantile(tail, count, total - count + 1)
+    high = 1.0 if count >= total else _quantile(1.0 - tail, count + 1, total - count)
+    return low, high
+
+
+def lower_limit(count: float, total: float) -> float:
+    """The one-sided lower limit of the same share: it is above the truth in a twentieth of all
+    samples at most.
+    """
+    return 0.0 if count <= 0 else _quantile(1.0 - CONFIDENCE, count, total - count + 1)
+
+
+def _quantile(share: float, a: float, b: float) -> float:
+    """The quantile of the beta distribution, by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _beta(middle, a, b) < share else (low, middle)
+    return (low + high) / 2
+
+
+def _beta(x: float, a: float, b: float) -> float:
+    """The regularised incomplete beta function, by its continued fraction (DLMF 8.17.22, Lentz's
+    method).
+    """
+    if x <= 0.0 or x >= 1.0:
+        return float(x >= 1.0)
+    if x > (a + 1) / (a + b + 2):  # the fraction converges slowly there
+        return 1.0 - _beta(1.0 - x, b, a)
+    log_front = a * math.log(x) + b * math.log1p(-x) + math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
+    fraction, c, d = 1.0, 1.0, 0.0
+    for step in range(500):
+        m = step // 2
+        if step == 0:
+            term = 1.0
+        elif step % 2:
+            term = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        else:
+            term = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        d = 1.0 / (1.0 + term * d or _TINY)
+        c = 1.0 + term / c or _TINY
+        fraction *= c * d
+        if abs(1.0 - c * d) < 1e-12:
+            break
+    return math.exp(log_front) * (fraction - 1.0) / a

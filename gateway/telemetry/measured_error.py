@@ -1,65 +1,38 @@
-"""Measures how often semantic hits are wrong, with an interval, for each team and alias; tightens
-bounds.
+"""The measured error of semantic hits by team and alias, and what follows when it drifts past its
+bound.
 
-The measurement uses checks drawn at random, audits and shadow checks of would-be hits. A check
-stands for the number of served hits that follows from its chance (Horvitz and Thompson, 1952).
-Reports only increase the estimate. Knows no rule and no Redis.
+The ground is `checks`, the limits are `confidence`'s. Reports only increase the estimate. Knows no
+rule and no Redis. Invariants: a bound only tightens, to the least of the gateway's, the team's, the
+alias's and the request's; all workers that see the same counts decide the same.
 
-Invariant: a bound only tightens, to the least of the gateway's, the team's, the alias's and the
-request's. If the interval's low end exceeds the bound and two or more answers were wrong, the bound
-is multiplied by bound / estimate, until the estimate is within the bound again.
-
-The interval is Clopper and Pearson's (1934; 95%), for the effective number of checks, (sum of
-weights)^2 / (sum of their squares) (Kish, 1965), times the share of requests that were hits. It is
-exact for equal weights, and wide for few checks. Checks that no judge could settle widen it to the
-worst and the best case (Manski, 1990): as if all of them had been wrong, or right. Where most are
-unsettled there is no estimate, because verdicts are not missing at random.
+A drift begins in the hour in which the evidence of too many wrong answers, since any hour of the
+last day, passes 1 to 100. Until it ends only the cold rule serves, at the bound times bound /
+estimate. It ends when the evidence is gone (by requests answered within the bound), when its hours
+are a day old, or with a new certificate.
 """
 
+from __future__ import annotations
+
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from gateway.accounts import Team
 from gateway.journey.semantic import Bounds
+from gateway.telemetry.checks import CheckCounts, chances
+from gateway.telemetry.confidence import evidence, served_wrong
 
-CONFIDENCE = 0.95
-_STRICTNESS_MIN = 0.05
-_PATTERN = 2
-_TINY = 1e-300
+_STRICTNESS_MIN, _STRICTNESS_MAX = 0.05, 0.5
+_ODDS = 100.0
 
-
-class CheckCounts(msgspec.Struct):
-    """Counts of one team and alias over some time.
-
-    Weights are in served hits; `weight2` sums their squares.
-    """
-
-    requests: int = 0  # answered, from the cache or not
-    hits: int = 0  # semantic ones
-    checks: int = 0
-    wrong: int = 0  # of the checks
-    weight: float = 0.0
-    weight2: float = 0.0
-    wrong_weight: float = 0.0
-    unsettled: int = 0  # compared too, but no judge could tell; not among `checks`
-    unsettled_weight: float = 0.0
-    unsettled_weight2: float = 0.0
-    reported_wrong: int = 0
-    reported_right: int = 0
-    questions: int = 0  # to a judge model about its answers
-    judging_microusd: int = 0
-
-    def add(self, other: "CheckCounts") -> None:
-        """Add `other` to this."""
-        for name in self.__struct_fields__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+Pair = tuple[int, str]
+"""A team's id and an alias."""
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """The share of all requests that a semantic hit answered wrongly, with its interval and checks.
+    """The share of all requests that a semantic hit answered wrongly, with its interval.
 
     `estimate` is None without any check or report, and where more checks are unsettled than
     settled, by weight.
@@ -68,158 +41,138 @@ class Measured(msgspec.Struct, frozen=True):
     estimate: float | None
     low: float
     high: float
-    checks: int
-    unsettled: int = 0
+
+
+class Hour(msgspec.Struct, frozen=True):
+    """The counts of one hour."""
+
+    start_s: int
+    counts: Mapping[Pair, CheckCounts]
+
+
+class Drift(msgspec.Struct, frozen=True):
+    """Too many wrong answers since `since_s`, the start of an hour or of the certificate.
+
+    `strictness` is what the bound is multiplied with, below 1.
+    """
+
+    since_s: float
+    strictness: float
 
 
 @dataclass(frozen=True, slots=True)
 class LiveError:
-    """The measured error of one team and alias, and its bound, which is multiplied by `strictness`
-    now.
-    """
+    """The measured error of one team and alias over a day, its bound and its drift."""
 
     team_id: int
     team: str
     alias: str
-    sample: CheckCounts
     measured: Measured
     error_max: float
-    strictness: float
+    drift: Drift | None
+
+    @property
+    def strictness(self) -> float:
+        return self.drift.strictness if self.drift is not None else 1.0
 
 
-def measure(sample: CheckCounts) -> Measured:
+def measure(counts: CheckCounts, judge_error: float = 0.0) -> Measured:
     """Estimate the share of requests that a semantic hit answered wrongly.
 
-    Reports are certain, checks cover the unreported hits: the larger of both estimates counts, and
-    the larger of both low ends.
+    Reports are certain, checks cover the unreported hits: the larger of both counts.
     """
-    if not sample.requests:
-        return Measured(None, 0.0, 1.0, 0)
-    share = sample.hits / sample.requests
-    reported, reported_low = 0.0, 0.0
-    if sample.reported_wrong:
-        reported = min(1.0, sample.reported_wrong / sample.requests)
-        reported_low, _ = clopper_pearson(min(sample.reported_wrong, sample.requests), sample.requests)
-    weight = sample.weight + sample.unsettled_weight
-    if not weight:
-        return Measured(reported or None, reported_low, max(share, reported), 0)
+    if not counts.requests:
+        return Measured(None, 0.0, 1.0)
+    low, high = (min(1.0, wrong / counts.requests) for wrong in served_wrong(counts, judge_error))
     # decision: reports-only-raise
-    effective = weight**2 / (sample.weight2 + sample.unsettled_weight2)
-    low, _ = clopper_pearson(sample.wrong_weight / weight * effective, effective)
-    _, high = clopper_pearson((sample.wrong_weight + sample.unsettled_weight) / weight * effective, effective)
-    estimate: float | None = reported or None
-    if sample.weight > sample.unsettled_weight:
-        estimate = max(sample.wrong_weight / sample.weight * share, reported)
-    return Measured(
-        estimate, max(low * share, reported_low), max(high * share, reported), sample.checks, sample.unsettled
-    )
-
-
-def _settled(sample: CheckCounts) -> CheckCounts:
-    """The same day without the checks that no judge could settle."""
-    return msgspec.structs.replace(sample, unsettled=0, unsettled_weight=0.0, unsettled_weight2=0.0)
-
-
-def clopper_pearson(count: float, total: float) -> tuple[float, float]:
-    """The interval of the share `count` / `total`; both may be fractions (effective numbers)."""
-    tail = (1.0 - CONFIDENCE) / 2.0
-    low = 0.0 if count <= 0 else _quantile(tail, count, total - count + 1)
-    high = 1.0 if count >= total else _quantile(1.0 - tail, count + 1, total - count)
-    return low, high
-
-
-def lower_limit(count: float, total: float) -> float:
-    """The one-sided lower limit of the same share: it is above the truth in a twentieth of all
-    samples at most.
-    """
-    return 0.0 if count <= 0 else _quantile(1.0 - CONFIDENCE, count, total - count + 1)
-
-
-def _quantile(share: float, a: float, b: float) -> float:
-    """The quantile of the beta distribution, by bisection."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _beta(middle, a, b) < share else (low, middle)
-    return (low + high) / 2
-
-
-def _beta(x: float, a: float, b: float) -> float:
-    """The regularised incomplete beta function, by its continued fraction (DLMF 8.17.22, Lentz's
-    method).
-    """
-    if x <= 0.0 or x >= 1.0:
-        return float(x >= 1.0)
-    if x > (a + 1) / (a + b + 2):  # the fraction converges slowly there
-        return 1.0 - _beta(1.0 - x, b, a)
-    log_front = a * math.log(x) + b * math.log1p(-x) + math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
-    fraction, c, d = 1.0, 1.0, 0.0
-    for step in range(500):
-        m = step // 2
-        if step == 0:
-            term = 1.0
-        elif step % 2:
-            term = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        else:
-            term = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        d = 1.0 / (1.0 + term * d or _TINY)
-        c = 1.0 + term / c or _TINY
-        fraction *= c * d
-        if abs(1.0 - c * d) < 1e-12:
-            break
-    return math.exp(log_front) * (fraction - 1.0) / a
+    estimate: float | None = min(1.0, counts.reported_wrong / counts.requests) or None
+    settled = wrong = unsettled = 0.0
+    for step, cell in counts.cells.items():
+        chance = math.sqrt(math.prod(chances(step))) or 1.0
+        others = (1 - chance) / chance  # that a check stands for (Horvitz and Thompson, 1952)
+        settled += cell.settled * others + cell.shadows_right + cell.shadows_wrong
+        wrong += cell.wrong * others + cell.shadows_wrong
+        unsettled += cell.open * others + cell.shadows_open
+    if settled > unsettled:
+        share = wrong / settled * counts.hits / counts.requests
+        estimate = max(low, min(high, max(share, estimate or 0.0)))
+    return Measured(estimate, low, high)
 
 
 class MeasuredErrors:
     """This worker's measured errors of all teams and aliases; updates the strictness in `bounds`."""
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: Bounds, judge_error: float = 0.0) -> None:
         self.bounds = bounds
+        self.judge_error = judge_error
         self.live: tuple[LiveError, ...] = ()
 
-    def update(self, samples: Mapping[tuple[int, str], CheckCounts], teams: Iterable[Team]) -> list[LiveError]:
-        """Measure again from recent counts; returns the errors whose bound was tightened or
-        relaxed.
+    def update(
+        self,
+        hours: Sequence[Hour],
+        teams: Iterable[Team],
+        certified: Mapping[Pair, tuple[float, CheckCounts]] | None = None,
+    ) -> list[LiveError]:
+        """Measure again from the hours of the last day, the oldest first.
+
+        `certified` has the start of each certificate and its counts: what was before it is no
+        evidence. Returns the errors that have begun to drift, or no longer do.
         """
-        names, tightened = {team.id: team for team in teams}, self.bounds.strictness
-        live, changed = [], []
-        for (team_id, alias), sample in samples.items():
-            team = names.get(team_id)
-            if team is None or not (sample.hits or sample.checks or sample.unsettled or sample.reported_wrong):
+        names, before = {team.id: team for team in teams}, dict(self.bounds.strictness)
+        live = []
+        for team_id, alias in dict.fromkeys(pair for hour in hours for pair in hour.counts):
+            team, day = names.get(team_id), CheckCounts()
+            for hour in hours:
+                day.add(hour.counts.get((team_id, alias), CheckCounts()))
+            if team is None or day.is_empty:
                 continue
-            measured, error_max = measure(sample), self.bounds.error_max(team, alias)
-            before = tightened.get((team_id, alias))
-            # of the settled checks alone: what could not be settled must not hold a bound loose
-            after = _strictness(sample, measure(_settled(sample)), error_max, is_tight=before is not None)
-            one = LiveError(
-                team_id=team_id,
-                team=team.name,
-                alias=alias,
-                sample=sample,
-                measured=measured,
-                error_max=error_max,
-                strictness=after,
+            error_max = self.bounds.error_max(team, alias)
+            parts = _parts((team_id, alias), hours, (certified or {}).get((team_id, alias)))
+            live.append(
+                LiveError(
+                    team_id=team_id,
+                    team=team.name,
+                    alias=alias,
+                    measured=measure(day, self.judge_error),
+                    error_max=error_max,
+                    drift=self._drift(parts, error_max) if day.wrong or day.reported_wrong else None,
+                )
             )
-            live.append(one)
-            if after < 1.0:
-                tightened[team_id, alias] = after
-            else:
-                tightened.pop((team_id, alias), None)
-            if (before is None) != (after == 1.0):
-                changed.append(one)
-        for gone in tightened.keys() - {(one.team_id, one.alias) for one in live}:
-            del tightened[gone]
         self.live = tuple(live)
-        return changed
+        tight = {(one.team_id, one.alias): one.strictness for one in live if one.drift is not None}
+        self.bounds.strictness.clear()
+        self.bounds.strictness.update(tight)
+        return [one for one in live if ((one.team_id, one.alias) in before) != (one.drift is not None)]
+
+    def _drift(self, parts: Sequence[tuple[float, CheckCounts]], error_max: float) -> Drift | None:
+        """The drift after the last of `parts`, each with its start."""
+        counts, began = [part for _, part in parts], None
+        for at, found in enumerate(evidence(counts, error_max, self.judge_error)):
+            if began is None and found >= math.log(_ODDS):
+                began = at
+            elif found <= 0.0:
+                began = None
+        if began is None:
+            return None
+        since = CheckCounts()
+        for part in counts[began:]:
+            since.add(part)
+        estimate = measure(since, self.judge_error).estimate
+        strictness = min(_STRICTNESS_MAX, max(_STRICTNESS_MIN, error_max / estimate)) if estimate else _STRICTNESS_MAX
+        return Drift(parts[began][0], strictness)
 
 
-def _strictness(sample: CheckCounts, measured: Measured, error_max: float, *, is_tight: bool) -> float:
-    """The factor for the bound: 1 while the error may be within it; once tight, until the estimate
-    is.
-
-    A single wrong answer among the first few requests does not tighten it.
+def _parts(
+    pair: Pair, hours: Sequence[Hour], certified: tuple[float, CheckCounts] | None
+) -> list[tuple[float, CheckCounts]]:
+    """The pair's counts by hour. Where its certificate starts within them, the first is that from
+    the start until the next full hour.
     """
-    estimate = measured.estimate or 0.0
-    has_pattern = sample.wrong + sample.reported_wrong >= _PATTERN
-    is_past = estimate > error_max if is_tight else has_pattern and measured.low > error_max
-    return max(_STRICTNESS_MIN, error_max / estimate) if is_past and estimate else 1.0
+    since_s, total = certified or (0.0, CheckCounts())
+    parts = [(float(hour.start_s), hour.counts.get(pair, CheckCounts())) for hour in hours if hour.start_s >= since_s]
+    if len(parts) < len(hours) and certified is not None:
+        later = CheckCounts()
+        for _, part in parts:
+            later.add(part)
+        parts.insert(0, (since_s, total.less(later)))
+    return parts

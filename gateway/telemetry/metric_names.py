@@ -188,10 +188,16 @@ SEMANTIC_ERROR_HIGH = _gauge(
 SEMANTIC_BOUND = _gauge(
     "sameway_semantic_error_bound_ratio", Merge.MIN, "What it should stay under, as configured.", "team model"
 )
+SEMANTIC_CERTIFIED = _gauge(
+    "sameway_semantic_certified_ratio",
+    Merge.MAX,
+    "The certificate: no more than this share was answered wrongly by meaning since its start, at any moment.",
+    "team model",
+)
 SEMANTIC_STRICTNESS = _gauge(
     "sameway_semantic_strictness_ratio",
     Merge.MIN,
-    "What the bound is multiplied with now: below 1 it has tightened itself.",
+    "What the bound is multiplied with now: below 1 it has tightened itself, and only the cold rule serves.",
     "team model",
 )
 L1_BYTES = _gauge("sameway_l1_bytes", Merge.SUM, "Answers kept in the gateway workers' own memory.")

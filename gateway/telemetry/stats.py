@@ -20,8 +20,9 @@ import msgspec
 from gateway.journey.record import Record
 from gateway.settings import NEAR_SIMILARITY_MIN
 from gateway.telemetry import buckets
+from gateway.telemetry.checks import CheckCounts, asked, reported
 from gateway.telemetry.judge_error import RulingCounts
-from gateway.telemetry.measured_error import CheckCounts
+from gateway.telemetry.measured_error import Hour, Pair
 from gateway.telemetry.summary import DeploymentTally, Summary, Sums, Window, fold_checks
 from policies.redis import Redis
 
@@ -40,6 +41,10 @@ redis.call('EXPIRE', KEYS[1], ARGV[1])
 return 1
 """
 _READ = "return redis.call('HGETALL', KEYS[1])"
+_DROP = """
+for i = 1, #ARGV do redis.call('HDEL', KEYS[1], ARGV[i]) end
+return 1
+"""
 _LOG = """
 for i = 2, #ARGV do redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[1], '*', 'r', ARGV[i]) end
 return 1
@@ -83,6 +88,9 @@ _SHAPES = {
 }
 
 
+CERTIFIED_KEY = f"{_PREFIX}certificates"
+_CERTIFIED_KEPT_S = 400 * 86_400  # after the last request
+_HITS = "hits"
 _TRUTH_BUCKETS = 24  # hours that the measured error looks back
 
 
@@ -139,7 +147,9 @@ class Stats:
         self._routes: deque[Record] = deque(maxlen=_LATEST_PER_FLUSH)
         self._near: deque[Record] = deque(maxlen=_LATEST_PER_FLUSH)
         self._unsent: dict[str, _Bucket] = {}
-        self._hours: dict[int, dict[tuple[int, str], CheckCounts]] = {}  # by start; past hours only
+        self._hours: dict[int, dict[Pair, CheckCounts]] = {}  # by start; past hours only
+        self._certified = _Bucket(_CERTIFIED_KEPT_S)
+        self.certificates: dict[Pair, str] = {}  # ids of the current ones; without an entry: the first, ""
 
     def add(self, record: Record) -> None:
         """Count one finished request, in memory; takes about 2 µs."""
@@ -165,26 +175,26 @@ class Stats:
         tally.completion_tokens += record.completion_tokens
         tally.cost_microusd += record.cost_microusd
 
-    def add_check(self, team_id: int, model: str, is_wrong: bool | None, weight: float) -> None:
-        """Count a compared semantic hit that stands for `weight` served ones; `is_wrong` is None
-        where no judge could settle it.
+    def add_truth(self, team_id: int, model: str, letters: Iterable[str], certificate: str | None = None) -> str:
+        """Count an event of a semantic hit by its letters (`checks`), for `certificate` or the
+        current one.
+
+        Returns the certificate that it counts for: what becomes of the event later counts there too.
         """
-        if is_wrong is None:
-            counts = CheckCounts(unsettled=1, unsettled_weight=weight, unsettled_weight2=weight * weight)
-        else:
-            counts = CheckCounts(
-                checks=1, wrong=int(is_wrong), weight=weight, weight2=weight * weight, wrong_weight=weight * is_wrong
-            )
-        self._add_truth(team_id, model, counts)
+        if certificate is None:
+            certificate = self.certificates.get((team_id, model), "")
+        events = [(letter, 1) for letter in letters]
+        self._count(int(self._clock()) // 60, team_id, buckets.TRUTH, model, events)
+        self._certify(team_id, certificate, model, events)
+        return certificate
 
     def add_report(self, team_id: int, model: str, is_wrong: bool) -> None:
         """Count a client's report on a semantic hit."""
-        counts = CheckCounts(reported_wrong=1) if is_wrong else CheckCounts(reported_right=1)
-        self._add_truth(team_id, model, counts)
+        self.add_truth(team_id, model, reported(is_wrong=is_wrong))
 
     def add_question(self, team_id: int, model: str, cost_microusd: int) -> None:
         """Count a question to a judge model about a team's answers."""
-        self._add_truth(team_id, model, CheckCounts(questions=1, judging_microusd=cost_microusd))
+        self._count(int(self._clock()) // 60, team_id, buckets.TRUTH, model, asked(cost_microusd))
 
     def add_rulings(self, judge: str, other: str, counts: RulingCounts) -> None:
         """Count pairs of answers that both judges ruled on."""
@@ -197,8 +207,10 @@ class Stats:
         summary = await self.query(Window.MONTH)
         return {team_id: tally.saved_microusd for team_id, tally in summary.by_team.items()}
 
-    def _add_truth(self, team_id: int, model: str, counts: CheckCounts) -> None:
-        self._count(int(self._clock()) // 60, team_id, buckets.TRUTH, model, buckets.amounts(buckets.CHECKED, counts))
+    def _certify(self, team_id: int, certificate: str, model: str, counted: Iterable[tuple[str, int]]) -> None:
+        self._certified.add(
+            {buckets.field_name(letter, team_id, certificate, model): amount for letter, amount in counted}
+        )
 
     async def flush(self) -> None:
         """Send the sums to Redis. Errors of the client pass through; unsent sums stay for the next
@@ -213,6 +225,7 @@ class Stats:
         await _abreast(
             [
                 *(self._send(key) for key in list(self._unsent)),
+                self._send_certified(),
                 self._log(_ROUTES_KEY, _ROUTES_MAX, routes),
                 self._log(_NEAR_KEY, _NEAR_MAX, near),
             ]
@@ -224,6 +237,10 @@ class Stats:
         deployments, self._deployments = self._deployments, {}
         for (minute, team_id, kind, model), counts in sums.items():
             self._count(minute, team_id, kind, model, counts.fields())
+            if kind in buckets.ANSWERED and team_id:
+                answered = [(buckets.REQUESTS, counts.requests)]
+                answered += [(_HITS, counts.requests)] if kind == "semantic" else []
+                self._certify(team_id, self.certificates.get((team_id, model), ""), model, answered)
         for (minute, name), tally in deployments.items():
             self._count(minute, "", buckets.DEPLOYMENT, name, buckets.amounts(buckets.TRIED, tally))
         while len(self._unsent) > _UNSENT_MAX:
@@ -249,6 +266,46 @@ class Stats:
             self._unsent.setdefault(key, _Bucket(bucket.kept_s)).add(bucket.fields)
             raise
 
+    async def _send_certified(self) -> None:
+        """Like a bucket, but none of it is ever dropped: its parts belong together."""
+        sent, self._certified = self._certified, _Bucket(_CERTIFIED_KEPT_S)
+        if not sent.fields:
+            return
+        try:
+            arguments = [part for pair in sent.fields.items() for part in pair]
+            await self._redis.eval(_ADD, 1, CERTIFIED_KEY, sent.kept_s, *arguments)
+        except BaseException:
+            self._certified.add(sent.fields)
+            raise
+
+    async def drop_certified(self, over: Iterable[tuple[Pair, str]]) -> None:
+        """Remove the counts of certificates that are over. Errors of the client pass through."""
+        gone = set(over)
+        reply = await self._redis.eval(_READ, 1, CERTIFIED_KEY)
+        fields = [
+            name
+            for name, (field, _) in zip(reply[::2], buckets.read_fields(reply), strict=True)
+            if ((field.team_id, field.model), field.kind) in gone
+        ]
+        if fields:
+            await self._redis.eval(_DROP, 1, CERTIFIED_KEY, *fields)
+
+    async def certified(self) -> dict[tuple[Pair, str], CheckCounts]:
+        """The counts of all certificates, by team, alias and id.
+
+        Errors of the client pass through.
+        """
+        found: dict[tuple[Pair, str], CheckCounts] = {}
+        for field, amount in buckets.read_fields(await self._redis.eval(_READ, 1, CERTIFIED_KEY)):
+            counts = found.setdefault(((field.team_id, field.model), field.kind), CheckCounts())
+            if field.letter == buckets.REQUESTS:
+                counts.requests += amount
+            elif field.letter == _HITS:
+                counts.hits += amount
+            else:
+                counts.count(field.letter, amount)
+        return found
+
     async def _log(self, key: str, length_max: int, records: list[Record]) -> None:
         if records:
             await self._redis.eval(_LOG, 1, key, length_max, *(_encoder.encode(record) for record in records))
@@ -270,14 +327,14 @@ class Stats:
             sums.add_point(starts[first], shape.per_point * length_s, fields)
         return sums.summary(window, start, end)
 
-    async def samples(self) -> dict[tuple[int, str], CheckCounts]:
-        """The last day's checks and reports, by team and model.
+    async def hours(self) -> list[Hour]:
+        """The last day's checks and reports, by hour, the oldest first.
 
         Errors of the client pass through.
         """
         now = int(self._clock()) // _HOUR.length_s * _HOUR.length_s
-        starts = [now - back * _HOUR.length_s for back in range(_TRUTH_BUCKETS)]
-        total: dict[tuple[int, str], CheckCounts] = {}
+        starts = [now - back * _HOUR.length_s for back in reversed(range(_TRUTH_BUCKETS))]
+        day: list[Hour] = []
         for at in starts:  # one at a time: a bucket may have a thousand fields, and the loop serves requests in between
             found = self._hours.get(at)
             if found is None:
@@ -286,11 +343,10 @@ class Stats:
                     fold_checks(found, field, amount)
                 if at < now - _HOUR.length_s:  # no worker counts in a past hour
                     self._hours[at] = found
-            for key, sample in found.items():
-                total.setdefault(key, CheckCounts()).add(sample)
+            day.append(Hour(at, found))
         for gone in self._hours.keys() - set(starts):
             del self._hours[gone]
-        return total
+        return day
 
     def unsent(self, matches: Callable[[Record], bool]) -> Record | None:
         """The newest request that matches, among those that this worker has not sent yet."""

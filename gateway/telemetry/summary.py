@@ -10,8 +10,8 @@ from enum import StrEnum
 import msgspec
 
 from gateway.telemetry import buckets
+from gateway.telemetry.checks import CheckCounts
 from gateway.telemetry.judge_error import RulingCounts
-from gateway.telemetry.measured_error import CheckCounts
 
 _GENERATED = ("miss", "bypass")
 
@@ -152,15 +152,15 @@ def fold_checks(counts: dict[tuple[int, str], CheckCounts], field: buckets.Field
     """Add one field to its team's and model's requests, semantic hits, checks and reports, if it is
     one of those.
     """
-    is_answer = field.letter == buckets.REQUESTS and field.kind in (*buckets.HITS, "miss")
+    is_answer = field.letter == buckets.REQUESTS and field.kind in buckets.ANSWERED
     if not is_answer and field.kind != buckets.TRUTH:
         return
     counted = counts.setdefault((field.team_id, field.model), CheckCounts())
-    if field.letter == buckets.REQUESTS:
+    if is_answer:
         counted.requests += amount
         counted.hits += amount if field.kind == "semantic" else 0
     else:
-        buckets.add(buckets.CHECKED, field.letter, amount, counted)
+        counted.count(field.letter, amount)
 
 
 class Sums:

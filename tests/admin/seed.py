@@ -10,6 +10,7 @@ from cache import Trial
 from cache.verdicts import AnswerRef, Scope, Source, Suspension, Verdict
 from gateway.deployments.progress import Attempt
 from gateway.journey.record import Record, Rejection
+from gateway.telemetry import checks
 from gateway.telemetry.judge_error import RulingCounts
 from gateway.telemetry.parts import Health, Part
 from policies import WindowKind
@@ -28,16 +29,21 @@ async def seed(world: World) -> dict[str, int]:
         if number % 90 == 0:
             await world.stats.flush()
     for number in range(60):
-        world.stats.add_check(ids["search"], "small", number % 30 == 0, 4.0)
-        world.stats.add_check(ids["support"], "small", number % 4 == 0, 2.0)
-    world.stats.add_report(ids["search"], "small", True)
+        for team, every in (("search", 30), ("support", 4)):
+            world.stats.add_truth(ids[team], "small", checks.served(0.1, is_compared=False))
+            world.stats.add_truth(ids[team], "small", checks.audited(0.1))
+            letters = checks.settled(0.1, "agreement", is_wrong=number % every == 0, is_audit=True)
+            world.stats.add_truth(ids[team], "small", letters)
+    for is_wrong in (True, False):
+        world.stats.add_truth(ids["search"], "small", checks.reported(is_wrong=is_wrong))
     for team, cost in (("search", 40), ("search", 55), ("support", 0)):
         world.stats.add_question(ids[team], "small", cost)
     for rulings in ({"same_same": 41}, {"different_different": 30}, {"same_different": 1}):
         world.stats.add_rulings("equality", "small@api", RulingCounts(**rulings))
-    world.stats.add_report(ids["search"], "small", False)
     await world.stats.flush()
-    world.admin.truth.update(await world.stats.samples(), await world.accounts.list_teams())
+    teams = await world.accounts.list_teams()
+    await world.admin.certificates.update(teams, "all-MiniLM-L6-v2", "f3a9")
+    world.admin.truth.update(await world.stats.hours(), teams)
     for team, prompts in {
         "search": ("What is the capital of France?", "How do I reset my password?", HOSTILE),
         "support": ("How do I reset my password?", "Where is my invoice?"),

@@ -444,6 +444,10 @@ async def test_the_cache_page_shows_what_is_wrong_and_mends_it(world: World, bro
     assert "with all answers equal to it" in page
     assert "checked in the background, numbers differ" in page
     assert "the bound has tightened itself" in (await browser.get("/admin")).text
+    assert "only the cold rule serves" in page
+    assert "equality" not in page.split('id="certificate"')[1].split("</section>")[0]
+    assert "agreement 60" in page
+    assert "15 found wrong" in page
     (tight,) = [one for one in world.admin.truth.live if one.strictness < 1]
     assert (tight.team, tight.alias) == ("support", "small")
     names = re.findall(r'name="name" value="([0-9a-f]{50})"', page)
@@ -486,6 +490,18 @@ def test_an_alias_without_a_judge_is_a_problem() -> None:
 
     assert [message.split(" of ")[1].split(":")[0] for message in messages(vectors, REMOTE)] == ["vectors"]
     assert messages(vectors, LOCAL) == messages(REMOTE) == messages(vectors, is_judged=False) == []
+
+
+async def test_a_certificate_is_started_anew(world: World, browser: httpx.AsyncClient) -> None:
+    """By the button; the audit log says so, and the team's page has the new one."""
+    ids = await seed(world)
+    where = {"team_id": str(ids["search"]), "model": "small"}
+    reply = await browser.post("/admin/cache/certificate", data=where, headers=OWN)
+    assert (reply.status_code, reply.headers["location"]) == (303, "/admin/cache?done=certified")
+    assert "an admin asked for it" in (await browser.get(f"/admin/teams/{ids['search']}")).text
+    assert "an admin asked for it" not in (await browser.get(f"/admin/teams/{ids['support']}")).text
+    assert "new certificate: small" in (await browser.get("/admin/audit")).text
+    assert (await browser.post("/admin/cache/certificate", data={"model": "x"}, headers=OWN)).status_code == 400
 
 
 async def test_a_verdict_is_asked_for_beside_the_texts(world: World, browser: httpx.AsyncClient) -> None:

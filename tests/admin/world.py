@@ -39,6 +39,8 @@ from gateway.deployments.shared_health import SharedHealth
 from gateway.journey.semantic import Bounds
 from gateway.learning.reports import Reports
 from gateway.settings import Settings
+from gateway.telemetry.certificates import Certificates
+from gateway.telemetry.checks import reported
 from gateway.telemetry.measured_error import MeasuredErrors
 from gateway.telemetry.parts import Health, Part
 from gateway.telemetry.stats import Stats
@@ -228,10 +230,17 @@ async def open_world(redis: Redis, folder: Path) -> AsyncIterator[World]:
         exact=exact,
         semantic=semantic,
         verdicts=verdicts,
-        reports=Reports(verdicts, exact, stats, stats.add_report, lambda *_: None),
+        reports=Reports(
+            verdicts,
+            exact,
+            stats,
+            lambda team_id, alias, is_wrong: stats.add_truth(team_id, alias, reported(is_wrong=is_wrong)),
+            lambda *_: None,
+        ),
         truth=truth,
         fleet=fleet,
         shared_health=SharedHealth(settings, fleet.deployments, link),
+        certificates=Certificates(redis, stats, truth.bounds, "equality, agreement", lambda: world.now_s),
         deployments=lambda: world.deployments,
         healths=lambda: world.parts,
         clock=lambda: world.now_s,

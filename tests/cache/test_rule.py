@@ -278,6 +278,17 @@ def test_no_verdict_crosses_a_veto(asked: str, known: str, reason: MissReason | 
     assert decide(asked, [one], sure_state(asked, one)) is reason
 
 
+def test_a_drift_leaves_it_to_the_cold_rule() -> None:
+    """Whatever was learned before; what the cold rule would serve without a verdict is served."""
+    learned, plain = (Neighbour(0.99, known, b"e", 0.0, b"g") for known in ("open the crate", "open the box please"))
+    for known, reason in ((learned, MissReason.UNSURE), (plain, None)):
+        state = sure_state("open the box", known)
+        for untightened, expected in ((None, None), (0.01, reason)):
+            asked = msgspec.structs.replace(query("open the box", error_max=0.01), untightened=untightened)
+            decision, _ = VerifiedRule(PRIOR).decide(asked, [known], state)
+            assert (None if decision.served is not None else decision.reasons[0]) is expected
+
+
 def test_an_audit_is_a_miss_that_says_so() -> None:
     """With its chance, by which its verdict counts."""
     rule = VerifiedRule(PRIOR, random=lambda: 0.0)

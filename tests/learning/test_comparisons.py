@@ -23,8 +23,9 @@ from gateway.journey.generation import Generation, Try
 from gateway.journey.record import Record
 from gateway.journey.semantic import SemanticResult
 from gateway.journey.turn import Turn, arrive, read_turn
-from gateway.learning.comparisons import _QUEUE_MAX, Check, Judging
+from gateway.learning.comparisons import _QUEUE_MAX, Judging
 from gateway.learning.llm_judge import NO_ANSWER
+from gateway.telemetry.checks import Cell, CheckCounts, chances
 from gateway.wire.types import Chunk
 from tests.cache.fakes import ask, entry_for
 
@@ -69,8 +70,15 @@ class Heard:
     """Everything that was noted and counted."""
 
     def __init__(self) -> None:
-        self.checks: list[Check] = []
+        self.counts = CheckCounts()
+        self.certificates: Counter[str] = Counter()
         self.verdicts: Counter[tuple[Source, Ruling, str]] = Counter()
+
+    def note(self, team_id: int, alias: str, letters: tuple[str, ...], certificate: str | None) -> str:
+        for letter in letters:
+            self.counts.count(letter, 1)
+        self.certificates[certificate or "new"] += 1
+        return "now"
 
     def count(self, source: Source, ruling: Ruling, judge: str) -> None:
         self.verdicts[source, ruling, judge] += 1
@@ -100,7 +108,7 @@ def judging(redis: Redis, judge: Waits, heard: Heard, share: float, regenerated:
 
     draw = random.Random(4)
     return Judging(
-        ExactCache(redis), VerdictStore(redis), judge, None, regenerate, share, 60.0, draw.random, heard.checks.append,
+        ExactCache(redis), VerdictStore(redis), judge, None, regenerate, share, 60.0, draw.random, heard.note,
         heard.count,
     )  # fmt: skip
 
@@ -133,10 +141,67 @@ async def test_hits_are_drawn_at_the_share_they_stand_for(redis: Redis, share: f
     running.cancel()
     await one.aclose()
     assert len(regenerated) == pytest.approx(share * count, rel=0.2)
-    assert len(heard.checks) == len(regenerated)
-    weight = (1 - audited) / (audited + (1 - audited) * share)
-    assert [check.weight for check in heard.checks] == pytest.approx([weight] * len(heard.checks))
-    assert not any(check.is_wrong for check in heard.checks)
+    ((step, cell),) = heard.counts.cells.items()
+    assert chances(step)[0] <= audited + (1 - audited) * share <= chances(step)[1]
+    assert cell == Cell(served=count, shadowed=len(regenerated), shadows_right=len(regenerated))
+    assert heard.certificates == {"new": count, "now": len(regenerated)}
+
+
+async def test_an_audit_counts_when_it_is_drawn(redis: Redis) -> None:
+    """So one that is lost on its way to a judge stays open, and its verdict counts for the certificate of its draw."""
+    heard, judge = Heard(), Waits()
+    judge.may.set()
+    one = judging(redis, judge, heard, 0.0, [])
+    found = ask("open the crate")
+    await one._exact.store(
+        msgspec.structs.replace(entry_for(found, time.time()), chunks=(Recorded(WHOLE, is_whole=True),))
+    )
+    running = asyncio.create_task(one.run())
+    for is_lost in (False, True):
+        flight, record = over(0.1)
+        semantic = flight.generation.semantic
+        assert semantic.trial is not None
+        audit = one.audited(1, "m", semantic.trial)
+        flight.generation.looked_up(msgspec.structs.replace(semantic, audit=audit))
+        if not is_lost:
+            one.recorded(flight, msgspec.structs.replace(record, miss_reason="audit"))
+    async with asyncio.timeout(20):
+        while one.waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    running.cancel()
+    await one.aclose()
+    (cell,) = heard.counts.cells.values()
+    assert cell == Cell(audited=2, audits_right=1)
+    assert (cell.open, heard.counts.judges) == (1, {"waits": 1})
+    assert heard.certificates == {"new": 2, "now": 1}
+
+
+async def test_checks_that_cannot_be_made_are_not_drawn(redis: Redis) -> None:
+    """Where the judge's team has no money left, one check is lost; the next ones are tries, of which the certificate knows nothing."""
+    heard, judge, money = Heard(), Waits(), [False]
+    judge.may.set()
+
+    async def regenerate(turn: Turn) -> bytes | None:
+        return WHOLE if money[0] else None
+
+    one = Judging(
+        ExactCache(redis), VerdictStore(redis), judge, None, regenerate, 1.0, 60.0, random.random, heard.note, heard.count
+    )  # fmt: skip
+    running = asyncio.create_task(one.run())
+    entry = msgspec.structs.replace(
+        entry_for(ask("open the crate"), time.time()), chunks=(Recorded(WHOLE, is_whole=True),)
+    )
+    for has_money in (False, False, False, True, True):
+        money[0] = has_money
+        one.recorded(*over(0.1, entry))
+        async with asyncio.timeout(20):
+            while one.waiting:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+    running.cancel()
+    await one.aclose()
+    without, with_checks = (cell for _, cell in sorted(heard.counts.cells.items(), reverse=True))
+    assert with_checks == Cell(served=2, shadowed=2, shadows_right=1)
+    assert without == Cell(served=3)
 
 
 class Silent:
@@ -192,7 +257,7 @@ async def judged_once(
     others = [ask(f"open the crate {number}") for number in range(peers)]
     for one in (found, *others):
         await exact.store(msgspec.structs.replace(entry_for(one, now), chunks=(Recorded(WHOLE, is_whole=True),)))
-    judging = Judging(exact, store, judge, fallback, None, 0.0, 60.0, random.random, lambda _: None, lambda *_: None)
+    judging = Judging(exact, store, judge, fallback, None, 0.0, 60.0, random.random, lambda *_: "", lambda *_: None)
     running = asyncio.create_task(judging.run())
     flight, record = over(1.0)
     trial = flight.generation.semantic.trial

@@ -7,7 +7,9 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from gateway.journey.record import Attempt
+from gateway.telemetry import checks
 from gateway.telemetry.buckets import step
+from gateway.telemetry.checks import Cell, CheckCounts
 from gateway.telemetry.stats import Stats
 from gateway.telemetry.summary import Window, percentiles
 from tests.services import run_redis
@@ -92,7 +94,7 @@ async def test_what_is_old_leaves_redis(redis: Redis) -> None:
     stats.add(hit())
     await stats.flush()
     keys = await redis.keys("sameway:stats:*")
-    assert len(keys) == 3
+    assert len(keys) == 4
     for key in keys:
         assert await redis.ttl(key) > 0
 
@@ -186,19 +188,31 @@ async def test_checks_and_reports_of_a_day_add_up(redis: Redis) -> None:
     for worker in (stats, other):
         worker.add(hit(cache="semantic"))
         worker.add(miss())
-        worker.add_check(1, "small", False, 4.0)
-        worker.add_check(1, "small", True, 0.5)
-        worker.add_report(1, "small", True)
+        worker.add_truth(1, "small", checks.served(0.1, is_compared=True))
+        worker.add_truth(1, "small", checks.audited(0.1))
+        worker.add_truth(1, "small", checks.settled(0.1, "a|b", is_wrong=True, is_audit=True))
+        worker.add_truth(1, "small", checks.reported(is_wrong=True))
         await worker.flush()
     team, model = hit().team_id, hit().alias
+
+    async def day() -> dict[tuple[int, str], CheckCounts]:
+        total: dict[tuple[int, str], CheckCounts] = {}
+        for hour in await stats.hours():
+            for pair, counts in hour.counts.items():
+                total.setdefault(pair, CheckCounts()).add(counts)
+        return total
+
     for back_h in (0, 5, 5, 23):
         clock.now_s = AT_S + 3_600 * back_h
-        samples = await stats.samples()
+        samples = await day()
         assert (samples[team, model].requests, samples[team, model].hits) == (4, 2)
         found = samples[1, "small"]
-        assert (found.checks, found.wrong, found.reported_wrong, found.reported_right) == (4, 2, 2, 0)
-        assert (found.weight, found.weight2, found.wrong_weight) == (9.0, 32.5, 1.0)
+        (cell,) = found.cells.values()
+        assert cell == Cell(served=2, audited=2, audits_wrong=2, shadowed=2)
+        assert (found.checks, found.unsettled, found.judges, found.reported_wrong) == (2, 2, {"a/b": 2}, 2)
     assert (await stats.query(Window.DAY)).samples[1, "small"] == found
     assert (await stats.query(Window.DAY)).total.requests == 4
+    counted = (await stats.certified())[(team, model), ""]
+    assert (counted.requests, counted.hits) == (4, 2)
     clock.now_s = AT_S + 3_600 * 24
-    assert (1, "small") not in await stats.samples()
+    assert (1, "small") not in await day()

@@ -1,0 +1,174 @@
+"""Certificates: since when each team and alias counts its wrong answers, and on what ground.
+
+A certificate starts with a team's first request for an alias. A new one starts where an admin asks,
+or where the bound, the embedder, the rule or the judges have changed: what was counted before says
+nothing about them. `Stats` counts; the starts are here, one field of a Redis hash each. Workers read
+them every few seconds; what a worker counted for an old one in between is dropped. Invariant: an
+event and what becomes of it count for the same certificate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from gateway.accounts import Team
+from gateway.journey.semantic import Bounds
+from gateway.loggers import get_logger
+from gateway.telemetry.checks import CheckCounts
+from gateway.telemetry.measured_error import Pair
+from gateway.telemetry.stats import Stats
+from policies.redis import Redis
+
+_KEY = "sameway:certificates"
+_READ = "return redis.call('HGETALL', KEYS[1])"
+_REPLACE = """
+if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[2] then return 0 end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
+return 1
+"""
+_DROP = "return redis.call('HDEL', KEYS[1], ARGV[1])"
+
+
+class Basis(msgspec.Struct, frozen=True):
+    """What a certificate is about. The embedder and the rule are empty while the cache worker is
+    away.
+    """
+
+    error_max: float
+    judges: str
+    embedder: str = ""
+    rule: str = ""
+
+
+class Start(msgspec.Struct, frozen=True):
+    """The start of a certificate, and why it is not an earlier one; empty of the first."""
+
+    id: str
+    since_s: float
+    basis: Basis
+    why: str = ""
+
+
+class Certificate(msgspec.Struct, frozen=True):
+    """A certificate and its counts."""
+
+    start: Start
+    counts: CheckCounts
+
+
+_log = get_logger()
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Start)
+
+
+class Certificates:
+    """The certificates of all teams and aliases. `clock` gives unix seconds."""
+
+    def __init__(self, redis: Redis, stats: Stats, bounds: Bounds, judges: str, clock: Callable[[], float]) -> None:
+        self._redis = redis
+        self._stats = stats
+        self._bounds = bounds
+        self._judges = judges
+        self._clock = clock
+
+    async def update(self, teams: Iterable[Team], embedder: str, rule: str) -> dict[Pair, Certificate]:
+        """Start what is to start, and drop what is over; the certificates after it.
+
+        `embedder` and `rule` are empty while the cache worker is away. Errors of the client pass
+        through.
+        """
+        known = {team.id: team for team in teams}
+        counted = await self._stats.certified()  # first: whatever is counted has its start already
+        starts = await self._starts()
+        found: dict[Pair, Certificate] = {}
+        for pair in dict.fromkeys([*starts, *(pair for pair, _ in counted)]):
+            team, start = known.get(pair[0]), starts.get(pair)
+            if team is None:
+                await self._redis.eval(_DROP, 1, _KEY, _field(pair))
+                continue
+            error_max = self._bounds.error_max(team, pair[1])
+            after = self._after(start, Basis(error_max, self._judges, embedder, rule))
+            if after != start and await self._replace(pair, start, after):
+                if start is not None and after.id != start.id:
+                    _log.info("certificate_started", team=team.name, model=pair[1], why=after.why)
+                start = after
+            if start is not None:
+                found[pair] = Certificate(start, counted.get((pair, start.id), CheckCounts()))
+        self._stats.certificates = {pair: one.start.id for pair, one in found.items()}
+        over = [(pair, id) for pair, id in counted if pair not in found or found[pair].start.id != id]
+        if over:
+            await self._stats.drop_certified(over)
+        return found
+
+    async def read(self) -> dict[Pair, Certificate]:
+        """The certificates now. Errors of the client pass through."""
+        counted = await self._stats.certified()
+        return {
+            pair: Certificate(start, counted.get((pair, start.id), CheckCounts()))
+            for pair, start in (await self._starts()).items()
+        }
+
+    async def recall(self) -> None:
+        """Count for the certificates that there are. Errors of the client pass through."""
+        self._stats.certificates = {pair: start.id for pair, start in (await self._starts()).items()}
+
+    async def restart(self, team: Team, alias: str, why: str) -> None:
+        """Start a new one, whatever there was. Errors of the client pass through."""
+        pair = team.id, alias
+        start = (await self._starts()).get(pair)
+        basis = Basis(self._bounds.error_max(team, alias), self._judges)
+        if start is not None:
+            basis = msgspec.structs.replace(basis, embedder=start.basis.embedder, rule=start.basis.rule)
+        after = self._made(basis, why)
+        if await self._replace(pair, start, after):
+            self._stats.certificates[pair] = after.id
+            _log.info("certificate_started", team=team.name, model=alias, why=why)
+
+    def _after(self, start: Start | None, basis: Basis) -> Start:
+        if start is None:
+            return Start("", self._clock(), basis)
+        before = start.basis
+        basis = msgspec.structs.replace(
+            basis, embedder=basis.embedder or before.embedder, rule=basis.rule or before.rule
+        )
+        why = _why(before, basis)
+        # what was not known yet is no change
+        return self._made(basis, why) if why else msgspec.structs.replace(start, basis=basis)
+
+    def _made(self, basis: Basis, why: str) -> Start:
+        now = self._clock()
+        return Start(str(int(now * 1000)), now, basis, why)
+
+    async def _starts(self) -> dict[Pair, Start]:
+        reply = await self._redis.eval(_READ, 1, _KEY)
+        return {_pair(name): _decoder.decode(data) for name, data in zip(reply[::2], reply[1::2], strict=True)}
+
+    async def _replace(self, pair: Pair, before: Start | None, after: Start) -> bool:
+        """False where another worker was faster."""
+        expected = _encoder.encode(before) if before is not None else b""
+        return bool(await self._redis.eval(_REPLACE, 1, _KEY, _field(pair), expected, _encoder.encode(after)))
+
+
+def _field(pair: Pair) -> str:
+    return f"{pair[0]}|{pair[1]}"
+
+
+def _pair(name: bytes) -> Pair:
+    team, _, alias = name.decode().partition("|")
+    return int(team), alias
+
+
+def _why(before: Basis, now: Basis) -> str:
+    """What has changed, in words; empty where nothing has."""
+    if before.error_max != now.error_max:
+        return f"the bound changed from {before.error_max:.4g} to {now.error_max:.4g}"
+    for name, old, new in (
+        ("embedder", before.embedder, now.embedder),
+        ("rule", before.rule, now.rule),
+        ("judges", before.judges, now.judges),
+    ):
+        if old and new and old != new:
+            return f"the {name} changed from {old} to {new}"
+    return ""

@@ -1,0 +1,129 @@
+"""Certificates: when one starts, what counts for it, and that two workers agree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from redis.asyncio import Redis
+
+from gateway.accounts import Team
+from gateway.journey.record import Record
+from gateway.journey.semantic import Bounds
+from gateway.settings import CacheSettings, Settings
+from gateway.telemetry import checks
+from gateway.telemetry.certificates import Certificate, Certificates
+from gateway.telemetry.stats import Stats
+
+TEAM, PAIR = Team(1, "acme", 0.0), (1, "small")
+
+
+@dataclass
+class Clock:
+    now_s: float = 1_700_000_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Worker:
+    """A worker's statistics and certificates."""
+
+    def __init__(self, redis: Redis, clock: Clock, error_max: float = 0.01, judges: str = "equality") -> None:
+        settings = Settings(cache=CacheSettings(error_max=error_max))
+        self.clock = clock
+        self.stats = Stats(redis, clock)
+        self.certificates = Certificates(redis, self.stats, Bounds(settings), judges, clock)
+
+    def serve(self, requests: int) -> None:
+        """Requests of which every one is a semantic hit, and one more would-be hit that is audited."""
+        for number in range(requests):
+            record = Record(
+                request_id=f"r{number}", at_s=self.clock.now_s, team_id=1, alias="small", cache="semantic", status=200
+            )
+            self.stats.add(record)
+            self.stats.add_truth(1, "small", checks.served(0.1, is_compared=False))
+        self.stats.add_truth(1, "small", checks.audited(0.1))
+
+    async def look(self, embedder: str = "minilm", rule: str = "aa") -> Certificate:
+        await self.stats.flush()
+        return (await self.certificates.update([TEAM], embedder, rule))[PAIR]
+
+
+async def test_two_workers_and_a_restart_count_for_one(redis: Redis) -> None:
+    """A worker that starts later counts on; what it reads is the sum."""
+    clock = Clock()
+    one, other = Worker(redis, clock), Worker(redis, clock)
+    one.serve(3)
+    first = await one.look()
+    assert (first.start.why, first.counts.requests, first.counts.hits, first.counts.unsettled) == ("", 3, 3, 1)
+    other.serve(2)
+    clock.now_s += 7_200
+    assert (await other.look()).counts.requests == 5
+    again = Worker(redis, clock)
+    await again.certificates.recall()
+    again.serve(1)
+    found = await again.look()
+    assert found.start == first.start
+    assert (found.counts.requests, found.counts.unsettled) == (6, 3)
+    assert (await one.certificates.read())[PAIR] == found
+
+
+async def test_an_admins_new_one_counts_from_then_on(redis: Redis) -> None:
+    """A verdict on what was drawn before counts for the old one, which is dropped."""
+    clock = Clock()
+    one, other = Worker(redis, clock), Worker(redis, clock)
+    one.serve(3)
+    drawn_for = one.stats.add_truth(1, "small", checks.audited(0.1))
+    await one.look()
+    await other.look()
+    clock.now_s += 60
+    await one.certificates.restart(TEAM, "small", "an admin asked for it")
+    one.serve(1)
+    one.stats.add_truth(1, "small", checks.settled(0.1, "j", is_wrong=True, is_audit=True), drawn_for)
+    other.serve(5)  # it has not looked since
+    await other.stats.flush()
+    found = await one.look()
+    assert (found.start.why, found.start.since_s) == ("an admin asked for it", clock.now_s)
+    assert (found.counts.requests, found.counts.wrong, found.counts.unsettled) == (1, 0, 1)
+    assert (await other.look()).counts.requests == 1
+    other.serve(5)
+    assert (await other.look()).counts.requests == 6
+    assert {id for _, id in await one.stats.certified()} == {found.start.id}
+
+
+@pytest.mark.parametrize(
+    ("changed", "look", "why"),
+    [
+        ({"error_max": 0.02}, {}, "the bound changed from 0.01 to 0.02"),
+        ({"judges": "equality, m"}, {}, "the judges changed from equality to equality, m"),
+        ({}, {"embedder": "other"}, "the embedder changed from minilm to other"),
+        ({}, {"rule": "bb"}, "the rule changed from aa to bb"),
+        ({}, {"embedder": "", "rule": ""}, ""),
+    ],
+)
+async def test_a_changed_ground_starts_a_new_one(
+    redis: Redis, changed: dict[str, float], look: dict[str, str], why: str
+) -> None:
+    """Bound, judges, embedder and rule; a cache worker that is away is no change, nor is one that is back."""
+    clock = Clock()
+    one = Worker(redis, clock)
+    one.serve(3)
+    before = await one.look()
+    later = Worker(redis, clock, **changed)  # type: ignore[arg-type]
+    await later.certificates.recall()
+    clock.now_s += 60
+    found = await later.look(**look)
+    assert found.start.why == why
+    assert (found.start.id == before.start.id) == (not why)
+    assert (found.counts.requests, found.start.since_s == clock.now_s) == ((0, True) if why else (3, False))
+
+
+async def test_a_deleted_teams_is_dropped(redis: Redis) -> None:
+    """With its counts."""
+    one = Worker(redis, Clock())
+    one.serve(1)
+    await one.look()
+    assert await one.certificates.update([], "minilm", "aa") == {}
+    assert await one.certificates.read() == {}
+    assert await one.stats.certified() == {}
