@@ -152,11 +152,11 @@ class Certificates:
 
 
 def _field(pair: Pair) -> str:
-    return f"{pair[0]}|{pair[1]}"
+    return f"{pair[0]}:{pair[1]}"
 
 
 def _pair(name: bytes) -> Pair:
-    team, _, alias = name.decode().partition("|")
+    team, _, alias = name.decode().partition(":")
     return int(team), alias
 
 
