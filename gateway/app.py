@@ -52,7 +52,7 @@ from gateway.exceptions import let_go
 from gateway.journey.budget import Money
 from gateway.journey.rate_limits import Limits
 from gateway.journey.record import Record
-from gateway.journey.semantic import Bounds, SemanticLookup
+from gateway.journey.semantic import SemanticLookup
 from gateway.journey.turn import Turn
 from gateway.learning.build import Learning, open_learning
 from gateway.loggers import get_logger
@@ -60,7 +60,6 @@ from gateway.pipeline import Pipeline
 from gateway.settings import Settings
 from gateway.telemetry import logs
 from gateway.telemetry.health import HealthMonitor
-from gateway.telemetry.measured_error import MeasuredErrors
 from gateway.telemetry.metric_names import LOG_DROPPED, WRONG_KEYS
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
 from gateway.telemetry.stats import Stats
@@ -275,9 +274,8 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
         stats.add(record)
 
     limits = Limits(LeasedRateLimits(RateLimits(link)), LocalRateLimits())
-    truth = MeasuredErrors(Bounds(settings), settings.cache.judge_error_max)
-    learning = await open_learning(settings, accounts, exact, semantic, link, stats, metrics, truth, fleet)
-    lookup = SemanticLookup(settings, semantic, exact, truth.bounds, learning.judging.audited)
+    learning = await open_learning(settings, accounts, exact, semantic, link, stats, metrics, fleet)
+    lookup = SemanticLookup(settings, semantic, exact, learning.truth.bounds, learning.judging.audited)
     pipeline = Pipeline(settings, accounts, limits, exact, lookup, money, fleet, emit, learning.learn)
     learning.connect(pipeline)
     stack.push_async_callback(learning.judging.aclose)

@@ -56,7 +56,7 @@ class Bounds:
         return Bound(error_max) if strictness is None else Bound(error_max * strictness, error_max)
 
 
-class Audit(msgspec.Struct, frozen=True):
+class AuditDraw(msgspec.Struct, frozen=True):
     """A would-be hit that is generated instead: its chance to be compared, and the certificate that
     it counts for.
     """
@@ -75,7 +75,7 @@ class SemanticResult(msgspec.Struct, frozen=True):
     question: str = ""  # the request's own text, of a hit; empty unless prompts may be logged
     trial: Trial | None = None  # the decision's features, for the verdict that may follow
     degraded: tuple[str, ...] = ()  # parts that failed and that the request did without
-    audit: Audit | None = None  # of a would-be hit that is generated instead
+    audit: AuditDraw | None = None  # of a would-be hit that is generated instead
 
 
 class SemanticLookup:
@@ -91,7 +91,7 @@ class SemanticLookup:
         semantic: SemanticClient,
         exact: ExactCache,
         bounds: Bounds,
-        audited: Callable[[int, str, Trial], Audit] | None = None,
+        audited: Callable[[int, str, Trial], AuditDraw] | None = None,
         stores_awaited_s: float = 0.25,
     ) -> None:
         self._settings = settings

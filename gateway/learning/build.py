@@ -121,11 +121,11 @@ async def open_learning(
     link: RedisLink,
     stats: Stats,
     metrics: Metrics,
-    truth: MeasuredErrors,
     fleet: Fleet,
 ) -> Learning:
     """All that learns. Its own requests are refused until `Learning.connect`."""
     cache, verdicts = settings.cache, VerdictStore(link)
+    truth = MeasuredErrors(Bounds(settings), cache.judge_error_max)
     identity = await own_identity(cache, accounts)
     own = InternalRequests(identity) if identity is not None else None
     model = cache.judge_model

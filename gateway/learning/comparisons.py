@@ -36,7 +36,7 @@ from cache.verdicts import (
 from cache.worker import Answered
 from gateway.journey.flight import Flight
 from gateway.journey.record import Record
-from gateway.journey.semantic import Audit
+from gateway.journey.semantic import AuditDraw
 from gateway.journey.storing import answer_id, answer_text, chunks_of
 from gateway.journey.turn import Turn
 from gateway.learning.llm_judge import NO_ANSWER, second_opinion
@@ -214,10 +214,10 @@ class Judging:
         """Whether a served hit could be generated afresh now, as far as is known before one tries."""
         return self._regenerates and len(self._queue) < _QUEUE_MAX
 
-    def audited(self, team_id: int, alias: str, trial: Trial) -> Audit:
+    def audited(self, team_id: int, alias: str, trial: Trial) -> AuditDraw:
         """An audit was drawn. Whatever becomes of it, it counts."""
         chance = self._chance(trial) if self._can_check else _audited(trial)
-        return Audit(chance, self._note(team_id, alias, checks.audited(chance), None))
+        return AuditDraw(chance, self._note(team_id, alias, checks.audited(chance), None))
 
     def _chance(self, trial: Trial) -> float:
         """With which probability a would-be hit like this one is compared: audited, or served and
