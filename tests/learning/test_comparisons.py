@@ -337,7 +337,7 @@ async def judged_with(redis: Redis, judges: Says, answer: bytes, cached: bytes =
         )
     )
     one = Judging(
-        exact, VerdictStore(redis), judges, None, None, 0.0, 60.0, random.random, heard.checks.append, heard.count
+        exact, VerdictStore(redis), judges, None, None, 0.0, 60.0, random.random, heard.note, heard.count
     )
     running = asyncio.create_task(one.run())
     flight, record = over(1.0)
