@@ -150,7 +150,9 @@ class _Tries:
             deployment.end()
             raise
         prompt_tokens = generation.turn.demand.prompt_tokens
-        failure = await attempt(deployment, request, progress, flight, flight.extend, prompt_tokens=prompt_tokens)
+        failure = await attempt(
+            deployment, request, progress, flight.extend, prompt_tokens=prompt_tokens, flight=flight
+        )
         if failure is None:
             return None
         if isinstance(failure, BackendTooLong):
@@ -203,7 +205,7 @@ class _Tries:
             request, progress = generation.begin_try(deployment, is_alone=len(route.ranked) == 1, said=said)
             generation.went_on(seam)
             failure = await attempt(
-                deployment, request, progress, flight, deliver, prompt_tokens=turn.demand.prompt_tokens
+                deployment, request, progress, deliver, prompt_tokens=turn.demand.prompt_tokens, flight=flight
             )
             if failure is None:
                 generation.whole_usage(joint.usage)
@@ -216,10 +218,10 @@ async def attempt(
     deployment: Deployment,
     request: BackendRequest,
     progress: Progress,
-    flight: Flight,
     deliver: Callable[[list[Chunk]], bool | None],
     *,
     prompt_tokens: int,
+    flight: Flight | None = None,
 ) -> BackendError | None:
     """Send `request` to `deployment`, whose `begin` has admitted the call.
 
@@ -244,7 +246,7 @@ async def attempt(
                 if deliver(held):
                     break
                 held.clear()
-                if (caught_up := flight.held_up()) is not None:
+                if flight is not None and (caught_up := flight.held_up()) is not None:
                     await progress.apart(caught_up)
     except BackendError as error:
         deployment.failed(error)
