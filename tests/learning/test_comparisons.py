@@ -336,9 +336,7 @@ async def judged_with(redis: Redis, judges: Says, answer: bytes, cached: bytes =
             entry_for(ask("open the crate"), time.time()), chunks=(Recorded(cached, is_whole=True),)
         )
     )
-    one = Judging(
-        exact, VerdictStore(redis), judges, None, None, 0.0, 60.0, random.random, heard.note, heard.count
-    )
+    one = Judging(exact, VerdictStore(redis), judges, None, None, 0.0, 60.0, random.random, heard.note, heard.count)
     running = asyncio.create_task(one.run())
     flight, record = over(1.0)
     flight.generation.looked_up(SemanticResult(trial=Trial((ask("open the crate").exact,), b"1234", 0.9, 1.0, b"rule")))
