@@ -2,7 +2,7 @@
 
     ./run bench faults [--part redis,kill] [--seconds 30] [--users 50] [--rounds 10] [--victims NAME,...] [--json FILE]
 
-redis: Redis is stopped (SIGSTOP) for --seconds under --users, half of whom have a hard budget, once for each value of
+redis: Redis is stopped (SIGSTOP) for --seconds under --users (half with a hard budget), once for each value of
 `budgets.on_redis_failure`. kill: each victim is killed (SIGKILL) --rounds times under a third of the users; then the ledger,
 the spend and what clients got are compared. Exits with 1 where a bound that docs/benchmarks.md states does not hold.
 """
