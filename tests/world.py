@@ -43,7 +43,7 @@ from gateway.backends.base import (
     Load,
 )
 from gateway.backends.refusals import Refused, refusal
-from gateway.deployments.fleet import Fleet, build_fleet
+from gateway.deployments.fleet import Deployment, Fleet, build_fleet
 from gateway.journey.budget import Money
 from gateway.journey.rate_limits import Limits
 from gateway.journey.record import Record
@@ -653,8 +653,19 @@ class World:
 
     def waiting(self, deployment: str) -> int:
         """Requests that wait for a place at a deployment."""
-        (found,) = [one for one in self._pipeline.fleet.deployments if one.name == deployment]
-        return found.places.waiting
+        return self._deployment(deployment).places.waiting
+
+    def is_probed_elsewhere(self, deployment: str) -> None:
+        """Another worker has the right to probe a deployment, as long as it rests."""
+
+        async def is_taken() -> bool:
+            return False
+
+        self._deployment(deployment).claim = is_taken
+
+    def _deployment(self, name: str) -> Deployment:
+        (found,) = [one for one in self._pipeline.fleet.deployments if one.name == name]
+        return found
 
     @property
     def generations(self) -> int:

@@ -27,7 +27,7 @@ from gateway.journey.flight import Flight
 from gateway.journey.generation import Generation
 from gateway.journey.queue import routed
 from gateway.journey.rescue import PREFILL, Joint, Seam, ended_by_length, is_used_up, said_in
-from gateway.wire.errors import ApiError, Unavailable, UpstreamDenied
+from gateway.wire.errors import ApiError, DeploymentFull, Unavailable, UpstreamDenied
 from gateway.wire.types import Chunk
 from policies import Route
 
@@ -36,6 +36,7 @@ _ANSWER_BYTES_MAX = 64 << 20
 
 _RETRIES_OF_FIRST_MAX = 2
 _PAUSE_S = 0.1
+_GOES_ON_WITHIN_S = 10.0  # a client in the middle of an answer does not wait for a place as long as one before it
 
 Cover = Callable[[Generation, Deployment], Awaitable[bool]]
 """Holds what a further try at a deployment may cost; False where a budget has no room for it."""
@@ -141,7 +142,7 @@ class _Tries:
     async def _try(self, deployment: Deployment, why: str, *, is_alone: bool) -> BackendError | None:
         flight, generation = self._flight, self._generation
         generation.chosen(why)
-        if not deployment.begin() or (deployment.breaker.is_open and not await deployment.may_probe()):
+        if not await _is_admitted(deployment):
             return BackendUnavailable("Another request is trying whether this deployment is back")
         try:
             request, progress = generation.begin_try(deployment, is_alone=is_alone)
@@ -183,13 +184,18 @@ class _Tries:
                 flight.extend([ended_by_length(said, seam)])
                 generation.went_on(seam)
                 return True
-            route = flight.route(self._done_with, PREFILL)
+            try:
+                route = await routed(flight, self._done_with, PREFILL, _GOES_ON_WITHIN_S)
+            except DeploymentFull:
+                return False
             if not route.ranked:
                 return False
             best = route.ranked[0]
             deployment = generation.serving.deployments[best.name]
-            is_covered = not deployment.places.is_full and await self._cover(generation, deployment)
-            if not is_covered or not deployment.begin():
+            is_covered = await self._cover(generation, deployment)
+            if is_covered and deployment.places.is_full:  # since the route was made
+                continue
+            if not is_covered or not await _is_admitted(deployment):
                 self._done_with |= {best.name}
                 continue
             generation.chosen(best.why)
@@ -212,6 +218,11 @@ class _Tries:
                 return True
             broken = deployment
         return False
+
+
+async def _is_admitted(deployment: Deployment) -> bool:
+    """Whether `deployment` has a place for a call, which no other worker's probe forbids."""
+    return deployment.begin() and (not deployment.breaker.is_open or await deployment.may_probe())
 
 
 async def attempt(

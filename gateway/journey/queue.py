@@ -16,13 +16,18 @@ from policies import Cause, Route
 WAIT_MAX_S = 60.0
 
 
-async def routed(flight: Flight, tried: frozenset[str] = frozenset(), wait_max_s: float = WAIT_MAX_S) -> Route:
-    """The ranking of the deployments without those in `tried`.
+async def routed(
+    flight: Flight,
+    tried: frozenset[str] = frozenset(),
+    needs: frozenset[str] = frozenset(),
+    wait_max_s: float = WAIT_MAX_S,
+) -> Route:
+    """The ranking of the deployments without those in `tried`; `needs` as in `Flight.route`.
 
     It waits where all that are left are full. Raises DeploymentFull if a queue is full, or the wait
     too long.
     """
-    route = flight.route(tried)
+    route = flight.route(tried, needs)
     if route.ranked or not _full(route):
         return route
     began, called = time.perf_counter(), None
@@ -35,7 +40,7 @@ async def routed(flight: Flight, tried: frozenset[str] = frozenset(), wait_max_s
                 if flight.generation.route is None:
                     flight.generation.routed(route)
                 raise _too_many(route)
-            route = flight.route(tried)
+            route = flight.route(tried, needs)
         return route
     finally:
         flight.generation.queued_ms += (time.perf_counter() - began) * 1000.0

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.journey.conftest import OpenWorld
-from tests.world import Finish, Tokens, World, broken, deployment, timed_out, unavailable
+from tests.world import Finish, Tokens, World, broken, deployment, overloaded, timed_out, unavailable, until
 
 
 @pytest.mark.parametrize("failure", [broken(), timed_out(), unavailable()])
@@ -72,6 +72,47 @@ async def test_a_stop_sequence_across_the_joint_ends_the_answer(world: World, re
     assert (reply.content, reply.is_done) == ("Well.\nHum", True)
     finishes = [choice["finish_reason"] for event in reply.events[:-1] for choice in event["choices"]]
     assert [one for one in finishes if one] == ["stop"]
+
+
+async def test_a_deployment_that_another_worker_probes_does_not_go_on(world: World) -> None:
+    """The one call that may probe a resting deployment counts a continuation, too: the stream ends with its error."""
+    world.backends["breaks"].plays_once(unavailable())
+    world.backends["cannot"].plays_once(unavailable())
+    world.backends["goes on"].plays_once(overloaded(retry_after_s=5))
+    assert (await world.ask("rests", model="rescued")).status == 429
+    world.clock.passes(6)
+    world.is_probed_elsewhere("goes on")
+    world.backends["breaks"].plays_once("one ", broken())
+    reply = await world.ask(model="rescued", stream=True)
+    assert (reply.content, reply.is_done) == ("one ", False)
+    assert reply.error["code"] == "upstream_broken"
+    assert len(world.backends["goes on"].calls) == 1
+    await world.is_released()
+
+
+async def test_a_stream_waits_for_a_place_where_it_goes_on(open_a_world: OpenWorld) -> None:
+    """Where the only deployment that continues is full, the stream waits in its queue; with no room there, it ends with its error."""
+    continues = deployment("continues", capabilities=["prefill"], concurrency_max=1, queue_max=1)
+    models = {
+        "rescued": {"policy": "cheapest", "deployments": [deployment("breaks", usd=(0, 0)), continues]},
+    }
+    world = await open_a_world(models=models)
+    more = asyncio.Event()
+    world.backends["breaks"].plays(unavailable())
+    world.backends["continues"].plays_once(more, "slow", Finish(), Tokens())
+    running = world.begin("running", model="rescued")
+    await world.backends["continues"].called()
+    world.backends["breaks"].plays("one ", broken())
+    world.backends["continues"].plays_once("two", Finish(), Tokens())
+    waits = world.begin("waits", model="rescued", stream=True)
+    await until(lambda: world.waiting("continues") == 1)
+    refused = await world.begin("refused", model="rescued", stream=True).reply()
+    assert (refused.content, refused.error["code"]) == ("one ", "upstream_broken")
+    more.set()
+    assert (await running.reply()).content == "slow"
+    reply = await waits.reply()
+    assert (reply.content, reply.is_done) == ("one two", True)
+    await world.is_released()
 
 
 async def test_an_answer_that_has_its_length_is_complete(world: World) -> None:
