@@ -28,7 +28,7 @@ import sys
 import threading
 import urllib.request
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,8 +46,9 @@ class Plan:
     """How an answer is told. Places are `headers` (nothing was sent), `first` (before the first chunk), `middle`,
     `between` (before the last choice's finish), `end` (after all finishes, before usage and [DONE])."""
 
+    times: int = 0  # for the first so many requests of this model's name; plain from then on. 0: always
     status: int = 200
-    body: str = "openai"  # openai | html | text | empty | detail | vllm | quota | auth | missing | context
+    body: str = "openai"  # openai | html | text | empty | detail | vllm | quota | auth | missing | context | filter
     retry_after: str = ""
     retry_after_ms: str = ""
     hang: str = ""  # a place: say nothing more, keep the connection
@@ -119,7 +120,10 @@ class Answer:
 
 def answer(request: dict[str, Any], plan: Plan, choice: int) -> Answer:
     """Deterministic: an echo of the last message under a digest of the whole conversation, or a call of each tool."""
-    last = request["messages"][-1]
+    last, begun = request["messages"][-1], ""
+    if last.get("prefix"):  # the beginning of the answer to the messages before it
+        begun, request = last["content"], {**request, "messages": request["messages"][:-1]}
+        last = request["messages"][-1]
     text = last.get("content")
     text = text if isinstance(text, str) else json.dumps(text)
     digest = hashlib.sha256(msgspec.json.encode(request["messages"])).hexdigest()[:8]
@@ -135,6 +139,8 @@ def answer(request: dict[str, Any], plan: Plan, choice: int) -> Answer:
         pieces = [f"word{number} " for number in range(plan.chunks)]
     if plan.huge:
         pieces[0] = "x" * plan.huge
+    while begun and pieces:
+        begun, pieces = begun.removeprefix(pieces[0].rstrip()).lstrip(), pieces[1:]
     limit = request.get("max_completion_tokens") or request.get("max_tokens")
     is_cut = limit is not None and limit < len(pieces) and not calls
     finish = plan.finish or ("tool_calls" if calls else "length" if is_cut else "stop")
@@ -346,6 +352,9 @@ def refusal(plan: Plan) -> tuple[bytes, str]:
             "context_length_exceeded",
             "messages",
         ),
+        "filter": openai(
+            "Your request was rejected by the safety system", "invalid_request_error", "content_policy_violation"
+        ),
     }
     if plan.body in shapes:
         return json.dumps(shapes[plan.body]).encode(), "application/json"
@@ -367,11 +376,14 @@ class Server:
         self.raw: deque[tuple[dict[str, str], bytes]] = deque(maxlen=1000)
         self.plan = _PLAIN
         self.times: int | None = None
+        self.asked: Counter[str] = Counter()  # how often, by the model's name
 
     def plan_for(self, headers: dict[str, str], model: str) -> Plan:
         text = headers.get("x-plan") or model.partition("?")[2]
         if text:
-            return Plan.parse(text)
+            plan = Plan.parse(text)
+            self.asked[model] += 1
+            return dataclasses.replace(_PLAIN, chunks=plan.chunks) if 0 < plan.times < self.asked[model] else plan
         if self.times is None:
             return self.plan
         self.times -= 1
@@ -389,6 +401,7 @@ class Server:
             self.seen = Seen(connections_open=open_now)
             self.raw.clear()
             self.plan, self.times = _PLAIN, None
+            self.asked.clear()
         requests = [{"headers": headers, "body": json.loads(raw)} for headers, raw in self.raw]
         return json.dumps({**dataclasses.asdict(self.seen), "requests": requests}).encode()
 
