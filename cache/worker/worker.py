@@ -308,6 +308,8 @@ class Worker:
                 self._take(connection, wire.read_ask(await reader.readexactly(length)))
         except (asyncio.IncompleteReadError, OSError):
             pass  # the client left
+        except asyncio.CancelledError:
+            pass  # the worker stops; Python 3.11 logs the traceback of a handler that was cancelled
         except msgspec.DecodeError as error:
             _log.warning("not a message: %s: connection closed", error)
         finally:

@@ -329,6 +329,34 @@ def test_stopping_in_order(upstream: Upstream, tmp_path: Path) -> None:
     assert len(gateway.records()) == 3
 
 
+STOPS: dict[str, tuple[signal.Signals, Callable[[Gateway], list[psutil.Process]]]] = {
+    "the supervisor by SIGINT": (signal.SIGINT, lambda gateway: []),
+    "every process by SIGTERM": (signal.SIGTERM, lambda gateway: gateway.children("")),
+}
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_streams_that_are_open_end_with_a_reason(upstream: Upstream, tmp_path: Path, stop: str) -> None:
+    """Two workers are stopped with streams open, by a terminal or a service manager: each stream ends with an error event, even
+    without Redis, and no log has a traceback."""
+    endless = {"deployments": [deployment(upstream.url, "endless", "mock?pace_ms=100;chunks=300")]}
+    config = {"workers": 2, "models": {"endless": endless}, "shutdown_grace_s": 1}
+    with ThreadPoolExecutor(6) as pool, run_gateway(tmp_path, config) as gateway:
+        gateway.wait_ready()
+        asked = [pool.submit(gateway.chat, f"stream {number}", "endless", stream=True) for number in range(6)]
+        wait_for(lambda: len(upstream.seen().requests) == 6)
+        assert gateway.process is not None
+        number, others = STOPS[stop]
+        for process in (psutil.Process(gateway.process.pid), *others(gateway)):
+            process.send_signal(number)
+        replies = [reply.result(30) for reply in asked]
+        assert gateway.process.wait(30) == 0
+    assert ['"code":"shutting_down"' in reply.text.splitlines()[-2] for reply in replies] == [True] * 6
+    assert not any("[DONE]" in reply.text for reply in replies)
+    assert "Traceback" not in gateway.log.read_text()
+    assert len(gateway.records()) == 6
+
+
 def assert_money_agrees(gateway: Gateway) -> None:
     """No hold stays, and the ledger's rows sum up to what the budget says was spent; no row is there twice."""
 
