@@ -53,7 +53,7 @@ class Watching(VerifiedRule):
         super().__init__(_BLANK, error_max=0.0)
         self.rows: list[Row] = []
 
-    def learn(self, row: Row, model: LearnedModel | None) -> LearnedModel:
+    def learn(self, row: Row, model: LearnedModel | None, others: Sequence[LearnedModel] = ()) -> LearnedModel:
         model = model or LearnedModel(_BLANK)
         model.word_odds.learn(row.features, bool(row.is_right))
         self.rows.append(row)

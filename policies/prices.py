@@ -114,22 +114,21 @@ class Price:
         `has_audio`: sounds may be among them; `has_long_writes`: the request asks the provider to
         keep a prefix for an hour.
         """
-        inputs = [
+        dearest_input = max(
             self.input_microusd_per_mtok,
-            self.cached_input_microusd_per_mtok,
-            self.cache_write_microusd_per_mtok,
-            self.image_input_microusd_per_mtok,
-            self.cache_write_1h_microusd_per_mtok if has_long_writes else None,
-            self.audio_input_microusd_per_mtok if has_audio else None,
-        ]
-        outputs = [
+            self.cached_input_microusd_per_mtok or 0,
+            self.cache_write_microusd_per_mtok or 0,
+            self.image_input_microusd_per_mtok or 0,
+            (has_long_writes and self.cache_write_1h_microusd_per_mtok) or 0,
+            (has_audio and self.audio_input_microusd_per_mtok) or 0,
+        )
+        dearest_output = max(
             self.output_microusd_per_mtok,
-            self.reasoning_microusd_per_mtok,
-            self.image_output_microusd_per_mtok,
-            self.audio_output_microusd_per_mtok if has_audio else None,
-        ]
-        scaled = prompt_tokens * max(price or 0 for price in inputs)
-        scaled += completion_tokens * max(price or 0 for price in outputs)
+            self.reasoning_microusd_per_mtok or 0,
+            self.image_output_microusd_per_mtok or 0,
+            (has_audio and self.audio_output_microusd_per_mtok) or 0,
+        )
+        scaled = prompt_tokens * dearest_input + completion_tokens * dearest_output
         return self.request_microusd + tool_calls * (self.tool_call_microusd or 0) - (-scaled // _PER_MTOK)
 
 

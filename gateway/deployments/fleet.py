@@ -173,8 +173,11 @@ class Deployment:
         return self.context_learned if known is None else min(known, self.context_learned)
 
     def learn_window(self, error: base.BackendTooLong) -> int | None:
-        """Keep the size of the context that `error` gives. Returns the size that is known, if any."""
-        if error.context_tokens is not None:
+        """Keep the size of the context that `error` gives. Returns the size that is known, if any.
+
+        A local engine states its size itself, which may change with its next start.
+        """
+        if error.context_tokens is not None and self.settings.engine is None:
             self.context_learned = error.context_tokens
         return self._context(self.backend.load(0))
 

@@ -306,7 +306,10 @@ class ServerProtocol(HttpToolsProtocol):
             running.message_event.set()
         super().connection_lost(exc)
         self.pipeline.clear()
-        self.cycle = None  # type: ignore[assignment]  # breaks a reference cycle
+        # these break reference cycles
+        self.cycle = None  # type: ignore[assignment]
+        self._running = None
+        self.transport = self._direct  # type: ignore[assignment]
 
     def on_message_begin(self) -> None:
         self._is_in_head = True

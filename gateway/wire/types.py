@@ -36,6 +36,9 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
         """This usage with a prompt and a completion of at most these sizes, each part cut to what
         is left of its whole; itself where nothing is above them.
         """
+        is_plain = msgspec.structs.astuple(self)[2:] == _NO_PARTS
+        if is_plain and self.prompt_tokens <= prompt_tokens and self.completion_tokens <= completion_tokens:
+            return self
         sizes = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
         cut = {}
         for whole, parts in PARTS.items():
@@ -56,6 +59,7 @@ PARTS = {
 """The fields of a `Usage` that are parts of another one."""
 
 _TOOL_CALLS_MAX = 10_000
+_NO_PARTS = msgspec.structs.astuple(Usage(0, 0))[2:]
 
 
 class Kind(msgspec.Struct, frozen=True):

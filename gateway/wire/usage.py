@@ -9,7 +9,7 @@ a completion is counted twice, and the parts are at most the whole.
 """
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -17,67 +17,113 @@ from gateway.wire.types import Usage
 
 # a larger claim is the server's error; sums of claims must not overflow
 TOKENS_MAX = 1_000_000_000
+_Count = Annotated[int, msgspec.Meta(ge=0, le=TOKENS_MAX)] | None
+
+
+class _Lives(msgspec.Struct, gc=False):
+    ephemeral_5m_input_tokens: _Count = None
+    ephemeral_1h_input_tokens: _Count = None
+
+
+class _Inputs(msgspec.Struct, gc=False):
+    cached_tokens: _Count = None
+    cache_write_tokens: _Count = None
+    cache_creation_tokens: _Count = None
+    cache_creation_token_details: _Lives | None = None
+    audio_tokens: _Count = None
+    image_tokens: _Count = None
+    web_search_requests: _Count = None
+
+
+class _Outputs(msgspec.Struct, gc=False):
+    reasoning_tokens: _Count = None
+    audio_tokens: _Count = None
+    image_tokens: _Count = None
+
+
+class _Tools(msgspec.Struct, gc=False):
+    web_search_requests: _Count = None
+
+
+class _Reported(msgspec.Struct, gc=False):
+    """The fields of all providers."""
+
+    prompt_tokens: _Count = None
+    completion_tokens: _Count = None
+    total_tokens: _Count = None
+    prompt_tokens_details: _Inputs | None = None
+    completion_tokens_details: _Outputs | None = None
+    cache_read_input_tokens: _Count = None
+    prompt_cache_hit_tokens: _Count = None
+    cache_creation_input_tokens: _Count = None
+    cache_creation: _Lives | None = None
+    server_tool_use: _Tools | None = None
+
+
+_decode = msgspec.json.Decoder(_Reported).decode
+_NO_INPUTS, _NO_OUTPUTS, _NO_LIVES, _NO_TOOLS = _Inputs(), _Outputs(), _Lives(), _Tools()
+_PARTS = frozenset(
+    {"prompt_tokens_details", "completion_tokens_details", "cache_creation_token_details", "cache_creation"}
+) | {"server_tool_use"}
 
 
 def usage_of(raw: bytes) -> Usage | None:
     """The tokens in the JSON of a `usage`; None where it has none that can be read."""
     try:
-        given = msgspec.json.decode(raw)
+        try:
+            found = _decode(raw)
+        except msgspec.ValidationError:
+            found = msgspec.convert(_cleaned(msgspec.json.decode(raw)), _Reported)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    if not isinstance(given, dict):
-        return None
-    prompt, completion, total = (_count(given, f"{name}_tokens") for name in ("prompt", "completion", "total"))
+    prompt, completion, total = found.prompt_tokens or 0, found.completion_tokens or 0, found.total_tokens or 0
     if not prompt and not completion:
         return None
-    inputs, outputs = _part(given, "prompt_tokens_details"), _part(given, "completion_tokens_details")
-    cached = (
-        _count(inputs, "cached_tokens")
-        or _count(given, "cache_read_input_tokens")
-        or _count(given, "prompt_cache_hit_tokens")
-    )
-    lives = _part(inputs, "cache_creation_token_details") or _part(given, "cache_creation")
-    written = (
-        _count(inputs, "cache_write_tokens")
-        or _count(inputs, "cache_creation_tokens")
-        or _count(given, "cache_creation_input_tokens")
-    )
-    written_1h = _count(lives, "ephemeral_1h_input_tokens")
-    written = max(written, _count(lives, "ephemeral_5m_input_tokens") + written_1h)
+    inputs, outputs = found.prompt_tokens_details or _NO_INPUTS, found.completion_tokens_details or _NO_OUTPUTS
+    lives = inputs.cache_creation_token_details or found.cache_creation or _NO_LIVES
+    tools = found.server_tool_use or _NO_TOOLS
+    cached = inputs.cached_tokens or found.cache_read_input_tokens or found.prompt_cache_hit_tokens or 0
+    written_1h = lives.ephemeral_1h_input_tokens or 0
+    written = inputs.cache_write_tokens or inputs.cache_creation_tokens or found.cache_creation_input_tokens or 0
+    written = max(written, (lives.ephemeral_5m_input_tokens or 0) + written_1h)
     beside = total - prompt - completion
     if cached + written and (cached + written > prompt or beside == cached + written):
         prompt += cached + written  # counted beside the prompt, as Anthropic's own API does
-    completion = max(completion, total - prompt)  # thoughts that only the total counts
-    tools = _part(given, "server_tool_use")
     usage = Usage(
         prompt_tokens=prompt,
-        completion_tokens=completion,
+        completion_tokens=max(completion, total - prompt),  # thoughts that only the total counts
         cached_tokens=cached,
         cache_write_tokens=written - written_1h,
         cache_write_1h_tokens=written_1h,
-        audio_prompt_tokens=_count(inputs, "audio_tokens"),
-        image_prompt_tokens=_count(inputs, "image_tokens"),
-        reasoning_tokens=_count(outputs, "reasoning_tokens"),
-        audio_completion_tokens=_count(outputs, "audio_tokens"),
-        image_completion_tokens=_count(outputs, "image_tokens"),
-        tool_calls=_count(tools, "web_search_requests") or _count(inputs, "web_search_requests"),
+        audio_prompt_tokens=inputs.audio_tokens or 0,
+        image_prompt_tokens=inputs.image_tokens or 0,
+        reasoning_tokens=outputs.reasoning_tokens or 0,
+        audio_completion_tokens=outputs.audio_tokens or 0,
+        image_completion_tokens=outputs.image_tokens or 0,
+        tool_calls=tools.web_search_requests or inputs.web_search_requests or 0,
     )
     return usage.within(TOKENS_MAX, TOKENS_MAX)
 
 
-def _part(given: dict[str, Any], name: str) -> dict[str, Any]:
-    part = given.get(name)
-    return part if isinstance(part, dict) else {}
+def _cleaned(given: Any) -> dict[str, Any]:
+    """What can be read of a usage: fractions and texts are counts, rounded up; anything else is
+    left out.
+    """
+    cleaned: dict[str, Any] = {}
+    for name, value in given.items() if isinstance(given, dict) else ():
+        if name in _PARTS:
+            cleaned[name] = _cleaned(value)
+        elif (count := _count(value)) is not None:
+            cleaned[name] = count
+    return cleaned
 
 
-def _count(given: dict[str, Any], name: str) -> int:
-    """A count, also as a fraction or a text, rounded up; 0 for whatever is none."""
-    count = given.get(name)
-    if isinstance(count, str):
+def _count(value: Any) -> int | None:
+    if isinstance(value, str):
         try:
-            count = float(count)
+            value = float(value)
         except ValueError:
-            return 0
-    if not isinstance(count, int | float) or isinstance(count, bool) or not 0 < count < math.inf:
-        return 0
-    return math.ceil(min(count, 10**18))
+            return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        return None
+    return math.ceil(min(value, TOKENS_MAX))

@@ -43,7 +43,7 @@ def test_a_row_has_what_came_through_the_gateway(tmp_path: Path) -> None:
     assert row == {
         "set": "singular", "policy": "http", "error_max": 0.02, "seed": 0, "judge_noise": 0.0,
         "requests": 5, "hits": 2, "wrong": 1, "possible": 1, "decision_ms_p50": None,
-        "halves": [[3, 1, 1], [2, 1, 0]], "failed": 0,
+        "halves": [[3, 1, 1], [2, 1, 0]], "failed": 0, "questions": 0,
     }  # fmt: skip
 
 
