@@ -4,7 +4,7 @@ them in Redis.
 Must not import `semantic` or `worker`. Read `records.py` first.
 """
 
-from cache.verdicts.judges import Judge, Judgement, QAPair, Ruling, equal
+from cache.verdicts.judges import Judge, Judgement, QAPair, Ruling, equal, is_refusal
 from cache.verdicts.records import AnswerRef, Reply, Scope, Source, Suspension, Verdict
 from cache.verdicts.store import VerdictStore
 
@@ -21,4 +21,5 @@ __all__ = [
     "Verdict",
     "VerdictStore",
     "equal",
+    "is_refusal",
 ]

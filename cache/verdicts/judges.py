@@ -4,7 +4,7 @@ answers by words and vectors.
 Knows texts, and for agreement a function that encodes them; no HTTP, no language model and no
 Redis. `agree` runs in the cache worker, which has the encoder. Invariants: an answer that can't be
 compared is UNKNOWN, and nothing is learned from it; answers whose numbers, polarity or names differ
-are never the same, however similar the texts.
+are never the same, however similar the texts; two refusals are never the same.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ def equal(fresh: str, cached: str) -> Judgement:
     one, other = fresh.strip(), cached.strip()
     if not one or not other:
         return _equality(Ruling.UNKNOWN, "an empty answer")
+    if is_refusal(one) and is_refusal(other):
+        return _equality(Ruling.UNKNOWN, _REFUSALS)
     if one == other:
         return _equality(Ruling.SAME, "the same text")
     values = _json(one), _json(other)
@@ -78,6 +80,24 @@ def equal(fresh: str, cached: str) -> Judgement:
 
 def _equality(ruling: Ruling, why: str) -> Judgement:
     return Judgement(ruling, "equality", why)
+
+
+_REFUSALS = "refusals, which say nothing of their prompts"
+_REFUSAL_CHARS = 300
+_REFUSAL = re.compile(
+    r"\b(?:i(?:'m| am) (?:unable|not able)|(?:sorry|afraid),? (?:but )?i (?:can|could|do|have|won|will)"
+    r"|(?:can't|cannot|can not|won't) (?:help|assist|answer|provide|do that|comply)"
+    r"|i (?:do not|don't) (?:know|have (?:enough|access))"
+    r"|something went wrong|(?:didn't|did not|don't|do not) (?:quite )?understand"
+    r"|(?:can|could) you (?:please )?(?:clarify|rephrase))"
+)
+
+
+def is_refusal(answer: str) -> bool:
+    """Whether a short answer says that there is none. Equal ones do not show that their prompts ask
+    for the same.
+    """
+    return len(answer) <= _REFUSAL_CHARS and _REFUSAL.search(answer.casefold().replace("’", "'")) is not None
 
 
 # words, numbers, and each sign that is no punctuation of prose: operators, emoji, vowel signs
@@ -154,6 +174,8 @@ def agree(fresh: str, cached: str, encode: Callable[[Sequence[str]], Encoded]) -
     """
     if max(len(fresh), len(cached)) > _SHORT_CHARS:
         return Judgement(Ruling.UNKNOWN, _NAME, "too long to compare by meaning")
+    if is_refusal(fresh) and is_refusal(cached):
+        return Judgement(Ruling.UNKNOWN, _NAME, _REFUSALS)
     one, other = read(fresh), read(cached)
     if not one.words or not other.words or max(len(one.words), len(other.words)) > SHORT_WORDS:
         return Judgement(Ruling.UNKNOWN, _NAME, "too long to compare by meaning")

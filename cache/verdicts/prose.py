@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from cache.decision.text_features import TextFeatures, read
 from cache.decision.words import NEGATIONS
-from cache.verdicts.judges import Judgement, Ruling
+from cache.verdicts.judges import Judgement, Ruling, is_refusal
 
 if TYPE_CHECKING:
     from cache.encoder.types import Encoded
@@ -43,7 +43,6 @@ _NAME = "prose"
 
 _CHARS_MAX, _PARTS_MAX, _SENTENCES = 6_000, 64, 8
 _WORDS_MIN, _WORDS_MAX = 8, 600
-_REFUSAL_WORDS = 45
 
 # Scores of two wordings of one answer, from the answers to 75 intents that this project may use
 # (CC0): normal, with 1% below 1.45 and 5% below 1.72.
@@ -161,11 +160,6 @@ _BULLET = re.compile(r"(?:[-*•#>|]{1,6}|\d{1,3}[.)])[^\S\n]+")
 _END = re.compile(r"(?<=[.!?])[\"”’)*]{0,3}\s+(?=[^\sa-z])|(?<=[。！？])")
 _WORD = re.compile(r"\w")
 _ABBREVIATION = re.compile(r"\b(?:Dr|Mr|Mrs|Ms|Prof|St|No|Nos|vs|approx|e\.g|i\.e|cf|Jan|Feb|Aug|Sept|Oct|Nov|Dec)\.$")
-_REFUSAL = re.compile(
-    r"\b(?:i(?:'m| am) (?:unable|not able)|(?:sorry|afraid),? (?:but )?i (?:can|could|do|have|won|will)"
-    r"|(?:can't|cannot|can not|won't) (?:help|assist|answer|provide|do that|comply)"
-    r"|i (?:do not|don't) (?:know|have (?:enough|access)))"
-)
 
 
 def pieces(answer: str) -> list[str]:
@@ -199,8 +193,7 @@ def sketch(answer: str, encode: Callable[[Sequence[str]], Encoded]) -> Sketch:
     texts = pieces(answer)
     readings = [read(text) for text in texts]
     count = sum(len(one.words) for one in readings)
-    is_refusal = count <= _REFUSAL_WORDS and _REFUSAL.search(answer.casefold().replace("’", "'")) is not None
-    if not _WORDS_MIN <= count <= _WORDS_MAX or is_refusal:
+    if not _WORDS_MIN <= count <= _WORDS_MAX or is_refusal(answer):
         return EMPTY
     encoded = encode(texts)
     if not np.abs(encoded.vectors).max(axis=1).all():
@@ -402,6 +395,7 @@ class _Answer:
     sketch: Sketch
     prompt: NDArray[np.float16]
     mean: NDArray[np.float16]  # of its sentences, of unit length
+    text: int
     words: tuple[int, ...]
     sentences: tuple[int, ...]
 
@@ -426,8 +420,9 @@ class Answers:
     def __init__(self) -> None:
         self._answers: dict[bytes, _Answer] = {}
         self._ages: list[tuple[bytes, bytes]] = []
-        self._frequencies: Counter[int] = Counter()
-        self._repeats: Counter[int] = Counter()  # of sentences
+        self._texts: Counter[int] = Counter()
+        self._frequencies: Counter[int] = Counter()  # of words, by distinct texts
+        self._repeats: Counter[int] = Counter()  # of sentences, likewise
         self._names: list[bytes] = []  # in the order of the rows of `_means`
         self._means = np.zeros((0, 0), np.float16)
         self._is_stale = False  # the means
@@ -457,15 +452,18 @@ class Answers:
         mean = (sketch.vectors * sketch.scales[:, None]).sum(axis=0)
         words = tuple(set(sketch.words[sketch.kinds < _Kind.NUMBER].tolist()))
         made = _Answer(
-            sketch,
-            vector.astype(np.float16),
-            (mean / (np.linalg.norm(mean) + 1e-9)).astype(np.float16),
-            words,
-            tuple({sentence.key for sentence in _sentences(sketch)}),
+            sketch=sketch,
+            prompt=vector.astype(np.float16),
+            mean=(mean / (np.linalg.norm(mean) + 1e-9)).astype(np.float16),
+            text=hash((sketch.words.tobytes(), sketch.lengths.tobytes())),
+            words=words,
+            sentences=tuple({sentence.key for sentence in _sentences(sketch)}),
         )
         self._answers[name] = made
-        self._frequencies.update(words)
-        self._repeats.update(made.sentences)
+        self._texts[made.text] += 1
+        if self._texts[made.text] == 1:
+            self._frequencies.update(words)
+            self._repeats.update(made.sentences)
         self.size_bytes += made.size_bytes
         heapq.heappush(self._ages, (name[-8:], name))
         self._changes += 1
@@ -478,8 +476,11 @@ class Answers:
         answer = self._answers.pop(name, None)
         if answer is None:
             return
-        self._frequencies.subtract(answer.words)
-        self._repeats.subtract(answer.sentences)
+        self._texts[answer.text] -= 1
+        if not self._texts[answer.text]:
+            del self._texts[answer.text]
+            self._frequencies.subtract(answer.words)
+            self._repeats.subtract(answer.sentences)
         self.size_bytes -= answer.size_bytes
         self._views.pop(name, None)
         self._is_stale = True
@@ -556,7 +557,7 @@ class Answers:
         return _unknown(why)
 
     def _conflict(self, one: _View, other: _View) -> str:
-        least = max(_USUAL_MIN, _USUAL * len(self._answers))
+        least = max(_USUAL_MIN, _USUAL * len(self._texts))
         return conflict(one, other, lambda sentence: self._repeats[sentence.key] >= least)
 
     # --- weights and the cut
@@ -569,7 +570,7 @@ class Answers:
             return False
         if not self._pairs:
             self._changes = 0
-            self._weighed = len(self._answers), +self._frequencies
+            self._weighed = len(self._texts), +self._frequencies
             self._repeats = +self._repeats
             self._views.clear()
             self._pairs, self._scores = self._near_pairs(), []

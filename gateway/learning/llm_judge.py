@@ -11,7 +11,7 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from cache.verdicts import Judge, Judgement, QAPair, Ruling
+from cache.verdicts import Judge, Judgement, QAPair, Ruling, is_refusal
 from gateway.journey.storing import answer_text
 
 Ask = Callable[[dict[str, Any]], Awaitable[bytes | None]]
@@ -51,6 +51,8 @@ class LlmJudge:
         texts = (fresh.prompt, fresh.answer, cached.answer)
         if sum(map(len, texts)) > _CHARS_MAX:
             return self._judgement(Ruling.UNKNOWN, "too long to ask about")
+        if is_refusal(fresh.answer) and is_refusal(cached.answer):
+            return self._judgement(Ruling.UNKNOWN, "two refusals, which say nothing of their prompts")
         if any(map(_SPEAKS_TO_JUDGE.search, texts)):
             return self._judgement(Ruling.UNKNOWN, "a text speaks to the judge")
         ruling = await self._asked(*texts)

@@ -57,6 +57,21 @@ def test_equality(one: str, other: str, ruling: Ruling) -> None:
         assert equal(a, b).ruling is ruling
 
 
+REFUSALS = (
+    "I'm sorry, but I can't help with that.",
+    "I don't know.",
+    "Sorry, I didn\u2019t quite understand. Could you rephrase your question?",
+    "Something went wrong. Please try again later.",
+)
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_two_refusals_are_no_evidence(refusal: str) -> None:
+    """The same refusal of two prompts does not show that they ask for the same; by words or by meaning."""
+    assert equal(refusal, refusal.upper()).ruling is UNKNOWN
+    assert agree(refusal, refusal, lambda _: vectors(1.0)).ruling is UNKNOWN
+
+
 @given(st.text(max_size=60))
 def test_a_text_is_equal_to_itself_in_another_spacing(text: str) -> None:
     """Normalising is total, and does not see white space around words."""

@@ -281,6 +281,20 @@ def test_what_is_dropped_leaves_nothing() -> None:
     made.settle()
 
 
+def test_repeating_an_answer_does_not_make_its_words_weigh_less() -> None:
+    """Words weigh by the distinct texts that have them: two hundred copies of one leave scores as they were."""
+    scores = []
+    for copies in (1, 200):
+        made, subjects, firsts = taught()
+        repeated, fresh, prompt = subjects[0].answer(), subjects[0].answer(), subjects[0].asked()
+        for _ in range(copies):
+            made.add(repeated, prompt)
+        made.settle()
+        (judgement,) = made.answers.judge(sketch(fresh, encode), named(0), [firsts[1]])
+        scores.append(float(judgement.why.split()[1].rstrip(",")))
+    assert scores[0] == pytest.approx(scores[1], abs=0.03)
+
+
 def test_rulings_on_names_that_are_not_there_are_unknown(namespace: Taught) -> None:
     """A candidate that was dropped, and the fresh answer itself, are not compared."""
     made, subjects, firsts = namespace

@@ -43,6 +43,15 @@ async def test_both_orders_are_asked(word: str) -> None:
     assert {one["prompt"] for one in model.questions} == {"How do I start it?"}
 
 
+async def test_two_refusals_are_not_asked_about() -> None:
+    """That two prompts are refused in other words says nothing of them; a refusal beside an answer does."""
+    model = Model(lambda *_: "DIFFERENT")
+    refusal = "I'm sorry, but I can't help with that."
+    assert await ruling(model, refusal, "I am unable to do this.") is Ruling.UNKNOWN
+    assert model.questions == []
+    assert await ruling(model, ONE, refusal) is Ruling.DIFFERENT
+
+
 async def test_a_ruling_that_depends_on_the_order_is_none() -> None:
     """A model that prefers a place has no opinion."""
     assert await ruling(Model(lambda a, _: "SAME" if a == ONE else "DIFFERENT")) is Ruling.UNKNOWN
