@@ -141,10 +141,15 @@ class Product:
         self._sketches: dict[bytes, Sketch] = {}
 
     def generate(self, exact: bytes, text: str, label: str) -> None:
-        self._answers[exact] = made = QAPair(text, self._pools.draw(label, self._random))
+        made = QAPair(text, self._pools.draw(label, self._random))
         self._owners[made.answer] = label
+        self.keep(exact, made)
+
+    def keep(self, exact: bytes, made: QAPair) -> None:
+        """Entry `exact` has this answer to this prompt."""
+        self._answers[exact] = made
         self._sketches[exact] = sketch(made.answer, self._encode)
-        self._prose.add(exact, self._encode([text]).vectors[0], self._sketches[exact])
+        self._prose.add(exact, self._encode([made.prompt]).vectors[0], self._sketches[exact])
         while self._prose.settle():
             pass
 
@@ -202,6 +207,51 @@ class Product:
         if judgement.ruling is Ruling.UNKNOWN:
             judgement = agree(one.answer, other.answer, self._encode)
         return judgement.ruling
+
+
+@dataclass(frozen=True, slots=True)
+class PairsJudged:
+    """Rulings on annotated pairs: `same` of `count` are the same; errors are among the `ruled`."""
+
+    name: str
+    count: int
+    same: int
+    ruled: int
+    false_same: int
+    false_different: int
+
+
+def judge_pairs(path: Path, encode: Callable[[Sequence[str]], Encoded]) -> list[PairsJudged]:
+    """The rulings of the judges without a model on pairs of answers, all of them in one namespace.
+
+    A line has `id`, prompts `a` and `b`, answers `a1`, `a2`, `b1`, and two annotations of (a1, b1) and of (a1, a2); pairs on which
+    these differ are left out. Odd ids, for choosing, are apart from even ones. Raises OSError or ValueError.
+    """
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    product = Product(Pools({}), encode, None, random.Random(0))
+    for row in rows:
+        for field in ("a1", "a2", "b1"):
+            product.keep(f"{row['id']} {field}".encode(), QAPair(row[field[0]], row[field]))
+    found = []
+    for fields in ("a1_b1", "a1_a2"):
+        for parity in (1, 0):
+            some = [row for row in rows if int(row["id"][1:]) % 2 == parity and row[fields] == row[f"{fields}_second"]]
+            one, other = fields.split("_")
+            rulings = [
+                (row[fields] == "same", product.is_same(f"{row['id']} {other}".encode(), f"{row['id']} {one}".encode()))
+                for row in some
+            ]
+            found.append(
+                PairsJudged(
+                    name=f"{one}, {other}, {'odd' if parity else 'even'}",
+                    count=len(rulings),
+                    same=sum(truth for truth, _ in rulings),
+                    ruled=sum(ruling is not None for _, ruling in rulings),
+                    false_same=rulings.count((False, True)),
+                    false_different=rulings.count((True, False)),
+                )
+            )
+    return found
 
 
 def _run(work: Coroutine[Any, Any, Judgement]) -> Judgement:

@@ -2,12 +2,14 @@
 
     ./run bench semantic FOLDER... [--error-max 0.01 ...] [--seeds N] [--judge-noise 0 ...] [--requests N] [--json FILE]
     ./run bench semantic FOLDER... --answers FILE [--vary | --label-answers] [--judge-model ERR] [--requests N] ...
+    ./run bench semantic --judge FILE
     ./run bench semantic FOLDER... --http [--answers FILE] [--error-max 0.01 ...] [--seeds N] [--requests N] [--json FILE]
 
 Streams each set in a seeded order through the product's own cache object, empty at first: a miss stores the request, and the judge
 says by the labels which cached answers the fresh one equals, wrong with the probability of the noise. A hit is wrong where the
 labels differ. Beside it: fixed cosine thresholds, the fixed rule with its guards, and vCache's rule (bench/vcache.py).
 With `--answers` each answer is drawn from its label's texts in FILE, and the product's own judges compare them (bench/answers.py).
+With `--judge` the product's judges rule on the annotated pairs of FILE instead (bench/answers.py).
 With `--http` the same streams go through a real gateway instead, with its own judges (bench/semantic_http.py).
 A half of a stream fails where the exact one-sided 95% lower limit of its share of wrong answers is above the bound.
 """
@@ -27,7 +29,7 @@ from pathlib import Path
 
 import msgspec
 
-from bench.answers import Ideal, Judging, Pools, Product, load_pools
+from bench.answers import Ideal, Judging, Pools, Product, judge_pairs, load_pools
 from bench.lab.processes import BenchError
 from bench.labelled import Labelled, Recall, Request, load
 from bench.semantic_http import stream_over_http
@@ -110,7 +112,7 @@ class Cosine:
         reasons = tuple(None if one.similarity >= self._least else MissReason.FAR for one in neighbours)
         return Decision(0 if reasons[0] is None else None, reasons), state.counters
 
-    def learn(self, row: Row, model: LearnedModel | None) -> LearnedModel | None:
+    def learn(self, row: Row, model: LearnedModel | None, others: Sequence[LearnedModel] = ()) -> LearnedModel | None:
         """It does not."""
         return model
 
@@ -234,7 +236,7 @@ class Unjudged:
         decision, counters = self._rule.decide(query, neighbours, state)
         return Decision(decision.served, decision.reasons), counters
 
-    def learn(self, row: Row, model: LearnedModel | None) -> LearnedModel | None:
+    def learn(self, row: Row, model: LearnedModel | None, others: Sequence[LearnedModel] = ()) -> LearnedModel | None:
         """None comes."""
         return model
 
@@ -257,7 +259,7 @@ def _line(one: Result) -> str:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="./run bench semantic", description=(__doc__ or "").splitlines()[0])
     names = ["verified", "cold", "guards", *(f"cosine {least}" for least in _COSINES), "vcache"]
-    parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("folders", nargs="*", type=Path)
     parser.add_argument("--error-max", nargs="+", type=float, default=[0.01])
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--judge-noise", nargs="+", type=float, default=[0.0])
@@ -275,9 +277,18 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--steadfast", action="store_true", help="a judge model errs about a pair in both orders or in none"
     )
+    parser.add_argument("--judge", type=Path, default=None, help="no stream: judge the annotated pairs of this file")
     parser.add_argument("--http", action="store_true", help="through a real gateway, an empty one for each stream")
     parser.add_argument("--json", type=Path, default=None, help="write the rows here")
     options = parser.parse_args(argv)
+    if bool(options.folders) is (options.judge is not None):
+        parser.error("expected folders of sets, or --judge with a file of pairs and no folders")
+    if options.judge is not None:
+        print(f"{'pairs':15} {'count':>6} {'same':>6} {'ruled':>6} {'false same':>11} {'false different':>16}")
+        for found in judge_pairs(options.judge, open_embedder().encode):
+            counts = f"{found.count:6d} {found.same:6d} {found.ruled:6d}"
+            print(f"{found.name:15} {counts} {found.false_same:11d} {found.false_different:16d}")
+        return 0
     if options.http and (options.policies != names or options.judge_noise != [0.0]):
         parser.error("--http is one policy, the gateway's, and has judges of its own: no --policies, no --judge-noise")
     if options.steadfast and options.judge_model is None:

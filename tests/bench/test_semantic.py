@@ -69,6 +69,27 @@ def test_answers_are_drawn_and_judged_as_the_product_does(folder: Path, tmp_path
             semantic.main([str(folder), *flags])
 
 
+def test_annotated_pairs_are_judged(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of four pairs the judges find an equal one, call two others different, wrongly one; annotations that differ leave one out."""
+    rows = [
+        {"id": "s02", "b1": "It is Paris.", "a1_b1": "same", "a1_b1_second": "same"},
+        {"id": "d04", "b1": "It is 12.", "a1_b1": "different", "a1_b1_second": "different"},
+        {"id": "h06", "b1": "It is 13.", "a1_b1": "same", "a1_b1_second": "same"},
+        {"id": "h08", "b1": "It is 14.", "a1_b1": "same", "a1_b1_second": "different"},
+    ]
+    common = {"a": "what", "b": "which", "a2": "it is paris", "a1_a2": "same", "a1_a2_second": "same"}
+    answers = tmp_path / "pairs.jsonl"
+    first = {"s02": "it is paris!", "d04": "It is 7.", "h06": "It is 8.", "h08": "It is 9."}
+    answers.write_text("\n".join(json.dumps({**common, "a1": first[str(row["id"])], **row}) for row in rows))
+    assert semantic.main(["--judge", str(answers)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["a1,", "b1,", "even", "3", "2", "3", "0", "1"] in lines
+    assert ["a1,", "b1,", "odd", "0", "0", "0", "0", "0"] in lines
+    for arguments in ([], [str(folder), "--judge", str(answers)]):
+        with pytest.raises(SystemExit):
+            semantic.main(arguments)
+
+
 def test_a_prior_is_learned_and_written_as_a_module(folder: Path, tmp_path: Path) -> None:
     """What it writes is python that holds a prior."""
     out = tmp_path / "made.py"
