@@ -82,6 +82,7 @@ class Deployment:
     tiers: Mapping[str, Price] = field(default_factory=dict)  # by `service_tier`
     factors: Mapping[str, int] = field(default_factory=dict)  # by reserved part: a million times the price's
     may_reason: bool | None = None  # whether answers have tokens that no chunk shows; None: not known
+    tokens_per_ms: float = 0.04  # of its latest answers, from their start, with the tokens that no chunk shows
 
     @property
     def has_answered(self) -> bool:
@@ -243,7 +244,8 @@ class Deployment:
             if made.usage.reasoning_tokens:
                 self.may_reason = True
             elif self.may_reason is None:
-                self.may_reason = made.usage.completion_tokens > made.completion_tokens_at_least(None)
+                self.may_reason = made.usage.completion_tokens > made.completion_tokens_at_least(0.0)
+            self.tokens_per_ms += (made.usage.completion_tokens / max(duration_ms, 1.0) - self.tokens_per_ms) / 2
         if made.is_whole:
             ttft_ms = min(ttft_ms, self.estimate.ttft_ms(prompt_tokens))
         tokens = made.usage.completion_tokens if made.usage else made.content_chunks

@@ -101,14 +101,14 @@ class Progress(msgspec.Struct):
     def has_content(self) -> bool:
         return self.content_chunks > 0
 
-    def completion_tokens_at_least(self, tpot_ms: float | None) -> int:
+    def completion_tokens_at_least(self, tokens_per_ms: float) -> int:
         """At least as many tokens as the answer has, where its deployment did not count them.
 
-        The most of its chunks, a third of its bytes and, for a model that may reason unseen, the
-        tokens of the time that passed, each in `tpot_ms`.
+        The most of its chunks, a third of its bytes and the tokens of the time that passed;
+        `tokens_per_ms` is 0 for a model that does not reason unseen.
         """
         duration_ms = self.attempt.duration_ms if self.attempt is not None else self.elapsed_ms()
-        unseen = duration_ms / tpot_ms if tpot_ms else 0.0
+        unseen = duration_ms * tokens_per_ms
         return max(self.content_chunks, -(-text_bytes(self.chunks) // _BYTES_PER_TOKEN), int(unseen))
 
     def elapsed_ms(self) -> float:

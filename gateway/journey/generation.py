@@ -354,7 +354,7 @@ class Generation:
         if not (progress.has_begun or progress.is_abandoned):
             return Usage(0, 0)
         may_reason = progress.has_begun if deployment.may_reason is None else deployment.may_reason
-        said = progress.completion_tokens_at_least(deployment.estimate.tpot_ms if may_reason else None)
+        said = progress.completion_tokens_at_least(deployment.tokens_per_ms if may_reason else 0.0)
         return Usage(demand.prompt_tokens + progress.prefix_tokens, min(said, output_max))
 
     def _cost(self, one: Try) -> int:
