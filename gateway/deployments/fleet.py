@@ -245,7 +245,8 @@ class Deployment:
                 self.may_reason = True
             elif self.may_reason is None:
                 self.may_reason = made.usage.completion_tokens > made.completion_tokens_at_least(0.0)
-            self.tokens_per_ms += (made.usage.completion_tokens / max(duration_ms, 1.0) - self.tokens_per_ms) / 2
+            rate = made.usage.completion_tokens / max(duration_ms, 1.0)
+            self.tokens_per_ms += (rate - self.tokens_per_ms) * (0.5 if self.has_answered else 1.0)
         if made.is_whole:
             ttft_ms = min(ttft_ms, self.estimate.ttft_ms(prompt_tokens))
         tokens = made.usage.completion_tokens if made.usage else made.content_chunks
