@@ -182,7 +182,8 @@ def agree(fresh: str, cached: str, encode: Callable[[Sequence[str]], Encoded]) -
     guard = difference(one, other)
     if {_stance(one), _stance(other)} == {"yes", "no"}:
         return Judgement(Ruling.DIFFERENT, _NAME, "one says yes, the other no")
-    if guard in (MissReason.NUMBERS, MissReason.POLARITY):
+    is_terse = max(len(one.content), len(other.content)) <= _TERSE_WORDS
+    if guard is MissReason.POLARITY or (guard is MissReason.NUMBERS and _says_other_numbers(one, other)):
         return Judgement(Ruling.DIFFERENT, _NAME, f"{guard} differ")
     if guard is MissReason.NAMES and one.names and other.names and not one.names & other.names:
         return Judgement(Ruling.DIFFERENT, _NAME, "names differ")
@@ -194,10 +195,30 @@ def agree(fresh: str, cached: str, encode: Callable[[Sequence[str]], Encoded]) -
     is_guarded = guard is not None or one.negations != other.negations
     if not is_guarded and cosine >= (_SURE_COSINE if is_swapped else _SAME_COSINE):
         ruling = Ruling.SAME
-    is_terse = max(len(one.content), len(other.content)) <= _TERSE_WORDS
-    if is_swapped and cosine < (_OTHER_COSINE_TERSE if is_terse else _OTHER_COSINE):
+    has_shared_number = not _numbers(one).isdisjoint(_numbers(other))
+    if is_swapped and not has_shared_number and cosine < (_OTHER_COSINE_TERSE if is_terse else _OTHER_COSINE):
         ruling = Ruling.DIFFERENT
     return Judgement(ruling, _NAME, f"similarity {cosine:.2f}")
+
+
+def _says_other_numbers(one: TextFeatures, other: TextFeatures) -> bool:
+    """Whether two answers of other numbers disagree: in the same words, or with no number in common.
+
+    Beside a common one, a number may be a step on the way, a further fact, or the same one rounded.
+    """
+    if _unnumbered(one) == _unnumbered(other):
+        return True
+    is_terse = max(len(one.content), len(other.content)) <= _TERSE_WORDS
+    is_told = is_terse or one.content_set == other.content_set
+    return is_told and bool(_numbers(one) and _numbers(other)) and _numbers(one).isdisjoint(_numbers(other))
+
+
+def _unnumbered(one: TextFeatures) -> list[str]:
+    return [word for word in one.words if not any(map(str.isdigit, word))]
+
+
+def _numbers(one: TextFeatures) -> frozenset[str]:
+    return frozenset(value for value, _ in one.numbers)
 
 
 def _stance(one: TextFeatures) -> str:

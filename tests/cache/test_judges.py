@@ -86,6 +86,11 @@ def vectors(cosine: float) -> Encoded:
     ("one", "other", "cosine", "ruling"),
     [
         ("It is case 12.", "It is case 13.", 0.999, DIFFERENT),
+        ("Your balance is 5 dollars as of May 3.", "Your balance is 7 dollars as of May 3.", 0.999, DIFFERENT),
+        ("5 miles is 8.05 kilometers.", "30 miles = 48.3 km", 0.9, DIFFERENT),
+        ("A fifth of 80 is 16.", "The answer is 16, because 0.2 x 80 = 16.", 0.8, UNKNOWN),
+        ("5 miles is 8.05 kilometers.", "5 miles x 1.609344 = 8.0467 km, so roughly 8.", 0.9, UNKNOWN),
+        ("Boil it for 12 minutes on a low flame.", "12 minutes; stir now and then, and cover the pot.", 0.5, UNKNOWN),
         ("Yes, it is open.", "No, it is not open.", 0.99, DIFFERENT),
         ("It was Marie Curie.", "It was Albert Einstein.", 0.99, DIFFERENT),
         ("Yes.", "No.", 0.99, DIFFERENT),
