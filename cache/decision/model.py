@@ -35,7 +35,7 @@ THRESHOLD_MIN = 0.7
 _UNLIKELY = 0.5
 _DISCERNING = 0.5  # of near answers not found equal: judges that call as many different are a guide
 # of the bound: what is served at the threshold is wrong at most so many times as often
-_WORST_MAX = 15.0
+_WORST_MAX = 10.0
 # 1 at least: most comparisons tell of p just below the threshold, where it is too cautious; what is
 # served is not
 _KAPPA_MIN, _KAPPA_MAX, _KAPPA_DEVIATIONS = 1.0, 6.0, 0.5
