@@ -209,8 +209,8 @@ def _says_other_numbers(one: TextFeatures, other: TextFeatures) -> bool:
     if _unnumbered(one) == _unnumbered(other):
         return True
     is_terse = max(len(one.content), len(other.content)) <= _TERSE_WORDS
-    is_told = is_terse or one.content_set == other.content_set
-    return is_told and bool(_numbers(one) and _numbers(other)) and _numbers(one).isdisjoint(_numbers(other))
+    is_told = is_terse or bool(_numbers(one) and _numbers(other) and one.content_set == other.content_set)
+    return is_told and _numbers(one).isdisjoint(_numbers(other))
 
 
 def _unnumbered(one: TextFeatures) -> list[str]:
