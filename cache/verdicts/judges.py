@@ -182,7 +182,6 @@ def agree(fresh: str, cached: str, encode: Callable[[Sequence[str]], Encoded]) -
     guard = difference(one, other)
     if {_stance(one), _stance(other)} == {"yes", "no"}:
         return Judgement(Ruling.DIFFERENT, _NAME, "one says yes, the other no")
-    is_terse = max(len(one.content), len(other.content)) <= _TERSE_WORDS
     if guard is MissReason.POLARITY or (guard is MissReason.NUMBERS and _says_other_numbers(one, other)):
         return Judgement(Ruling.DIFFERENT, _NAME, f"{guard} differ")
     if guard is MissReason.NAMES and one.names and other.names and not one.names & other.names:
@@ -196,7 +195,8 @@ def agree(fresh: str, cached: str, encode: Callable[[Sequence[str]], Encoded]) -
     if not is_guarded and cosine >= (_SURE_COSINE if is_swapped else _SAME_COSINE):
         ruling = Ruling.SAME
     has_shared_number = not _numbers(one).isdisjoint(_numbers(other))
-    if is_swapped and not has_shared_number and cosine < (_OTHER_COSINE_TERSE if is_terse else _OTHER_COSINE):
+    other_cosine = _OTHER_COSINE_TERSE if _are_terse(one, other) else _OTHER_COSINE
+    if is_swapped and not has_shared_number and cosine < other_cosine:
         ruling = Ruling.DIFFERENT
     return Judgement(ruling, _NAME, f"similarity {cosine:.2f}")
 
@@ -208,9 +208,13 @@ def _says_other_numbers(one: TextFeatures, other: TextFeatures) -> bool:
     """
     if _unnumbered(one) == _unnumbered(other):
         return True
-    is_terse = max(len(one.content), len(other.content)) <= _TERSE_WORDS
-    is_told = is_terse or bool(_numbers(one) and _numbers(other) and one.content_set == other.content_set)
-    return is_told and _numbers(one).isdisjoint(_numbers(other))
+    mine, its = _numbers(one), _numbers(other)
+    is_told = _are_terse(one, other) or bool(mine and its and one.content_set == other.content_set)
+    return is_told and mine.isdisjoint(its)
+
+
+def _are_terse(one: TextFeatures, other: TextFeatures) -> bool:
+    return max(len(one.content), len(other.content)) <= _TERSE_WORDS
 
 
 def _unnumbered(one: TextFeatures) -> list[str]:

@@ -11,6 +11,17 @@ import sqlalchemy as sa
 
 VERSION = "0005"
 
+_KINDS = (
+    "cache_write_tokens", "cache_write_1h_tokens", "audio_prompt_tokens", "image_prompt_tokens", "reasoning_tokens",
+    "audio_completion_tokens", "image_completion_tokens", "tool_calls",
+)  # fmt: skip
+
+
+def _kinds_of_tokens() -> list[sa.Column[int]]:
+    """The counts that providers bill apart, in the ledger and in its days."""
+    return [sa.Column(kind, sa.BigInteger, nullable=False, server_default="0") for kind in _KINDS]
+
+
 metadata = sa.MetaData(
     naming_convention={
         "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -108,14 +119,7 @@ ledger = sa.Table(
     sa.Column("cost_microusd", sa.BigInteger, nullable=False),
     sa.Column("kind", sa.Text, nullable=False),
     sa.Column("usage_estimated", sa.Boolean, nullable=False, server_default=sa.false()),
-    sa.Column("cache_write_tokens", sa.BigInteger, nullable=False, server_default="0"),
-    sa.Column("cache_write_1h_tokens", sa.BigInteger, nullable=False, server_default="0"),
-    sa.Column("audio_prompt_tokens", sa.BigInteger, nullable=False, server_default="0"),
-    sa.Column("image_prompt_tokens", sa.BigInteger, nullable=False, server_default="0"),
-    sa.Column("reasoning_tokens", sa.BigInteger, nullable=False, server_default="0"),
-    sa.Column("audio_completion_tokens", sa.BigInteger, nullable=False, server_default="0"),
-    sa.Column("image_completion_tokens", sa.BigInteger, nullable=False, server_default="0"),
-    sa.Column("tool_calls", sa.BigInteger, nullable=False, server_default="0"),
+    *_kinds_of_tokens(),
     sa.Index(None, "at_ms", "id"),
     sa.Index(None, "team_id", "at_ms", "id"),
 )
@@ -151,12 +155,5 @@ ledger_days = sa.Table(
     sa.Column("cached_tokens", sa.BigInteger, nullable=False),
     sa.Column("completion_tokens", sa.BigInteger, nullable=False),
     sa.Column("cost_microusd", sa.BigInteger, nullable=False),
-    sa.Column("cache_write_tokens", sa.BigInteger, nullable=False, server_default="0"),
-    sa.Column("cache_write_1h_tokens", sa.BigInteger, nullable=False, server_default="0"),
-    sa.Column("audio_prompt_tokens", sa.BigInteger, nullable=False, server_default="0"),
-    sa.Column("image_prompt_tokens", sa.BigInteger, nullable=False, server_default="0"),
-    sa.Column("reasoning_tokens", sa.BigInteger, nullable=False, server_default="0"),
-    sa.Column("audio_completion_tokens", sa.BigInteger, nullable=False, server_default="0"),
-    sa.Column("image_completion_tokens", sa.BigInteger, nullable=False, server_default="0"),
-    sa.Column("tool_calls", sa.BigInteger, nullable=False, server_default="0"),
+    *_kinds_of_tokens(),
 )
