@@ -127,11 +127,11 @@ class Sketch:
         """Raises ValueError for anything but a sketch of this version."""
         try:
             stored = _STORED.decode(data)
-        except msgspec.DecodeError as error:
+            words, kinds = np.frombuffer(stored.words, "<u4"), np.frombuffer(stored.kinds, np.uint8)
+            lengths, scales = np.frombuffer(stored.lengths, "<u2"), np.frombuffer(stored.scales, "<f4")
+            vectors = np.frombuffer(stored.vectors, np.int8)
+        except (msgspec.DecodeError, ValueError) as error:  # also of invalid UTF-8, and of parts of a number
             raise ValueError(f"not a sketch: {error}") from None
-        words, kinds = np.frombuffer(stored.words, "<u4"), np.frombuffer(stored.kinds, np.uint8)
-        lengths, scales = np.frombuffer(stored.lengths, "<u2"), np.frombuffer(stored.scales, "<f4")
-        vectors = np.frombuffer(stored.vectors, np.int8)
         count = len(lengths)
         if (
             len(words) != len(kinds)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -245,6 +246,8 @@ def test_a_sketch_survives_its_stored_form(text: str) -> None:
 
 
 @given(st.binary(max_size=200))
+@example(b"\x96\xa2\x00\x80")
+@example(msgspec.msgpack.encode(("p1", b"123", b"", b"", b"", b"")))
 def test_bytes_that_are_no_sketch_are_refused(data: bytes) -> None:
     """Other bytes raise ValueError."""
     with pytest.raises(ValueError, match="not a sketch"):
