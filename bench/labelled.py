@@ -1,7 +1,8 @@
 """Labelled requests, as a stream for the semantic cache: a folder with `stream.jsonl.gz`, one request a line.
 
-A line has `text`, `label` (the same label: the same right answer) and perhaps `history`, the earlier turns of its dialogue. Vectors
-are kept in `.bench/vectors`, so that a set is embedded once. Knows no policy.
+A line has `text`, `label` (the same label: the same right answer) and perhaps `system`, `history` (the earlier turns of its dialogue,
+the oldest first) and `part`: the lines of each part are a set of their own. Vectors are kept in `.bench/vectors`, so that a set is
+embedded once. Knows no policy.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +43,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """A set by its folder's name."""
+    """A set by its folder's name, `folder/part` where its lines have parts."""
 
     name: str
     requests: tuple[Request, ...]
@@ -51,23 +53,28 @@ class Labelled:
         return [self.requests[place] for place in order[:count]]
 
 
-def load(folder: Path) -> Labelled:
-    """Raises OSError or ValueError where the folder has no readable stream."""
-    requests = []
+def load(folder: Path) -> list[Labelled]:
+    """The sets of a folder, by the order in which their parts come. Raises OSError or ValueError where it has no readable stream."""
+    parts: dict[str, list[Request]] = {}
     with gzip.open(folder / "stream.jsonl.gz", "rt", encoding="utf-8") as lines:
         for number, line in enumerate(lines):
             row = json.loads(line)
-            turns = [*row.get("history", ()), row["text"]]
-            messages = [
-                {"role": "assistant" if (len(turns) - place) % 2 == 0 else "user", "content": turn}
-                for place, turn in enumerate(turns)
-            ]
-            made = fingerprint({"model": "bench", "messages": messages}, TENANT)
-            exact = hashlib.blake2b(str(number).encode(), digest_size=16).digest()
-            requests.append(
-                Request(Query(TENANT, made.compat, made.text or row["text"]), exact, str(row["label"]), messages)
-            )
-    return Labelled(folder.name, tuple(requests))
+            name = f"{folder.name}/{row['part']}" if "part" in row else folder.name
+            parts.setdefault(name, []).append(_request(row, number))
+    return [Labelled(name, tuple(requests)) for name, requests in parts.items()]
+
+
+def _request(row: Mapping[str, Any], number: int) -> Request:
+    turns = [*row.get("history", ()), row["text"]]
+    messages = [
+        {"role": "assistant" if (len(turns) - place) % 2 == 0 else "user", "content": turn}
+        for place, turn in enumerate(turns)
+    ]
+    if row.get("system") is not None:
+        messages.insert(0, {"role": "system", "content": row["system"]})
+    made = fingerprint({"model": "bench", "messages": messages}, TENANT)
+    exact = hashlib.blake2b(str(number).encode(), digest_size=16).digest()
+    return Request(Query(TENANT, made.compat, made.text or row["text"]), exact, str(row["label"]), messages)
 
 
 class Recall:
@@ -95,7 +102,7 @@ class Recall:
 def _kept(embedder: Embedder, name: str, texts: Sequence[str]) -> Encoded:
     """The vectors of a set, in float16 on disk, as the store keeps them."""
     digest = hashlib.blake2b("\0".join(texts).encode(), digest_size=6).hexdigest()
-    path = _VECTORS / f"{name}-{digest}-{embedder.info.key.hex()}.npz"
+    path = _VECTORS / f"{name.replace('/', '-')}-{digest}-{embedder.info.key.hex()}.npz"
     if not path.exists():
         portions = [embedder.encode(texts[at : at + _PORTION]) for at in range(0, len(texts), _PORTION)]
         path.parent.mkdir(parents=True, exist_ok=True)

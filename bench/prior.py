@@ -151,7 +151,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if len(options.folders) < 2:
         parser.error("at least two sets are needed: each is held out once")
-    sets = [load(folder) for folder in options.folders]
+    sets = [one for folder in options.folders for one in load(folder)]
     embedder = Recall(open_embedder(), sets)
     found: list[list[Rows]] = []
     for one in sets:

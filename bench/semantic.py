@@ -243,7 +243,7 @@ class Unjudged:
 
 def _line(one: Result) -> str:
     return (
-        f"{one.set:18} {one.policy:12} {one.error_max:6.3f} {one.judge_noise:6.2f} {one.seed:5d} {one.requests:8d} "
+        f"{one.set:20} {one.policy:12} {one.error_max:6.3f} {one.judge_noise:6.2f} {one.seed:5d} {one.requests:8d} "
         f"{100 * one.hits / one.requests:6.1f} {100 * one.wrong / one.requests:8.2f} "
         f"{100 * one.wrong / max(1, one.hits):7.2f} {100 * (one.hits - one.wrong) / max(1, one.possible):7.1f}"
         + ("       " if one.decision_ms_p50 is None else f" {one.decision_ms_p50:6.2f}")
@@ -299,13 +299,13 @@ def main(argv: list[str]) -> int:
         options.judge_noise != [0.0] or (options.http and options.judge_model is not None)
     ):
         parser.error("--answers has the product's judges: no --judge-noise; --judge-model only in process")
-    sets = [load(folder) for folder in options.folders]
+    sets = [one for folder in options.folders for one in load(folder)]
     pools = None
     if options.answers is not None:
         pools = load_pools(options.answers, is_varied=options.vary, is_label=options.label_answers)
         sets = [pools.of(one) for one in sets]
     print(
-        f"{'set':18} {'policy':12} {'bound':>6} {'noise':>6} {'seed':>5} {'requests':>8} {'hit %':>6} {'wrong %':>8} "
+        f"{'set':20} {'policy':12} {'bound':>6} {'noise':>6} {'seed':>5} {'requests':>8} {'hit %':>6} {'wrong %':>8} "
         f"{'of hits':>7} {'recall':>7} {'ms':>6} {'halves: hit %, wrong %':>23}"
     )
     results: list[Result] = []

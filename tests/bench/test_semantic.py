@@ -34,9 +34,27 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_history_is_part_of_the_dialogue(folder: Path) -> None:
     """Equal last messages of other dialogues are in other namespaces; every request has an id of its own."""
-    requests = load(folder).requests
+    (one,) = load(folder)
+    requests = one.requests
     assert len({request.exact for request in requests}) == len(requests) == 40
     assert len({request.query.compat for request in requests}) == 3
+
+
+def test_each_part_is_a_set_of_its_own(folder: Path) -> None:
+    """Lines with a part make one set a part; a system prompt comes before the history, and another one is another namespace."""
+    rows = [
+        {"part": "first", "system": "Be brief.", "history": ["hello", "hi"], "text": "why", "label": 1},
+        {"part": "second", "system": None, "history": [], "text": "why", "label": 1},
+        {"part": "first", "system": "Be long.", "history": ["hello", "hi"], "text": "why", "label": 1},
+    ]
+    lines = "\n".join(json.dumps(row) for row in rows)
+    (folder / "stream.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    first, second = load(folder)
+    assert (first.name, second.name) == ("small/first", "small/second")
+    assert [message["role"] for message in first.requests[0].messages] == ["system", "user", "assistant", "user"]
+    assert [message["role"] for message in second.requests[0].messages] == ["user"]
+    assert len({request.query.compat for request in (*first.requests, *second.requests)}) == 3
+    assert len({request.exact for request in (*first.requests, *second.requests)}) == 3
 
 
 def test_every_policy_is_counted(folder: Path, tmp_path: Path) -> None:
