@@ -23,7 +23,9 @@ from cache import CacheUnavailable, Entry, ExactCache, Fingerprint, fingerprint
 from cache.eligibility import Refusal
 from cache.exact import LookupMiss
 from gateway.accounts import Accounts, Identity, partition_of
-from gateway.deployments.fleet import Alias, Deployment, Fleet, no_route
+from gateway.deployments.alias import Alias, no_route
+from gateway.deployments.deployment import Deployment
+from gateway.deployments.fleet import Fleet
 from gateway.exceptions import fresh
 from gateway.journey.attempt import stream
 from gateway.journey.budget import Money

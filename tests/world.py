@@ -43,7 +43,8 @@ from gateway.backends.base import (
     Load,
 )
 from gateway.backends.refusals import Refused, refusal
-from gateway.deployments.fleet import Deployment, Fleet, build_fleet
+from gateway.deployments.deployment import Deployment
+from gateway.deployments.fleet import Fleet, build_fleet
 from gateway.journey.budget import Money
 from gateway.journey.rate_limits import Limits
 from gateway.journey.record import Record

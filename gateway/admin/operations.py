@@ -20,7 +20,8 @@ from gateway.accounts.audit import DISABLED, DRAINED, ENABLED, RESET, TRIED
 from gateway.admin import models, views
 from gateway.admin.parts import AdminParts
 from gateway.backends.base import BackendRequest
-from gateway.deployments.fleet import Alias, Deployment, with_length
+from gateway.deployments.alias import Alias
+from gateway.deployments.deployment import Deployment, with_length
 from gateway.deployments.progress import Progress
 from gateway.journey.attempt import attempt
 from gateway.journey.storing import answer_text

@@ -20,7 +20,9 @@ from gateway.accounts import Group, LedgerFilter, Team
 from gateway.admin import models
 from gateway.admin.parts import AdminParts
 from gateway.admin.problems import problems
-from gateway.deployments.fleet import Alias, Deployment, Fleet
+from gateway.deployments.alias import Alias
+from gateway.deployments.deployment import Deployment
+from gateway.deployments.fleet import Fleet
 from gateway.journey.record import Record
 from gateway.telemetry.buckets import KINDS, kind_of
 from gateway.telemetry.judge_error import false_different, false_same

@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 import msgspec
 from redis.exceptions import RedisError
 
-from gateway.deployments.fleet import Deployment
+from gateway.deployments.deployment import Deployment
 from gateway.settings import Settings
 from gateway.transport.redis_link import RedisLink
 from policies.breaker import News

@@ -8,6 +8,7 @@ than TRIES_MAX tries.
 """
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable
 
 from gateway.backends.base import (
@@ -21,7 +22,7 @@ from gateway.backends.base import (
     BackendUnavailable,
 )
 from gateway.backends.refusals import from_backend
-from gateway.deployments.fleet import TRIES_MAX, Deployment, pause_before_retry
+from gateway.deployments.deployment import Deployment
 from gateway.deployments.progress import Progress
 from gateway.journey.flight import Flight
 from gateway.journey.generation import Generation
@@ -34,6 +35,11 @@ from policies import Route
 # a flight keeps its answer for later readers: an endless one must not take the worker's memory
 _ANSWER_BYTES_MAX = 64 << 20
 
+_ATTEMPTS_MAX = 3  # after so many, no other round over all deployments begins
+TRIES_MAX = 8
+"""The most tries of one request, at all its deployments."""
+_PAUSE_BEFORE_RETRY_S = 0.2
+_PAUSE_MAX_S = 2.0
 _RETRIES_OF_FIRST_MAX = 2
 _PAUSE_S = 0.1
 _GOES_ON_WITHIN_S = 10.0  # a client in the middle of an answer does not wait for a place as long as one before it
@@ -68,7 +74,7 @@ class _Tries:
             if self._failed is None or self._done_with.issuperset(self._generation.serving.deployments):
                 break
             latest, failure = self._failed
-            pause_s = pause_before_retry(failure, self._generation.tries)
+            pause_s = _pause_before_retry(failure, self._generation.tries)
             if pause_s is None:
                 if isinstance(failure, BackendTimeout):
                     latest.note_timeout(self._generation.turn.demand.prompt_tokens)
@@ -218,6 +224,16 @@ class _Tries:
                 return True
             broken = deployment
         return False
+
+
+def _pause_before_retry(failure: BackendError, attempts: int) -> float | None:
+    """Seconds to wait before another round over all deployments; None where a
+    round is pointless.
+    """
+    if attempts >= _ATTEMPTS_MAX or isinstance(failure, BackendTimeout):
+        return None
+    pause_s = failure.retry_after_s if failure.retry_after_s is not None else _PAUSE_BEFORE_RETRY_S * 2**attempts
+    return pause_s * random.uniform(1.0, 1.25) if pause_s <= _PAUSE_MAX_S else None
 
 
 async def _is_admitted(deployment: Deployment) -> bool:

@@ -11,7 +11,8 @@ import msgspec
 from cache import Entry, Fingerprint
 from gateway.accounts import Identity, LedgerRow
 from gateway.backends.base import BackendRequest
-from gateway.deployments.fleet import Alias, Deployment
+from gateway.deployments.alias import Alias
+from gateway.deployments.deployment import Deployment
 from gateway.deployments.progress import Attempt, Progress
 from gateway.journey.rescue import Said, Seam, rest_of
 from gateway.journey.semantic import SemanticResult, draft_of

@@ -13,7 +13,7 @@ import msgspec
 
 from cache import Controls, Entry, ExactCache, Fingerprint, Lookup, Miss, MissReason, Query, SemanticClient, Trial
 from gateway.accounts import Team
-from gateway.deployments.fleet import Alias
+from gateway.deployments.alias import Alias
 from gateway.journey.storing import answer_text, chunks_of
 from gateway.settings import NEAR_SIMILARITY_MIN, Settings
 from gateway.transport.eager import Eager

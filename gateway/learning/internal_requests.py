@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from gateway.accounts import Accounts, Conflict, Identity, Key
-from gateway.deployments.fleet import Alias
+from gateway.deployments.alias import Alias
 from gateway.journey.flight import Reply
 from gateway.journey.turn import Ended, arrive, read_turn
 from gateway.loggers import get_logger

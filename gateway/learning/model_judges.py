@@ -16,7 +16,9 @@ from functools import partial
 from typing import Any
 
 from cache.verdicts import Judge
-from gateway.deployments.fleet import Alias, Deployment, Fleet
+from gateway.deployments.alias import Alias
+from gateway.deployments.deployment import Deployment
+from gateway.deployments.fleet import Fleet
 from gateway.deployments.places import Places
 from gateway.journey.record import Record
 from gateway.learning.allowance import Allowance

@@ -18,7 +18,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from cache import SemanticClient
 from cache.worker import Status, WorkerState
 from gateway.accounts import Accounts, LedgerWriter
-from gateway.deployments.fleet import Deployment, Fleet
+from gateway.deployments.deployment import Deployment
+from gateway.deployments.fleet import Fleet
 from gateway.journey.budget import Money
 from gateway.loggers import get_logger
 from gateway.pipeline import Pipeline

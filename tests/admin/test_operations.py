@@ -10,7 +10,7 @@ from httpx import ASGITransport, AsyncClient
 from redis.asyncio import Redis
 
 from gateway.accounts import Accounts
-from gateway.deployments.fleet import Deployment
+from gateway.deployments.deployment import Deployment
 from tests.admin.world import ADMIN_KEY, World, open_world
 from tests.world import Finish, ScriptedBackend, Tokens, denied
 

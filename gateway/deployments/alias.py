@@ -1,0 +1,222 @@
+"""A name that requests give as `model`, with its deployments: which of them may answer, in what order.
+
+Collects the values that `policies.routing` decides by; the decision is a pure function there. Knows
+no teams, budgets or caches. Invariant: what no deployment of an alias may get is refused before the
+cache answers it.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+import policies
+from gateway.deployments.deployment import Deployment, with_length
+from gateway.reserved import FIELDS, TOOLS, Reserved, canonical, reserved, reserved_in_name
+from gateway.settings import ModelSettings, is_pattern
+from gateway.wire.errors import (
+    ApiError,
+    BadRequest,
+    DeadlineExceeded,
+    NotFound,
+    Unavailable,
+    UpstreamDenied,
+    sentence,
+    shown,
+)
+from gateway.wire.requests import OUTPUT_TOKENS_EXPECTED, OUTPUT_TOKENS_MAX
+from gateway.wire.rules import check_rules
+from gateway.wire.types import Kind
+from policies import Candidate, Cause, Demand, Route, RoutingPolicy
+
+_PASSED_NAME_MAX = 200
+_PASSED_NAME = re.compile(rf"[!-)+-~]{{1,{_PASSED_NAME_MAX}}}")  # ASCII without spaces and `*`
+
+
+@dataclass(slots=True)
+class Alias:
+    """A name that requests give as `model`, with its deployments.
+
+    `is_pattern`: it takes every name. `has_engine`: a local engine, which can use a draft, may
+    answer.
+    """
+
+    name: str
+    settings: ModelSettings
+    policy: RoutingPolicy
+    deployments: Mapping[str, Deployment]
+    is_pattern: bool = field(init=False)
+    has_engine: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_pattern = is_pattern(self.name)
+        self.has_engine = any(d.settings.engine is not None for d in self.deployments.values())
+
+    def for_name(self, name: str) -> "Alias":
+        """This alias, which takes every name, for the name of one request.
+
+        It keeps the deployments that allow the reserved fields in the name. Raises NotFound, and
+        BadRequest if no deployment is left.
+        """
+        rest = name.removeprefix(self.name[:-1])
+        if not _PASSED_NAME.fullmatch(rest) or "://" in rest or ".." in rest or rest.strip("/") != rest:
+            raise NotFound(
+                f"The model `{shown(name)}` does not exist: expected up to {_PASSED_NAME_MAX} characters without spaces",
+                param="model",
+                code="model_not_found",
+            )
+        hidden = reserved_in_name(rest)
+        takers = [d for d in self.deployments.values() if d.allowed.issuperset(one.name for one in hidden)]
+        if not takers:
+            raise self._refusal(hidden)
+        return dataclasses.replace(self, deployments={d.name: d.for_model(rest) for d in takers})
+
+    @property
+    def unpriced(self) -> str:
+        """The model of a deployment that passes every name on and has no price for this one; empty
+        if there is none.
+        """
+        models = (d.model for d in self.deployments.values() if d.is_any_model and not d.is_price_known)
+        return next(models, "")
+
+    def check(self, body: dict[str, Any], demand: Demand, kind: Kind) -> None:
+        """Refuse what no deployment of this alias may get, before the cache answers it.
+
+        A local engine may get what OpenAI would take; so that routing does not decide whether a
+        request is valid, its alias takes no other request. Raises BadRequest.
+        """
+        if demand.reserved and not any(demand.reserved <= d.allowed for d in self.deployments.values()):
+            raise self._refusal(reserved(body))
+        if self.has_engine:
+            check_rules(body, kind)
+
+    def _refusal(self, found: list[Reserved]) -> BadRequest:
+        """The error for reserved things of which no deployment allows all."""
+        names = {one.name for one in found}
+        # where each part is allowed somewhere, but not together, all of them are in the way
+        in_the_way = names.difference(*(d.allowed for d in self.deployments.values())) or names
+        first = next(one for one in found if one.name in in_the_way)
+        is_unpriced = any(first.name in map(canonical, d.settings.allow_fields) for d in self.deployments.values())
+        return _not_allowed(first, self.name, is_unpriced=is_unpriced)
+
+    def worst_case_microusd(self, demand: Demand) -> int:
+        """The longest answer at the highest price: the amount that budgets hold."""
+        return max(self.worst_case_at(d, demand) for d in self.deployments.values())
+
+    def worst_case_at(self, deployment: Deployment, demand: Demand) -> int:
+        """The longest answer at the price of `deployment`, µUSD."""
+        # decision: worst-case-by-bytes
+        return deployment.cost_max(demand, self.output_max(deployment, demand) * demand.choices)
+
+    def with_max_tokens(self, deployment: Deployment, demand: Demand, body: dict[str, Any]) -> dict[str, Any]:
+        """`body` with the reserved length as its limit: a budget cannot hold an
+        unlimited answer.
+        """
+        is_bounded = deployment.output_tokens_default is not None and self.settings.output_tokens_default is None
+        if demand.is_output_asked or is_bounded:
+            return body
+        return with_length(deployment, body, self.output_max(deployment, demand))
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether a warm prefix can decide between deployments."""
+        return len(self.deployments) > 1
+
+    @property
+    def is_starting(self) -> bool:
+        """No deployment is ready, and at least one is starting."""
+        loads = [d.backend.load(0) for d in self.deployments.values()]
+        return any(load.is_starting for load in loads) and not any(load.is_ready for load in loads)
+
+    def output_max(self, deployment: Deployment, demand: Demand) -> int:
+        """The tokens of the longest answer that a request allows, or that the deployment gives."""
+        if demand.is_output_asked:
+            return demand.output_tokens_max
+        asked = self.settings.output_tokens_default or deployment.output_tokens_default
+        limit = deployment.backend.load(0).output_tokens_max or deployment.output_tokens_max
+        return asked if asked is not None else (limit or OUTPUT_TOKENS_MAX)
+
+    def route(self, demand: Demand, warm: Mapping[str, int], deadline_ms: float | None, tried: frozenset[str]) -> Route:
+        """Rank this alias's deployments for a request, now.
+
+        Where none can answer, those that asked for a long rest are asked sooner.
+        """
+        now = self._now(demand, warm, deadline_ms, tried)
+        found = policies.route(now, self._candidates(demand), self.policy)
+        if found.ranked or all(rejected.cause is not Cause.HEALTH for rejected in found.rejected):
+            return found
+        return policies.route(now, self._candidates(demand, is_alone=True), self.policy)
+
+    def first_choice_model(self, demand: Demand, warm: Mapping[str, int], route: Route) -> str:
+        """The model of the first choice if every deployment were healthy and had room.
+
+        An answer of another model is a fallback, and is not cached.
+        """
+        ranked = route.ranked
+        if any(rejected.cause in _PASSING for rejected in route.rejected):
+            well = [_well(candidate) for candidate in self._candidates(demand)]
+            ranked = policies.route(self._now(demand, warm, None, frozenset()), well, self.policy).ranked
+        return self.deployments[ranked[0].name].model if ranked else ""
+
+    def _candidates(self, demand: Demand, *, is_alone: bool = False) -> Sequence[Candidate]:
+        return [d.candidate(demand.prompt_tokens, is_alone=is_alone) for d in self.deployments.values()]
+
+    def _now(self, demand: Demand, warm: Mapping[str, int], deadline_ms: float | None, tried: frozenset[str]) -> Demand:
+        """`demand` with what this alias adds to it."""
+        output_max, default = demand.output_tokens_max, self.settings.output_tokens_default
+        if not demand.is_output_asked and default:
+            output_max = default
+        return msgspec.structs.replace(
+            demand,
+            output_tokens_max=output_max,
+            output_tokens_expected=min(output_max, OUTPUT_TOKENS_EXPECTED),
+            warm=warm,
+            ttft_deadline_ms=deadline_ms,
+            excluded=tried,
+        )
+
+
+def _well(candidate: Candidate) -> Candidate:
+    return msgspec.structs.replace(candidate, is_unavailable=False, full_at=0, use="")
+
+
+def _not_allowed(found: Reserved, alias: str, *, is_unpriced: bool) -> BadRequest:
+    way = "leave it out" if found.name in FIELDS else "send tools of the type `function`"
+    effect = FIELDS.get(found.name) or TOOLS[found.name]
+    words = f"{found.words} is not for clients of the model `{alias}` to send ({effect}): {way}, or ask the operator"
+    message = f"{words} to list `{found.name}` in the deployment's `allow_fields`"
+    if is_unpriced:
+        message = f"{words} for its price: `price` of the deployment has none for `{found.name}`"
+    return BadRequest(message, param=found.param, code="field_not_allowed")
+
+
+_PASSING = frozenset({Cause.DISABLED, Cause.HEALTH, Cause.DENIED, Cause.FULL})  # of the moment, not of the request
+
+
+def no_route(route: Route, prompt: str) -> ApiError:
+    """The error for a request that no deployment may try. `prompt` is the field with the prompt."""
+    match route.cause:
+        case Cause.CONTEXT | Cause.OUTPUT:
+            return BadRequest(sentence(route.refusal), param=prompt, code="context_length_exceeded")
+        case Cause.CAPABILITY:
+            lacking = min(what for rejected in route.rejected for what in rejected.lacks)
+            return BadRequest(sentence(route.refusal), param=_ASKED_IN.get(lacking, prompt), code="unsupported_feature")
+        case Cause.DEADLINE:
+            return DeadlineExceeded(sentence(route.refusal))
+        case Cause.LIMIT:
+            return Unavailable(sentence(route.refusal), code="no_deployment_within_limits")
+        case Cause.DENIED:
+            return UpstreamDenied(sentence(route.refusal))
+        case _:
+            return Unavailable(sentence(route.refusal), code="no_deployment_available")
+
+
+# The fields that need a capability. Images, sounds and files are in the prompt itself.
+_ASKED_IN = {name: name for name in ("tools", "logprobs", "n", "suffix")} | {
+    "completions": "model",
+    "json_object": "response_format",
+    "json_schema": "response_format",
+}

@@ -1,0 +1,263 @@
+"""One place where an alias can be answered: a backend with its price, its breaker and its estimates.
+
+It gives the values that `policies.routing` decides by, and learns from the outcome of each call.
+Knows no aliases, teams, budgets or caches. Invariant: a place that `begin` took is given back once,
+by `end`.
+"""
+
+import dataclasses
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway.backends import base
+from gateway.deployments.build import describe
+from gateway.deployments.places import Places
+from gateway.deployments.progress import Progress
+from gateway.loggers import get_logger
+from gateway.reserved import PAID
+from gateway.settings import DeploymentSettings
+from policies import Breaker, Candidate, Demand, Estimate, Price, Tokens
+from policies.prices import MicroUSD
+
+_TTFT_TIMEOUT_MAX_MS = 60_000.0
+_TTFT_TIMEOUT_UNLEARNED_MS = 10_000.0  # where another deployment can answer
+_TOOL_CALLS_MAX = 10  # of tools that the provider runs, in one request, as far as a hold foresees
+
+_log = get_logger()
+
+
+@dataclass(slots=True)
+class Deployment:
+    """One place where an alias can be answered."""
+
+    name: str
+    model: str  # deployments of one model give answers of one kind
+    backend: base.Backend
+    price: Price
+    capabilities: frozenset[str]
+    context_tokens_max: int | None
+    output_tokens_max: int | None
+    output_tokens_default: int | None  # its own limit where a request has none
+    settings: DeploymentSettings
+    breaker: Breaker
+    estimate: Estimate
+    places: Places
+    claim: Callable[[], Awaitable[bool]]  # the right to probe, among all workers and hosts
+    allowed: frozenset[str] = frozenset()  # reserved fields and tools that clients may send to it
+    ttft_timeout_min_ms: float = 5_000.0
+    is_price_known: bool = True
+    are_capabilities_assumed: bool = False
+    can_chat: bool = True
+    use: str = ""  # `drained` or `disabled` by an operator
+    answers: set[base.ChunkStream] = field(default_factory=set)  # under way
+    context_learned: int | None = None  # the size that it gave when it refused a longer request
+    tiers: Mapping[str, Price] = field(default_factory=dict)  # by `service_tier`
+    factors: Mapping[str, int] = field(default_factory=dict)  # by reserved part: a million times the price's
+    may_reason: bool | None = None  # whether answers have tokens that no chunk shows; None: not known
+    tokens_per_ms: float = 0.04  # of its latest answers, from their start, with the tokens that no chunk shows
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether it has answered a request lately, whatever the model's name."""
+        return self.estimate.weight > 0
+
+    @property
+    def is_any_model(self) -> bool:
+        """Whether it takes every name of a model."""
+        return "*" in (self.settings.model or "")
+
+    def for_model(self, name: str) -> "Deployment":
+        """This deployment with the price and the sizes of the model that a request names."""
+        model = (self.settings.model or "").replace("*", name)
+        facts = describe(self.settings.model_copy(update={"model": model}))
+        return dataclasses.replace(
+            self,
+            model=model,
+            price=facts.price,
+            capabilities=facts.capabilities,
+            context_tokens_max=facts.context_tokens_max,
+            output_tokens_max=facts.output_tokens_max,
+            allowed=facts.allowed,
+            is_price_known=facts.is_price_known,
+            are_capabilities_assumed=facts.are_capabilities_assumed,
+            can_chat=facts.can_chat,
+            tiers=facts.tiers,
+            factors=facts.factors,
+            may_reason=facts.may_reason,
+        )
+
+    def cost(self, demand: Demand, tokens: Tokens) -> MicroUSD:
+        """The cost of the tokens of a request, in µUSD."""
+        return self._raised(demand, self._price(demand).cost(tokens))
+
+    def cost_max(self, demand: Demand, completion_tokens: int) -> MicroUSD:
+        """The highest possible cost of a request whose answers have so many tokens together."""
+        calls = _TOOL_CALLS_MAX if demand.reserved & PAID else 0
+        cost = self._price(demand).cost_max(
+            demand.prompt_tokens_max,
+            completion_tokens,
+            has_audio=demand.has_audio,
+            has_long_writes=demand.has_long_writes,
+            tool_calls=calls,
+        )
+        return self._raised(demand, cost)
+
+    def _price(self, demand: Demand) -> Price:
+        """The price of the tier asked for; of a tier without one, the dearest."""
+        if not demand.tier or not self.tiers:
+            return self.price
+        dearest = max(self.tiers.values(), key=lambda price: price.output_microusd_per_mtok)
+        return self.tiers.get(demand.tier, dearest)
+
+    def _raised(self, demand: Demand, cost: MicroUSD) -> MicroUSD:
+        """`cost` times the factors of the reserved parts of the request."""
+        for name in demand.reserved.intersection(self.factors):
+            cost = -(-cost * self.factors[name] // 1_000_000)
+        return cost
+
+    def candidate(self, prompt_tokens: int, *, is_alone: bool = False) -> Candidate:
+        """This deployment as routing sees it, now. `is_alone`: no other one can answer."""
+        load = self.backend.load(prompt_tokens)
+        is_unavailable = not (load.is_ready and self.breaker.allows(is_alone=is_alone))
+        figures = self.estimate.figures()
+        is_measured = figures.weight > 0  # a prior rejects no deployment
+        return Candidate(
+            name=self.name,
+            price=self.price,
+            capabilities=self.capabilities,
+            context_tokens_max=self._context(load),
+            output_tokens_max=load.output_tokens_max or self.output_tokens_max,
+            ttft_ms=load.ttft_ms if load.ttft_ms is not None or not is_measured else figures.ttft_ms(prompt_tokens),
+            tpot_ms=load.tpot_ms if load.tpot_ms is not None or not is_measured else figures.tpot_ms,
+            is_unavailable=is_unavailable,
+            is_denied=is_unavailable and load.is_ready and bool(self.breaker.denial) and not self.breaker.is_probed,
+            health_reason=(load.reason if not load.is_ready else self.breaker.reason) if is_unavailable else "",
+            use=self.use,
+            full_at=self.places.places_max if self.places.is_full else 0,
+            priority=self.settings.priority,
+            allowed=self.allowed,
+            prefill_ms_per_token=figures.prefill_ms_per_token,
+        )
+
+    def _context(self, load: base.Load) -> int | None:
+        known = load.context_tokens_max or self.context_tokens_max
+        if self.context_learned is None:
+            return known
+        return self.context_learned if known is None else min(known, self.context_learned)
+
+    def learn_window(self, error: base.BackendTooLong) -> int | None:
+        """Keep the size of the context that `error` gives. Returns the size that is known, if any.
+
+        A local engine states its size itself, which may change with its next start.
+        """
+        if error.context_tokens is not None and self.settings.engine is None:
+            self.context_learned = error.context_tokens
+        return self._context(self.backend.load(0))
+
+    def begin(self) -> bool:
+        """Take a place and the right to make one call; returns False if another call took it.
+
+        `end` gives the place back.
+        """
+        return not self.places.is_full and self.breaker.begin() and self.places.take()
+
+    def begin_try_out(self) -> None:
+        """Take a place and the right to make one call for an operator, whatever the state."""
+        self.places.taken += 1
+        self.breaker.begin_anyway()
+
+    def take_use(self, use: str) -> list[base.ChunkStream]:
+        """Set what an operator made of it. Returns the answers that must be given up."""
+        is_cut = use == "disabled" != self.use
+        self.use = use
+        return list(self.answers) if is_cut else []
+
+    async def may_probe(self) -> bool:
+        """Whether no other worker is probing it; if one is, the call that `begin` admitted ends."""
+        try:
+            is_first = await self.claim()
+        except BaseException:
+            self.breaker.record_cancelled()
+            self.end()
+            raise
+        if not is_first:
+            self.end()
+        return is_first
+
+    def end(self) -> None:
+        """Give back the place of a call that has ended."""
+        self.places.give_back()
+
+    def ttft_timeout_s(self, prompt_tokens: int, *, is_alone: bool = True) -> float:
+        """The time to wait for the first chunk: as configured, else learned
+        from this deployment.
+
+        Where it is not learned yet, and another deployment can answer, it is about 10 s.
+        """
+        if self.settings.ttft_timeout_ms is not None:
+            return self.settings.ttft_timeout_ms / 1000.0
+        most_ms = _TTFT_TIMEOUT_MAX_MS
+        unlearned_ms = most_ms if is_alone else _TTFT_TIMEOUT_UNLEARNED_MS
+        return self.estimate.ttft_timeout_ms(prompt_tokens, self.ttft_timeout_min_ms, most_ms, unlearned_ms) / 1000.0
+
+    def succeeded(self, made: Progress, prompt_tokens: int) -> None:
+        """Learn from a complete generation.
+
+        An answer that came whole has only a total: its time to first token is taken as predicted,
+        and its tokens share the rest.
+        """
+        self.breaker.record_success()
+        duration_ms = made.elapsed_ms()
+        ttft_ms = made.ttft_ms if made.ttft_ms is not None else duration_ms
+        if made.usage is not None:
+            if self.context_learned and made.usage.prompt_tokens > self.context_learned:
+                self.context_learned = None  # it has grown
+            prompt_tokens = made.usage.prompt_tokens - made.usage.cached_tokens
+            if made.usage.reasoning_tokens:
+                self.may_reason = True
+            elif self.may_reason is None:
+                self.may_reason = made.usage.completion_tokens > made.completion_tokens_at_least(0.0)
+            rate = made.usage.completion_tokens / max(duration_ms, 1.0)
+            self.tokens_per_ms += (rate - self.tokens_per_ms) * (0.5 if self.has_answered else 1.0)
+        if made.is_whole:
+            ttft_ms = min(ttft_ms, self.estimate.ttft_ms(prompt_tokens))
+        tokens = made.usage.completion_tokens if made.usage else made.content_chunks
+        self.estimate.observe(ttft_ms, (duration_ms - ttft_ms) / (tokens - 1) if tokens > 1 else None, prompt_tokens)
+
+    def failed(self, error: base.BackendError) -> None:
+        """Count a failure against the deployment, unless the request itself may be at fault."""
+        if self.use == "disabled":  # its answers were given up
+            self.breaker.record_cancelled()
+            return
+        match error:
+            case base.BackendRejected() if not self.breaker.denial:
+                self.breaker.record_success()
+            case base.BackendDenied(mark=base.Mark() as mark) if not (mark is base.Mark.ADDRESS and self.has_answered):
+                if not self.breaker.denial:
+                    _log.warning("deployment_denied", deployment=self.name, mark=mark.value, reason=error.detail)
+                if mark is base.Mark.MODEL and self.is_any_model:  # the client chose that name
+                    self.breaker.record_cancelled()
+                    return
+                self.breaker.record_denial(f"{mark} (HTTP {error.status})")
+            case base.BackendRejected() | base.BackendDenied():
+                self.breaker.record_cancelled()
+            case base.BackendOverloaded():
+                self.breaker.record_failure(error.retry_after_s)
+            case _:
+                self.breaker.record_failure()
+
+    def note_timeout(self, prompt_tokens: int) -> None:
+        """Learn from a time-out, where no other deployment could answer either.
+
+        The deployment may have become slow, so its next time-out is longer. Where others answer,
+        its time-out stays, so that a deployment that hangs delays no request.
+        """
+        self.estimate.observe_timeout(1000.0 * self.ttft_timeout_s(prompt_tokens), prompt_tokens)
+
+
+def with_length(deployment: Deployment, body: dict[str, Any], tokens_max: int) -> dict[str, Any]:
+    """`body` with a limit of its answer, under the name that the deployment knows."""
+    is_openai = "api.openai.com" in (deployment.settings.base_url or "")
+    # other servers accept only the older name
+    return {**body, "max_completion_tokens" if is_openai else "max_tokens": tokens_max}
