@@ -1,13 +1,14 @@
-"""What a caller asked of the cache, and which answers may be kept. Pure values and one pure
-function.
+"""What a caller asked of the cache, and which answers may be kept. Pure values and pure functions.
 
 Knows no HTTP: the gateway parses `Cache-Control` and the body's `cache` object into `Controls`, and
-tells how a generation ended in an `Outcome`. Invariant: only complete, successful generations of
-the asked model are stored, and each refusal has one reason.
+tells how a generation ended in an `Outcome`. Invariants: only complete, successful generations of
+the asked model are stored, and each refusal has one reason; an answer that a length limit cut is
+stored only where the limit is the request's own, which is part of its key.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
@@ -29,9 +30,8 @@ class Controls(msgspec.Struct, frozen=True):
 
 class Outcome(msgspec.Struct, frozen=True):
     """How a generation ended. `finish_reasons` has one word for each choice; `size_bytes` is what
-    an entry would take. `is_length_asked`: the caller said how long it is to be, so that one of
-    that length is whole. `is_servable`: some lookup could find the entry. `is_rescued`: two
-    deployments made it.
+    an entry would take. `is_length_asked`: the length at which it ends is the caller's own.
+    `is_servable`: some lookup could find the entry. `is_rescued`: two deployments made it.
     """
 
     is_complete: bool
@@ -61,7 +61,23 @@ class Refusal(StrEnum):
     UNAVAILABLE = "unavailable"  # Redis did not take the answer
 
 
-_FINISHED = frozenset(("stop", "length", "tool_calls", "function_call"))
+CUT = "length"
+"""The finish reason of a choice that ended at its length limit."""
+
+_FINISHED = frozenset(("stop", CUT, "tool_calls", "function_call"))
+
+
+def is_cut_as_asked(reasons: Sequence[str], choices: int, limit: int | None, tokens: int | None) -> bool:
+    """Whether each of an answer's `choices` has exactly as many tokens as the request allows.
+
+    `reasons` are their finish reasons. `limit` is the request's own bound of a choice's tokens, None
+    where it has none; `tokens` is how many all choices have, None where the deployment did not
+    count them.
+    """
+    if limit is None or tokens is None or len(reasons) != choices:
+        return False
+    # a choice has at most `limit`, so the sum says what each has
+    return tokens == limit * choices and all(reason == CUT for reason in reasons)
 
 
 def store_refusal(outcome: Outcome, controls: Controls, entry_bytes_max: int) -> Refusal | None:
@@ -82,7 +98,7 @@ def store_refusal(outcome: Outcome, controls: Controls, entry_bytes_max: int) ->
         return Refusal.FALLBACK
     if "content_filter" in reasons:
         return Refusal.FILTERED
-    if "length" in reasons and not outcome.is_length_asked:
+    if CUT in reasons and not outcome.is_length_asked:
         return Refusal.TRUNCATED
     if not reasons or not _FINISHED.issuperset(reasons):
         return Refusal.UNFINISHED

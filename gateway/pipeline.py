@@ -397,7 +397,7 @@ class Pipeline:
         if not generation.progress.has_begun:
             return None, ""
         found, team = generation.fingerprint, generation.identity.team
-        is_findable = self._semantic.is_findable(found, team, generation.alias)
+        is_findable = not generation.is_cut and self._semantic.is_findable(found, team, generation.alias)
         refusal = generation.store_refusal(cache.entry_bytes_max, is_servable=cache.is_exact or is_findable)
         if refusal is not None:
             return None, refusal

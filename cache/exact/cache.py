@@ -192,12 +192,12 @@ class ExactCache:
     async def lookup_entry(
         self, fp: Fingerprint, exact: bytes, max_age_s: float | None = None, *, is_served: bool = True
     ) -> Lookup:
-        """The entry that a semantic hit for `fp` points at: same partition, same compat. One that
-        is gone is reported to the semantic indexes, so that a stale pointer heals at its first use.
+        """The entry that a semantic hit for `fp` points at: same partition, same compat, found by
+        meaning. One that is gone is reported to the semantic indexes, so that a stale pointer heals at its first use.
         Only one that `is_served` is worth more for it.
         """
         entry = self._l1.lookup(fp.partition, exact) if self.is_l1_on else None
-        if entry is not None and self._unfit(entry, fp, max_age_s) is None:
+        if entry is not None and entry.text is not None and self._unfit(entry, fp, max_age_s) is None:
             if is_served:
                 self._touch(entry)
             return Lookup(entry, None)
@@ -205,6 +205,8 @@ class ExactCache:
         try:
             data = await self._store.lookup(fp.partition, exact)
             entry, miss = self._read(data, fp, max_age_s, purges_before, is_served)
+            if entry is not None and entry.text is None:  # it took the place of one with a text
+                entry, miss = None, LookupMiss.ABSENT
             if miss in (LookupMiss.ABSENT, LookupMiss.UNREADABLE):
                 await self._store.log.append(EntriesDropped(fp.partition, (exact,)))
         except REDIS_FAILURES:

@@ -162,8 +162,10 @@ class EntryStore:
         # after the entry is there: a follower that reads the record fetches the facts on it
         if entry.text is not None:
             await self.log.append(EntryAdded(entry.partition, entry.exact))
-        if evicted:
-            await self.log.append(EntriesDropped(entry.partition, tuple(evicted)))
+        # the indexes may have the one before
+        dropped = (entry.exact, *evicted) if was_there and entry.text is None else tuple(evicted)
+        if dropped:
+            await self.log.append(EntriesDropped(entry.partition, dropped))
         return StoreEffect(bool(was_there), tuple(evicted))
 
     async def store_warm(self, partition: Partition, links: Iterable[bytes], warm: str, warm_ttl_s: float) -> None:

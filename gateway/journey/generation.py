@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from cache import Entry, Fingerprint
+from cache.eligibility import CUT
 from gateway.accounts import Identity, LedgerRow
 from gateway.backends.base import BackendRequest
 from gateway.deployments.alias import Alias
@@ -16,7 +17,7 @@ from gateway.deployments.deployment import Deployment
 from gateway.deployments.progress import Attempt, Progress
 from gateway.journey.rescue import Said, Seam, rest_of
 from gateway.journey.semantic import SemanticResult, draft_of
-from gateway.journey.storing import deployment_of, entry_of, refusal_of
+from gateway.journey.storing import deployment_of, ends_as_asked, entry_of, refusal_of
 from gateway.journey.turn import Turn
 from gateway.wire.types import Chunk, Usage
 from policies import Hold, Route, Tokens
@@ -311,6 +312,11 @@ class Generation:
         model = self._tries[-1].deployment.model if self._tries else ""
         return self.serving is not self.alias or (bool(self._tries) and self._first_choice_model not in ("", model))
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the answer ended at a length limit: it is no answer to another request."""
+        return CUT in self.progress.finish_reasons
+
     def store_refusal(self, entry_bytes_max: int, *, is_servable: bool) -> str | None:
         """The reason why the answer is not stored, as the cache counts it; None if it is.
 
@@ -325,6 +331,7 @@ class Generation:
             is_fallback=self.is_fallback,
             is_servable=is_servable,
             is_rescued=bool(self.seams),
+            is_cut_as_asked=self.is_cut and ends_as_asked(self.progress, self.turn.body, self.demand.choices),
         )
 
     def entry(self, chunks: Sequence[Chunk], ttl_s: int, *, is_findable: bool) -> Entry:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from cache import Controls, Entry, Fingerprint, Outcome, Recorded
-from cache.eligibility import store_refusal
+from cache.eligibility import is_cut_as_asked, store_refusal
 from gateway.deployments.progress import Progress
 from gateway.wire.types import Chunk, Kind
 
@@ -25,6 +25,7 @@ def refusal_of(
     is_fallback: bool,
     is_servable: bool,
     is_rescued: bool = False,
+    is_cut_as_asked: bool = False,
 ) -> str | None:
     """The reason why this generation is not stored, as the cache counts it; None if it is."""
     refusal = store_refusal(
@@ -36,12 +37,22 @@ def refusal_of(
             is_rescued=is_rescued,
             size_bytes=progress.size_bytes,
             has_content=progress.has_content,
-            is_length_asked=kind.output_tokens_default is not None,
+            is_length_asked=is_cut_as_asked or kind.output_tokens_default is not None,
         ),
         controls,
         entry_bytes_max,
     )
     return refusal.value if refusal is not None else None
+
+
+def ends_as_asked(progress: Progress, body: dict[str, Any], choices: int) -> bool:
+    """Whether a chat's answer was cut exactly at the limit of `body`, by the deployment's own count.
+
+    A body whose two names of the limit differ has none that is known.
+    """
+    limits = {body.get(name) for name in ("max_tokens", "max_completion_tokens")} - {None}
+    limit, usage = limits.pop() if len(limits) == 1 else None, progress.usage
+    return is_cut_as_asked(progress.finish_reasons, choices, limit, usage.completion_tokens if usage else None)
 
 
 def entry_of(

@@ -168,6 +168,8 @@ class Judging:
         stored = generation.stored if generation.store == "stored" else None
         if trial is not None and hit is not None:
             self._hit(flight, record, hit, trial)
+        elif generation.is_cut:
+            return  # no judge can say what the rest of it would have been
         elif trial is not None and generation.progress.is_complete:
             is_audit = record.miss_reason == MissReason.AUDIT
             source = Source.AUDIT if is_audit else Source.MISS
@@ -515,7 +517,9 @@ def _qa_pair(prompt: str, chunks: Sequence[Chunk]) -> QAPair | None:
 
 def _cached_pair(entry: Entry) -> QAPair | None:
     """An entry's prompt and answer; None where that is nothing that one can read, or too long."""
-    return _qa_pair(entry.text or "", chunks_of(entry)) if entry.chunks_bytes <= _CHUNKS_BYTES_MAX else None
+    if entry.text is None or entry.chunks_bytes > _CHUNKS_BYTES_MAX:
+        return None
+    return _qa_pair(entry.text, chunks_of(entry))
 
 
 def _answered(entry: Entry | None, text: str) -> Answered:

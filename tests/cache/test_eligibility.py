@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from cache import Controls, Outcome
-from cache.eligibility import Refusal, store_refusal
+from cache.eligibility import Refusal, is_cut_as_asked, store_refusal
 
 GOOD = Outcome(is_complete=True, finish_reasons=("stop",), size_bytes=100)
 
@@ -46,6 +46,30 @@ def test_a_length_that_was_asked_for_is_no_truncation() -> None:
     assert store_refusal(asked, Controls(), 100) is None
     assert store_refusal(replace(asked, is_complete=False), Controls(), 100) is Refusal.INCOMPLETE
     assert store_refusal(replace(asked, finish_reasons=("length", "aborted")), Controls(), 100) is Refusal.UNFINISHED
+
+
+@pytest.mark.parametrize(
+    ("reasons", "choices", "limit", "tokens", "is_known"),
+    [
+        (("length",), 1, 20, 20, True),
+        (("length",), 1, 20, 19, False),  # a provider's cut, or the context's
+        (("length",), 1, 20, 21, False),
+        (("length",), 1, None, 20, False),  # no limit of its own
+        (("length",), 1, 20, None, False),  # not counted
+        (("stop",), 1, 20, 20, False),
+        (("length", "length"), 2, 20, 40, True),
+        (("length", "length"), 2, 20, 20, False),
+        (("length", "stop"), 2, 20, 40, False),  # which of them was cut at the limit?
+        (("length", "length"), 1, 20, 20, False),
+        (("length",), 2, 20, 40, False),  # a choice is missing
+        ((), 1, 20, 20, False),
+    ],
+)
+def test_a_cut_is_the_requests_own_where_each_choice_has_all_its_tokens(
+    reasons: tuple[str, ...], choices: int, limit: int | None, tokens: int | None, is_known: bool
+) -> None:
+    """Only a count that leaves no other reading says that the request's own limit cut the answer."""
+    assert is_cut_as_asked(reasons, choices, limit, tokens) is is_known
 
 
 @pytest.mark.parametrize(

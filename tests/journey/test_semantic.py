@@ -69,6 +69,18 @@ async def test_a_hit_whose_answer_is_gone_is_a_miss(world: World) -> None:
     assert world.lessons == []
 
 
+async def test_an_answer_cut_by_its_own_limit_is_never_found_by_meaning(world: World) -> None:
+    """It answers its very request alone, also where it took the place of a whole one that an index still has."""
+    entry = (await world.record(await world.ask("the first wording", max_tokens=7))).entry
+    world.backends["plain"].plays("cut", Finish("length"), Tokens(completion=7))
+    reply = await world.ask("the first wording", max_tokens=7, cache={"no-cache": True})
+    assert (await world.record(reply)).store == "stored"
+    world.semantic.hits(entry)
+    other = await world.ask("the second wording", max_tokens=7)
+    assert (other.cache, (await world.record(other)).miss_reason) == ("miss", "absent")
+    assert (await world.ask("the first wording", max_tokens=7)).content == "cut"
+
+
 async def test_a_hit_that_is_too_old_is_a_miss(world: World) -> None:
     """max-age bounds a semantic hit as it bounds an exact one."""
     world.semantic.hits((await world.record(await world.ask("the first wording"))).entry)

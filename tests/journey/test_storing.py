@@ -70,6 +70,42 @@ async def test_a_ttl_is_bounded(open_a_world: OpenWorld) -> None:
     await world.is_released()
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+async def test_an_answer_cut_by_its_own_limit_is_the_answer_to_that_request(
+    world: World, name: str, is_stream: bool
+) -> None:
+    """It is served again to the same request with the same limit, and to no other one."""
+    world.backends["plain"].plays("cut", Finish("length"), Tokens(completion=7))
+    reply = await world.ask(stream=is_stream, **{name: 7})
+    assert (await world.record(reply)).store == "stored"
+    again = await world.ask(stream=not is_stream, **{name: 7})
+    assert (again.cache, again.content) == ("exact", "cut")
+    assert (await world.ask(**{name: 8})).cache == "miss"
+    assert (await world.ask()).cache == "miss"
+
+
+@pytest.mark.parametrize(
+    ("fields", "steps"),
+    [
+        ({"max_tokens": 8}, ("cut", Finish("length"), Tokens(completion=7))),
+        ({"max_tokens": 7}, ("cut", Finish("length"))),
+        ({"max_tokens": 7, "max_completion_tokens": 8}, ("cut", Finish("length"), Tokens(completion=7))),
+        ({"max_tokens": 7}, (Finish("length"), Tokens(completion=7))),
+        ({}, ("cut", Finish("length"), Tokens(completion=7))),
+    ],
+    ids=["under the limit", "not counted", "two limits", "nothing said", "no limit"],
+)
+async def test_an_answer_cut_by_anything_else_is_not_stored(
+    world: World, fields: dict[str, int], steps: tuple[Step, ...]
+) -> None:
+    """A provider's own limit, the context's, or one that cannot be told: the answer is a part of another."""
+    world.backends["plain"].plays(*steps)
+    reply = await world.ask(**fields)
+    assert (await world.record(reply)).store in ("truncated", "empty")
+    assert (await world.ask(**fields)).cache == "miss"
+
+
 async def test_a_completion_that_ran_its_length_is_stored(world: World) -> None:
     """A text completion is asked for with a length: one that used it is whole."""
     world.backends["plain"].plays("x", Finish("length"), Tokens())

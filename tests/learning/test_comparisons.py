@@ -113,6 +113,28 @@ def judging(redis: Redis, judge: Waits, heard: Heard, share: float, regenerated:
     )  # fmt: skip
 
 
+async def test_a_cut_answer_is_no_material_for_judges(redis: Redis) -> None:
+    """Neither a fresh answer that a length limit cut nor a cached one without a text is compared."""
+    heard, judge = Heard(), Says(Ruling.DIFFERENT)
+    exact = ExactCache(redis)
+    await exact.store(msgspec.structs.replace(entry_for(ask("open the crate"), time.time()), text=None))
+    one = Judging(
+        exact, VerdictStore(redis), judge, None, None, 0.0, 60.0, lambda: 0.0, heard.note, heard.count,
+    )  # fmt: skip
+    running = asyncio.create_task(one.run())
+    flight, record = over(0.5)
+    flight.generation.progress.finish_reasons.append("length")
+    one.recorded(flight, record)
+    assert one.waiting == 0
+    one.recorded(*over(1.0))
+    async with asyncio.timeout(5.0):
+        while one.waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert [others for _, others in judge.asked] == [[]]
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
 async def test_what_finds_no_room_is_not_judged(redis: Redis) -> None:
     """A judge that hangs holds a bounded number of answers; the rest is counted and let go, and nothing waits for it."""
     heard, judge = Heard(), Waits()
