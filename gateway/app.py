@@ -41,6 +41,7 @@ from gateway.api.chat import Chat
 from gateway.api.embeddings import Embeddings
 from gateway.api.feedback import Feedback
 from gateway.api.front import Front, Routes, document, no_such_route, wrong_method
+from gateway.api.messages import CountTokens, Messages
 from gateway.api.models import Models
 from gateway.api.openapi import PATHS, SCHEMAS
 from gateway.api.responses import Responses
@@ -355,6 +356,8 @@ def _routes(settings: Settings, parts: Parts) -> Routes:
         "/v1/chat/completions": {"POST": Chat(parts.pipeline, settings.body_bytes_max)},
         "/v1/completions": {"POST": Chat(parts.pipeline, settings.body_bytes_max, COMPLETION)},
         "/v1/responses": {"POST": Responses(parts.pipeline, settings.body_bytes_max)},
+        "/v1/messages": {"POST": Messages(parts.pipeline, settings.body_bytes_max)},
+        "/v1/messages/count_tokens": {"POST": CountTokens(settings, parts.pipeline)},
         "/v1/embeddings": {"POST": Embeddings(settings, parts.pipeline, parts.semantic)},
         "/v1/feedback": {"POST": Feedback(settings, parts.pipeline, parts.learning.reports)},
         "/tokenize": {"POST": Tokenize(settings, parts.pipeline)},

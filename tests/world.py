@@ -31,6 +31,7 @@ from gateway.accounts import Accounts, LedgerRow, decode_row
 from gateway.accounts.spool import Spool
 from gateway.api.chat import Chat
 from gateway.api.embeddings import Embeddings
+from gateway.api.messages import CountTokens, Messages
 from gateway.api.responses import Responses
 from gateway.backends.base import (
     BackendBroken,
@@ -836,6 +837,8 @@ async def _build(settings: Settings, redis: Redis) -> World:
         "/v1/chat/completions": Chat(pipeline, settings.body_bytes_max),
         "/v1/completions": Chat(pipeline, settings.body_bytes_max, COMPLETION),
         "/v1/responses": Responses(pipeline, settings.body_bytes_max),
+        "/v1/messages": Messages(pipeline, settings.body_bytes_max),
+        "/v1/messages/count_tokens": CountTokens(settings, pipeline),
     }
     return World(
         clock=clock,

@@ -50,10 +50,12 @@ class Chat:
     """The endpoint for requests of one `kind`. One instance per worker.
 
     `body_bytes_max` bounds a request's body. An endpoint with another shape of the same request
-    overrides `operation`, its name in records, and `read`.
+    overrides `operation`, its name in records, and `read`; one with another shape of errors,
+    `send_error`.
     """
 
     operation = ""
+    send_error = staticmethod(asgi.send_error)
 
     def __init__(self, pipeline: Pipeline, body_bytes_max: int, kind: Kind = CHAT) -> None:
         self._pipeline = pipeline
@@ -89,7 +91,7 @@ class Chat:
             else:
                 await self._whole(renderer, reply, send)
         except (Exception, asyncio.CancelledError) as error:
-            respond = partial(asgi.send_error, send, arrival.request_id)
+            respond = partial(self.send_error, send, arrival.request_id)
             ended = await asgi.fail(error, arrival.request_id, respond, watcher.note)
         finally:
             watcher.stop()

@@ -37,6 +37,7 @@ class JsonEndpoint(ABC, Generic[Request]):
     """One endpoint. A subclass defines `operation`, its name in records, `read` and `answer`."""
 
     operation: str
+    send_error = staticmethod(asgi.send_error)
 
     def __init__(self, settings: Settings, pipeline: Pipeline) -> None:
         self.settings = settings
@@ -67,7 +68,7 @@ class JsonEndpoint(ABC, Generic[Request]):
             out = [JSON, *base_headers(arrival.request_id), *{**limited, **answered.limits}.items()]
             await asgi.send_whole(send, 200, out, msgspec.json.encode(answered.reply))
         except (Exception, asyncio.CancelledError) as error:
-            ended = await asgi.fail(error, arrival.request_id, partial(asgi.send_error, send, arrival.request_id))
+            ended = await asgi.fail(error, arrival.request_id, partial(self.send_error, send, arrival.request_id))
         finally:
             duration_ms = elapsed_ms_since(arrival.at_s)
             record = record_of(

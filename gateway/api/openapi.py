@@ -11,6 +11,7 @@ import msgspec
 from gateway.api.embeddings import INPUTS_MAX, EmbeddingsRequest
 from gateway.api.feedback import FeedbackRequest
 from gateway.api.front import operation
+from gateway.api.messages import MessageRequest, PromptRequest
 from gateway.api.responses import ITEMS, ResponseRequest
 from gateway.api.tokens import DetokenizeRequest
 from gateway.journey.turn import CacheFields
@@ -20,6 +21,8 @@ _SHAPES = (
     ChatRequest,
     CompletionRequest,
     ResponseRequest,
+    MessageRequest,
+    PromptRequest,
     EmbeddingsRequest,
     FeedbackRequest,
     CacheFields,
@@ -113,6 +116,10 @@ PATHS: dict[str, Any] = {
     "/v1/completions": {"post": operation("Create a completion", _body(CompletionRequest), streams=True)},
     "/v1/responses": {
         "post": operation("Create a response, of which nothing is kept", _body(ResponseRequest), streams=True)
+    },
+    "/v1/messages": {"post": operation("Create a message, in Anthropic's shape", _body(MessageRequest), streams=True)},
+    "/v1/messages/count_tokens": {
+        "post": operation("The tokens of a message's prompt, in Anthropic's shape", _body(PromptRequest))
     },
     "/v1/embeddings": {"post": operation("Create embeddings", _body(EmbeddingsRequest))},
     "/v1/feedback": {"post": operation("Report a response right or wrong", _body(FeedbackRequest))},

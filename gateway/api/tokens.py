@@ -14,6 +14,7 @@ from gateway.api.endpoint import Answered, JsonEndpoint
 from gateway.backends.base import BackendError
 from gateway.backends.local.backend import LocalBackend
 from gateway.backends.refusals import from_backend
+from gateway.deployments.fleet import Alias
 from gateway.journey.turn import Arrival
 from gateway.pipeline import Pipeline, may_use
 from gateway.settings import Settings
@@ -67,7 +68,7 @@ class _OfEngine:
             raise _without_engine(name)
         alias = self._fleet.alias(name, identity.key.models)
         may_use(identity, name)
-        backend = next((d.backend for d in alias.deployments.values() if isinstance(d.backend, LocalBackend)), None)
+        backend = _engine_of(alias)
         if backend is None:
             raise _without_engine(name)
         context_tokens = backend.load(0).context_tokens_max or 0
@@ -78,6 +79,27 @@ class _OfEngine:
                 code="context_length_exceeded",
             )
         return backend, context_tokens
+
+
+def _engine_of(alias: Alias) -> LocalBackend | None:
+    """The first local engine of an alias."""
+    return next((d.backend for d in alias.deployments.values() if isinstance(d.backend, LocalBackend)), None)
+
+
+async def counted_by_engine(alias: Alias, messages: list[dict[str, Any]], size_bytes: int) -> int | None:
+    """The tokens of a conversation, as the local engine of `alias` reads it; None where it has none, and
+    for a conversation far beyond its context.
+
+    Raises ApiError.
+    """
+    backend = _engine_of(alias)
+    if backend is None or size_bytes > BYTES_PER_TOKEN_MAX * (backend.load(0).context_tokens_max or 0):
+        return None
+    try:
+        ids, _ = await backend.tokenize({"messages": messages}, has_special=False, opens_answer=True, wants_texts=False)
+    except BackendError as error:
+        raise from_backend(error) from None
+    return len(ids)
 
 
 def _without_engine(name: str) -> BadRequest:

@@ -1,0 +1,259 @@
+"""Converts the chunks of a chat completion into a message of Anthropic's API, or its events.
+
+Shapes: Anthropic API reference, "Messages", "Streaming Messages" and "Errors". Knows no HTTP, no
+cache and no backend. Invariants: the whole message equals the one that its events build; one block
+is open at a time, and each is closed before the end.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from cache import Entry
+from gateway.journey.storing import chunks_of
+from gateway.wire.chunks import UNREADABLE, read, unfold
+from gateway.wire.errors import ApiError
+from gateway.wire.types import Chunk, Usage
+
+_STOPS = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "function_call": "tool_use",
+    "content_filter": "refusal",
+}
+_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+_DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
+
+
+class _Block:
+    """One content block. `parts` are pieces of its text, or of a call's arguments."""
+
+    __slots__ = ("call", "fields", "parts")
+
+    def __init__(self, fields: dict[str, Any], call: int | None = None) -> None:
+        self.fields = fields
+        self.call = call  # the index of a tool call
+        self.parts: list[str] = []
+
+    @property
+    def kind(self) -> str:
+        kind: str = self.fields["type"]
+        return kind
+
+    def opening(self) -> dict[str, Any]:
+        return {**self.fields, "input": {}} if self.call is not None else {**self.fields, self.kind: ""}
+
+    def delta(self, text: str) -> dict[str, Any]:
+        if self.call is not None:
+            return {"type": "input_json_delta", "partial_json": text}
+        type, name = _DELTAS[self.kind]
+        return {"type": type, name: text}
+
+    def whole(self) -> dict[str, Any]:
+        text = "".join(self.parts)
+        return {**self.fields, "input": _input(text)} if self.call is not None else {**self.fields, self.kind: text}
+
+
+class MessageRenderer:
+    """The renderer of one message. `model` is the request's, for chunks that name none."""
+
+    def __init__(self, model: str, is_stream: bool, request_id: str) -> None:
+        self._model = model
+        self._is_stream = is_stream
+        self._request_id = request_id
+        self._key = request_id.removeprefix("req_")
+        self._blocks: list[_Block] = []
+        self._open: int | None = None  # the block that is growing on the wire; later ones wait for its end
+        self._started = 0  # blocks that have begun on the wire
+        self._is_begun = False
+        self._stop: str | None = None
+        self._stop_sequence: str | None = None
+        self._is_refused = False
+        self._usage = _usage(None)
+        self._events: list[bytes] = []
+
+    def whole(self, chunks: Sequence[Chunk], entry: Entry | None) -> bytes:
+        self.events(chunks if entry is None else chunks_of(entry))
+        ended = {"stop_reason": self._reason(), "stop_sequence": self._stop_sequence, "usage": self._usage}
+        content = [block.whole() for block in self._blocks]
+        return msgspec.json.encode({**self._message(), "content": content, **ended})
+
+    def replay(self, entry: Entry) -> bytes:
+        return self.events(chunks_of(entry)) + self.end()
+
+    def events(self, chunks: Sequence[Chunk]) -> bytes:
+        """The next chunks of an answer, as events. Raises msgspec.DecodeError."""
+        pieces = (piece for chunk in chunks for piece in (unfold(chunk.data) if chunk.is_whole else (chunk,)))
+        try:
+            for payload in (payload for piece in pieces for payload in piece.each()):
+                self._take(payload)
+        except UNREADABLE as error:
+            raise msgspec.DecodeError(str(error)) from None
+        return self._taken()
+
+    def end(self) -> bytes:
+        self._close()
+        for position in range(self._started, len(self._blocks)):
+            self._start(position)
+            if text := "".join(self._blocks[position].parts):
+                self._tell("content_block_delta", index=position, delta=self._blocks[position].delta(text))
+            self._close()
+        delta = {"stop_reason": self._reason(), "stop_sequence": self._stop_sequence}
+        self._tell("message_delta", delta=delta, usage=self._usage)
+        self._tell("message_stop")
+        return self._taken()
+
+    def failed(self, error: ApiError) -> bytes:
+        return _event("error", {**error_fields_of(error), "request_id": self._request_id})
+
+    # --- one chunk
+
+    def _take(self, payload: bytes) -> None:
+        """Add one chunk. Its backend has checked the types, except those inside tool calls."""
+        piece: dict[str, Any] = msgspec.json.decode(payload)
+        if not self._is_begun:
+            self._is_begun = True
+            self._model = piece.get("model") or self._model
+            empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage}
+            self._tell("message_start", message={**self._message(), **empty})
+        if piece.get("usage"):
+            self._usage = _usage(read(payload).usage)
+        for choice in piece.get("choices") or ():
+            delta = choice.get("delta") or {}
+            self._say("thinking", delta.get("reasoning_content") or delta.get("reasoning"))
+            self._say("text", delta.get("content"))
+            if delta.get("refusal"):
+                self._is_refused = True
+                self._say("text", delta["refusal"])
+            for call in delta.get("tool_calls") or ():
+                self._call(call)
+            if (finish := choice.get("finish_reason")) is not None:
+                self._stop = _STOPS.get(finish, "end_turn")
+                matched = choice.get("stop_reason")  # vLLM's and SGLang's: the string that ended it
+                if finish == "stop" and isinstance(matched, str):
+                    self._stop, self._stop_sequence = "stop_sequence", matched
+
+    def _say(self, kind: str, text: Any) -> None:
+        if not isinstance(text, str) or not text:
+            return
+        if not self._blocks or self._blocks[-1].kind != kind:
+            # a signature is required, and only Anthropic can make one
+            self._begin(_Block({"type": kind, "signature": ""} if kind == "thinking" else {"type": kind}))
+        self._grow(len(self._blocks) - 1, text)
+
+    def _call(self, call: dict[str, Any]) -> None:
+        """Begin a call, or add to its arguments."""
+        index, id = call.get("index"), call.get("id")
+        function = call.get("function") if isinstance(call.get("function"), dict) else {}
+        known = {block.call: position for position, block in enumerate(self._blocks) if block.call is not None}
+        if index is None:  # another id begins another call
+            is_another = id not in (None, "", *(block.fields.get("id") for block in self._blocks[-1:]))
+            index = max(0, max(known, default=-1) + is_another)
+        if index not in known:
+            fields = {"type": "tool_use", "id": id or f"toolu_{self._key}_{index}"}
+            self._begin(_Block({**fields, "name": (function or {}).get("name") or ""}, call=index))
+            known[index] = len(self._blocks) - 1
+        arguments = (function or {}).get("arguments")
+        if isinstance(arguments, str) and arguments:
+            self._grow(known[index], arguments)
+
+    # --- blocks
+
+    def _begin(self, block: _Block) -> None:
+        """Add a block. It begins on the wire unless a call is open: calls may grow side by side."""
+        self._blocks.append(block)
+        if self._open is not None and self._blocks[self._open].call is not None:
+            return
+        self._close()
+        self._start(len(self._blocks) - 1)
+
+    def _start(self, position: int) -> None:
+        self._open, self._started = position, position + 1
+        self._tell("content_block_start", index=position, content_block=self._blocks[position].opening())
+
+    def _grow(self, position: int, text: str) -> None:
+        self._blocks[position].parts.append(text)
+        if position == self._open:
+            self._tell("content_block_delta", index=position, delta=self._blocks[position].delta(text))
+
+    def _close(self) -> None:
+        if self._open is None:
+            return
+        if self._blocks[self._open].kind == "thinking":
+            self._tell("content_block_delta", index=self._open, delta={"type": "signature_delta", "signature": ""})
+        self._tell("content_block_stop", index=self._open)
+        self._open = None
+
+    # --- the message
+
+    def _message(self) -> dict[str, Any]:
+        return {"id": f"msg_{self._key}", "type": "message", "role": "assistant", "model": self._model}
+
+    def _reason(self) -> str:
+        if self._is_refused:
+            return "refusal"
+        has_calls = any(block.call is not None for block in self._blocks)
+        return "tool_use" if has_calls and self._stop in (None, "end_turn") else self._stop or "end_turn"
+
+    def _tell(self, event: str, **fields: Any) -> None:
+        if self._is_stream:
+            self._events.append(_event(event, {"type": event, **fields}))
+
+    def _taken(self) -> bytes:
+        events, self._events = self._events, []
+        return b"".join(events)
+
+
+def _event(name: str, fields: dict[str, Any]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(fields))
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """The input of a call. Arguments that are no object stand under the name that Anthropic's
+    guide gives to them ("Fine-grained tool streaming").
+    """
+    try:
+        given = msgspec.json.decode(arguments or "{}")
+    except UNREADABLE:
+        given = None
+    return given if isinstance(given, dict) else {"INVALID_JSON": arguments}
+
+
+def _usage(usage: Usage | None) -> dict[str, Any]:
+    """Anthropic counts the parts of the prompt's cache beside the rest of the prompt."""
+    usage = usage or Usage(0, 0)
+    written = usage.cache_write_tokens + usage.cache_write_1h_tokens
+    lives = (usage.cache_write_tokens, usage.cache_write_1h_tokens)
+    return {
+        "input_tokens": max(0, usage.prompt_tokens - usage.cached_tokens - written),
+        "cache_creation_input_tokens": written,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "cache_creation": dict(zip(("ephemeral_5m_input_tokens", "ephemeral_1h_input_tokens"), lives, strict=True)),
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+def error_fields_of(error: ApiError) -> dict[str, Any]:
+    """An error in Anthropic's shape, which names an invalid field in its message.
+
+    A deployment's own error keeps its message.
+    """
+    is_named = error.param is None or error.param in error.message
+    message = error.message if is_named else f"{error.param}: {error.message}"
+    if error.raw_body is not None:
+        message = msgspec.json.decode(error.raw_body)["error"]["message"]
+    status = error.http_status
+    kind = "billing_error" if error.error_code == "insufficient_quota" else _ERRORS.get(status)
+    kind = kind or ("invalid_request_error" if 400 <= status < 500 and status != 424 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}

@@ -1,0 +1,350 @@
+"""`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's Messages API, as chat
+completions.
+
+Knows two shapes and no decisions: the translated request is handled as a chat completion, so both
+share cached answers, budgets and routes. Shapes: Anthropic API reference, "Messages", "Count
+Message tokens" and "Errors"; OpenAI API reference, "Create chat completion". Invariants: what a
+chat completion cannot say is refused by its name and never ignored, except `cache_control`, which
+changes no answer, and earlier thinking, which models do not need; every error has Anthropic's
+shape.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from gateway.accounts import Identity
+from gateway.api import asgi
+from gateway.api.chat import Chat, Renderer
+from gateway.api.endpoint import Answered, JsonEndpoint
+from gateway.api.headers import JSON, base_headers
+from gateway.api.message_events import MessageRenderer, error_fields_of
+from gateway.api.tokens import counted_by_engine
+from gateway.journey.turn import Arrival, Turn, read_turn
+from gateway.pipeline import may_use
+from gateway.wire.errors import ApiError, BadRequest
+from gateway.wire.requests import MESSAGES_MAX, ChatRequest, convert, decode_object
+
+_Content = str | list[dict[str, Any]]
+
+
+class _Said(msgspec.Struct):
+    role: Literal["user", "assistant"]
+    content: _Content
+
+
+class _Choice(msgspec.Struct):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class _Thinking(msgspec.Struct):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Meta(ge=1)] | None = None
+
+
+class _Metadata(msgspec.Struct):
+    user_id: str | None = None
+
+
+class _Format(msgspec.Struct):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class _OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: _Format | None = None
+
+
+class PromptRequest(msgspec.Struct, kw_only=True):
+    """The fields that differ from a chat completion's; the shared ones are checked there."""
+
+    model: Annotated[str, Meta(min_length=1)]
+    messages: Annotated[list[_Said], Meta(min_length=1, max_length=MESSAGES_MAX)]
+    system: _Content | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: _Choice | None = None
+    thinking: _Thinking | None = None
+    output_config: _OutputConfig | None = None
+    output_format: _Format | None = None
+
+
+class MessageRequest(PromptRequest, kw_only=True):
+    """A prompt, and how to answer it."""
+
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    stop_sequences: list[str] | None = None
+    metadata: _Metadata | None = None
+
+
+class _InAnthropicsShape:
+    """The headers and errors of an endpoint of Anthropic's API."""
+
+    @staticmethod
+    async def send_error(send: asgi.Send, request_id: str, error: ApiError) -> None:
+        headers = [JSON, *base_headers(request_id)]
+        headers += [(name.encode(), value.encode("latin-1", "replace")) for name, value in error.headers.items()]
+        body = msgspec.json.encode({**error_fields_of(error), "request_id": request_id})
+        await asgi.send_whole(send, error.http_status, headers, body)
+
+    @staticmethod
+    def named(send: asgi.Send) -> asgi.Send:
+        """`send` that repeats the request's id in the header that Anthropic's clients read."""
+
+        async def sent(message: asgi.Message) -> None:
+            if message["type"] == "http.response.start":
+                ids = [(b"request-id", value) for name, value in message["headers"] if name == b"x-request-id"]
+                message = {**message, "headers": [*message["headers"], *ids]}
+            await send(message)
+
+        return sent
+
+
+class Messages(_InAnthropicsShape, Chat):
+    """The endpoint. One instance per worker."""
+
+    operation = "messages"
+
+    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
+        await super().__call__(scope, receive, self.named(send))
+
+    def read(
+        self, raw: bytes, headers: Mapping[str, str], arrival: Arrival, model: str | None
+    ) -> tuple[Turn, Renderer]:
+        body = decode_object(raw, model)
+        request: MessageRequest = convert(body, MessageRequest)
+        answer = {
+            "max_completion_tokens": request.max_tokens,
+            "stop": request.stop_sequences or None,
+            "user": request.metadata.user_id if request.metadata else None,
+        }
+        chat = _chat(request, body) | {name: value for name, value in answer.items() if value is not None}
+        # decision: one-shape-on-the-journey
+        turn = read_turn(msgspec.json.encode(chat), headers, arrival)
+        return turn, MessageRenderer(request.model, turn.is_stream, arrival.request_id)
+
+
+class CountTokens(_InAnthropicsShape, JsonEndpoint[tuple[PromptRequest, dict[str, Any], int]]):
+    """The endpoint for the tokens of a prompt. One instance per worker.
+
+    A local engine counts exactly, but for tools. Of other models it is the estimate that routing
+    and budgets use: Anthropic calls its own count an estimate, too.
+    """
+
+    operation = "count_tokens"
+
+    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
+        await super().__call__(scope, receive, self.named(send))
+
+    def read(self, body: dict[str, Any]) -> tuple[tuple[PromptRequest, dict[str, Any], int], str]:
+        request: PromptRequest = convert(body, PromptRequest)
+        chat = _chat(request, body)
+        raw = msgspec.json.encode(chat)
+        checked: ChatRequest = convert(chat, ChatRequest)
+        alias = request.model if request.model in self._pipeline.fleet.aliases else ""
+        return (request, chat, checked.demand(raw, chat).prompt_tokens), alias
+
+    async def answer(
+        self, request: tuple[PromptRequest, dict[str, Any], int], identity: Identity, arrival: Arrival
+    ) -> Answered:
+        prompt, chat, estimated = request
+        alias = self._pipeline.fleet.alias(prompt.model, identity.key.models)
+        may_use(identity, prompt.model)
+        size = len(msgspec.json.encode(chat["messages"]))
+        tokens = None if prompt.tools else await counted_by_engine(alias, chat["messages"], size)
+        return Answered({"input_tokens": estimated if tokens is None else tokens})
+
+
+# they change no answer, or `_chat` translates them
+_DROPPED = frozenset({"metadata", "stream_options", "max_tokens", "stop_sequences"})
+
+
+def _chat(request: PromptRequest, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The equivalent chat completion, without what `MessageRequest` adds.
+
+    Fields of neither struct stay as they are. Raises BadRequest with the invalid field.
+    """
+    if body.get("n") not in (None, 1):
+        raise _unsupported("n", "`n` is not supported here: a message is one answer, so send a request for each")
+    choice, config = request.tool_choice, request.output_config or _OutputConfig()
+    translated = {
+        "messages": [*_system(request.system), *_dialogue(request.messages)],
+        "tools": [_tool(tool, f"tools[{number}]") for number, tool in enumerate(request.tools or ())] or None,
+        "tool_choice": _tool_choice(choice),
+        "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
+        "response_format": _response_format(config.format or request.output_format),
+        "reasoning_effort": config.effort or _effort(request.thinking),
+    }
+    if not request.tools:  # of chat completions, these go with tools only
+        translated["parallel_tool_calls"] = translated["tool_choice"] = None
+    known = _DROPPED.union(PromptRequest.__struct_fields__) - {"model"}
+    shared = {name: value for name, value in body.items() if name not in known}
+    return shared | {name: value for name, value in translated.items() if value is not None}
+
+
+def _unsupported(param: str, message: str) -> BadRequest:
+    return BadRequest(message, param=param, code="unsupported_parameter")
+
+
+def _system(given: _Content | None) -> list[dict[str, Any]]:
+    if not given:
+        return []
+    content = given if isinstance(given, str) else _joined([_text(part, "system", i) for i, part in enumerate(given)])
+    return [{"role": "system", "content": content}]
+
+
+def _text(block: Mapping[str, Any], where: str, number: int) -> dict[str, Any]:
+    if block.get("type") != "text" or not isinstance(block.get("text"), str):
+        raise _no_such_block(block, f"{where}[{number}]", "text")
+    return {"type": "text", "text": block["text"]}
+
+
+def _joined(parts: list[dict[str, Any]]) -> _Content:
+    """The content of a message. A single text becomes a string, to share cached answers."""
+    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
+
+
+def _dialogue(turns: list[_Said]) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    calls = set[str]()
+    for number, turn in enumerate(turns):
+        where = f"messages[{number}].content"
+        if isinstance(turn.content, str):
+            messages.append({"role": turn.role, "content": turn.content})
+        elif turn.role == "assistant":
+            messages.append(_assistants(turn.content, where))
+            calls.update(call["id"] for call in messages[-1].get("tool_calls", ()))
+        else:
+            messages += _users(turn.content, where, calls)
+    if turns[-1].role == "assistant":
+        raise _unsupported(
+            f"messages[{len(turns) - 1}].role",
+            "The last message is the assistant's, which would begin the answer: that is not supported here, so end with a "
+            "message of the user",
+        )
+    return messages
+
+
+def _assistants(blocks: list[dict[str, Any]], where: str) -> dict[str, Any]:
+    texts, calls = list[str](), list[dict[str, Any]]()
+    for number, block in enumerate(blocks):
+        match block:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case {"type": "tool_use", "id": str(id), "name": str(name), "input": dict(given)}:
+                arguments = msgspec.json.encode(given).decode()
+                calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
+            case {"type": "thinking" | "redacted_thinking"}:  # chat completions have no field for it
+                continue
+            case _:
+                raise _no_such_block(block, f"{where}[{number}]", "text, tool_use, thinking, redacted_thinking")
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts) if texts or not calls else None}
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _users(blocks: list[dict[str, Any]], where: str, calls: set[str]) -> list[dict[str, Any]]:
+    """The results of tools, each a message, and then the rest as one.
+
+    Media in a result follow in the user's message, because a tool's message has text alone.
+    """
+    results, parts = list[dict[str, Any]](), list[dict[str, Any]]()
+    for number, block in enumerate(blocks):
+        place = f"{where}[{number}]"
+        if block.get("type") != "tool_result":
+            parts.append(_part(block, place))
+            continue
+        result: _Result = convert(block, _Result, place)
+        if result.tool_use_id not in calls:
+            words = f"No tool_use block with the id {result.tool_use_id[:100]} is before this tool_result"
+            raise BadRequest(words, param=f"{place}.tool_use_id", code="invalid_value")
+        given = [{"type": "text", "text": result.content}] if isinstance(result.content, str) else result.content or []
+        translated = [_part(part, f"{place}.content[{i}]") for i, part in enumerate(given)]
+        text = "\n".join(part["text"] for part in translated if part["type"] == "text")
+        parts += [part for part in translated if part["type"] != "text"]
+        failed = "Error: " if result.is_error and not text.lower().startswith("error") else ""
+        results.append({"role": "tool", "tool_call_id": result.tool_use_id, "content": failed + text})
+    return results + ([{"role": "user", "content": _joined(parts)}] if parts or not results else [])
+
+
+class _Result(msgspec.Struct):
+    tool_use_id: str
+    content: _Content | None = None
+    is_error: bool | None = None
+
+
+def _part(block: dict[str, Any], where: str) -> dict[str, Any]:
+    match block:
+        case {"type": "text", "text": str(text)}:
+            return {"type": "text", "text": text}
+        case {"type": "image", "source": {"type": "url", "url": str(url)}}:
+            return {"type": "image_url", "image_url": {"url": url}}
+        case {"type": "image", "source": {"type": "base64", "media_type": str(kind), "data": str(data)}}:
+            return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+        case {"type": "document", "source": {"type": "text", "data": str(text)}}:
+            return {"type": "text", "text": _titled(block, text)}
+        case {"type": "document", "source": {"type": "base64", "media_type": str(kind), "data": str(data)}}:
+            name = block.get("title")
+            fields = {"filename": name if isinstance(name, str) else "document.pdf"}
+            return {"type": "file", "file": {**fields, "file_data": f"data:{kind};base64,{data}"}}
+        case {"type": "search_result", "content": list(content)}:
+            texts = [_text(part, f"{where}.content", i)["text"] for i, part in enumerate(content)]
+            return {"type": "text", "text": _titled(block, "\n".join(texts))}
+    raise _no_such_block(
+        block, where, "text, image and document (by base64, text or, of images, url), search_result, tool_result"
+    )
+
+
+def _titled(block: Mapping[str, Any], text: str) -> str:
+    """A text with the title, the source and the context of its block in lines before it."""
+    heads = (block.get(name) for name in ("title", "source", "context"))
+    return "\n".join([*(head for head in heads if isinstance(head, str) and head), text])
+
+
+def _no_such_block(block: Mapping[str, Any], where: str, expected: str) -> BadRequest:
+    kind = msgspec.json.encode(block.get("type")).decode()[:100]
+    words = f"A content block of the type {kind}, with these fields, is not supported here: expected {expected}"
+    return _unsupported(where, words)
+
+
+class _Tool(msgspec.Struct):
+    name: str
+    input_schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    """A tool of the client as a function. A tool of another type stays as it is: it is reserved."""
+    if tool.get("type") not in (None, "custom"):
+        return tool
+    own: _Tool = convert(tool, _Tool, where)
+    fields = {"name": own.name, "description": own.description, "parameters": own.input_schema, "strict": own.strict}
+    return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
+
+
+def _tool_choice(choice: _Choice | None) -> str | dict[str, Any] | None:
+    if choice is None or choice.type == "auto":
+        return None
+    if choice.type != "tool":
+        return {"any": "required", "none": "none"}[choice.type]
+    if choice.name is None:
+        param = "tool_choice.name"
+        raise BadRequest(f"Missing required field: {param}", param=param, code="missing_required_parameter")
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+def _response_format(given: _Format | None) -> dict[str, Any] | None:
+    if given is None:
+        return None
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": given.schema, "strict": True}}
+
+
+def _effort(thinking: _Thinking | None) -> str | None:
+    """The effort of thinking within a budget, by the budgets that Anthropic's guide gives for each."""
+    if thinking is None or thinking.type != "enabled" or thinking.budget_tokens is None:
+        return None
+    return "low" if thinking.budget_tokens < 4096 else "medium" if thinking.budget_tokens < 16384 else "high"
