@@ -14,7 +14,7 @@ from gateway.api.endpoint import Answered, JsonEndpoint
 from gateway.backends.base import BackendError
 from gateway.backends.local.backend import LocalBackend
 from gateway.backends.refusals import from_backend
-from gateway.deployments.fleet import Alias
+from gateway.deployments.alias import Alias
 from gateway.journey.turn import Arrival
 from gateway.pipeline import Pipeline, may_use
 from gateway.settings import Settings
