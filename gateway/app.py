@@ -109,7 +109,7 @@ def create_app(settings: Settings) -> FastAPI:
     )
     app.state.settings = settings
     app.state.routes = {}
-    app.add_middleware(Front, routes=lambda: app.state.routes)
+    app.add_middleware(Front, routes=app.state.routes)
     document(app, PATHS, SCHEMAS)
 
     if settings.trusted_proxies:
@@ -210,7 +210,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
             _log.exception("start_failed", reason=f"{type(error).__name__}: {error}")
             raise
         app.state.parts = parts
-        app.state.routes = _routes(settings, parts)
+        app.state.routes.update(_routes(settings, parts))
         app.include_router(admin_router(parts))
         _start_loops(parts, stack)
         if parts.metrics.error is not None:

@@ -27,10 +27,11 @@ from gateway.deployments.alias import Alias, no_route
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet
 from gateway.exceptions import fresh
-from gateway.journey.attempt import stream
+from gateway.journey.attempt import Tries
+from gateway.journey.bill import Booked
 from gateway.journey.budget import Money
 from gateway.journey.flight import Flight, Flights, Reply
-from gateway.journey.generation import Booked, Generation
+from gateway.journey.generation import Generation
 from gateway.journey.queue import routed
 from gateway.journey.rate_limits import Limits
 from gateway.journey.record import Record, ended_with, record_of
@@ -150,12 +151,12 @@ class Pipeline:
         found = self._fingerprint(turn, identity)
         looked = await self._look_up(turn, identity, alias, found)
         if looked.entry is not None:
-            return Reply(turn, looked.headers, entry=looked.entry, looked_up_ms=turn.elapsed_ms())
+            return Reply(turn, alias.name, looked.headers, entry=looked.entry, looked_up_ms=turn.elapsed_ms())
         flight = self._join(turn, identity, alias, found, looked)
         reader = flight.admit(turn.deadline, is_stream=turn.is_stream)
         if reader.is_leader:
             flight.take_off(self.generate(flight))
-        reply = Reply(turn, looked.headers, reader=reader, degraded=looked.degraded)
+        reply = Reply(turn, alias.name, looked.headers, reader=reader, degraded=looked.degraded)
         attend(reply)
         try:
             await reader.ready()
@@ -183,7 +184,7 @@ class Pipeline:
         taking = self.limits.take(identity)
         if entry is not None or not self.settings.cache.is_exact:
             return _Looked(await taking, entry)
-        looked = await self.exact.lookup(found, controls.max_age_s, wants_warm=alias.has_choice)
+        looked = await self.exact.lookup_shared(found, controls.max_age_s, wants_warm=alias.has_choice)
         headers = await taking
         seen = turn.demand.prompt_tokens * looked.warm_depth // len(found.chain) if looked.warm else 0
         return _Looked(
@@ -283,7 +284,7 @@ class Pipeline:
         left = list(generation.alias.settings.fallbacks)
         while True:
             try:
-                await stream(flight, await self._route(flight, is_last=not left), self._cover)
+                await Tries(flight, self._cover).run(await self._route(flight, is_last=not left))
                 return None
             except ApiError as failure:
                 latest = fresh(failure)
@@ -420,13 +421,14 @@ class Pipeline:
 
     async def _store(self, generation: Generation, entry: Entry | None, store: str) -> None:
         """Store the entry, if there is one, and the deployment that has this prefix warm now."""
-        found, deployment = generation.fingerprint, generation.answered_by
+        found = generation.fingerprint
         is_hinted = generation.alias.has_choice and self.settings.cache.is_exact  # else no lookup asks for hints
+        deployment = generation.answered_by if is_hinted else None
         try:
             if entry is not None:
-                result = await self.exact.store(entry, warm=deployment if is_hinted else None, chain=found.chain)
+                result = await self.exact.store(entry, warm=deployment, chain=found.chain)
                 store = result.refusal.value if result.refusal else store
-            elif generation.progress.has_begun and is_hinted:
+            elif generation.progress.has_begun and deployment is not None:
                 await self.exact.store_warm(found, deployment)
         except CacheUnavailable:
             store = Refusal.UNAVAILABLE.value
@@ -449,7 +451,7 @@ class Pipeline:
         if reply is not None and reply.is_leading:
             return
         asked = turn.alias if turn is not None else ""
-        alias = self.fleet.configured(asked)
+        alias = reply.alias if reply is not None else self.fleet.configured(asked)
         asked = shown(asked) if alias != asked else ""
         duration_ms = turn.elapsed_ms() if turn is not None else elapsed_ms_since(arrival.at_s)
         record = record_of(

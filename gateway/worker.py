@@ -54,7 +54,7 @@ async def _beat(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
 def server_of(app: FastAPI, settings: Settings) -> uvicorn.Server:
     """The server around `app`, with all limits on its connections."""
     config = uvicorn.Config(
-        Front(app, lambda: app.state.routes),  # before FastAPI's middleware, for speed
+        Front(app, app.state.routes),  # before FastAPI's middleware, for speed
         loop="uvloop",
         http=partial(ServerProtocol, stall_s=float(settings.client_stall_s)),  # type: ignore[arg-type]
         ws="none",

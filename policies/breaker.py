@@ -94,17 +94,12 @@ class Breaker:
         self._failures = 0.0
         self._weighed_at = clock()
         self._cause = ""
-        self._denial = ""
+        self.denial = ""  # the cause of the denial that opened it, until a probe is accepted
         # since the last exchange with other processes
         self._version = 0
         self._has_succeeded = False
         self._failures_since = 0
         self._has_changed = False
-
-    @property
-    def denial(self) -> str:
-        """The cause of the denial that opened it; empty once a probe was accepted."""
-        return self._denial
 
     @property
     def is_closed(self) -> bool:
@@ -136,7 +131,7 @@ class Breaker:
         """Why it is open, as text for people; empty while it allows calls, except after a denial."""
         now = self._clock()
         if self.allows():
-            return f"{self._denial}, the next request tries it" if self._denial else ""
+            return f"{self.denial}, the next request tries it" if self.denial else ""
         if self._open_until is not None and now < self._open_until:
             words = f"{self._cause}, next try in {_rounded(self._open_until - now)}"
             if now < self._alone_until < self._open_until:
@@ -180,20 +175,20 @@ class Breaker:
         self._weigh(0.0)
         self._in_a_row = self._failures_since = 0
         self._has_succeeded = True
-        if self._denial and self._probe_until is None:
+        if self.denial and self._probe_until is None:
             return
         if self._open_until is not None:
             self._calls = self._failures = 0.0
             self._has_changed = True
         self._openings = 0
         self._open_until = self._probe_until = None
-        self._denial = ""
+        self.denial = ""
 
     def record_accepted(self) -> None:
         """Report that a call which is still running was accepted: it ends a denial."""
-        if self._denial and self._probe_until is not None:
+        if self.denial and self._probe_until is not None:
             self._open_until = self._probe_until = None
-            self._denial = ""
+            self.denial = ""
             self._has_changed = True
 
     def record_failure(self, retry_after_s: float | None = None) -> None:
@@ -220,7 +215,7 @@ class Breaker:
 
     def record_denial(self, cause: str) -> None:
         """Report that the deployment refuses every call; `cause` is text for people."""
-        if self._denial and self._probe_until is None:
+        if self.denial and self._probe_until is None:
             return  # this call began before the denial: no new evidence
         self._back_off(cause, is_denied=True)
 
@@ -233,7 +228,7 @@ class Breaker:
         self._in_a_row = self._openings = self._failures_since = 0
         self._calls = self._failures = 0.0
         self._open_until = self._probe_until = None
-        self._denial = ""
+        self.denial = ""
         self._has_succeeded = self._has_changed = True
 
     def news(self) -> News:
@@ -248,7 +243,7 @@ class Breaker:
             rest_s=0.0 if self._open_until is None else max(0.001, self._open_until - now),
             alone_s=0.0 if self._open_until is None else max(0.0, self._alone_until - now),
             cause=self._cause,
-            denial=self._denial,
+            denial=self.denial,
         )
         self._has_succeeded = self._has_changed = False
         self._failures_since = 0
@@ -271,7 +266,7 @@ class Breaker:
             self._has_changed = self._has_changed or self._open_until is not None
         if state.version <= known or is_own or self._has_changed:
             return
-        self._openings, self._cause, self._denial = state.openings, state.cause, state.denial
+        self._openings, self._cause, self.denial = state.openings, state.cause, state.denial
         self._probe_until = None
         if state.rest_s > 0:
             now = self._clock()
@@ -291,7 +286,7 @@ class Breaker:
         # a probe that hung has rested the deployment already
         since = self._clock() if self._probe_until is None else self._probe_until - limits.probe_s
         self._rest(since + rest_s, cause, since + rest_s)
-        self._denial = cause if is_denied else ""
+        self.denial = cause if is_denied else ""
 
     def _rest(self, until: float, cause: str, alone_until: float) -> None:
         if self._open_until is not None:

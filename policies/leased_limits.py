@@ -62,9 +62,6 @@ class Limited:
         self._scope = scope
         self._leases = leases
 
-    def __bool__(self) -> bool:
-        return bool(self._leases)
-
 
 class LeasedRateLimits:
     """Charges leases of `shared`. `clock` gives seconds that never jump.

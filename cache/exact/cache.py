@@ -168,8 +168,14 @@ class ExactCache:
         trip.
         """
         entry = self.lookup_local(fp, max_age_s)
-        if entry is not None:
-            return Lookup(entry, None)
+        return (
+            Lookup(entry, None) if entry is not None else await self.lookup_shared(fp, max_age_s, wants_warm=wants_warm)
+        )
+
+    async def lookup_shared(
+        self, fp: Fingerprint, max_age_s: float | None = None, *, wants_warm: bool = True
+    ) -> Lookup:
+        """The same, past this process' own memory."""
         links = _earlier_links(fp.chain) if wants_warm else []
         purges_before = self._l1.purges
         try:

@@ -34,11 +34,11 @@ Routes = Mapping[str, Mapping[str, Endpoint]]
 class Front:
     """ASGI middleware.
 
-    `routes` returns a map from a path to its endpoints by method; a path that ends in `/*` covers
-    all paths below it. Other paths go to `app`.
+    `routes` is a map from a path to its endpoints by method, filled when the parts are open; a path
+    that ends in `/*` covers all paths below it. Other paths go to `app`.
     """
 
-    def __init__(self, app: Any, routes: Callable[[], Routes]) -> None:
+    def __init__(self, app: Any, routes: Routes) -> None:
         self._app = app
         self._routes = routes
 
@@ -47,7 +47,7 @@ class Front:
             await self._app(scope, receive, send)
             return
         path: str = scope["path"]
-        routes = self._routes()
+        routes = self._routes
         methods = routes.get(path)
         if methods is None:
             plain, model = _as_v1(_plain(path))
@@ -66,7 +66,7 @@ class Front:
             await _say_options(scope, methods or ("GET", "POST"), send)
         elif methods is None:
             await send_error(send, arrive("unknown").request_id, no_such_route(path, routes))
-        elif (endpoint := methods.get(_with_get(scope)["method"])) is None:
+        elif (endpoint := methods.get("GET" if scope["method"] == "HEAD" else scope["method"])) is None:
             refusal = wrong_method(path, scope["method"], methods)
             await send_error(send, arrive("unknown").request_id, refusal)
         else:

@@ -60,7 +60,7 @@ def cost_header(reply: Reply) -> Headers:
 
     A stream's headers leave before its cost is known; that cost is in the ledger.
     """
-    if reply.served is not None or reply.reader is None:
+    if reply.reader is None or reply.served is not None:
         return []
     spent = reply.reader.generation.spent
     cost = dollars(spent.cost_microusd if spent is not None else 0).encode()

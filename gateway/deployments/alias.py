@@ -41,7 +41,8 @@ class Alias:
     """A name that requests give as `model`, with its deployments.
 
     `is_pattern`: it takes every name. `has_engine`: a local engine, which can use a draft, may
-    answer.
+    answer. `has_choice`: a warm prefix can decide between deployments. `unpriced`: the model of a
+    deployment that passes every name on and has no price for this one; empty if there is none.
     """
 
     name: str
@@ -50,10 +51,15 @@ class Alias:
     deployments: Mapping[str, Deployment]
     is_pattern: bool = field(init=False)
     has_engine: bool = field(init=False)
+    has_choice: bool = field(init=False)
+    unpriced: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.is_pattern = is_pattern(self.name)
         self.has_engine = any(d.settings.engine is not None for d in self.deployments.values())
+        self.has_choice = len(self.deployments) > 1
+        models = (d.model for d in self.deployments.values() if d.is_any_model and not d.is_price_known)
+        self.unpriced = next(models, "")
 
     def for_name(self, name: str) -> "Alias":
         """This alias, which takes every name, for the name of one request.
@@ -73,14 +79,6 @@ class Alias:
         if not takers:
             raise self._refusal(hidden)
         return dataclasses.replace(self, deployments={d.name: d.for_model(rest) for d in takers})
-
-    @property
-    def unpriced(self) -> str:
-        """The model of a deployment that passes every name on and has no price for this one; empty
-        if there is none.
-        """
-        models = (d.model for d in self.deployments.values() if d.is_any_model and not d.is_price_known)
-        return next(models, "")
 
     def check(self, body: dict[str, Any], demand: Demand, kind: Kind) -> None:
         """Refuse what no deployment of this alias may get, before the cache answers it.
@@ -104,7 +102,7 @@ class Alias:
 
     def worst_case_microusd(self, demand: Demand) -> int:
         """The longest answer at the highest price: the amount that budgets hold."""
-        return max(self.worst_case_at(d, demand) for d in self.deployments.values())
+        return max([self.worst_case_at(d, demand) for d in self.deployments.values()])
 
     def worst_case_at(self, deployment: Deployment, demand: Demand) -> int:
         """The longest answer at the price of `deployment`, µUSD."""
@@ -119,11 +117,6 @@ class Alias:
         if demand.is_output_asked or is_bounded:
             return body
         return with_length(deployment, body, self.output_max(deployment, demand))
-
-    @property
-    def has_choice(self) -> bool:
-        """Whether a warm prefix can decide between deployments."""
-        return len(self.deployments) > 1
 
     @property
     def is_starting(self) -> bool:

@@ -160,7 +160,12 @@ class Deployment:
 
         `end` gives the place back.
         """
-        return not self.places.is_full and self.breaker.begin() and self.places.take()
+        if not self.places.take():
+            return False
+        if not self.breaker.begin():
+            self.places.give_back()
+            return False
+        return True
 
     def begin_try_out(self) -> None:
         """Take a place and the right to make one call for an operator, whatever the state."""
@@ -208,7 +213,8 @@ class Deployment:
         and its tokens share the rest.
         """
         self.breaker.record_success()
-        duration_ms = made.elapsed_ms()
+        duration_ms = made.attempt.duration_ms if made.attempt is not None else made.elapsed_ms()
+        figures = self.estimate.figures()
         ttft_ms = made.ttft_ms if made.ttft_ms is not None else duration_ms
         if made.usage is not None:
             if self.context_learned and made.usage.prompt_tokens > self.context_learned:
@@ -219,9 +225,9 @@ class Deployment:
             elif self.may_reason is None:
                 self.may_reason = made.usage.completion_tokens > made.completion_tokens_at_least(0.0)
             rate = made.usage.completion_tokens / max(duration_ms, 1.0)
-            self.tokens_per_ms += (rate - self.tokens_per_ms) * (0.5 if self.has_answered else 1.0)
+            self.tokens_per_ms += (rate - self.tokens_per_ms) * (0.5 if figures.weight > 0 else 1.0)
         if made.is_whole:
-            ttft_ms = min(ttft_ms, self.estimate.ttft_ms(prompt_tokens))
+            ttft_ms = min(ttft_ms, figures.ttft_ms(prompt_tokens))
         tokens = made.usage.completion_tokens if made.usage else made.content_chunks
         self.estimate.observe(ttft_ms, (duration_ms - ttft_ms) / (tokens - 1) if tokens > 1 else None, prompt_tokens)
 

@@ -32,7 +32,7 @@ class Places:
 
     def take(self) -> bool:
         """Take a place; returns False if there is none."""
-        if self.is_full:
+        if self.taken >= self.places_max:
             return False
         self.taken += 1
         return True
@@ -40,7 +40,8 @@ class Places:
     def give_back(self) -> None:
         """Give a place back, which calls the first ticket of the queue."""
         self.taken -= 1
-        self.call()
+        if self._queue:
+            self.call()
 
     def join(self, ticket: Ticket, *, is_first: bool) -> bool:
         """Put `ticket` at the end of the queue, or at its beginning; returns False if it is too long.

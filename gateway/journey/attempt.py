@@ -48,15 +48,7 @@ Cover = Callable[[Generation, Deployment], Awaitable[bool]]
 """Holds what a further try at a deployment may cost; False where a budget has no room for it."""
 
 
-async def stream(flight: Flight, route: Route, cover: Cover) -> None:
-    """Fill `flight`: try each deployment of `route` until one answers; after a pause, try again.
-
-    Raises ApiError if none answers, or if one fails whose answer has begun to leave.
-    """
-    await _Tries(flight, cover).run(route)
-
-
-class _Tries:
+class Tries:
     """The tries of one request at the deployments of its alias."""
 
     def __init__(self, flight: Flight, cover: Cover) -> None:
@@ -68,6 +60,10 @@ class _Tries:
         self._failed: tuple[Deployment, BackendError] | None = None  # the failure that the client would get
 
     async def run(self, route: Route) -> None:
+        """Fill the flight: try each deployment of `route` until one answers; after a pause, try again.
+
+        Raises ApiError if none answers, or if one fails whose answer has begun to leave.
+        """
         while route.ranked:
             if await self._round(route):
                 return
@@ -93,14 +89,14 @@ class _Tries:
         while route.ranked and generation.tries < TRIES_MAX:
             best = route.ranked[0]
             deployment = generation.serving.deployments[best.name]
-            if generation.is_beyond_first and not await self._cover(generation, deployment):
-                self._done_with |= {best.name}
-                tried |= {best.name}
-                route = await routed(self._flight, tried)
-                continue
-            if deployment.places.is_full:  # since the route was made
-                route = await routed(self._flight, tried)
-                continue
+            if generation.is_beyond_first:
+                is_covered = await self._cover(generation, deployment)
+                if not is_covered:
+                    self._done_with |= {best.name}
+                    tried |= {best.name}
+                if not is_covered or deployment.places.is_full:  # since the route was made
+                    route = await routed(self._flight, tried)
+                    continue
             failure = await self._try(deployment, best.why, is_alone=len(route.ranked) == 1)
             waited_s = 0.0
             while is_first and failure is not None:

@@ -37,8 +37,8 @@ class Flight:
     """
 
     __slots__ = (
-        "_caught_up", "_is_done", "_on_end", "_readers", "_sleepers", "_task", "chunks", "deadline", "error", "first_at",
-        "generation", "leader_ended", "size_bytes", "taken_bytes",
+        "_caught_up", "_on_end", "_readers", "_sleepers", "_task", "chunks", "deadline", "error", "first_at",
+        "generation", "is_done", "leader_ended", "size_bytes", "taken_bytes",
     )  # fmt: skip
 
     def __init__(self, generation: Generation) -> None:
@@ -52,14 +52,10 @@ class Flight:
         self.leader_ended = Ended()
         self._on_end: Callable[[], None] | None = None
         self._caught_up: asyncio.Future[None] | None = None
-        self._is_done = False
+        self.is_done = False
         self._readers: list[Reader] = []
         self._sleepers: list[asyncio.Future[None]] = []
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def is_done(self) -> bool:
-        return self._is_done
 
     def take_off(self, generating: Coroutine[Any, Any, None]) -> None:
         """Start the generation in its own task: it belongs to the flight, not to a client."""
@@ -151,9 +147,9 @@ class Flight:
         No request can join a failed flight. One can join a complete flight until `retire`, so that
         a request that arrives while the answer is being stored is not generated again.
         """
-        if self._is_done:
+        if self.is_done:
             return
-        self._is_done = True
+        self.is_done = True
         self.error = error
         self._wake()
         # decision: flights-until-stored
@@ -175,7 +171,7 @@ class Flight:
     def _leave(self, reader: "Reader") -> None:
         self._readers.remove(reader)
         self.taken_bytes = max([one.taken_bytes for one in self._readers], default=0)
-        if not self._readers and not self._is_done and self._task is not None:
+        if not self._readers and not self.is_done and self._task is not None:
             # a request that arrives before the task has unwound must not join a cancelled flight
             self.retire()
             progress, loop = self.generation.progress, asyncio.get_running_loop()
@@ -187,7 +183,7 @@ class Flight:
                 loop.call_soon(self._cancel)
 
     def _cancel(self) -> None:
-        if not self._is_done and self._task is not None:
+        if not self.is_done and self._task is not None:
             self._task.cancel()
 
 
@@ -204,6 +200,7 @@ class Reader:
         "_position",
         "_rest",
         "_sleeper",
+        "generation",
         "is_leader",
         "is_stream",
         "ready_at",
@@ -215,16 +212,13 @@ class Reader:
         self.is_stream = is_stream
         self.ready_at: float | None = None  # when it had its first chunk, by time.perf_counter
         self.taken_bytes = 0
+        self.generation = flight.generation
         self._flight = flight
         self._position = 0
         self._rest: list[Chunk] = []  # of an answer that was withdrawn
         self._is_closed = False
         self._gone: BaseException | None = None
         self._sleeper: asyncio.Future[None] | None = None
-
-    @property
-    def generation(self) -> Generation:
-        return self._flight.generation
 
     @property
     def is_at_end(self) -> bool:
@@ -353,10 +347,11 @@ class Flights:
 class Reply(msgspec.Struct, frozen=True):
     """The reply to one turn: a recorded `entry`, or a reader of a flight.
 
-    `limits` are the headers of its rate limits.
+    `alias` is the configured name that took it. `limits` are the headers of its rate limits.
     """
 
     turn: Turn
+    alias: str
     limits: dict[bytes, bytes]
     entry: Entry | None = None
     reader: Reader | None = None

@@ -1,7 +1,7 @@
 """One generation as a value: its turn, its identity, and the outcome of each stage.
 
 It never awaits, and contains no services. Invariants: each outcome is set once, whole, by the method
-of its stage; each deployment that generated for it has a row of its own in the ledger.
+of its stage.
 """
 
 from collections.abc import Sequence
@@ -10,42 +10,20 @@ import msgspec
 
 from cache import Entry, Fingerprint
 from cache.eligibility import CUT
-from gateway.accounts import Identity, LedgerRow
+from gateway.accounts import Identity
 from gateway.backends.base import BackendRequest
 from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.progress import Attempt, Progress
+from gateway.journey.bill import Booked, Spent, Try, book, charged, cost_of
 from gateway.journey.rescue import Said, Seam, rest_of
 from gateway.journey.semantic import SemanticResult, draft_of
 from gateway.journey.storing import deployment_of, ends_as_asked, entry_of, refusal_of
 from gateway.journey.turn import Turn
 from gateway.wire.types import Chunk, Usage
-from policies import Hold, Route, Tokens
+from policies import Hold, Route
 
 _UNSTREAMED = frozenset({"best_of", "prompt_logprobs"})  # servers refuse to stream with these
-
-
-class Spent(msgspec.Struct, frozen=True):
-    """The tokens of the answer of a generation that has ended, and the cost of all its tries.
-
-    `answer_microusd` is the answer's own share of the cost, and `charged_tokens` are those of all
-    tries. `is_estimated`: the deployment did not report its tokens. `claimed`: the tokens that it
-    reported, where they were more than the request allowed.
-    """
-
-    usage: Usage
-    cost_microusd: int
-    answer_microusd: int
-    charged_tokens: int
-    is_estimated: bool = False
-    claimed: Usage | None = None
-
-
-class Booked(msgspec.Struct, frozen=True):
-    """A row for the ledger, and the hold that it settles."""
-
-    hold: Hold
-    row: LedgerRow
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -53,18 +31,6 @@ class Step(msgspec.Struct, frozen=True):
 
     name: str
     reason: str
-
-
-class Try(msgspec.Struct, frozen=True):
-    """A deployment that was tried, and its answer so far."""
-
-    deployment: Deployment
-    progress: Progress
-
-    @property
-    def is_charged(self) -> bool:
-        # decision: abandoned-prompts-are-charged
-        return self.progress.has_begun or self.progress.is_abandoned
 
 
 class Generation:
@@ -77,6 +43,7 @@ class Generation:
     __slots__ = (
         "_degraded",
         "_first_choice_model",
+        "_is_bounded",
         "_near",
         "_tries",
         "_whole_usage",
@@ -87,6 +54,7 @@ class Generation:
         "hold",
         "identity",
         "more_holds",
+        "progress",
         "queued_ms",
         "route",
         "seams",
@@ -133,6 +101,8 @@ class Generation:
         self._first_choice_model = ""
         self.seams: list[Seam] = []  # where another deployment went on with the answer
         self._whole_usage: Usage | None = None  # of an answer with seams
+        self._is_bounded = False  # by a budget
+        self.progress = _NO_PROGRESS  # at the deployment that was tried last
         self._tries: list[Try] = []
 
     # -- the outcomes of the stages ----------------------------------------------------------------
@@ -144,6 +114,7 @@ class Generation:
     def reserved(self, hold: Hold) -> None:
         """7. Set the hold."""
         self.hold = hold
+        self._is_bounded = bool(hold.held)
 
     def admitted(self, headers: dict[bytes, bytes]) -> None:
         """7. Set `headers`, which describe the rate limits after the tokens were taken."""
@@ -177,9 +148,8 @@ class Generation:
         turn = self.turn
         # decision: always-stream
         is_stream = turn.is_stream or (len(self.serving.deployments) > 1 and _UNSTREAMED.isdisjoint(turn.body))
-        is_bounded = any(hold.held for hold in self._holds)
         draft = draft_of(self._near) if deployment.settings.engine else ""
-        body = self.serving.with_max_tokens(deployment, turn.demand, turn.body) if is_bounded else turn.body
+        body = self.serving.with_max_tokens(deployment, turn.demand, turn.body) if self._is_bounded else turn.body
         request = BackendRequest(
             body=body if said is None else rest_of(body, said),
             is_stream=is_stream,
@@ -195,6 +165,7 @@ class Generation:
         progress = Progress(deployment.name, self._near.id if draft and self._near is not None else "")
         progress.prefix_tokens = 0 if said is None else said.tokens
         self._tries.append(Try(deployment, progress))
+        self.progress = progress
         return request, progress
 
     def went_on(self, seam: Seam) -> None:
@@ -215,37 +186,21 @@ class Generation:
     def covered(self, hold: Hold) -> None:
         """9. Add a hold for what the next try may cost beyond the others."""
         self.more_holds.append(hold)
+        self._is_bounded = self._is_bounded or bool(hold.held)
 
     def beyond_holds(self, deployment: Deployment) -> int:
         """The µUSD that a try at `deployment` may cost beyond all holds, after what is charged."""
         worst = self.serving.worst_case_at(deployment, self.turn.demand)
-        return sum(map(self._cost, self._charged)) + worst - sum(hold.amount_microusd for hold in self._holds)
+        used = sum(cost_of(one, self.alias, self.turn.demand) for one in charged(self._tries))
+        held = sum(hold.amount_microusd for hold in (self.hold, *self.more_holds) if hold is not None)
+        return used + worst - held
 
     def end(self) -> list[Booked]:
-        """10. Fix the tokens and the cost. Returns the rows to settle; none if nothing is charged.
-
-        The last row settles the hold; rows of earlier tries have ids of their own.
-        """
-        charged = self._charged if self.hold is not None else []
-        booked = []
-        for number, one in enumerate(charged, 1):
-            assert self.hold is not None
-            hold = self.hold
-            if number < len(charged):
-                hold = Hold(f"{hold.id}.{number}", hold.team_id, hold.at_ms)
-            booked.append(Booked(hold, self._ledger_row(one, hold)))
-        is_counted = any(one.progress.has_begun for one in charged)
-        rows = [one.row for one in booked]
-        reported = self.progress.usage
-        usage = self._usage(self._tries[-1]) if self._tries else Usage(0, 0)
-        self.spent = Spent(
-            usage=self._whole_usage or usage,
-            cost_microusd=sum(row.cost_microusd for row in rows) if is_counted else 0,
-            answer_microusd=rows[-1].cost_microusd if is_counted else 0,
-            charged_tokens=sum(row.prompt_tokens + row.completion_tokens for row in rows),
-            is_estimated=reported is None,
-            claimed=reported if usage is not reported else None,
-        )
+        """10. Fix the tokens and the cost. Returns the rows to settle; none if nothing is charged."""
+        if self.hold is None:
+            self.spent = Spent(Usage(0, 0), 0, 0, 0, is_estimated=True)
+            return []
+        booked, self.spent = book(self._tries, self.hold, self.turn, self.identity, self.alias, self._whole_usage)
         return booked
 
     def recorded(self, entry: Entry | None, store: str) -> None:
@@ -264,11 +219,6 @@ class Generation:
         return "bypass" if controls.no_cache or controls.no_store else "miss"
 
     @property
-    def progress(self) -> Progress:
-        """The progress at the deployment that was tried last; empty if none was tried."""
-        return self._tries[-1].progress if self._tries else _NO_PROGRESS
-
-    @property
     def attempts(self) -> tuple[Attempt, ...]:
         return tuple([one.progress.attempt for one in self._tries if one.progress.attempt is not None])
 
@@ -278,22 +228,11 @@ class Generation:
         return len(self._tries)
 
     @property
-    def has_begun(self) -> bool:
-        """Whether a deployment has generated something for it."""
-        return any(one.progress.has_begun for one in self._tries)
-
-    @property
     def is_beyond_first(self) -> bool:
         """Whether the first hold may be too small for the next try."""
-        return self.serving is not self.alias or self.has_begun
-
-    @property
-    def _charged(self) -> list[Try]:
-        return [one for one in self._tries if one.is_charged]
-
-    @property
-    def _holds(self) -> list[Hold]:
-        return [*([self.hold] if self.hold is not None else []), *self.more_holds]
+        return self.serving is not self.alias or (
+            bool(self._tries) and any(one.progress.has_begun for one in self._tries)
+        )
 
     @property
     def answered_by(self) -> str:
@@ -343,75 +282,10 @@ class Generation:
             "cost_microusd": self.spent.answer_microusd,
             "prompt_tokens": self.spent.usage.prompt_tokens,
             "completion_tokens": self.spent.usage.completion_tokens,
-            "duration_ms": int(self.progress.elapsed_ms()),
+            "duration_ms": int(self.progress.attempt.duration_ms if self.progress.attempt is not None else 0),
         }
         namespace = self.turn.controls.namespace
         return entry_of(self.fingerprint, chunks, labels, ttl_s=ttl_s, namespace=namespace, is_findable=is_findable)
-
-    def _usage(self, one: Try) -> Usage:
-        """The tokens that the backend counted, else an estimate: a cut answer costs money, too.
-
-        Neither is more than the request allowed: the context window, and the answers asked for.
-        """
-        progress, deployment, demand = one.progress, one.deployment, self.turn.demand
-        output_max = max(self.alias.output_max(deployment, demand) * demand.choices, progress.content_chunks)
-        if progress.usage is not None:
-            context_max = max(deployment.context_tokens_max or 0, demand.prompt_tokens_max + progress.prefix_tokens)
-            return progress.usage.within(context_max, output_max)
-        # decision: abandoned-prompts-are-charged
-        if not (progress.has_begun or progress.is_abandoned):
-            return Usage(0, 0)
-        may_reason = progress.has_begun if deployment.may_reason is None else deployment.may_reason
-        said = progress.completion_tokens_at_least(deployment.tokens_per_ms if may_reason else 0.0)
-        return Usage(demand.prompt_tokens + progress.prefix_tokens, min(said, output_max))
-
-    def _cost(self, one: Try) -> int:
-        return one.deployment.cost(self.turn.demand, tokens_of(self._usage(one)))
-
-    def _ledger_row(self, one: Try, hold: Hold) -> LedgerRow:
-        """A prompt is charged even if every client leaves before the first token."""
-        usage = self._usage(one)
-        return LedgerRow(
-            id=hold.id,
-            # decision: hold-keeps-its-moment
-            at_ms=hold.at_ms,
-            request_id=self.turn.arrival.request_id,
-            team_id=self.identity.team.id,
-            key_id=self.identity.key.id,
-            alias=self.turn.alias,
-            deployment=one.deployment.name,
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.cached_tokens,
-            completion_tokens=usage.completion_tokens,
-            cost_microusd=one.deployment.cost(self.turn.demand, tokens_of(usage)),
-            kind=self.turn.arrival.operation,
-            usage_estimated=one.progress.usage is None,
-            cache_write_tokens=usage.cache_write_tokens,
-            cache_write_1h_tokens=usage.cache_write_1h_tokens,
-            audio_prompt_tokens=usage.audio_prompt_tokens,
-            image_prompt_tokens=usage.image_prompt_tokens,
-            reasoning_tokens=usage.reasoning_tokens,
-            audio_completion_tokens=usage.audio_completion_tokens,
-            image_completion_tokens=usage.image_completion_tokens,
-            tool_calls=usage.tool_calls,
-        )
-
-
-def tokens_of(usage: Usage) -> Tokens:
-    """`usage` as prices count it."""
-    return Tokens(
-        prompt=usage.prompt_tokens,
-        completion=usage.completion_tokens,
-        cached=usage.cached_tokens,
-        cache_write=usage.cache_write_tokens,
-        cache_write_1h=usage.cache_write_1h_tokens,
-        audio_prompt=usage.audio_prompt_tokens,
-        image_prompt=usage.image_prompt_tokens,
-        reasoning=usage.reasoning_tokens,
-        audio_completion=usage.audio_completion_tokens,
-        image_completion=usage.image_completion_tokens,
-        tool_calls=usage.tool_calls,
-    )
 
 
 _NO_PROGRESS = Progress("")

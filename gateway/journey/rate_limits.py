@@ -33,6 +33,7 @@ class _Known(msgspec.Struct):
     identity: Identity
     scope: str
     limited: Limited
+    is_limited: bool
     shown: dict[tuple[bool, bool], Headers] = {}
     shown_at_s: float = 0.0
 
@@ -69,8 +70,10 @@ class Limits:
 
         Returns a coroutine to await if Redis must be updated, else None.
         """
-        expected = _expected_tokens(demand)
         known = self._of(identity)
+        if not known.is_limited:
+            return None
+        expected = _expected_tokens(demand)
         correcting = self._shared.correct(known.limited, expected, tokens)
         return None if correcting is None else self._correct(correcting, identity, expected, tokens)
 
@@ -90,13 +93,15 @@ class Limits:
                 self._known.clear()
             limits = [(limit.subject, limit.unit, limit.per_min) for limit in _limits_of(identity, 0, 0)]
             scope = scope_of(identity.team.id)
-            known = self._known[identity.key.id] = _Known(identity, scope, self._shared.limited(scope, limits))
+            known = self._known[identity.key.id] = _Known(
+                identity, scope, self._shared.limited(scope, limits), bool(limits)
+            )
         return known
 
     def _take(self, identity: Identity, requests: int | None, tokens: int | None) -> Eager[Headers]:
         """Take from this worker's lease without waiting, or from Redis if that does not suffice."""
         known = self._of(identity)
-        if not known.limited:
+        if not known.is_limited:
             return Eager.done({})
         if self._shared.take_now(known.limited, requests, tokens):
             return Eager.done(self._shown(known, requests, tokens))

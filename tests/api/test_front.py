@@ -26,7 +26,7 @@ _ROUTES: dict[str, Any] = {
 
 async def ask(method: str, path: str, **headers: str) -> httpx.Response:
     """One request through the front; what is not its own is echoed with 200 too."""
-    transport = httpx.ASGITransport(Front(_echo, lambda: _ROUTES))
+    transport = httpx.ASGITransport(Front(_echo, _ROUTES))
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
         return await client.request(method, f"http://gateway{path}", headers=headers)
 

@@ -19,7 +19,7 @@ from cache.verdicts.records import AnswerJudged
 from cache.worker import Answered
 from gateway.deployments.progress import Progress
 from gateway.journey.flight import Flight
-from gateway.journey.generation import Generation, Try
+from gateway.journey.generation import Generation
 from gateway.journey.record import Record
 from gateway.journey.semantic import SemanticResult
 from gateway.journey.turn import Turn, arrive, read_turn
@@ -93,7 +93,7 @@ def over(chance: float, entry: Entry | None = None) -> tuple[Flight, Record]:
     generation.looked_up(SemanticResult(entry=entry, trial=trial))
     progress = Progress("somewhere")
     progress.complete()
-    generation._tries.append(Try(unused, progress))
+    generation.progress = progress
     flight = Flight(generation)
     flight.extend([Chunk(WHOLE, is_whole=True)])
     return flight, Record(

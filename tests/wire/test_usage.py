@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.deployments.build import describe
-from gateway.journey.generation import tokens_of
+from gateway.journey.bill import tokens_of
 from gateway.settings import DeploymentSettings
 from gateway.wire.chunks import read
 from gateway.wire.types import PARTS, Usage

@@ -1,0 +1,151 @@
+"""What the tries of a generation cost: the tokens of each, its row in the ledger, and the sum.
+
+Knows no services and no routes. Invariants: each deployment that generated has a row of its own,
+and the last row settles the hold; no count is above what the request allowed.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from gateway.accounts import Identity, LedgerRow
+from gateway.deployments.alias import Alias
+from gateway.deployments.deployment import Deployment
+from gateway.deployments.progress import Progress
+from gateway.journey.turn import Turn
+from gateway.wire.types import Usage
+from policies import Demand, Hold, Tokens
+
+
+class Try(msgspec.Struct, frozen=True):
+    """A deployment that was tried, and its answer so far."""
+
+    deployment: Deployment
+    progress: Progress
+
+
+class Spent(msgspec.Struct, frozen=True):
+    """The tokens of the answer of a generation that has ended, and the cost of all its tries.
+
+    `answer_microusd` is the answer's own share of the cost, and `charged_tokens` are those of all
+    tries. `is_estimated`: the deployment did not report its tokens. `claimed`: the tokens that it
+    reported, where they were more than the request allowed.
+    """
+
+    usage: Usage
+    cost_microusd: int
+    answer_microusd: int
+    charged_tokens: int
+    is_estimated: bool = False
+    claimed: Usage | None = None
+
+
+class Booked(msgspec.Struct, frozen=True):
+    """A row for the ledger, and the hold that it settles."""
+
+    hold: Hold
+    row: LedgerRow
+
+
+def charged(tries: Sequence[Try]) -> list[Try]:
+    """Those of `tries` that cost something."""
+    # decision: abandoned-prompts-are-charged
+    return [one for one in tries if one.progress.has_begun or one.progress.is_abandoned]
+
+
+def usage_of(one: Try, alias: Alias, demand: Demand) -> Usage:
+    """The tokens that the backend counted, else an estimate: a cut answer costs money, too.
+
+    Neither is more than the request allowed: the context window, and the answers asked for.
+    """
+    progress, deployment = one.progress, one.deployment
+    output_max = max(alias.output_max(deployment, demand) * demand.choices, progress.content_chunks)
+    if progress.usage is not None:
+        context_max = max(deployment.context_tokens_max or 0, demand.prompt_tokens_max + progress.prefix_tokens)
+        return progress.usage.within(context_max, output_max)
+    may_reason = progress.has_begun if deployment.may_reason is None else deployment.may_reason
+    said = progress.completion_tokens_at_least(deployment.tokens_per_ms if may_reason else 0.0)
+    return Usage(demand.prompt_tokens + progress.prefix_tokens, min(said, output_max))
+
+
+def cost_of(one: Try, alias: Alias, demand: Demand) -> int:
+    """The cost of a try that is charged, in µUSD."""
+    return one.deployment.cost(demand, tokens_of(usage_of(one, alias, demand)))
+
+
+def book(
+    tries: Sequence[Try], hold: Hold, turn: Turn, identity: Identity, alias: Alias, whole: Usage | None
+) -> tuple[list[Booked], Spent]:
+    """The rows to settle, none if nothing is charged, and their sum.
+
+    The last row settles `hold`; rows of earlier tries have ids of their own. `whole` are the tokens
+    of an answer that several deployments made, as its clients see them.
+    """
+    booked: list[Booked] = []
+    costly, usage, cost_microusd, tokens, is_counted = charged(tries), Usage(0, 0), 0, 0, False
+    for number, one in enumerate(costly, 1):
+        own = hold if number == len(costly) else Hold(f"{hold.id}.{number}", hold.team_id, hold.at_ms)
+        usage = usage_of(one, alias, turn.demand)
+        row = _row(one, usage, own, turn, identity)
+        booked.append(Booked(own, row))
+        cost_microusd += row.cost_microusd
+        tokens += row.prompt_tokens + row.completion_tokens
+        is_counted = is_counted or one.progress.has_begun
+    last = tries[-1] if tries else None
+    if last is not None and (not costly or costly[-1] is not last):
+        usage = Usage(0, 0) if last.progress.usage is None else usage_of(last, alias, turn.demand)
+    reported = last.progress.usage if last is not None else None
+    spent = Spent(
+        usage=whole or usage,
+        cost_microusd=cost_microusd if is_counted else 0,
+        answer_microusd=booked[-1].row.cost_microusd if is_counted else 0,
+        charged_tokens=tokens,
+        is_estimated=reported is None,
+        claimed=reported if usage is not reported else None,
+    )
+    return booked, spent
+
+
+def _row(one: Try, usage: Usage, hold: Hold, turn: Turn, identity: Identity) -> LedgerRow:
+    """A prompt is charged even if every client leaves before the first token."""
+    return LedgerRow(
+        id=hold.id,
+        # decision: hold-keeps-its-moment
+        at_ms=hold.at_ms,
+        request_id=turn.arrival.request_id,
+        team_id=identity.team.id,
+        key_id=identity.key.id,
+        alias=turn.alias,
+        deployment=one.deployment.name,
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        completion_tokens=usage.completion_tokens,
+        cost_microusd=one.deployment.cost(turn.demand, tokens_of(usage)),
+        kind=turn.arrival.operation,
+        usage_estimated=one.progress.usage is None,
+        cache_write_tokens=usage.cache_write_tokens,
+        cache_write_1h_tokens=usage.cache_write_1h_tokens,
+        audio_prompt_tokens=usage.audio_prompt_tokens,
+        image_prompt_tokens=usage.image_prompt_tokens,
+        reasoning_tokens=usage.reasoning_tokens,
+        audio_completion_tokens=usage.audio_completion_tokens,
+        image_completion_tokens=usage.image_completion_tokens,
+        tool_calls=usage.tool_calls,
+    )
+
+
+def tokens_of(usage: Usage) -> Tokens:
+    """`usage` as prices count it."""
+    return Tokens(
+        prompt=usage.prompt_tokens,
+        completion=usage.completion_tokens,
+        cached=usage.cached_tokens,
+        cache_write=usage.cache_write_tokens,
+        cache_write_1h=usage.cache_write_1h_tokens,
+        audio_prompt=usage.audio_prompt_tokens,
+        image_prompt=usage.image_prompt_tokens,
+        reasoning=usage.reasoning_tokens,
+        audio_completion=usage.audio_completion_tokens,
+        image_completion=usage.image_completion_tokens,
+        tool_calls=usage.tool_calls,
+    )
