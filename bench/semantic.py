@@ -278,6 +278,9 @@ def main(argv: list[str]) -> int:
         "--steadfast", action="store_true", help="a judge model errs about a pair in both orders or in none"
     )
     parser.add_argument("--judge", type=Path, default=None, help="no stream: judge the annotated pairs of this file")
+    parser.add_argument(
+        "--precision", choices=["auto", "float32", "bfloat16"], default="float32", help="of the embedder, in process"
+    )
     parser.add_argument("--http", action="store_true", help="through a real gateway, an empty one for each stream")
     parser.add_argument("--json", type=Path, default=None, help="write the rows here")
     options = parser.parse_args(argv)
@@ -317,7 +320,7 @@ def main(argv: list[str]) -> int:
             print(f"bench: {error}", file=sys.stderr)
             return 1
     else:
-        encoder = open_embedder()
+        encoder = open_embedder(precision=options.precision)
         for one in sets:
             results += measure(one, Recall(encoder, [one]), pools, options)
     if options.json is not None:

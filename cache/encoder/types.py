@@ -50,6 +50,10 @@ class Encoded:
     tokens: NDArray[np.int32]
 
 
+class PrecisionUnavailable(OSError):
+    """The precision that was asked for can't be had here; the message says why and what to do."""
+
+
 class Embedder(Protocol):
     @property
     def info(self) -> EmbedderInfo: ...

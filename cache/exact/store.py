@@ -264,12 +264,9 @@ class EntryStore:
     async def lookup_vectors(
         self, partition: Partition, embedder_key: bytes, exacts: Sequence[bytes]
     ) -> list[bytes | None]:
-        """The vectors that this embedder made, None where there is none."""
+        """The vectors that this embedder made; None where there is none, empty where another one's is."""
         values: list[bytes | None] = await self._redis.execute_command("HMGET", _keys(partition)[5], *exacts)
-        return [
-            value[len(embedder_key) :] if value is not None and value.startswith(embedder_key) else None
-            for value in values
-        ]
+        return [value and (value[len(embedder_key) :] if value.startswith(embedder_key) else b"") for value in values]
 
     # --- sketches
 

@@ -10,6 +10,7 @@ there); a failure of Redis leaves the cache as it was and is retried.
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,8 @@ from cache.verdicts.store import VerdictStore
 _FOLDED = 64  # records at a time: a lookup that comes during a rebuild waits for no more
 
 T = TypeVar("T")
+
+_log = logging.getLogger("cache.worker")  # not __name__: operators know the process by this name
 
 
 @dataclass(slots=True)
@@ -75,6 +78,7 @@ class Follower:
         self._sketched: dict[Partition, dict[bytes, None]] = {}
         self._position: LogPosition | None = None
         self._lock = asyncio.Lock()
+        self._has_warned = False
 
     @property
     def is_following(self) -> bool:
@@ -223,9 +227,21 @@ class Follower:
         for partition, exacts in wanted.items():
             row = await self._store.lookup_vectors(partition, self._embedder_key, exacts)
             for exact, data in zip(exacts, row, strict=True):
-                if data is not None and len(data) == 2 * self._cache.dims:
+                if data == b"":
+                    self._warn_of_another_embedder()
+                elif data is not None and len(data) == 2 * self._cache.dims:
                     vectors[partition, exact] = np.frombuffer(data, dtype="<f2").astype(np.float32)
         return vectors
+
+    def _warn_of_another_embedder(self) -> None:
+        """Once: vectors of two embedders are not comparable, so each host makes its own."""
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "Redis has vectors of another embedder than %s: they are made anew; hosts that share a Redis need the "
+                "same cache.embedder and cache.precision",
+                self._cache.embedder.name,
+            )
 
     async def _save_vectors(self) -> None:
         unsaved = await self._run(self._cache.take_unsaved)

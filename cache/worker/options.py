@@ -18,6 +18,7 @@ class Options:
     redis_url: str
     embedder: str
     device: str
+    precision: str
     threads: int
     keys_max: int
     size_bytes_max: int
@@ -38,6 +39,7 @@ def read_options(argv: list[str] | None) -> Options:
     parser.add_argument("--redis", default=os.environ.get("SAMEWAY_REDIS_URL"), help="default: $SAMEWAY_REDIS_URL")
     parser.add_argument("--embedder", default="default", help="a sentence-transformers model by name or path")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--precision", default="auto", choices=("auto", "float32", "bfloat16"), help="of the encoder")
     parser.add_argument("--threads", type=int, default=min(_THREADS, _cores()), help="for the encoder on a CPU")
     parser.add_argument("--error-max", type=float, default=0.01, help="share of requests that may be answered wrongly")
     parser.add_argument(
@@ -55,6 +57,7 @@ def read_options(argv: list[str] | None) -> Options:
         redis_url=found.redis,
         embedder=found.embedder,
         device=found.device,
+        precision=found.precision,
         threads=found.threads,
         keys_max=found.keys_max,
         size_bytes_max=found.size_bytes_max,

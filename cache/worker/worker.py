@@ -126,7 +126,7 @@ class Worker:
             except Exception as error:  # a model library may raise anything
                 self._report_failure(error)
             await asyncio.sleep(_RETRIES_S[min(attempt, len(_RETRIES_S) - 1)])
-        _log.info("the embedder is loaded, %.1f s", time.monotonic() - started)
+        _log.info("the embedder %s is loaded, %.1f s", cache.embedder.name, time.monotonic() - started)
         self._failure = ""
         from cache.semantic.follower import Follower
         from cache.worker.judging import AnswerJudging
@@ -373,11 +373,13 @@ class Worker:
 
 def _why_not_loaded(error: Exception) -> str:
     """In one line, with what to do."""
+    from cache.encoder.types import PrecisionUnavailable
+
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         package = "faiss-cpu" if error.name == "faiss" else error.name
         return f"the package {package} is not installed (pip install {package})"
     words = " ".join(str(error).split())
-    return words if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {words}"
+    return words if isinstance(error, FileNotFoundError | PrecisionUnavailable) else f"{type(error).__name__}: {words}"
 
 
 def _describe(is_following: bool, is_up: bool) -> str:
@@ -397,7 +399,7 @@ def _load(options: Options) -> tuple[SemanticCache, bytes]:
     from cache.semantic.cache import SemanticCache
     from cache.semantic.index import VectorIndex, on_gpu
 
-    embedder = open_embedder(options.embedder, options.device, options.threads)
+    embedder = open_embedder(options.embedder, options.device, options.threads, options.precision)
     embedder.encode(["warm up"])  # the first pass allocates
     index = VectorIndex(embedder.info.dims, on_gpu() if options.device != "cpu" else None)
     rule = VerifiedRule(PRIOR, options.error_max, random.random if options.is_audited else None, beside())

@@ -20,7 +20,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Forty requests: twenty answers, each asked for in two orders of the same words; four of them inside dialogues."""
     monkeypatch.chdir(tmp_path)
     for module in (semantic, prior):
-        monkeypatch.setattr(module, "open_embedder", FakeEmbedder)
+        monkeypatch.setattr(module, "open_embedder", lambda precision="float32": FakeEmbedder())
     rows = [
         {"text": f"{a} {b}", "label": number, "history": [f"about {number}"] if number < 2 else []}
         for number in range(20)

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache.encoder.bert import BertEmbedder, read_plan
+import cache.encoder.embedder as module
+from cache.encoder.bert import BertEmbedder, has_bfloat16, read_plan
 from cache.encoder.embedder import Memo, SentenceEmbedder, _packaged, open_embedder
-from cache.encoder.types import Embedder
+from cache.encoder.types import Embedder, PrecisionUnavailable
 from cache.semantic.cache import PromptAdded, SemanticCache
 from tests.cache.fakes import ACME, OTHER, FakeEmbedder
 
@@ -87,6 +88,28 @@ def test_the_fast_way_gives_the_library_s_vectors(embedder: Embedder, reference:
     assert one.tokens.tolist() == other.tokens.tolist()
     assert np.abs(one.vectors - other.vectors).max() < 1e-5
     assert (embedder.info.key, embedder.info.tokens_max) == (reference.info.key, reference.info.tokens_max)
+
+
+@pytest.mark.skipif(not has_bfloat16(), reason="this processor does not multiply bfloat16")
+def test_a_precision_is_an_embedder(embedder: Embedder) -> None:
+    """In bfloat16 the name and the key are others, cosines nearly the same; `auto` takes it, float32 pins the other."""
+    half = open_embedder(device="cpu", precision="bfloat16")
+    assert (half.info.name, half.info.key) == ("all-MiniLM-L6-v2 (bfloat16)", open_embedder(precision="auto").info.key)
+    assert half.info.key != embedder.info.key == open_embedder(device="cpu", precision="float32").info.key
+    texts = [text for text in TEXTS if len(text) < 700]
+    one, other = embedder.encode(texts), half.encode(texts)
+    assert one.tokens.tolist() == other.tokens.tolist()
+    assert np.linalg.norm(other.vectors, axis=1) == pytest.approx(1.0, abs=1e-5)
+    moved = np.abs(one.vectors @ one.vectors.T - other.vectors @ other.vectors.T)
+    assert 0 < moved.max() < 0.01
+
+
+def test_a_precision_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the processor has no bfloat16 `auto` is float32; who asks for it learns what to set."""
+    monkeypatch.setattr(module, "has_bfloat16", lambda: False)
+    assert open_embedder(device="cpu", precision="auto").info.name == "all-MiniLM-L6-v2"
+    with pytest.raises(PrecisionUnavailable, match=r"set `cache\.precision` to float32"):
+        open_embedder(device="cpu", precision="bfloat16")
 
 
 def test_what_else_is_in_a_batch_does_not_matter(embedder: Embedder) -> None:

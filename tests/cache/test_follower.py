@@ -122,6 +122,23 @@ async def test_vectors_are_kept_and_nothing_is_embedded_twice(
     assert not await redis.exists(f"sameway:{{{ACME.hex()}}}:vectors")
 
 
+async def test_vectors_of_another_embedder_are_named_in_the_log(
+    redis: Redis, exact: ExactCache, thread: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A host that finds them says so once and makes its own; none of its searches compares the two kinds."""
+    first, other = Host(redis, thread), Host(redis, thread, b"bfloat16")
+    await put(exact, "one", "two")
+    assert await first.sees("one") == [True]
+    await first.follower.follow()
+    assert caplog.messages == []
+    assert await other.sees("one", "two") == [True, True]
+    assert sorted(other.embedder.encoded) == ["ONE", "TWO", "one", "two"]
+    await put(exact, "three")
+    assert await other.sees("three") == [True]
+    (said,) = caplog.messages
+    assert "cache.precision" in said
+
+
 async def test_a_vector_of_a_purged_entry_is_not_kept(
     redis: Redis, exact: ExactCache, thread: ThreadPoolExecutor
 ) -> None:
