@@ -29,7 +29,7 @@ from starlette.routing import Match
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from cache import CacheLimits, CacheUnavailable, ExactCache, SemanticClient
-from gateway.accounts import Accounts, Audit, Ledger, LedgerWriter
+from gateway.accounts import Accounts, Audit, HitsWriter, Ledger, LedgerWriter
 from gateway.accounts.sessions import Sessions
 from gateway.accounts.spool import Spool
 from gateway.admin.guard import Endpoint, Guard
@@ -77,6 +77,7 @@ _GC_THRESHOLDS = (20_000, 20, 50)
 # freed memory lies between cached answers, and the allocator would keep it; measured there too
 _TIDY_EVERY_S = 30.0
 _TRUTH_EVERY_S = 5.0
+_HITS_EVERY_S = 5.0
 _ERROR = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}  # the admin API's
 _KEY_REFUSALS: dict[int | str, dict[str, Any]] = {
     401: {"description": "The key is missing or wrong", "content": _ERROR},
@@ -91,6 +92,7 @@ class Parts(AdminParts):
 
     link: RedisLink
     writer: LedgerWriter
+    hits: HitsWriter
     money: Money
     metrics: Metrics
     pipeline: Pipeline
@@ -263,7 +265,8 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
     stack.push_async_callback(semantic.aclose)
     fleet = await _open_fleet(settings, accounts, stack)
     stats = Stats(link, time.time)
-    stack.push_async_callback(_last_flush, stats)
+    hits = HitsWriter(ledger, stats.take_hits)
+    stack.push_async_callback(_last_flush, stats, hits)
 
     def emit(record: Record, turn: Turn | None, chunks: Sequence[Chunk]) -> None:
         if settings.log_prompts and turn is not None:
@@ -291,6 +294,7 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
         ledger=ledger,
         audit=Audit(accounts.database),
         writer=writer,
+        hits=hits,
         budgets=budgets,
         exact=exact,
         semantic=semantic,
@@ -389,6 +393,7 @@ def _start_loops(parts: Parts, stack: AsyncExitStack) -> None:
         "ledger": parts.writer.run,
         "money": parts.money.keep,
         "stats": lambda: _every(1.0, parts.stats.flush),
+        "hits": lambda: _every(_HITS_EVERY_S, parts.hits.flush),
         "touches": lambda: _every(1.0, parts.exact.flush_touches),
         "watch": lambda: parts.watch.run(parts.metrics),
         "health": parts.shared_health.run,
@@ -456,8 +461,12 @@ def _told(chunks: Sequence[Chunk]) -> str:
         return b"\n".join(chunk.data for chunk in chunks).decode("utf-8", "replace")
 
 
-async def _last_flush(stats: Stats) -> None:
+async def _last_flush(stats: Stats, hits: HitsWriter) -> None:
     try:
         await stats.flush()
     except RedisError as error:
         _log.warning("stats_not_flushed", reason=str(error))
+    try:
+        await hits.flush()
+    except (SQLAlchemyError, OSError) as error:
+        _log.warning("hits_not_written", reason=str(error))

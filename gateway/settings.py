@@ -262,6 +262,11 @@ class ModelSettings(_Section):
         "continue",
         description="a stream that breaks off: another deployment with `prefill` goes on with it, or it ends with the error",
     )
+    baseline: str | None = Field(
+        None,
+        description="the deployment whose list price savings are measured against; default: the one with the highest "
+        "`priority`, of equals the first",
+    )
     is_semantic: bool = Field(True, description="semantic hits for this alias")
     semantic_error_max: float | None = Field(
         None, ge=0, le=1, description="tighter than `cache.error_max`, for this alias"
@@ -463,6 +468,10 @@ class Settings(_Section):
                 if name in seen:
                     wrong.append(f"{where}.name: {name!r} is used twice; give each deployment its own `name`")
                 seen.add(name)
+            names = [deployment_name(alias, deployment) for deployment in model.deployments]
+            if model.baseline is not None and model.baseline not in names:
+                hint = did_you_mean(model.baseline, names)
+                wrong.append(f"models.{alias}.baseline: found {model.baseline!r}, expected one of {names}{hint}")
         wrong += self._wrong_fallbacks()
         judge = self.cache.judge_model
         if judge not in (None, "auto") and (judge not in self.models or is_pattern(judge)):

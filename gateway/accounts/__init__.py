@@ -10,14 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gateway.accounts.errors import AccountsError, Conflict, Invalid, NotFound, SchemaUnknown
-from gateway.accounts.row import LedgerRow, decode_row, encode_row
+from gateway.accounts.row import HitsRow, LedgerRow, decode_row, encode_row
 from gateway.accounts.teams import Identity, Key, NewKey, Team, partition_of, scope_of
 
 if TYPE_CHECKING:
     from gateway.accounts.accounts import Accounts
     from gateway.accounts.audit import Audit, AuditRow
-    from gateway.accounts.ledger import Group, Ledger, LedgerFilter, LedgerPage, LedgerTotal
-    from gateway.accounts.ledger_writer import LedgerWriter, WriterStats
+    from gateway.accounts.ledger import Group, Ledger, LedgerFilter, LedgerPage, LedgerTotal, SavingsLine
+    from gateway.accounts.ledger_writer import HitsWriter, LedgerWriter, WriterStats
 
 __all__ = [
     "Accounts",
@@ -26,6 +26,8 @@ __all__ = [
     "AuditRow",
     "Conflict",
     "Group",
+    "HitsRow",
+    "HitsWriter",
     "Identity",
     "Invalid",
     "Key",
@@ -37,6 +39,7 @@ __all__ = [
     "LedgerWriter",
     "NewKey",
     "NotFound",
+    "SavingsLine",
     "SchemaUnknown",
     "Team",
     "WriterStats",
@@ -47,8 +50,8 @@ __all__ = [
 ]
 
 _LATE = {
-    **dict.fromkeys(("Group", "Ledger", "LedgerFilter", "LedgerPage", "LedgerTotal"), "ledger"),
-    **dict.fromkeys(("LedgerWriter", "WriterStats"), "ledger_writer"),
+    **dict.fromkeys(("Group", "Ledger", "LedgerFilter", "LedgerPage", "LedgerTotal", "SavingsLine"), "ledger"),
+    **dict.fromkeys(("HitsWriter", "LedgerWriter", "WriterStats"), "ledger_writer"),
     **dict.fromkeys(("Audit", "AuditRow"), "audit"),
     "Accounts": "accounts",
 }

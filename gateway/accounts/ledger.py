@@ -1,13 +1,14 @@
-"""The ledger in SQL: one row a generation, and queries of spend.
+"""The ledger in SQL: one row a generation, and queries of spend and of savings.
 
-No Redis and no budget limits. Invariant: `ledger_days` always equals `ledger` summed by UTC day,
-because one transaction writes both and writes a row once per id.
+No Redis and no budget limits. Invariant: `ledger_days` always equals `ledger` summed by UTC day, and
+`savings_days` equals `ledger` and `ledger_hits`, because one transaction writes the rows and their
+sums and writes a row once per id.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -20,7 +21,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from gateway.accounts import schema
 from gateway.accounts.database import Database, uncancelled
 from gateway.accounts.errors import Invalid
-from gateway.accounts.row import LedgerRow
+from gateway.accounts.row import HitsRow, LedgerRow
 from policies import WindowKind
 from policies.budgets import DrainedSpend
 from policies.windows import Window
@@ -92,6 +93,21 @@ class LedgerTotal:
     day: str | None = None
 
 
+BASELINE, SPENT, UNKNOWN_HITS = "baseline", "spent", "unknown_hits"
+"""The lines of `savings_days` that are no mechanism."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavingsLine:
+    """The sum of one line of one team and UTC day. `day` is an ISO date."""
+
+    day: str
+    team_id: int
+    line: str
+    requests: int
+    amount_microusd: int
+
+
 class Ledger:
     """Reads and writes the ledger's tables. Database errors are sqlalchemy's own."""
 
@@ -120,7 +136,22 @@ class Ledger:
                 values = [msgspec.structs.asdict(row) for row in by_id.values()]
                 new = [by_id[row_id] for row_id in (await connection.execute(insert, values)).scalars()]
             await self._add_to_days(connection, new)
+            await self._add_to_savings(connection, [line for row in new for line in _lines(row)])
         return len(new)
+
+    @uncancelled
+    async def append_hits(self, rows: Sequence[HitsRow]) -> None:
+        """Insert rows with new ids, and add them to their days' savings, in one transaction."""
+        if not rows:
+            return
+        by_id = {row.id: row for row in sorted(rows, key=lambda row: row.id)}
+        async with self._database.writing() as connection:
+            table = schema.ledger_hits
+            insert = self._database.insert(table).on_conflict_do_nothing(index_elements=["id"]).returning(table.c.id)
+            new: list[str] = []
+            for row in by_id.values():  # few
+                new += (await connection.execute(insert, msgspec.structs.asdict(row))).scalars()
+            await self._add_to_savings(connection, [line for id in new for line in _lines_of_hits(by_id[id])])
 
     @uncancelled
     async def rows(self, where: LedgerFilter, limit: int = 100, cursor: str | None = None) -> LedgerPage:
@@ -149,12 +180,25 @@ class Ledger:
         columns = [days.c[group] for group in by]
         sums = [sa.func.coalesce(sa.func.sum(days.c[name]), 0).label(name) for name in ("requests", *_SUMS)]
         statement = sa.select(*columns, *sums).where(*_conditions(days, where)).group_by(*columns).order_by(*columns)
-        if where.from_ms is not None:
-            statement = statement.where(days.c.day >= where.from_ms // _DAY_MS)
-        if where.until_ms is not None:
-            statement = statement.where(days.c.day < -(-where.until_ms // _DAY_MS))
+        statement = statement.where(*_whole_days(days, where))
         async with self._database.reading() as connection:
             return tuple(_total(row) for row in (await connection.execute(statement)).mappings())
+
+    @uncancelled
+    async def savings(self, where: LedgerFilter) -> tuple[SavingsLine, ...]:
+        """The lines of `savings_days` by day, team and line; of the filter, the team, the alias and
+        the days count, as in `totals`.
+        """
+        days = schema.savings_days
+        columns = (days.c.day, days.c.team_id, days.c.line)
+        sums = [sa.func.sum(days.c[name]).label(name) for name in ("requests", "amount_microusd")]
+        statement = sa.select(*columns, *sums).group_by(*columns).order_by(*columns)
+        statement = statement.where(*_conditions(days, where, ("team_id", "alias")), *_whole_days(days, where))
+        async with self._database.reading() as connection:
+            return tuple(
+                SavingsLine(_date(day), team_id, line, int(requests), int(amount))
+                for day, team_id, line, requests, amount in await connection.execute(statement)
+            )
 
     @uncancelled
     async def spent(self, windows: Sequence[Window]) -> tuple[DrainedSpend, ...]:
@@ -196,6 +240,48 @@ class Ledger:
         added = {name: schema.ledger_days.c[name] + upsert.excluded[name] for name in ("requests", *_SUMS)}
         await connection.execute(upsert.on_conflict_do_update(index_elements=names, set_=added), values)
 
+    async def _add_to_savings(self, connection: AsyncConnection, lines: Sequence[_Line]) -> None:
+        if not lines:
+            return
+        sums: dict[tuple[int, int, str, str], list[int]] = {}
+        for key, requests, amount in lines:
+            line = sums.setdefault(key, [0, 0])
+            line[0] += requests
+            line[1] += amount
+        table, names = schema.savings_days, ("day", "team_id", "alias", "line")
+        values = [
+            {**dict(zip(names, key, strict=True)), "requests": requests, "amount_microusd": amount}
+            for key, (requests, amount) in sorted(sums.items())
+        ]
+        upsert = self._database.insert(table)
+        added = {name: table.c[name] + upsert.excluded[name] for name in ("requests", "amount_microusd")}
+        await connection.execute(upsert.on_conflict_do_update(index_elements=names, set_=added), values)
+
+
+_Line = tuple[tuple[int, int, str, str], int, int]
+"""The key of a row of `savings_days`, its requests and its amount."""
+
+
+def _lines(row: LedgerRow) -> Iterator[_Line]:
+    """The lines that a row of the ledger adds to; none where its baseline is not known."""
+    if row.baseline_microusd is None:
+        return
+    # a try beside the one that answered is no further request
+    baseline = [(BASELINE, row.baseline_microusd)] if row.baseline_microusd or not row.mechanism else []
+    for line, amount in (*baseline, (SPENT, row.cost_microusd), *row.savings()):
+        yield (row.at_ms // _DAY_MS, row.team_id, row.alias, line), 1, amount
+
+
+def _lines_of_hits(row: HitsRow) -> Iterator[_Line]:
+    key, known = (row.at_ms // _DAY_MS, row.team_id, row.alias), row.requests - row.unknown
+    for line, requests, amount in (
+        (BASELINE, known, row.baseline_microusd),
+        (row.source, known, row.baseline_microusd),
+        (UNKNOWN_HITS, row.unknown, 0),
+    ):
+        if requests:
+            yield (*key, line), requests, amount
+
 
 async def _insert_sqlite(connection: AsyncConnection, by_id: Mapping[str, LedgerRow]) -> list[LedgerRow]:
     """Insert the rows with new ids, and return them.
@@ -217,9 +303,17 @@ _KNOWN = "SELECT id FROM ledger WHERE id IN (SELECT value FROM json_each(?))"
 _INSERT = f"INSERT INTO ledger ({', '.join(_FIELDS)}) VALUES ({', '.join('?' * len(_FIELDS))})"
 
 
-def _conditions(table: sa.Table, where: LedgerFilter) -> list[Any]:
-    names = ("team_id", "key_id", "alias", "deployment", "kind")
+_FILTERS = ("team_id", "key_id", "alias", "deployment", "kind")
+
+
+def _conditions(table: sa.Table, where: LedgerFilter, names: Sequence[str] = _FILTERS) -> list[Any]:
     return [table.c[name] == getattr(where, name) for name in names if getattr(where, name) is not None]
+
+
+def _whole_days(days: sa.Table, where: LedgerFilter) -> list[Any]:
+    """The conditions on a table of days for the UTC days that the filter's moments lie in."""
+    found = [] if where.from_ms is None else [days.c.day >= where.from_ms // _DAY_MS]
+    return found if where.until_ms is None else [*found, days.c.day < -(-where.until_ms // _DAY_MS)]
 
 
 def _place(cursor: str) -> tuple[int, str]:
@@ -232,5 +326,9 @@ def _place(cursor: str) -> tuple[int, str]:
 def _total(row: Mapping[Any, Any]) -> LedgerTotal:
     values: dict[str, Any] = {n: int(value) if n in ("requests", *_SUMS) else value for n, value in row.items()}
     if "day" in values:
-        values["day"] = datetime.fromtimestamp(values["day"] * _DAY_MS // 1000, UTC).date().isoformat()
+        values["day"] = _date(values["day"])
     return LedgerTotal(**values)
+
+
+def _date(day: int) -> str:
+    return datetime.fromtimestamp(day * _DAY_MS // 1000, UTC).date().isoformat()

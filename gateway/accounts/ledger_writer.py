@@ -30,7 +30,7 @@ from redis.exceptions import RedisError
 from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
 
 from gateway.accounts.ledger import Ledger
-from gateway.accounts.row import LedgerRow, decode_row
+from gateway.accounts.row import HitsRow, LedgerRow, decode_row
 from policies import Budgets
 from policies.budgets import LockLost
 from policies.holds import LEDGER_LOCK, LEDGER_SET_ASIDE, LEDGER_STREAM
@@ -219,6 +219,26 @@ class LedgerWriter:
         await self._budgets.mark_ready(self._token)
         self.stats.restatements += 1
         self.stats.drift_microusd += restated.drift_microusd
+
+
+class HitsWriter:
+    """Writes this worker's hits to SQL, a few rows at a time: they cost nothing, so no stream and no
+    budget has them. `take` gives the hits since its last call.
+
+    Rows that SQL did not take stay for the next call. A kill loses the hits since the last one.
+    """
+
+    def __init__(self, ledger: Ledger, take: Callable[[], Sequence[HitsRow]]) -> None:
+        self._ledger = ledger
+        self._take = take
+        self._waiting: list[HitsRow] = []
+
+    async def flush(self) -> None:
+        """Write the hits. Errors of the database pass through."""
+        self._waiting += self._take()
+        if waiting := tuple(self._waiting):
+            await self._ledger.append_hits(waiting)
+            del self._waiting[: len(waiting)]
 
 
 def _entry(entry_id: bytes, fields: list[Any] | None) -> _Entry:

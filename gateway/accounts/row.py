@@ -14,15 +14,19 @@ from msgspec import Meta
 _Id = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _Count = Annotated[int, Meta(ge=0, le=2**53 - 1)]
 _Text = Annotated[str, Meta(max_length=512)]
+_Amount = Annotated[int, Meta(ge=1 - 2**53, le=2**53 - 1)]
 
 
-class LedgerRow(msgspec.Struct, frozen=True):
+class LedgerRow(msgspec.Struct, frozen=True, omit_defaults=True):
     """The cost of one generation. `id` is the id of its hold, `at_ms` the hold's time (unix ms).
 
     `prompt_tokens` include the tokens read from the provider's prompt cache (`cached_tokens`),
     written to it (`cache_write...`), of sounds and of images; `completion_tokens` include
     reasoning, sounds and images. `tool_calls`: calls of tools that the provider ran.
-    `usage_estimated`: the deployment did not report the tokens.
+    `usage_estimated`: the deployment did not report the tokens. `provider_cost_microusd`: the cost
+    that the provider reported itself. `baseline_microusd`: the cost without Sameway, None where it
+    is not known; of its difference to the cost, `prefix_read_microusd` were saved by the provider's
+    prompt cache, `prefix_write_microusd` paid for writing it, and `mechanism` explains the rest.
     """
 
     id: Annotated[str, Meta(min_length=1, max_length=200)]
@@ -47,6 +51,37 @@ class LedgerRow(msgspec.Struct, frozen=True):
     audio_completion_tokens: _Count = 0
     image_completion_tokens: _Count = 0
     tool_calls: _Count = 0
+    baseline_microusd: _Count | None = None
+    prefix_read_microusd: _Amount = 0
+    prefix_write_microusd: _Amount = 0
+    mechanism: _Text = ""
+    provider_cost_microusd: _Count | None = None
+
+    def savings(self) -> list[tuple[str, int]]:
+        """The baseline less the cost by mechanism, without amounts of 0; amounts below 0 are costs."""
+        if self.baseline_microusd is None:
+            return []
+        read, written = self.prefix_read_microusd, self.prefix_write_microusd
+        rest = self.baseline_microusd - self.cost_microusd - read + written
+        parts = (("prefix_read", read), ("prefix_write", -written), (self.mechanism or "other", rest))
+        return [part for part in parts if part[1]]
+
+
+class HitsRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests that cost nothing, of one team, alias and source, in one hour.
+
+    `source` is exact, semantic or coalesced. `unknown` of the `requests` have no known baseline;
+    `baseline_microusd` is the sum of the others'.
+    """
+
+    id: str
+    at_ms: int
+    team_id: int
+    alias: str
+    source: str
+    requests: int
+    unknown: int
+    baseline_microusd: int
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -66,6 +101,6 @@ def decode_row(data: bytes) -> LedgerRow:
     """
     row = _decoder.decode(data)
     # PostgreSQL refuses NUL in texts
-    if "\0" in row.id + row.request_id + row.alias + row.deployment + row.kind:
+    if "\0" in row.id + row.request_id + row.alias + row.deployment + row.kind + row.mechanism:
         raise msgspec.ValidationError("a text holds a NUL")
     return row

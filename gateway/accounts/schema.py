@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-VERSION = "0005"
+VERSION = "0006"
 
 _KINDS = (
     "cache_write_tokens", "cache_write_1h_tokens", "audio_prompt_tokens", "image_prompt_tokens", "reasoning_tokens",
@@ -120,6 +120,11 @@ ledger = sa.Table(
     sa.Column("kind", sa.Text, nullable=False),
     sa.Column("usage_estimated", sa.Boolean, nullable=False, server_default=sa.false()),
     *_kinds_of_tokens(),
+    sa.Column("baseline_microusd", sa.BigInteger),
+    sa.Column("prefix_read_microusd", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("prefix_write_microusd", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("mechanism", sa.Text, nullable=False, server_default=""),
+    sa.Column("provider_cost_microusd", sa.BigInteger),
     sa.Index(None, "at_ms", "id"),
     sa.Index(None, "team_id", "at_ms", "id"),
 )
@@ -156,4 +161,32 @@ ledger_days = sa.Table(
     sa.Column("completion_tokens", sa.BigInteger, nullable=False),
     sa.Column("cost_microusd", sa.BigInteger, nullable=False),
     *_kinds_of_tokens(),
+)
+
+# Requests that were answered without a generation, summed by each worker every few seconds.
+ledger_hits = sa.Table(
+    "ledger_hits",
+    metadata,
+    sa.Column("id", sa.Text, primary_key=True),
+    sa.Column("at_ms", sa.BigInteger, nullable=False),
+    sa.Column("team_id", sa.Integer, nullable=False),
+    sa.Column("alias", sa.Text, nullable=False),
+    sa.Column("source", sa.Text, nullable=False),
+    sa.Column("requests", sa.BigInteger, nullable=False),
+    sa.Column("unknown", sa.BigInteger, nullable=False),
+    sa.Column("baseline_microusd", sa.BigInteger, nullable=False),
+)
+
+# What the rows of both cost, would have cost, and why, summed by UTC day in their transaction.
+# `line` is `baseline`, `spent`, `unknown_hits` or a mechanism; a mechanism's amount is what it
+# saved. Rows of the ledger without a known baseline are in no line.
+savings_days = sa.Table(
+    "savings_days",
+    metadata,
+    sa.Column("day", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("team_id", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("alias", sa.Text, primary_key=True),
+    sa.Column("line", sa.Text, primary_key=True),
+    sa.Column("requests", sa.BigInteger, nullable=False),
+    sa.Column("amount_microusd", sa.BigInteger, nullable=False),
 )

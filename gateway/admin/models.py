@@ -233,7 +233,8 @@ class TallyOut(_Out):
     completion_tokens: int
     cached_tokens: int
     cost_microusd: int
-    saved_microusd: int
+    saved_microusd: int = Field(description="the cost without Sameway, less the cost; below 0 where it cost more")
+    uncompared: int = Field(description="requests of which the cost without Sameway is not known")
     saved_tokens: int = Field(description="of prompts and answers of hits")
     saved_completion_tokens: int = Field(description="those of the answers: not generated again")
     saved_ms: int
@@ -375,6 +376,46 @@ _LedgerRow = Annotated[
 class LedgerOut(_Out):
     rows: list[_LedgerRow]
     cursor: str | None
+
+
+class SavingsStepOut(_Out):
+    """One step of a waterfall: what a mechanism saved; below 0, what it cost."""
+
+    mechanism: str
+    words: str
+    requests: int
+    amount_microusd: int
+
+
+class SavingsSumOut(_Out):
+    """A waterfall: the baseline less its steps is what was spent. Requests without a known baseline are not in it."""
+
+    requests: int = Field(description="with a known baseline")
+    baseline_microusd: int = Field(description="the cost without Sameway: at the alias's baseline, uncached")
+    spent_microusd: int
+    saved_microusd: int
+    factor: float | None = Field(description="baseline / spent; null: nothing was spent")
+    steps: list[SavingsStepOut]
+
+
+class TeamSavingsOut(SavingsSumOut):
+    team_id: int
+    team: str
+
+
+class DaySavingsOut(SavingsSumOut):
+    day: str = Field(description="an ISO date, in UTC")
+
+
+class SavingsOut(SavingsSumOut):
+    """What Sameway saved in whole UTC days, by mechanism, team and day."""
+
+    from_s: int
+    until_s: int
+    unknown_requests: int = Field(description="generations and hits without a known baseline, as a price is missing")
+    unknown_cost_microusd: int = Field(description="what they cost; not in `spent_microusd`")
+    by_team: list[TeamSavingsOut]
+    days: list[DaySavingsOut]
 
 
 class AnswerIn(_In):

@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, Field
 
 from gateway.accounts import LedgerFilter
 from gateway.accounts.ledger import CURSOR
-from gateway.admin import cache_views, models, operations, views
+from gateway.admin import cache_views, models, operations, savings_views, views
 from gateway.admin.guard import COOKIE, ApiRoute, check_query, client_of
 from gateway.admin.pages import pages_router
 from gateway.admin.parts import AdminParts
@@ -191,6 +191,17 @@ def _add_history(api: APIRouter, parts: AdminParts) -> None:
         """The latest requests that came close to a cached answer (similarity 0.6 or more) and did not get it, with the reason."""
         return await views.near_misses(parts, where, cursor, limit)
 
+    @api.get("/savings")
+    async def savings(
+        team_id: _Id | None = None,
+        model: _Label | None = None,
+        from_s: _Moment | None = None,
+        until_s: _Moment | None = None,
+    ) -> models.SavingsOut:
+        """What Sameway saved, by mechanism, team and UTC day, with what cost more; at first of the last 30 days."""
+        where = ledger_filter(team_id=team_id, model=model, from_s=from_s, until_s=until_s)
+        return await savings_views.savings(parts, where)
+
     @api.get("/ledger")
     async def ledger(
         where: Annotated[LedgerFilter, Depends(ledger_filter)], cursor: _LedgerCursor | None = None, limit: _Limit = 100
@@ -246,7 +257,8 @@ _COLUMNS = (
     "id", "at_ms", "request_id", "team_id", "team", "key_id", "key", "alias", "deployment",
     "prompt_tokens", "cached_tokens", "completion_tokens", "cost_microusd", "usage_estimated", "cache_write_tokens",
     "cache_write_1h_tokens", "audio_prompt_tokens", "image_prompt_tokens", "reasoning_tokens",
-    "audio_completion_tokens", "image_completion_tokens", "tool_calls",
+    "audio_completion_tokens", "image_completion_tokens", "tool_calls", "baseline_microusd", "prefix_read_microusd",
+    "prefix_write_microusd", "mechanism", "provider_cost_microusd",
 )  # fmt: skip
 
 

@@ -135,7 +135,7 @@ def _judging(summary: Summary, teams: Sequence[Team]) -> list[models.JudgingOut]
     for (team_id, _), sample in summary.samples.items():
         if team_id not in names or not sample.questions:
             continue
-        saved = summary.by_team[team_id].saved_microusd if team_id in summary.by_team else 0
+        saved = summary.by_team[team_id].avoided_microusd if team_id in summary.by_team else 0
         one = models.JudgingOut(
             team_id=team_id, team=names[team_id], questions=0, cost_microusd=0, saved_microusd=saved
         )  # fmt: skip

@@ -123,6 +123,7 @@ class Embeddings(JsonEndpoint[EmbeddingsRequest]):
             completion_tokens=0,
             cost_microusd=self._price.cost(Tokens(tokens, 0)),
             kind=self.operation,
+            baseline_microusd=self._price.cost(Tokens(tokens, 0)),
         )
 
 

@@ -45,7 +45,8 @@ def answer_headers(reply: Reply) -> Headers:
             headers.append((b"x-sameway-similarity", f"{reader.generation.semantic.similarity:.4f}".encode()))
         headers.append((b"age", str(int(entry.age_s(time.time()))).encode()))
         headers.append((b"x-sameway-cost-usd", b"0"))
-        headers.append((b"x-sameway-saved-usd", dollars(int(entry.labels.get("cost_microusd", 0))).encode()))
+        if (baseline := entry.labels.get("baseline_microusd")) is not None:
+            headers.append((b"x-sameway-saved-usd", dollars(int(baseline)).encode()))
     if reader is not None and reader.generation.queued_ms:
         headers.append((b"x-sameway-queued-ms", f"{reader.generation.queued_ms:.0f}".encode()))
     limits = reply.limits
@@ -63,10 +64,12 @@ def cost_header(reply: Reply) -> Headers:
     if reply.reader is None or reply.served is not None:
         return []
     spent = reply.reader.generation.spent
-    cost = dollars(spent.cost_microusd if spent is not None else 0).encode()
     if reply.is_leading:
-        return [(b"x-sameway-cost-usd", cost)]
-    return [(b"x-sameway-cost-usd", b"0"), (b"x-sameway-saved-usd", cost)]
+        return [(b"x-sameway-cost-usd", dollars(spent.cost_microusd if spent is not None else 0).encode())]
+    headers = [(b"x-sameway-cost-usd", b"0")]
+    if spent is not None and spent.baseline_microusd is not None:
+        headers.append((b"x-sameway-saved-usd", dollars(spent.baseline_microusd).encode()))
+    return headers
 
 
 def _cache_status(kind: str, entry: Entry | None) -> str:

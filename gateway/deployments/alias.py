@@ -53,11 +53,16 @@ class Alias:
     has_engine: bool = field(init=False)
     has_choice: bool = field(init=False)
     unpriced: str = field(init=False)
+    baseline: Deployment = field(init=False)  # savings are measured against its list price
 
     def __post_init__(self) -> None:
         self.is_pattern = is_pattern(self.name)
         self.has_engine = any(d.settings.engine is not None for d in self.deployments.values())
         self.has_choice = len(self.deployments) > 1
+        named = self.deployments.get(self.settings.baseline or "")
+        self.baseline = named or max(
+            self.deployments.values(), key=lambda d: d.settings.priority
+        )  # of equals the first
         models = (d.model for d in self.deployments.values() if d.is_any_model and not d.is_price_known)
         self.unpriced = next(models, "")
 

@@ -12,6 +12,7 @@ from gateway.accounts import Identity, LedgerRow
 from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.progress import Progress
+from gateway.journey.savings import CHECKING, Compared, compare, compare_other, joined
 from gateway.journey.turn import Turn
 from gateway.wire.types import Usage
 from policies import Demand, Hold, Tokens
@@ -29,7 +30,9 @@ class Spent(msgspec.Struct, frozen=True):
 
     `answer_microusd` is the answer's own share of the cost, and `charged_tokens` are those of all
     tries. `is_estimated`: the deployment did not report its tokens. `claimed`: the tokens that it
-    reported, where they were more than the request allowed.
+    reported, where they were more than the request allowed. `baseline_microusd`: the cost without
+    Sameway, None where it is not known, and `savings` its difference to `cost_microusd` by what
+    made it.
     """
 
     usage: Usage
@@ -38,6 +41,8 @@ class Spent(msgspec.Struct, frozen=True):
     charged_tokens: int
     is_estimated: bool = False
     claimed: Usage | None = None
+    baseline_microusd: int | None = None
+    savings: dict[str, int] = {}
 
 
 class Booked(msgspec.Struct, frozen=True):
@@ -84,9 +89,19 @@ def book(
     booked: list[Booked] = []
     costly, usage, cost_microusd, tokens, is_counted = charged(tries), Usage(0, 0), 0, 0, False
     for number, one in enumerate(costly, 1):
-        own = hold if number == len(costly) else Hold(f"{hold.id}.{number}", hold.team_id, hold.at_ms)
+        is_last = number == len(costly)
+        own = hold if is_last else Hold(f"{hold.id}.{number}", hold.team_id, hold.at_ms)
         usage = usage_of(one, alias, turn.demand)
-        row = _row(one, usage, own, turn, identity)
+        used = tokens_of(usage)
+        cost = one.deployment.cost(turn.demand, used)
+        if is_last and turn.arrival.operation != CHECKING:
+            seen = used if whole is None else tokens_of(whole)
+            compared = compare(
+                alias.baseline, one.deployment, turn.demand, used, seen, cost, is_joint=whole is not None
+            )
+        else:
+            compared = compare_other(one.deployment, turn.arrival.operation, is_known=alias.baseline.is_price_known)
+        row = _row(one, usage, cost, compared, own, turn, identity)
         booked.append(Booked(own, row))
         cost_microusd += row.cost_microusd
         tokens += row.prompt_tokens + row.completion_tokens
@@ -95,6 +110,7 @@ def book(
     if last is not None and (not costly or costly[-1] is not last):
         usage = Usage(0, 0) if last.progress.usage is None else usage_of(last, alias, turn.demand)
     reported = last.progress.usage if last is not None else None
+    baseline_microusd, savings = joined([one.row for one in booked])
     spent = Spent(
         usage=whole or usage,
         cost_microusd=cost_microusd if is_counted else 0,
@@ -102,11 +118,15 @@ def book(
         charged_tokens=tokens,
         is_estimated=reported is None,
         claimed=reported if usage is not reported else None,
+        baseline_microusd=baseline_microusd,
+        savings=savings,
     )
     return booked, spent
 
 
-def _row(one: Try, usage: Usage, hold: Hold, turn: Turn, identity: Identity) -> LedgerRow:
+def _row(
+    one: Try, usage: Usage, cost_microusd: int, compared: Compared, hold: Hold, turn: Turn, identity: Identity
+) -> LedgerRow:
     """A prompt is charged even if every client leaves before the first token."""
     return LedgerRow(
         id=hold.id,
@@ -120,7 +140,7 @@ def _row(one: Try, usage: Usage, hold: Hold, turn: Turn, identity: Identity) -> 
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
         completion_tokens=usage.completion_tokens,
-        cost_microusd=one.deployment.cost(turn.demand, tokens_of(usage)),
+        cost_microusd=cost_microusd,
         kind=turn.arrival.operation,
         usage_estimated=one.progress.usage is None,
         cache_write_tokens=usage.cache_write_tokens,
@@ -131,6 +151,11 @@ def _row(one: Try, usage: Usage, hold: Hold, turn: Turn, identity: Identity) -> 
         audio_completion_tokens=usage.audio_completion_tokens,
         image_completion_tokens=usage.image_completion_tokens,
         tool_calls=usage.tool_calls,
+        baseline_microusd=compared.baseline_microusd,
+        prefix_read_microusd=compared.prefix_read_microusd,
+        prefix_write_microusd=compared.prefix_write_microusd,
+        mechanism=compared.mechanism,
+        provider_cost_microusd=usage.provider_cost_microusd,
     )
 
 

@@ -284,6 +284,8 @@ class Generation:
             "completion_tokens": self.spent.usage.completion_tokens,
             "duration_ms": int(self.progress.attempt.duration_ms if self.progress.attempt is not None else 0),
         }
+        if self.spent.baseline_microusd is not None:
+            labels["baseline_microusd"] = self.spent.baseline_microusd
         namespace = self.turn.controls.namespace
         return entry_of(self.fingerprint, chunks, labels, ttl_s=ttl_s, namespace=namespace, is_findable=is_findable)
 

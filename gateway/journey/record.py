@@ -69,8 +69,13 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     image_completion_tokens: int = 0
     tool_calls: int = 0
     usage_estimated: bool = False  # the deployment did not report the tokens of its answer
+    provider_cost_microusd: int | None = None  # as the provider says itself
     cost_microusd: int = 0
-    saved_microusd: int = 0  # the cost of the same answer when it was generated
+    baseline_microusd: int = 0  # the cost without Sameway
+    is_baseline_unknown: bool = False  # as a price is missing
+    saved_microusd: int = 0  # the baseline less the cost; below 0 where Sameway cost more
+    savings: dict[str, int] | None = None  # the same by mechanism, for generations
+    avoided_microusd: int = 0  # by a hit: the cost of the same answer when it was generated
     saved_ms: float = 0.0  # the time of its generation, less that of the hit
     ttft_ms: float | None = None
     duration_ms: float = 0.0
@@ -177,6 +182,13 @@ def _of_generation(flight: Flight, duration_ms: float) -> dict[str, Any]:
         facts["usage_estimated"] = spent.is_estimated
     if spent is not None:
         facts["cost_microusd"] = spent.cost_microusd
+        if spent.baseline_microusd is None:
+            facts["is_baseline_unknown"] = progress.has_begun
+        elif progress.has_begun:
+            facts["baseline_microusd"] = spent.baseline_microusd
+            if spent.savings:
+                facts["saved_microusd"] = spent.baseline_microusd - spent.cost_microusd
+                facts["savings"] = spent.savings
     return facts
 
 
@@ -198,7 +210,9 @@ def _of_reply(reply: Reply, duration_ms: float) -> dict[str, Any]:
             "ttft_ms": ttft_ms,
         }
         if spent is not None:
-            facts["saved_microusd"] = spent.answer_microusd
+            facts["avoided_microusd"] = spent.answer_microusd
+            facts["baseline_microusd"] = facts["saved_microusd"] = spent.baseline_microusd or 0
+            facts["is_baseline_unknown"] = spent.baseline_microusd is None
             facts["prompt_tokens"] = spent.usage.prompt_tokens
             facts["completion_tokens"] = spent.usage.completion_tokens
     facts["cache"], facts["survived"] = reply.source, reply.degraded
@@ -208,11 +222,15 @@ def _of_reply(reply: Reply, duration_ms: float) -> dict[str, Any]:
 def _of_entry(entry: Entry, duration_ms: float, *, ttft_ms: float) -> dict[str, Any]:
     """The facts of a recorded answer that was served, with its cost when it was generated."""
     labels = entry.labels
+    baseline = int(labels.get("baseline_microusd", 0))
     return {
         "entry": entry.id,
         "deployment": deployment_of(entry),
         "ttft_ms": ttft_ms,
-        "saved_microusd": int(labels.get("cost_microusd", 0)),
+        "baseline_microusd": baseline,
+        "saved_microusd": baseline,
+        "is_baseline_unknown": "baseline_microusd" not in labels,
+        "avoided_microusd": int(labels.get("cost_microusd", 0)),
         "prompt_tokens": int(labels.get("prompt_tokens", 0)),
         "completion_tokens": int(labels.get("completion_tokens", 0)),
         "saved_ms": max(0.0, float(labels.get("duration_ms", 0)) - duration_ms),

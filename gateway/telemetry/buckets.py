@@ -40,7 +40,9 @@ TALLIED: Mapping[str, str] = {
     "c": "completion_tokens",
     "k": "cached_tokens",
     "$": "cost_microusd",
-    "s": "saved_microusd",
+    "s": "avoided_microusd",
+    "sv": "saved_microusd",
+    "u": "uncompared",
     "ms": "saved_ms",
 }
 RULED: Mapping[str, str] = {

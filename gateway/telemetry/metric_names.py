@@ -67,12 +67,31 @@ REQUESTS = _counter(
 ERRORS = _counter("sameway_errors_total", "Requests that ended in an error, by the error's code.", "route model code")
 DISCONNECTS = _counter("sameway_disconnects_total", "Clients that left before their last byte.", "model")
 COST = _counter("sameway_cost_usd_total", "Money spent on generations.", "model team deployment")
-SAVED_COST = _counter("sameway_saved_usd_total", "Money that cached answers did not cost.", "model team cache")
+SAVED_COST = _counter(
+    "sameway_saved_usd_total",
+    "Cost without Sameway less the cost, by what saved it: exact, semantic, coalesced, prefix_read, cheaper_route, local_engine.",
+    "model team mechanism",
+)
+EXTRA_COST = _counter(
+    "sameway_extra_cost_usd_total",
+    "Cost that would not have been without Sameway: prefix_write, dearer_route, tries or checks.",
+    "model team mechanism",
+)
+UNCOMPARED = _counter(
+    "sameway_unknown_baseline_requests_total",
+    "Requests of which the cost without Sameway is not known, as a price is missing.",
+    "model team",
+)
 SAVED_TIME = _counter("sameway_saved_seconds_total", "Time that cached answers did not take.", "model cache")
 TOKENS = _counter(
     "sameway_tokens_total",
     "Tokens generated or read by deployments: type is input, cached_input or output.",
     "model team type",
+)
+ESTIMATED = _counter(
+    "sameway_estimated_usages_total",
+    "Generations whose tokens the deployment did not report: they are charged by an estimate.",
+    "model deployment",
 )
 STORES = _counter(
     "sameway_cache_stores_total", "Answers offered to the cache: stored, or the reason why not.", "outcome"

@@ -128,6 +128,13 @@ class Metrics:
         if record.queued_ms or record.error == DeploymentFull.code:
             self.add(names.QUEUED, 1, record.alias, "refused" if record.error == DeploymentFull.code else "waited")
             self.add(names.QUEUED_TIME, record.queued_ms / 1e3, record.alias)
+        if record.usage_estimated:
+            self.add(names.ESTIMATED, 1, record.alias, record.deployment)
+        if record.is_baseline_unknown:
+            self.add(names.UNCOMPARED, 1, record.alias, record.team)
+        for mechanism, amount in (record.savings or {}).items():
+            saved = names.SAVED_COST if amount > 0 else names.EXTRA_COST
+            self.add(saved, abs(amount) / 1e6, record.alias, record.team, mechanism)
         for part in record.survived:
             self.add(names.FAILURES, 1, part)
         for source, drafted in (record.drafted_tokens or {}).items():

@@ -10,6 +10,7 @@ hits / (hits + misses).
 """
 
 import asyncio
+import secrets
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from itertools import chain
@@ -17,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.accounts import HitsRow
 from gateway.journey.record import Record
 from gateway.settings import NEAR_SIMILARITY_MIN
 from gateway.telemetry import buckets
@@ -110,6 +112,8 @@ class _Counts(msgspec.Struct):
     cached_tokens: int = 0
     cost_microusd: int = 0
     saved_microusd: int = 0
+    avoided_microusd: int = 0
+    uncompared: int = 0
     saved_ms: float = 0.0
     ttft: dict[int, int] = {}
     duration: dict[int, int] = {}
@@ -121,6 +125,8 @@ class _Counts(msgspec.Struct):
         self.cached_tokens += record.cached_tokens
         self.cost_microusd += record.cost_microusd
         self.saved_microusd += record.saved_microusd
+        self.avoided_microusd += record.avoided_microusd
+        self.uncompared += record.is_baseline_unknown
         self.saved_ms += record.saved_ms
         bucket = buckets.step(record.duration_ms)
         self.duration[bucket] = self.duration.get(bucket, 0) + 1
@@ -148,6 +154,7 @@ class Stats:
         self._near: deque[Record] = deque(maxlen=_LATEST_PER_FLUSH)
         self._unsent: dict[str, _Bucket] = {}
         self._hours: dict[int, dict[Pair, CheckCounts]] = {}  # by start; past hours only
+        self._hits: dict[tuple[int, int, str, str], list[int]] = {}  # by hour, team, source and alias
         self._certified = _Bucket(_CERTIFIED_KEPT_S)
         self.certificates: dict[Pair, str] = {}  # ids of the current ones; without an entry: the first, ""
 
@@ -203,9 +210,11 @@ class Stats:
         )
 
     async def saved(self) -> dict[int, int]:
-        """What the cache has saved each team in the last 30 days, in µUSD. Errors of the client pass through."""
+        """What the cache has saved each team in the last 30 days, in µUSD: what its answers had cost
+        when they were generated. Errors of the client pass through.
+        """
         summary = await self.query(Window.MONTH)
-        return {team_id: tally.saved_microusd for team_id, tally in summary.by_team.items()}
+        return {team_id: tally.avoided_microusd for team_id, tally in summary.by_team.items()}
 
     def _certify(self, team_id: int, certificate: str, model: str, counted: Iterable[tuple[str, int]]) -> None:
         self._certified.add(
@@ -237,6 +246,10 @@ class Stats:
         deployments, self._deployments = self._deployments, {}
         for (minute, team_id, kind, model), counts in sums.items():
             self._count(minute, team_id, kind, model, counts.fields())
+            if kind in buckets.HITS:
+                hits = self._hits.setdefault((minute // 60, team_id, kind, model), [0, 0, 0])
+                for place, amount in enumerate((counts.requests, counts.uncompared, counts.saved_microusd)):
+                    hits[place] += amount
             if kind in buckets.ANSWERED and team_id:
                 answered = [(buckets.REQUESTS, counts.requests)]
                 answered += [(_HITS, counts.requests)] if kind == "semantic" else []
@@ -245,6 +258,24 @@ class Stats:
             self._count(minute, "", buckets.DEPLOYMENT, name, buckets.amounts(buckets.TRIED, tally))
         while len(self._unsent) > _UNSENT_MAX:
             self._unsent.pop(next(iter(self._unsent)))
+
+    def take_hits(self) -> list[HitsRow]:
+        """The hits since the last call, for the ledger: by hour, team, source and alias."""
+        self._gather()
+        taken, self._hits = self._hits, {}
+        return [
+            HitsRow(
+                id=secrets.token_hex(12),
+                at_ms=hour * 3_600_000,
+                team_id=team_id,
+                alias=alias,
+                source=source,
+                requests=requests,
+                unknown=unknown,
+                baseline_microusd=baseline,
+            )
+            for (hour, team_id, source, alias), (requests, unknown, baseline) in taken.items()
+        ]
 
     def _count(
         self, minute: int, team_id: int | str, kind: str, model: str, counted: Iterable[tuple[str, int]]

@@ -44,6 +44,8 @@ class Tally(msgspec.Struct):
     cached_tokens: int = 0
     cost_microusd: int = 0
     saved_microusd: int = 0
+    avoided_microusd: int = 0
+    uncompared: int = 0
     saved_tokens: int = 0
     saved_completion_tokens: int = 0
     saved_ms: int = 0

@@ -93,6 +93,32 @@ def parse(data: bytes) -> Answer:
         raise msgspec.DecodeError(str(error)) from None
 
 
+# a JSON text, or a number that JSON does not have: Python's servers write these
+_NO_NUMBER = re.compile(rb'"(?:[^"\\]|\\.)*"|-?(?:NaN|Infinity|nan|inf)\b|-?\d[\d.]*[eE]\+?\d{3,}')
+_MAY_BE_NO_NUMBER = re.compile(rb"[eE]\+?\d{3}")
+
+
+def mended(data: bytes) -> tuple[bytes, Answer]:
+    """`data` and its light parse, with null in place of numbers that JSON does not have (NaN) or
+    that no float holds (1e400). Raises msgspec.DecodeError.
+    """
+    try:
+        answer = parse(data)
+    except msgspec.DecodeError:
+        other = _without_odd_numbers(data)
+        if other == data:
+            raise
+        return other, parse(other)
+    if answer.has_usage and _MAY_BE_NO_NUMBER.search(bytes(answer.usage)):
+        data = _without_odd_numbers(data)
+        answer = parse(data)
+    return data, answer
+
+
+def _without_odd_numbers(data: bytes) -> bytes:
+    return _NO_NUMBER.sub(lambda found: found[0] if found[0].startswith(b'"') else b"null", data)
+
+
 def to_chunk(data: bytes, answer: Answer, is_whole: bool = False) -> Chunk:
     """The chunk of `data`, with the facts found in it."""
     choices = answer.choices or ()

@@ -29,6 +29,7 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
     audio_completion_tokens: int = 0
     image_completion_tokens: int = 0
     tool_calls: int = 0
+    provider_cost_microusd: int | None = None  # as the provider says itself
     drafted_tokens: dict[str, int] | None = None
     accepted_tokens: dict[str, int] | None = None
 

@@ -1,7 +1,7 @@
 """Reads the tokens of an answer as its provider reports them.
 
 Sources: OpenAI's API reference ("The chat completion object", `usage`), DeepSeek's and OpenRouter's
-(`prompt_cache_hit_tokens`, `cache_write_tokens`), litellm's form of Anthropic's and Bedrock's
+(`prompt_cache_hit_tokens`, `cache_write_tokens`, `cost`), litellm's form of Anthropic's and Bedrock's
 (`cache_creation_input_tokens`, `cache_creation_token_details`, `server_tool_use`), and Gemini's
 OpenAI-compatible endpoint, which counts thoughts in `total_tokens` alone. Knows no prices.
 Invariants: a usage that cannot be read is no usage, and costs no answer; no part of a prompt or of
@@ -17,6 +17,7 @@ from gateway.wire.types import Usage
 
 # a larger claim is the server's error; sums of claims must not overflow
 TOKENS_MAX = 1_000_000_000
+COST_USD_MAX = 1_000_000.0
 _Count = Annotated[int, msgspec.Meta(ge=0, le=TOKENS_MAX)] | None
 
 
@@ -45,6 +46,9 @@ class _Tools(msgspec.Struct, gc=False):
     web_search_requests: _Count = None
 
 
+_Money = Annotated[float, msgspec.Meta(ge=0, le=COST_USD_MAX)] | None
+
+
 class _Reported(msgspec.Struct, gc=False):
     """The fields of all providers."""
 
@@ -58,6 +62,7 @@ class _Reported(msgspec.Struct, gc=False):
     cache_creation_input_tokens: _Count = None
     cache_creation: _Lives | None = None
     server_tool_use: _Tools | None = None
+    cost: _Money = None  # OpenRouter, in USD
 
 
 _decode = msgspec.json.Decoder(_Reported).decode
@@ -101,6 +106,7 @@ def usage_of(raw: bytes) -> Usage | None:
         audio_completion_tokens=outputs.audio_tokens or 0,
         image_completion_tokens=outputs.image_tokens or 0,
         tool_calls=tools.web_search_requests or inputs.web_search_requests or 0,
+        provider_cost_microusd=None if found.cost is None else math.ceil(round(found.cost * 1e6, 3)),
     )
     return usage.within(TOKENS_MAX, TOKENS_MAX)
 
@@ -113,12 +119,21 @@ def _cleaned(given: Any) -> dict[str, Any]:
     for name, value in given.items() if isinstance(given, dict) else ():
         if name in _PARTS:
             cleaned[name] = _cleaned(value)
+        elif name == "cost":
+            if (usd := _number(value)) is not None and usd <= COST_USD_MAX:
+                cleaned[name] = usd
         elif (count := _count(value)) is not None:
             cleaned[name] = count
     return cleaned
 
 
 def _count(value: Any) -> int | None:
+    number = _number(value)
+    return None if number is None else math.ceil(min(number, TOKENS_MAX))
+
+
+def _number(value: Any) -> float | None:
+    """A positive number, also in a text; None for anything else."""
     if isinstance(value, str):
         try:
             value = float(value)
@@ -126,4 +141,4 @@ def _count(value: Any) -> int | None:
             return None
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         return None
-    return math.ceil(min(value, TOKENS_MAX))
+    return value

@@ -131,7 +131,7 @@ def _record(chance: random.Random, number: int, ids: dict[str, int]) -> Record:
     else:
         record.ttft_ms = chance.uniform(0.6, 4.0) if kind == "exact" else chance.uniform(9.0, 40.0)
         record.duration_ms = record.ttft_ms + chance.uniform(0.1, 3.0)
-        record.saved_microusd = chance.randrange(300, 9_000)
+        record.saved_microusd = record.baseline_microusd = record.avoided_microusd = chance.randrange(300, 9_000)
         record.saved_ms = chance.uniform(400, 6_000)
         record.similarity = chance.uniform(0.95, 1.0) if kind == "semantic" else None
     return Record(**vars(record))

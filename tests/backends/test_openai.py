@@ -738,3 +738,32 @@ async def test_a_beginning_is_the_last_message(upstream: Upstream, backend: Open
     assert body["messages"][-1] == {"role": "assistant", "content": "It begins", "prefix": True}
     assert (body["continue_final_message"], body["add_generation_prompt"]) == (True, False)
     assert len(body["messages"]) == 2
+
+
+@pytest.mark.parametrize("odd", ["NaN", "-Infinity", "1e400"])
+async def test_a_number_that_json_lacks_costs_no_answer(odd: str) -> None:
+    """In a usage or beside the text, streamed or whole, it is read as null, and a text that looks like it stays."""
+    usage = b'{"prompt_tokens":%b,"completion_tokens":5}' % odd.encode()
+    text = b'NaN \\" 1e400 Infinity'
+    whole = b'{"id":"c","choices":[{"index":0,"message":{"role":"assistant","content":"%b"},"finish_reason":"stop"}],"usage":%b}'
+    events = [
+        b'{"id":"c","choices":[{"index":0,"delta":{"role":"assistant","content":"%b"},"finish_reason":"stop"}]}' % text,
+        b'{"id":"c","choices":[],"usage":%b}' % usage,
+        b"[DONE]",
+    ]
+    for is_stream in (True, False):
+        body = b"".join(b"data: %b\n\n" % event for event in events) if is_stream else whole % (text, usage)
+        kind = b"text/event-stream" if is_stream else b"application/json"
+
+        async def script(wire: Wire, kind: bytes = kind, body: bytes = body) -> None:
+            head = b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n" % (kind, len(body))
+            await wire.send(head + body)
+
+        async with serve(script) as served:
+            backend = make_backend(served.url)
+            await backend.start()
+            chunks = await collect(backend.stream(ask(is_stream=is_stream)))
+            await backend.aclose()
+        told = json.loads(fold(chunks))
+        assert told["choices"][0]["message"]["content"] == 'NaN " 1e400 Infinity'
+        assert told["usage"] == {"prompt_tokens": None, "completion_tokens": 5}

@@ -82,7 +82,7 @@ async def test_a_whole_that_breaks_is_failed_over(world: World) -> None:
     assert record.cost_microusd == spent
     again = await world.ask(model="breaking", key=team.key)
     answer = next(row for row in rows if row.deployment == "next")
-    assert (again.cache, (await world.record(again)).saved_microusd) == ("exact", answer.cost_microusd)
+    assert (again.cache, (await world.record(again)).avoided_microusd) == ("exact", answer.cost_microusd)
 
 
 async def test_a_whole_that_breaks_everywhere_fails_once(world: World) -> None:

@@ -58,7 +58,7 @@ def test_a_hit_saves_and_costs_nothing() -> None:
     """A hit moves the savings and no cost, and its tokens are no generation's."""
     metrics = Metrics(None)
     metrics.observe(hit())
-    assert value(metrics, "sameway_saved_usd_total", cache="exact", team="search") == pytest.approx(120e-6)
+    assert value(metrics, "sameway_saved_usd_total", mechanism="exact", team="search") == pytest.approx(120e-6)
     assert value(metrics, "sameway_saved_seconds_total", cache="exact") == pytest.approx(0.298)
     assert value(metrics, "sameway_cost_usd_total") is None
     assert value(metrics, "sameway_tokens_total") is None

@@ -165,3 +165,22 @@ def test_whatever_a_server_claims_parts_fit_their_wholes(usage: dict[str, Any], 
     if found is not None:
         assert found.within(prompt, completion).prompt_tokens <= prompt
         assert found.within(prompt, completion).completion_tokens <= completion
+
+
+@pytest.mark.parametrize(
+    ("cost", "microusd"),
+    [
+        ("0.0042", 4200),
+        ("0", 0),
+        ("1e-7", 1),
+        ("-1", None),
+        ('"0.5"', 500_000),
+        ("1e30", None),
+        ("[]", None),
+        ("null", None),
+    ],
+)
+def test_the_providers_own_cost_is_kept(cost: str, microusd: int | None) -> None:
+    """OpenRouter's, in USD; one that cannot be is left out, and the tokens are read."""
+    found = usage_of(b'{"prompt_tokens":9,"completion_tokens":1,"cost":%b}' % cost.encode())
+    assert found == Usage(9, 1, provider_cost_microusd=microusd)

@@ -29,7 +29,7 @@ from gateway.backends.base import BackendBroken, BackendError, BackendRequest, B
 from gateway.backends.openai.errors import Translator
 from gateway.exceptions import fresh
 from gateway.transport.http_client import Exchange, TransportError
-from gateway.wire.chunks import DeltaTemplate, FinishTracker, parse, to_chunk
+from gateway.wire.chunks import DeltaTemplate, FinishTracker, mended, to_chunk
 from gateway.wire.sse import PayloadTooLarge, Splitter
 from gateway.wire.types import Chunk
 from policies.durations import duration_s
@@ -193,7 +193,7 @@ class OpenAIStream:
 
     def _take_whole(self, body: bytes) -> None:
         try:
-            answer = parse(body)
+            body, answer = mended(body)
         except msgspec.DecodeError as error:
             raise self._translate.not_json("answer", body, error) from None
         if answer.error or answer.object == "error":
@@ -261,7 +261,7 @@ class OpenAIStream:
         if not payload:
             return True
         try:
-            answer = parse(payload)
+            payload, answer = mended(payload)
         except msgspec.DecodeError as error:
             self._fail(self._translate.not_json("stream", payload, error))
             return False
