@@ -395,6 +395,7 @@ def _start_loops(parts: Parts, stack: AsyncExitStack) -> None:
         "stats": lambda: _every(1.0, parts.stats.flush),
         "hits": lambda: _every(_HITS_EVERY_S, parts.hits.flush),
         "touches": lambda: _every(1.0, parts.exact.flush_touches),
+        "claims": lambda: _every(1.0, parts.exact.renew_claims),
         "watch": lambda: parts.watch.run(parts.metrics),
         "health": parts.shared_health.run,
         "memory": lambda: _every(_TIDY_EVERY_S, partial(_tidy, parts.pipeline)),

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from cache import CacheUnavailable, Entry, ExactCache, Fingerprint, fingerprint
+from cache import CacheUnavailable, Controls, Entry, ExactCache, Fingerprint, fingerprint
 from cache.eligibility import Refusal
 from cache.exact import LookupMiss
 from gateway.accounts import Accounts, Identity, partition_of
@@ -56,6 +56,7 @@ from gateway.wire.types import Chunk
 from policies import Route
 
 _STARTING_POLL_S = 0.1
+_FOLLOW_POLL_S, _FOLLOW_POLL_S_MAX = 0.01, 0.2
 
 _log = get_logger()
 
@@ -73,10 +74,13 @@ class _Looked(msgspec.Struct, frozen=True):
     """The outcome of stages 3 and 4.
 
     `headers` are the rate limits'. `warm` are the prompt tokens that deployments saw last, by name.
+    `is_claimed` and `elsewhere_ms` as in `cache.exact.Lookup`.
     """
 
     headers: dict[bytes, bytes]
     entry: Entry | None = None
+    is_claimed: bool = False
+    elsewhere_ms: float | None = None
     warm: dict[str, int] = {}
     degraded: tuple[str, ...] = ()
 
@@ -156,6 +160,8 @@ class Pipeline:
         reader = flight.admit(turn.deadline, is_stream=turn.is_stream)
         if reader.is_leader:
             flight.take_off(self.generate(flight))
+        elif looked.is_claimed:  # the flight's own claim was lost
+            await self._release(found)
         reply = Reply(turn, alias.name, looked.headers, reader=reader, degraded=looked.degraded)
         attend(reply)
         try:
@@ -184,15 +190,30 @@ class Pipeline:
         taking = self.limits.take(identity)
         if entry is not None or not self.settings.cache.is_exact:
             return _Looked(await taking, entry)
-        looked = await self.exact.lookup_shared(found, controls.max_age_s, wants_warm=alias.has_choice)
-        headers = await taking
+        claims = _may_be_awaited(controls) if may_look and controls.max_age_s != 0 else None
+        looked = await self.exact.lookup_shared(found, controls.max_age_s, wants_warm=alias.has_choice, claims=claims)
+        try:
+            headers = await taking
+        except ApiError:
+            if looked.is_claimed:
+                await self._release(found)
+            raise
         seen = turn.demand.prompt_tokens * looked.warm_depth // len(found.chain) if looked.warm else 0
         return _Looked(
             headers,
             looked.entry if may_look else None,
             warm={looked.warm: seen} if looked.warm else {},
             degraded=("redis",) if looked.miss is LookupMiss.UNAVAILABLE else (),
+            is_claimed=looked.is_claimed,
+            elsewhere_ms=looked.elsewhere_ms,
         )
+
+    async def _release(self, found: Fingerprint) -> None:
+        """End the claim to make an entry that does not come."""
+        try:
+            await self.exact.release(found)
+        except CacheUnavailable as error:
+            _log.info("claim_left_to_its_lease", entry=found.id, reason=str(error))
 
     def _join(self, turn: Turn, identity: Identity, alias: Alias, found: Fingerprint, looked: _Looked) -> Flight:
         """5. The flight of an identical request under way, or a new one."""
@@ -202,8 +223,10 @@ class Pipeline:
         flight = None if controls.no_cache else self.flights.find(key)
         if flight is None:
             flight = Flight(Generation(turn, identity, alias, found, looked.warm, looked.degraded))
-            if not (controls.no_cache or controls.no_store or controls.only_if_cached):
+            flight.generation.elsewhere_ms = looked.elsewhere_ms
+            if not controls.no_cache and _may_be_awaited(controls):
                 self.flights.enter(key, flight)
+            flight.generation.is_claimed = looked.is_claimed
         return flight
 
     # -- generate: 6 to 10 -------------------------------------------------------------------------
@@ -215,7 +238,8 @@ class Pipeline:
         generation = flight.generation
         error: ApiError | None = None
         try:
-            if not await self._replay(flight):
+            is_replayed = generation.elsewhere_ms is not None and await self._follow(flight)
+            if not is_replayed and not await self._replay(flight):
                 if generation.turn.controls.only_if_cached:
                     raise NotCached
                 await self._reserve(generation)
@@ -237,6 +261,31 @@ class Pipeline:
                 flight.finish(error or unrecorded)
             self._generating.discard(recorded)
             recorded.set_result(None)
+
+    async def _follow(self, flight: Flight) -> bool:
+        """Replay the answer that another worker is making, once it is stored.
+
+        Returns False, and this worker makes it, if that worker ends without storing it, or takes
+        longer than `Flight.patience_s`.
+        """
+        generation, found = flight.generation, flight.generation.fingerprint
+        controls, began, pause_s = generation.turn.controls, time.perf_counter(), _FOLLOW_POLL_S
+        until = began + flight.patience_s()
+        while (left_s := until - time.perf_counter()) > 0:
+            await asyncio.sleep(min(pause_s, left_s))
+            pause_s = min(1.5 * pause_s, _FOLLOW_POLL_S_MAX)
+            looked = await self.exact.lookup_shared(
+                found, controls.max_age_s, wants_warm=False, claims=_may_be_awaited(controls)
+            )
+            generation.awaited_ms = (time.perf_counter() - began) * 1000.0
+            generation.is_claimed = generation.is_claimed or looked.is_claimed
+            if looked.entry is not None:
+                generation.followed(looked.entry)
+                flight.extend(chunks_of(looked.entry))
+                return True
+            if looked.elsewhere_ms is None:
+                break
+        return False
 
     async def _replay(self, flight: Flight) -> bool:
         """6. Replay a verified semantic hit; returns False if there is none."""
@@ -428,12 +477,15 @@ class Pipeline:
             if entry is not None:
                 result = await self.exact.store(entry, warm=deployment, chain=found.chain)
                 store = result.refusal.value if result.refusal else store
+                generation.is_claimed = generation.is_claimed and result.refusal is not None
             elif generation.progress.has_begun and deployment is not None:
                 await self.exact.store_warm(found, deployment)
         except CacheUnavailable:
             store = Refusal.UNAVAILABLE.value
         finally:
             generation.recorded(entry, store)
+            if generation.is_claimed:
+                await self._release(found)
 
     def finish(
         self,
@@ -462,6 +514,11 @@ class Pipeline:
     def emit(self, record: Record) -> None:
         """Count and log a request that asked for no generation."""
         self._emit(record, None, ())
+
+
+def _may_be_awaited(controls: Controls) -> bool:
+    """Whether other requests may wait for the answer to one with these controls."""
+    return not (controls.no_store or controls.only_if_cached)
 
 
 _FALLS_BACK = frozenset(

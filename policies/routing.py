@@ -205,8 +205,10 @@ def route(demand: Demand, candidates: Sequence[Candidate], policy: RoutingPolicy
     """
     if len(candidates) > 1 and len({c.name for c in candidates}) != len(candidates):
         raise ValueError("candidates must have different names")
-    ttft_prior_ms = _median([c.ttft_ms for c in candidates], _TTFT_PRIOR_MS)
-    tpot_prior_ms = _median([c.tpot_ms for c in candidates], _TPOT_PRIOR_MS)
+    ttft_prior_ms, tpot_prior_ms = _TTFT_PRIOR_MS, _TPOT_PRIOR_MS
+    if len(candidates) > 1:  # one alone has no other's figures
+        ttft_prior_ms = _median([c.ttft_ms for c in candidates], ttft_prior_ms)
+        tpot_prior_ms = _median([c.tpot_ms for c in candidates], tpot_prior_ms)
     ranked: list[tuple[tuple[float, float, float, int, str], Ranked]] = []
     rejected: list[Rejected] = []
     for candidate in candidates:

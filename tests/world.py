@@ -525,6 +525,7 @@ class World:
     _asked_budgets: list[Budget] = field(default_factory=list)
     _clients: list[Client] = field(default_factory=list)
     _judges: dict[tuple[str | None, int], ModelJudges] = field(default_factory=dict)
+    _others: list[World] = field(default_factory=list)
     questions: list[tuple[int, str]] = field(default_factory=list)  # to judges: cost in µUSD, outcome
 
     @property
@@ -709,7 +710,23 @@ class World:
         ids = [record.request_id for record in self.records]
         assert len(ids) == len(set(ids)), "a request was recorded twice"
 
+    async def another(self) -> World:
+        """Another worker on the same Redis and database, with scripted backends of its own."""
+        made = await _build(self._pipeline.settings, self.redis)
+        self._others.append(made)
+        return made
+
+    def never_comes_back(self) -> None:
+        """As if this worker had been killed: what it claimed is neither renewed nor released."""
+        self._exact._store.claims._held.clear()
+
+    async def renews(self) -> None:
+        """What the worker does every second for the answers that others wait for."""
+        await self._exact.renew_claims()
+
     async def aclose(self) -> None:
+        for other in self._others:
+            await other.aclose()
         for client in self._clients:
             client.leave()
         with contextlib.suppress(asyncio.TimeoutError):

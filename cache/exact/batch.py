@@ -41,7 +41,7 @@ class BatchItem(msgspec.Struct):
     """One entry: the script's arguments and keys for it."""
 
     argv: tuple[Any, ...]
-    warm_keys: Sequence[str]
+    more_keys: Sequence[str]
     now_ms: int
     stored: asyncio.Future[list[Any]]
 
@@ -56,12 +56,12 @@ class StoreBatch:
         self._waiting: dict[str, tuple[BatchTerms, list[BatchItem]]] = {}
 
     def store(
-        self, terms: BatchTerms, argv: tuple[Any, ...], warm_keys: Sequence[str], now_ms: int
+        self, terms: BatchTerms, argv: tuple[Any, ...], more_keys: Sequence[str], now_ms: int
     ) -> Awaitable[list[Any]]:
         """`[was there before, evicted...]`. Raises what the client raises."""
         stored = asyncio.get_running_loop().create_future()
         _, together = self._waiting.setdefault(terms.keys[0], (terms, []))
-        together.append(BatchItem(argv, warm_keys, now_ms, stored))
+        together.append(BatchItem(argv, more_keys, now_ms, stored))
         if len(together) == _TOGETHER_MAX:
             self._leave()
         elif len(self._waiting) == len(together) == 1:
@@ -74,7 +74,7 @@ class StoreBatch:
             self._send(terms, together, is_listed=False)
 
     def _send(self, terms: BatchTerms, together: list[BatchItem], is_listed: bool) -> None:
-        keys = (*terms.keys, *chain.from_iterable(one.warm_keys for one in together))
+        keys = (*terms.keys, *chain.from_iterable(one.more_keys for one in together))
         now_ms = max(one.now_ms for one in together)
         common = (now_ms, terms.size_max, int(is_listed), terms.warm_ttl_ms, terms.half_life_ms)
         entries = chain.from_iterable(one.argv for one in together)

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -21,6 +22,7 @@ from cache.eligibility import Refusal
 from cache.entry import About, Entry, Purge
 from cache.events import EntriesDropped
 from cache.exact.batch import Defer
+from cache.exact.claims import Look
 from cache.exact.l1 import L1
 from cache.exact.purges import Purges
 from cache.exact.store import EntryStore, PartitionSize, Stored, pack
@@ -58,13 +60,16 @@ class LookupMiss(StrEnum):
 
 class Lookup(msgspec.Struct, frozen=True):
     """`warm` is the label stored with the longest known earlier prefix, `warm_depth` how many turns
-    that prefix has.
+    that prefix has. `is_claimed`: other processes wait until the caller has made the entry;
+    `elsewhere_ms` is how long another process has been making it, None if none is.
     """
 
     entry: Entry | None
     miss: LookupMiss | None
     warm: str | None = None
     warm_depth: int = 0
+    is_claimed: bool = False
+    elsewhere_ms: float | None = None
 
 
 class StoreResult(msgspec.Struct, frozen=True):
@@ -134,7 +139,7 @@ class ExactCache:
         defer: Defer | None = None,
     ) -> None:
         self.limits = limits = limits or CacheLimits()
-        self._store = EntryStore(redis, defer)
+        self._store = EntryStore(redis, defer, monotonic)
         self._clock = clock
         self._monotonic = monotonic
         self._l1 = L1(limits.l1_entries_max, limits.l1_bytes_max)
@@ -173,25 +178,45 @@ class ExactCache:
         )
 
     async def lookup_shared(
-        self, fp: Fingerprint, max_age_s: float | None = None, *, wants_warm: bool = True
+        self, fp: Fingerprint, max_age_s: float | None = None, *, wants_warm: bool = True, claims: bool | None = None
     ) -> Lookup:
-        """The same, past this process' own memory."""
+        """The same, past this process' own memory.
+
+        Where there is no entry, and no other process has claimed to make it, the caller claims it if
+        `claims`. None: claims do not matter. `store` or `release` ends a claim.
+        """
         links = _earlier_links(fp.chain) if wants_warm else []
         purges_before = self._l1.purges
         try:
-            data, labels = await self._fetch(fp, links)
+            found, labels = await self._fetch(fp, links, claims)
+            look = Look(found) if claims is None else self._store.claims.read(fp, found)
+            entry, miss = self._read(look.data, fp, max_age_s, purges_before)
+            if claims is not None and entry is None and look.data is not None:
+                look = self._store.claims.read(fp, await self._store.look(fp, wants=claims, is_stale=True))
         except REDIS_FAILURES:
             return Lookup(None, LookupMiss.UNAVAILABLE)
         warm, depth = next(((label, at) for at, label in zip(links, labels, strict=True) if label), (None, 0))
-        entry, miss = self._read(data, fp, max_age_s, purges_before)
-        return Lookup(entry, miss, warm.decode() if warm is not None else None, depth)
+        label = warm.decode() if warm is not None else None
+        return Lookup(
+            entry=entry,
+            miss=miss,
+            warm=label,
+            warm_depth=depth,
+            is_claimed=look.is_claimed,
+            elsewhere_ms=look.elsewhere_ms,
+        )
 
-    async def _fetch(self, fp: Fingerprint, links: Sequence[int]) -> tuple[bytes | None, list[bytes | None]]:
-        """The encoded entry, and the deployment that saw each of the `links` last."""
+    async def _fetch(
+        self, fp: Fingerprint, links: Sequence[int], claims: bool | None
+    ) -> tuple[Any, list[bytes | None]]:
+        """The encoded entry or the reply for `Claims.read`, and the deployment that saw each of the
+        `links` last.
+        """
+        looking = self._store.lookup(fp.partition, fp.exact) if claims is None else self._store.look(fp, wants=claims)
         if not links:
-            return await self._store.lookup(fp.partition, fp.exact), []
+            return await looking, []
         return await asyncio.gather(
-            self._store.lookup(fp.partition, fp.exact),
+            looking,
             self._store.lookup_warm(fp.partition, [fp.chain[depth - 1] for depth in links]),
         )
 
@@ -300,6 +325,7 @@ class ExactCache:
                 warm=warm,
                 links=links,
                 warm_ttl_s=limits.warm_ttl_s,
+                claim=self._store.claims.end(entry.exact),
             )
             if put.is_replaced:  # other processes may hold the answer that this one replaces
                 await self._store.log.announce(Purge(partition=entry.partition, id=entry.id))
@@ -311,6 +337,22 @@ class ExactCache:
         """Store which deployment saw this dialogue, without an answer. Raises CacheUnavailable."""
         try:
             await self._store.store_warm(fp.partition, {fp.chain[0], fp.exact}, warm, self.limits.warm_ttl_s)
+        except REDIS_FAILURES as error:
+            raise unavailable(error) from error
+
+    async def release(self, fp: Fingerprint) -> None:
+        """End the claim to make an entry that does not come. Raises CacheUnavailable."""
+        try:
+            await self._store.claims.release(fp)
+        except REDIS_FAILURES as error:
+            raise unavailable(error) from error
+
+    async def renew_claims(self) -> None:
+        """Keep the claims of entries that are still being made; call it about once a second. Raises
+        CacheUnavailable.
+        """
+        try:
+            await self._store.claims.renew()
         except REDIS_FAILURES as error:
             raise unavailable(error) from error
 

@@ -56,7 +56,7 @@ return 1
 
 # Stores entries, one after the other. ARGV: now_ms, size_max, 1 where the partition is listed,
 # warm_ttl_ms, half_life_ms; then of each entry: exact, entry, about, size, expires_ms, worth, warm,
-# warm links. KEYS from 8: the warm links of each entry. Answers {}, and does nothing, where the
+# warm links, claims. KEYS from 8: the warm links of each entry, and the claim that ends. Answers {}, and does nothing, where the
 # partition is new and not said to be listed; else for each entry {was there before, evicted...}.
 # The vector of a replaced entry stays: the same exact key means the same text. Its group and its
 # sketch go: they were its answer's. The keys' own expiry is a little behind the last entry's, so that it is moved
@@ -72,7 +72,7 @@ for _, gone in ipairs(redis.call('ZRANGEBYSCORE', expires, '-inf', ARGV[1], 'LIM
   redis.call('HDEL', vectors, gone)
 end
 local replies, link, last = {}, 8, 0
-for a = 6, #ARGV, 8 do
+for a = 6, #ARGV, 9 do
   local id, size, reply = ARGV[a], tonumber(ARGV[a + 3]), {0}
   local score = redis.call('ZSCORE', used, id)
   if score then
@@ -94,6 +94,10 @@ for a = 6, #ARGV, 8 do
   last = math.max(last, tonumber(ARGV[a + 4]))
   for _ = 1, ARGV[a + 7] do
     redis.call('SET', KEYS[link], ARGV[a + 6], 'PX', ARGV[4])
+    link = link + 1
+  end
+  if ARGV[a + 8] == '1' then
+    redis.call('DEL', KEYS[link])
     link = link + 1
   end
   replies[#replies + 1] = reply

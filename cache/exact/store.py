@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -34,9 +35,10 @@ import msgspec
 from cache.entry import About, Entry
 from cache.events import AnswersSketched, EntriesDropped, EntryAdded
 from cache.exact.batch import BatchTerms, Defer, StoreBatch
+from cache.exact.claims import Claims
 from cache.exact.log import EntryLog
 from cache.exact.scripts import DROP, FORGET_PARTITION, PUT_SKETCHES, PUT_VECTORS, TOUCH
-from cache.fingerprint import DIGEST_BYTES, Partition
+from cache.fingerprint import DIGEST_BYTES, Fingerprint, Partition
 from cache.redis_client import Redis
 
 _PARTITIONS = "sameway:cache:partitions"
@@ -105,13 +107,20 @@ class EntryStore:
     away.
     """
 
-    def __init__(self, redis: Redis, defer: Defer | None = None) -> None:
+    def __init__(
+        self, redis: Redis, defer: Defer | None = None, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
         """`defer`: when entries that have gathered are to leave; see `cache.exact.batch`."""
         self.log = EntryLog(redis)
+        self.claims = Claims(redis, monotonic)
         self._redis = redis
         self._batch = StoreBatch(redis, defer)
 
     # --- one entry
+
+    def look(self, fp: Fingerprint, *, wants: bool, is_stale: bool = False) -> Awaitable[Any]:
+        """The encoded entry or the state of its claim, for `claims.read`; see `Claims.look`."""
+        return self.claims.look(fp, _keys(fp.partition)[0], wants=wants, is_stale=is_stale)
 
     def lookup(self, partition: Partition, exact: bytes) -> Awaitable[bytes | None]:
         """The encoded entry, perhaps an expired one."""
@@ -135,9 +144,10 @@ class EntryStore:
         warm: str | None,
         links: Iterable[bytes],
         warm_ttl_s: float,
+        claim: str = "",
     ) -> StoreEffect:
         """Store an entry, evicting those of its partition that have been worth least lately until
-        it fits.
+        it fits. The key `claim`, if any, goes.
         """
         entry = packed.entry
         warm_keys = [_warm_key(entry.partition, link) for link in dict.fromkeys(links)] if warm is not None else ()
@@ -157,8 +167,11 @@ class EntryStore:
             entry.worth,
             warm or "",
             len(warm_keys),
+            int(bool(claim)),
         )
-        was_there, *evicted = await self._batch.store(terms, argv, warm_keys, _ms(now))
+        was_there, *evicted = await self._batch.store(
+            terms, argv, (*warm_keys, claim) if claim else warm_keys, _ms(now)
+        )
         # after the entry is there: a follower that reads the record fetches the facts on it
         if entry.text is not None:
             await self.log.append(EntryAdded(entry.partition, entry.exact))

@@ -121,10 +121,10 @@ class Chat:
         try:
             while batch := await reader.next():
                 body = renderer.events(batch)
-                if reader.is_at_end:
+                if is_last := reader.is_at_end:
                     body += renderer.end()
-                await send({"type": "http.response.body", "body": body, "more_body": not reader.is_at_end})
-                if reader.is_at_end:
+                await send({"type": "http.response.body", "body": body, "more_body": not is_last})
+                if is_last:
                     return Ended()
             await send({"type": "http.response.body", "body": renderer.end()})
             return Ended()

@@ -89,7 +89,8 @@ class Deployment:
 
     def cost(self, demand: Demand, tokens: Tokens) -> MicroUSD:
         """The cost of the tokens of a request, in µUSD."""
-        return self._raised(demand, self._price(demand).cost(tokens))
+        cost = self._price(demand).cost(tokens)
+        return self._raised(demand, cost) if demand.reserved else cost
 
     def cost_max(self, demand: Demand, completion_tokens: int) -> MicroUSD:
         """The highest possible cost of a request whose answers have so many tokens together."""
@@ -101,7 +102,7 @@ class Deployment:
             has_long_writes=demand.has_long_writes,
             tool_calls=calls,
         )
-        return self._raised(demand, cost)
+        return self._raised(demand, cost) if demand.reserved else cost
 
     def _price(self, demand: Demand) -> Price:
         """The price of the tier asked for; of a tier without one, the dearest."""

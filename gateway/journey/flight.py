@@ -24,6 +24,8 @@ from policies import Route
 
 # after the last reader has left: a deployment counts its tokens at the end of the answer
 _USAGE_AWAITED_S = 2.0
+# of an answer that another worker is making
+_PATIENCE_TIMES, _PATIENCE_MS_MAX, _EXPECTED_MS = 2.0, 20_000.0, 5_000.0
 # of an answer, unread by the reader that is furthest; more is not taken from the deployment
 BEHIND_BYTES_MAX = 128 << 10
 _BATCH_BYTES = 64 << 10  # that a reader is given at a time
@@ -91,6 +93,21 @@ class Flight:
         if needs:
             demand = msgspec.structs.replace(demand, needs=demand.needs | needs)
         return generation.serving.route(demand, generation.warm, self.remaining_ms(), tried)
+
+    def patience_s(self) -> float:
+        """How long to wait for the answer that another worker is making, in seconds.
+
+        Twice the time that the first choice is expected to take, less the time that passed, and no
+        longer than leaves it that time before the latest deadline.
+        """
+        ranked, elsewhere_ms, remaining_ms = (
+            self.route().ranked,
+            self.generation.elsewhere_ms or 0.0,
+            self.remaining_ms(),
+        )
+        expected_ms = ranked[0].total_ms if ranked else _EXPECTED_MS
+        patience_ms = min(_PATIENCE_TIMES * expected_ms, _PATIENCE_MS_MAX) - elsewhere_ms
+        return (patience_ms if remaining_ms is None else min(patience_ms, remaining_ms - expected_ms)) / 1000.0
 
     def extend(self, chunks: Sequence[Chunk]) -> None:
         """Add `chunks` that arrived together, with one wake-up for each reader."""
@@ -365,8 +382,8 @@ class Reply(msgspec.Struct, frozen=True):
 
     @property
     def served(self) -> Entry | None:
-        """The entry that is replayed, found by stage 4 or by stage 6."""
-        return self.entry if self.reader is None else self.reader.generation.semantic.entry
+        """The entry that is replayed, found by stage 4, 5 or 6."""
+        return self.entry if self.reader is None else self.reader.generation.served
 
     @property
     def source(self) -> str:

@@ -48,17 +48,21 @@ class Generation:
         "_tries",
         "_whole_usage",
         "alias",
+        "awaited_ms",
         "demand",
+        "elsewhere_ms",
         "fingerprint",
         "headers",
         "hold",
         "identity",
+        "is_claimed",
         "more_holds",
         "progress",
         "queued_ms",
         "route",
         "seams",
         "semantic",
+        "served",
         "serving",
         "spent",
         "steps",
@@ -98,6 +102,10 @@ class Generation:
         self.store = ""  # `stored`, or the reason against it
         self._degraded = degraded
         self._near: Entry | None = None
+        self.served: Entry | None = None  # the recorded answer that is replayed
+        self.is_claimed = False  # other workers wait for its entry
+        self.elsewhere_ms: float | None = None  # another worker had been making its entry for so long
+        self.awaited_ms = 0.0  # waited for that worker
         self._first_choice_model = ""
         self.seams: list[Seam] = []  # where another deployment went on with the answer
         self._whole_usage: Usage | None = None  # of an answer with seams
@@ -107,9 +115,14 @@ class Generation:
 
     # -- the outcomes of the stages ----------------------------------------------------------------
 
+    def followed(self, entry: Entry) -> None:
+        """5. Set the answer that another worker made."""
+        self.served = entry
+
     def looked_up(self, result: SemanticResult) -> None:
         """6. Set the semantic hit, or the reason why there is none."""
         self.semantic = result
+        self.served = result.entry
 
     def reserved(self, hold: Hold) -> None:
         """7. Set the hold."""
@@ -212,9 +225,9 @@ class Generation:
 
     @property
     def source(self) -> str:
-        """semantic | miss | bypass."""
-        if self.semantic.entry is not None:
-            return "semantic"
+        """semantic | coalesced | miss | bypass."""
+        if self.served is not None:
+            return "semantic" if self.semantic.entry is not None else "coalesced"
         controls = self.turn.controls
         return "bypass" if controls.no_cache or controls.no_store else "miss"
 
@@ -237,8 +250,8 @@ class Generation:
     @property
     def answered_by(self) -> str:
         """The deployment that generated the answer, recorded or new; empty before it has begun."""
-        if self.semantic.entry is not None:
-            return deployment_of(self.semantic.entry)
+        if self.served is not None:
+            return deployment_of(self.served)
         return self.progress.deployment if self.progress.has_begun else ""
 
     @property

@@ -53,6 +53,7 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     why: str = ""  # the winner's explanation, in words
     rejected: tuple[Rejection, ...] = ()
     queued_ms: float = 0.0  # waited for a place, as every deployment was full
+    awaited_ms: float = 0.0  # waited for the answer to the same request at another worker
     attempts: tuple[Attempt, ...] = ()
     fallbacks: tuple[Rejection, ...] = ()  # the aliases that could not answer, and why
     answered_alias: str = ""  # the fallback that was asked last
@@ -171,8 +172,10 @@ def _of_generation(flight: Flight, duration_ms: float) -> dict[str, Any]:
     if route is not None:
         facts["policy"] = generation.serving.settings.policy
         facts["rejected"] = tuple([Rejection(r.name, r.reason) for r in route.rejected])
-    if semantic.entry is not None:
-        return facts | _of_entry(semantic.entry, duration_ms, ttft_ms=duration_ms)
+    if generation.awaited_ms:
+        facts["awaited_ms"] = generation.awaited_ms
+    if generation.served is not None:
+        return facts | _of_entry(generation.served, duration_ms, ttft_ms=duration_ms)
     if generation.stored is not None:
         facts["entry"] = generation.stored.id
     if flight.first_at is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -38,7 +39,10 @@ def hosts(
             "database_url": postgres.create_database(),
             "cache": {"is_semantic": False},
             "budgets": {"hold_lease_s": 5},
-            "models": {"dear": {"deployments": [deployment(upstream_process.url, "dear", output_tokens_max=1000)]}},
+            "models": {
+                "dear": {"deployments": [deployment(upstream_process.url, "dear", output_tokens_max=1000)]},
+                "slow": {"deployments": [deployment(upstream_process.url, "slow", "mock?delay_ms=1000")]},
+            },
         }
         folders: list[Path] = [tmp_path_factory.mktemp(name) for name in ("east", "west")]
         with ThreadPoolExecutor(2) as pool:
@@ -67,6 +71,35 @@ def test_what_one_host_was_told_the_other_answers(hosts: tuple[Gateway, Gateway]
     assert (first.headers["x-sameway-cache"], again.headers["x-sameway-cache"]) == ("miss", "exact")
     assert again.content == first.content
     assert upstream.seen().generations == 1
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_what_one_host_is_asked_the_other_waits_for(
+    hosts: tuple[Gateway, Gateway], upstream: Upstream, is_stream: bool
+) -> None:
+    """The same request at two hosts at once is generated once; the other host replays the stored answer, for nothing."""
+    content = f"who answers this at once? {is_stream}"
+    with ThreadPoolExecutor(8) as pool:
+        replies = list(pool.map(lambda i: hosts[i % 2].chat(content, model="slow", stream=is_stream), range(8)))
+    assert {reply.status_code for reply in replies} == {200}
+    assert Counter(reply.headers["x-sameway-cache"] for reply in replies) == {"miss": 1, "coalesced": 7}
+    assert upstream.seen().generations == 1
+
+
+def test_a_leader_that_is_killed_is_not_awaited(hosts: tuple[Gateway, Gateway], upstream: Upstream) -> None:
+    """The worker that makes an answer is killed: the host that waits for it makes the answer itself."""
+    east, west = hosts
+    with ThreadPoolExecutor(2) as pool:
+        leading = pool.submit(east.chat, "who dies of this?", "slow")
+        wait_for(lambda: upstream.seen().generations == 1, 5)
+        following = pool.submit(west.chat, "who dies of this?", "slow")
+        for worker in east.children("gateway worker"):
+            worker.kill()
+        reply = following.result(20)
+        assert leading.exception(20) is not None
+    assert (reply.status_code, reply.headers["x-sameway-cache"]) == (200, "miss")
+    assert upstream.seen().generations == 2
+    east.wait_ready()
 
 
 def test_one_budget_holds_over_both_hosts(hosts: tuple[Gateway, Gateway]) -> None:

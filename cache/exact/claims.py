@@ -1,0 +1,118 @@
+"""Which requests are being answered, among all processes: one answers, the others wait for its entry.
+
+    sameway:{P}:claim:E   string  `process:since`: the process that makes entry E, and since when, ms
+
+A claim is taken by the look-up that finds no entry, in the same script and so in the same round
+trip; storing the entry ends it. P is the partition in hex, E the entry's exact digest in hex.
+Knows no generations. Invariants: a process holds a claim only while it renews it, so that of one
+which was killed ends within `LEASE_S`, and any within `HELD_S_MAX`; only the process that holds a
+claim releases it; a Redis that takes no writes gives entries and no claims.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from cache.fingerprint import Fingerprint
+from cache.redis_client import Redis
+
+_KEY = "sameway:{%s}:claim:%s"
+LEASE_S = 3.0
+HELD_S_MAX = 30.0
+_RENEWED_AFTER_S = 1.0
+_TAKEN, _OWN, _ELSEWHERE, _NONE = 1, 2, 3, 0
+
+# KEYS: entries, claim. ARGV: exact, process, lease_ms, 1 where a claim is wanted, 1 where the entry
+# does not count. Answers the entry, or {what became of the claim, its age in ms}.
+_LOOK = """
+if ARGV[5] == '0' then
+  local entry = redis.call('HGET', KEYS[1], ARGV[1])
+  if entry then return entry end
+end
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local claim = redis.pcall('GET', KEYS[2])
+local owner, since = string.match(type(claim) == 'string' and claim or '', '^(%x+):(%d+)$')
+if owner == ARGV[2] then return {2, 0} end
+if owner then return {3, math.max(0, now - since)} end
+if ARGV[4] == '0' then return {0, 0} end
+local is_set = redis.pcall('SET', KEYS[2], ARGV[2] .. ':' .. string.format('%.0f', now), 'PX', ARGV[3])
+return {is_set.ok and 1 or 0, 0}
+"""
+
+# KEYS: claim. ARGV: process.
+_RELEASE = """
+local claim = redis.pcall('GET', KEYS[1])
+if type(claim) == 'string' and string.match(claim, '^(%x+):') == ARGV[1] then redis.call('DEL', KEYS[1]) end
+return 1
+"""
+
+
+class Look(msgspec.Struct, frozen=True):
+    """The encoded entry; without one, whether this caller is to make it, or how long another process
+    has been making it.
+    """
+
+    data: bytes | None
+    is_claimed: bool = False
+    elsewhere_ms: float | None = None
+
+
+class Claims:
+    """The claims of one process. `monotonic` gives seconds that never jump."""
+
+    def __init__(self, redis: Redis, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._redis = redis
+        self._monotonic = monotonic
+        self._process = secrets.token_hex(8)
+        self._held: dict[bytes, tuple[str, float]] = {}  # by exact digest: key, since when
+
+    def look(self, fp: Fingerprint, entries: str, *, wants: bool, is_stale: bool = False) -> Awaitable[Any]:
+        """Look for the entry in the hash `entries`; without one, claim it if the caller `wants` that.
+
+        `is_stale`: the entry that is there does not count. `read` reads the reply. Raises what the
+        client raises.
+        """
+        key = _KEY % (fp.partition.hex(), fp.exact.hex())
+        return self._redis.eval(
+            _LOOK, 2, entries, key, fp.exact, self._process, int(LEASE_S * 1000), int(wants), int(is_stale)
+        )
+
+    def read(self, fp: Fingerprint, reply: bytes | list[int]) -> Look:
+        """The reply to `look`."""
+        if isinstance(reply, bytes):
+            return Look(reply)
+        state, age_ms = reply
+        # its own, and not held here: the reply to the command that took it was lost
+        if state == _TAKEN or (state == _OWN and fp.exact not in self._held):
+            self._held[fp.exact] = (_KEY % (fp.partition.hex(), fp.exact.hex()), self._monotonic())
+            return Look(None, is_claimed=True)
+        return Look(None, elsewhere_ms=float(age_ms) if state == _ELSEWHERE else None)
+
+    def end(self, exact: bytes) -> str:
+        """Give the key of a claim that ends with the storing of its entry; empty if none is held."""
+        held = self._held.pop(exact, None)
+        return held[0] if held is not None else ""
+
+    async def release(self, fp: Fingerprint) -> None:
+        """End a claim without an entry: a process that waits for it makes it. Raises RedisError."""
+        held = self._held.pop(fp.exact, None)
+        if held is not None:
+            await self._redis.eval(_RELEASE, 1, held[0], self._process)
+
+    async def renew(self) -> None:
+        """Renew what is held; call it about once a second. Raises what the client raises.
+
+        A claim of over `HELD_S_MAX` ends: no request waits that long.
+        """
+        now, lease_ms = self._monotonic(), int(LEASE_S * 1000)
+        for exact in [exact for exact, (_, since) in self._held.items() if now - since > HELD_S_MAX]:
+            del self._held[exact]
+        old = [key for key, since in self._held.values() if now - since > _RENEWED_AFTER_S]
+        await asyncio.gather(*(self._redis.execute_command("PEXPIRE", key, lease_ms) for key in old))
