@@ -110,12 +110,12 @@ def partition(secret: bytes, scope: str) -> Partition:
 
 
 def fingerprint(
-    body: Mapping[str, Any], partition: Partition, namespace: str = "", keyed: Collection[str] = ()
+    body: Mapping[str, Any], partition: Partition, namespace: str = "", keyed: Collection[str] = (), apart: Any = None
 ) -> Fingerprint:
     """Fingerprint the JSON of a request.
 
     `namespace` is the caller's own division of its partition; `keyed` names fields of delivery that
-    are part of the key all the same. Raises ValueError for what JSON can't
+    are part of the key all the same; `apart` is JSON beside the body that is. Raises ValueError for what JSON can't
     say (a NaN, bytes, a key that is no string, a lone surrogate).
     """
     messages = body.get("messages")
@@ -135,7 +135,9 @@ def fingerprint(
             head[name] = value if type(value) in _PLAIN else _canonical(value)
         # a JSON array is self-delimiting, so namespace, field name and head can't run into each
         # other
-        link = before = _head_digest(partition + _encode([namespace, turns_field, head])).digest()
+        link = before = _head_digest(
+            partition + _encode([namespace, turns_field, head, *(() if apart is None else (_canonical(apart),))])
+        ).digest()
         chain = []
         turn: Any = None
         for turn in map(_canonical_turn, turns):

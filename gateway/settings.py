@@ -26,7 +26,7 @@ DEFAULT_EMBEDDER_ALIAS = "all-minilm-l6-v2"
 
 CAPABILITIES = frozenset(
     {"n", "logprobs", "tools", "json_object", "json_schema", "vision", "audio", "files", "completions", "suffix"}
-    | {"prefill"}
+    | {"prefill", "messages"}
 )
 
 
@@ -160,24 +160,28 @@ class DeploymentSettings(_Section):
         pattern=r"^[ -~]{1,100}$",
         description="shown in logs, metrics and routes; default: made of backend and model",
     )
-    backend: Literal["local", "openai", "litellm"] = Field(
-        description="`local`: an engine below; `openai`: any OpenAI-compatible server; `litellm`: a managed provider through litellm"
+    backend: Literal["local", "openai", "anthropic", "litellm"] = Field(
+        description="`local`: an engine below; `openai`: any OpenAI-compatible server; `anthropic`: Anthropic's API, or a server that "
+        "speaks it; `litellm`: a managed provider through litellm"
     )
     engine: str | None = Field(None, description="local: the name of an entry of `engines`")
     model: str | None = Field(
         None,
-        description="openai, litellm: the provider's name of the model; `*` in it is the requested name, for an alias that ends in `*`",
+        description="all but local: the provider's name of the model; `*` in it is the requested name, for an alias that ends in `*`",
     )
-    base_url: str | None = Field(None, description="openai: the server's base URL, usually ending in /v1")
+    base_url: str | None = Field(
+        None, description="openai: the server's base URL, usually ending in /v1; anthropic: default Anthropic's own"
+    )
     api_key_env: str | None = Field(None, description="the environment variable that holds the provider's key")
-    headers: dict[str, str] = Field({}, description="openai: further headers sent with each request")
+    headers: dict[str, str] = Field({}, description="openai, anthropic: further headers sent with each request")
     price: PriceSettings | None = Field(
         None, description="default: litellm's bundled table by model name; 0 for local engines"
     )
     capabilities: list[str] | None = Field(
         None,
         description="what the model can do (tools, json_object, json_schema, logprobs, n, vision, audio, files, completions, suffix, "
-        "prefill); default: by backend; `prefill`, which is never assumed of a server: it goes on with a last message of the assistant",
+        "prefill); default: by backend; `prefill`, which is never assumed of a server: it goes on with a last message of the assistant; "
+        "`messages`, which anthropic has by itself: it takes requests as Anthropic's clients write them",
     )
     allow_fields: list[str] = Field(
         [],
@@ -195,7 +199,7 @@ class DeploymentSettings(_Section):
         None, gt=0, description="the longest answer; used for the worst case that budgets reserve"
     )
     connect_timeout_ms: int = Field(
-        3_000, gt=0, description="openai: time to connect before the next deployment is tried"
+        3_000, gt=0, description="openai, anthropic: time to connect before the next deployment is tried"
     )
     ttft_timeout_ms: int | None = Field(
         None,
@@ -207,7 +211,7 @@ class DeploymentSettings(_Section):
     concurrency_max: int = Field(
         1_000,
         gt=0,
-        description="requests that run at this deployment at once, per worker; openai: and connections kept",
+        description="requests that run at this deployment at once, per worker; openai, anthropic: and connections kept",
     )
     queue_max: int = Field(
         1_000,
@@ -226,8 +230,8 @@ class DeploymentSettings(_Section):
             wrong.append("an openai deployment needs `base_url` and `model`")
         if self.base_url is not None and not _is_http_url(self.base_url):
             wrong.append(f"base_url: found {self.base_url!r}, expected http://... or https://...")
-        if self.backend == "litellm" and not self.model:
-            wrong.append("a litellm deployment needs `model`")
+        if self.backend in ("anthropic", "litellm") and not self.model:
+            wrong.append(f"{'an' if self.backend == 'anthropic' else 'a'} {self.backend} deployment needs `model`")
         if self.is_salted and self.backend != "openai":
             wrong.append("is_salted: only an openai deployment can send `cache_salt`; for vLLM use `backend: openai`")
         for name in self.allow_fields:

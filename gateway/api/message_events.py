@@ -33,18 +33,23 @@ _ERRORS = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-_DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
 
 
 class _Block:
-    """One content block. `parts` are pieces of its text, or of a call's arguments."""
+    """One content block.
 
-    __slots__ = ("call", "fields", "parts")
+    `fields` are those it begins with; `parts` are pieces of its text, or of a call's arguments. A
+    block of another type than the three that grow is whole from the start.
+    """
+
+    __slots__ = ("call", "citations", "fields", "parts", "signature")
 
     def __init__(self, fields: dict[str, Any], call: int | None = None) -> None:
         self.fields = fields
         self.call = call  # the index of a tool call
         self.parts: list[str] = []
+        self.signature = ""  # of a thinking block
+        self.citations: list[Any] = []  # of a text
 
     @property
     def kind(self) -> str:
@@ -52,17 +57,37 @@ class _Block:
         return kind
 
     def opening(self) -> dict[str, Any]:
-        return {**self.fields, "input": {}} if self.call is not None else {**self.fields, self.kind: ""}
+        match self.kind:
+            case "tool_use":
+                return {**self.fields, "input": {}}
+            case "thinking":
+                return {**self.fields, "thinking": "", "signature": ""}
+            case "text":
+                return {**self.fields, "text": ""}
+        return self.fields
 
     def delta(self, text: str) -> dict[str, Any]:
         if self.call is not None:
             return {"type": "input_json_delta", "partial_json": text}
-        type, name = _DELTAS[self.kind]
-        return {"type": type, name: text}
+        return {"type": f"{self.kind}_delta", self.kind: text}
+
+    def closing(self) -> list[dict[str, Any]]:
+        """The deltas before its end. Only Anthropic can make a signature; the field is required."""
+        if self.kind == "thinking":
+            return [{"type": "signature_delta", "signature": self.signature}]
+        return [{"type": "citations_delta", "citation": citation} for citation in self.citations]
 
     def whole(self) -> dict[str, Any]:
         text = "".join(self.parts)
-        return {**self.fields, "input": _input(text)} if self.call is not None else {**self.fields, self.kind: text}
+        match self.kind:
+            case "tool_use":
+                return {**self.fields, "input": _input(text)}
+            case "thinking":
+                return {**self.fields, "thinking": text, "signature": self.signature}
+            case "text":
+                cited = {"citations": self.citations} if self.citations else {}
+                return {**self.fields, "text": text, **cited}
+        return self.fields
 
 
 class MessageRenderer:
@@ -132,6 +157,7 @@ class MessageRenderer:
         for choice in piece.get("choices") or ():
             delta = choice.get("delta") or {}
             self._say("thinking", delta.get("reasoning_content") or delta.get("reasoning"))
+            self._say_natively(delta)
             self._say("text", delta.get("content"))
             if delta.get("refusal"):
                 self._is_refused = True
@@ -139,7 +165,7 @@ class MessageRenderer:
             for call in delta.get("tool_calls") or ():
                 self._call(call)
             if (finish := choice.get("finish_reason")) is not None:
-                self._stop = _STOPS.get(finish, "end_turn")
+                self._stop = choice.get("native_finish_reason") or _STOPS.get(finish, "end_turn")
                 matched = choice.get("stop_reason")  # vLLM's and SGLang's: the string that ended it
                 if finish == "stop" and isinstance(matched, str):
                     self._stop, self._stop_sequence = "stop_sequence", matched
@@ -147,10 +173,26 @@ class MessageRenderer:
     def _say(self, kind: str, text: Any) -> None:
         if not isinstance(text, str) or not text:
             return
-        if not self._blocks or self._blocks[-1].kind != kind:
-            # a signature is required, and only Anthropic can make one
-            self._begin(_Block({"type": kind, "signature": ""} if kind == "thinking" else {"type": kind}))
+        self._last(kind)
         self._grow(len(self._blocks) - 1, text)
+
+    def _say_natively(self, delta: dict[str, Any]) -> None:
+        """Add what `backends.anthropic.answer` carries beside a chat completion's fields."""
+        for thought in delta.get("thinking_blocks") or ():
+            if thought.get("type") == "redacted_thinking":
+                self._begin(_Block(_plain(thought)))
+            elif thought.get("signature"):
+                self._last("thinking").signature += thought["signature"]
+        for block in delta.get("content_blocks") or ():
+            self._begin(_Block(_plain(block)))
+        if citations := delta.get("citations"):
+            self._last("text").citations += map(_plain, citations)
+
+    def _last(self, kind: str) -> _Block:
+        """The last block, of this kind; begun where it is of another."""
+        if not self._blocks or self._blocks[-1].kind != kind:
+            self._begin(_Block({"type": kind}))
+        return self._blocks[-1]
 
     def _call(self, call: dict[str, Any]) -> None:
         """Begin a call, or add to its arguments."""
@@ -190,8 +232,8 @@ class MessageRenderer:
     def _close(self) -> None:
         if self._open is None:
             return
-        if self._blocks[self._open].kind == "thinking":
-            self._tell("content_block_delta", index=self._open, delta={"type": "signature_delta", "signature": ""})
+        for delta in self._blocks[self._open].closing():
+            self._tell("content_block_delta", index=self._open, delta=delta)
         self._tell("content_block_stop", index=self._open)
         self._open = None
 
@@ -217,6 +259,11 @@ class MessageRenderer:
 
 def _event(name: str, fields: dict[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(fields))
+
+
+def _plain(entry: dict[str, Any]) -> dict[str, Any]:
+    """An entry of a chunk's list without its `index`."""
+    return {name: value for name, value in entry.items() if name != "index"}
 
 
 def _input(arguments: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from gateway.api.endpoint import Answered, JsonEndpoint
 from gateway.api.headers import JSON, base_headers
 from gateway.api.message_events import MessageRenderer, error_fields_of
 from gateway.api.tokens import counted_by_engine
+from gateway.backends.base import Native
 from gateway.journey.turn import Arrival, Turn, read_turn
 from gateway.pipeline import may_use
 from gateway.wire.errors import ApiError, BadRequest
@@ -117,15 +118,39 @@ class Messages(_InAnthropicsShape, Chat):
     ) -> tuple[Turn, Renderer]:
         body = decode_object(raw, model)
         request: MessageRequest = convert(body, MessageRequest)
+        native = self._native(request, body, headers)
         answer = {
             "max_completion_tokens": request.max_tokens,
             "stop": request.stop_sequences or None,
             "user": request.metadata.user_id if request.metadata else None,
         }
-        chat = _chat(request, body) | {name: value for name, value in answer.items() if value is not None}
+        try:
+            chat = _chat(request, body)
+        except _BeyondChat:
+            if native is None:
+                raise
+            chat, native = _stand_in(request, body, native)
+        chat |= {name: value for name, value in answer.items() if value is not None}
         # decision: one-shape-on-the-journey
         turn = read_turn(msgspec.json.encode(chat), headers, arrival)
+        if native is not None:
+            needs = turn.demand.needs | ({"messages"} if native.is_needed else frozenset())
+            demand = msgspec.structs.replace(turn.demand, needs=needs)
+            turn = msgspec.structs.replace(turn, native=native, demand=demand)
         return turn, MessageRenderer(request.model, turn.is_stream, arrival.request_id)
+
+    def _native(self, request: MessageRequest, body: dict[str, Any], headers: Mapping[str, str]) -> Native | None:
+        """The request as it came, where a deployment of its alias can take it so."""
+        fleet = self._pipeline.fleet
+        alias = fleet.aliases.get(fleet.configured(request.model))
+        if alias is None or not any("messages" in one.capabilities for one in alias.deployments.values()):
+            return None
+        betas = headers.get("anthropic-beta", "")
+        betas = betas if betas.isascii() and betas.isprintable() else ""
+        blocks = [block for turn in request.messages if isinstance(turn.content, list) for block in turn.content]
+        thoughts = [block for block in blocks if block.get("type") in _THOUGHTS]
+        apart = {"thinking": thoughts, "betas": betas} if thoughts or betas else None
+        return Native({name: value for name, value in body.items() if name != "cache"}, betas, apart)
 
 
 class CountTokens(_InAnthropicsShape, JsonEndpoint[tuple[PromptRequest, dict[str, Any], int]]):
@@ -186,8 +211,35 @@ def _chat(request: PromptRequest, body: Mapping[str, Any]) -> dict[str, Any]:
     return shared | {name: value for name, value in translated.items() if value is not None}
 
 
-def _unsupported(param: str, message: str) -> BadRequest:
-    return BadRequest(message, param=param, code="unsupported_parameter")
+class _BeyondChat(BadRequest):
+    """The request has what no chat completion can say."""
+
+
+def _unsupported(param: str, message: str) -> _BeyondChat:
+    return _BeyondChat(message, param=param, code="unsupported_parameter")
+
+
+def _stand_in(request: MessageRequest, body: dict[str, Any], native: Native) -> tuple[dict[str, Any], Native]:
+    """A chat completion for the demand and the limits of a request that only Anthropic's API takes.
+
+    It has no user's text, so the semantic cache leaves it alone; `apart` holds the whole prompt.
+    """
+    known = _DROPPED.union(PromptRequest.__struct_fields__) - {"model", "tools"}
+    prompt = {name: value for name, value in native.body.items() if name not in ("metadata", "stream", "tools")}
+    chat = {name: value for name, value in body.items() if name not in known}
+    chat["messages"] = [{"role": "assistant", "content": msgspec.json.encode(prompt).decode()}]
+    chat["tools"] = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(request.tools or ())] or None
+    return chat, msgspec.structs.replace(native, apart=[native.apart, _bare(prompt)], is_needed=True)
+
+
+def _bare(value: Any) -> Any:
+    """`value` without `cache_control`, which changes no answer."""
+    if isinstance(value, dict):
+        return {name: _bare(item) for name, item in value.items() if name != "cache_control"}
+    return [_bare(item) for item in value] if isinstance(value, list) else value
+
+
+_THOUGHTS = frozenset({"thinking", "redacted_thinking"})
 
 
 def _system(given: _Content | None) -> list[dict[str, Any]]:

@@ -26,6 +26,19 @@ from gateway.wire.types import CHAT, Chunk, Kind, prompts_of
 from local_engine import EngineLoad
 
 
+class Native(msgspec.Struct, frozen=True):
+    """A request as a client of Anthropic's API sent it, for deployments that speak that API.
+
+    `body` is without Sameway's own fields; `betas` is the header `anthropic-beta`. `apart` is what the
+    chat completion that stands for it does not say, and what the cache keeps apart; None: nothing.
+    """
+
+    body: dict[str, Any]
+    betas: str = ""
+    apart: Any = None
+    is_needed: bool = False  # no chat completion says the same
+
+
 class BackendRequest(msgspec.Struct, frozen=True):
     """A request to a backend: the validated body, without the gateway's own extensions."""
 
@@ -40,6 +53,7 @@ class BackendRequest(msgspec.Struct, frozen=True):
     draft: str = ""  # a text that may share passages with the answer; engines verify it
     kind: Kind = CHAT
     model: str = ""  # the provider's name of the model, where the deployment takes every name
+    native: Native | None = None
     prefix: str = ""  # the beginning of the answer, which a deployment with `prefill` goes on with
 
     @property

@@ -10,7 +10,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from gateway.backends.anthropic.backend import BASE_URL, AnthropicBackend
 from gateway.backends.base import Backend
+from gateway.backends.openai.backend import OpenAIBackend
 from gateway.deployments.catalog import Known, can_chat, known, microusd, with_writes
 from gateway.reserved import PAID, SEARCHES, canonical
 from gateway.settings import CAPABILITIES, DeploymentSettings, PriceSettings, Settings, deployment_name
@@ -21,10 +23,18 @@ from policies.prices import FREE
 # calls, constrains no grammar and fills no gap before a suffix.
 _CAPABILITIES = {
     "local": frozenset({"n", "logprobs", "completions", "prefill"}),
-    "openai": CAPABILITIES - {"prefill"},
+    "openai": CAPABILITIES - {"prefill", "messages"},
+    "anthropic": frozenset({"tools", "json_schema", "vision", "files"}),
     "litellm": frozenset({"tools"}),
 }
-_NEVER = {"litellm": frozenset({"completions"})}  # litellm would turn a text completion into a chat
+_NEVER = {
+    "litellm": frozenset({"completions"}),  # litellm would turn a text completion into a chat
+    "anthropic": frozenset({"completions", "json_object", "logprobs", "n", "suffix", "prefill", "audio"}),
+}
+_ALWAYS = {"anthropic": frozenset({"messages"})}
+
+
+_NONE: frozenset[str] = frozenset()
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -60,7 +70,7 @@ def describe(deployment: DeploymentSettings) -> Facts:
         capabilities = frozenset(deployment.capabilities)
     return Facts(
         price=price or FREE,
-        capabilities=capabilities - _NEVER.get(deployment.backend, frozenset()),
+        capabilities=capabilities - _NEVER.get(deployment.backend, _NONE) | _ALWAYS.get(deployment.backend, _NONE),
         context_tokens_max=deployment.context_tokens_max or (row.context_tokens_max if row else None),
         output_tokens_max=deployment.output_tokens_max or (row.output_tokens_max if row else None),
         tiers=tiers,
@@ -104,12 +114,13 @@ def build_backend(
             headers=deployment.headers,
             unready=unready,
         )
-    from gateway.backends.openai.backend import OpenAIBackend
-
-    assert deployment.base_url is not None, "the settings see to it"
-    return OpenAIBackend(
+    backend: type[OpenAIBackend] = OpenAIBackend
+    base_url = deployment.base_url or ""
+    if deployment.backend == "anthropic":
+        backend, base_url = AnthropicBackend, (base_url or BASE_URL).rstrip("/").removesuffix("/v1")
+    return backend(
         name,
-        base_url=deployment.base_url,
+        base_url=base_url,
         model=deployment.model,
         capabilities=facts.capabilities,
         api_key=key,

@@ -173,6 +173,7 @@ class Generation:
             draft=draft,
             kind=turn.kind,
             model=deployment.model if self.serving.is_pattern else "",
+            native=turn.native,
             prefix="" if said is None else said.text,
         )
         progress = Progress(deployment.name, self._near.id if draft and self._near is not None else "")

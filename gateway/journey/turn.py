@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from cache import Controls
+from gateway.backends.base import Native
 from gateway.wire.errors import BadRequest
 from gateway.wire.requests import SHAPES, ChatRequest, CompletionRequest, convert, decode_object, json_name
 from gateway.wire.types import CHAT, Kind
@@ -72,6 +73,7 @@ class Turn(msgspec.Struct, frozen=True):
     kind: Kind
     started: float
     deadline: float | None = None  # None: the client has no deadline
+    native: Native | None = None
 
     def elapsed_ms(self) -> float:
         return (time.perf_counter() - self.started) * 1000.0

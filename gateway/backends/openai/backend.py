@@ -18,7 +18,7 @@ import msgspec
 
 from gateway.backends.base import BackendRejected, BackendRequest, BackendUnavailable, Load
 from gateway.backends.openai.errors import Translator
-from gateway.backends.openai.stream import OpenAIStream
+from gateway.backends.openai.stream import OpenAIStream, Reader
 from gateway.transport.http_client import Exchange
 from gateway.transport.http_pool import Origin, Pool, basic, proxy_authorization
 from gateway.wire.types import CHAT, COMPLETION
@@ -34,7 +34,13 @@ class OpenAIBackend:
     `headers` are sent with each request. At most `connections_max` are kept. `is_salted` adds
     vLLM's `cache_salt`. `unready` is the reason why it cannot be used at all, if any. For
     `tail_timeout_s` see `OpenAIStream`.
+
+    A server that differs in its shapes alone overrides `paths`, those by a kind's own path; `reader`,
+    which translates its answers; and the methods for its fields and bodies.
     """
+
+    paths: Mapping[str, str] = {path: path for path in (CHAT.path, COMPLETION.path)}
+    reader: Callable[[], Reader] | None = None
 
     def __init__(
         self,
@@ -71,8 +77,8 @@ class OpenAIBackend:
             _proxy_of(url.scheme, host),
         )
         self._heads: dict[str, bytes] = {}
-        for path in (CHAT.path, COMPLETION.path):
-            self._heads[path], problem = self._written_head(url, path, headers or {})
+        for kind, path in self.paths.items():
+            self._heads[kind], problem = self._written_head(url, path, headers or {})
         self._unready = unready or problem
         self._pool: Pool | None = None
 
@@ -92,20 +98,31 @@ class OpenAIBackend:
         }
         if url.username is not None:
             fields["authorization"] = ("Authorization", basic(url).decode())
-        if self._api_key:
-            fields["authorization"] = ("Authorization", f"Bearer {self._api_key}")
+        fields |= self._own_fields()
         fields |= {name.lower(): (name, value) for name, value in headers.items()}
         for name, (_, value) in fields.items():
             if name in _FRAMING:
                 return b"", f"the header {name!r} is not to be set: it belongs to the connection"
             if not (name.isascii() and name.isprintable() and not set(name) & set(" :")) or set(value) & set("\r\n\0"):
-                what = "the API key" if name == "authorization" and not headers.get(name) else f"the header {name!r}"
+                what = (
+                    "the API key"
+                    if name in ("authorization", "x-api-key") and not headers.get(name)
+                    else f"the header {name!r}"
+                )
                 return b"", f"{what} holds characters that no header can carry"
         lines = [f"POST {target} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.values()), ""]
         head = "\r\n".join(lines).encode()
         if self._origin.is_forwarded and self._origin.proxy is not None:
             head += proxy_authorization(self._origin.proxy)
         return head, ""
+
+    def _own_fields(self) -> dict[str, tuple[str, str]]:
+        """The header fields of every request, by lower-case name: name and value."""
+        return {"authorization": ("Authorization", f"Bearer {self._api_key}")} if self._api_key else {}
+
+    def _fields_of(self, request: BackendRequest) -> str:
+        """The header lines of one request."""
+        return ""
 
     async def start(self) -> None:
         """Make the pool, without connecting."""
@@ -126,14 +143,21 @@ class OpenAIBackend:
             translate=self._translate,
             on_end=self._left,
             tail_timeout_s=self._tail_timeout_s,
+            reader=self.reader() if self.reader is not None else None,
         )
 
     def load(self, prompt_tokens: int) -> Load:
         return Load(is_ready=not self._unready, reason=self._unready, running=self.running)
 
     def _payload(self, request: BackendRequest) -> bytes:
-        """The body to send: the client's without our extensions, with the deployment's model, and
-        usage for streams.
+        """The body to send. Raises BackendRejected."""
+        try:
+            return msgspec.json.encode(self._body(request))
+        except RecursionError:  # decoding skipped a field that is too deep for encoding
+            raise BackendRejected("The body is nested too deeply") from None
+
+    def _body(self, request: BackendRequest) -> dict[str, Any]:
+        """The client's body without our extensions, with the deployment's model, and usage for streams.
 
         Raises BackendRejected.
         """
@@ -150,10 +174,7 @@ class OpenAIBackend:
             body["stream_options"] = {**(request.body.get("stream_options") or {}), "include_usage": True}
         if self._is_salted:
             body["cache_salt"] = _salt(request.salt, body.get("cache_salt"))
-        try:
-            return msgspec.json.encode(body)
-        except RecursionError:  # decoding skipped a field that is too deep for encoding
-            raise BackendRejected("The body is nested too deeply") from None
+        return body
 
     def _admit(self, request: BackendRequest) -> Exchange:
         """The exchange of a request that may be sent now, counted as running.
@@ -165,7 +186,7 @@ class OpenAIBackend:
         if self._pool is None:
             raise BackendUnavailable("The deployment is not started")
         body = self._payload(request)
-        more = f"X-Request-Id: {request.request_id}\r\nContent-Length: {len(body)}\r\n\r\n"
+        more = f"X-Request-Id: {request.request_id}\r\n{self._fields_of(request)}Content-Length: {len(body)}\r\n\r\n"
         self.running += 1
         return Exchange(self._heads[request.kind.path] + more.encode(), body)
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum, auto
+from typing import Protocol
 
 import msgspec
 
@@ -50,6 +51,16 @@ class State(Enum):
     OVER = auto()
 
 
+class Reader(Protocol):
+    """Translates one answer of a server with another shape into the data of OpenAI's events."""
+
+    def chunks(self, payloads: Sequence[bytes]) -> list[bytes]:
+        """The data of events for those of the server's."""
+
+    def whole(self, body: bytes) -> list[bytes]:
+        """The same for a whole answer; the body itself if it is none."""
+
+
 class OpenAIStream:
     """One answer; see `base.ChunkStream`. One reader at a time; `aclose` from anywhere.
 
@@ -64,6 +75,7 @@ class OpenAIStream:
         "_exchange",
         "_finishes",
         "_on_end",
+        "_reader",
         "_reading_since",
         "_ready",
         "_request",
@@ -87,6 +99,7 @@ class OpenAIStream:
         translate: Translator,
         on_end: Callable[[], None],
         tail_timeout_s: float,
+        reader: Reader | None = None,
     ) -> None:
         self._request = request
         self._admit = admit
@@ -94,6 +107,7 @@ class OpenAIStream:
         self._translate = translate
         self._on_end = on_end
         self._tail_timeout_s = tail_timeout_s
+        self._reader = reader
         self._state = State.NEW
         self._ready: list[Chunk] = []
         self._finishes = FinishTracker(request.choices, request.prompts)
@@ -192,6 +206,10 @@ class OpenAIStream:
         return b"".join(parts)
 
     def _take_whole(self, body: bytes) -> None:
+        events = [body] if self._reader is None else self._reader.whole(body)
+        if events != [body]:
+            self._take_events(events)
+            return
         try:
             body, answer = mended(body)
         except msgspec.DecodeError as error:
@@ -234,7 +252,11 @@ class OpenAIStream:
                     self._reading_since = None
 
     def _take_all(self, payloads: Sequence[bytes]) -> None:
-        """Take events that came together; those that differ only in their text at once."""
+        """Take events that came together."""
+        self._take_events(payloads if self._reader is None else self._reader.chunks(payloads))
+
+    def _take_events(self, payloads: Sequence[bytes]) -> None:
+        """Take events in OpenAI's shape; those that differ only in their text at once."""
         position = 0
         while position < len(payloads):
             if self._template is not None:
@@ -286,8 +308,10 @@ class OpenAIStream:
         [DONE].
         """
         last = self._splitter.end()
-        if last is not None and not self._take(last):
-            return
+        if last is not None:
+            self._take_all([last])
+            if self._state is State.OVER:
+                return
         if self._finishes.is_complete:
             self._finish()
         else:

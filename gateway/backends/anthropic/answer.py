@@ -1,0 +1,191 @@
+"""Translates an answer of Anthropic's Messages API into chunks of a chat completion.
+
+Shapes: Anthropic API reference, "Messages" and "Streaming Messages"; OpenAI API reference, "The chat
+completion chunk object". `thinking_blocks` is litellm's field for what a client must send back
+unchanged: signatures and redacted thinking; `content_blocks` and `citations` carry the blocks that a
+chat completion has no field for. Knows no HTTP. Invariant: what cannot be read becomes no JSON, so
+that the stream reports it as broken.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.wire.chunks import UNREADABLE
+
+_FINISHES = {
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "pause_turn": "stop",
+    "max_tokens": "length",
+    "model_context_window_exceeded": "length",
+    "tool_use": "tool_calls",
+    "refusal": "content_filter",
+}
+_OWN = frozenset({"pause_turn", "model_context_window_exceeded"})  # reasons that a chat completion lacks
+_DONE = b"[DONE]"
+
+
+class AnswerReader:
+    """Reads one answer. `clock` gives unix seconds."""
+
+    def __init__(self) -> None:
+        self._head: dict[str, Any] = {"object": "chat.completion.chunk", "created": int(time.time())}
+        self._usage: dict[str, Any] = {}
+        self._kinds: dict[int, str] = {}  # of the blocks by their index
+        self._calls: dict[int, int] = {}  # the numbers of calls by the index of their block
+        self._others: dict[int, dict[str, Any]] = {}  # blocks of other types, until they are whole
+        self._parts: dict[int, list[str]] = {}  # of their inputs
+        self._thought: list[str] = []  # of the block that is growing
+        self._listed: dict[str, int] = {}  # the number of entries in each field that is a list
+
+    def chunks(self, payloads: Iterable[bytes]) -> list[bytes]:
+        """The chunks for the data of events."""
+        return [chunk for payload in payloads for chunk in self._read(payload)]
+
+    def whole(self, body: bytes) -> list[bytes]:
+        """The chunks of a whole message; the body itself where it is no message."""
+        try:
+            message = msgspec.json.decode(body)
+            if message["type"] != "message":
+                return [body]
+            events = list(_events(message))
+        except (*UNREADABLE, KeyError, TypeError):
+            return [body]
+        return [chunk for event in events for chunk in self._take(event)]
+
+    def _read(self, payload: bytes) -> Sequence[bytes]:
+        try:
+            event = msgspec.json.decode(payload)
+            return [payload] if event["type"] == "error" else self._take(event)
+        except (*UNREADABLE, KeyError, TypeError, AttributeError):
+            return [b"not an event of this API: " + payload]
+
+    def _take(self, event: dict[str, Any]) -> Sequence[bytes]:
+        match event["type"]:
+            case "message_start":
+                message = event["message"]
+                self._head |= {"id": message.get("id"), "model": message.get("model")}
+                self._usage |= message.get("usage") or {}
+                return [self._chunk({"role": "assistant", "content": ""})]
+            case "content_block_start":
+                return self._begin(event["index"], event["content_block"])
+            case "content_block_delta":
+                return self._grow(event["index"], event["delta"])
+            case "content_block_stop":
+                return self._end(event["index"])
+            case "message_delta":
+                self._usage |= {name: value for name, value in (event.get("usage") or {}).items() if value is not None}
+                return self._finish(event["delta"])
+            case "message_stop":
+                usage = msgspec.json.encode({**self._head, "choices": [], "usage": _usage(self._usage)})
+                return [usage, _DONE]
+        return []  # a ping, or an event of a later version
+
+    def _begin(self, index: int, block: dict[str, Any]) -> list[bytes]:
+        kind = self._kinds[index] = block["type"]
+        match kind:
+            case "text":
+                follows_text = self._kinds.get(index - 1) == "text"
+                begun = [self._entry("content_blocks", {"type": "text"})] if follows_text else []
+                return begun + ([self._chunk({"content": block["text"]})] if block.get("text") else [])
+            case "thinking":
+                self._thought = []
+                return [self._think(block["thinking"])] if block.get("thinking") else []
+            case "redacted_thinking":
+                return [self._entry("thinking_blocks", block)]
+            case "tool_use":
+                number = self._calls[index] = len(self._calls)
+                function = {"name": block.get("name"), "arguments": ""}
+                call = {"index": number, "id": block.get("id"), "type": "function", "function": function}
+                given = block.get("input")
+                begun = [self._chunk({"tool_calls": [call]})]
+                return begun + (self._arguments(index, msgspec.json.encode(given).decode()) if given else [])
+        self._others[index], self._parts[index] = block, []
+        return []
+
+    def _grow(self, index: int, delta: dict[str, Any]) -> list[bytes]:
+        match delta["type"]:
+            case "text_delta":
+                return [self._chunk({"content": delta["text"]})]
+            case "thinking_delta":
+                return [self._think(delta["thinking"])]
+            case "signature_delta":
+                signed = {"type": "thinking", "thinking": "".join(self._thought), "signature": delta["signature"]}
+                return [self._entry("thinking_blocks", signed)]
+            case "citations_delta":
+                return [self._entry("citations", delta["citation"])]
+            case "input_json_delta":
+                if index in self._parts:
+                    self._parts[index].append(delta["partial_json"])
+                    return []
+                return self._arguments(index, delta["partial_json"])
+        return []
+
+    def _arguments(self, index: int, text: str) -> list[bytes]:
+        call = {"index": self._calls[index], "function": {"arguments": text}}
+        return [self._chunk({"tool_calls": [call]})] if text else []
+
+    def _end(self, index: int) -> list[bytes]:
+        block = self._others.pop(index, None)
+        if block is None:
+            return []
+        if text := "".join(self._parts.pop(index)):
+            block = {**block, "input": msgspec.json.decode(text)}
+        return [self._entry("content_blocks", block)]
+
+    def _think(self, text: str) -> bytes:
+        self._thought.append(text)
+        return self._chunk({"reasoning_content": text})
+
+    def _entry(self, name: str, value: dict[str, Any]) -> bytes:
+        """One entry of a list, with the `index` by which OpenAI's clients join lists."""
+        index = self._listed.get(name, 0)
+        self._listed[name] = index + 1
+        return self._chunk({name: [{"index": index, **value}]})
+
+    def _finish(self, delta: dict[str, Any]) -> list[bytes]:
+        reason = delta.get("stop_reason")
+        if reason is None:
+            return []
+        more: dict[str, Any] = {"native_finish_reason": reason} if reason in _OWN else {}
+        if reason == "stop_sequence":
+            more["stop_reason"] = delta.get("stop_sequence")  # as vLLM names it
+        return [self._chunk({}, _FINISHES.get(reason, "stop"), **more)]
+
+    def _chunk(self, delta: dict[str, Any], finish: str | None = None, **more: Any) -> bytes:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish, **more}
+        return msgspec.json.encode({**self._head, "choices": [choice]})
+
+
+def _events(message: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    """The events of a whole message, one delta for each block's text."""
+    yield {"type": "message_start", "message": message}
+    for index, block in enumerate(message["content"]):
+        yield {"type": "content_block_start", "index": index, "content_block": block}
+        if block["type"] == "text":
+            for citation in block.get("citations") or ():
+                delta = {"type": "citations_delta", "citation": citation}
+                yield {"type": "content_block_delta", "index": index, "delta": delta}
+        if block["type"] == "thinking" and block.get("signature"):
+            delta = {"type": "signature_delta", "signature": block["signature"]}
+            yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_stop", "index": index}
+    yield {"type": "message_delta", "delta": message}
+    yield {"type": "message_stop"}
+
+
+def _usage(given: dict[str, Any]) -> dict[str, Any]:
+    """A chat completion's usage, whose prompt includes the parts that Anthropic counts beside it."""
+    counts = {name: value for name, value in given.items() if isinstance(value, int)}
+    read, written = counts.get("cache_read_input_tokens", 0), counts.get("cache_creation_input_tokens", 0)
+    prompt, completion = counts.get("input_tokens", 0) + read + written, counts.get("output_tokens", 0)
+    lives = given.get("cache_creation")
+    details: dict[str, Any] = {"cached_tokens": read, "cache_creation_tokens": written}
+    if isinstance(lives, dict):
+        details["cache_creation_token_details"] = lives
+    usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    tools = given.get("server_tool_use")
+    return {**usage, "prompt_tokens_details": details, **({"server_tool_use": tools} if tools else {})}

@@ -1,0 +1,187 @@
+"""Translates a chat completion's request into one of Anthropic's Messages API.
+
+Shapes: OpenAI API reference, "Create chat completion"; Anthropic API reference, "Messages". Knows no
+HTTP. Invariant: a field that changes the answer is translated or refused by its name. Fields of
+neither API are passed on, and the server judges them.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from gateway.backends.base import BackendRejected
+from gateway.backends.refusals import error_body
+
+OUTPUT_TOKENS = 4096  # Anthropic requires a maximum; OpenAI's clients may leave it out
+_BUDGETS = {"minimal": 1024, "low": 1024, "medium": 4096, "high": 16384}  # of thinking, in tokens
+_DATA = re.compile(r"data:([\w.+-]+/[\w.+-]+);base64,(.*)", re.DOTALL)
+# how an answer is sent, billed or attributed, or best effort by OpenAI's own reference
+_DELIVERY = """
+    cache stream stream_options seed n store metadata prompt_cache_key prompt_cache_retention safety_identifier
+    verbosity logprobs top_logprobs
+"""
+_TRANSLATED = """
+    model messages max_tokens max_completion_tokens stop tools tool_choice parallel_tool_calls response_format
+    reasoning_effort user service_tier
+"""
+# a zero or nothing at all changes no answer
+_REFUSED = ("presence_penalty", "frequency_penalty", "logit_bias", "functions", "function_call", "prediction", "audio")
+_KNOWN = frozenset({*_DELIVERY.split(), *_TRANSLATED.split(), *_REFUSED})
+
+
+def to_message(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The request of the Messages API for a chat completion's, without `model` and `stream`.
+
+    Raises BackendRejected with the name of a field that the Messages API cannot say.
+    """
+    for name in _REFUSED:
+        if body.get(name):
+            raise _refused(name, f"`{name}` is not supported by this model's API")
+    system, messages = _dialogue(body["messages"])
+    stop = body.get("stop")
+    made = {
+        "messages": messages,
+        "system": system or None,
+        "max_tokens": body.get("max_completion_tokens") or body.get("max_tokens") or OUTPUT_TOKENS,
+        "stop_sequences": ([stop] if isinstance(stop, str) else stop) or None,
+        "tools": [_tool(tool) for tool in body.get("tools") or ()] or None,
+        "metadata": {"user_id": body["user"]} if body.get("user") else None,
+        # OpenAI's tiers that need no permission are Anthropic's usual one
+        "service_tier": None if body.get("service_tier") in ("default", "flex") else body.get("service_tier"),
+        **_tool_choice(body),
+        **_format(body.get("response_format")),
+    }
+    effort = body.get("reasoning_effort")
+    if effort in _BUDGETS and body.get("thinking") is None:
+        made["thinking"] = {"type": "enabled", "budget_tokens": _BUDGETS[effort]}
+        made["max_tokens"] += _BUDGETS[effort]  # Anthropic's maximum includes the thinking
+    elif effort not in (None, "none"):
+        raise _refused("reasoning_effort", f"`reasoning_effort` may be none, {', '.join(_BUDGETS)}")
+    if (body.get("temperature") or 0) > 1:
+        raise _refused("temperature", "`temperature` is at most 1 for this model's API")
+    others = {name: value for name, value in body.items() if name not in _KNOWN}
+    return {name: value for name, value in {**others, **made}.items() if value is not None}
+
+
+def _refused(param: str, message: str) -> BackendRejected:
+    told = error_body(message, "invalid_request_error", param, "unsupported_parameter")
+    return BackendRejected(message, status=400, body=told)
+
+
+def _dialogue(given: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The system's blocks, and the messages: neighbours of one role are one message."""
+    system: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
+    for number, message in enumerate(given):
+        where, role = f"messages[{number}]", message["role"]
+        if role in ("system", "developer"):
+            system += _blocks(message.get("content"), where)
+            continue
+        if role == "tool":
+            content = _blocks(message.get("content"), where)
+            blocks = [{"type": "tool_result", "tool_use_id": message.get("tool_call_id"), "content": content}]
+        elif role == "assistant":
+            blocks = _said(message, where)
+        elif role == "user":
+            blocks = _blocks(message.get("content"), where)
+        else:
+            raise _refused(f"{where}.role", f"`{where}.role` `{role}` is not supported by this model's API")
+        name = "assistant" if role == "assistant" else "user"
+        if messages and messages[-1]["role"] == name:
+            messages[-1]["content"] += blocks
+        elif blocks:
+            messages.append({"role": name, "content": blocks})
+    return system, messages
+
+
+def _said(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """The blocks of an assistant's message. `thinking_blocks` are those of an earlier answer."""
+    thoughts = message.get("thinking_blocks") or ()
+    blocks = [{name: value for name, value in one.items() if name != "index"} for one in thoughts]
+    blocks += _blocks(message.get("content"), where)
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") or {}
+        try:
+            arguments = msgspec.json.decode(function.get("arguments") or "{}")
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise _refused(f"{where}.tool_calls", f"`{where}.tool_calls` has arguments that are no JSON object")
+        blocks.append({"type": "tool_use", "id": call.get("id"), "name": function.get("name"), "input": arguments})
+    return blocks
+
+
+def _blocks(content: Any, where: str) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}] if content else []  # Anthropic refuses an empty text
+    return [_block(part, f"{where}.content[{number}]") for number, part in enumerate(content or ())]
+
+
+def _block(part: dict[str, Any], where: str) -> dict[str, Any]:
+    kept = {"cache_control": part["cache_control"]} if part.get("cache_control") else {}
+    match part:
+        case {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
+            return {"type": "text", "text": text, **kept}
+        case {"type": "image_url", "image_url": {"url": str(url)}}:
+            return {"type": "image", "source": _source(url), **kept}
+        case {"type": "file", "file": {"file_data": str(url), **more}} if _DATA.fullmatch(url):
+            title = {"title": more["filename"]} if more.get("filename") else {}
+            return {"type": "document", "source": _source(url), **title, **kept}
+    kind = msgspec.json.encode(part.get("type")).decode()[:100]
+    raise _refused(where, f"`{where}` has a part that this model's API does not take: {kind}")
+
+
+def _source(url: str) -> dict[str, Any]:
+    found = _DATA.fullmatch(url)
+    if found is None:
+        return {"type": "url", "url": url}
+    return {"type": "base64", "media_type": found[1], "data": found[2]}
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A function as a tool of the client; a tool of another type as it is."""
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict):
+        return tool
+    fields = {
+        "name": function.get("name"),
+        "description": function.get("description"),
+        "input_schema": function.get("parameters") or {"type": "object", "properties": {}},
+        "strict": function.get("strict") or None,
+        "cache_control": tool.get("cache_control"),
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _tool_choice(body: Mapping[str, Any]) -> dict[str, Any]:
+    if not body.get("tools"):
+        return {}
+    match body.get("tool_choice"):
+        case None | "auto":
+            choice = {"type": "auto"}
+        case "none":
+            return {"tool_choice": {"type": "none"}}
+        case "required":
+            choice = {"type": "any"}
+        case {"type": "function", "function": {"name": str(name)}}:
+            choice = {"type": "tool", "name": name}
+        case _:
+            raise _refused(
+                "tool_choice", "`tool_choice` may be none, auto, required or a function for this model's API"
+            )
+    if body.get("parallel_tool_calls") is False:
+        return {"tool_choice": {**choice, "disable_parallel_tool_use": True}}
+    return {"tool_choice": choice} if body.get("tool_choice") is not None else {}
+
+
+def _format(given: Any) -> dict[str, Any]:
+    match given:
+        case None | {"type": "text"}:
+            return {}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+    raise _refused(
+        "response_format", "`response_format` may be text or json_schema with a `schema` for this model's API"
+    )

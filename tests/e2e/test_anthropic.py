@@ -1,0 +1,293 @@
+"""An `anthropic` deployment behind every surface: Anthropic's API in, Anthropic's API or OpenAI's out."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from anthropic import Anthropic
+from openai import OpenAI
+
+from tests.e2e.anthropic_server import BLOCKS, Server, message, run_anthropic_server
+from tests.e2e.gateway import API_KEY, Gateway, deployment, run_gateway, wait_for
+from tests.e2e.upstream import Upstream
+
+_fresh = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def server_process() -> Iterator[Server]:
+    with run_anthropic_server() as server:
+        yield server
+
+
+@pytest.fixture
+def server(server_process: Server) -> Server:
+    """The shared server, with its first script and nothing seen."""
+    server_process.answer = message([{"type": "text", "text": "Hello."}], "end_turn")
+    server_process.refusal = server_process.events_max = None
+    server_process.seen.clear()
+    return server_process
+
+
+@pytest.fixture(scope="module")
+def behind(
+    server_process: Server, upstream_process: Upstream, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Gateway]:
+    """A gateway with an alias at the server, and one that falls over to an OpenAI-compatible one."""
+    price = {"input_usd_per_mtok": 1.0, "output_usd_per_mtok": 5.0}
+    claude = {
+        "backend": "anthropic",
+        "base_url": server_process.url,
+        "model": "claude-test",
+        "api_key_env": "CLAUDE_KEY",
+        "price": {**price, "cached_input_usd_per_mtok": 0.1, "tool_call_usd": 0.01},
+    }
+    free = {**claude, "name": "free", "price": {}}
+    config = {
+        "models": {
+            "claude": {"deployments": [{**claude, "name": "claude", "allow_fields": ["web_search"]}]},
+            "either": {"policy": "cheapest", "deployments": [free, deployment(upstream_process.url, "backup")]},
+        }
+    }
+    with run_gateway(tmp_path_factory.mktemp("anthropic"), config, env={"CLAUDE_KEY": "sk-ant-secret"}) as running:
+        running.wait_ready()
+        yield running
+
+
+@pytest.fixture(scope="module")
+def claude(behind: Gateway) -> Iterator[Anthropic]:
+    with Anthropic(base_url=behind.root, api_key=API_KEY, max_retries=0, timeout=30) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def chat(behind: Gateway) -> Iterator[OpenAI]:
+    with OpenAI(base_url=behind.base_url, api_key=API_KEY, max_retries=0, timeout=30) as made:
+        yield made
+
+
+NEW = {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}
+
+
+def claude_codes(**more: Any) -> dict[str, Any]:
+    """A request in the shape of Claude Code's: cached system blocks, tools, and a loop with thinking."""
+    cached = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    schema = {"$schema": "http://json-schema.org/draft-07/schema#", "type": "object", "properties": {"a": {}}}
+    thought = {"type": "thinking", "thinking": "hm\u2028", "signature": "EqQB+/c2ln=="}
+    call = {"type": "tool_use", "id": "toolu_9", "name": "Bash", "input": {"command": "ls", "timeout": 1.5}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_9", "content": "a\nb", "is_error": False, **cached}
+    return {
+        "model": "claude",
+        "max_tokens": 32000,
+        "system": [{"type": "text", "text": "You are an agent."}, {"type": "text", "text": "Be brief.", **cached}],
+        "tools": [{"name": "Bash", "description": "Runs", "input_schema": schema}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": f"List the files, {next(_fresh)}"}]},
+            {"role": "assistant", "content": [thought, {"type": "text", "text": "I look."}, call]},
+            {"role": "user", "content": [result]},
+        ],
+        "thinking": {"type": "enabled", "budget_tokens": 31999},
+        "extra_body": dict(NEW),
+        "metadata": {"user_id": "user_1"},
+        **more,
+    }
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_request_of_anthropics_goes_out_as_it_came(claude: Anthropic, server: Server, is_stream: bool) -> None:
+    """Signatures, cache controls and unknown fields included; the model's name alone is the deployment's."""
+    asked = claude_codes()
+    server.answer = message(BLOCKS)
+    betas = {"anthropic-beta": "interleaved-thinking-2025-05-14,context-management-2025-06-27"}
+    if is_stream:
+        asked["stream"] = True
+    raw = claude.messages.with_raw_response.create(**asked, extra_headers=betas)
+    headers, path, sent = server.seen[-1]
+    asked.pop("extra_body")
+    assert json.loads(sent) == {**asked, **NEW, "model": "claude-test"}
+    asked["extra_body"] = NEW
+    assert path == "/v1/messages"
+    assert (headers["x-api-key"], headers["anthropic-beta"]) == ("sk-ant-secret", betas["anthropic-beta"])
+    assert headers["anthropic-version"] == "2023-06-01"
+    assert "authorization" not in headers
+    assert raw.headers["x-sameway-cache"] == "miss"
+    again = claude.messages.with_raw_response.create(**asked, extra_headers=betas)
+    assert again.headers["x-sameway-cache"] == "exact"
+    other = claude.messages.with_raw_response.create(**asked)
+    assert other.headers["x-sameway-cache"] == "miss"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_every_block_comes_back_unchanged(claude: Anthropic, server: Server, is_stream: bool, is_cached: bool) -> None:
+    """Thinking with its signature, citations and a server's tools, in order; fresh and from the cache."""
+    asked = claude_codes(tools=[{"type": "web_search_20250305", "name": "web_search"}])
+    server.answer = message(BLOCKS)
+    if is_cached:
+        claude.messages.create(**asked)
+    if is_stream:
+        with claude.messages.stream(**asked) as stream:
+            got: Any = stream.get_final_message()
+    else:
+        got = claude.messages.create(**asked)
+    blocks = [
+        block.model_dump(exclude_none=True, exclude={"parsed_output", "caller"}, mode="json") for block in got.content
+    ]
+    assert blocks == BLOCKS
+    assert got.stop_reason == "tool_use"
+    used = got.usage.model_dump(exclude_none=True)
+    assert {name: used[name] for name in ("input_tokens", "cache_read_input_tokens", "output_tokens")} == {
+        "input_tokens": 11,
+        "cache_read_input_tokens": 200,
+        "output_tokens": 40,
+    }
+    if not is_stream:  # the SDK adds up a stream's usage without it
+        assert used["cache_creation"] == {"ephemeral_5m_input_tokens": 100, "ephemeral_1h_input_tokens": 200}
+    assert len(server.seen) == 1
+
+
+def test_what_only_anthropics_api_says_needs_such_a_deployment(claude: Anthropic, server: Server) -> None:
+    """A file by its id goes to the deployment that takes it, never to another one, and is kept apart in the cache."""
+    document = {"type": "document", "source": {"type": "file", "file_id": "file_1"}}
+    asked: Any = {
+        "model": "either",
+        "max_tokens": 50,
+        "messages": [{"role": "user", "content": [document, {"type": "text", "text": f"Which {next(_fresh)}?"}]}],
+    }
+    claude.messages.create(**asked)
+    assert json.loads(server.seen[-1][2])["messages"] == asked["messages"]
+    document["source"]["file_id"] = "file_2"  # type: ignore[index]
+    assert claude.messages.with_raw_response.create(**asked).headers["x-sameway-cache"] == "miss"
+    server.refusal = (529, {"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded"}})
+    document["source"]["file_id"] = "file_3"  # type: ignore[index]
+    with pytest.raises(anthropic.APIStatusError) as refused:
+        claude.messages.create(**asked)
+    assert refused.value.status_code >= 429
+
+
+def test_a_message_falls_over_to_another_kind_of_server(claude: Anthropic, server: Server) -> None:
+    """As a chat completion; the answer comes back as a message."""
+    server.refusal = (529, {"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded"}})
+    text = f"Which colour is {next(_fresh)}?"
+    raw = claude.messages.with_raw_response.create(
+        model="either", max_tokens=50, messages=[{"role": "user", "content": text}]
+    )
+    assert raw.headers["x-sameway-backend"] == "backup"
+    block = raw.parse().content[0]
+    assert block.type == "text"
+    assert text in block.text
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_chat_is_translated_there_and_back(chat: OpenAI, server: Server, behind: Gateway, is_stream: bool) -> None:
+    """Messages, tools, formats and usage, whole and streamed; each kind of token is priced."""
+    server.answer = message(BLOCKS)
+    image = "data:image/png;base64,aGk="
+    function = {"name": "weather", "description": "d", "parameters": {"type": "object", "properties": {}}}
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"text":"x"}'}}
+    messages: Any = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": f"Say {next(_fresh)}"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": image}}]},
+    ]
+    asked: Any = {
+        "model": "claude",
+        "messages": messages,
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "stop": "END",
+        "max_completion_tokens": 100,
+        "user": "u1",
+        "seed": 1,
+    }
+    if is_stream:
+        with chat.chat.completions.stream(**asked, stream_options={"include_usage": True}) as stream:
+            got: Any = stream.get_final_completion()
+    else:
+        raw = chat.chat.completions.with_raw_response.create(**asked)
+        # 11 + 200 x 0.1 + 100 x 1.25 + 200 x 2 of the prompt, 40 x 5 of the answer
+        assert raw.headers["x-sameway-cost-usd"] == "0.000756"
+        got = raw.parse()
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "sunny"}]}
+    source = {"type": "base64", "media_type": "image/png", "data": "aGk="}
+    sent = json.loads(server.seen[-1][2])
+    sent.pop("stream", None)
+    assert sent == {
+        "model": "claude-test",
+        "system": [{"type": "text", "text": "Be brief."}],
+        "messages": [
+            {"role": "user", "content": messages[1]["content"]},
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": "c1", "name": "weather", "input": {"text": "x"}}],
+            },
+            {"role": "user", "content": [result, {"type": "image", "source": source}]},
+        ],
+        "tools": [{"name": "weather", "description": "d", "input_schema": {"type": "object", "properties": {}}}],
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+        "stop_sequences": ["END"],
+        "max_tokens": 100,
+        "metadata": {"user_id": "u1"},
+    }
+    choice = got.choices[0]
+    assert choice.message.content == "First cited"
+    assert choice.finish_reason == "tool_calls"
+    assert [(one.function.name, json.loads(one.function.arguments or "{}")) for one in choice.message.tool_calls] == [
+        ("weather", {"text": "Bergen, 5 °C"}),
+        ("time", {}),
+    ]
+    assert choice.message.reasoning_content == "The user asks for both."
+    assert (got.usage.prompt_tokens, got.usage.prompt_tokens_details.cached_tokens) == (511, 200)
+
+
+def test_a_chat_with_what_the_api_lacks_is_refused_by_name(chat: OpenAI, server: Server) -> None:
+    """Never left out, where it would change the answer."""
+    for fields, param in (
+        ({"temperature": 1.5}, "temperature"),
+        ({"presence_penalty": 1}, "presence_penalty"),
+        ({"response_format": {"type": "json_object"}}, "json_object"),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            chat.chat.completions.create(
+                model="claude", messages=[{"role": "user", "content": str(next(_fresh))}], **fields
+            )
+        assert param in str(refused.value)
+    assert server.seen == []
+
+
+def test_failures_are_anthropics_words_and_broken_streams_are_errors(claude: Anthropic, server: Server) -> None:
+    """A refusal keeps its message and status; a stream without its end is never a whole answer."""
+    server.refusal = (400, {"type": "error", "error": {"type": "invalid_request_error", "message": "No such beta"}})
+    with pytest.raises(anthropic.BadRequestError, match="No such beta"):
+        claude.messages.create(**claude_codes())
+    server.refusal, server.events_max = None, 4
+    with pytest.raises(anthropic.APIStatusError):
+        list(claude.messages.create(**claude_codes(stream=True)))
+
+
+def test_the_ledger_has_each_kind_of_token(claude: Anthropic, server: Server, behind: Gateway) -> None:
+    """Cache reads, and writes by lifetime, as Anthropic counted them."""
+    raw = claude.messages.with_raw_response.create(**claude_codes())
+    request_id = raw.headers["x-request-id"]
+    wait_for(lambda: any(r["request_id"] == request_id for r in behind.records()))
+    record = next(r for r in behind.records() if r["request_id"] == request_id)
+    assert (record["prompt_tokens"], record["cached_tokens"], record["completion_tokens"]) == (511, 200, 40)
+    assert record["cost_microusd"] == 756
+
+
+def test_a_key_never_shows(behind: Gateway, server: Server) -> None:
+    """Not in an error, also where the server repeats it."""
+    told = {"type": "error", "error": {"type": "authentication_error", "message": "bad key sk-ant-secret"}}
+    server.refusal = (401, told)
+    answer = behind.chat("hello", model="claude")
+    assert answer.status_code == 424
+    assert "sk-ant-secret" not in answer.text
