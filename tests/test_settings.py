@@ -216,7 +216,7 @@ def test_all_kinds_of_errors_are_named_in_one_round(tmp_path: Path) -> None:
         f"{first}.0.api_key_env: the environment variable NOT_SET_A is not set",
         f"{first}.1.priority: found 'high', expected integer",
         f"{first}.1.engine: found 'gpuu', expected one of ['cpu', 'gpu']; did you mean gpu?",
-        f"{first}.2.backend: found 'openia', expected 'local', 'openai' or 'litellm'; did you mean openai?",
+        f"{first}.2.backend: found 'openia', expected 'local', 'openai', 'anthropic' or 'litellm'; did you mean openai?",
         f"{first}.2.name: 'o' is used twice",
         f"{first}.3: an openai deployment needs `base_url` and `model`",
         f"{first}.3.engine: found 'gpus', expected one of ['cpu', 'gpu']; did you mean gpu?",

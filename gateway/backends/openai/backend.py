@@ -18,7 +18,7 @@ import msgspec
 
 from gateway.backends.base import BackendRejected, BackendRequest, BackendUnavailable, Load
 from gateway.backends.openai.errors import Translator
-from gateway.backends.openai.stream import OpenAIStream, Reader
+from gateway.backends.openai.stream import EventReader, OpenAIStream
 from gateway.transport.http_client import Exchange
 from gateway.transport.http_pool import Origin, Pool, basic, proxy_authorization
 from gateway.wire.types import CHAT, COMPLETION
@@ -40,7 +40,7 @@ class OpenAIBackend:
     """
 
     paths: Mapping[str, str] = {path: path for path in (CHAT.path, COMPLETION.path)}
-    reader: Callable[[], Reader] | None = None
+    reader: Callable[[], EventReader] | None = None
 
     def __init__(
         self,

@@ -51,7 +51,7 @@ class State(Enum):
     OVER = auto()
 
 
-class Reader(Protocol):
+class EventReader(Protocol):
     """Translates one answer of a server with another shape into the data of OpenAI's events."""
 
     def chunks(self, payloads: Sequence[bytes]) -> list[bytes]:
@@ -99,7 +99,7 @@ class OpenAIStream:
         translate: Translator,
         on_end: Callable[[], None],
         tail_timeout_s: float,
-        reader: Reader | None = None,
+        reader: EventReader | None = None,
     ) -> None:
         self._request = request
         self._admit = admit
