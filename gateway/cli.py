@@ -1,4 +1,4 @@
-"""The command line: `sameway serve | check-config | demo`, and `worker`, which the supervisor
+"""The command line: `sameway serve | check-config | run | demo`, and `worker`, which the supervisor
 starts.
 
 Knows no requests. Invariant: no heavy module is imported before the command is known, so `serve`
@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import os
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
@@ -44,6 +46,12 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check-config", help="read the configuration and say what is wrong with it")
     _add_settings(check)
     check.set_defaults(run=_check_config)
+
+    run = commands.add_parser("run", help="start a tool, such as claude or codex, with this gateway as its provider")
+    run.add_argument("--url", default="http://127.0.0.1:8080", help="the gateway's address, without /v1")
+    run.add_argument("--model", help="the alias that the tool is to use, where it reads one from the environment")
+    run.add_argument("command", nargs="+", metavar="-- COMMAND", help="the tool and its arguments")
+    run.set_defaults(run=_run)
 
     demo = commands.add_parser("demo", help="start a gateway of its own and watch it do its main job")
     demo.set_defaults(run=_demo)
@@ -111,6 +119,42 @@ def _without_price(settings: Settings) -> list[str]:
         for deployment in model.deployments
         if not describe(deployment).is_price_known
     ]
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Replace this process by a tool whose environment names the gateway and the key."""
+    url, key = arguments.url.rstrip("/").removesuffix("/v1"), os.environ.get("SAMEWAY_API_KEY", "")
+    if not key:
+        return _refused(
+            "SAMEWAY_API_KEY is not set: set it to a key of the gateway, which `sameway serve` shows once", 2
+        )
+    request = urllib.request.Request(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"})
+    try:
+        with urllib.request.urlopen(request, timeout=10):
+            pass
+    except urllib.error.HTTPError as error:
+        return _refused(
+            f"{url} answered {error.code}: expected a running gateway that takes the key in SAMEWAY_API_KEY", 1
+        )
+    except (OSError, ValueError) as error:
+        return _refused(f"{url} cannot be reached ({error}): start a gateway there, or name another one with --url", 1)
+    environ = {name: value for name, value in os.environ.items() if name != "ANTHROPIC_API_KEY"}
+    environ |= {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key}
+    environ |= {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": key}
+    environ |= dict.fromkeys(_MODELS, arguments.model) if arguments.model else {}
+    try:
+        os.execvpe(arguments.command[0], arguments.command, environ)
+    except OSError as error:
+        return _refused(f"{arguments.command[0]} cannot be started: {error.strerror}", 127)
+
+
+# Claude Code's variables (its documentation: "Model configuration")
+_MODELS = ("ANTHROPIC_MODEL", *(f"ANTHROPIC_DEFAULT_{name}_MODEL" for name in ("OPUS", "SONNET", "HAIKU")))
+
+
+def _refused(words: str, status: int) -> int:
+    print(f"sameway: {words}", file=sys.stderr)
+    return status
 
 
 def _demo(_: argparse.Namespace) -> int:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -206,3 +209,44 @@ def test_a_message_is_recorded_as_one(gateway: Gateway, claude: Anthropic) -> No
     record = next(r for r in gateway.records() if r["request_id"] == request_id)
     assert (record["route"], record["cache"], record["status"]) == ("messages", "miss", 200)
     assert raw.parse().id == request_id.replace("req_", "msg_")
+
+
+_TOOL = """
+import sys
+from anthropic import Anthropic
+from openai import OpenAI
+asked = {"model": "mock", "messages": [{"role": "user", "content": sys.argv[1]}]}
+print(Anthropic().messages.create(max_tokens=50, **asked).content[0].text)
+print(OpenAI().chat.completions.create(max_completion_tokens=50, **asked).choices[0].message.content)
+"""
+
+
+def run_tool(*command: str, key: str = API_KEY) -> subprocess.CompletedProcess[str]:
+    """`sameway run` with this command and the environment of a user who has a key of Anthropic's, too."""
+    environ = {**os.environ, "SAMEWAY_API_KEY": key, "ANTHROPIC_API_KEY": "sk-ant-own"}
+    argv = [sys.executable, "-m", "gateway", "run", *command]
+    return subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_tool_starts_with_the_gateway_as_its_provider(gateway: Gateway) -> None:
+    """Both official clients find it in their environment, and its own exit status is the command's."""
+    asked = question()
+    ran = run_tool("--url", f"{gateway.root}/v1", "--", sys.executable, "-c", _TOOL, asked)
+    assert ran.stderr == ""
+    first, second = ran.stdout.splitlines()
+    assert first == second
+    assert asked in first
+    assert run_tool("--url", gateway.root, "--", sys.executable, "-c", "raise SystemExit(7)").returncode == 7
+
+
+def test_a_tool_does_not_start_without_a_gateway(gateway: Gateway) -> None:
+    """The message names what is missing: the key, the gateway, or the command."""
+    for command, key, words in (
+        (["--", "true"], "", "SAMEWAY_API_KEY is not set"),
+        (["--url", gateway.root, "--", "true"], "sk-sw-wrong-key-of-no-team", "answered 401"),
+        (["--url", "http://127.0.0.1:9", "--", "true"], API_KEY, "cannot be reached"),
+        (["--url", gateway.root, "--", "no-such-command"], API_KEY, "cannot be started"),
+    ):
+        refused = run_tool(*command, key=key)
+        assert refused.returncode != 0
+        assert words in refused.stderr
