@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache import Partition, Query, fingerprint
+from cache.context.relax import relaxed
 from cache.encoder.types import Embedder, EmbedderInfo, Encoded
 from cache.semantic.cache import PromptAdded
 
@@ -72,7 +73,8 @@ def _request(row: Mapping[str, Any], number: int) -> Request:
     ]
     if row.get("system") is not None:
         messages.insert(0, {"role": "system", "content": row["system"]})
-    made = fingerprint({"model": "bench", "messages": messages}, TENANT)
+    body = {"model": "bench", "messages": messages}
+    made = relaxed(fingerprint(body, TENANT), body)
     exact = hashlib.blake2b(str(number).encode(), digest_size=16).digest()
     return Request(Query(TENANT, made.compat, made.text or row["text"]), exact, str(row["label"]), messages)
 

@@ -82,6 +82,10 @@ class Fingerprint(msgspec.Struct, frozen=True):
     prefix of the chain of its continuation. `compat` is equal for two requests iff they differ in
     nothing but the last user's text. `text` is that text, or None where the last turn is not a
     user's or has not exactly one text.
+
+    A relaxed one (`cache.context.relax`) has a compat that leaves `left_out` of the request's context
+    out; `beside` are the texts that stay. `kept` says what may be all that differs from cached
+    prompts: `volatile` spans or `history`.
     """
 
     partition: Partition
@@ -90,6 +94,9 @@ class Fingerprint(msgspec.Struct, frozen=True):
     chain: tuple[bytes, ...]
     text: str | None
     namespace: str = ""
+    left_out: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+    kept: str = ""
 
     @property
     def id(self) -> str:

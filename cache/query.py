@@ -52,6 +52,9 @@ class MissReason(StrEnum):
     """Why the semantic cache did not answer; counted by this name."""
 
     EMPTY = "empty"  # nothing is cached for this partition and compat
+    # the same, and the answer may depend on what is volatile in the system prompt, or on the history
+    VOLATILE = "volatile"
+    HISTORY = "history"
     TOO_LONG = "too_long"  # the prompt does not fit the encoder's window
     FAR = "far"  # the nearest entry is not similar enough
     NUMBERS = "numbers"  # near, but numbers, dates or units differ

@@ -36,7 +36,7 @@ from gateway.journey.queue import routed
 from gateway.journey.rate_limits import Limits
 from gateway.journey.record import Record, ended_with, record_of
 from gateway.journey.semantic import SemanticLookup
-from gateway.journey.storing import chunks_of
+from gateway.journey.storing import chunks_of, shows_left_out
 from gateway.journey.turn import Arrival, Ended, Turn, elapsed_ms_since
 from gateway.loggers import get_logger
 from gateway.settings import Settings
@@ -223,7 +223,8 @@ class Pipeline:
         key = (found.exact, controls.max_age_s, controls.error_max)
         flight = None if controls.no_cache else self.flights.find(key)
         if flight is None:
-            flight = Flight(Generation(turn, identity, alias, found, looked.warm, looked.degraded))
+            relaxed = self._semantic.relaxed(found, turn.body, identity.team, alias)
+            flight = Flight(Generation(turn, identity, alias, relaxed, looked.warm, looked.degraded))
             flight.generation.elsewhere_ms = looked.elsewhere_ms
             if not controls.no_cache and _may_be_awaited(controls):
                 self.flights.enter(key, flight)
@@ -448,7 +449,11 @@ class Pipeline:
         if not generation.progress.has_begun:
             return None, ""
         found, team = generation.fingerprint, generation.identity.team
-        is_findable = not generation.is_cut and self._semantic.is_findable(found, team, generation.alias)
+        is_findable = (
+            not generation.is_cut
+            and self._semantic.is_findable(found, team, generation.alias)
+            and not shows_left_out(found, flight.chunks)
+        )
         refusal = generation.store_refusal(cache.entry_bytes_max, is_servable=cache.is_exact or is_findable)
         if refusal is not None:
             return None, refusal

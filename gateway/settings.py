@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from cache.context.volatile import compile_pattern
 from gateway.reserved import FIELDS, OTHER_TOOLS, TOOLS, canonical
 
 DEFAULT_ALIAS = "smollm2-135m-instruct"
@@ -325,6 +326,11 @@ class CacheSettings(_Section):
     )
     feedback_ttl_s: int = Field(3_600, gt=0, description="how long a semantic hit can be reported at /v1/feedback")
     semantic_timeout_ms: int = Field(1_000, gt=0, description="a semantic lookup that takes longer is a miss")
+    volatile: list[str] = Field(
+        [],
+        max_length=20,
+        description="regular expressions: what they match in a system prompt does not matter to most answers, like a date",
+    )
     embedder: str = Field(
         "default",
         description="a sentence-transformers model by name or path; `default` is the packaged all-MiniLM-L6-v2",
@@ -335,6 +341,14 @@ class CacheSettings(_Section):
         description="of the embedder on CPUs; `auto`: bfloat16 where the processor has it; alike on hosts that share a Redis",
     )
     threads: int | None = Field(None, gt=0, description="CPU threads of the embedder; default: two, or one on one core")
+
+    @field_validator("volatile")
+    @classmethod
+    def _is_bounded(cls, patterns: list[str]) -> list[str]:
+        """Raises ValueError for a pattern that could take long."""
+        for pattern in patterns:
+            compile_pattern(pattern)
+        return patterns
 
 
 class BudgetSettings(_Section):

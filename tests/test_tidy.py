@@ -30,7 +30,7 @@ ROOMS = {
         "reserved",
     ),
     "cache": (
-        "cache", "worker", "semantic", "verdicts", "decision", "encoder", "exact",
+        "cache", "worker", "semantic", "verdicts", "context", "decision", "encoder", "exact",
         "redis_client", "events", "query", "eligibility", "entry", "fingerprint",
     ),
     "policies": (

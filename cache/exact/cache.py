@@ -2,7 +2,7 @@
 
 Knows no HTTP, teams or models. A lookup asks a bounded in-process L1 and then Redis. Invariants:
 lookups never raise (a failure of Redis is a miss with its reason); an entry is served only under
-the partition and compat it was made under, before its expiry; no hit follows a purge that returned
+the partition it was made under, to its own request or under its compat, before its expiry; no hit follows a purge that returned
 (`cache.exact.purges` keeps the L1 honest).
 """
 
@@ -284,7 +284,8 @@ class ExactCache:
         return entry, None
 
     def _unfit(self, entry: Entry, fp: Fingerprint, max_age_s: float | None) -> LookupMiss | None:
-        if entry.partition != fp.partition or entry.compat != fp.compat:
+        is_of_it = entry.exact == fp.exact or entry.compat == fp.compat
+        if entry.partition != fp.partition or not is_of_it:
             return LookupMiss.UNREADABLE
         now = self._clock()
         if entry.expires_at <= now:

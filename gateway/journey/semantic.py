@@ -6,12 +6,15 @@ answer which is gone, is a miss with its reason; the least of all given error bo
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from cache import Controls, Entry, ExactCache, Fingerprint, Lookup, Miss, MissReason, Query, SemanticClient, Trial
+from cache.context.relax import relaxed
+from cache.context.volatile import compile_pattern
 from gateway.accounts import Team
 from gateway.deployments.alias import Alias
 from gateway.journey.storing import answer_text, chunks_of
@@ -100,8 +103,15 @@ class SemanticLookup:
         self._bounds = bounds
         self._audited = audited
         self._stores_awaited_s = stores_awaited_s
+        self._volatile = tuple(map(compile_pattern, settings.cache.volatile))
         # by compat: the latest answer on its way to Redis
         self._stores: dict[bytes, asyncio.Future[None]] = {}
+
+    def relaxed(self, found: Fingerprint, body: Mapping[str, Any], team: Team, alias: Alias) -> Fingerprint:
+        """The fingerprint of a request with what its last text does not rely on left out of its compat."""
+        if self._why_not(found, team, alias):
+            return found
+        return relaxed(found, body, self._settings.cache.key_fields, self._volatile)
 
     async def find(self, found: Fingerprint, controls: Controls, team: Team, alias: Alias) -> SemanticResult:
         """A verified semantic hit, or the reason for a miss."""
@@ -121,7 +131,8 @@ class SemanticLookup:
                 audit = self._audited(team.id, alias.name, result.trial)
             return SemanticResult(
                 similarity=nearest.similarity if nearest is not None else None,
-                miss_reason=result.reason.value,
+                # another date, user or history is all that may keep an answer from it
+                miss_reason=(result.reason is MissReason.EMPTY and found.kept) or result.reason.value,
                 nearest=nearest.text if nearest is not None and self._settings.log_prompts else "",
                 trial=result.trial,
                 degraded=("cache_worker",) if is_away else (),

@@ -11,8 +11,10 @@ from typing import Any
 import msgspec
 
 from cache import Controls, Entry, Fingerprint, Outcome, Recorded
+from cache.context import relax as context
 from cache.eligibility import is_cut_as_asked, store_refusal
 from gateway.deployments.progress import Progress
+from gateway.wire.fold import fold
 from gateway.wire.types import Chunk, Kind
 
 
@@ -116,6 +118,24 @@ def answer_text(whole: bytes) -> str | None:
     except (KeyError, TypeError):  # calls of another kind, such as custom tools
         return None
     return json.dumps([content, *told] if content else told)
+
+
+def shows_left_out(fingerprint: Fingerprint, chunks: Sequence[Chunk]) -> bool:
+    """Whether an answer may be no answer to others of its compat: it acts, cannot be read as a text, or
+    shows what its compat leaves out.
+    """
+    if not fingerprint.left_out:
+        return False
+    try:
+        whole = fold(chunks)
+    except msgspec.DecodeError:  # recorded as received, with an error in a part that was not parsed
+        return True
+    text = answer_text(whole)
+    return text is None or _has_calls(whole) or context.shows_left_out(text, fingerprint)
+
+
+def _has_calls(whole: bytes) -> bool:
+    return any(choice["message"].get("tool_calls") for choice in msgspec.json.decode(whole)["choices"])
 
 
 class _Named(msgspec.Struct):

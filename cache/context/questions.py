@@ -1,0 +1,172 @@
+"""What a question needs of the context around it, by its English words.
+
+Pure. Two tests: may its answer depend on a volatile span of the system prompt, and does it stand
+alone after a history of other talk? Both are conservative: a question in another language needs
+everything. Knows no digests. Invariant: in doubt the answer is that it needs it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+
+from cache.context.volatile import Span, SpanKind, word_set
+from cache.decision.words import FUNCTION_WORDS, stem
+
+QUESTION_CHARS_MAX = 400
+"""A longer last text may hold anything: it needs all of its context."""
+
+_WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*")
+_FIGURE = re.compile(r"\d+(?:[.,:]\d+)*")
+
+
+def _stems(text: str) -> frozenset[str]:
+    return frozenset(stem(word) for word in text.split())
+
+
+_CALENDAR = _stems(
+    """
+    monday tuesday wednesday thursday friday saturday sunday january february march april june july august september
+    october november
+    december mon tue wed thu fri sat sun
+    """
+)
+# what only the clock and the calendar say
+_MOMENT_WORDS = (
+    _stems(
+        """
+    today tonight tomorrow yesterday now currently current date weekday weekend left remain remaining ago yet still
+    already soon
+    age old until till expire expires expired expiry expiration deadline due overdue latest recent recently upcoming
+    next last past
+    season weather holiday holidays christmas easter birthday anniversary calendar timestamp clock countdown elapsed
+    since
+        ended ends passed future nowadays present moment instant
+        """
+    )
+    | _CALENDAR
+)
+# these, where the rest of the prompt has days to count to or to compare with
+_SPELL_WORDS = _stems(
+    "when day days week weeks month months year years hour hours minute minutes long open close closed"
+    " opening end start begin late early too"
+)
+_NAME_WORDS = _stems(
+    """
+    name names named call called who whom whose i'm title surname forename nickname initial initials gender sex
+    pronoun pronouns mr mrs ms
+    dr sir madam hello hi hey welcome greet greeting greetings introduce introduction profile account personal
+    personally address addressed
+    sign signed signing signature letter email mail draft write compose poem song story spell user users customer
+    guest caller member
+    identity identify person remember know registered logged login fill form application note message speak speaking
+    talk talking me myself
+    """
+)
+_ID_WORDS = _stems(
+    """
+    id ids identifier identification number no nr reference ref code session log ticket case trace run account profile
+    user where room seat
+    table address email mail contact registered
+    """
+)
+_COUNTER_WORDS = _stems(
+    "day days row streak times turn turns message messages attempt attempts count counter often long far progress practise practice"
+)
+_ORDER_WORDS = _stems(
+    "order first last second third fourth next previous begin top bottom before after sort sorted position line"
+)
+# the prompt itself, or the talk: an answer may quote anything
+_QUOTING = _stems(
+    """
+    prompt prompts instruction instructions instructed verbatim repeat above context conversation summarise summarize
+    summary recap told
+    yourself everything anything ignore disregard previous beginning earlier said system message messages json hidden
+    secret print
+    output configuration metadata header details info information data
+    """
+)
+_MINE = _stems("i i'm i've i'd me my mine myself we us our ours")
+_FOREIGN = word_set(
+    """
+    wie ist ich bin mein meine meinen heute welche welcher welches heiße heisse uhr wann wer datum tag bitte und nicht
+    deutsch antworte sprich réponds parle habla responde rispondi como cómo quien quién
+    llamo hoy fecha día dia cuál cual qué es mi soy está quel quelle jour heure je ma qui suis appelle sommes est oggi
+    chiamo giorno che quale
+    mio sono hoje nome meu minha qual eu vandaag welke mijn naam wat hoe heet ik jak mam jestem dzisiaj hur jag mitt
+    hvad jeg min bugün adım
+    """
+)
+
+
+_VERSUS = ("vs", "versus")
+
+
+@lru_cache(maxsize=2048)
+def words_of(text: str) -> tuple[str, ...]:
+    """The words of a text, case-folded and stemmed, in their order."""
+    return tuple(stem(word.removesuffix("'s")) for word in _WORD.findall(text.casefold().replace("’", "'")))
+
+
+def is_english(text: str, known: frozenset[str] = frozenset()) -> bool:
+    """Whether a text is likely English: in ASCII letters, with a function word or a word of `known`, and
+    none that only other languages have.
+    """
+    raw = _WORD.findall(text.casefold().replace("’", "'"))
+    if not all(word.isascii() or not word.isalpha() for word in raw) or not _FOREIGN.isdisjoint(raw):
+        return False
+    return any(word in FUNCTION_WORDS or word in known or word in _VERSUS for word in map(stem, raw))
+
+
+def relied_on(question: str, spans: Sequence[Span], rest: str, *, has_tools: bool) -> frozenset[int]:
+    """The places of those spans that the answer to a question may depend on.
+
+    `rest` is the prompt without its spans. With `has_tools` an answer may act for the user.
+    """
+    asked = frozenset(words_of(_RATE.sub("", question)))
+    prompt = frozenset(words_of(rest))
+    if len(question) > QUESTION_CHARS_MAX or not is_english(question, prompt) or not _QUOTING.isdisjoint(asked):
+        return frozenset(range(len(spans)))
+    asks_now = bool(_NOW_ASKED.search(question))
+    has_days = not _CALENDAR.isdisjoint(prompt) or bool(_DATE_FIGURES.search(rest))
+    return frozenset(
+        place
+        for place, span in enumerate(spans)
+        if (asks_now and span.kind is SpanKind.MOMENT) or _needs(asked, span, has_days=has_days, has_tools=has_tools)
+    )
+
+
+_RATE = re.compile(r"\b(?:an?|per|each|every) (?:year|month|week|day|hour|night)\b", re.IGNORECASE)
+_NOW_ASKED = re.compile(
+    r"\b(?:what|which|the)(?:['’]s| is)? (?:the )?(?:time|day|date|month|year|hour|week)\b|\b(?:time|day|date|month|year) is\b",
+    re.IGNORECASE,
+)
+_DATE_FIGURES = re.compile(
+    r"\b\d{4}-\d\d|\b\d{1,2}[./]\d{1,2}[./]\d{2,4}|\bmay \d|\d(?:st|nd|rd|th)? (?:of )?may\b", re.IGNORECASE
+)
+
+
+def _needs(asked: frozenset[str], span: Span, *, has_days: bool, has_tools: bool) -> bool:
+    own = frozenset(words_of(span.label)) | frozenset(
+        word for word in words_of(span.value) if span.kind in _WORDED or not word.isalpha()
+    )
+    if span.kind is not SpanKind.ORDER and not (own - FUNCTION_WORDS).isdisjoint(asked):
+        return True
+    if has_tools and span.kind in (SpanKind.NAME, SpanKind.ID) and not _MINE.isdisjoint(asked):
+        return True
+    if span.kind is SpanKind.MOMENT:
+        return not _MOMENT_WORDS.isdisjoint(asked) or (has_days and not _SPELL_WORDS.isdisjoint(asked))
+    if span.kind is SpanKind.NAME:
+        return not (_NAME_WORDS - _ME).isdisjoint(asked)
+    if span.kind is SpanKind.ID:
+        return not _ID_WORDS.isdisjoint(asked)
+    if span.kind is SpanKind.COUNTER:
+        return not _COUNTER_WORDS.isdisjoint(asked)
+    if span.kind is SpanKind.ORDER:
+        return not _ORDER_WORDS.isdisjoint(asked)
+    return not _MINE.isdisjoint(asked) or not (_NAME_WORDS | _ID_WORDS | _MOMENT_WORDS).isdisjoint(asked)
+
+
+_WORDED = (SpanKind.NAME, SpanKind.MOMENT, SpanKind.OTHER)  # whose words say something
+_ME = _stems("me myself")

@@ -1,0 +1,222 @@
+"""The compat of a request without what its last text does not rely on.
+
+Pure. Where a semantic lookup follows, `relaxed` reads a request once more. It leaves out volatile
+spans of the system prompt that the last text does not need, and a history that it does not need;
+tools are a set, and the ids of tool calls are their places. Knows no index and no verdicts.
+Invariants: a request of which nothing can be left out keeps its byte-exact compat; the partition,
+roles, parameters, tools, every other byte of the system prompt and the last turn's other parts stay
+in; an answer that shows what was left out is for its own request alone (`shows_left_out`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from cache.context.dialogue import stands_alone
+from cache.context.questions import relied_on
+from cache.context.volatile import Span, SpanKind, spans
+from cache.decision.words import FUNCTION_WORDS
+from cache.fingerprint import Fingerprint, fingerprint
+
+_SYSTEM = ("system", "developer")
+_HISTORY_CHARS_MAX = 32_768
+_CALL_FIELDS = frozenset(("role", "content", "tool_calls", "tool_call_id", "name"))
+
+_encode = msgspec.json.Encoder(order="sorted").encode
+_TOKEN = re.compile(r"[^\W_](?:[\w'’.,:/@+-]*[^\W_])?")
+_SPAN_CHARS_MAX = 80  # a shorter text that is left out is a span
+
+
+def relaxed(
+    found: Fingerprint,
+    body: Mapping[str, Any],
+    keyed: Collection[str] = (),
+    patterns: tuple[re.Pattern[str], ...] = (),
+) -> Fingerprint:
+    """The fingerprint of `body` with its compat relaxed, and with what that leaves out.
+
+    `keyed` is as `fingerprint` takes it; `patterns` are an operator's volatile spans.
+    """
+    messages = body.get("messages")
+    if found.text is None or not isinstance(messages, list):
+        return found
+    count = next((at for at, one in enumerate(messages) if one.get("role") not in _SYSTEM), len(messages))
+    systems, history, last = messages[:count], messages[count:-1], messages[-1]
+    tools = {name: _as_set(body[name]) for name in ("tools", "functions") if isinstance(body.get(name), list)}
+    is_alone = not history or _is_alone(found.text, history, systems)
+    left_out: list[str] = []
+    kept = "" if is_alone else "history"
+    turns: list[Any] = [*systems, *_by_value(history), last]
+    if is_alone:
+        left_out += [str(one["content"]) for one in history]
+        turns, slots, kept = _without_slots(systems, found.text, patterns, has_tools=bool(tools))
+        turns.append(last)
+        left_out += slots
+    if turns == messages and all(body[name] == made for name, made in tools.items()):
+        return msgspec.structs.replace(found, kept=kept) if kept else found
+    made = fingerprint({**body, **tools, "messages": turns}, found.partition, found.namespace, keyed)
+    beside = (found.text, *(part for one in turns[:-1] for part in _texts_in(one))) if left_out else ()
+    return msgspec.structs.replace(found, compat=made.compat, kept=kept, left_out=tuple(left_out), beside=beside)
+
+
+def shows_left_out(answer: str, found: Fingerprint) -> bool:
+    """Whether an answer has a name, a figure or an id of what its request's compat leaves out, and that
+    nothing else in the request has.
+    """
+    if not found.left_out:
+        return False
+    beside = frozenset(word for text in found.beside for word in _words(text))
+    said, telling = _words(answer) - beside, _telling(answer) - beside
+    # of a span every word tells; of a history those that look like names, figures and ids
+    return any(
+        not (said if len(text) <= _SPAN_CHARS_MAX else telling).isdisjoint(_words(text)) for text in found.left_out
+    )
+
+
+def _words(text: str) -> frozenset[str]:
+    """The words of a text that are no function words, case-folded, with the parts of joined ones."""
+    return frozenset(word for token in _TOKEN.findall(text) for word in _parts(token) if word not in FUNCTION_WORDS)
+
+
+def _telling(text: str) -> frozenset[str]:
+    """Of these those that begin with a capital or have a digit."""
+    telling = (token for token in _TOKEN.findall(text) if token[0].isupper() or not token.isalpha())
+    return frozenset(word for token in telling for word in _parts(token) if word not in FUNCTION_WORDS)
+
+
+def _parts(token: str) -> list[str]:
+    folded = token.casefold()
+    return [word for word in (folded, *re.split(r"[\W_]+", folded)) if len(word) > 1]
+
+
+# --- the system prompt
+
+
+def _without_slots(
+    systems: Sequence[Any], question: str, patterns: tuple[re.Pattern[str], ...], *, has_tools: bool
+) -> tuple[list[Any], list[str], str]:
+    """The turns of the system prompt without the spans that the question does not rely on, the texts of
+    these, and `volatile` where it relies on one.
+    """
+    found = [[spans(text, patterns) for text in _texts_of(one)] for one in systems]
+    if not any(some for row in found for some in row):
+        return list(systems), [], ""
+    turns: list[Any] = []
+    left_out: list[str] = []
+    kept = ""
+    rests = [
+        _rest(text, some)
+        for one, row in zip(systems, found, strict=True)
+        for text, some in zip(_texts_of(one), row, strict=True)
+    ]
+    rest = "\n".join(rests)
+    for one, row in zip(systems, found, strict=True):
+        made = []
+        for text, some in zip(_texts_of(one), row, strict=True):
+            needed = relied_on(question, some, rest, has_tools=has_tools)
+            free = [span for place, span in enumerate(some) if place not in needed]
+            kept = "volatile" if needed else kept
+            left_out += [span.value for span in free if span.kind is not SpanKind.ORDER]
+            made.append(_skeleton(text, free) if free else text)
+        is_same = all(isinstance(part, str) for part in made)
+        # a list where a turn has a text: no request can send that
+        turns.append(one if is_same else [{**one, "content": 0}, made])
+    return turns, left_out, kept
+
+
+def _skeleton(text: str, free: Sequence[Span]) -> list[Any]:
+    """The text in pieces, with the kind of each free span in its place, or its lines as a set."""
+    pieces: list[Any] = []
+    end = 0
+    for span in free:
+        lines = sorted(line.strip() for line in span.value.splitlines()) if span.kind is SpanKind.ORDER else []
+        pieces += (text[end : span.start], [span.kind.value, *lines])
+        end = span.end
+    return [*pieces, text[end:]]
+
+
+def _rest(text: str, some: Sequence[Span]) -> str:
+    return " ".join(piece for piece in _skeleton(text, some) if isinstance(piece, str))
+
+
+def _texts_of(turn: Any) -> list[str]:
+    """The texts of a system turn; none where it has anything else."""
+    content = turn.get("content")
+    if isinstance(content, str):
+        return [content]
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and part.keys() == {"type", "text"} and isinstance(part["text"], str) for part in content
+    ):
+        return [part["text"] for part in content]
+    return []
+
+
+def _texts_in(turn: Any) -> list[str]:
+    """All pieces of text that stayed in a turn."""
+    if isinstance(turn, dict):
+        return _texts_of(turn)
+    return [
+        piece for part in turn[1] for piece in ([part] if isinstance(part, str) else part) if isinstance(piece, str)
+    ]
+
+
+# --- the history
+
+
+def _is_alone(question: str, history: Sequence[Any], systems: Sequence[Any]) -> bool:
+    """Whether the question needs nothing of a history, which has to be plain talk in turns."""
+    roles = ["user", "assistant"] * (len(history) // 2)
+    told = []
+    for turn, role in zip(history, roles, strict=False):
+        text = turn.get("content")
+        plain = {name for name, value in turn.items() if value not in (None, [])}
+        if turn.get("role") != role or plain != {"role", "content"} or not isinstance(text, str):
+            return False
+        told.append((role, text))
+    if len(told) != len(history) or sum(len(text) for _, text in told) > _HISTORY_CHARS_MAX:
+        return False
+    if any(not _texts_of(one) for one in systems):
+        return False
+    return stands_alone(question, told, "\n".join(text for one in systems for text in _texts_of(one)))
+
+
+def _by_value(history: Sequence[Any]) -> list[Any]:
+    """The history with each tool call's id as its place, and its arguments as values."""
+    if not any(turn.get("tool_calls") or turn.get("tool_call_id") for turn in history):
+        return list(history)
+    places: dict[str, int] = {}
+    return [_call_by_value(turn, places) for turn in history]
+
+
+def _call_by_value(turn: Any, places: dict[str, int]) -> Any:
+    calls, answered = turn.get("tool_calls"), turn.get("tool_call_id")
+    if isinstance(answered, str) and answered in places:
+        turn = {**turn, "tool_call_id": places[answered]}
+    if isinstance(calls, list) and all(isinstance(one, dict) and isinstance(one.get("id"), str) for one in calls):
+        made = []
+        for one in calls:
+            function = one.get("function")
+            if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+                function = {**function, "arguments": _value_of(function["arguments"])}
+            made.append({**one, "id": places.setdefault(one["id"], len(places)), "function": function})
+        turn = {**turn, "tool_calls": made}
+    return turn
+
+
+def _value_of(text: str) -> Any:
+    """The value of a JSON text, in a list; the text itself where it is none."""
+    try:
+        return [msgspec.json.decode(text)]
+    except (msgspec.DecodeError, RecursionError):
+        return text
+
+
+def _as_set(tools: list[Any]) -> list[Any]:
+    try:
+        return sorted(tools, key=_encode)
+    except TypeError:
+        return tools

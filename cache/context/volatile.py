@@ -1,0 +1,360 @@
+"""Volatile spans of a system prompt: dates, times, ids, names and counters that say when and for
+which user a prompt was made.
+
+Pure functions of the text and of the operator's patterns. A span is taken by its type and by the
+words before it ("Today is", "session", "signed in as"), never by its type alone: the same date after
+"valid until" is a fact. Knows no other prompt: every host finds the same spans. Invariant: what is
+not recognised is no span, and so stays exact.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from re import _parser  # type: ignore[attr-defined]  # it alone shows what a pattern repeats
+from typing import Any
+
+TEXT_CHARS_MAX = 32_768
+"""A longer system prompt has no spans."""
+_SPANS_MAX = 32
+
+
+def word_set(text: str) -> frozenset[str]:
+    """The words of a table."""
+    return frozenset(text.split())
+
+
+class SpanKind(StrEnum):
+    """What a volatile span says."""
+
+    MOMENT = "moment"  # a date or a time of the day
+    ID = "id"  # of a session, an account, a place or a device
+    NAME = "name"  # of the user
+    COUNTER = "counter"  # turns, attempts, days in a row
+    ORDER = "order"  # of the lines of a list of tools
+    OTHER = "other"  # an operator's pattern
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Characters `start` to `end` of a text. `label` has the words before it that name it; `value`
+    is what a digest takes where it matters.
+    """
+
+    start: int
+    end: int
+    kind: SpanKind
+    value: str
+    label: str = ""
+
+
+_MONTH = (
+    "jan(?:uary|uar|vier|uari|eiro)?|feb(?:ruary|ruar|ruari)?|mar(?:ch|s|zo|ço)?|m(?:är|ae)rz|maart|apr(?:il|ile)?|abril|avril"
+    "|may|mai|mayo|maggio|mei|maio|june?|juni|juin|junio|giugno|junho|july?|juli|juillet|julio|luglio|julho"
+    "|aug(?:ust|ustus)?|août|agosto|sept?(?:ember|embre|iembre|tembre)?|setembro|settembre|oct(?:ober|obre)?|okt(?:ober)?|octubre"
+    "|ottobre|outubro|nov(?:ember|embre|iembre|embro)?|dec(?:ember)?|dez(?:ember|embro)?|décembre|diciembre|dicembre"
+    "|février|fevereiro|febrero|febbraio|enero|gennaio|janeiro"
+)
+_WEEKDAY = (
+    "mon(?:day)?|tue(?:s(?:day)?)?|wed(?:nesday)?|thu(?:r(?:s(?:day)?)?)?|fri(?:day)?|sat(?:urday)?|sun(?:day)?"
+    "|montag|dienstag|mittwoch|donnerstag|freitag|samstag|sonnabend|sonntag|lundi|mardi|mercredi|jeudi|vendredi|samedi|dimanche"
+    "|lunes|martes|miércoles|jueves|viernes|sábado|domingo|lunedì|martedì|mercoledì|giovedì|venerdì|sabato|domenica"
+    "|maandag|dinsdag|woensdag|donderdag|vrijdag|zaterdag|zondag|segunda-feira|terça-feira|quarta-feira|quinta-feira|sexta-feira"
+)
+_DAY = r"(?:\d{1,2}(?:st|nd|rd|th|\.|º|er)?)"
+_DATE = (
+    rf"(?:\d{{4}}[-/.]\d{{1,2}}[-/.]\d{{1,2}}|\d{{1,2}}[-/.]\d{{1,2}}[-/.]\d{{2,4}}"
+    rf"|(?:the )?{_DAY} (?:of |de |di )?(?:{_MONTH})\b\.?(?:,? (?:de |del )?\d{{4}}\b)?"
+    rf"|(?:{_MONTH})\b\.? {_DAY}\b(?:,? \d{{4}}\b)?|(?:{_MONTH})\b\.? \d{{4}}\b|(?:{_WEEKDAY})\b|\d{{4}}-W\d\d(?:-\d)?)"
+)
+_ZONE = r"(?: ?(?:Z|UTC|GMT|[CEMPWB]E?[SD]?T|[+-]\d\d:?\d\d|[A-Z][a-z]+/[A-Z][A-Za-z_]+)\b(?:[+-]\d{1,2})?)?"
+_TIME = rf"(?:\d{{1,2}}[:.h]\d\d(?:[:.]\d\d(?:[.,]\d{{1,9}})?)?(?: ?[ap]\.?m\b\.?)?|\d{{1,2}} ?[ap]\.?m\b\.?){_ZONE}"
+_STAMP = rf"(?:\d{{4}}-\d\d-\d\d[T_]\d\d:?\d\d(?::?\d\d(?:[.,]\d{{1,9}})?)?{_ZONE}|\b1[5-9]\d{{8}}(?:\d{{3}})?\b)"
+_MOMENT = rf"(?:{_STAMP}|{_DATE}|{_TIME})"
+# a chain of them: "Friday, 9 May 2025 at 14:05"
+_MOMENTS = rf"{_MOMENT}(?:(?:,? (?:at |um |à |a las |alle |om |às |and it is |the |der |den |le |il |el )?| ?[|/–-] ?|, ){_MOMENT}){{0,3}}"
+# with a digit, or all in capitals: never a plain word
+_ID = (
+    r"(?:[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}"
+    r"|(?=[\w.#-]{0,63}\d)[\w#](?:[\w.-]{0,62}\w)?(?: \d{2,6}\b){0,4})"
+)
+_CODE = r"(?:[A-Z][A-Z0-9_-]{1,15}\b(?![ ]?[a-z]))"
+_LETTER = r"[^\W\d_a-zß-öø-ÿ]"  # a capital, nearly: of any alphabet
+_WORD = rf"{_LETTER}[^\W\d_]*(?:[-'’]{_LETTER}?[^\W\d_]+)*"
+_NAME_WORD = rf"(?:{_LETTER}\.|{_WORD}|(?:van|von|de|da|del|di|der|den|dos|la|le|bin|al|el|y) {_WORD})"
+_TITLE = r"(?:Mrs?|Ms|Miss|Mx|Dr|Prof|Herr|Frau|Señora?|Sra?|Mme|Sig|Sig\.ra|Dhr|Mevr)\b\.? "
+_NAMES = rf"(?:{_TITLE})?{_WORD}(?: {_NAME_WORD}){{0,3}}"
+_FULL_NAMES = rf"(?:{_TITLE}{_NAMES}|{_WORD}(?: {_NAME_WORD}){{1,3}})"
+_EMAIL = r"[\w.+-]{1,64}@[\w-]{1,63}(?:\.[\w-]{1,63}){1,4}"
+
+_SIGN = r"(?:\*{0,2}[\"']? ?(?:[:=#]|is\b:?|ist\b|est\b|es\b|è|é)(?: now| the| heute| at| on| le| el| il| o| den)?[ \"'`*<(\[]{0,3}|> ?)"
+_IS = rf"(?:{_SIGN}| )"
+_NOW = (
+    r"(?:today(?:['’]s)?(?: date| day)?|(?:the )?(?:current|present|local|server|system|user(?:['’]s)? local)"
+    r"(?: local| utc| system)?[ _-]?(?:date(?:[ _/-]?(?:and|&)?[ _/-]?time)?|time(?:stamp)?|day|datetime)(?: \([^)\n]{1,24}\))?"
+    r"|timestamp|datetime|it|now|heute|(?:aktuelles? )?datum|uhrzeit|aujourd['’]hui(?: nous sommes)?|date du jour"
+    r"|hoy|fecha(?: actual| de hoy)?|hora actual|oggi|data(?: odierna| di oggi| de hoje| atual)?|hoje|vandaag)"
+)
+_NOW_ALONE = r"(?:date|time|day|date and time|date/time)"  # a label only where a clause begins with it
+_BEGAN = r"(?:session|call|chat|conversation|lesson|shift|user)(?: has| was)? (?:began|begun|started|opened|logged in|signed in|joined)"
+# what has an id of its own in every request; "run 5" or "terminal 2" may be facts
+_SESSION = (
+    r"(?:session|request|conversation|chat|thread|trace|correlation|execution|invocation|transaction|sitzung|vorgang|sesión"
+    r"|sessione|sessie|sessão)"
+)
+_STATION = r"(?:run|terminal|kiosk|till)"
+_NUMBERED_ONE = (
+    r"(?:call|ticket|case|job|device|instance|host|pod|worker|container|sandbox|workspace|build|task"
+    r"|connection|station|message|span)"
+)
+_USER = (
+    r"(?:user|customer|guest|caller|client|member|patient|student|learner|pupil|employee|visitor|account(?: holder)?|subscriber|passenger"
+    r"|travell?er|player|reader|applicant|candidate|cardholder|borrower|resident|participant|attendee|contact|driver|rider|buyer"
+    r"|(?:be)?nutzer(?:in)?|kund(?:e|in)|gast|patient(?:in)?|mitarbeiter(?:in)?|utilisateur|utilisatrice|usuari[oa]|cliente|utente|gebruiker|klant)"
+)
+_NUMBER_WORD = (
+    r"(?:ids?|identifier|numbers?|no\.?|nr\.?|num|ref(?:erence)?(?: number| no\.?)?|code|key|token|uuid|handle"
+    r"|nummer|número|numéro|numero)"
+)
+_NUMBERED = rf"(?:[ _-]?{_NUMBER_WORD})"
+_WITH = (
+    r"(?:(?:talking|speaking|chatting) (?:to|with)|in (?:a )?(?:conversation|chat|call) with|(?:signed|logged)[ -]in"
+    r"(?: as)?(?: (?:user|customer|employee|member|account))?(?: is)?|angemeldet(?: als)?)"
+)
+_TURN = r"(?:turn|attempt|iteration|message)(?: (?:number|no\.?))?(?: ?[:=#] ?)"
+_PLACE = r"(?:room|seat|table|cabin|suite|berth|pitch|zimmer|tisch|chambre|habitación)"
+_NAMED = r"(?:['’]s)?(?: full| first| last| display| given)?[ _-]?(?:name(?: is)?|called|named)"
+_END = r"(?=\s*(?:$|[.,;:!?()\[\]{}<>|\"'*\n/–-]|and\b|who\b|whose\b|has\b|is\b|from\b|with\b|in room\b|und\b))"
+_MIXED = r"(?=[\w.-]*\d)(?=[\d.-]*[A-Za-z])[\w#](?:[\w.-]{2,62}\w)"
+
+
+def _pattern(kind: SpanKind, before: str, value: str, after: str = "") -> tuple[SpanKind, re.Pattern[str]]:
+    """A cue is read in any case, a name only as it is written."""
+    return kind, re.compile(f"(?i:(?P<label>{before}))(?P<value>{value}){after}", re.MULTILINE)
+
+
+_PATTERNS = (
+    _pattern(SpanKind.MOMENT, f"{_NOW}{_SIGN}", f"(?i:{_MOMENTS})"),
+    _pattern(SpanKind.MOMENT, r"nous sommes (?:le |au )?", f"(?i:{_MOMENTS})"),
+    _pattern(SpanKind.MOMENT, f"{_BEGAN}(?: at| on)?[: ]{{1,2}}", f"(?i:{_MOMENTS})"),
+    _pattern(SpanKind.ID, f"{_SESSION}(?:{_NUMBERED}{_IS}|{_SIGN})", _ID),
+    _pattern(SpanKind.ID, f"(?:{_SESSION}|{_STATION}){_IS}", _MIXED),
+    _pattern(SpanKind.ID, f"(?:{_STATION}|{_NUMBERED_ONE}){_NUMBERED}{_IS}", _ID),
+    _pattern(SpanKind.ID, r"(?:terminal|kiosk|till)(?: ?[:=#] ?| )", _CODE),
+    _pattern(SpanKind.ID, f"{_USER}(?:['’]s)?(?: account| membership| card)?{_NUMBERED}{_IS}", _ID),
+    _pattern(SpanKind.ID, f"{_USER}(?: ?[:=#] ?)", r"(?:[A-Z]{0,5}[-_#]?\d[\w-]{3,40}(?: \d{2,6}\b){0,4})"),
+    _pattern(SpanKind.ID, f"(?:{_USER}(?:['’]s)? )(?:e-?mail(?: address)?){_IS}", _EMAIL),
+    _pattern(SpanKind.NAME, f"{_USER}{_NAMED}(?:{_IS})", _NAMES, _END),
+    _pattern(SpanKind.NAME, f"{_USER}(?: is)? (?:called|named) ", _NAMES, _END),
+    _pattern(SpanKind.NAME, f"(?:{_WITH}|{_WITH} {_USER}|{_USER})(?: ?[:=] ?)", _FULL_NAMES, _END),
+    _pattern(SpanKind.NAME, f"{_WITH}(?: the {_USER})? ", _FULL_NAMES, _END),
+    _pattern(SpanKind.COUNTER, _TURN, r"\d{1,6}(?: ?(?:of|/) ?\d{1,6})?"),
+    _pattern(SpanKind.COUNTER, r"streak(?: of| is|:|=) ?", r"\d{1,5}\b(?!%)"),
+    _pattern(SpanKind.MOMENT, f"{_NOW_ALONE}{_IS}", f"(?i:{_MOMENTS})"),
+)  # fmt: skip
+_WORDS = re.compile(r"(?<![\w'’-])[^\W\d_]+|(?<=<)[^\W\d_]+")
+# the first words of all cues
+_CUES = word_set(
+    """
+    today the current present local server system user timestamp datetime it now heute aktuelle aktuelles datum
+    uhrzeit aujourd date hoy
+    fecha hora oggi data hoje vandaag nous session call chat conversation lesson shift request thread trace
+    correlation execution
+    invocation transaction sitzung vorgang sesión sessione sessie sessão run terminal kiosk till ticket case job
+    device instance host pod
+    worker container sandbox workspace build task connection station message span customer guest caller client member
+    patient student
+    learner pupil employee visitor account subscriber passenger traveler traveller player reader applicant candidate
+    cardholder borrower
+    resident participant attendee contact driver rider buyer nutzer nutzerin benutzer benutzerin kunde kundin gast
+    patientin mitarbeiter
+    mitarbeiterin utilisateur utilisatrice usuario usuaria cliente utente gebruiker klant talking speaking chatting in
+    signed logged
+    angemeldet turn attempt iteration streak time day
+    """
+)
+_ROW = re.compile(r"(?i)\b(?P<value>\d{1,5})(?= days? in a row| ?-?days? streak)(?P<label>)")
+# a bare label is one only beside the session's or the user's data, or in a line of its own at an end of the text
+_BARE = frozenset(("date", "time", "day"))
+_BESIDE = 40  # characters
+# further ids in the sentence that has the user's name
+_FOLLOWING = tuple(
+    re.compile(rf"(?i)\b(?P<label>{before})(?P<value>{value})")
+    for before, value in (
+        (rf"{_PLACE}(?: (?:no\.?|number))? ?[:#]? ?", r"\d{1,5}[A-Z]?\b"),
+        (rf"(?:{_USER} )?{_NUMBER_WORD}{_IS}", _ID),
+    )
+)
+_SENTENCE_END = re.compile(r"(?<!\bMr)(?<!\bMs)(?<!\bDr)(?<!\bMrs)(?<!\bProf)[.!?](?=\s)|\n")
+_CONDITIONAL = re.compile(
+    r"(?i)\b(?:if|when|whenever|unless|until|except|once|where|in case|not|never|only|suppose|assume|pretend"
+    r"|example|e\.g\.|wenn|falls|si|quand"
+    r"|lorsque|cuando|se|quando|als|nicht)\b[^.;!?\n]{0,80}$"
+)
+
+# words that a user's "name" never has: what stands there is a role, a plan, a firm or a language
+_NO_NAMES = word_set(
+    """
+    admin administrator guest manager premium basic gold silver bronze platinum diamond plus pro enterprise standard
+    free trial business
+    student teacher child children adult adults senior junior internal external owner editor viewer reader member
+    members new returning
+    existing vip staff employee employees anonymous unknown none yes no true false corp corporation inc ltd limited
+    gmbh llc ag plc co
+    company group bank team support service services department customer customers user users client clients patient
+    patients english
+    german french spanish italian dutch portuguese polish russian chinese japanese korean arabic turkish hindi swedish
+    danish norwegian
+    finnish greek czech american british canadian australian european asian african user's everyone everybody anyone
+    people human
+    humans beginner intermediate advanced expert developer developers engineer engineers doctor nurse lawyer sales
+    marketing finance legal
+    hr it north south east west level tier plan read write only full limited restricted public private verified
+    unverified active inactive
+    online offline male female man woman kids teen teenager tenant partner partners supplier vendor investor investors
+    press lead head chief officer director president auditor analyst agent operations accounting compliance security
+    chef
+    driver pilot captain contractor intern trainee assistant procurement engineering research management purchasing
+    general personal professional private corporate commercial retail wholesale first economy class pregnant diabetic
+    vegan vegetarian
+    """
+)
+
+# of a role or a department, not of a person
+_NO_NAME_ENDS = ("ing", "tion", "sion", "ment", "ness", "ance", "ence", "ics", "ship", "ware", "ology", "istry", "ity")
+
+_TOOLS = re.compile(
+    r"(?im)^[ \t#*]*(?:(?:your|the|available|allowed|enabled) )*(?:tools?|functions?)"
+    r"(?: available| you (?:can|may) (?:use|call))?[ \t*]*:?[ \t*]*\n"
+    r"(?P<label>)(?P<value>(?:[ \t]*[-*•][ \t]+`?[a-z_][\w.]*`?(?:[ \t]*[(:–—-][^\n]*)?[ \t]*(?:\n|\Z)){2,})"
+)
+
+
+_WAYS_MAX = 4_096  # in which a pattern of an operator may match at one place
+
+
+def compile_pattern(text: str) -> re.Pattern[str]:
+    """An operator's pattern, compiled. Raises ValueError for one that is no regular expression, could
+    take long on some text, or matches nothing.
+
+    It may repeat a part only a bounded number of times, and has neither back references nor
+    look-arounds: so the work at one place is bounded, whatever the text.
+    """
+    try:
+        pattern, parsed = re.compile(text), _parser.parse(text)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{text!r} is no regular expression: {error}") from None
+    ways = _ways(parsed)
+    if ways is None:
+        raise ValueError(f"{text!r} repeats without a bound or looks around: write {{1,20}} for + and {{0,20}} for *")
+    if ways > _WAYS_MAX:
+        raise ValueError(
+            f"{text!r} can match in {ways:,} ways at one place, the most is {_WAYS_MAX:,}: use smaller bounds"
+        )
+    if pattern.match(""):
+        raise ValueError(f"{text!r} matches an empty text: it has to match what is volatile")
+    return pattern
+
+
+def _ways(parsed: Iterable[tuple[Any, Any]]) -> int | None:
+    """At most how many ways of matching a search may try at one place; None without a bound."""
+    ways = 1
+    for operation, argument in parsed:
+        name = str(operation)
+        inner: int | None
+        if name in ("LITERAL", "NOT_LITERAL", "ANY", "IN", "AT", "CATEGORY"):
+            inner = 1
+        elif name == "SUBPATTERN":
+            inner = _ways(argument[-1])
+        elif name == "BRANCH":
+            branches = [_ways(one) for one in argument[1]]
+            inner = None if None in branches else sum(one for one in branches if one is not None)
+        elif name in ("MAX_REPEAT", "MIN_REPEAT") and argument[1] < _WAYS_MAX:
+            least, most, repeated = argument
+            each = _ways(repeated)
+            inner = None if each is None or (each > 1 and most > 12) else (most - least + 1) * each**most
+        else:
+            inner = None
+        if inner is None or inner > 1 << 40:
+            return None
+        ways *= inner
+    return ways
+
+
+@lru_cache(maxsize=512)
+def spans(text: str, patterns: tuple[re.Pattern[str], ...] = ()) -> tuple[Span, ...]:
+    """The volatile spans of a system prompt in their order, none inside another; `patterns` are the
+    operator's.
+    """
+    if len(text) > TEXT_CHARS_MAX:
+        return ()
+    found = [_span(match, SpanKind.COUNTER) for match in _ROW.finditer(text)]
+    bare = []
+    for word in _WORDS.finditer(text):
+        cue = word[0].casefold()
+        if cue not in _CUES:
+            continue
+        for kind, pattern in _PATTERNS:
+            match = pattern.match(text, word.start())
+            if match is not None:
+                span = _span(match, kind)
+                if cue in _BARE:
+                    bare.append(span)
+                elif kind is not SpanKind.NAME or _is_name(span, text):
+                    found.append(span)
+    for name in [span for span in found if span.kind is SpanKind.NAME]:
+        sentence_end = _SENTENCE_END.search(text, name.end)
+        end = sentence_end.start() if sentence_end else len(text)
+        for pattern in _FOLLOWING:
+            found += (_span(match, SpanKind.ID) for match in pattern.finditer(text, name.end, end))
+    found += [span for span in bare if _is_beside(span, found, text)]
+    found = [span for span in found if not _CONDITIONAL.search(text, max(0, span.start - 120), span.start)]
+    found += (_span(match, SpanKind.ORDER) for match in _TOOLS.finditer(text))
+    for pattern in patterns:
+        found += (
+            Span(match.start(), match.end(), SpanKind.OTHER, match[0])
+            for match in pattern.finditer(text)
+            if match.end() > match.start()
+        )
+    return _apart(found)
+
+
+def _span(match: re.Match[str], kind: SpanKind) -> Span:
+    return Span(*match.span("value"), kind, match["value"], match["label"])
+
+
+def _is_name(span: Span, text: str) -> bool:
+    """Whether a name is neither a role nor a word that the prompt has elsewhere in small letters."""
+    words = [word.strip(".").casefold() for word in re.split(r"[ '’-]", span.value)]
+    if not _NO_NAMES.isdisjoint(words) or any(len(word) > 4 and word.endswith(_NO_NAME_ENDS) for word in words):
+        return False
+    rest = text[: span.start] + text[span.end :]
+    return not any(len(word) > 3 and re.search(rf"\b{re.escape(word)}\b", rest) for word in words)
+
+
+def _is_beside(span: Span, found: Sequence[Span], text: str) -> bool:
+    """Whether a moment whose label begins a clause stands beside the session's or the user's data, or
+    alone in the first or last line.
+    """
+    before = text[: span.start - len(span.label)].rstrip(" \t>*#-")
+    if before and before[-1] not in ",;(|[.!?\n":
+        return False
+    start, end = text.rfind("\n", 0, span.start) + 1, text.find("\n", span.end)
+    end = len(text) if end < 0 else end
+    near = max(start, span.start - len(span.label) - _BESIDE), min(end, span.end + _BESIDE)
+    if any(near[0] < one.end and one.start < near[1] for one in found if one.kind in (SpanKind.NAME, SpanKind.ID)):
+        return True
+    is_at_end = not text[:start].strip() or not text[end:].strip()
+    return is_at_end and end - start - len(span.value) - len(span.label) <= 4
+
+
+def _apart(found: list[Span]) -> tuple[Span, ...]:
+    """In their order; of two that overlap the one that begins first, or the longer."""
+    apart: list[Span] = []
+    for span in sorted(found, key=lambda one: (one.start, -one.end)):
+        if not apart or span.start >= apart[-1].end:
+            apart.append(span)
+    return tuple(apart) if len(apart) <= _SPANS_MAX else ()
