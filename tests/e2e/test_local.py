@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from anthropic import Anthropic
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 from tests.e2e.gateway import API_KEY, Gateway, run_gateway, wait_for
@@ -50,6 +51,17 @@ def test_the_capital_of_france(client: OpenAI) -> None:
     assert again.choices[0].finish_reason == "stop"
     assert again.usage is not None
     assert again.usage.prompt_tokens > 5
+
+
+def test_a_message_of_anthropics_client_is_counted_and_answered(local: Gateway) -> None:
+    """The engine's count of a prompt is what its answer then reports; system texts and blocks included."""
+    blocks: Any = [{"type": "text", "text": "What is the capital"}, {"type": "text", "text": " of France?"}]
+    prompt: Any = {"model": MODEL, "system": "Be brief.", "messages": [{"role": "user", "content": blocks}]}
+    with Anthropic(base_url=local.root, api_key=API_KEY, max_retries=0, timeout=60) as claude:
+        counted = claude.messages.count_tokens(**prompt).input_tokens
+        with claude.messages.stream(**prompt, max_tokens=30) as stream:
+            answer = stream.get_final_message()
+    assert answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0) == counted
 
 
 def test_the_program_of_the_readme(local: Gateway, capsys: pytest.CaptureFixture[str]) -> None:
