@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from cache.fingerprint import Partition
+from cache.stored import reader
 
 _ABOUT_BYTES = 500  # an entry without its chunks, about
 
@@ -85,7 +86,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, tag="e1"):
         """Raises msgspec.DecodeError (ValidationError included) for anything but an entry of this
         version.
         """
-        return _DECODER.decode(data)
+        return _read(data)
 
     def about(self) -> About:
         """What an admin, a purge and the semantic index need of it, without its chunks."""
@@ -111,7 +112,7 @@ class About(msgspec.Struct, frozen=True, array_like=True, tag="a1"):
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(Entry)
+_read = reader(msgspec.msgpack.Decoder(Entry))
 
 
 class Purge(msgspec.Struct, frozen=True, array_like=True):

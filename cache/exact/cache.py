@@ -196,7 +196,7 @@ class ExactCache:
         except REDIS_FAILURES:
             return Lookup(None, LookupMiss.UNAVAILABLE)
         warm, depth = next(((label, at) for at, label in zip(links, labels, strict=True) if label), (None, 0))
-        label = warm.decode() if warm is not None else None
+        label = warm.decode(errors="replace") if warm is not None else None
         return Lookup(
             entry=entry,
             miss=miss,

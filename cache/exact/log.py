@@ -20,6 +20,7 @@ import msgspec
 from cache.entry import Purge
 from cache.events import LogRecord
 from cache.redis_client import Redis
+from cache.stored import reader
 
 PURGE_CHANNEL = "sameway:cache:purge"
 _LOG = "sameway:cache:log"
@@ -102,7 +103,7 @@ class EntryLog:
         records = []
         for _, fields in items:
             try:
-                records.append(_RECORDS.decode(fields[b"r"]))
+                records.append(_read(fields[b"r"]))
             except (msgspec.DecodeError, KeyError):
                 # of another version of Sameway beside this one: its entries are none of ours
                 continue
@@ -134,7 +135,8 @@ class EntryLog:
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_RECORDS: msgspec.msgpack.Decoder[LogRecord] = msgspec.msgpack.Decoder(LogRecord)
+_records: msgspec.msgpack.Decoder[LogRecord] = msgspec.msgpack.Decoder(LogRecord)
+_read = reader(_records)
 
 
 def _receipt_key(receipt: bytes) -> str:

@@ -19,12 +19,13 @@ from cache.entry import Purge
 from cache.exact.l1 import L1
 from cache.exact.log import PURGE_CHANNEL, Announced, EntryLog
 from cache.redis_client import REDIS_FAILURES, Subscribe, Subscription
+from cache.stored import reader
 
 _HEARTBEAT_S = 2.0
 _HEARTBEAT_MISSED_S = 5.0
 _RESUBSCRIBE_S = 0.5
 _SIGNED_POLL_S = 0.002
-_ANNOUNCED = msgspec.msgpack.Decoder(Announced)
+_read = reader(msgspec.msgpack.Decoder(Announced))
 
 
 class Purges:
@@ -84,7 +85,7 @@ class Purges:
 
     async def _receive(self, data: bytes, name: bytes) -> None:
         try:
-            announced = _ANNOUNCED.decode(data)
+            announced = _read(data)
         except msgspec.DecodeError:
             announced = Announced(Purge())  # of another version: it must have meant something
         if announced.purge is not None:

@@ -40,6 +40,7 @@ from cache.exact.log import EntryLog
 from cache.exact.scripts import DROP, FORGET_PARTITION, PUT_SKETCHES, PUT_VECTORS, TOUCH
 from cache.fingerprint import DIGEST_BYTES, Fingerprint, Partition
 from cache.redis_client import Redis
+from cache.stored import reader
 
 _PARTITIONS = "sameway:cache:partitions"
 
@@ -98,7 +99,7 @@ class PartitionSize:
     size_bytes: int
 
 
-_ABOUT_DECODER = msgspec.msgpack.Decoder(About)
+_read_about = reader(msgspec.msgpack.Decoder(About))
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -342,6 +343,7 @@ def _ms(seconds: float) -> int:
 
 def _decode_about(value: bytes) -> About | None:
     try:
-        return _ABOUT_DECODER.decode(value[10:])
-    except msgspec.DecodeError:
+        int(value[:10])
+        return _read_about(value[10:])
+    except (msgspec.DecodeError, ValueError):
         return None

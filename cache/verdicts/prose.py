@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from cache.decision.text_features import TextFeatures, read
 from cache.decision.words import NEGATIONS
+from cache.stored import reader
 from cache.verdicts.judges import Judgement, Ruling, is_refusal
 
 if TYPE_CHECKING:
@@ -126,11 +127,11 @@ class Sketch:
     def decode(data: bytes) -> Sketch:
         """Raises ValueError for anything but a sketch of this version."""
         try:
-            stored = _STORED.decode(data)
+            stored = _read(data)
             words, kinds = np.frombuffer(stored.words, "<u4"), np.frombuffer(stored.kinds, np.uint8)
             lengths, scales = np.frombuffer(stored.lengths, "<u2"), np.frombuffer(stored.scales, "<f4")
             vectors = np.frombuffer(stored.vectors, np.int8)
-        except (msgspec.DecodeError, ValueError) as error:  # also of invalid UTF-8, and of parts of a number
+        except (msgspec.DecodeError, ValueError) as error:  # ValueError: a part of a number
             raise ValueError(f"not a sketch: {error}") from None
         count = len(lengths)
         if (
@@ -154,7 +155,7 @@ class _Stored(msgspec.Struct, frozen=True, array_like=True, tag="p1"):
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_STORED = msgspec.msgpack.Decoder(_Stored)
+_read = reader(msgspec.msgpack.Decoder(_Stored))
 
 _BULLET = re.compile(r"(?:[-*•#>|]{1,6}|\d{1,3}[.)])[^\S\n]+")
 _END = re.compile(r"(?<=[.!?])[\"”’)*]{0,3}\s+(?=[^\sa-z])|(?<=[。！？])")

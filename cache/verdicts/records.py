@@ -15,6 +15,7 @@ import msgspec
 
 from cache.fingerprint import Partition
 from cache.query import Trial
+from cache.stored import reader
 
 
 class Source(StrEnum):
@@ -77,7 +78,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     @staticmethod
     def decode(data: bytes) -> Verdict:
         """Raises msgspec.DecodeError for anything but a verdict of this version."""
-        own = msgspec.structs.asdict(_VERDICTS.decode(data))
+        own = msgspec.structs.asdict(_read_verdict(data))
+        if not 0.0 < own["chance"] <= 1.0 or len(own["features"]) % _FLOAT_BYTES:
+            raise msgspec.ValidationError("no chance of a comparison, or no row of numbers")
         trial = Trial((), own.pop("features"), own.pop("p"), own.pop("chance"), own.pop("rule"))
         return Verdict(trial=trial, **own)
 
@@ -145,7 +148,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
         """Raises msgspec.DecodeError. The trial of what comes out has no `ranked`, and a `chance`
         of 1.
         """
-        own = msgspec.structs.asdict(_REPLIES.decode(data))
+        own = msgspec.structs.asdict(_read_reply(data))
         trial = Trial((), own.pop("features"), own.pop("p"), 1.0, own.pop("rule"))
         return Reply(trial=trial, **own)
 
@@ -165,8 +168,9 @@ class _StoredReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True, t
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_VERDICTS = msgspec.msgpack.Decoder(_StoredAskedVerdict)
-_REPLIES = msgspec.msgpack.Decoder(_StoredReply)
+_FLOAT_BYTES = 4
+_read_verdict = reader(msgspec.msgpack.Decoder(_StoredAskedVerdict))
+_read_reply = reader(msgspec.msgpack.Decoder(_StoredReply))
 
 
 @dataclass(frozen=True, slots=True)

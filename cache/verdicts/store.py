@@ -25,6 +25,7 @@ from cache.events import VerdictAdded
 from cache.exact.log import EntryLog
 from cache.fingerprint import DIGEST_BYTES, Partition
 from cache.redis_client import Redis
+from cache.stored import reader
 from cache.verdicts.records import (
     AnswerCleared,
     AnswerJudged,
@@ -46,7 +47,7 @@ _SUSPENDED_MAX = 10_000
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_SUSPENSIONS = msgspec.msgpack.Decoder(Suspension)
+_read_suspension = reader(msgspec.msgpack.Decoder(Suspension))
 
 # KEYS: verdicts, groups, about, suspended, told. ARGV: verdict, once_ms, kept_ms, length_max,
 # other, its time, same as (or empty), its time, asked (or empty), its time, scope, suspension,
@@ -149,7 +150,7 @@ class VerdictStore:
             )
             for name, value in some.items():
                 try:
-                    found[name] = _SUSPENSIONS.decode(value)
+                    found[name] = _read_suspension(value)
                 except msgspec.DecodeError:  # of another version: out of service all the same
                     found[name] = Suspension(exact=name[1 : 1 + DIGEST_BYTES], source=Source.FEEDBACK, at=0.0)
             if cursor == 0:
@@ -174,7 +175,7 @@ class VerdictStore:
     async def groups(self, partition: Partition, exacts: list[bytes]) -> list[tuple[float, bytes] | None]:
         """For each entry when its grouped answer was made, and the group."""
         values: list[bytes | None] = await self._redis.execute_command("HMGET", _tag(partition) + "groups", *exacts)
-        return [(_undouble(value[:8]), value[8:]) if value is not None else None for value in values]
+        return [(_undouble(value[:8]), value[8:]) if value is not None and len(value) > 8 else None for value in values]
 
     async def remember_reply(self, partition: Partition, reply: Reply, names: Iterable[str], ttl_s: float) -> None:
         """Under its id, and under other names that its reader may know it by; a name means the
@@ -185,9 +186,13 @@ class VerdictStore:
             await self._redis.execute_command("SET", _tag(partition) + "reply:" + name, value, "PX", _ms(ttl_s))
 
     async def reply(self, partition: Partition, id: str) -> Reply | None:
-        """The answer that a response served; None if it is not remembered."""
+        """The answer that a response served; None if it is not remembered, or not
+        in a form that this version reads."""
         value = await self._redis.execute_command("GET", _tag(partition) + "reply:" + id)
-        return Reply.decode(value) if value is not None else None
+        try:
+            return Reply.decode(value) if value is not None else None
+        except msgspec.DecodeError:
+            return None
 
 
 def _records(partition: Partition, fields: dict[bytes, bytes]) -> list[VerdictRecord]:

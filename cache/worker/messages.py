@@ -14,6 +14,7 @@ import msgspec
 
 from cache.fingerprint import Partition
 from cache.query import Hit, Miss, Neighbourhood, Query
+from cache.stored import reader
 from cache.verdicts.judges import Judgement
 
 FRAME_BYTES_MAX = 4 << 20
@@ -148,8 +149,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_ASKS: msgspec.msgpack.Decoder[Ask] = msgspec.msgpack.Decoder(Ask)
-_ANSWERS = msgspec.msgpack.Decoder(Answer)
+_asks: msgspec.msgpack.Decoder[Ask] = msgspec.msgpack.Decoder(Ask)
+_read_ask, _read_answer = reader(_asks), reader(msgspec.msgpack.Decoder(Answer))
 
 
 def frame(message: Ask | Answer) -> bytes:
@@ -159,9 +160,9 @@ def frame(message: Ask | Answer) -> bytes:
 
 def read_ask(data: bytes) -> Ask:
     """Raises msgspec.DecodeError."""
-    return _ASKS.decode(data)
+    return _read_ask(data)
 
 
 def read_answer(data: bytes) -> Answer:
     """Raises msgspec.DecodeError."""
-    return _ANSWERS.decode(data)
+    return _read_answer(data)

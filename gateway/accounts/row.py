@@ -11,6 +11,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from cache.stored import reader
+
 _Id = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _Count = Annotated[int, Meta(ge=0, le=2**53 - 1)]
 _Text = Annotated[str, Meta(max_length=512)]
@@ -85,7 +87,7 @@ class HitsRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(LedgerRow)
+_read = reader(msgspec.msgpack.Decoder(LedgerRow))
 
 
 def encode_row(row: LedgerRow) -> bytes:
@@ -99,7 +101,7 @@ def decode_row(data: bytes) -> LedgerRow:
     Raises msgspec.DecodeError (and its ValidationError) for other bytes and for values out of
     range.
     """
-    row = _decoder.decode(data)
+    row = _read(data)
     # PostgreSQL refuses NUL in texts
     if "\0" in row.id + row.request_id + row.alias + row.deployment + row.kind + row.mechanism:
         raise msgspec.ValidationError("a text holds a NUL")

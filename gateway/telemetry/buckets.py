@@ -89,8 +89,12 @@ def field_name(letter: str, team_id: int | str, kind: str, model: str) -> str:
 def read_fields(reply: list[bytes]) -> Iterator[tuple[Field, int]]:
     """The fields and values of a bucket's flat reply."""
     for name, amount in zip(reply[::2], reply[1::2], strict=True):
-        letter, team, kind, model = name.decode().split("|", 3)
-        yield Field(letter, int(team or 0), kind, model), int(amount)
+        try:
+            letter, team, kind, model = name.decode().split("|", 3)
+            field = Field(letter, int(team or 0), kind, model), int(amount)
+        except ValueError:
+            continue  # no field of ours; UnicodeDecodeError is one, too
+        yield field
 
 
 def kind_of(cache: str, status: int, error: str) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from cache.stored import reader
 from gateway.accounts import Team
 from gateway.journey.semantic import Bounds
 from gateway.loggers import get_logger
@@ -28,6 +29,7 @@ if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[2] then return 0 end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
 return 1
 """
+_UNREADABLE = "its start could not be read"
 _DROP = "return redis.call('HDEL', KEYS[1], ARGV[1])"
 
 
@@ -60,7 +62,7 @@ class Certificate(msgspec.Struct, frozen=True):
 
 _log = get_logger()
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Start)
+_read = reader(msgspec.msgpack.Decoder(Start))
 
 
 class Certificates:
@@ -72,6 +74,7 @@ class Certificates:
         self._bounds = bounds
         self._judges = judges
         self._clock = clock
+        self._lost: set[Pair] = set()  # whose starts could not be read
 
     async def update(self, teams: Iterable[Team], embedder: str, rule: str) -> dict[Pair, Certificate]:
         """Start what is to start, and drop what is over; the certificates after it.
@@ -83,17 +86,19 @@ class Certificates:
         counted = await self._stats.certified()  # first: whatever is counted has its start already
         starts = await self._starts()
         found: dict[Pair, Certificate] = {}
-        for pair in dict.fromkeys([*starts, *(pair for pair, _ in counted)]):
+        for pair in dict.fromkeys([*starts, *self._lost, *(pair for pair, _ in counted)]):
             team, start = known.get(pair[0]), starts.get(pair)
             if team is None:
                 await self._redis.eval(_DROP, 1, _KEY, _field(pair))
                 continue
             error_max = self._bounds.error_max(team, pair[1])
-            after = self._after(start, Basis(error_max, self._judges, embedder, rule))
+            basis = Basis(error_max, self._judges, embedder, rule)
+            after = self._made(basis, _UNREADABLE) if pair in self._lost else self._after(start, basis)
             if after != start and await self._replace(pair, start, after):
                 if start is not None and after.id != start.id:
                     _log.info("certificate_started", team=team.name, model=pair[1], why=after.why)
                 start = after
+            self._lost.discard(pair)
             if start is not None:
                 found[pair] = Certificate(start, counted.get((pair, start.id), CheckCounts()))
         self._stats.certificates = {pair: one.start.id for pair, one in found.items()}
@@ -143,7 +148,15 @@ class Certificates:
 
     async def _starts(self) -> dict[Pair, Start]:
         reply = await self._redis.eval(_READ, 1, _KEY)
-        return {_pair(name): _decoder.decode(data) for name, data in zip(reply[::2], reply[1::2], strict=True)}
+        found: dict[Pair, Start] = {}
+        for name, data in zip(reply[::2], reply[1::2], strict=True):
+            try:
+                found[_pair(name)] = _read(data)
+            except (msgspec.DecodeError, ValueError):  # damaged, or of another version: a new one starts
+                _log.warning("certificate_unreadable", field=name.decode(errors="backslashreplace"))
+                await self._redis.eval(_DROP, 1, _KEY, name)
+                self._lost.update(_pairs(name))
+        return found
 
     async def _replace(self, pair: Pair, before: Start | None, after: Start) -> bool:
         """False where another worker was faster."""
@@ -158,6 +171,14 @@ def _field(pair: Pair) -> str:
 def _pair(name: bytes) -> Pair:
     team, _, alias = name.decode().partition(":")
     return int(team), alias
+
+
+def _pairs(name: bytes) -> list[Pair]:
+    """The pair that a field names, if it names one."""
+    try:
+        return [_pair(name)]
+    except ValueError:
+        return []
 
 
 def _why(before: Basis, now: Basis) -> str:

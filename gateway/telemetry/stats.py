@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from cache.stored import reader
 from gateway.accounts import HitsRow
 from gateway.journey.record import Record
 from gateway.settings import NEAR_SIMILARITY_MIN
@@ -54,7 +55,7 @@ return 1
 _LATEST = "return redis.call('XREVRANGE', KEYS[1], ARGV[1], '-', 'COUNT', ARGV[2])"
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Record)
+_read = reader(msgspec.msgpack.Decoder(Record))
 
 
 class _Resolution(msgspec.Struct, frozen=True):
@@ -314,8 +315,8 @@ class Stats:
         gone = set(over)
         reply = await self._redis.eval(_READ, 1, CERTIFIED_KEY)
         fields = [
-            name
-            for name, (field, _) in zip(reply[::2], buckets.read_fields(reply), strict=True)
+            buckets.field_name(field.letter, field.team_id, field.kind, field.model)
+            for field, _ in buckets.read_fields(reply)
             if ((field.team_id, field.model), field.kind) in gone
         ]
         if fields:
@@ -398,7 +399,10 @@ class Stats:
             reply = await self._redis.eval(_LATEST, 1, key, f"({cursor}" if cursor else "+", _READ_AHEAD)
             for entry_id, (_, data) in reply:
                 cursor = entry_id.decode()
-                record = _decoder.decode(data)
+                try:
+                    record = _read(data)
+                except msgspec.DecodeError:
+                    continue  # of another version
                 if matches(record):
                     found.append(record)
                     if len(found) == limit:

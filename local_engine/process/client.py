@@ -133,7 +133,7 @@ class _Frames(asyncio.Protocol):
                 break
             try:
                 messages = self._engine._decoder.decode(memoryview(buffer)[start + 4 : start + 4 + size_bytes])
-            except msgspec.MsgspecError:
+            except (msgspec.MsgspecError, UnicodeDecodeError):
                 assert self._transport is not None
                 self._transport.abort()
                 return

@@ -127,3 +127,20 @@ async def test_a_deleted_teams_is_dropped(redis: Redis) -> None:
     assert await one.certificates.update([], "minilm", "aa") == {}
     assert await one.certificates.read() == {}
     assert await one.stats.certified() == {}
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x84\xa2id\xa1\xff\xa7since_s\x01\xa5basis\x80\xa3why\xa0"])
+async def test_one_that_can_not_be_read_starts_anew(redis: Redis, data: bytes) -> None:
+    """Damaged bytes of a start stop no worker: a new certificate counts from then on."""
+    worker = Worker(redis, Clock())
+    worker.serve(2)
+    before = await worker.look()
+    await redis.hset("sameway:certificates", "1:small", data)
+    await redis.hset("sameway:certificates", b"\xff", b"x")
+    worker.clock.now_s += 60
+    worker.serve(1)
+    after = await worker.look()
+    assert after.start.id != before.start.id
+    assert after.start.why == "its start could not be read"
+    assert after.counts.requests == 0
+    assert await redis.hkeys("sameway:certificates") == [b"1:small"]

@@ -216,3 +216,18 @@ async def test_checks_and_reports_of_a_day_add_up(redis: Redis) -> None:
     assert (counted.requests, counted.hits) == (4, 2)
     clock.now_s = AT_S + 3_600 * 24
     assert (1, "small") not in await day()
+
+
+async def test_what_is_no_statistic_is_passed_over(redis: Redis) -> None:
+    """Damaged fields and records hide none of the others."""
+    stats = Stats(redis, Clock())
+    stats.add(hit())
+    await stats.flush()
+    for key in await redis.keys("sameway:stats:*"):
+        for field in (b"\xff|1|exact|small", b"r|1", b"r|team|exact|small"):
+            await redis.hset(key, field, 1)
+        await redis.hset(key, "r|2|exact|small", "no number")
+    for data in (b"\xc1", b"\x81\xaarequest_id\xa1\xff"):
+        await redis.xadd("sameway:routes", {"r": data})
+    assert (await stats.query(Window.HOUR)).total.requests == 1
+    assert len((await stats.routes(lambda record: True)).records) == 1
