@@ -36,7 +36,8 @@ class Trial(msgspec.Struct, frozen=True, array_like=True):
     group. `features` (float32, little-endian) and `p` are of the first; empty features mean that a
     veto decided. `chance` is the probability that a request like this one is generated: 1 if it was
     not to be served. `rule` names the features. `peers` are further entries of the first one's
-    group. `worth` is the share of such comparisons for which to ask a judge that costs.
+    group. `worth` is the share of such comparisons for which to ask a judge that costs. `is_cold`:
+    no verdicts vouch for it.
     """
 
     ranked: tuple[bytes, ...]
@@ -46,6 +47,7 @@ class Trial(msgspec.Struct, frozen=True, array_like=True):
     rule: bytes
     peers: tuple[bytes, ...] = ()
     worth: float = 1.0
+    is_cold: bool = False
 
 
 class MissReason(StrEnum):

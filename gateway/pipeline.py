@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from cache import CacheUnavailable, Controls, Entry, ExactCache, Fingerprint, fingerprint
+from cache.decision.normal_form import words_key
 from cache.eligibility import Refusal
 from cache.exact import LookupMiss
 from gateway.accounts import Accounts, Identity, partition_of
@@ -35,7 +36,7 @@ from gateway.journey.generation import Generation
 from gateway.journey.queue import routed
 from gateway.journey.rate_limits import Limits
 from gateway.journey.record import Record, ended_with, record_of
-from gateway.journey.semantic import SemanticLookup
+from gateway.journey.semantic import SemanticLookup, SemanticResult
 from gateway.journey.storing import chunks_of, shows_left_out
 from gateway.journey.turn import Arrival, Ended, Turn, elapsed_ms_since
 from gateway.loggers import get_logger
@@ -74,7 +75,8 @@ class _Looked(msgspec.Struct, frozen=True):
     """The outcome of stages 3 and 4.
 
     `headers` are the rate limits'. `warm` are the prompt tokens that deployments saw last, by name.
-    `is_claimed` and `elsewhere_ms` as in `cache.exact.Lookup`.
+    `is_claimed` and `elsewhere_ms` as in `cache.exact.Lookup`. `pointed`: what the prompt's words
+    found, a hit or an audit of one.
     """
 
     headers: dict[bytes, bytes]
@@ -83,6 +85,7 @@ class _Looked(msgspec.Struct, frozen=True):
     elsewhere_ms: float | None = None
     warm: dict[str, int] = {}
     degraded: tuple[str, ...] = ()
+    pointed: SemanticResult | None = None
 
 
 class Pipeline:
@@ -156,6 +159,17 @@ class Pipeline:
         looked = await self._look_up(turn, identity, alias, found)
         if looked.entry is not None:
             return Reply(turn, alias.name, looked.headers, entry=looked.entry, looked_up_ms=turn.elapsed_ms())
+        if looked.pointed is not None and looked.pointed.entry is not None:
+            pointed = Generation(turn, identity, alias, found, {}, ())
+            pointed.looked_up(looked.pointed)
+            return Reply(
+                turn,
+                alias.name,
+                looked.headers,
+                entry=looked.pointed.entry,
+                looked_up_ms=turn.elapsed_ms(),
+                pointed=pointed,
+            )
         flight = self._join(turn, identity, alias, found, looked)
         reader = flight.admit(turn.deadline, is_stream=turn.is_stream)
         if reader.is_leader:
@@ -191,8 +205,12 @@ class Pipeline:
         taking = self.limits.take(identity)
         if entry is not None or not self.settings.cache.is_exact:
             return _Looked(await taking, entry)
+        team = identity.team
         claims = _may_be_awaited(controls) if may_look and controls.max_age_s != 0 else None
-        looked = await self.exact.lookup_shared(found, controls.max_age_s, wants_warm=alias.has_choice, claims=claims)
+        words = self._semantic.words_key(found, controls, team, alias) if claims is not None else None
+        looked = await self.exact.lookup_shared(
+            found, controls.max_age_s, wants_warm=alias.has_choice, claims=claims, words=words
+        )
         try:
             headers = await taking
         except ApiError:
@@ -200,9 +218,11 @@ class Pipeline:
                 await self._release(found)
             raise
         seen = turn.demand.prompt_tokens * looked.warm_depth // len(found.chain) if looked.warm else 0
+        is_pointed = looked.pointer is not None
         return _Looked(
             headers,
-            looked.entry if may_look else None,
+            looked.entry if may_look and not is_pointed else None,
+            pointed=self._semantic.follow(found, controls, team, alias, looked) if is_pointed else None,
             warm={looked.warm: seen} if looked.warm else {},
             degraded=("redis",) if looked.miss is LookupMiss.UNAVAILABLE else (),
             is_claimed=looked.is_claimed,
@@ -226,6 +246,8 @@ class Pipeline:
             relaxed = self._semantic.relaxed(found, turn.body, identity.team, alias)
             flight = Flight(Generation(turn, identity, alias, relaxed, looked.warm, looked.degraded))
             flight.generation.elsewhere_ms = looked.elsewhere_ms
+            if looked.pointed is not None:
+                flight.generation.looked_up(looked.pointed)
             if not controls.no_cache and _may_be_awaited(controls):
                 self.flights.enter(key, flight)
             flight.generation.is_claimed = looked.is_claimed
@@ -292,6 +314,8 @@ class Pipeline:
     async def _replay(self, flight: Flight) -> bool:
         """6. Replay a verified semantic hit; returns False if there is none."""
         generation = flight.generation
+        if generation.semantic.miss_reason:  # an audit of what its words found
+            return False
         turn, team = generation.turn, generation.identity.team
         found = await self._semantic.find(generation.fingerprint, turn.controls, team, generation.alias)
         generation.looked_up(found)
@@ -413,6 +437,9 @@ class Pipeline:
         duration_ms = generation.turn.elapsed_ms()
         flight.finish(error)
         works = [*self._account(generation, booked), self._store(generation, entry, store)]
+        if generation.semantic.entry is not None and self.settings.cache.is_exact:
+            point, controls, team = self._semantic.point, generation.turn.controls, generation.identity.team
+            works.append(point(generation.fingerprint, controls, team, generation.alias, generation.semantic))
         try:
             with self._semantic.storing(generation.fingerprint):
                 for work in [Eager(work) for work in works]:
@@ -481,7 +508,8 @@ class Pipeline:
         deployment = generation.answered_by if is_hinted else None
         try:
             if entry is not None:
-                result = await self.exact.store(entry, warm=deployment, chain=found.chain)
+                words = words_key(entry.compat, entry.text) if entry.text is not None else None
+                result = await self.exact.store(entry, warm=deployment, chain=found.chain, words=words)
                 store = result.refusal.value if result.refusal else store
                 generation.is_claimed = generation.is_claimed and result.refusal is not None
             elif generation.progress.has_begun and deployment is not None:
@@ -515,6 +543,8 @@ class Pipeline:
         record = record_of(
             arrival, ended, duration_ms, identity=identity, turn=turn, alias=alias, asked=asked, reply=reply
         )
+        if reply is not None and reply.pointed is not None and self._learn is not None:
+            self._learn(Flight(reply.pointed), record)
         self._emit(record, turn, ())
 
     def emit(self, record: Record) -> None:

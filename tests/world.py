@@ -21,13 +21,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from redis.asyncio import Redis
 
-from cache import CacheLimits, ExactCache, Hit, Miss, MissReason, Query, SemanticClient
+from cache import CacheLimits, ExactCache, Hit, Miss, MissReason, Partition, Purge, Query, SemanticClient
+from cache.entry import About
 from cache.query import Near, Trial
 from cache.verdicts import Judge
 from cache.worker.messages import Embedded
-from gateway.accounts import Accounts, LedgerRow, decode_row
+from gateway.accounts import Accounts, LedgerRow, decode_row, partition_of
 from gateway.accounts.spool import Spool
 from gateway.api.chat import Chat
 from gateway.api.embeddings import Embeddings
@@ -49,7 +51,7 @@ from gateway.deployments.fleet import Fleet, build_fleet
 from gateway.journey.budget import Money
 from gateway.journey.rate_limits import Limits
 from gateway.journey.record import Record
-from gateway.journey.semantic import Bounds, SemanticLookup
+from gateway.journey.semantic import AuditDraw, Bounds, SemanticLookup
 from gateway.learning.allowance import Allowance
 from gateway.learning.exam import Exam
 from gateway.learning.internal_requests import InternalRequests
@@ -313,10 +315,14 @@ class ScriptedSemantic:
         self.bug: Exception | None = None
         self._reply: Hit | Miss = Miss(MissReason.EMPTY)
 
-    def hits(self, entry: str, similarity: float = 0.97) -> None:
-        """From now on the entry of this id answers everything."""
-        exact = bytes.fromhex(entry)
-        self._reply = Hit(exact, similarity, "a near prompt", _trial(exact))
+    def hits(self, entry: str, similarity: float = 0.97, **facts: Any) -> None:
+        """From now on the entry of this id answers everything; `facts` are its trial's."""
+        trial = msgspec.structs.replace(self.trial(entry), **facts)
+        self._reply = Hit(bytes.fromhex(entry), similarity, "a near prompt", trial)
+
+    def trial(self, entry: str) -> Trial:
+        """What its decisions say of the entry of this id."""
+        return _trial(bytes.fromhex(entry))
 
     def misses(self, reason: str, near: str | None = None, similarity: float = 0.9) -> None:
         """From now on nothing may be served; `near` is the entry that came nearest."""
@@ -596,6 +602,27 @@ class World:
         record = Record(request_id="req_judged", at_s=0.0, team_id=identity.team.id, team="default", alias=alias)
         return judges.of(record, b"here")
 
+    async def partition(self) -> Partition:
+        """Of the first team."""
+        identity = self._accounts.identify(KEY)
+        assert identity is not None
+        return partition_of(self._pipeline.settings.secret, identity.team.id)
+
+    async def about(self, entry: str) -> About:
+        """The facts kept about an entry of the first team."""
+        about = await self._exact.lookup_about(await self.partition(), bytes.fromhex(entry))
+        assert about is not None
+        return about
+
+    async def purge(self, entry: str) -> None:
+        """Remove one entry, as an admin does."""
+        assert (await self._exact.purge(Purge(id=entry))).count == 1
+
+    def draws_audits(self, draw: AuditDraw) -> None:
+        """From now on each hit by words is audited."""
+        self._pipeline._semantic._audited = lambda *_: draw
+        self._pipeline._semantic._random = lambda: -1.0
+
     async def quiet(self) -> None:
         """Until nothing is under way."""
         async with asyncio.timeout(WITHIN_S):
@@ -847,7 +874,7 @@ async def _build(settings: Settings, redis: Redis) -> World:
 
     scripted: Any = semantic
     client: SemanticClient = scripted
-    lookup = SemanticLookup(settings, client, exact, Bounds(settings))
+    lookup = SemanticLookup(settings, client, exact, Bounds(settings), clock=clock.unix)
     pipeline = Pipeline(settings, accounts, rates, exact, lookup, money, fleet, emit, learner.recorded)
     endpoints = {
         "/v1/embeddings": Embeddings(settings, pipeline, client),

@@ -208,6 +208,12 @@ def is_long(asked: TextFeatures, known: TextFeatures) -> bool:
     return max(len(asked.words), len(known.words)) > LONG_WORDS
 
 
+COLD_FIRST = 20.0
+"""Hits by the cold rule that a namespace may have before others pay for them."""
+
+COLD_WRONG = 0.11
+"""Of the hits by the cold rule, on the worst of the sets that it was measured on: HWU64 with slots."""
+
 QUESTION_WORDS = 16
 LONG_WORDS = 40
 FRESH_S = 600.0

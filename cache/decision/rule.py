@@ -18,7 +18,16 @@ import msgspec
 import numpy as np
 
 from cache.decision.features import NEIGHBOURS, Candidate, Neighbour, WordCounts, candidates, features_of
-from cache.decision.guards import fixed_reason, is_added, is_free, is_vouched, thresholds_of, veto
+from cache.decision.guards import (
+    COLD_FIRST,
+    COLD_WRONG,
+    fixed_reason,
+    is_added,
+    is_free,
+    is_vouched,
+    thresholds_of,
+    veto,
+)
 from cache.decision.model import LearnedModel, Prior, Row, Run, Vector, asking_share, at_once, audit_chance
 from cache.decision.text_features import TextFeatures, read
 from cache.query import MissReason, Query, Trial
@@ -26,9 +35,6 @@ from cache.query import MissReason, Query, Trial
 ERROR_MAX = 0.01
 _COMPARED = 3  # groups that a fresh answer is compared with
 _PEERS = 2  # further entries of the first group, for a second opinion
-# of the hits by the cold rule, on the worst of the sets that it was measured on: HWU64 with slots
-_COLD_WRONG = 0.11
-_COLD_FIRST = 20.0  # hits by the cold rule that a namespace may have before others pay for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +49,7 @@ class NamespaceCounters:
     accepted: int = 0
     served: int = 0
     risked: float = 0.0
-    cold: float = _COLD_FIRST
+    cold: float = COLD_FIRST
 
 
 @dataclass(slots=True)
@@ -178,17 +184,16 @@ class VerifiedRule:
         if is_sure and self._random is not None:
             chance = audit_chance(counters.accepted, 1 - risk) * (1.0 if is_certain else state.discernment)
         names = tuple(neighbours[one.place].exact for one in ranked[:_COMPARED])
-        peers = tuple(
-            one.exact for one in neighbours if (one.group or one.exact) == first.group and one is not witness
-        )[:_PEERS]
+        alike = (one for one in neighbours if (one.group or one.exact) == first.group and one is not witness)
         trial = Trial(
             ranked=names,
             features=_row_features(seen, counters) if vetoed is None else b"",
             p=p,
             chance=chance,
             rule=b"",
-            peers=peers,
+            peers=tuple(one.exact for one in alike)[:_PEERS],
             worth=1.0 if is_sure else asking_share(p, model.certain.verdicts),
+            is_cold=not is_certain,
         )
         if is_sure and (self._random is None or query.is_try or self._random() >= chance):
             reasons = tuple(None if place == first.place else reason for place, reason in enumerate(fixed.reasons))
@@ -223,7 +228,7 @@ def _after_one_more(counters: NamespaceCounters, error_max: float) -> NamespaceC
     """One more request: it pays a share of a hit by the cold rule, so that these are wrong within the
     bound as long as no more of them are wrong than of the worst set's.
     """
-    return replace(counters, cold=min(_COLD_FIRST, counters.cold + error_max / _COLD_WRONG))
+    return replace(counters, cold=min(COLD_FIRST, counters.cold + error_max / COLD_WRONG))
 
 
 def _keys_of(candidate: Candidate, neighbours: Sequence[Neighbour]) -> list[TextFeatures]:

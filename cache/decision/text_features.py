@@ -96,10 +96,10 @@ _TOKEN = re.compile(
 _SENTENCE_END = frozenset(".!?:;\n")
 _CLAUSE_END = _SENTENCE_END | frozenset(",()[]{}<>|*~…–—¿¡。！？；：，、（）\r\u2028\u2029")
 # characters that are no letters to a model either: joiners, soft hyphens, marks of direction
-_INVISIBLE = re.compile(
+INVISIBLE = re.compile(
     "[\u00ad\u034f\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufe00-\ufe0f\ufeff]"
 )
-_HIDDEN = re.compile("[\U000e0000-\U000e0fff]")  # tags and the variation selectors that carry bytes
+HIDDEN = re.compile("[\U000e0000-\U000e0fff]")  # tags and the variation selectors that carry bytes
 _LATIN_LAST = "\u024f"
 _NUMERALS = frozenset((*lists.SMALL, *lists.OTHER_NUMBERS))  # words that a number can begin with
 _ASKING = frozenset(("who", "whose", "whom", "how", "when", "where", "why"))
@@ -108,8 +108,8 @@ _ASKING = frozenset(("who", "whose", "whom", "how", "when", "where", "why"))
 @remembered(16_384)
 def read(text: str) -> TextFeatures:
     """Read a text. Results are remembered: the same prompts come again."""
-    hidden = "".join(_HIDDEN.findall(text))
-    text = _HIDDEN.sub("", _INVISIBLE.sub("", text))
+    hidden = "".join(HIDDEN.findall(text))
+    text = HIDDEN.sub("", INVISIBLE.sub("", text))
     words: list[str] = []
     starts: list[int] = []  # of the clauses
     names: set[str] = set()

@@ -147,6 +147,20 @@ DATES = _stems(
     october november december spring summer autumn winter morning noon afternoon evening night midnight
     """
 )
+ABOUT_WORDS = _words(
+    """
+    punctuation punctuate punctuated period periods comma commas mark marks sentence sentences question questions statement
+    statements capitalize capitalise capitalized capitalised capitals uppercase lowercase upper lower case cases titlecase
+    spell spelled spelling word words letter letters character characters char chars space spaces spacing whitespace blank
+    blanks indent indented quote quotes quoted grammar grammatical typo typos proofread rewrite rephrase paraphrase translate
+    translated translation repeat echo verbatim exact exactly literal literally string strings text texts token tokens regex
+    copy correct corrected edit edited count counts length lengths format formatted line lines hash hashed
+    encode decode encoded base md reverse reversed backwards palindrome anagram rhyme rhymes continue complete finish say says
+    said title titles transcribe type typed
+    """
+)
+"""Words of a text about its own words, letters or marks, which then matter."""
+
 BEFORE_PRONOUN_ONE = _words("which this that the any no every some another each only good best right other")
 _UP_TO_NINETEEN = """
     zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen

@@ -5,6 +5,7 @@ Must not import a room that knows meaning (`decision`, `encoder`, `semantic`, `v
 """
 
 from cache.exact.cache import CacheLimits, CacheStats, ExactCache, Lookup, LookupMiss, PurgeResult, Sample, StoreResult
+from cache.exact.pointers import Pointer, Verified
 
 __all__ = [
     "CacheLimits",
@@ -12,7 +13,9 @@ __all__ = [
     "ExactCache",
     "Lookup",
     "LookupMiss",
+    "Pointer",
     "PurgeResult",
     "Sample",
     "StoreResult",
+    "Verified",
 ]

@@ -24,6 +24,7 @@ from cache.events import EntriesDropped
 from cache.exact.batch import Defer
 from cache.exact.claims import Look
 from cache.exact.l1 import L1
+from cache.exact.pointers import Pointer, Verified
 from cache.exact.purges import Purges
 from cache.exact.store import EntryStore, PartitionSize, Stored, pack
 from cache.fingerprint import Fingerprint, Partition
@@ -61,7 +62,8 @@ class LookupMiss(StrEnum):
 class Lookup(msgspec.Struct, frozen=True):
     """`warm` is the label stored with the longest known earlier prefix, `warm_depth` how many turns
     that prefix has. `is_claimed`: other processes wait until the caller has made the entry;
-    `elsewhere_ms` is how long another process has been making it, None if none is.
+    `elsewhere_ms` is how long another process has been making it, None if none is. `pointer` led to
+    the entry, where it is another request's.
     """
 
     entry: Entry | None
@@ -70,6 +72,7 @@ class Lookup(msgspec.Struct, frozen=True):
     warm_depth: int = 0
     is_claimed: bool = False
     elsewhere_ms: float | None = None
+    pointer: Pointer | None = None
 
 
 class StoreResult(msgspec.Struct, frozen=True):
@@ -178,23 +181,34 @@ class ExactCache:
         )
 
     async def lookup_shared(
-        self, fp: Fingerprint, max_age_s: float | None = None, *, wants_warm: bool = True, claims: bool | None = None
+        self,
+        fp: Fingerprint,
+        max_age_s: float | None = None,
+        *,
+        wants_warm: bool = True,
+        claims: bool | None = None,
+        words: bytes | None = None,
     ) -> Lookup:
         """The same, past this process' own memory.
 
         Where there is no entry, and no other process has claimed to make it, the caller claims it if
-        `claims`. None: claims do not matter. `store` or `release` ends a claim.
+        `claims`. None: claims and `words` do not matter. `store` or `release` ends a claim. `words`
+        may point at another request's entry, which does not count as used until `use`.
         """
         links = _earlier_links(fp.chain) if wants_warm else []
         purges_before = self._l1.purges
         try:
-            found, labels = await self._fetch(fp, links, claims)
+            found, labels = await self._fetch(fp, links, claims, words)
             look = Look(found) if claims is None else self._store.claims.read(fp, found)
             entry, miss = self._read(look.data, fp, max_age_s, purges_before)
             if claims is not None and entry is None and look.data is not None:
                 look = self._store.claims.read(fp, await self._store.look(fp, wants=claims, is_stale=True))
         except REDIS_FAILURES:
             return Lookup(None, LookupMiss.UNAVAILABLE)
+        pointer = None
+        if look.pointed is not None:
+            entry, pointer = self._pointed(*look.pointed, fp, max_age_s)
+            miss = LookupMiss.ABSENT if entry is None else None
         warm, depth = next(((label, at) for at, label in zip(links, labels, strict=True) if label), (None, 0))
         label = warm.decode(errors="replace") if warm is not None else None
         return Lookup(
@@ -204,21 +218,46 @@ class ExactCache:
             warm_depth=depth,
             is_claimed=look.is_claimed,
             elsewhere_ms=look.elsewhere_ms,
+            pointer=pointer,
         )
 
     async def _fetch(
-        self, fp: Fingerprint, links: Sequence[int], claims: bool | None
+        self, fp: Fingerprint, links: Sequence[int], claims: bool | None, words: bytes | None
     ) -> tuple[Any, list[bytes | None]]:
         """The encoded entry or the reply for `Claims.read`, and the deployment that saw each of the
         `links` last.
         """
-        looking = self._store.lookup(fp.partition, fp.exact) if claims is None else self._store.look(fp, wants=claims)
+        looking = (
+            self._store.lookup(fp.partition, fp.exact)
+            if claims is None
+            else self._store.look(fp, wants=claims, words=words)
+        )
         if not links:
             return await looking, []
-        return await asyncio.gather(
-            looking,
-            self._store.lookup_warm(fp.partition, [fp.chain[depth - 1] for depth in links]),
-        )
+        warm = self._store.lookup_warm(fp.partition, [fp.chain[depth - 1] for depth in links])
+        return await asyncio.gather(looking, warm)
+
+    def _pointed(
+        self, data: bytes, pointing: bytes, fp: Fingerprint, max_age_s: float | None
+    ) -> tuple[Entry | None, Pointer | None]:
+        """The entry that a pointer leads to, and the pointer; None where that is not its answer any more."""
+        try:
+            entry, pointer = Entry.decode(data), Pointer.decode(pointing)
+        except msgspec.DecodeError:
+            return None, None
+        is_fit = self._unfit(entry, fp, max_age_s) is None and pointer.names(entry)
+        return (entry, pointer) if is_fit else (None, None)
+
+    def use(self, entry: Entry) -> None:
+        """A use of an entry that words pointed at."""
+        self._touch(entry)
+
+    async def point(self, entry: Entry, words: bytes, verified: Verified) -> None:
+        """Let words find an entry, until it, its answer or its group change. Raises CacheUnavailable."""
+        try:
+            await self._store.point(entry, words, verified, self.limits.size_bytes_max)
+        except REDIS_FAILURES as error:
+            raise unavailable(error) from error
 
     async def lookup_entry(
         self, fp: Fingerprint, exact: bytes, max_age_s: float | None = None, *, is_served: bool = True
@@ -301,9 +340,11 @@ class ExactCache:
         if self.is_l1_on and entry.expires_at > self._clock():
             self._l1.store(entry)
 
-    async def store(self, entry: Entry, warm: str | None = None, chain: Sequence[bytes] = ()) -> StoreResult:
+    async def store(
+        self, entry: Entry, warm: str | None = None, chain: Sequence[bytes] = (), words: bytes | None = None
+    ) -> StoreResult:
         """Store an answer and, where `warm` names its deployment, the warm hint for its prefixes in
-        `chain`.
+        `chain`. `words` is the key of its prompt's words, if they may find it.
 
         An entry over the entry limit is refused; an older answer to the same request is replaced.
         Raises CacheUnavailable.
@@ -314,7 +355,7 @@ class ExactCache:
             entry = msgspec.structs.replace(entry, ttl_s=limits.ttl_s_max)
         if entry.expires_at <= now:
             return StoreResult(Refusal.TTL)
-        packed = pack(entry)
+        packed = pack(entry, has_words=words is not None)
         if packed.size_bytes > min(limits.entry_bytes_max, limits.size_bytes_max):
             return StoreResult(Refusal.TOO_LARGE)
         links = (entry.exact, *chain[-1:], *chain[:1])
@@ -327,6 +368,7 @@ class ExactCache:
                 links=links,
                 warm_ttl_s=limits.warm_ttl_s,
                 claim=self._store.claims.end(entry.exact),
+                words=words,
             )
             if put.is_replaced:  # other processes may hold the answer that this one replaces
                 await self._store.log.announce(Purge(partition=entry.partition, id=entry.id))

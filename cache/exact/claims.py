@@ -19,8 +19,12 @@ from typing import Any
 
 import msgspec
 
+from cache.exact.scripts import POINTED
 from cache.fingerprint import Fingerprint
 from cache.redis_client import Redis
+
+LookKeys = tuple[str, str, str, str]
+"""A partition's entries, words, groups, suspended."""
 
 _KEY = "sameway:{%s}:claim:%s"
 LEASE_S = 3.0
@@ -28,12 +32,19 @@ HELD_S_MAX = 30.0
 _RENEWED_AFTER_S = 1.0
 _TAKEN, _OWN, _ELSEWHERE, _NONE = 1, 2, 3, 0
 
-# KEYS: entries, claim. ARGV: exact, process, lease_ms, 1 where a claim is wanted, 1 where the entry
-# does not count. Answers the entry, or {what became of the claim, its age in ms}.
-_LOOK = """
+# KEYS: entries, claim, words, groups, suspended. ARGV: exact, process, lease_ms, 1 where a claim is
+# wanted, 1 where the entry does not count, key of its words (or empty). Answers the entry, or the one
+# that its words point at, or {what became of the claim, its age in ms}.
+_LOOK = (
+    POINTED
+    + """
 if ARGV[5] == '0' then
   local entry = redis.call('HGET', KEYS[1], ARGV[1])
   if entry then return entry end
+end
+if ARGV[6] ~= '' then
+  local found = pointed(ARGV[6], KEYS[1], KEYS[3], KEYS[4], KEYS[5])
+  if found then return found end
 end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -45,6 +56,7 @@ if ARGV[4] == '0' then return {0, 0} end
 local is_set = redis.pcall('SET', KEYS[2], ARGV[2] .. ':' .. string.format('%.0f', now), 'PX', ARGV[3])
 return {is_set.ok and 1 or 0, 0}
 """
+)
 
 # KEYS: claim. ARGV: process.
 _RELEASE = """
@@ -56,12 +68,13 @@ return 1
 
 class Look(msgspec.Struct, frozen=True):
     """The encoded entry; without one, whether this caller is to make it, or how long another process
-    has been making it.
+    has been making it. `pointed`: the entry that its words point at, and the pointer, encoded.
     """
 
     data: bytes | None
     is_claimed: bool = False
     elsewhere_ms: float | None = None
+    pointed: tuple[bytes, bytes] | None = None
 
 
 class Claims:
@@ -73,22 +86,38 @@ class Claims:
         self._process = secrets.token_hex(8)
         self._held: dict[bytes, tuple[str, float]] = {}  # by exact digest: key, since when
 
-    def look(self, fp: Fingerprint, entries: str, *, wants: bool, is_stale: bool = False) -> Awaitable[Any]:
-        """Look for the entry in the hash `entries`; without one, claim it if the caller `wants` that.
+    def look(
+        self, fp: Fingerprint, keys: LookKeys, *, wants: bool, is_stale: bool = False, words: bytes | None = None
+    ) -> Awaitable[Any]:
+        """Look for the entry, then for the one that `words` point at; without one, claim it if the
+        caller `wants` that.
 
         `is_stale`: the entry that is there does not count. `read` reads the reply. Raises what the
         client raises.
         """
         key = _KEY % (fp.partition.hex(), fp.exact.hex())
+        lease_ms = int(LEASE_S * 1000)
         return self._redis.eval(
-            _LOOK, 2, entries, key, fp.exact, self._process, int(LEASE_S * 1000), int(wants), int(is_stale)
+            _LOOK,
+            5,
+            keys[0],
+            key,
+            *keys[1:],
+            fp.exact,
+            self._process,
+            lease_ms,
+            int(wants),
+            int(is_stale),
+            words or b"",
         )
 
-    def read(self, fp: Fingerprint, reply: bytes | list[int]) -> Look:
+    def read(self, fp: Fingerprint, reply: Any) -> Look:
         """The reply to `look`."""
         if isinstance(reply, bytes):
             return Look(reply)
-        state, age_ms = reply
+        state, age_ms, *found = reply
+        if found:
+            return Look(None, pointed=(found[0], found[1]))
         # its own, and not held here: the reply to the command that took it was lost
         if state == _TAKEN or (state == _OWN and fp.exact not in self._held):
             self._held[fp.exact] = (_KEY % (fp.partition.hex(), fp.exact.hex()), self._monotonic())

@@ -1,16 +1,30 @@
 """The Lua that moves an entry and its accounting together, for Redis 6.2 to 8.
 
 Each script runs alone in Redis, so what it reads is still so when it writes. `cache.exact.store`
-gives the keys and reads the replies. KEYS 1 to 7 are one partition's entries, about, used, expires,
-bytes, vectors, groups. Invariant: `bytes` is the sum of the sizes in `about`.
+gives the keys and reads the replies. KEYS 1 to 8 are one partition's entries, about, used, expires,
+bytes, vectors, groups, words. Invariants: `bytes` is the sum of the sizes in `about`; a pointer in
+`words` goes with its entry.
+
+A pointer is the name of an answer (16 bytes of its entry and 8 of its time), the name of the group
+that it was in (zeros: does not matter), and what `cache.exact.pointers` keeps. An entry's keys in
+`words` are listed at its id and `p`.
 """
 
 # One function for all scripts: forget an entry and give its bytes back. Sizes are the first 10
 # digits of `about`.
 _FORGET = """
 local entries, about, used, expires, bytes, vectors = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
-local groups = KEYS[7]
+local groups, words = KEYS[7], KEYS[8]
 local function forget(id)
+  local listed = redis.call('HGET', words, id .. 'p')
+  if listed then
+    for at = 1, #listed, 16 do
+      local key = string.sub(listed, at, at + 15)
+      local pointer = redis.call('HGET', words, key)
+      if pointer and string.sub(pointer, 1, 16) == id then redis.call('HDEL', words, key) end
+    end
+    redis.call('HDEL', words, id .. 'p')
+  end
   local known = redis.call('HGET', about, id)
   redis.call('HDEL', entries, id)
   redis.call('ZREM', used, id)
@@ -56,7 +70,8 @@ return 1
 
 # Stores entries, one after the other. ARGV: now_ms, size_max, 1 where the partition is listed,
 # warm_ttl_ms, half_life_ms; then of each entry: exact, entry, about, size, expires_ms, worth, warm,
-# warm links, claims. KEYS from 8: the warm links of each entry, and the claim that ends. Answers {}, and does nothing, where the
+# warm links, claims, key of its words (or empty), pointer. KEYS from 9: the warm links of each entry, and the claim that
+# ends. Answers {}, and does nothing, where the
 # partition is new and not said to be listed; else for each entry {was there before, evicted...}.
 # The vector of a replaced entry stays: the same exact key means the same text. Its group and its
 # sketch go: they were its answer's. The keys' own expiry is a little behind the last entry's, so that it is moved
@@ -71,8 +86,8 @@ for _, gone in ipairs(redis.call('ZRANGEBYSCORE', expires, '-inf', ARGV[1], 'LIM
   forget(gone)
   redis.call('HDEL', vectors, gone)
 end
-local replies, link, last = {}, 8, 0
-for a = 6, #ARGV, 9 do
+local replies, link, last = {}, 9, 0
+for a = 6, #ARGV, 11 do
   local id, size, reply = ARGV[a], tonumber(ARGV[a + 3]), {0}
   local score = redis.call('ZSCORE', used, id)
   if score then
@@ -100,12 +115,13 @@ for a = 6, #ARGV, 9 do
     redis.call('DEL', KEYS[link])
     link = link + 1
   end
+  if ARGV[a + 9] ~= '' then redis.call('HSET', words, ARGV[a + 9], ARGV[a + 10], id .. 'p', ARGV[a + 9]) end
   replies[#replies + 1] = reply
 end
 local ttl = last - now
 if redis.call('PTTL', about) < ttl then
   local until_ms = string.format('%.0f', last + math.floor(ttl / 16))
-  for i = 1, 7 do redis.call('PEXPIREAT', KEYS[i], until_ms) end
+  for i = 1, 8 do redis.call('PEXPIREAT', KEYS[i], until_ms) end
 end
 return replies
 """
@@ -121,10 +137,62 @@ for _, id in ipairs(ARGV) do
   freed = freed + forget(id)
   redis.call('HDEL', vectors, id)
 end
-if redis.call('HLEN', about) == 0 then redis.call('DEL', entries, about, used, expires, bytes, vectors, groups) end
+if redis.call('HLEN', about) == 0 then
+  redis.call('DEL', entries, about, used, expires, bytes, vectors, groups, words)
+end
 return {count, freed}
 """
 )
+
+# The entry that words point at, and the pointer; nil where there is none, where its answer is out of
+# service, or where that has come into another group since.
+POINTED = """
+local function pointed(key, entries, words, groups, suspended)
+  local pointer = redis.call('HGET', words, key)
+  if not pointer then return nil end
+  local id, answer, made = string.sub(pointer, 1, 16), string.sub(pointer, 1, 24), string.sub(pointer, 25, 48)
+  local known, group = redis.call('HGET', groups, id), answer
+  if known and string.sub(known, 1, 8) == string.sub(answer, 17) then group = string.sub(known, 9) end
+  if made ~= string.rep('\\0', 24) and made ~= group then return nil end
+  if redis.call('HEXISTS', suspended, 'a' .. answer) == 1 then return nil end
+  if redis.call('HEXISTS', suspended, 'g' .. group) == 1 then return nil end
+  local entry = redis.call('HGET', entries, id)
+  return entry and {4, 0, entry, pointer} or nil
+end
+"""
+
+# Points words at an entry. ARGV: size_max, key of the words, exact, its answer's time, the rest of the
+# pointer. It counts in the entry's size, and is not kept where that does not fit. An entry has nine
+# keys at most: its own, and those of the latest prompts. Answers whether it was kept.
+POINT = """
+local about, bytes, groups, words = KEYS[2], KEYS[5], KEYS[7], KEYS[8]
+local key, id = ARGV[2], ARGV[3]
+local known = redis.call('HGET', about, id)
+if not known then return 0 end
+local listed, more = redis.call('HGET', words, id .. 'p') or '', 0
+local was = redis.call('HGET', words, key)
+if not (was and string.sub(was, 1, 16) == id) then
+  more = #ARGV[5] + 200
+  if redis.call('GET', bytes) + more > tonumber(ARGV[1]) then return 0 end
+  if #listed >= 144 then
+    local oldest = string.sub(listed, 17, 32)
+    local pointer = redis.call('HGET', words, oldest)
+    if pointer and string.sub(pointer, 1, 16) == id then redis.call('HDEL', words, oldest) end
+    listed = string.sub(listed, 1, 16) .. string.sub(listed, 33)
+    more = 0
+  end
+  listed = listed .. key
+end
+local joined, group = redis.call('HGET', groups, id), id .. ARGV[4]
+if joined and string.sub(joined, 1, 8) == ARGV[4] then group = string.sub(joined, 9) end
+redis.call('HSET', words, key, id .. ARGV[4] .. group .. ARGV[5], id .. 'p', listed)
+local size = tonumber(string.sub(known, 1, 10)) + more
+redis.call('HSET', about, id, string.format('%010d', size) .. string.sub(known, 11))
+redis.call('INCRBY', bytes, more)
+local left = redis.call('PTTL', about)
+if left > 0 then redis.call('PEXPIRE', words, left) end
+return 1
+"""
 
 # KEYS: vectors, about. ARGV: pairs of exact, value. A vector lives only beside its entry, and no
 # longer than its partition.

@@ -8,11 +8,12 @@
     sameway:{P}:vectors   hash    exact -> embedder's key, vector of its prompt; exact and `a` ->
                                   embedder's key, its answer's time, sketch of that; by cache workers
     sameway:{P}:groups    hash    which answers are equal, written by `cache.verdicts.store`
+    sameway:{P}:words     hash    key of a prompt's words -> pointer to an entry; exact and `p` -> keys
     sameway:{P}:warm:L    string  the deployment that saw the prefix with digest L last
     sameway:cache:partitions      zset    partition by when it last began to hold entries, s
 
-P is the partition in hex, the hash tag of all its keys; vectors, sketches and groups go with their
-entry.
+P is the partition in hex, the hash tag of all its keys; vectors, sketches, groups and words go with
+their entry.
 Knows no policy and no L1. Invariants: one script moves an entry and its accounting together, so a
 partition's bytes are exact and never above its budget; every key of a script is in KEYS and under
 one hash tag (Redis Cluster); a partition without live entries expires whole, a sixteenth of its
@@ -37,13 +38,15 @@ from cache.events import AnswersSketched, EntriesDropped, EntryAdded
 from cache.exact.batch import BatchTerms, Defer, StoreBatch
 from cache.exact.claims import Claims
 from cache.exact.log import EntryLog
-from cache.exact.scripts import DROP, FORGET_PARTITION, PUT_SKETCHES, PUT_VECTORS, TOUCH
+from cache.exact.pointers import Verified, own_pointer
+from cache.exact.scripts import DROP, FORGET_PARTITION, POINT, PUT_SKETCHES, PUT_VECTORS, TOUCH
 from cache.fingerprint import DIGEST_BYTES, Fingerprint, Partition
 from cache.redis_client import Redis
 from cache.stored import reader
 
 _PARTITIONS = "sameway:cache:partitions"
 
+_NAMES = ("entries", "about", "used", "expires", "bytes", "vectors", "groups", "words", "suspended")
 _HALF_LIFE_S = 6 * 3_600  # after which a use counts half when it comes to eviction
 _SCAN_COUNT = 500
 _DROP_COUNT = 200
@@ -51,6 +54,7 @@ _SKETCHED_COUNT = 64  # in one command
 _AT_ONCE = 16  # commands in flight together, where each may take a connection
 _OVERHEAD_BYTES = 400  # of the hash fields, sorted sets and the digests in them, for one entry
 _VECTOR_BYTES = 1_000  # and for the vector of an entry that has a text
+_WORDS_BYTES = 250  # and for the pointer from its words
 
 
 T = TypeVar("T")
@@ -119,13 +123,21 @@ class EntryStore:
 
     # --- one entry
 
-    def look(self, fp: Fingerprint, *, wants: bool, is_stale: bool = False) -> Awaitable[Any]:
+    def look(
+        self, fp: Fingerprint, *, wants: bool, is_stale: bool = False, words: bytes | None = None
+    ) -> Awaitable[Any]:
         """The encoded entry or the state of its claim, for `claims.read`; see `Claims.look`."""
-        return self.claims.look(fp, _keys(fp.partition)[0], wants=wants, is_stale=is_stale)
+        keys = _keys(fp.partition)
+        return self.claims.look(fp, (keys[0], keys[7], keys[6], keys[8]), wants=wants, is_stale=is_stale, words=words)
 
     def lookup(self, partition: Partition, exact: bytes) -> Awaitable[bytes | None]:
         """The encoded entry, perhaps an expired one."""
         return self._redis.execute_command("HGET", _keys(partition)[0], exact)
+
+    async def point(self, entry: Entry, words: bytes, verified: Verified, size_bytes_max: int) -> None:
+        """Let words point at an entry for as long as it and its answer are there."""
+        created, keys = struct.pack(">d", entry.created_at), _keys(entry.partition)[:8]
+        await self._redis.eval(POINT, 8, *keys, size_bytes_max, words, entry.exact, created, verified.encode())
 
     async def lookup_many(self, partition: Partition, exacts: Sequence[bytes]) -> list[bytes | None]:
         """The encoded entries, None for those that are gone."""
@@ -146,14 +158,15 @@ class EntryStore:
         links: Iterable[bytes],
         warm_ttl_s: float,
         claim: str = "",
+        words: bytes | None = None,
     ) -> StoreEffect:
         """Store an entry, evicting those of its partition that have been worth least lately until
-        it fits. The key `claim`, if any, goes.
+        it fits. The key `claim`, if any, goes. `words` is the key by which its prompt's words find it.
         """
         entry = packed.entry
         warm_keys = [_warm_key(entry.partition, link) for link in dict.fromkeys(links)] if warm is not None else ()
         terms = BatchTerms(
-            _keys(entry.partition),
+            _keys(entry.partition)[:8],
             size_bytes_max,
             _ms(warm_ttl_s),
             _ms(_HALF_LIFE_S),
@@ -169,6 +182,8 @@ class EntryStore:
             warm or "",
             len(warm_keys),
             int(bool(claim)),
+            words or b"",
+            own_pointer(entry) if words else b"",
         )
         was_there, *evicted = await self._batch.store(
             terms, argv, (*warm_keys, claim) if claim else warm_keys, _ms(now)
@@ -198,7 +213,7 @@ class EntryStore:
         """Remove entries and say so in the log. The answer is how many there were, and their
         bytes.
         """
-        keys, count, freed = _keys(partition), 0, 0
+        keys, count, freed = _keys(partition)[:8], 0, 0
         for portion in _portions(exacts, _DROP_COUNT):
             some = tuple(portion)
             removed, _ = await asyncio.gather(
@@ -290,7 +305,7 @@ class EntryStore:
         """Keep sketches beside their entries, whose sizes they count in. Entries that have been
         worth least lately go for them; what is gone is not kept. The log says both.
         """
-        keys = _keys(partition)
+        keys = _keys(partition)[:8]
         for some in _portions(sketches, _SKETCHED_COUNT):
             argv: list[Any] = [size_bytes_max]
             for one in some:
@@ -316,9 +331,11 @@ class EntryStore:
         return sketches
 
 
-def pack(entry: Entry) -> Packed:
+def pack(entry: Entry, *, has_words: bool = False) -> Packed:
+    """`has_words`: a pointer leads from its prompt's words to it."""
     data, about = entry.encode(), _ENCODER.encode(entry.about())
     size = len(data) + len(about) + _OVERHEAD_BYTES + (_VECTOR_BYTES if entry.text is not None else 0)
+    size += _WORDS_BYTES if has_words else 0
     return Packed(entry, data, b"%010d" % size + about, size)
 
 
@@ -326,7 +343,7 @@ def pack(entry: Entry) -> Packed:
 def _keys(partition: Partition) -> tuple[str, ...]:
     # decision: cache-budget-per-partition
     tag = "sameway:{" + partition.hex() + "}:"
-    return tuple(tag + name for name in ("entries", "about", "used", "expires", "bytes", "vectors", "groups"))
+    return tuple(tag + name for name in _NAMES)
 
 
 def _warm_key(partition: Partition, link: bytes) -> str:

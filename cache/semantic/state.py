@@ -85,7 +85,7 @@ class NamespaceStates:
         name, trial = record.partition + verdict.compat, verdict.trial
         state, tallied = self.of(name), self._tallied.pop(name, None) or _GroupTallies()
         self._tallied[name] = tallied  # the latest at the end
-        if trial.chance < 1.0:
+        if trial.chance < 1.0 and trial.features:  # else a hit that the rule had not decided
             tallied.audited += 1.0 / trial.chance
             before = state.counters
             state.counters = replace(before, accepted=max(before.accepted, int(tallied.audited)))

@@ -49,10 +49,10 @@ _SUSPENDED_MAX = 10_000
 _ENCODER = msgspec.msgpack.Encoder()
 _read_suspension = reader(msgspec.msgpack.Decoder(Suspension))
 
-# KEYS: verdicts, groups, about, suspended, told. ARGV: verdict, once_ms, kept_ms, length_max,
+# KEYS: verdicts, groups, about, suspended, told, words. ARGV: verdict, once_ms, kept_ms, length_max,
 # other, its time, same as (or empty), its time, asked (or empty), its time, scope, suspension,
-# suspended_max. Answers whether it was new. A group is resolved here, where nothing can move it
-# meanwhile.
+# suspended_max, 1 where it is wrong. Answers whether it was new. A group is resolved here, where
+# nothing can move it meanwhile. The pointers from other prompts to a wrong answer go.
 _TAKE = """
 local verdicts, groups, about, suspended = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 if not redis.call('SET', KEYS[5], 1, 'NX', 'PX', ARGV[2]) then return 0 end
@@ -71,6 +71,12 @@ if ARGV[7] ~= '' and ARGV[9] ~= '' and redis.call('HEXISTS', about, ARGV[9]) == 
     local left = redis.call('PTTL', about)
     if left > 0 then redis.call('PEXPIRE', groups, left) end
   end
+end
+local listed = ARGV[14] == '1' and redis.call('HGET', KEYS[6], ARGV[5] .. 'p') or ''
+for at = 1, #listed, 16 do
+  local key = string.sub(listed, at, at + 15)
+  local pointer = redis.call('HGET', KEYS[6], key)
+  if pointer and string.sub(pointer, 1, 16) == ARGV[5] and #pointer > 48 then redis.call('HDEL', KEYS[6], key) end
 end
 local name = ''
 if ARGV[11] == 'a' then name = 'a' .. ARGV[5] .. ARGV[6] end
@@ -114,12 +120,12 @@ class VerdictStore:
         nothing happens then, but that it is said again.
         """
         tag = _tag(partition)
-        keys = (tag + "verdicts", tag + "groups", tag + "about", tag + "suspended", tag + "told:" + id)
+        keys = (tag + "verdicts", tag + "groups", tag + "about", tag + "suspended", tag + "told:" + id, tag + "words")
         equal = (same_as.exact, _double(same_as.created_at)) if same_as is not None else (b"", b"")
         argv = (
             verdict.encode(), _ms(_ONCE_S), _ms(KEPT_S), VERDICTS_MAX, other.exact, _double(other.created_at), *equal,
             verdict.exact, _double(verdict.created_at), scope.value, _ENCODER.encode(suspension) if suspension else b"",
-            _SUSPENDED_MAX,
+            _SUSPENDED_MAX, int(verdict.is_right is False),
         )  # fmt: skip
         is_new = bool(await self._redis.eval(_TAKE, len(keys), *keys, *argv))
         await self._log.append(VerdictAdded(partition))

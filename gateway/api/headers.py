@@ -41,8 +41,8 @@ def answer_headers(reply: Reply) -> Headers:
     if reader is not None and reader.generation.steps:
         headers.append((b"x-sameway-fallback", reader.generation.serving.name.encode("latin-1", "replace")))
     if entry is not None:
-        if reader is not None and reader.generation.semantic.entry is not None:
-            headers.append((b"x-sameway-similarity", f"{reader.generation.semantic.similarity:.4f}".encode()))
+        if (similarity := reply.similarity) is not None:
+            headers.append((b"x-sameway-similarity", f"{similarity:.4f}".encode()))
         headers.append((b"age", str(int(entry.age_s(time.time()))).encode()))
         headers.append((b"x-sameway-cost-usd", b"0"))
         if (baseline := entry.labels.get("baseline_microusd")) is not None:

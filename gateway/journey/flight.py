@@ -365,6 +365,7 @@ class Reply(msgspec.Struct, frozen=True):
     """The reply to one turn: a recorded `entry`, or a reader of a flight.
 
     `alias` is the configured name that took it. `limits` are the headers of its rate limits.
+    `pointed`: a generation that never began, because the prompt's words found `entry`.
     """
 
     turn: Turn
@@ -373,6 +374,7 @@ class Reply(msgspec.Struct, frozen=True):
     entry: Entry | None = None
     reader: Reader | None = None
     looked_up_ms: float = 0.0  # from the start of the turn until the entry was found
+    pointed: Generation | None = None
     degraded: tuple[str, ...] = ()  # of a joined flight; a leader's are its generation's
 
     @property
@@ -389,8 +391,15 @@ class Reply(msgspec.Struct, frozen=True):
     def source(self) -> str:
         """exact | semantic | coalesced | miss | bypass."""
         if self.reader is None:
-            return "exact"
+            return "exact" if self.pointed is None else "semantic"
         return self.reader.generation.source if self.reader.is_leader else "coalesced"
+
+    @property
+    def similarity(self) -> float | None:
+        """Of a semantic hit that is replayed, None of any other reply."""
+        generation = self.pointed if self.reader is None else self.reader.generation
+        is_hit = generation is not None and generation.semantic.entry is not None
+        return generation.semantic.similarity if generation is not None and is_hit else None
 
     @property
     def begun_ms(self) -> float | None:

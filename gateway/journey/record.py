@@ -197,12 +197,17 @@ def _of_generation(flight: Flight, duration_ms: float) -> dict[str, Any]:
 
 def _of_reply(reply: Reply, duration_ms: float) -> dict[str, Any]:
     """The facts of a request that led no flight: an exact hit, or a reader of another's flight."""
+    facts: dict[str, Any]
     if (reader := reply.reader) is None:
         assert reply.entry is not None
-        return {"cache": "exact"} | _of_entry(reply.entry, duration_ms, ttft_ms=reply.looked_up_ms)
+        facts = {"cache": reply.source}
+        if reply.pointed is not None:
+            found = reply.pointed.semantic
+            facts |= {"similarity": found.similarity, "question": found.question}
+        return facts | _of_entry(reply.entry, duration_ms, ttft_ms=reply.looked_up_ms)
     ttft_ms, served = reply.begun_ms, reply.served
     if ttft_ms is None:  # its generation failed before the first chunk
-        facts: dict[str, Any] = {}
+        facts = {}
     elif served is not None:
         facts = _of_entry(served, duration_ms, ttft_ms=ttft_ms)
     else:

@@ -1,20 +1,29 @@
 """Stage 6 of the journey: a semantic hit or the reason for a miss; its error bound; drafts.
 
-The cache decides which answers are hits. Invariants: a lookup that fails, or that points at an
-answer which is gone, is a miss with its reason; the least of all given error bounds holds.
+Stage 4 may find an entry by a prompt's words: `follow` says whether it is such a hit. The cache
+decides which answers are hits. Invariants: a lookup that fails, or that points at an answer which is
+gone, is a miss with its reason; the least of all given error bounds holds; words find nothing that
+the cache worker's rule would refuse for now.
 """
 
 import asyncio
 import contextlib
+import random
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from cache import Controls, Entry, ExactCache, Fingerprint, Lookup, Miss, MissReason, Query, SemanticClient, Trial
+from cache import Controls, Entry, ExactCache, Fingerprint, Hit, Lookup, Miss, MissReason, Query, SemanticClient, Trial
 from cache.context.relax import relaxed
 from cache.context.volatile import compile_pattern
+from cache.decision.guards import COLD_FIRST, COLD_WRONG, thresholds_of
+from cache.decision.normal_form import words_key
+from cache.entry import CacheUnavailable
+from cache.exact import Verified
 from gateway.accounts import Team
 from gateway.deployments.alias import Alias
 from gateway.journey.storing import answer_text, chunks_of
@@ -24,6 +33,10 @@ from gateway.wire.fold import fold
 
 _DRAFT_BYTES_MAX = 64 << 10  # reading a longer answer would hold other requests up
 _DRAFT_CHARS_MAX = 16 << 10
+_VERIFIED_S = 3_600.0  # after which the rule decides again about a prompt that it found to mean the same
+# of a hit by the same words: as sure as the rule can be, and as rarely audited
+_WORDS_P, _WORDS_AUDITED = 0.998, 0.006
+_NAMESPACES_MAX = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +94,36 @@ class SemanticResult(msgspec.Struct, frozen=True):
     audit: AuditDraw | None = None  # of a would-be hit that is generated instead
 
 
+class _ColdShare:
+    """How many hits that no verdicts vouch for may still be served, by compat, of those that this
+    process sees. Pointers would else repeat such a hit without end.
+    """
+
+    def __init__(self, first: float) -> None:
+        self._first = first
+        self._left: OrderedDict[bytes, float] = OrderedDict()
+
+    def pay(self, compat: bytes, error_max: float) -> None:
+        """One more request pays a share of a hit, as at the cache worker's rule."""
+        left = self._left.pop(compat, self._first) + error_max / COLD_WRONG
+        self._left[compat] = min(self._first, left)
+        if len(self._left) > _NAMESPACES_MAX:
+            self._left.popitem(last=False)
+
+    def has_one(self, compat: bytes) -> bool:
+        return self._left.get(compat, self._first) >= 1.0
+
+    def spend(self, compat: bytes) -> None:
+        """One such hit was served."""
+        self._left[compat] = self._left.get(compat, self._first) - 1.0
+
+
 class SemanticLookup:
     """Finds answers to prompts in other words. One per worker.
 
     `audited` gets the team, the alias and the trial of each audit when it is drawn.
-    `stores_awaited_s` is how long a lookup waits for an answer that is being stored.
+    `stores_awaited_s` is how long a lookup waits for an answer that is being stored. `random` gives
+    numbers in [0, 1) and draws audits of hits by pointers; `clock` gives unix seconds.
     """
 
     def __init__(
@@ -96,6 +134,8 @@ class SemanticLookup:
         bounds: Bounds,
         audited: Callable[[int, str, Trial], AuditDraw] | None = None,
         stores_awaited_s: float = 0.25,
+        random: Callable[[], float] = random.random,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._settings = settings
         self._semantic = semantic
@@ -104,6 +144,9 @@ class SemanticLookup:
         self._audited = audited
         self._stores_awaited_s = stores_awaited_s
         self._volatile = tuple(map(compile_pattern, settings.cache.volatile))
+        self._random = random
+        self._clock = clock
+        self._cold = _ColdShare(COLD_FIRST / settings.workers)
         # by compat: the latest answer on its way to Redis
         self._stores: dict[bytes, asyncio.Future[None]] = {}
 
@@ -122,6 +165,7 @@ class SemanticLookup:
         if storing is not None:  # an answer that this worker is storing may be the hit
             await asyncio.wait((storing,), timeout=self._stores_awaited_s)
         bound = self._bounds.bound(team, alias.name, controls.error_max)
+        self._cold.pay(found.compat, bound.error_max)
         query = Query(found.partition, found.compat, found.text, bound.error_max, bound.untightened)
         result = await self._semantic.lookup(query)
         if isinstance(result, Miss):
@@ -142,12 +186,64 @@ class SemanticLookup:
         if pointed.entry is None:  # the answer is gone: no sample of misses or audits
             reason = pointed.miss.value if pointed.miss else "gone"
             return SemanticResult(similarity=result.similarity, miss_reason=reason)
+        if _is_cold(result):
+            self._cold.spend(found.compat)
         return SemanticResult(
             entry=pointed.entry,
             similarity=result.similarity,
             question=found.text if self._settings.log_prompts else "",
             trial=result.trial,
         )
+
+    def words_key(self, found: Fingerprint, controls: Controls, team: Team, alias: Alias) -> bytes | None:
+        """The key by which this prompt's words may find another request's answer; None if none may."""
+        if found.text is None or controls.no_cache or self._why_not(found, team, alias):
+            return None
+        bound = self._bounds.bound(team, alias.name, controls.error_max)
+        if bound.untightened is not None or thresholds_of(bound.error_max) is None:
+            return None
+        return words_key(found.compat, found.text)
+
+    def follow(
+        self, found: Fingerprint, controls: Controls, team: Team, alias: Alias, looked: Lookup
+    ) -> SemanticResult | None:
+        """What a pointer from this prompt's words means: a hit, or an audit of one; None if the
+        cache worker is to decide.
+        """
+        entry, verified = looked.entry, looked.pointer.verified if looked.pointer is not None else None
+        assert entry is not None
+        if verified is None:
+            chance = _WORDS_AUDITED if self._settings.cache.is_audited else 1.0
+            similarity, trial = 1.0, Trial((entry.exact,), b"", _WORDS_P, chance, b"")
+        else:
+            similarity, trial = verified.similarity, verified.trial
+            bound = self._bounds.bound(team, alias.name, controls.error_max)
+            if bound.error_max < verified.error_max or self._clock() - verified.at > _VERIFIED_S:
+                return None
+            if trial.is_cold:
+                if not self._cold.has_one(found.compat):
+                    return None
+                self._cold.pay(found.compat, bound.error_max)
+        if self._audited is not None and trial.chance < 1.0 and self._random() < trial.chance:
+            audit = self._audited(team.id, alias.name, trial)
+            return SemanticResult(similarity=similarity, miss_reason=MissReason.AUDIT.value, trial=trial, audit=audit)
+        if trial.is_cold:
+            self._cold.spend(found.compat)
+        self._exact.use(entry)
+        question = found.text if self._settings.log_prompts and found.text is not None else ""
+        return SemanticResult(entry=entry, similarity=similarity, question=question, trial=trial)
+
+    async def point(
+        self, found: Fingerprint, controls: Controls, team: Team, alias: Alias, result: SemanticResult
+    ) -> None:
+        """Let this prompt's words find the entry that the cache worker found to answer it."""
+        key = None if controls.no_store else self.words_key(found, controls, team, alias)
+        if key is None or result.entry is None or result.trial is None or result.similarity is None:
+            return
+        trial = msgspec.structs.replace(result.trial, ranked=result.trial.ranked[:1], peers=())
+        error_max = self._bounds.bound(team, alias.name, controls.error_max).error_max
+        with contextlib.suppress(CacheUnavailable):  # then the cache worker decides again
+            await self._exact.point(result.entry, key, Verified(result.similarity, trial, error_max, self._clock()))
 
     def is_findable(self, found: Fingerprint, team: Team, alias: Alias) -> bool:
         """Whether a semantic lookup may find the answer to this request."""
@@ -185,6 +281,10 @@ class SemanticLookup:
         if not team.is_semantic_enabled:
             return "off_for_team"
         return "not_eligible" if found.text is None else ""
+
+
+def _is_cold(hit: Hit) -> bool:
+    return hit.trial is not None and hit.trial.is_cold
 
 
 def draft_of(entry: Entry | None) -> str:

@@ -138,7 +138,12 @@ class Worker:
 
 @pytest.fixture
 async def worker(
-    redis_server: RedisServer, redis: Redis, upstream: Upstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis_server: RedisServer,
+    redis: Redis,
+    upstream: Upstream,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> AsyncIterator[Worker]:
     """A worker with a hard budget and without limits, asked twice by each way."""
     settings = Settings(
@@ -148,7 +153,7 @@ async def worker(
         secret="s" * 32,
         log_format="json",
         engines={},
-        cache={"is_semantic": False},  # type: ignore[arg-type]
+        cache=getattr(request, "param", {"is_semantic": False}),
         models={"mock": {"deployments": [deployment(upstream.url, "plain", "mock?chunks=64")]}},  # type: ignore[dict-item]
     )
     async with open_worker(settings, monkeypatch) as opened:
@@ -206,6 +211,19 @@ async def test_a_hit_from_memory(worker: Worker) -> None:
     await worker.ask("again")
     for stream in (False, True):
         assert await worker.cost("again", stream=stream) == Cost(0, {}, TASKS_OF_A_HIT)
+
+
+@pytest.mark.parametrize("worker", [{"is_audited": False}], indirect=True)
+async def test_a_hit_by_the_same_words(worker: Worker) -> None:
+    """The look-up's one command finds it; what is remembered for feedback follows the answer."""
+    await worker.ask("What is it like there?")
+    for text in (" what is  it like there", "What is it like there ?"):
+        for stream in (False, True):
+            cost = await worker.cost(text, stream=stream)
+            assert cost.commands["EVALSHA"] == 1
+            assert cost.tasks.keys() <= {*TASKS_OF_A_HIT, "Judging._remember"}
+            assert cost.commands.keys() <= {"EVALSHA", "SET"}
+            assert (cost.statements, cost.connections) == (0, 0)
 
 
 async def test_large_limits_cost_nothing(worker: Worker) -> None:
