@@ -33,6 +33,7 @@ from gateway.journey.bill import Booked
 from gateway.journey.budget import Money
 from gateway.journey.flight import Flight, Flights, Reply
 from gateway.journey.generation import Generation
+from gateway.journey.needs import need_at, need_of, values_of
 from gateway.journey.queue import routed
 from gateway.journey.rate_limits import Limits
 from gateway.journey.record import Record, ended_with, record_of
@@ -54,7 +55,7 @@ from gateway.wire.errors import (
     shown,
 )
 from gateway.wire.types import Chunk
-from policies import Route
+from policies import Hold, Route
 
 _STARTING_POLL_S = 0.1
 _FOLLOW_POLL_S, _FOLLOW_POLL_S_MAX = 0.01, 0.2
@@ -336,15 +337,16 @@ class Pipeline:
         # decision: hits-cost-no-tokens
         taking = self.limits.take_tokens(turn.demand, identity)
         try:
-            if generation.alias.unpriced and any(budget.is_hard for budget in identity.budgets):
+            if generation.alias.unpriced and identity.has_hard_money:
                 raise BadRequest(
                     f"The model `{shown(generation.alias.unpriced)}` has no known price, and team {identity.team.name} "
                     "has a hard budget: ask for another model, or set `price` of its deployment",
                     param="model",
                     code="price_unknown",
                 )
-            amount = generation.alias.worst_case_microusd(turn.demand)
-            generation.reserved(await self.money.reserve(identity, turn.arrival.request_id, amount))
+            need = need_of(identity, generation.alias, turn.demand, turn.body, turn.labels)
+            usual = generation.alias.usual_output(turn.demand) if need.usual_tokens is not None else None
+            generation.reserved(await self.money.reserve(identity, turn.arrival.request_id, need), usual)
         finally:
             generation.admitted(await taking)
         if near is not None:
@@ -383,22 +385,31 @@ class Pipeline:
                 alias.check(turn.body, turn.demand, turn.kind)
             except ApiError:
                 continue
-            if not (alias.unpriced and any(budget.is_hard for budget in identity.budgets)):
+            if not (alias.unpriced and identity.has_hard_money):
                 return alias
         return None
 
     async def _cover(self, generation: Generation, deployment: Deployment) -> bool:
-        """Hold what a further try at `deployment` may cost beyond the holds there are.
+        """Hold what a try at `deployment` may cost beyond the holds there are.
 
         Returns False where a budget has no room for it.
         """
-        identity, beyond = generation.identity, generation.beyond_holds(deployment)
-        if beyond <= 0 or not identity.budgets:
-            return True
-        hold_id = f"{generation.turn.arrival.request_id}+{len(generation.more_holds) + 1}"
+        identity, demand, serving = generation.identity, generation.turn.demand, generation.serving
+        request_id, name = generation.turn.arrival.request_id, deployment.name
         try:
-            generation.covered(await self.money.reserve(identity, hold_id, beyond))
-        except (BudgetExceeded, Unavailable):
+            if identity.at_deployments and name not in generation.at_deployments:
+                need = need_at(serving, deployment, demand)
+                hold_id = f"{request_id}@{len(generation.at_deployments) + 1}"
+                generation.covered_at(deployment, await self.money.reserve(identity, hold_id, need, at_deployment=True))
+            beyond = generation.beyond_holds(deployment) if generation.is_beyond_first and identity.budgets else 0
+            if beyond > 0:
+                turn = generation.turn
+                values = {} if identity.is_plain else values_of(identity, generation.alias.name, turn.body, turn.labels)
+                more = msgspec.structs.replace(need_at(serving, deployment, demand, beyond), values=values, requests=0)
+                hold_id = f"{request_id}+{len(generation.more_holds) + 1}"
+                generation.covered(await self.money.reserve(identity, hold_id, more))
+        except (BudgetExceeded, Unavailable) as error:
+            generation.refused_at(deployment, error)
             return False
         return True
 
@@ -433,6 +444,7 @@ class Pipeline:
                 claimed=(claimed.prompt_tokens, claimed.completion_tokens),
                 charged=(usage.prompt_tokens, usage.completion_tokens),
             )
+        generation.learn_length()
         entry, store = self._entry_of(flight)
         duration_ms = generation.turn.elapsed_ms()
         flight.finish(error)
@@ -491,15 +503,24 @@ class Pipeline:
 
     def _account(self, generation: Generation, booked: list[Booked]) -> list[Coroutine[Any, Any, None]]:
         """Settle or release the holds, and correct the tokens that the rate limits took."""
+        others = [*generation.more_holds, *generation.at_deployments.values()]
         works = [self.money.settle(one.hold, one.row) for one in booked]
         if generation.hold is not None and not booked:
             works.append(self.money.release(generation.hold))
-        works += [self.money.release(hold) for hold in generation.more_holds]
+        if others:
+            works = [self._settle_then_release(works, others)]
         if generation.headers is not None and generation.spent is not None:
             used = generation.spent.charged_tokens
             correcting = self.limits.correct(generation.turn.demand, generation.identity, used)
             works += [correcting] if correcting is not None else []
         return works
+
+    async def _settle_then_release(self, works: list[Coroutine[Any, Any, None]], others: list[Hold]) -> None:
+        """Count what was spent before the room of further holds is free again."""
+        try:
+            await asyncio.gather(*works)
+        finally:
+            await asyncio.gather(*(self.money.release(hold) for hold in others))
 
     async def _store(self, generation: Generation, entry: Entry | None, store: str) -> None:
         """Store the entry, if there is one, and the deployment that has this prefix warm now."""
@@ -563,8 +584,11 @@ _FALLS_BACK = frozenset(
 
 
 def _may_fall_back(error: ApiError) -> bool:
-    """Whether an alias cannot answer: it is down, its contexts are too small, or it is too dear."""
-    return error.error_code in _FALLS_BACK or (isinstance(error, Upstream) and error.raw_body is None)
+    """Whether an alias cannot answer: it is down, its contexts are too small, it is too dear, or the
+    budgets of its deployments are spent.
+    """
+    is_upstream = isinstance(error, Upstream) and error.raw_body is None
+    return error.error_code in _FALLS_BACK or is_upstream or isinstance(error, BudgetExceeded)
 
 
 def _is_permanent(error: ApiError) -> bool:

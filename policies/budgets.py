@@ -1,10 +1,12 @@
 """Budgets: reserve the worst case before a generation, settle or release it once after.
 
 Knows no HTTP, models or SQL. Redis counts spend per team in all five windows, with or without a
-budget on them. A budget is only a limit on such a count, so a change in the middle of a window
-takes effect at once. Invariants:
+budget on them. A budget on a team's money is only a limit on such a count, so a change in the middle
+of a window takes effect at once; other budgets have counts of their own (`policies/counters.py`).
+Invariants:
 
-- a reserve succeeds only if spent + held + amount <= limit for every hard budget of the team;
+- a reserve succeeds only if spent + held + amount <= limit for every hard budget that applies, all of
+  them in one script; where a budget allows overdraft, the amount is that of a usual answer;
 - a hold is settled or released at most once, even if the call is repeated, and expires with its
   lease;
 - one script writes the spend and its ledger entry: sum(ledger, drained or not) == spent.
@@ -32,6 +34,7 @@ import msgspec
 
 from policies import holds as keys_of
 from policies import scripts
+from policies.counters import OTHER, Counter, Need, applying, counter_of, counters_of
 from policies.holds import (
     LEDGER_LOCK,
     LEDGER_SET_ASIDE,
@@ -39,14 +42,20 @@ from policies.holds import (
     READY_KEY,
     SETTLED_KEPT_S,
     BudgetState,
+    Charge,
     Hold,
+    Taken,
 )
 from policies.prices import MICROUSD_MAX, MicroUSD
 from policies.redis import Redis
 from policies.settle_batch import Defer, SettleBatch
-from policies.windows import PLACES, Budget, Window, window_at
+from policies.windows import BUCKETS, PLACES, Budget, Overdraft, Window, WindowKind
+
+VALUES_MAX = 1000
+"""The values of a budget that have a count of their own, each window; further ones share one."""
 
 _RESTATE_BATCH = 200
+_READ_BATCH = 500
 
 
 class NotReady(Exception):
@@ -63,13 +72,15 @@ class LockLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A hard budget has no room for `amount_microusd`; nothing was held.
+    """A hard budget has no room for `amount`, in its unit; nothing was held.
 
-    `resets_in_s` is None where the window never ends.
+    Of several such budgets `state` is of the one that has room last. `resets_in_s` is None where the
+    window never ends.
     """
 
     state: BudgetState
-    amount_microusd: MicroUSD
+    limit: int
+    amount: int
     resets_in_s: float | None
 
 
@@ -80,6 +91,27 @@ class DrainedSpend:
     team_id: int
     window: Window
     spent_microusd: MicroUSD
+
+
+class OwnSpend(msgspec.Struct, frozen=True):
+    """What the ledger's rows in SQL add to a count that budgets have of their own."""
+
+    name: str
+    field: str
+    spent: int
+    keep_until_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Intent:
+    """A hold that may be taken, of `counters` and for `budgets`.
+
+    `hold` has whatever could be taken, so that releasing it releases all of it.
+    """
+
+    hold: Hold
+    budgets: tuple[Budget, ...]
+    counters: tuple[Counter, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,80 +138,112 @@ class Budgets:
         clock: Callable[[], float] = time.time,
         lease_clock_ms: Callable[[], int] | None = None,
         defer: Defer | None = None,
+        values_max: int = VALUES_MAX,
     ) -> None:
+        self._values_max = values_max
         self._redis = redis
         self._clock = clock
         self._lease_clock_ms = lease_clock_ms
         self._settle_batch = SettleBatch(redis, defer)
 
     async def reserve(
-        self, hold_id: str, team_id: int, budgets: Sequence[Budget], amount_microusd: MicroUSD, lease_s: float
+        self, hold_id: str, team_id: int, budgets: Sequence[Budget], need: Need | MicroUSD, lease_s: float
     ) -> Hold | Refused:
-        """Hold `amount_microusd` against all of `budgets` (one team's) or none of them. A repeated
-        call holds once.
+        """Hold what `need` says (or so many µUSD) against all of `budgets` that apply (one team's),
+        or none of them. A repeated call holds once.
 
-        A team without budgets gets an empty hold, without a round trip. Raises NotReady,
+        A request that no budget limits gets an empty hold, without a round trip. Raises NotReady,
         HoldClosed, and ValueError for an amount outside [0, MICROUSD_MAX] or a hold id with a `|`.
         """
-        return await self.hold(self.intended(hold_id, team_id, budgets, amount_microusd), budgets, lease_s)
+        return await self.hold(self.intended(hold_id, team_id, budgets, need), lease_s)
 
-    def intended(self, hold_id: str, team_id: int, budgets: Sequence[Budget], amount_microusd: MicroUSD) -> Hold:
+    def intended(self, hold_id: str, team_id: int, budgets: Sequence[Budget], need: Need | MicroUSD) -> Intent:
         """The hold that `hold` would take now.
 
-        A caller that lost the reply of `hold` can release this value.
+        A caller that lost the reply of `hold` can release the intent's.
         """
-        if not budgets:
-            return self.unreserved(hold_id, team_id)
-        kinds = (
-            tuple(sorted({b.window for b in budgets}, key=PLACES.__getitem__))
-            if len(budgets) > 1
-            else (budgets[0].window,)
+        if isinstance(need, int):
+            keys_of.member(hold_id, need)
+            need, some = Need(need), list(budgets)
+        else:
+            some = applying(budgets, need)
+        if not some:
+            return Intent(self.unreserved(hold_id, team_id), (), ())
+        at_ms = self._now_ms()
+        counters = counters_of(team_id, some, need, at_ms)
+        keys_of.member(hold_id, need.most(some[0].unit))
+        amounts = {c.name: {c.most, c.usual} for c in counters}
+        more = tuple(
+            counter.taken(hold_id, amount, is_other=is_other)
+            for counter in counters
+            for amount in amounts[counter.name]
+            for is_other in ((False, True) if counter.values else (False,))
         )
-        return Hold(hold_id, team_id, self._now_ms(), amount_microusd, kinds)
+        return Intent(Hold(hold_id, team_id, at_ms, more=more), tuple(some), tuple(counters))
 
-    async def hold(self, hold: Hold, budgets: Sequence[Budget], lease_s: float) -> Hold | Refused:
-        """Take an intended hold against the `budgets` it was made for.
-
-        Result and errors are those of `reserve`.
-        """
-        if not hold.held:
+    async def hold(self, intent: Intent, lease_s: float) -> Hold | Refused:
+        """Take an intended hold. Result and errors are those of `reserve`."""
+        hold, counters = intent.hold, intent.counters
+        if not counters:
             return hold
-        amount_microusd, kinds = hold.amount_microusd, hold.held
-        hour = keys_of.hour_at(hold.team_id, hold.at_ms)
-        places = [PLACES[kind] for kind in kinds]
+        keys: list[str] = [READY_KEY, keys_of.done_key(hold.id)]
+        arguments: list[Any] = [self._lease_now(), hold.id, int(lease_s * 1000), len(counters)]
         limits: list[Any] = []
-        for budget in budgets:
-            limits += [kinds.index(budget.window) + 1, budget.limit_microusd, int(budget.is_hard)]
-        reply = await self._redis.eval(
-            scripts.RESERVE,
-            2 + 2 * len(places),
-            READY_KEY,
-            keys_of.done_key(hold.id),
-            *_pairs(hour, places),
-            self._lease_now(),
-            keys_of.member(hold.id, amount_microusd),
-            amount_microusd,
-            int(lease_s * 1000),
-            len(places),
-            *[hour.keeps[place] for place in places],
-            *limits,
-        )
+        for place, one in enumerate(counters, 1):
+            keys += keys_of.count_keys(one.name)
+            most = self._values_max if one.values else 0
+            arguments += (one.most, one.usual, one.keep_until_ms, one.oldest, most, one.digest, one.shown)
+            for budget in one.budgets:
+                may_cut = budget.overdraft is Overdraft.TRUNCATE
+                limits += (place, budget.limit_at(hold.at_ms), int(budget.is_hard), int(may_cut))
+        for one in counters:
+            if one.values:
+                keys += (keys_of.values_key(one.values), *keys_of.count_keys(one.other))
+        reply = await self._redis.eval(scripts.RESERVE, len(keys), *keys, *arguments, *limits)
         if reply[0] == -1:
             raise NotReady("the ledger is being counted")
         if reply[0] == -2:
             raise HoldClosed(hold.id)
-        passed = []
-        for budget in budgets:
-            i = kinds.index(budget.window)
-            spent, held = int(reply[1 + 2 * i]), int(reply[2 + 2 * i])
-            if spent + held + amount_microusd > budget.limit_microusd:
-                passed.append(BudgetState(budget, hour.windows[places[i]], spent, held))
+        counts = [(int(reply[1 + 3 * i]), int(reply[2 + 3 * i]), reply[3 + 3 * i] == 1) for i in range(len(counters))]
         if reply[0] == 0:
-            # the budget that resets last decides when the amount can fit
-            worst = max((s for s in passed if s.budget.is_hard), key=lambda s: s.window.end_ms or float("inf"))
-            return Refused(worst, amount_microusd, worst.resets_in_s(hold.at_ms / 1000))
-        warnings = tuple(s for s in passed if not s.budget.is_hard)
-        return msgspec.structs.replace(hold, warnings=warnings) if warnings else hold
+            return await self._refused(hold.at_ms, counters, counts)
+        return _taken(hold, counters, counts, is_cut=reply[0] == 2)
+
+    async def _refused(
+        self, at_ms: int, counters: Sequence[Counter], counts: Sequence[tuple[int, int, bool]]
+    ) -> Refused:
+        """The refusal by the budget that has room last."""
+        found: list[Refused] = []
+        for one, (spent, held, is_other) in zip(counters, counts, strict=True):
+            for budget in one.budgets:
+                amount = one.usual if budget.overdraft is Overdraft.TRUNCATE else one.most
+                over = spent + held + amount - budget.limit_at(at_ms)
+                if over <= 0 or not budget.is_hard:
+                    continue
+                frees_at_ms = None
+                if budget.window is WindowKind.ROLLING:
+                    frees_at_ms = await self._frees_at_ms(budget, one.other if is_other else one.name, over, at_ms)
+                state = BudgetState(
+                    budget=budget,
+                    window=budget.window_at(at_ms),
+                    spent=spent,
+                    held=held,
+                    value="*" if is_other else one.shown,
+                    frees_at_ms=frees_at_ms,
+                )
+                found.append(Refused(state, budget.limit_at(at_ms), amount, state.resets_in_s(at_ms / 1000)))
+        return max(found, key=lambda one: float("inf") if one.resets_in_s is None else one.resets_in_s)
+
+    async def _frees_at_ms(self, budget: Budget, name: str, over: int, at_ms: int) -> int:
+        """When so much of a rolling window's spend has left it; its length from now at the latest."""
+        fields = await self._redis.execute_command("HGETALL", keys_of.count_keys(name)[0])
+        flat = list(fields.items()) if isinstance(fields, dict) else list(zip(fields[::2], fields[1::2], strict=True))
+        length_ms = budget.rolling_s * 1000
+        for bucket, spent in sorted((int(field), int(value)) for field, value in flat if field != b"held"):
+            over -= spent
+            if over <= 0:
+                return max(at_ms, (bucket + BUCKETS + 1) * length_ms // BUCKETS + 1)
+        return at_ms + length_ms
 
     def unreserved(self, hold_id: str, team_id: int) -> Hold:
         """An empty hold taken now: for a team without budgets, or where the gateway may serve
@@ -187,34 +251,28 @@ class Budgets:
         """
         return Hold(hold_id, team_id, self._now_ms())
 
-    async def settle(self, hold: Hold, spend_microusd: MicroUSD, row: bytes) -> bool:
+    async def settle(self, hold: Hold, spend_microusd: MicroUSD, row: bytes, charges: Sequence[Charge] = ()) -> bool:
         """End `hold`, count `spend_microusd` in all windows of its moment, and append `row` to the
-        ledger's stream.
+        ledger's stream. `charges` are what it adds to the counts of budgets.
 
         Returns False if the hold was settled or released before. The spend may exceed the hold.
-        `row` is opaque here; it must carry the hold's id, team and moment, and the same spend.
-        Raises ValueError for a spend outside [0, MICROUSD_MAX].
+        `row` is opaque here; it must carry the hold's id, team and moment, the same spend and the
+        charges. Raises ValueError for a spend outside [0, MICROUSD_MAX].
         """
         if not 0 <= spend_microusd <= MICROUSD_MAX:
             raise ValueError(f"spend_microusd must be in [0, {MICROUSD_MAX}], not {spend_microusd}")
-        return await self._settle_batch.settle(hold, spend_microusd, row)
+        return await self._settle_batch.settle(hold, spend_microusd, row, charges)
 
     async def release(self, hold: Hold) -> bool:
         """End `hold` without spend and ledger row.
 
         Returns False if it was settled or released before.
         """
-        pairs = _pairs(keys_of.hour_at(hold.team_id, hold.at_ms), [PLACES[kind] for kind in hold.held])
-        reply = await self._redis.eval(
-            scripts.RELEASE,
-            1 + len(pairs),
-            keys_of.done_key(hold.id),
-            *pairs,
-            SETTLED_KEPT_S * 1000,
-            keys_of.member(hold.id, hold.amount_microusd),
-            hold.amount_microusd,
-        )
-        return bool(reply == 1)
+        keys, arguments = [keys_of.done_key(hold.id)], list[Any]([SETTLED_KEPT_S * 1000])
+        for taken in _all_of(hold):
+            keys += keys_of.count_keys(taken.name)
+            arguments += (taken.member, taken.amount)
+        return bool(await self._redis.eval(scripts.RELEASE, len(keys), *keys, *arguments) == 1)
 
     async def renew(self, holds: Sequence[Hold], lease_s: float) -> None:
         """Extend the leases of running generations, from now; call it a few times per lease.
@@ -222,38 +280,56 @@ class Budgets:
         Takes a hold again that expired or that Redis lost, without checking the limits: its
         generation is running. Does not take again a hold that was settled or released.
         """
-        await asyncio.gather(*(self._renew(hold, lease_s) for hold in holds if hold.held))
+        await asyncio.gather(*(self._renew(hold, lease_s) for hold in holds if hold.is_held))
 
     async def _renew(self, hold: Hold, lease_s: float) -> None:
-        hour = keys_of.hour_at(hold.team_id, hold.at_ms)
-        places = [PLACES[kind] for kind in hold.held]
-        pairs = _pairs(hour, places)
-        await self._redis.eval(
-            scripts.RENEW,
-            1 + len(pairs),
-            keys_of.done_key(hold.id),
-            *pairs,
-            self._lease_now(),
-            keys_of.member(hold.id, hold.amount_microusd),
-            hold.amount_microusd,
-            int(lease_s * 1000),
-            *[hour.keeps[place] for place in places],
-        )
+        keys, arguments = [keys_of.done_key(hold.id)], [self._lease_now(), int(lease_s * 1000)]
+        for taken in _all_of(hold):
+            keys += keys_of.count_keys(taken.name)
+            arguments += (taken.member, taken.amount, taken.keep_until_ms)
+        await self._redis.eval(scripts.RENEW, len(keys), *keys, *arguments)
 
-    async def spent(self, budgets: Sequence[Budget]) -> tuple[BudgetState, ...]:
-        """The amounts that count against each of `budgets` now, in their order; they may belong to
-        several teams.
+    async def spent(self, budgets: Sequence[Budget], at_ms: int | None = None) -> tuple[BudgetState, ...]:
+        """The amounts that count against each of `budgets` now, or at `at_ms`, in their order; they
+        may belong to several teams. Of a budget on each value it is that of the fullest.
         """
-        if not budgets:
-            return ()
-        at_ms = self._now_ms()
-        windows = [window_at(budget.window, at_ms) for budget in budgets]
-        pairs = [key for b in budgets for key in _pairs(keys_of.hour_at(b.team_id, at_ms), [PLACES[b.window]])]
-        reply = await self._redis.eval(scripts.SPENT, len(pairs), *pairs, self._lease_now())
-        return tuple(
-            BudgetState(budget, window, int(reply[2 * i]), int(reply[2 * i + 1]))
-            for i, (budget, window) in enumerate(zip(budgets, windows, strict=True))
-        )
+        fullest: dict[int, BudgetState] = {}
+        for place, state in await self._states(budgets, self._now_ms() if at_ms is None else at_ms):
+            known = fullest.get(place)
+            if known is None or state.spent + state.held > known.spent + known.held:
+                fullest[place] = state
+        return tuple(fullest[place] for place in range(len(budgets)))
+
+    async def states(self, budgets: Sequence[Budget], at_ms: int | None = None) -> tuple[BudgetState, ...]:
+        """As `spent`, with a state of each value that has a count."""
+        found = await self._states(budgets, self._now_ms() if at_ms is None else at_ms)
+        return tuple(state for _, state in found)
+
+    async def _states(self, budgets: Sequence[Budget], at_ms: int) -> list[tuple[int, BudgetState]]:
+        """Each state with the place of its budget. A budget on each value has one at least."""
+        places: list[tuple[int, Budget, str, Counter]] = []
+        for place, budget in enumerate(budgets):
+            counter = counter_of(budget, budget.team_id, budget.value or "", at_ms)
+            if not counter.values:
+                places.append((place, budget, counter.shown, counter))
+                continue
+            found = await self._redis.execute_command("HGETALL", keys_of.values_key(counter.values))
+            flat = list(found.items()) if isinstance(found, dict) else zip(found[::2], found[1::2], strict=True)
+            names = {digest.decode(): shown.decode("utf-8", "replace") for digest, shown in flat} | {OTHER: "*"}
+            for digest, shown in names.items():
+                name = counter.other if digest == OTHER else counter.name.replace(counter.digest, digest)
+                one = msgspec.structs.replace(counter, name=name)
+                places.append((place, budget, shown, one))
+        states = []
+        for start in range(0, len(places), _READ_BATCH):
+            batch = places[start : start + _READ_BATCH]
+            keys = [key for *_, one in batch for key in keys_of.count_keys(one.name)]
+            oldest = [one.oldest for *_, one in batch]
+            reply = await self._redis.eval(scripts.SPENT, len(keys), *keys, self._lease_now(), *oldest)
+            for i, (place, budget, shown, _) in enumerate(batch):
+                window = budget.window_at(at_ms)
+                states.append((place, BudgetState(budget, window, int(reply[2 * i]), int(reply[2 * i + 1]), shown)))
+        return states
 
     async def is_ready(self) -> bool:
         """Whether Redis has counts, so that `reserve` works."""
@@ -283,6 +359,19 @@ class Budgets:
             drift += int(reply[1])
         return Restated(windows, drift)
 
+    async def restate_own(self, drained: Sequence[OwnSpend], lock_token: str) -> int:
+        """As `restate`, for the counts that budgets have of their own. Returns how many it corrected."""
+        corrected = 0
+        for start in range(0, len(drained), _READ_BATCH):
+            batch = drained[start : start + _READ_BATCH]
+            keys = [LEDGER_LOCK, LEDGER_STREAM, LEDGER_SET_ASIDE, *(keys_of.count_keys(one.name)[0] for one in batch)]
+            arguments = [part for one in batch for part in (one.name, one.field, one.spent, one.keep_until_ms)]
+            reply = await self._redis.eval(scripts.RESTATE_OWN, len(keys), *keys, lock_token, *arguments)
+            if reply[0] == -1:
+                raise LockLost
+            corrected += reply[0]
+        return corrected
+
     async def mark_ready(self, lock_token: str) -> None:
         """Enable `reserve`, after every present window was restated. Raises LockLost."""
         if await self._redis.eval(scripts.MARK_READY, 2, LEDGER_LOCK, READY_KEY, lock_token) == -1:
@@ -295,6 +384,43 @@ class Budgets:
         return "" if self._lease_clock_ms is None else self._lease_clock_ms()
 
 
-def _pairs(hour: keys_of.Hour, places: Sequence[int]) -> list[str]:
-    """The spend key and the holds key of each window."""
-    return [key for place in places for key in (hour.spends[place], hour.holds[place])]
+def _taken(hold: Hold, counters: Sequence[Counter], counts: Sequence[tuple[int, int, bool]], *, is_cut: bool) -> Hold:
+    """The hold as it was taken. Equal amounts of the team's own windows are kept as their kinds."""
+    held: list[WindowKind] = []
+    more: list[Taken] = []
+    warnings: list[BudgetState] = []
+    amount_microusd: int | None = None
+    for one, (spent, held_before, is_other) in zip(counters, counts, strict=True):
+        amount = one.usual if is_cut else one.most
+        if one.is_shared and amount_microusd in (None, amount):
+            amount_microusd = amount
+            held.append(one.budgets[0].window)
+        else:
+            more.append(one.taken(hold.id, amount, is_other=is_other))
+        for budget in one.budgets:
+            if not budget.is_hard and spent + held_before + amount > budget.limit_at(hold.at_ms):
+                window = budget.window_at(hold.at_ms)
+                warnings.append(BudgetState(budget, window, spent, held_before, one.shown))
+    return Hold(
+        id=hold.id,
+        team_id=hold.team_id,
+        at_ms=hold.at_ms,
+        amount_microusd=amount_microusd or 0,
+        held=tuple(sorted(held, key=PLACES.__getitem__)),
+        warnings=tuple(warnings),
+        more=tuple(more),
+        is_cut=is_cut,
+    )
+
+
+def _all_of(hold: Hold) -> list[Taken]:
+    """All that a hold takes, also of its team's own windows."""
+    found = list(hold.more)
+    if hold.held:
+        hour = keys_of.hour_at(hold.team_id, hold.at_ms)
+        name = keys_of.member(hold.id, hold.amount_microusd)
+        for kind in hold.held:
+            place = PLACES[kind]
+            count = f"{hold.team_id}:{hour.windows[place].id}"
+            found.append(Taken(count, name, hold.amount_microusd, hour.keeps[place]))
+    return found

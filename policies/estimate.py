@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -237,3 +238,29 @@ class Estimate:
 
 def _certainty(prompt_tokens: float) -> float:
     return 1.0 / (1.0 + prompt_tokens / _NOISE_SPAN_TOKENS) ** 2
+
+
+_LENGTHS_KEPT = 256
+_LENGTHS_LEAST = 20
+_LENGTHS_SHARE = 0.95
+
+
+class Lengths:
+    """The tokens of the latest answers of an alias, each of one choice.
+
+    Until enough answers were seen there is no usual length: a budget then holds the longest answer.
+    """
+
+    def __init__(self) -> None:
+        self._latest: deque[int] = deque(maxlen=_LENGTHS_KEPT)
+
+    def add(self, tokens: int) -> None:
+        """Count a complete answer."""
+        self._latest.append(tokens)
+
+    def usual(self) -> int | None:
+        """The 95% quantile, rounded up to an answer that was seen; None for fewer than 20 answers."""
+        if len(self._latest) < _LENGTHS_LEAST:
+            return None
+        ordered = sorted(self._latest)
+        return ordered[min(len(ordered) - 1, int(_LENGTHS_SHARE * len(ordered)))]

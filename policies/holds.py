@@ -1,13 +1,15 @@
 """A hold's value, and the keys of money in Redis: one slot (`{money}`), so that one script can move
 all of it.
 
-    {money}:spend:TEAM:WINDOW   hash    `spent` and `held`, µUSD
-    {money}:holds:TEAM:WINDOW   zset    `id|amount` of each hold by the end of its lease, ms
+    {money}:spend:COUNT         hash    `held`, and `spent` or what each bucket of a rolling window has
+    {money}:holds:COUNT         zset    `id|amount` of each hold by the end of its lease, ms
+    {money}:values:BUDGET:TIME  hash    the values that have a count of their own: digest, text
     {money}:done:HOLD           string  marks a settled or released hold, for SETTLED_KEPT_S
     {money}:ledger              stream  rows on their way to SQL
     {money}:ready               string  exists once the ledger is counted
 
-Does not call Redis. Invariant: a key contains its window's id, so no key is ever reset.
+A count is named `TEAM:WINDOW`, or `bBUDGET.EPOCH:DIGEST:WINDOW` for a budget of its own. Does not
+call Redis. Invariant: a key contains its window's id, so no key is ever reset.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from functools import lru_cache
 import msgspec
 
 from policies.prices import MICROUSD_MAX, MicroUSD
-from policies.windows import HOUR_MS, Budget, Window, WindowKind, windows_at
+from policies.windows import HOUR_MS, Budget, Unit, Window, WindowKind, windows_at
 
 # decision: money-one-slot
 _PREFIX = "sameway:{money}:"
@@ -38,23 +40,52 @@ WINDOW_KEPT_S = 2 * 86_400
 
 @dataclass(frozen=True, slots=True)
 class BudgetState:
-    """A budget, and the amounts that counted against it when Redis was asked."""
+    """A budget, and the amounts that counted against it when Redis was asked, in its unit.
+
+    `value` is the value that they belong to: `=` and a text, `-` for requests without one, `*` for
+    those that share a count; empty where the budget has one count. `frees_at_ms` is when a rolling
+    window has the room that was asked for.
+    """
 
     budget: Budget
     window: Window
-    spent_microusd: MicroUSD
-    held_microusd: MicroUSD
+    spent: int
+    held: int
+    value: str = ""
+    frees_at_ms: int | None = None
 
     def resets_in_s(self, now_s: float) -> float | None:
-        """Seconds until the window ends; None where it never does."""
-        return None if self.window.end_ms is None else max(0.0, self.window.end_ms / 1000 - now_s)
+        """Seconds until the window ends, or has room; None where it never does."""
+        end_ms = self.window.end_ms if self.frees_at_ms is None else self.frees_at_ms
+        return None if end_ms is None else max(0.0, end_ms / 1000 - now_s)
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """What a hold takes of one count. `field` gets the spend; empty: the count gets it otherwise."""
+
+    name: str
+    member: str
+    amount: int
+    keep_until_ms: int
+    field: str = ""
+    unit: Unit = Unit.MONEY
+
+
+class Charge(msgspec.Struct, frozen=True, array_like=True):
+    """What a row of the ledger adds to a count of a budget."""
+
+    name: str
+    field: str
+    amount: int
+    keep_until_ms: int
 
 
 class Hold(msgspec.Struct, frozen=True):
     """Money reserved for one generation that began at `at_ms`, unix milliseconds.
 
-    A team without budgets gets `amount_microusd` 0 and no `held` windows.
-    `warnings` are the soft budgets that this hold exceeds.
+    A team without budgets gets `amount_microusd` 0 and no `held` windows. `more` is what it takes of
+    other counts, or of these in other amounts. `warnings` are the soft budgets that this hold
+    exceeds. `is_cut`: it has room for an answer of the usual length only.
     """
 
     id: str
@@ -63,6 +94,19 @@ class Hold(msgspec.Struct, frozen=True):
     amount_microusd: MicroUSD = 0
     held: tuple[WindowKind, ...] = ()
     warnings: tuple[BudgetState, ...] = ()
+    more: tuple[Taken, ...] = ()
+    is_cut: bool = False
+
+    @property
+    def microusd(self) -> int:
+        """The money that it holds, of the count with the least."""
+        amounts = [taken.amount for taken in self.more if taken.unit is Unit.MONEY]
+        return min([*amounts, *([self.amount_microusd] if self.held else [])], default=0)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether something is held."""
+        return bool(self.held or self.more)
 
 
 class Hour(msgspec.Struct, frozen=True):
@@ -99,6 +143,15 @@ def spend_key(team_id: int, window: Window) -> str:
 
 def holds_key(team_id: int, window: Window) -> str:
     return f"{_PREFIX}holds:{team_id}:{window.id}"
+
+
+def count_keys(name: str) -> tuple[str, str]:
+    """The spend key and the holds key of a count."""
+    return f"{_PREFIX}spend:{name}", f"{_PREFIX}holds:{name}"
+
+
+def values_key(name: str) -> str:
+    return f"{_PREFIX}values:{name}"
 
 
 def done_key(hold_id: str) -> str:

@@ -2,7 +2,8 @@
 given.
 
 They know no windows in time and no SQL. Invariant, for every spend key: `held` is the sum of the
-amounts of its holds, and `spent` the sum of the spends of the ledger rows of its team and window.
+amounts of its holds, and `spent` the sum of what the ledger rows that draw on the count add to it.
+A rolling window's key has a field for each bucket of time instead of `spent`.
 
 A hold is a member `id|amount` of a sorted set beside each spend key, scored by the end of its lease
 (ms). The member contains all that a script needs to expire the hold, so no script needs a key that
@@ -27,22 +28,34 @@ local function sweep(spend, holds)
   if freed > 0 then redis.call('HINCRBY', spend, 'held', string.format('%.0f', -freed)) end
   return freed
 end
-local function read(spend)
-  local pair = redis.call('HMGET', spend, 'spent', 'held')
-  return tonumber(pair[1] or 0), tonumber(pair[2] or 0)
+local function read(spend, oldest)
+  if not oldest or oldest == '' then
+    local pair = redis.call('HMGET', spend, 'spent', 'held')
+    return tonumber(pair[1] or 0), tonumber(pair[2] or 0)
+  end
+  local all, spent, held = redis.call('HGETALL', spend), 0, 0
+  for f = 1, #all, 2 do
+    if all[f] == 'held' then held = tonumber(all[f + 1])
+    elseif tonumber(all[f]) < tonumber(oldest) then redis.call('HDEL', spend, all[f])
+    else spent = spent + tonumber(all[f + 1]) end
+  end
+  return spent, held
 end
 local function keep(key, until_ms)
   if until_ms ~= '0' then redis.call('PEXPIREAT', key, until_ms) end
 end
 """
 
-# KEYS ready, done, then spend and holds of each window.
-# ARGV now, member, amount, lease_ms, windows, keep_until of each window, then window, limit,
-# is_hard of each budget.
-# Replies {code, spent and held of each window as they were without this hold}: 1 taken, 0 refused,
-# -1 not ready, -2 closed. The script looks for expired holds only if a budget would be exceeded
-# with them; before, they change nothing. It sets a key's expiry when the key begins: without
-# members, `holds` does not exist.
+# KEYS ready, done, then spend and holds of each count, then of each count that belongs to a value:
+# the set of values, spend and holds of the count that further values share.
+# ARGV now, hold's id, lease_ms, counts, then of each count: most, usual, keep_until, oldest bucket
+# or '', values at most (0: it belongs to no value), digest, text; then of each budget: count, limit,
+# is_hard, may_cut.
+# Replies {code, spent and held of each count as they were without this hold, 1 if the count that
+# further values share was taken}: 1 taken, 2 taken with the usual amounts, 0 refused, -1 not ready,
+# -2 closed. `may_cut`: a budget without room for the most takes the usual. The script looks for
+# expired holds only if a budget would be exceeded with them; before, they change nothing. It sets a
+# key's expiry when the key begins: without members, `holds` does not exist.
 RESERVE = (
     _NOW
     + _SWEEP
@@ -50,32 +63,62 @@ RESERVE = (
 local states = redis.call('MGET', KEYS[1], KEYS[2])
 if not states[1] then return {-1} end
 if states[2] then return {-2} end
-local member, amount, windows = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[5])
-local lease_end = string.format('%.0f', now + tonumber(ARGV[4]))
-local reply, is_new = {1}, {}
-for w = 1, windows do
-  local spend, holds = KEYS[1 + 2 * w], KEYS[2 + 2 * w]
-  is_new[w] = redis.call('ZADD', holds, lease_end, member) == 1
-  local spent, held = read(spend)
-  if not is_new[w] then held = held - amount end
-  reply[2 * w], reply[2 * w + 1] = spent, held
-end
-for b = 6 + windows, #ARGV, 3 do
-  local w, limit = tonumber(ARGV[b]), tonumber(ARGV[b + 1])
-  if is_new[w] and reply[2 * w] + reply[2 * w + 1] + amount > limit then
-    reply[2 * w + 1] = reply[2 * w + 1] - sweep(KEYS[1 + 2 * w], KEYS[2 + 2 * w])
-    if ARGV[b + 2] == '1' and reply[2 * w] + reply[2 * w + 1] + amount > limit then reply[1] = 0 end
+local id, counts = ARGV[2], tonumber(ARGV[4])
+local lease_end = string.format('%.0f', now + tonumber(ARGV[3]))
+local spends, holds, values, other, spent, held, is_new = {}, {}, {}, {}, {}, {}, {}
+local k = 3 + 2 * counts
+for c = 1, counts do
+  local a = 7 * c - 2
+  spends[c], holds[c], other[c] = KEYS[1 + 2 * c], KEYS[2 + 2 * c], 0
+  local most = tonumber(ARGV[a + 4])
+  if most > 0 then
+    if redis.call('HEXISTS', KEYS[k], ARGV[a + 5]) == 0 then
+      if redis.call('HLEN', KEYS[k]) < most then
+        values[c] = KEYS[k]
+      else
+        spends[c], holds[c], other[c] = KEYS[k + 1], KEYS[k + 2], 1
+      end
+    end
+    k = k + 3
+  end
+  spent[c], held[c] = read(spends[c], ARGV[a + 3])
+  is_new[c] = true
+  for _, amount in ipairs({ARGV[a], ARGV[a + 1]}) do
+    if is_new[c] and redis.call('ZSCORE', holds[c], id .. '|' .. amount) then
+      is_new[c] = false
+      held[c] = held[c] - tonumber(amount)
+      redis.call('ZADD', holds[c], lease_end, id .. '|' .. amount)
+    end
   end
 end
-for w = 1, windows do
-  local spend, holds = KEYS[1 + 2 * w], KEYS[2 + 2 * w]
-  if reply[1] == 0 then
-    if is_new[w] then redis.call('ZREM', holds, member) end
-  elseif is_new[w] then
-    redis.call('HINCRBY', spend, 'held', ARGV[3])
-    if reply[2 * w + 1] == 0 then
-      keep(spend, ARGV[5 + w])
-      keep(holds, ARGV[5 + w])
+local function fits(is_cut)
+  for b = 5 + 7 * counts, #ARGV, 4 do
+    local c = tonumber(ARGV[b])
+    local a = 7 * c - 2
+    local amount = tonumber(ARGV[(is_cut and ARGV[b + 3] == '1') and a + 1 or a])
+    if is_new[c] and spent[c] + held[c] + amount > tonumber(ARGV[b + 1]) then
+      held[c] = held[c] - sweep(spends[c], holds[c])
+      if ARGV[b + 2] == '1' and spent[c] + held[c] + amount > tonumber(ARGV[b + 1]) then return false end
+    end
+  end
+  return true
+end
+local code = fits(false) and 1 or fits(true) and 2 or 0
+local reply = {code}
+for c = 1, counts do
+  local a = 7 * c - 2
+  reply[3 * c - 1], reply[3 * c], reply[3 * c + 1] = spent[c], held[c], other[c]
+  if code > 0 and is_new[c] then
+    local amount = ARGV[a + code - 1]
+    if values[c] then
+      redis.call('HSET', values[c], ARGV[a + 5], ARGV[a + 6])
+      keep(values[c], ARGV[a + 2])
+    end
+    redis.call('ZADD', holds[c], lease_end, id .. '|' .. amount)
+    redis.call('HINCRBY', spends[c], 'held', amount)
+    if held[c] == 0 then
+      keep(spends[c], ARGV[a + 2])
+      keep(holds[c], ARGV[a + 2])
     end
   end
 end
@@ -83,20 +126,14 @@ return reply
 """
 )
 
-_LET_GO = """
-local function let_go(spend, holds, member, amount)
-  if redis.call('ZREM', holds, member) == 1 and amount ~= '0' then
-    redis.call('HINCRBY', spend, 'held', '-' .. amount)
-  end
-end
-"""
-
 # Settles many holds, in groups of one team, hour and set of held windows.
 # KEYS ledger, then of each group: spend of the five windows of its moment, holds of each window
-# held, done of each settlement.
+# held, done of each settlement, spend and holds of each further count of each settlement.
 # ARGV done_ms, then of each group: settlements, windows held, team, keep_until of each window,
-# place (0 to 4) of each window held; and of each settlement: member, amount, spend, at_ms, row. A
-# group's sums stay below 2**53.
+# place (0 to 4) of each window held; of each settlement: member, amount, spend, at_ms, row, further
+# counts; and of each of these: member or '', amount held, amount to add, its field, keep_until. A
+# group's sums stay below 2**53. An entry of the stream has in `charges` what was added to counts
+# other than the five.
 # Replies for each settlement 1, or 0 if its hold was settled or released before. A window's first
 # spend sets its count's expiry. Rows come before counts: if Redis refuses a count (a key of another
 # type), the ledger has the row.
@@ -104,25 +141,44 @@ SETTLE = """
 local reply, k, a = {}, 2, 2
 while a <= #ARGV do
   local count, held, team = tonumber(ARGV[a]), tonumber(ARGV[a + 1]), ARGV[a + 2]
-  local keeps, places, items = a + 3, a + 8, a + 8 + held
+  local keeps, places, item = a + 3, a + 8, a + 8 + held
   local spends, holds, dones = k, k + 5, k + 5 + held
+  local further = dones + count
   local spent, fresh = 0, {}
   for i = 0, count - 1 do
-    local item = items + 5 * i
+    local more = tonumber(ARGV[item + 5])
     if redis.call('SET', KEYS[dones + i], 'settled', 'NX', 'PX', ARGV[1]) then
       reply[#reply + 1], fresh[#fresh + 1] = 1, item
-      redis.call(
-        'XADD', KEYS[1], '*', 'team', team, 'at_ms', ARGV[item + 3], 'cost', ARGV[item + 2], 'row', ARGV[item + 4]
-      )
+      local charges = {}
+      for m = 0, more - 1 do
+        local c = item + 6 + 5 * m
+        if ARGV[c + 3] ~= '' then
+          charges[#charges + 1] = string.match(KEYS[further + 2 * m], 'spend:(.*)') .. ' ' .. ARGV[c + 3] .. ' ' .. ARGV[c + 2]
+        end
+      end
+      local entry = {'team', team, 'at_ms', ARGV[item + 3], 'cost', ARGV[item + 2], 'row', ARGV[item + 4]}
+      if #charges > 0 then entry[9], entry[10] = 'charges', table.concat(charges, ' ') end
+      redis.call('XADD', KEYS[1], '*', unpack(entry))
       spent = spent + tonumber(ARGV[item + 2])
+      for m = 0, more - 1 do
+        local c, key = item + 6 + 5 * m, KEYS[further + 2 * m]
+        if ARGV[c] ~= '' and redis.call('ZREM', KEYS[further + 2 * m + 1], ARGV[c]) == 1 and ARGV[c + 1] ~= '0' then
+          redis.call('HINCRBY', key, 'held', '-' .. ARGV[c + 1])
+        end
+        if ARGV[c + 3] ~= '' and ARGV[c + 2] ~= '0' then
+          redis.call('HINCRBY', key, ARGV[c + 3], ARGV[c + 2])
+          if ARGV[c + 4] ~= '0' then redis.call('PEXPIREAT', key, ARGV[c + 4]) end
+        end
+      end
     else
       reply[#reply + 1] = 0
     end
+    item, further = item + 6 + 5 * more, further + 2 * more
   end
   for h = 0, held - 1 do
     local freed = 0
-    for _, item in ipairs(fresh) do
-      if redis.call('ZREM', KEYS[holds + h], ARGV[item]) == 1 then freed = freed + tonumber(ARGV[item + 1]) end
+    for _, one in ipairs(fresh) do
+      if redis.call('ZREM', KEYS[holds + h], ARGV[one]) == 1 then freed = freed + tonumber(ARGV[one + 1]) end
     end
     if freed > 0 then redis.call('HINCRBY', KEYS[spends + ARGV[places + h]], 'held', string.format('%.0f', -freed)) end
   end
@@ -133,24 +189,25 @@ while a <= #ARGV do
       if total == spent and ARGV[keeps + w] ~= '0' then redis.call('PEXPIREAT', KEYS[spends + w], ARGV[keeps + w]) end
     end
   end
-  k, a = dones + count, items + 5 * count
+  k, a = further, item
 end
 return reply
 """
 
-# KEYS done, then spend and holds of each window held. ARGV done_ms, member, amount. Replies as
-# SETTLE does.
-RELEASE = (
-    _LET_GO
-    + """
+# KEYS done, then spend and holds of each count. ARGV done_ms, then member and amount of each count.
+# Replies as SETTLE does.
+RELEASE = """
 if not redis.call('SET', KEYS[1], 'released', 'NX', 'PX', ARGV[1]) then return 0 end
-for k = 2, #KEYS, 2 do let_go(KEYS[k], KEYS[k + 1], ARGV[2], ARGV[3]) end
+for k = 2, #KEYS, 2 do
+  if redis.call('ZREM', KEYS[k + 1], ARGV[k]) == 1 and ARGV[k + 1] ~= '0' then
+    redis.call('HINCRBY', KEYS[k], 'held', '-' .. ARGV[k + 1])
+  end
+end
 return 1
 """
-)
 
-# KEYS done, then spend and holds of each window held. ARGV now, member, amount, lease_ms,
-# keep_until of each window.
+# KEYS done, then spend and holds of each count. ARGV now, lease_ms, then member, amount and
+# keep_until of each count.
 # Replies 0 if the hold is closed, else 1. A hold that expired or that Redis lost is taken again,
 # because its generation is running and will be charged.
 RENEW = (
@@ -158,28 +215,27 @@ RENEW = (
     + _SWEEP
     + """
 if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
-for w = 1, (#KEYS - 1) / 2 do
-  local spend, holds = KEYS[2 * w], KEYS[2 * w + 1]
-  if redis.call('ZADD', holds, string.format('%.0f', now + tonumber(ARGV[4])), ARGV[2]) == 1 then
-    redis.call('HINCRBY', spend, 'held', ARGV[3])
-  end
-  keep(spend, ARGV[4 + w])
-  keep(holds, ARGV[4 + w])
+local lease_end = string.format('%.0f', now + tonumber(ARGV[2]))
+for c = 1, (#KEYS - 1) / 2 do
+  local spend, holds, a = KEYS[2 * c], KEYS[2 * c + 1], 3 * c
+  if redis.call('ZADD', holds, lease_end, ARGV[a]) == 1 then redis.call('HINCRBY', spend, 'held', ARGV[a + 1]) end
+  keep(spend, ARGV[a + 2])
+  keep(holds, ARGV[a + 2])
 end
 return 1
 """
 )
 
-# KEYS spend and holds of each window. ARGV now. Replies spent and held of each, without expired
-# holds.
+# KEYS spend and holds of each count. ARGV now, then the oldest bucket of each count or ''. Replies
+# spent and held of each, without expired holds.
 SPENT = (
     _NOW
     + _SWEEP
     + """
 local reply = {}
-for w = 1, #KEYS / 2 do
-  sweep(KEYS[2 * w - 1], KEYS[2 * w])
-  reply[2 * w - 1], reply[2 * w] = read(KEYS[2 * w - 1])
+for c = 1, #KEYS / 2 do
+  sweep(KEYS[2 * c - 1], KEYS[2 * c])
+  reply[2 * c - 1], reply[2 * c] = read(KEYS[2 * c - 1], ARGV[1 + c])
 end
 return reply
 """
@@ -223,4 +279,34 @@ MARK_READY = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return -1 end
 redis.call('SET', KEYS[2], '1')
 return 1
+"""
+
+# KEYS lock, ledger, set aside, then the spend key of each count. ARGV token, then name, field,
+# drained amount, keep_until of each. RESTATE for the counts that budgets have of their own.
+RESTATE_OWN = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return {-1} end
+local waiting = {}
+for k = 2, 3 do
+  for _, entry in ipairs(redis.call('XRANGE', KEYS[k], '-', '+')) do
+    for f = 1, #entry[2], 2 do
+      if entry[2][f] == 'charges' then
+        for name, field, amount in string.gmatch(entry[2][f + 1], '(%S+) (%S+) (%d+)') do
+          local place = name .. ' ' .. field
+          waiting[place] = (waiting[place] or 0) + tonumber(amount)
+        end
+      end
+    end
+  end
+end
+local wrong = 0
+for c = 1, #KEYS - 3 do
+  local a = 4 * c - 2
+  local total = tonumber(ARGV[a + 2]) + (waiting[ARGV[a] .. ' ' .. ARGV[a + 1]] or 0)
+  if tonumber(redis.call('HGET', KEYS[3 + c], ARGV[a + 1]) or 0) ~= total then
+    wrong = wrong + 1
+    redis.call('HSET', KEYS[3 + c], ARGV[a + 1], string.format('%.0f', total))
+    if ARGV[a + 3] ~= '0' then redis.call('PEXPIREAT', KEYS[3 + c], ARGV[a + 3]) end
+  end
+end
+return {wrong}
 """

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from policies.holds import LEDGER_STREAM, SETTLED_KEPT_S, Hold, done_key, hour_at, member
+from policies.holds import LEDGER_STREAM, SETTLED_KEPT_S, Charge, Hold, count_keys, done_key, hour_at, member
 from policies.prices import MICROUSD_MAX, MicroUSD
 from policies.redis import Redis
 from policies.scripts import SETTLE
@@ -33,6 +33,7 @@ class _Settlement(msgspec.Struct):
     member: str
     spend_microusd: MicroUSD
     row: bytes
+    charges: Sequence[Charge]
     settled: asyncio.Future[bool]
 
 
@@ -47,14 +48,26 @@ class SettleBatch:
         self._defer = defer or (lambda send: asyncio.get_running_loop().call_soon(send))
         self._waiting: list[_Settlement] = []
 
-    async def settle(self, hold: Hold, spend_microusd: MicroUSD, row: bytes) -> bool:
+    async def settle(self, hold: Hold, spend_microusd: MicroUSD, row: bytes, charges: Sequence[Charge]) -> bool:
         """Settle one hold; parameters and result are those of `Budgets.settle`."""
-        is_new: bool = await self._join(hold, spend_microusd, row)
+        is_new: bool = await self._join(hold, spend_microusd, row, charges)
         return is_new
 
-    def _join(self, hold: Hold, spend_microusd: MicroUSD, row: bytes) -> asyncio.Future[bool]:
+    def _join(
+        self, hold: Hold, spend_microusd: MicroUSD, row: bytes, charges: Sequence[Charge]
+    ) -> asyncio.Future[bool]:
         settled: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Settlement(hold, member(hold.id, hold.amount_microusd), spend_microusd, row, settled))
+        name = member(hold.id, hold.amount_microusd)
+        self._waiting.append(
+            _Settlement(
+                hold=hold,
+                member=name,
+                spend_microusd=spend_microusd,
+                row=row,
+                charges=charges,
+                settled=settled,
+            )
+        )
         if len(self._waiting) == 1:
             self._defer(self._send)
         elif len(self._waiting) == _TOGETHER_MAX:
@@ -84,8 +97,23 @@ class SettleBatch:
             for one in some:
                 hold = one.hold
                 arguments += (one.member, hold.amount_microusd, one.spend_microusd, hold.at_ms, one.row)
+                if hold.more or one.charges:
+                    _add_further(keys, arguments, hold, one.charges)
+                else:
+                    arguments.append(0)
         reply = asyncio.ensure_future(self._redis.eval(SETTLE, len(keys), *keys, *arguments))
         reply.add_done_callback(partial(_answer_each, [one.settled for some in groups.values() for one in some]))
+
+
+def _add_further(keys: list[str], arguments: list[Any], hold: Hold, charges: Sequence[Charge]) -> None:
+    """Add the keys and the arguments of the counts other than the five."""
+    arguments.append(len(hold.more) + len(charges))
+    for taken in hold.more:
+        keys += count_keys(taken.name)
+        arguments += (taken.member, taken.amount, 0, "", 0)
+    for charge in charges:
+        keys += count_keys(charge.name)
+        arguments += ("", 0, charge.amount, charge.field, charge.keep_until_ms)
 
 
 def _answer_each(settled: Sequence[asyncio.Future[bool]], reply: asyncio.Future[Any]) -> None:

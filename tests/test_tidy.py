@@ -35,7 +35,7 @@ ROOMS = {
     ),
     "policies": (
         "policies", "routing", "estimate", "breaker", "leased_limits", "rate_limits",
-        "budgets", "settle_batch", "scripts", "holds", "redis", "windows", "prices", "durations",
+        "budgets", "settle_batch", "scripts", "counters", "pace", "holds", "redis", "windows", "prices", "durations",
     ),
     "local_engine": (
         "local_engine", "__main__", "process", "engine", "scheduler", "block_pool", "draft_model", "runner",
@@ -51,6 +51,7 @@ SMALL_FILES: dict[str, str] = {
     "gateway/admin/guesses.py": "one mechanism with tests of its own",
     "gateway/api/models.py": "one endpoint",
     "gateway/worker.py": "the command line of the process",
+    "policies/pace.py": "one formula with tests of its own",
 }
 # Names that two classes of one package have, with what tells them apart.
 SAME_NAMES: dict[str, str] = {

@@ -642,15 +642,30 @@ class World:
         made = await self._accounts.create_key(team.id, "key", **({} if models is None else {"models": models}))
         return Team(team.id, made.plaintext)
 
-    async def budget(self, team: Team, microusd: int, *, window: str = "day", is_hard: bool = True) -> None:
-        """A new budget of a team."""
-        made = await self._accounts.create_budget(team.id, WindowKind(window), microusd, is_hard)
+    async def budget(
+        self, team: Team, limit: int, *, window: str = "day", is_hard: bool = True, **fields: Any
+    ) -> Budget:
+        """A new budget of a team; `fields` are its axis, value, unit, rolling_s and overdraft."""
+        made = await self._accounts.create_budget(team.id, WindowKind(window), limit, is_hard, **fields)
         self._asked_budgets.append(made)
+        return made
+
+    async def change_budget(self, budget: Budget, **changes: Any) -> None:
+        """Other values of a budget; without any it is deleted."""
+        if changes:
+            await self._accounts.update_budget(budget.id, **changes)
+        else:
+            await self._accounts.delete_budget(budget.id)
+
+    async def used_of(self, budget: Budget) -> dict[str, tuple[int, int]]:
+        """What each value of a budget has spent and holds, in its unit; without values that have nothing."""
+        states = await self._budgets.states([budget])
+        return {state.value: (state.spent, state.held) for state in states if state.spent or state.held}
 
     async def money_of(self, team: Team) -> tuple[int, int]:
         """What the team has spent of its budget, and what is held, in µUSD."""
         (state,) = await self._budgets.spent([one for one in self._asked_budgets if one.team_id == team.id])
-        return state.spent_microusd, state.held_microusd
+        return state.spent, state.held
 
     async def ledger(self) -> list[LedgerRow]:
         """The rows on the books, oldest first."""
@@ -733,7 +748,7 @@ class World:
         assert [call for call in calls if not call.is_closed] == []
         with contextlib.suppress(ConnectionError, OSError):
             for state in await self._budgets.spent(self._asked_budgets):
-                assert state.held_microusd == 0
+                assert state.held == 0
         ids = [record.request_id for record in self.records]
         assert len(ids) == len(set(ids)), "a request was recorded twice"
 

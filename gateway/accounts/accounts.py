@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -23,12 +24,13 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.accounts import schema
 from gateway.accounts.audit import USES, AuditRow, inserted, latest_uses
-from gateway.accounts.checks import check_budget, check_key, check_plaintext, check_team
+from gateway.accounts.checks import check_budget, check_key, check_new_budget, check_plaintext, check_team
 from gateway.accounts.database import Database, uncancelled
-from gateway.accounts.errors import Conflict, NotFound
+from gateway.accounts.errors import Conflict, Invalid, NotFound
 from gateway.accounts.teams import (
     BudgetChanges,
     BudgetFields,
+    FirstBudget,
     Identity,
     Key,
     KeyChanges,
@@ -42,7 +44,7 @@ from gateway.accounts.teams import (
     shown_prefix,
 )
 from policies import Budget, WindowKind
-from policies.prices import MicroUSD
+from policies.windows import KEY, TEAM, Overdraft, Unit
 
 _T = TypeVar("_T")
 _ROWS_AT_ONCE = 200
@@ -51,6 +53,8 @@ _LOOKS_PER_S = 10.0
 _LOOKS_AT_ONCE = 20.0
 _LOOK_TIMEOUT_S = 1.0
 _UNKNOWN_MAX = 1_024
+BUDGETS_MAX = 50
+"""The budgets that a team may have: each that applies is checked with every generation."""
 
 
 async def _tell_nobody() -> None:
@@ -153,6 +157,7 @@ class Accounts:
                 teams = {team.id: team async for team in _read(connection, schema.teams, _team)}
                 of_team: dict[int, tuple[Budget, ...]] = {}
                 async for budget in _read(connection, schema.budgets, _budget):
+                    budget = dataclasses.replace(budget, time_zone=teams[budget.team_id].time_zone)
                     of_team[budget.team_id] = (*of_team.get(budget.team_id, ()), budget)
                 identities: dict[bytes, Identity] = {}
                 async for key in _read(connection, schema.keys, _key):
@@ -225,10 +230,10 @@ class Accounts:
     # ── teams ──
 
     @uncancelled
-    async def create_team(self, name: str, *, budget: BudgetFields | None = None, **fields: Unpack[TeamFields]) -> Team:
+    async def create_team(self, name: str, *, budget: FirstBudget | None = None, **fields: Unpack[TeamFields]) -> Team:
         """Create a team, with its first `budget` in the same transaction. Raises Invalid, Conflict."""
         check_team({"name": name, **fields})
-        values = _budget_values(budget) if budget is not None else None
+        values = self._new_budget(**budget) if budget is not None else None
         async with self._change(f"a team named {name!r}") as connection:
             team_id = await _insert(connection, schema.teams, self._new_team(name, fields))
             if values is not None:
@@ -292,31 +297,68 @@ class Accounts:
 
     @uncancelled
     async def create_budget(
-        self, team_id: int, window: WindowKind, limit_microusd: MicroUSD, is_hard: bool = True
+        self, team_id: int, window: WindowKind, limit: int, is_hard: bool = True, **fields: Unpack[BudgetFields]
     ) -> Budget:
-        """Create a budget, which counts from the start of the running window.
+        """Create a budget. One on the team's money counts from the start of the running window, any
+        other one from now.
 
         Raises Invalid, Conflict, NotFound (the team).
         """
-        values = _budget_values({"window": window, "limit_microusd": limit_microusd, "is_hard": is_hard})
+        values = self._new_budget(window, limit, is_hard, **fields)
         async with self._change(f"a {'hard' if is_hard else 'soft'} {window} budget of this team") as connection:
             await _row(connection, schema.teams, team_id)
-            budget_id = await _insert(connection, schema.budgets, {"team_id": team_id, **values})
-            return _budget(await _row(connection, schema.budgets, budget_id))
+            budgets, keys = schema.budgets, schema.keys
+            count = sa.select(sa.func.count()).where(budgets.c.team_id == team_id)
+            if (await connection.execute(count)).scalar_one() >= BUDGETS_MAX:
+                raise Conflict(f"this team has {BUDGETS_MAX} budgets, the most that it may have: delete one first")
+            if values["axis"] == KEY and values["whose"] != _EACH:
+                of_team = sa.select(keys.c.id).where(keys.c.team_id == team_id)
+                if values["whose"] not in {f"={key_id}" for key_id in (await connection.execute(of_team)).scalars()}:
+                    raise Invalid("value", "expected the id of a key of this team, or null for each key")
+            budget_id = await _insert(connection, budgets, {"team_id": team_id, **values})
+            return await self._budget(connection, budget_id)
 
     @uncancelled
     async def update_budget(self, budget_id: int, **changes: Unpack[BudgetChanges]) -> Budget:
         """Raises Invalid, Conflict, NotFound."""
         check_budget(changes)
+        values: dict[str, Any] = {_COLUMNS.get(name, name): value for name, value in changes.items()}
         async with self._change("a budget of this team with that window and hardness") as connection:
-            await _update(connection, schema.budgets, budget_id, dict(changes))
-            return _budget(await _row(connection, schema.budgets, budget_id))
+            await _update(connection, schema.budgets, budget_id, values)
+            return await self._budget(connection, budget_id)
+
+    @uncancelled
+    async def raise_budget(self, budget_id: int, by: int, until_ms: int, row: AuditRow) -> Budget:
+        """Add `by` to the limit until a moment, unix milliseconds, which `row` records.
+
+        A later raise replaces it; `by` 0 ends it. Raises Invalid, NotFound.
+        """
+        check_budget({"raised_by": by, "raised_until_ms": until_ms})
+        async with self._change("") as connection:
+            await connection.execute(inserted(row))
+            await _update(connection, schema.budgets, budget_id, {"raised_by": by, "raised_until_ms": until_ms})
+            return await self._budget(connection, budget_id)
+
+    @uncancelled
+    async def reset_budget(self, budget_id: int, row: AuditRow) -> Budget:
+        """Count from 0 again, which `row` records. Requests under way count as before. Raises NotFound."""
+        budgets = schema.budgets
+        async with self._change("") as connection:
+            await connection.execute(inserted(row))
+            again = {"epoch": budgets.c.epoch + 1, "begun_ms": self._now_ms()}
+            await _update(connection, budgets, budget_id, again)
+            return await self._budget(connection, budget_id)
 
     @uncancelled
     async def list_budgets(self, team_id: int | None = None) -> list[Budget]:
         """All budgets, or one team's, by id."""
         async with self.database.reading() as connection:
-            return [row async for row in _read(connection, schema.budgets, _budget, team_id)]
+            teams = schema.teams
+            zones = {
+                row.id: row.time_zone for row in await connection.execute(sa.select(teams.c.id, teams.c.time_zone))
+            }
+            rows = [row async for row in _read(connection, schema.budgets, _budget, team_id)]
+            return [dataclasses.replace(row, time_zone=zones[row.team_id]) for row in rows]
 
     @uncancelled
     async def delete_budget(self, budget_id: int) -> None:
@@ -341,6 +383,32 @@ class Accounts:
             await connection.execute(inserted(row))
 
     # ── changes ──
+
+    async def _budget(self, connection: AsyncConnection, budget_id: int) -> Budget:
+        found = _budget(await _row(connection, schema.budgets, budget_id))
+        team = await _row(connection, schema.teams, found.team_id)
+        return dataclasses.replace(found, time_zone=team["time_zone"])
+
+    def _new_budget(
+        self, window: WindowKind, limit: int, is_hard: bool = True, **fields: Unpack[BudgetFields]
+    ) -> dict[str, Any]:
+        """The columns of a budget. Raises Invalid."""
+        check_new_budget(window, {"limit": limit, "is_hard": is_hard, **fields})
+        value, axis = fields.get("value"), fields.get("axis", TEAM)
+        return {
+            "window_kind": WindowKind.TOTAL if window is WindowKind.ROLLING else window,
+            "limit_microusd": limit,
+            "is_hard": is_hard,
+            "axis": axis,
+            "whose": "" if axis == TEAM else _EACH if value is None else f"={value}",
+            "unit": fields.get("unit", Unit.MONEY),
+            "overdraft": fields.get("overdraft", Overdraft.REFUSE),
+            "rolling_s": fields.get("rolling_s", 0),
+            "begun_ms": self._now_ms(),
+        }
+
+    def _now_ms(self) -> int:
+        return int(self._clock() * 1000)
 
     @asynccontextmanager
     async def _change(self, taken: str) -> AsyncIterator[AsyncConnection]:
@@ -414,13 +482,6 @@ async def _delete(connection: AsyncConnection, table: sa.Table, row_id: int) -> 
         raise NotFound(f"there is no {table.name[:-1]} {row_id}")
 
 
-def _budget_values(fields: BudgetFields) -> dict[str, Any]:
-    """The columns of a budget. Raises Invalid."""
-    values: dict[str, Any] = {"limit_microusd": fields["limit_microusd"], "is_hard": fields["is_hard"]}
-    check_budget(values)
-    return {"window_kind": fields["window"], **values}
-
-
 def _team(row: Mapping[str, Any]) -> Team:
     return Team(**row)
 
@@ -431,4 +492,25 @@ def _key(row: Mapping[str, Any]) -> Key:
 
 
 def _budget(row: Mapping[str, Any]) -> Budget:
-    return Budget(row["id"], row["team_id"], WindowKind(row["window_kind"]), row["limit_microusd"], row["is_hard"])
+    """The budget of a row, without its team's time zone."""
+    whose = row["whose"]
+    return Budget(
+        id=row["id"],
+        team_id=row["team_id"],
+        window=WindowKind.ROLLING if row["rolling_s"] else WindowKind(row["window_kind"]),
+        limit=row["limit_microusd"],
+        is_hard=row["is_hard"],
+        axis=row["axis"],
+        value=whose[1:] if whose.startswith("=") else None,
+        unit=Unit(row["unit"]),
+        rolling_s=row["rolling_s"],
+        overdraft=Overdraft(row["overdraft"]),
+        raised_by=row["raised_by"],
+        raised_until_ms=row["raised_until_ms"],
+        epoch=row["epoch"],
+        begun_ms=row["begun_ms"],
+    )
+
+
+_EACH = "*"
+_COLUMNS = {"limit": "limit_microusd"}

@@ -1,5 +1,6 @@
 """The audit log in SQL: which texts of a team an admin asked to see, which certificates were started,
-and what an operator did with a deployment by hand, when and from where.
+which budgets were raised or reset, and what an operator did with a deployment by hand, when and from
+where.
 
 No texts. Invariant: rows are added and never changed or removed; they outlive teams. The latest row
 of a deployment with an action of `USES` decides on its use.
@@ -20,15 +21,17 @@ DISABLED = "deployment_disabled"
 ENABLED = "deployment_enabled"
 RESET = "deployment_reset"
 TRIED = "deployment_tried"
+BUDGET_RAISED = "budget_raised"
+BUDGET_RESET = "budget_reset"
 USES = {DRAINED: "drained", DISABLED: "disabled", ENABLED: ""}
 """What a deployment is after an action; empty: in use."""
 
 
 class AuditRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One look of an admin at texts, one certificate started, or one act on a deployment.
+    """One look of an admin at texts, one certificate started, or one act on a budget or a deployment.
 
     `at_ms` is unix milliseconds; `entry` is the id of the cached answer, the certificate's alias,
-    or the deployment's name, for which `team_id` is 0; `request_id` is empty but for answers;
+    what was done to the budget, or the deployment's name, for which `team_id` is 0; `request_id` is empty but for answers;
     `client` is the address; `way` is `dashboard` or `api`.
     """
 

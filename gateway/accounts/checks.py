@@ -7,15 +7,22 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from gateway.accounts.errors import Invalid
 from gateway.settings import secret_problem
+from policies import WindowKind
 from policies.prices import MICROUSD_MAX
+from policies.windows import TEAM, Overdraft, Unit
 
 _NAME_CHARS_MAX = 200
 RATE_MAX = 10**12
+ROLLING_S_MIN, ROLLING_S_MAX = 3_600, 90 * 86_400
+AXES = "team, key, user, alias, deployment, or tag: and a name"
+_AXIS = re.compile(r"team|key|user|alias|deployment|tag:[A-Za-z0-9_.-]{1,64}")
 
 
 def check_team(values: Mapping[str, Any]) -> None:
@@ -31,6 +38,18 @@ def check_key(values: Mapping[str, Any]) -> None:
 def check_budget(values: Mapping[str, Any]) -> None:
     """Raises Invalid for the first invalid value of a budget."""
     _check(values, _BUDGET)
+
+
+def check_new_budget(window: WindowKind, values: Mapping[str, Any]) -> None:
+    """Raises Invalid for the first invalid value of a new budget, and for those that do not fit together."""
+    check_budget(values)
+    if values.get("axis", TEAM) == TEAM and values.get("value") is not None:
+        raise Invalid("value", "a budget on the team has no value: leave it out, or set `axis`")
+    rolling_s = values.get("rolling_s", 0)
+    if window is WindowKind.ROLLING and not ROLLING_S_MIN <= rolling_s <= ROLLING_S_MAX:
+        raise Invalid("rolling_s", f"expected the length of the window, {ROLLING_S_MIN} to {ROLLING_S_MAX} seconds")
+    if window is not WindowKind.ROLLING and rolling_s:
+        raise Invalid("rolling_s", "only a rolling window has a length: set `window` to rolling, or leave it out")
 
 
 def check_plaintext(plaintext: str) -> None:
@@ -65,6 +84,16 @@ def _is_number(value: Any, least: float, most: float) -> bool:
     return is_number and math.isfinite(value) and least <= value <= most
 
 
+def _is_zone(value: Any) -> bool:
+    if value == "":
+        return True
+    try:
+        ZoneInfo(value)
+    except (ZoneInfoNotFoundError, ValueError, TypeError, OSError):
+        return False
+    return True
+
+
 def _is_models(value: Any) -> bool:
     return value is None or (isinstance(value, tuple) and all(_is_text(name, _NAME_CHARS_MAX) for name in value))
 
@@ -82,6 +111,7 @@ _TEAM: _Rules = {
     "tokens_per_min": _RATE,
     "semantic_error_max": (lambda v: v is None or _is_number(v, 0, 1), "a number from 0 to 1, or null"),
     "is_semantic_enabled": _FLAG,
+    "time_zone": (_is_zone, "a time zone such as Europe/Berlin, or nothing for UTC"),
 }
 _KEY: _Rules = {
     "name": _NAME,
@@ -91,7 +121,21 @@ _KEY: _Rules = {
     "expires_at_s": (lambda v: v is None or _is_number(v, 0, 1e11), "unix seconds, or null"),
     "models": (_is_models, "an array of model names, or null for all"),
 }
+_AMOUNT = (
+    lambda v: _is_int(v, 0, MICROUSD_MAX),
+    f"a whole number (of µUSD, tokens or requests) from 0 to {MICROUSD_MAX}",
+)
 _BUDGET: _Rules = {
-    "limit_microusd": (lambda v: _is_int(v, 0, MICROUSD_MAX), f"a whole number of µUSD from 0 to {MICROUSD_MAX}"),
+    "limit": _AMOUNT,
     "is_hard": _FLAG,
+    "axis": (lambda v: isinstance(v, str) and _AXIS.fullmatch(v) is not None, AXES),
+    "value": (
+        lambda v: v is None or (isinstance(v, str) and len(v) <= _NAME_CHARS_MAX and (not v or v.isprintable())),
+        f"up to {_NAME_CHARS_MAX} printable characters; nothing for requests without a value, null for each value",
+    ),
+    "unit": (lambda v: v in set(Unit), "money, tokens or requests"),
+    "overdraft": (lambda v: v in set(Overdraft), "refuse, truncate or allow"),
+    "rolling_s": (lambda v: _is_int(v, 0, ROLLING_S_MAX), f"a whole number of seconds up to {ROLLING_S_MAX}"),
+    "raised_by": _AMOUNT,
+    "raised_until_ms": (lambda v: _is_int(v, 0, MICROUSD_MAX), "unix milliseconds"),
 }

@@ -7,6 +7,7 @@ sums and writes a row once per id.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from gateway.accounts.database import Database, uncancelled
 from gateway.accounts.errors import Invalid
 from gateway.accounts.row import HitsRow, LedgerRow
 from policies import WindowKind
-from policies.budgets import DrainedSpend
+from policies.budgets import DrainedSpend, OwnSpend
 from policies.windows import Window
 
 CURSOR = r"[0-9]{1,18}-[!-~]{1,100}"
@@ -133,10 +134,11 @@ class Ledger:
                 insert = (
                     self._database.insert(table).on_conflict_do_nothing(index_elements=["id"]).returning(table.c.id)
                 )
-                values = [msgspec.structs.asdict(row) for row in by_id.values()]
+                values = [{name: getattr(row, name) for name in _FIELDS} for row in by_id.values()]
                 new = [by_id[row_id] for row_id in (await connection.execute(insert, values)).scalars()]
             await self._add_to_days(connection, new)
             await self._add_to_savings(connection, [line for row in new for line in _lines(row)])
+            await self._add_to_counts(connection, new)
         return len(new)
 
     @uncancelled
@@ -224,6 +226,37 @@ class Ledger:
                 answer += [DrainedSpend(team_id, window, sums.get(team_id, 0)) for team_id in team_ids]
         return tuple(answer)
 
+    @uncancelled
+    async def own_spends(self, now_ms: int) -> tuple[OwnSpend, ...]:
+        """What the rows in SQL add to the counts that budgets have of their own; forgets the past ones."""
+        table = schema.budget_counts
+        past = sa.and_(table.c.keep_until_ms > 0, table.c.keep_until_ms < now_ms)
+        async with self._database.reading() as connection:
+            rows = [OwnSpend(*row) for row in await connection.execute(sa.select(table))]
+        kept = tuple([row for row in rows if not row.keep_until_ms or row.keep_until_ms >= now_ms])
+        if len(kept) < len(rows):
+            async with self._database.writing() as connection:
+                await connection.execute(sa.delete(table).where(past))
+        return kept
+
+    async def _add_to_counts(self, connection: AsyncConnection, rows: Sequence[LedgerRow]) -> None:
+        sums: dict[tuple[str, str], list[int]] = {}
+        for row in rows:
+            for charge in row.charges:
+                known = sums.setdefault((charge.name, charge.field), [0, 0])
+                known[0] += charge.amount
+                known[1] = max(known[1], charge.keep_until_ms)
+        if not sums:
+            return
+        table = schema.budget_counts
+        upsert = self._database.insert(table)
+        values = [
+            {"name": name, "field": field, "spent": spent, "keep_until_ms": keep}
+            for (name, field), (spent, keep) in sorted(sums.items())
+        ]
+        more = {"spent": table.c.spent + upsert.excluded.spent}
+        await connection.execute(upsert.on_conflict_do_update(index_elements=["name", "field"], set_=more), values)
+
     async def _add_to_days(self, connection: AsyncConnection, rows: Sequence[LedgerRow]) -> None:
         if not rows:
             return
@@ -294,11 +327,12 @@ async def _insert_sqlite(connection: AsyncConnection, by_id: Mapping[str, Ledger
     known = set(found.scalars())
     new = [row for row in by_id.values() if row.id not in known]
     if new:
-        await connection.exec_driver_sql(_INSERT, [msgspec.structs.astuple(row) for row in new])
+        await connection.exec_driver_sql(_INSERT, [_values(row) for row in new])
     return new
 
 
-_FIELDS = LedgerRow.__struct_fields__
+_FIELDS = tuple(name for name in LedgerRow.__struct_fields__ if name != "charges")
+_values = operator.attrgetter(*_FIELDS)
 _KNOWN = "SELECT id FROM ledger WHERE id IN (SELECT value FROM json_each(?))"
 _INSERT = f"INSERT INTO ledger ({', '.join(_FIELDS)}) VALUES ({', '.join('?' * len(_FIELDS))})"
 

@@ -44,6 +44,7 @@ _SKEW_MS = 300_000
 _IDLE_S = 0.25
 _FOLLOWER_IDLE_S = 1.0
 _TROUBLE_S_MAX = 5.0
+_OWN_RESTATED_MAX = 10_000  # more of them only after Redis lost its memory, or another writer its lock
 
 # KEYS lock, stream. ARGV token, lease in ms, 1 to take a free lock or 0 to keep an own one, count.
 # Replies the oldest entries where the caller holds the lock now, else 0. Only the holder reads:
@@ -216,6 +217,9 @@ class LedgerWriter:
         windows = dict.fromkeys((*windows_at(now_ms), *windows_at(now_ms - _SKEW_MS)))
         drained = await self._ledger.spent(tuple(windows))
         restated = await self._budgets.restate(drained, self._token)
+        own = await self._ledger.own_spends(now_ms)
+        if self._restated_at_s is None or len(own) <= _OWN_RESTATED_MAX or not await self._budgets.is_ready():
+            await self._budgets.restate_own(own, self._token)
         await self._budgets.mark_ready(self._token)
         self.stats.restatements += 1
         self.stats.drift_microusd += restated.drift_microusd

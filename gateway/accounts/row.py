@@ -6,12 +6,15 @@ insert fails by its row.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from cache.stored import reader
+from policies.holds import Charge, Taken
+from policies.windows import Unit
 
 _Id = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _Count = Annotated[int, Meta(ge=0, le=2**53 - 1)]
@@ -28,7 +31,8 @@ class LedgerRow(msgspec.Struct, frozen=True, omit_defaults=True):
     `usage_estimated`: the deployment did not report the tokens. `provider_cost_microusd`: the cost
     that the provider reported itself. `baseline_microusd`: the cost without Sameway, None where it
     is not known; of its difference to the cost, `prefix_read_microusd` were saved by the provider's
-    prompt cache, `prefix_write_microusd` paid for writing it, and `mechanism` explains the rest.
+    prompt cache, `prefix_write_microusd` paid for writing it, and `mechanism` explains the rest. `charges`,
+    which are no column of the table, are what it adds to the counts of budgets.
     """
 
     id: Annotated[str, Meta(min_length=1, max_length=200)]
@@ -58,6 +62,7 @@ class LedgerRow(msgspec.Struct, frozen=True, omit_defaults=True):
     prefix_write_microusd: _Amount = 0
     mechanism: _Text = ""
     provider_cost_microusd: _Count | None = None
+    charges: tuple[Charge, ...] = ()
 
     def savings(self) -> list[tuple[str, int]]:
         """The baseline less the cost by mechanism, without amounts of 0; amounts below 0 are costs."""
@@ -84,6 +89,16 @@ class HitsRow(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     unknown: int
     baseline_microusd: int
+
+
+def charges_of(row: LedgerRow, counts: Iterable[Taken]) -> tuple[Charge, ...]:
+    """What `row` adds to the counts that its hold has taken of, each in its unit."""
+    amounts = {
+        Unit.MONEY: row.cost_microusd,
+        Unit.TOKENS: row.prompt_tokens + row.completion_tokens,
+        Unit.REQUESTS: 1,
+    }
+    return tuple([Charge(c.name, c.field, amounts[c.unit], c.keep_until_ms) for c in counts if c.field])
 
 
 _encoder = msgspec.msgpack.Encoder()

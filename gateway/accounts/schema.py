@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-VERSION = "0006"
+VERSION = "0007"
 
 _KINDS = (
     "cache_write_tokens", "cache_write_1h_tokens", "audio_prompt_tokens", "image_prompt_tokens", "reasoning_tokens",
@@ -43,6 +43,7 @@ teams = sa.Table(
     sa.Column("tokens_per_min", sa.BigInteger),
     sa.Column("semantic_error_max", sa.Double),
     sa.Column("is_semantic_enabled", sa.Boolean, nullable=False),
+    sa.Column("time_zone", sa.Text, nullable=False, server_default=""),
     sa.UniqueConstraint("name"),
     sqlite_autoincrement=True,
 )
@@ -67,6 +68,8 @@ keys = sa.Table(
     sqlite_autoincrement=True,
 )
 
+# `limit_microusd` is in the budget's unit. `whose` is `=` and a value, `*` for each value, or empty. A
+# rolling window is a `total` with `rolling_s`, as the version before knows no other kinds.
 budgets = sa.Table(
     "budgets",
     metadata,
@@ -75,11 +78,31 @@ budgets = sa.Table(
     sa.Column("window_kind", sa.Text, nullable=False),
     sa.Column("limit_microusd", sa.BigInteger, nullable=False),
     sa.Column("is_hard", sa.Boolean, nullable=False),
+    sa.Column("axis", sa.Text, nullable=False, server_default="team"),
+    sa.Column("whose", sa.Text, nullable=False, server_default=""),
+    sa.Column("unit", sa.Text, nullable=False, server_default="money"),
+    sa.Column("overdraft", sa.Text, nullable=False, server_default="refuse"),
+    sa.Column("rolling_s", sa.Integer, nullable=False, server_default="0"),
+    sa.Column("epoch", sa.Integer, nullable=False, server_default="0"),
+    sa.Column("raised_by", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("raised_until_ms", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("begun_ms", sa.BigInteger, nullable=False, server_default="0"),
     sa.CheckConstraint("window_kind IN ('hour', 'day', 'week', 'month', 'total')", name="window_kind"),
     sa.CheckConstraint("limit_microusd >= 0", name="limit_microusd"),
     # of two budgets of a kind only the smaller one would count
-    sa.Index("uq_budgets_kind", "team_id", "window_kind", "is_hard", unique=True),
+    sa.Index("uq_budgets_kind", "team_id", "window_kind", "is_hard", "axis", "whose", "unit", "rolling_s", unique=True),
     sqlite_autoincrement=True,
+)
+
+# What the ledger's rows add to the counts that budgets have of their own, written in the transaction
+# of the rows.
+budget_counts = sa.Table(
+    "budget_counts",
+    metadata,
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("field", sa.Text, primary_key=True),
+    sa.Column("spent", sa.BigInteger, nullable=False),
+    sa.Column("keep_until_ms", sa.BigInteger, nullable=False),
 )
 
 # One row. `version` grows with each change to the tables above. `is_claimed`: the first team and

@@ -15,9 +15,10 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from policies import Budget, WindowKind
+from policies.windows import DEPLOYMENT, Overdraft, Unit
 
 if TYPE_CHECKING:
     from cache import Partition
@@ -41,6 +42,7 @@ class Team:
     tokens_per_min: int | None = None
     semantic_error_max: float | None = None
     is_semantic_enabled: bool = True
+    time_zone: str = ""  # of its budgets' days, weeks and months; empty: UTC
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +73,27 @@ class NewKey:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The caller of a request: the key, its team and the budgets of the team."""
+    """The caller of a request: the key, its team and the budgets of the team.
+
+    `at_deployments` are those of `budgets` that limit deployments. `has_hard_money`: a hard budget
+    limits money. `is_plain`: all budgets are on the
+    team's money, and none allows overdraft.
+    """
 
     key: Key
     team: Team
     budgets: tuple[Budget, ...]
+    at_deployments: tuple[Budget, ...] = field(init=False)
+    has_hard_money: bool = field(init=False)
+    is_plain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        at_deployments = tuple(one for one in self.budgets if one.axis == DEPLOYMENT)
+        object.__setattr__(self, "at_deployments", at_deployments)
+        has_hard_money = any(one.is_hard and one.unit is Unit.MONEY for one in self.budgets)
+        object.__setattr__(self, "has_hard_money", has_hard_money)
+        is_plain = all(one.is_shared and one.overdraft is Overdraft.REFUSE for one in self.budgets)
+        object.__setattr__(self, "is_plain", is_plain)
 
 
 def scope_of(team_id: int) -> str:
@@ -99,6 +117,7 @@ class TeamFields(TypedDict, total=False):
     tokens_per_min: int | None
     semantic_error_max: float | None
     is_semantic_enabled: bool
+    time_zone: str
 
 
 class TeamChanges(TeamFields, total=False):
@@ -119,17 +138,28 @@ class KeyChanges(KeyFields, total=False):
     name: str
 
 
-class BudgetFields(TypedDict):
-    """The fields of a new budget."""
+class BudgetChanges(TypedDict, total=False):
+    limit: int
+    is_hard: bool
+    overdraft: Overdraft
+
+
+class BudgetFields(TypedDict, total=False):
+    """The optional fields of a new budget, those of `policies.Budget`."""
+
+    axis: str
+    value: str | None
+    unit: Unit
+    rolling_s: int
+    overdraft: Overdraft
+
+
+class FirstBudget(BudgetFields):
+    """A team's first budget."""
 
     window: WindowKind
-    limit_microusd: int
-    is_hard: bool
-
-
-class BudgetChanges(TypedDict, total=False):
-    limit_microusd: int
-    is_hard: bool
+    limit: int
+    is_hard: NotRequired[bool]
 
 
 def new_plaintext(random_bytes: Callable[[int], bytes]) -> str:

@@ -37,6 +37,13 @@ def dollars(microusd: int) -> str:
     return f"{whole}.{fraction.rstrip('0').ljust(2, '0')}"
 
 
+def amount(number: float | None, unit: str) -> str:
+    """An amount of a budget's unit."""
+    if number is None:
+        return NOTHING
+    return usd(round(number)) if unit == "money" else f"{count(number)} {unit}"
+
+
 def count(number: float | None) -> str:
     """A whole number, grouped; from 100,000 on in k and M."""
     if number is None:
@@ -85,8 +92,10 @@ def price(microusd_per_mtok: int) -> str:
     return "free" if microusd_per_mtok == 0 else f"{usd(microusd_per_mtok)} / M tokens"
 
 
-def window(kind: WindowKind | str) -> str:
-    """A budget's window in words: per month, in total."""
+def window(kind: WindowKind | str, rolling_s: int | None = None) -> str:
+    """A budget's window in words: per month, in total, in any 24 h."""
+    if kind == WindowKind.ROLLING:
+        return f"in any {duration_s(rolling_s)}" if rolling_s else "in a rolling window"
     return "in total" if kind == WindowKind.TOTAL else f"per {WindowKind(kind).value}"
 
 

@@ -16,7 +16,7 @@ from fastapi.responses import RedirectResponse
 from pydantic import BaseModel, ValidationError
 
 from gateway import accounts
-from gateway.admin import cache_views, operations, views
+from gateway.admin import budget_views, cache_views, operations, views
 from gateway.admin.guard import COOKIE, SESSION_S, Endpoint, Guard, TooManyWrongKeys, client_of
 from gateway.admin.html import LOGIN, Pages, back_to, is_own_path
 from gateway.admin.models import (
@@ -25,6 +25,7 @@ from gateway.admin.models import (
     AnswerIn,
     BudgetIn,
     BudgetPatch,
+    BudgetRaiseIn,
     CertificateIn,
     ClearIn,
     FeedbackIn,
@@ -92,7 +93,7 @@ def add_team_forms(router: APIRouter, parts: AdminParts, render_teams: Render, r
         fields = await read_form(request)
         try:
             values = {"name": fields.get("name", ""), "budget": _new_budget(fields), **_rates(fields)}
-            team = await known.create_team(**convert(NewTeamIn, values).given())
+            team = await known.create_team(**budget_views.team_fields(convert(NewTeamIn, values)))
         except _REFUSALS as error:
             return await render_teams(request, **_refusal(error, "team", fields))
         return back_to(f"/admin/teams/{team.id}", "team-created")
@@ -106,6 +107,7 @@ def add_team_forms(router: APIRouter, parts: AdminParts, render_teams: Render, r
                 "is_active": "is_active" in fields,
                 "is_semantic_enabled": "is_semantic_enabled" in fields,
                 "semantic_error_max": _share(fields.get("semantic_error_max_percent")),
+                "time_zone": fields.get("time_zone", ""),
                 **_rates(fields),
             }
             await known.update_team(team_id, **convert(TeamIn, values).given())
@@ -163,7 +165,8 @@ def _add_budget_forms(router: APIRouter, parts: AdminParts, render_team: Render)
         fields = await read_form(request)
         try:
             fields.setdefault("limit_usd", "")
-            await known.create_budget(team_id, **convert(BudgetIn, _new_budget(fields) or {}).model_dump())
+            body = convert(BudgetIn, _new_budget(fields) or {})
+            await known.create_budget(team_id, **budget_views.fields_of(body))
         except _REFUSALS as error:
             return await render_team(request, team_id, **_refusal(error, "budget", fields))
         return back_to(f"/admin/teams/{team_id}", "budget-created")
@@ -172,11 +175,34 @@ def _add_budget_forms(router: APIRouter, parts: AdminParts, render_team: Render)
     async def update_budget(request: Request, team_id: int, budget_id: int) -> Response:
         fields = await read_form(request)
         try:
-            values = {"limit_microusd": _microusd(fields.get("limit_usd")), "is_hard": fields.get("kind") != "soft"}
-            await known.update_budget(budget_id, **convert(BudgetPatch, values).given())
+            values = {
+                **_limit(fields),
+                "is_hard": fields.get("kind") != "soft",
+                "overdraft": fields.get("overdraft", "refuse"),
+            }
+            await budget_views.change(parts, budget_id, convert(BudgetPatch, values))
         except _REFUSALS as error:
             return await render_team(request, team_id, **_refusal(error, f"budget-{budget_id}", fields))
         return back_to(f"/admin/teams/{team_id}", "budget-saved")
+
+    @router.post("/teams/{team_id}/budgets/{budget_id}/raise")
+    async def raise_budget(request: Request, team_id: int, budget_id: int) -> Response:
+        fields = await read_form(request)
+        try:
+            days = _number(fields.get("days"), "For, days")
+            if days is None:
+                raise FormProblem("For, days: expected a number")
+            (by,) = _limit(fields).values()
+            body = convert(BudgetRaiseIn, {"by": by, "until_s": parts.clock() + days * 86_400})
+            await budget_views.raise_limit(parts, budget_id, body, client_of(request), "dashboard")
+        except _REFUSALS as error:
+            return await render_team(request, team_id, **_refusal(error, f"budget-{budget_id}", fields))
+        return back_to(f"/admin/teams/{team_id}", "budget-raised")
+
+    @router.post("/teams/{team_id}/budgets/{budget_id}/reset")
+    async def reset_budget(request: Request, team_id: int, budget_id: int) -> Response:
+        await budget_views.reset(parts, budget_id, client_of(request), "dashboard")
+        return back_to(f"/admin/teams/{team_id}", "budget-reset")
 
     @router.post("/teams/{team_id}/budgets/{budget_id}/delete")
     async def delete_budget(team_id: int, budget_id: int) -> Response:
@@ -337,11 +363,30 @@ def _new_budget(fields: Mapping[str, str]) -> dict[str, Any] | None:
     """The values of a new budget; None where the form has no limit."""
     if "limit_usd" not in fields:
         return None
+    axis, hours = fields.get("axis", "team"), _number(fields.get("rolling_hours"), "Rolling window, hours")
+    if axis == "tag":
+        axis = f"tag:{fields.get('tag', '')}"
+    one = {"one": fields.get("value", ""), "none": ""}.get(fields.get("whose", ""))
     return {
         "window": fields.get("window", ""),
-        "limit_microusd": _microusd(fields["limit_usd"]),
+        **_limit(fields),
         "is_hard": fields.get("kind") != "soft",
+        "axis": axis,
+        "value": None if axis == "team" else one,
+        "rolling_s": round((hours or 0) * 3600) if fields.get("window") == "rolling" else 0,
+        "overdraft": fields.get("overdraft", "refuse"),
     }
+
+
+def _limit(fields: Mapping[str, str]) -> dict[str, int]:
+    """The amount of a form in the unit that it gives, under the API's name."""
+    unit, text = fields.get("unit", "money"), fields.get("limit_usd")
+    if unit == "money":
+        return {"limit_microusd": _microusd(text)}
+    number = _whole(text, "Limit")
+    if number is None:
+        raise FormProblem(f"Limit: expected a whole number of {unit}")
+    return {f"limit_{unit}": number}
 
 
 def _rates(fields: Mapping[str, str]) -> dict[str, Any]:

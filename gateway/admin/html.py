@@ -55,6 +55,7 @@ class Pages:
         )
         for name in (
             "usd",
+            "amount",
             "dollars",
             "count",
             "percent",

@@ -13,7 +13,7 @@ from pydantic_core import CoreSchema
 
 from cache.fingerprint import TEXT_CHARS_MAX
 from gateway.accounts import AuditRow, LedgerRow
-from gateway.accounts.checks import RATE_MAX
+from gateway.accounts.checks import AXES, RATE_MAX, ROLLING_S_MAX
 from gateway.deployments.progress import Attempt
 from gateway.journey.record import Record, Rejection
 from gateway.journey.rescue import Seam
@@ -22,6 +22,7 @@ from gateway.telemetry.parts import Part
 from gateway.telemetry.summary import Percentiles, Window
 from policies import WindowKind
 from policies.prices import MICROUSD_MAX
+from policies.windows import Overdraft, Unit
 
 
 def _whole(value: Any) -> Any:
@@ -98,6 +99,7 @@ class TeamIn(_In):
     tokens_per_min: _Rate | None = None
     semantic_error_max: _ErrorMax | None = None
     is_semantic_enabled: bool = True
+    time_zone: str = Field("", max_length=64, description="of its budgets' days, weeks and months; empty: UTC")
 
 
 class NewTeamIn(TeamIn):
@@ -130,16 +132,40 @@ class KeyPatch(_In):
 
 
 class BudgetIn(_In):
+    """One of the three limits sets the unit."""
+
     window: Annotated[WindowKind, Strict(False)]
-    limit_microusd: _Limit
+    limit_microusd: _Limit | None = Field(None, description="a limit of money, in millionths of a dollar")
+    limit_tokens: _Limit | None = Field(None, description="a limit of tokens, read and written")
+    limit_requests: _Limit | None = Field(None, description="a limit of requests that are not answered from the cache")
     is_hard: bool = Field(True, description="refuse what could exceed it; a soft budget only warns")
+    axis: str = Field("team", max_length=70, description=f"whose use it limits: {AXES}")
+    value: str | None = Field(
+        None,
+        max_length=200,
+        description="the one value that it limits (a key's id, a user, ...), empty: requests without one; null: each value",
+    )
+    rolling_s: int = Field(0, ge=0, le=ROLLING_S_MAX, description="the length of a rolling window, from an hour on")
+    overdraft: Annotated[Overdraft, Strict(False)] = Field(
+        Overdraft.REFUSE, description="an answer that may be longer than there is room for: refuse, truncate or allow"
+    )
 
 
 class BudgetPatch(_In):
     """Only the fields that are sent change."""
 
-    limit_microusd: _Limit = 0
+    limit_microusd: _Limit | None = None
+    limit_tokens: _Limit | None = None
+    limit_requests: _Limit | None = None
     is_hard: bool = True
+    overdraft: Annotated[Overdraft, Strict(False)] = Overdraft.REFUSE
+
+
+class BudgetRaiseIn(_In):
+    by: Annotated[
+        int, Field(ge=0, le=MICROUSD_MAX, description="added to the limit, in its unit; 0 ends a raise"), _Whole
+    ]
+    until_s: float = Field(ge=0, le=1e11, description="unix seconds")
 
 
 class KeyOut(_Out):
@@ -164,27 +190,59 @@ class NewKeyOut(_Out):
 
 
 class BudgetOut(_Out):
-    """A budget, and what counts against it now; the live figures are null while Redis is away."""
+    """A budget, and what counts against it now; the live figures are null while Redis is away.
+
+    Amounts are in `unit`; those in µUSD are null for another unit. Of a budget on each value the
+    figures are those of `fullest`, the value with the most use.
+    """
 
     id: int
     team_id: int
     window: WindowKind
-    limit_microusd: int
+    rolling_s: int | None = None
+    time_zone: str = "UTC"
+    axis: str = "team"
+    value: str | None = None
+    unit: Unit
+    limit: int
+    limit_now: int = Field(description="with a raise that is in force")
+    limit_microusd: int | None
     is_hard: bool
+    overdraft: Overdraft
+    raised_by: int = 0
+    raised_until_s: float | None = None
     window_id: str | None = None
+    fullest: str | None = None
+    spent: int | None = None
+    held: int | None = None
+    remaining: int | None = None
     spent_microusd: int | None = None
     held_microusd: int | None = None
     remaining_microusd: int | None = None
     resets_at_s: float | None = None
+    per_day: float | None = Field(None, description="the use of a day at the window's rate so far")
+    used_up_at_s: float | None = Field(None, description="when it is used up at that rate; null: not in this window")
     too_small_for: list[str] = Field([], description="models of which a short question without `max_tokens` is refused")
 
     @property
     def share(self) -> float | None:
         """The share of the limit that is spent or held; None where it is unknown."""
-        if self.spent_microusd is None or self.held_microusd is None:
+        if self.spent is None or self.held is None:
             return None
-        used = self.spent_microusd + self.held_microusd
-        return used / self.limit_microusd if self.limit_microusd else 1.0
+        return (self.spent + self.held) / self.limit_now if self.limit_now else 1.0
+
+
+class BudgetValueOut(_Out):
+    value: str | None = Field(description="empty: requests without a value; null: values that share one count")
+    spent: int
+    held: int
+
+
+class BudgetValuesOut(_Out):
+    """The values of a budget on each value, those with the most use first."""
+
+    values: list[BudgetValueOut]
+    values_total: int = Field(description="values that have a count of their own in this window")
 
 
 class TeamOut(_Out):
@@ -196,6 +254,7 @@ class TeamOut(_Out):
     tokens_per_min: int | None
     semantic_error_max: float | None
     is_semantic_enabled: bool
+    time_zone: str
     keys: list[KeyOut] = []
     budgets: list[BudgetOut] = []
 
@@ -365,7 +424,7 @@ _LedgerRow = Annotated[
     LedgerRow,
     _Flat(
         "LedgerRowOut",
-        without=("kind",),
+        without=("kind", "charges"),
         usage_estimated=Annotated[bool, Field(description="the deployment did not report its tokens")],
         team=Annotated[str | None, Field(description="its name; None: of a team that was deleted")],
         key=Annotated[str | None, Field(description="its name; None: of a key that was deleted with its team")],

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 
 from gateway.accounts import Group, LedgerFilter
-from gateway.admin import cache_views, views
+from gateway.admin import budget_views, cache_views, views
 from gateway.admin.charts import answers_bar, kinds_bar, kinds_chart, money_chart, ttft_chart
 from gateway.admin.forms import (
     add_answer_form,
@@ -181,7 +181,7 @@ def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             "teams.html",
             status,
             teams=teams,
-            holds=views.holds(parts),
+            holds=budget_views.holds(parts),
             tallies={one.team_id: one for one in stats.by_team} if stats is not None else {},
             **{**_NO_FORM, **form},
         )
@@ -195,7 +195,7 @@ def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             "team.html",
             status,
             team=team,
-            holds=views.holds(parts),
+            holds=budget_views.holds(parts),
             keys=sorted(team.keys, key=lambda key: not key.is_active),
             stats=stats,
             certificates=await cache_views.certificates_of(parts, team_id),

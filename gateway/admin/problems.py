@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 
-from gateway.admin.format import usd, utc, window
+from gateway.admin.format import amount, utc, window
 from gateway.admin.models import BudgetOut, DeploymentOut, ProblemOut
 from gateway.telemetry.measured_error import LiveError
 from gateway.telemetry.parts import Health, Part
@@ -84,8 +84,11 @@ def _of_budgets(budgets: Sequence[BudgetOut], team_names: Mapping[int, str]) -> 
         if budget.share is None or budget.share < _BUDGET_SHARE_NEAR:
             continue
         team = team_names.get(budget.team_id, f"Team {budget.team_id}")
-        name = f"budget of {usd(budget.limit_microusd)} {window(budget.window)}"
-        spent = f"{usd(budget.spent_microusd or 0)} spent"
+        name = f"budget of {amount(budget.limit_now, budget.unit)} {window(budget.window, budget.rolling_s)}"
+        if budget.axis != "team":
+            whose = budget.value if budget.value is not None else budget.fullest
+            name += f" on the {budget.axis} {whose or '(none given)'}"
+        spent = f"{amount(budget.spent or 0, budget.unit)} spent"
         if budget.share < 1:
             message = f"{team} has used {budget.share:.0%} of its {name} ({spent})"
         elif budget.is_hard:

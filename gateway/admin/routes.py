@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, Field
 
 from gateway.accounts import LedgerFilter
 from gateway.accounts.ledger import CURSOR
-from gateway.admin import cache_views, models, operations, savings_views, views
+from gateway.admin import budget_views, cache_views, models, operations, savings_views, views
 from gateway.admin.guard import COOKIE, ApiRoute, check_query, client_of
 from gateway.admin.pages import pages_router
 from gateway.admin.parts import AdminParts
@@ -85,12 +85,12 @@ def _add_teams(api: APIRouter, parts: AdminParts) -> None:
     @api.get("/teams")
     async def list_teams() -> models.TeamsOut:
         """All teams with their keys and budgets."""
-        return models.TeamsOut(teams=await views.teams(parts), holds=views.holds(parts))
+        return models.TeamsOut(teams=await views.teams(parts), holds=budget_views.holds(parts))
 
     @api.post("/teams", status_code=201)
     async def create_team(body: models.NewTeamIn) -> models.TeamOut:
         """A new team, also with its first budget. 409 where the name is taken."""
-        return await views.team(parts, (await accounts.create_team(**body.given())).id)
+        return await views.team(parts, (await accounts.create_team(**budget_views.team_fields(body))).id)
 
     @api.get("/teams/{team_id}")
     async def get_team(team_id: _Id) -> models.TeamOut:
@@ -142,7 +142,7 @@ def _add_keys_and_budgets(api: APIRouter, parts: AdminParts) -> None:
     @api.get("/budgets")
     async def list_budgets() -> models.BudgetsOut:
         """All budgets, with what is spent, held and left now."""
-        return models.BudgetsOut(budgets=await views.budgets(parts))
+        return models.BudgetsOut(budgets=await budget_views.budgets(parts))
 
     @api.get("/teams/{team_id}/budgets")
     async def list_budgets_of_team(team_id: _Id) -> models.BudgetsOut:
@@ -151,22 +151,34 @@ def _add_keys_and_budgets(api: APIRouter, parts: AdminParts) -> None:
 
     @api.post("/teams/{team_id}/budgets", status_code=201)
     async def create_budget(team_id: _Id, body: models.BudgetIn) -> models.BudgetOut:
-        """A new budget. It counts from the start of the running window. 409 where the team has one of its kind."""
-        return await _budget((await accounts.create_budget(team_id, **body.model_dump())).id)
+        """A new budget. On the team's money it counts from its window's start, else from now. 409 where one of its kind is."""
+        made = await accounts.create_budget(team_id, **budget_views.fields_of(body))
+        return await budget_views.one(parts, made.id)
 
     @api.patch("/budgets/{budget_id}")
     async def update_budget(budget_id: _Id, body: models.BudgetPatch) -> models.BudgetOut:
         """Changes the fields that are sent. 409 where the team has one of that kind."""
-        await accounts.update_budget(budget_id, **body.given())
-        return await _budget(budget_id)
+        return await budget_views.change(parts, budget_id, body)
+
+    @api.get("/budgets/{budget_id}/values")
+    async def list_values(budget_id: _Id) -> models.BudgetValuesOut:
+        """The values of a budget on each value that used the most in the running window."""
+        return await budget_views.values(parts, budget_id)
+
+    @api.post("/budgets/{budget_id}/raise")
+    async def raise_budget(budget_id: _Id, body: models.BudgetRaiseIn, request: Request) -> models.BudgetOut:
+        """Raises the limit until a moment; a later raise replaces it. It is in the audit log."""
+        return await budget_views.raise_limit(parts, budget_id, body, client_of(request), "api")
+
+    @api.post("/budgets/{budget_id}/reset")
+    async def reset_budget(budget_id: _Id, request: Request) -> models.BudgetOut:
+        """Counts from 0 again. Requests under way count before the reset. It is in the audit log."""
+        return await budget_views.reset(parts, budget_id, client_of(request), "api")
 
     @api.delete("/budgets/{budget_id}", status_code=204, response_class=Response)
     async def delete_budget(budget_id: _Id) -> None:
         """The team is no longer held to it."""
         await accounts.delete_budget(budget_id)
-
-    async def _budget(budget_id: int) -> models.BudgetOut:
-        return next(one for one in await views.budgets(parts) if one.id == budget_id)
 
 
 def _add_history(api: APIRouter, parts: AdminParts) -> None:

@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 
 from gateway import accounts
 from gateway.accounts import Group, LedgerFilter, Team
-from gateway.admin import models
+from gateway.admin import budget_views, models
 from gateway.admin.parts import AdminParts
 from gateway.admin.problems import problems
 from gateway.deployments.alias import Alias
@@ -30,8 +30,7 @@ from gateway.telemetry.measured_error import measure
 from gateway.telemetry.stats import Page
 from gateway.telemetry.summary import Summary, Tally, Window
 from gateway.wire.requests import OUTPUT_TOKENS_EXPECTED, OUTPUT_TOKENS_MAX
-from policies import Budget, Demand
-from policies.holds import BudgetState
+from policies import Demand
 
 _LEDGER_PAGE = 500
 _PROMPT_TOKENS_SHOWN = 500  # the prompt of predictions
@@ -52,7 +51,7 @@ _SHORT = Demand(
 async def teams(parts: AdminParts) -> list[models.TeamOut]:
     """All teams with their keys and budgets, by id."""
     found, keys = await parts.accounts.list_teams(), await parts.accounts.list_keys()
-    live = await budgets(parts)
+    live = await budget_views.budgets(parts)
     return [
         models.TeamOut.model_validate(team).model_copy(
             update={
@@ -70,45 +69,6 @@ async def team(parts: AdminParts, team_id: int) -> models.TeamOut:
         if one.id == team_id:
             return one
     raise accounts.NotFound(f"there is no team {team_id}")
-
-
-async def budgets(parts: AdminParts, team_id: int | None = None) -> list[models.BudgetOut]:
-    """Budgets with their current spend; without it while Redis is away."""
-    found, needed = await parts.accounts.list_budgets(team_id), holds(parts)
-    try:
-        states: Sequence[BudgetState | None] = await parts.budgets.spent(found)
-    except RedisError:
-        states = [None] * len(found)
-    return [_budget(budget, state, needed) for budget, state in zip(found, states, strict=True)]
-
-
-def holds(parts: AdminParts) -> list[models.HoldOut]:
-    """What a short question holds of a budget, by model: the most of its deployments."""
-    found: dict[str, models.HoldOut] = {}
-    for one in parts.deployments():
-        hold = models.HoldOut(model=one.alias, microusd=one.hold_microusd, output_tokens=one.hold_output_tokens)
-        if one.alias not in found or found[one.alias].microusd < hold.microusd:
-            found[one.alias] = hold
-    return list(found.values())
-
-
-def _budget(budget: Budget, state: BudgetState | None, needed: Sequence[models.HoldOut]) -> models.BudgetOut:
-    """One budget on the wire."""
-    out = models.BudgetOut.model_validate(budget)
-    if budget.is_hard:
-        out.too_small_for = [hold.model for hold in needed if hold.microusd > budget.limit_microusd]
-    if state is None:
-        return out
-    used = state.spent_microusd + state.held_microusd
-    return out.model_copy(
-        update={
-            "window_id": state.window.id,
-            "spent_microusd": state.spent_microusd,
-            "held_microusd": state.held_microusd,
-            "remaining_microusd": max(0, budget.limit_microusd - used),
-            "resets_at_s": state.window.end_ms / 1000 if state.window.end_ms is not None else None,
-        }
-    )
 
 
 # -- history
@@ -385,7 +345,7 @@ async def route_choices(parts: AdminParts) -> Choices:
 
 async def status(parts: AdminParts) -> models.StatusOut:
     """The health of all parts, and the problems. Works without Redis."""
-    healths, live = parts.healths(), await budgets(parts)
+    healths, live = parts.healths(), await budget_views.budgets(parts)
     summary = await _or_none(parts, Window.HOUR)
     names = {team.id: team.name for team in await parts.accounts.list_teams()}
     return models.StatusOut(

@@ -13,17 +13,21 @@ from msgspec import Meta
 
 from cache import CacheWorkerUnavailable, SemanticClient
 from cache.worker import TextTooLong
-from gateway.accounts import Identity, LedgerRow
+from gateway.accounts import Identity, LedgerRow, charges_of
 from gateway.api.endpoint import Answered, JsonEndpoint
 from gateway.deployments.catalog import microusd
-from gateway.journey.turn import Arrival
+from gateway.journey.needs import values_of
+from gateway.journey.turn import Arrival, Labels
 from gateway.pipeline import Pipeline, may_use
 from gateway.settings import Settings
 from gateway.wire.errors import BadRequest, NotFound, Unavailable, shown
 from gateway.wire.requests import convert
 from policies import Demand, Hold, Price, Tokens
+from policies.counters import Need
+from policies.windows import DEPLOYMENT
 
 INPUTS_MAX = 2048
+_DEPLOYMENT = "embedder"  # in the ledger
 _BYTES_PER_TOKEN = 4  # English prose, for what the limits expect
 _MARKS = 2  # tokens around a text
 
@@ -34,6 +38,7 @@ class EmbeddingsRequest(msgspec.Struct):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None
     user: str | None = None
+    safety_identifier: str | None = None
 
 
 class Embeddings(JsonEndpoint[EmbeddingsRequest]):
@@ -57,7 +62,9 @@ class Embeddings(JsonEndpoint[EmbeddingsRequest]):
             )
         return request, alias
 
-    async def answer(self, request: EmbeddingsRequest, identity: Identity, arrival: Arrival) -> Answered:
+    async def answer(
+        self, request: EmbeddingsRequest, identity: Identity, arrival: Arrival, labels: Labels
+    ) -> Answered:
         """Takes tokens and money for the most that the texts can have, and keeps what they had."""
         may_use(identity, request.model)
         texts = _texts(request.input)
@@ -68,7 +75,10 @@ class Embeddings(JsonEndpoint[EmbeddingsRequest]):
         used = [0]
         hold = None
         try:
-            hold = await money.reserve(identity, arrival.request_id, price.cost_max(bound + _MARKS * len(texts), 0))
+            tokens = bound + _MARKS * len(texts)
+            values = {} if identity.is_plain else _values(request, identity, labels)
+            need = Need(price.cost_max(tokens, 0), tokens, values=values)
+            hold = await money.reserve(identity, arrival.request_id, need)
             reply = await self._embed(request, texts, used)
             return Answered(reply, used[0], price.cost(Tokens(used[0], 0)), limited)
         finally:
@@ -110,14 +120,14 @@ class Embeddings(JsonEndpoint[EmbeddingsRequest]):
         return {"object": "list", "data": data, "model": alias, "usage": usage}
 
     def _row(self, hold: Hold, identity: Identity, alias: str, tokens: int) -> LedgerRow:
-        return LedgerRow(
+        row = LedgerRow(
             id=hold.id,
             at_ms=hold.at_ms,
             request_id=hold.id,
             team_id=identity.team.id,
             key_id=identity.key.id,
             alias=alias,
-            deployment="embedder",
+            deployment=_DEPLOYMENT,
             prompt_tokens=tokens,
             cached_tokens=0,
             completion_tokens=0,
@@ -125,6 +135,12 @@ class Embeddings(JsonEndpoint[EmbeddingsRequest]):
             kind=self.operation,
             baseline_microusd=self._price.cost(Tokens(tokens, 0)),
         )
+        return msgspec.structs.replace(row, charges=charges_of(row, hold.more)) if hold.more else row
+
+
+def _values(request: EmbeddingsRequest, identity: Identity, labels: Labels) -> dict[str, str]:
+    body = {"user": request.user, "safety_identifier": request.safety_identifier}
+    return {**values_of(identity, request.model, body, labels), DEPLOYMENT: _DEPLOYMENT}
 
 
 def _base64(vector: bytes) -> str:

@@ -15,7 +15,7 @@ from gateway.accounts import Identity
 from gateway.api import asgi
 from gateway.api.headers import JSON, base_headers
 from gateway.journey.record import record_of
-from gateway.journey.turn import Arrival, Ended, arrive, elapsed_ms_since
+from gateway.journey.turn import Arrival, Ended, Labels, arrive, elapsed_ms_since, labels_of
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
 from gateway.wire.errors import shown
@@ -48,8 +48,8 @@ class JsonEndpoint(ABC, Generic[Request]):
         """The request in the decoded `body`, and its alias; empty for none. Raises ApiError."""
 
     @abstractmethod
-    async def answer(self, request: Request, identity: Identity, arrival: Arrival) -> Answered:
-        """The reply to `request`. Limits of requests are checked before. Raises ApiError."""
+    async def answer(self, request: Request, identity: Identity, arrival: Arrival, labels: Labels) -> Answered:
+        """The reply to `request`; `labels` are its tags. Limits of requests are checked before. Raises ApiError."""
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         headers = asgi.headers_of(scope)
@@ -64,7 +64,7 @@ class JsonEndpoint(ABC, Generic[Request]):
             asked = shown(model) if isinstance(model := body.get("model"), str) else ""
             limited = await self._pipeline.limits.take_requests(identity)
             request, alias = self.read(body)
-            answered = await self.answer(request, identity, arrival)
+            answered = await self.answer(request, identity, arrival, labels_of(headers, body.get("metadata")))
             out = [JSON, *base_headers(arrival.request_id), *{**limited, **answered.limits}.items()]
             await asgi.send_whole(send, 200, out, msgspec.json.encode(answered.reply))
         except (Exception, asyncio.CancelledError) as error:

@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 from cache import CacheUnavailable
 from gateway.accounts import Identity, partition_of
 from gateway.api.endpoint import Answered, JsonEndpoint
-from gateway.journey.turn import Arrival
+from gateway.journey.turn import Arrival, Labels
 from gateway.learning.reports import Reports
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
@@ -39,7 +39,7 @@ class Feedback(JsonEndpoint[FeedbackRequest]):
         request: FeedbackRequest = convert(body, FeedbackRequest)
         return request, ""
 
-    async def answer(self, request: FeedbackRequest, identity: Identity, arrival: Arrival) -> Answered:
+    async def answer(self, request: FeedbackRequest, identity: Identity, arrival: Arrival, labels: Labels) -> Answered:
         team = identity.team
         own = partition_of(self.settings.secret, team.id)
         try:

@@ -49,6 +49,8 @@ def answer_headers(reply: Reply) -> Headers:
             headers.append((b"x-sameway-saved-usd", dollars(int(baseline)).encode()))
     if reader is not None and reader.generation.queued_ms:
         headers.append((b"x-sameway-queued-ms", f"{reader.generation.queued_ms:.0f}".encode()))
+    if reader is not None and reader.generation.cut_at is not None:
+        headers.append((b"x-sameway-cut-at", str(reader.generation.cut_at).encode()))
     limits = reply.limits
     if reader is not None and reader.is_leader and reader.generation.headers:
         limits = limits | reader.generation.headers  # the tokens' limits, too

@@ -23,7 +23,7 @@ from gateway.api.headers import JSON, base_headers
 from gateway.api.message_events import MessageRenderer, error_fields_of
 from gateway.api.tokens import counted_by_engine
 from gateway.backends.base import Native
-from gateway.journey.turn import Arrival, Turn, read_turn
+from gateway.journey.turn import Arrival, Labels, Turn, read_turn
 from gateway.pipeline import may_use
 from gateway.wire.errors import ApiError, BadRequest
 from gateway.wire.requests import MESSAGES_MAX, ChatRequest, convert, decode_object
@@ -174,7 +174,7 @@ class CountTokens(_InAnthropicsShape, JsonEndpoint[tuple[PromptRequest, dict[str
         return (request, chat, checked.demand(raw, chat).prompt_tokens), alias
 
     async def answer(
-        self, request: tuple[PromptRequest, dict[str, Any], int], identity: Identity, arrival: Arrival
+        self, request: tuple[PromptRequest, dict[str, Any], int], identity: Identity, arrival: Arrival, labels: Labels
     ) -> Answered:
         prompt, chat, estimated = request
         alias = self._pipeline.fleet.alias(prompt.model, identity.key.models)

@@ -82,7 +82,7 @@ class Responses(Chat):
     ) -> tuple[Turn, Renderer]:
         body = decode_object(raw, model)
         # decision: one-shape-on-the-journey
-        turn = read_turn(msgspec.json.encode(_chat(body)), headers, arrival)
+        turn = read_turn(msgspec.json.encode(_chat(body)), headers, arrival, metadata=body.get("metadata"))
         return turn, Response(body, arrival)
 
 

@@ -31,6 +31,7 @@ from gateway.wire.requests import OUTPUT_TOKENS_EXPECTED, OUTPUT_TOKENS_MAX
 from gateway.wire.rules import check_rules
 from gateway.wire.types import Kind
 from policies import Candidate, Cause, Demand, Route, RoutingPolicy
+from policies.estimate import Lengths
 
 _PASSED_NAME_MAX = 200
 _PASSED_NAME = re.compile(rf"[!-)+-~]{{1,{_PASSED_NAME_MAX}}}")  # ASCII without spaces and `*`
@@ -49,6 +50,7 @@ class Alias:
     settings: ModelSettings
     policy: RoutingPolicy
     deployments: Mapping[str, Deployment]
+    lengths: Lengths = field(default_factory=Lengths)  # of the latest answers, in tokens
     is_pattern: bool = field(init=False)
     has_engine: bool = field(init=False)
     has_choice: bool = field(init=False)
@@ -105,14 +107,27 @@ class Alias:
         is_unpriced = any(first.name in map(canonical, d.settings.allow_fields) for d in self.deployments.values())
         return _not_allowed(first, self.name, is_unpriced=is_unpriced)
 
-    def worst_case_microusd(self, demand: Demand) -> int:
-        """The longest answer at the highest price: the amount that budgets hold."""
-        return max([self.worst_case_at(d, demand) for d in self.deployments.values()])
+    def worst_case_microusd(self, demand: Demand, output_tokens: int | None = None) -> int:
+        """The longest answer, or one of `output_tokens`, at the highest price: what budgets hold."""
+        return max([self.worst_case_at(d, demand, output_tokens) for d in self.deployments.values()])
 
-    def worst_case_at(self, deployment: Deployment, demand: Demand) -> int:
-        """The longest answer at the price of `deployment`, µUSD."""
+    def worst_case_at(self, deployment: Deployment, demand: Demand, output_tokens: int | None = None) -> int:
+        """The longest answer, or one of `output_tokens`, at the price of `deployment`, µUSD."""
         # decision: worst-case-by-bytes
-        return deployment.cost_max(demand, self.output_max(deployment, demand) * demand.choices)
+        output = self.output_max(deployment, demand)
+        return deployment.cost_max(demand, min(output, output_tokens or output) * demand.choices)
+
+    def worst_case_tokens(self, demand: Demand, output_tokens: int | None = None) -> int:
+        """The most tokens of a request with the longest answer, or one of `output_tokens`."""
+        output = max([self.output_max(d, demand) for d in self.deployments.values()])
+        return demand.prompt_tokens_max + min(output, output_tokens or output) * demand.choices
+
+    def usual_output(self, demand: Demand) -> int | None:
+        """The tokens that nearly all answers have at most; None where that is not learned."""
+        usual = self.lengths.usual()
+        if usual is None:
+            return None
+        return max(1, min(usual, max([self.output_max(d, demand) for d in self.deployments.values()])))
 
     def with_max_tokens(self, deployment: Deployment, demand: Demand, body: dict[str, Any]) -> dict[str, Any]:
         """`body` with the reserved length as its limit: a budget cannot hold an

@@ -17,6 +17,7 @@ from gateway.deployments.progress import Progress
 from gateway.loggers import get_logger
 from gateway.reserved import PAID
 from gateway.settings import DeploymentSettings
+from gateway.wire.types import CHAT, Kind
 from policies import Breaker, Candidate, Demand, Estimate, Price, Tokens
 from policies.prices import MicroUSD
 
@@ -261,6 +262,12 @@ class Deployment:
         its time-out stays, so that a deployment that hangs delays no request.
         """
         self.estimate.observe_timeout(1000.0 * self.ttft_timeout_s(prompt_tokens), prompt_tokens)
+
+
+def with_cut(deployment: Deployment, body: dict[str, Any], kind: Kind, tokens_max: int) -> dict[str, Any]:
+    """`body` with a limit of its answer that takes the place of the client's."""
+    rest = {name: value for name, value in body.items() if name not in ("max_tokens", "max_completion_tokens")}
+    return with_length(deployment, rest, tokens_max) if kind is CHAT else {**rest, "max_tokens": tokens_max}
 
 
 def with_length(deployment: Deployment, body: dict[str, Any], tokens_max: int) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from gateway.journey.flight import Flight
 from gateway.journey.generation import Generation
 from gateway.journey.queue import routed
 from gateway.journey.rescue import PREFILL, Joint, Seam, ended_by_length, is_used_up, said_in
-from gateway.wire.errors import ApiError, DeploymentFull, Unavailable, UpstreamDenied
+from gateway.wire.errors import ApiError, DeploymentFull, Unavailable, UpstreamDenied, last_to_reset
 from gateway.wire.types import Chunk
 from policies import Route
 
@@ -89,7 +89,7 @@ class Tries:
         while route.ranked and generation.tries < TRIES_MAX:
             best = route.ranked[0]
             deployment = generation.serving.deployments[best.name]
-            if generation.is_beyond_first:
+            if generation.needs_cover:
                 is_covered = await self._cover(generation, deployment)
                 if not is_covered:
                     self._done_with |= {best.name}
@@ -135,7 +135,9 @@ class Tries:
     def _error(self) -> ApiError:
         """The client's error, after the last try."""
         if self._failed is None:
-            return Unavailable("A budget has no room for another deployment", code="no_deployment_available")
+            return last_to_reset(self._generation.no_room.values()) or Unavailable(
+                "A budget has no room for another deployment", code="no_deployment_available"
+            )
         failure = self._failed[1]
         if not isinstance(failure, BackendDenied) or len(self._denials) == 1:
             return from_backend(failure)

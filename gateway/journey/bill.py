@@ -4,11 +4,11 @@ Knows no services and no routes. Invariants: each deployment that generated has 
 and the last row settles the hold; no count is above what the request allowed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from gateway.accounts import Identity, LedgerRow
+from gateway.accounts import Identity, LedgerRow, charges_of
 from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.progress import Progress
@@ -16,6 +16,7 @@ from gateway.journey.savings import CHECKING, Compared, compare, compare_other, 
 from gateway.journey.turn import Turn
 from gateway.wire.types import Usage
 from policies import Demand, Hold, Tokens
+from policies.windows import Unit
 
 
 class Try(msgspec.Struct, frozen=True):
@@ -58,13 +59,15 @@ def charged(tries: Sequence[Try]) -> list[Try]:
     return [one for one in tries if one.progress.has_begun or one.progress.is_abandoned]
 
 
-def usage_of(one: Try, alias: Alias, demand: Demand) -> Usage:
+def usage_of(one: Try, alias: Alias, demand: Demand, cut_at: int | None = None) -> Usage:
     """The tokens that the backend counted, else an estimate: a cut answer costs money, too.
 
-    Neither is more than the request allowed: the context window, and the answers asked for.
+    Neither is more than the request allowed: the context window, and the answers asked for, of
+    `cut_at` tokens at most.
     """
     progress, deployment = one.progress, one.deployment
-    output_max = max(alias.output_max(deployment, demand) * demand.choices, progress.content_chunks)
+    output = alias.output_max(deployment, demand) if cut_at is None else cut_at
+    output_max = max(output * demand.choices, progress.content_chunks)
     if progress.usage is not None:
         context_max = max(deployment.context_tokens_max or 0, demand.prompt_tokens_max + progress.prefix_tokens)
         return progress.usage.within(context_max, output_max)
@@ -73,25 +76,32 @@ def usage_of(one: Try, alias: Alias, demand: Demand) -> Usage:
     return Usage(demand.prompt_tokens + progress.prefix_tokens, min(said, output_max))
 
 
-def cost_of(one: Try, alias: Alias, demand: Demand) -> int:
+def cost_of(one: Try, alias: Alias, demand: Demand, cut_at: int | None = None) -> int:
     """The cost of a try that is charged, in µUSD."""
-    return one.deployment.cost(demand, tokens_of(usage_of(one, alias, demand)))
+    return one.deployment.cost(demand, tokens_of(usage_of(one, alias, demand, cut_at)))
 
 
 def book(
-    tries: Sequence[Try], hold: Hold, turn: Turn, identity: Identity, alias: Alias, whole: Usage | None
+    tries: Sequence[Try],
+    hold: Hold,
+    turn: Turn,
+    identity: Identity,
+    alias: Alias,
+    whole: Usage | None,
+    cut_at: int | None,
 ) -> tuple[list[Booked], Spent]:
     """The rows to settle, none if nothing is charged, and their sum.
 
     The last row settles `hold`; rows of earlier tries have ids of their own. `whole` are the tokens
-    of an answer that several deployments made, as its clients see them.
+    of an answer that several deployments made, as its clients see them. No answer has more than `cut_at`
+    tokens.
     """
     booked: list[Booked] = []
     costly, usage, cost_microusd, tokens, is_counted = charged(tries), Usage(0, 0), 0, 0, False
     for number, one in enumerate(costly, 1):
         is_last = number == len(costly)
         own = hold if is_last else Hold(f"{hold.id}.{number}", hold.team_id, hold.at_ms)
-        usage = usage_of(one, alias, turn.demand)
+        usage = usage_of(one, alias, turn.demand, cut_at)
         used = tokens_of(usage)
         cost = one.deployment.cost(turn.demand, used)
         if is_last and turn.arrival.operation != CHECKING:
@@ -108,7 +118,7 @@ def book(
         is_counted = is_counted or one.progress.has_begun
     last = tries[-1] if tries else None
     if last is not None and (not costly or costly[-1] is not last):
-        usage = Usage(0, 0) if last.progress.usage is None else usage_of(last, alias, turn.demand)
+        usage = Usage(0, 0) if last.progress.usage is None else usage_of(last, alias, turn.demand, cut_at)
     reported = last.progress.usage if last is not None else None
     baseline_microusd, savings = joined([one.row for one in booked])
     spent = Spent(
@@ -122,6 +132,20 @@ def book(
         savings=savings,
     )
     return booked, spent
+
+
+def with_charges(booked: Sequence[Booked], hold: Hold, at_deployments: Mapping[str, Hold]) -> list[Booked]:
+    """`booked` with what each row adds to the counts of budgets: those of `hold`, and of its deployment's.
+
+    A request counts once, with its last row, and once at each deployment.
+    """
+    found = []
+    for one in booked:
+        counts = [taken for taken in hold.more if one is booked[-1] or taken.unit is not Unit.REQUESTS]
+        at = at_deployments.get(one.row.deployment)
+        charges = charges_of(one.row, [*counts, *(at.more if at is not None else ())])
+        found.append(Booked(one.hold, msgspec.structs.replace(one.row, charges=charges)))
+    return found
 
 
 def _row(

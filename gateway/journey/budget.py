@@ -19,10 +19,12 @@ from gateway.accounts.spool import NOWHERE, Spool
 from gateway.loggers import get_logger
 from gateway.settings import BudgetSettings
 from gateway.wire.errors import BudgetExceeded, Unavailable
-from policies import Budgets, Hold, NotReady, Refused
+from policies import Budget, Budgets, Hold, NotReady, Refused
+from policies.counters import Need
 from policies.durations import duration_s
-from policies.prices import MICROUSD_MAX, dollars
-from policies.windows import Window
+from policies.holds import BudgetState
+from policies.prices import dollars
+from policies.windows import TEAM, Unit, Window, WindowKind
 
 _RETRY_EVERY_S = 0.5
 _ADOPT_EVERY_S = 5.0
@@ -56,28 +58,28 @@ class Money:
         """The number of generations under way that hold money."""
         return len(self._living)
 
-    async def reserve(self, identity: Identity, hold_id: str, amount_microusd: int) -> Hold:
-        """Hold the worst case, `amount_microusd`, against every budget of the team.
+    async def reserve(self, identity: Identity, hold_id: str, need: Need, *, at_deployment: bool = False) -> Hold:
+        """Hold the worst case, `need`, against every budget of the team that applies, or, with
+        `at_deployment`, against those on deployments.
 
         An amount of 0 is neither held nor refused. Raises BudgetExceeded, Unavailable.
         """
-        budgets = identity.budgets if amount_microusd else ()
-        amount_microusd = min(amount_microusd, MICROUSD_MAX)
-        intended = self._budgets.intended(hold_id, identity.team.id, budgets, amount_microusd)
+        budgets = identity.at_deployments if at_deployment else identity.budgets
+        intent = self._budgets.intended(hold_id, identity.team.id, budgets, need)
         try:
-            outcome = await self._budgets.hold(intended, budgets, self._settings.hold_lease_s)
+            outcome = await self._budgets.hold(intent, self._settings.hold_lease_s)
         except asyncio.CancelledError:  # Redis may hold it already, until its lease ends
-            await self.release(intended)  # the link sends it after the hold
+            await self.release(intent.hold)  # the link sends it after the hold
             raise
         except (RedisError, NotReady) as error:
-            if self._settings.on_redis_failure == "refuse" and any(b.is_hard for b in budgets):
+            if self._settings.on_redis_failure == "refuse" and any(b.is_hard for b in intent.budgets):
                 raise Unavailable(
                     "This team's budget can't be checked at the moment; try again shortly", code="budget_unavailable"
                 ) from error
             outcome = self._budgets.unreserved(hold_id, identity.team.id)
         if isinstance(outcome, Refused):
             raise _refusal(identity, outcome)
-        if outcome.held:
+        if outcome.is_held:
             self._living[hold_id] = outcome
         return outcome
 
@@ -90,7 +92,7 @@ class Money:
         data = encode_row(row)
         place = self._spool.put(data)
         try:
-            await self._budgets.settle(hold, row.cost_microusd, data)
+            await self._budgets.settle(hold, row.cost_microusd, data, row.charges)
         except RedisError:
             self._unsettled.append(_Unsettled(hold, row, place))
         else:
@@ -99,7 +101,7 @@ class Money:
     async def release(self, hold: Hold) -> None:
         """Release the whole hold. While Redis is away, the hold ends with its lease instead."""
         self._living.pop(hold.id, None)
-        if hold.held:
+        if hold.is_held:
             try:
                 await self._budgets.release(hold)
             except RedisError as error:
@@ -130,7 +132,8 @@ class Money:
         while self._unsettled:
             waiting = self._unsettled[0]
             try:
-                await self._budgets.settle(waiting.hold, waiting.row.cost_microusd, encode_row(waiting.row))
+                row = waiting.row
+                await self._budgets.settle(waiting.hold, row.cost_microusd, encode_row(row), row.charges)
             except ResponseError as error:  # the next retry begins with another row
                 _log.warning("ledger_row_refused", hold=waiting.hold.id, reason=str(error))
                 self._unsettled.rotate(-1)
@@ -174,25 +177,52 @@ class Money:
 
 
 def _refusal(identity: Identity, refused: Refused) -> BudgetExceeded:
-    state = refused.state
-    limit, spent, held = (_usd(x) for x in (state.budget.limit_microusd, state.spent_microusd, state.held_microusd))
+    state, budget = refused.state, refused.state.budget
+    limit = refused.limit
     words = (
-        f"Team {identity.team.name} has a {state.budget.window} budget of {limit}: {spent} is spent, {held} is held by "
-        f"requests under way, and this request may cost {_usd(refused.amount_microusd)}."
+        f"Team {identity.team.name} has a {window_words(budget)} budget of {amount_words(limit, budget.unit)}"
+        f"{subject_words(state)}: {amount_words(state.spent, budget.unit)} is spent, "
+        f"{amount_words(state.held, budget.unit)} is held by requests under way, and this request may "
+        f"{'cost' if budget.unit is Unit.MONEY else 'use'} {amount_words(refused.amount, budget.unit)}."
     )
-    if refused.amount_microusd > state.budget.limit_microusd:  # it does not fit a new window either
+    if refused.amount > limit and budget.unit is not Unit.REQUESTS:  # it does not fit a new window either
         words += " That is more than the whole budget: ask for a shorter answer with `max_tokens`."
         return BudgetExceeded(words, None)
-    if refused.resets_in_s is not None:
-        words += f" The budget resets in {duration_s(refused.resets_in_s)}{_at(state.window)}."
+    if refused.resets_in_s is None:
+        return BudgetExceeded(f"{words} It does not reset by itself: ask your admin to raise or reset it.", None)
+    does = "has room again" if budget.window is WindowKind.ROLLING else "resets"
+    words += f" The budget {does} in {duration_s(refused.resets_in_s)}{_at(state.window)}."
     return BudgetExceeded(words, refused.resets_in_s)
 
 
+def window_words(budget: Budget) -> str:
+    """The window of a budget as an adjective: `day`, `total`, `rolling 24h`."""
+    if budget.window is not WindowKind.ROLLING:
+        return budget.window.value
+    return f"rolling {duration_s(budget.rolling_s)}"
+
+
+def amount_words(amount: int, unit: Unit) -> str:
+    """An amount with its unit."""
+    return f"${dollars(amount)}".rstrip("0").rstrip(".") if unit is Unit.MONEY else f"{amount:,} {unit.value}"
+
+
+def subject_words(state: BudgetState) -> str:
+    """What a budget limits, other than the team: ` for the user alice`."""
+    budget = state.budget
+    if budget.axis == TEAM:
+        return ""
+    axis = budget.axis.replace("tag:", "tag ", 1)
+    if budget.value is not None:
+        value = budget.value or "requests without one"
+    else:
+        value = {"-": "requests without one", "*": "values beyond those counted apart"}.get(state.value) or state.value[
+            1:
+        ]
+    return f" for the {axis} {value}" if not value.startswith(("requests ", "values ")) else f" for the {axis}, {value}"
+
+
 def _at(window: Window) -> str:
-    if window.end_ms is None:
+    if window.end_ms is None or window.kind is WindowKind.ROLLING:
         return ""
     return f", at {datetime.fromtimestamp(window.end_ms / 1000, UTC):%Y-%m-%d %H:%M} UTC"
-
-
-def _usd(microusd: int) -> str:
-    return f"${dollars(microusd)}".rstrip("0").rstrip(".")

@@ -13,13 +13,14 @@ from cache.eligibility import CUT
 from gateway.accounts import Identity
 from gateway.backends.base import BackendRequest
 from gateway.deployments.alias import Alias
-from gateway.deployments.deployment import Deployment
+from gateway.deployments.deployment import Deployment, with_cut
 from gateway.deployments.progress import Attempt, Progress
-from gateway.journey.bill import Booked, Spent, Try, book, charged, cost_of
+from gateway.journey.bill import Booked, Spent, Try, book, charged, cost_of, with_charges
 from gateway.journey.rescue import Said, Seam, rest_of
 from gateway.journey.semantic import SemanticResult, draft_of
 from gateway.journey.storing import deployment_of, ends_as_asked, entry_of, refusal_of
 from gateway.journey.turn import Turn
+from gateway.wire.errors import ApiError
 from gateway.wire.types import Chunk, Usage
 from policies import Hold, Route
 
@@ -48,7 +49,9 @@ class Generation:
         "_tries",
         "_whole_usage",
         "alias",
+        "at_deployments",
         "awaited_ms",
+        "cut_at",
         "demand",
         "elsewhere_ms",
         "fingerprint",
@@ -57,6 +60,7 @@ class Generation:
         "identity",
         "is_claimed",
         "more_holds",
+        "no_room",
         "progress",
         "queued_ms",
         "route",
@@ -92,7 +96,10 @@ class Generation:
         self.semantic = SemanticResult()
         self.demand = turn.demand  # with what deployments said of the prompt's length
         self.hold: Hold | None = None
+        self.cut_at: int | None = None  # the answer's tokens at most, as a budget has no room for more
         self.more_holds: list[Hold] = []  # for what tries may cost beyond the first hold
+        self.at_deployments: dict[str, Hold] = {}  # of the budgets on deployments, by the deployment's name
+        self.no_room: dict[str, ApiError] = {}  # deployments whose budgets refused it
         self.headers: dict[bytes, bytes] | None = None  # the tokens' rate limits', once taken
         self.route: Route | None = None  # the first one, with each rejection
         self.why = ""  # why the deployment that was tried last was chosen
@@ -124,10 +131,11 @@ class Generation:
         self.semantic = result
         self.served = result.entry
 
-    def reserved(self, hold: Hold) -> None:
-        """7. Set the hold."""
+    def reserved(self, hold: Hold, usual_output: int | None = None) -> None:
+        """7. Set the hold, and the tokens of a usual answer if it was taken for one."""
         self.hold = hold
-        self._is_bounded = bool(hold.held)
+        self.cut_at = usual_output if hold.is_cut else None
+        self._is_bounded = hold.is_held
 
     def admitted(self, headers: dict[bytes, bytes]) -> None:
         """7. Set `headers`, which describe the rate limits after the tokens were taken."""
@@ -158,11 +166,15 @@ class Generation:
 
         `is_alone`: no other deployment can take over. `said`: the text that it goes on with.
         """
-        turn = self.turn
+        turn, native = self.turn, self.turn.native
         # decision: always-stream
         is_stream = turn.is_stream or (len(self.serving.deployments) > 1 and _UNSTREAMED.isdisjoint(turn.body))
         draft = draft_of(self._near) if deployment.settings.engine else ""
         body = self.serving.with_max_tokens(deployment, turn.demand, turn.body) if self._is_bounded else turn.body
+        if self.cut_at is not None:
+            body = with_cut(deployment, body, turn.kind, self.cut_at)
+            if native is not None:
+                native = msgspec.structs.replace(native, body={**native.body, "max_tokens": self.cut_at})
         request = BackendRequest(
             body=body if said is None else rest_of(body, said),
             is_stream=is_stream,
@@ -173,7 +185,7 @@ class Generation:
             draft=draft,
             kind=turn.kind,
             model=deployment.model if self.serving.is_pattern else "",
-            native=turn.native,
+            native=native,
             prefix="" if said is None else said.text,
         )
         progress = Progress(deployment.name, self._near.id if draft and self._near is not None else "")
@@ -200,13 +212,22 @@ class Generation:
     def covered(self, hold: Hold) -> None:
         """9. Add a hold for what the next try may cost beyond the others."""
         self.more_holds.append(hold)
-        self._is_bounded = self._is_bounded or bool(hold.held)
+        self._is_bounded = self._is_bounded or hold.is_held
+
+    def covered_at(self, deployment: Deployment, hold: Hold) -> None:
+        """9. Set the hold of the budgets on a deployment, before it is tried."""
+        self.at_deployments[deployment.name] = hold
+        self._is_bounded = self._is_bounded or hold.is_held
+
+    def refused_at(self, deployment: Deployment, error: ApiError) -> None:
+        """9. Set that a budget has no room for a try at a deployment."""
+        self.no_room[deployment.name] = error
 
     def beyond_holds(self, deployment: Deployment) -> int:
         """The µUSD that a try at `deployment` may cost beyond all holds, after what is charged."""
         worst = self.serving.worst_case_at(deployment, self.turn.demand)
-        used = sum(cost_of(one, self.alias, self.turn.demand) for one in charged(self._tries))
-        held = sum(hold.amount_microusd for hold in (self.hold, *self.more_holds) if hold is not None)
+        used = sum(cost_of(one, self.alias, self.turn.demand, self.cut_at) for one in charged(self._tries))
+        held = sum(hold.microusd for hold in (self.hold, *self.more_holds) if hold is not None)
         return used + worst - held
 
     def end(self) -> list[Booked]:
@@ -214,8 +235,19 @@ class Generation:
         if self.hold is None:
             self.spent = Spent(Usage(0, 0), 0, 0, 0, is_estimated=True)
             return []
-        booked, self.spent = book(self._tries, self.hold, self.turn, self.identity, self.alias, self._whole_usage)
+        booked, self.spent = book(
+            self._tries, self.hold, self.turn, self.identity, self.alias, self._whole_usage, self.cut_at
+        )
+        if self.hold.more or self.at_deployments:
+            return with_charges(booked, self.hold, self.at_deployments)
         return booked
+
+    def learn_length(self) -> None:
+        """10. Learn how long answers of this alias are, where the deployment counted a whole one."""
+        spent = self.spent
+        if spent is None or spent.is_estimated or self.cut_at is not None or not self.progress.is_complete:
+            return
+        self.alias.lengths.add(-(-spent.usage.completion_tokens // self.turn.demand.choices))
 
     def recorded(self, entry: Entry | None, store: str) -> None:
         """10. Set the entry made of the answer, if any, and `stored` or the reason against it."""
@@ -240,6 +272,11 @@ class Generation:
     def tries(self) -> int:
         """The number of deployments that were tried; one that was tried again counts again."""
         return len(self._tries)
+
+    @property
+    def needs_cover(self) -> bool:
+        """Whether the next try needs a hold of its own."""
+        return bool(self.identity.at_deployments) or self.is_beyond_first
 
     @property
     def is_beyond_first(self) -> bool:
@@ -285,6 +322,7 @@ class Generation:
             is_servable=is_servable,
             is_rescued=bool(self.seams),
             is_cut_as_asked=self.is_cut and ends_as_asked(self.progress, self.turn.body, self.demand.choices),
+            is_cut=self.cut_at is not None,
         )
 
     def entry(self, chunks: Sequence[Chunk], ttl_s: int, *, is_findable: bool) -> Entry:

@@ -171,7 +171,9 @@ def _of_generation(flight: Flight, duration_ms: float) -> dict[str, Any]:
     }
     if route is not None:
         facts["policy"] = generation.serving.settings.policy
-        facts["rejected"] = tuple([Rejection(r.name, r.reason) for r in route.rejected])
+        rejected = [Rejection(r.name, r.reason) for r in route.rejected]
+        rejected += [Rejection(name, "has no room in its budget") for name in generation.no_room]
+        facts["rejected"] = tuple(rejected)
     if generation.awaited_ms:
         facts["awaited_ms"] = generation.awaited_ms
     if generation.served is not None:

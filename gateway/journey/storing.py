@@ -28,6 +28,7 @@ def refusal_of(
     is_servable: bool,
     is_rescued: bool = False,
     is_cut_as_asked: bool = False,
+    is_cut: bool = False,
 ) -> str | None:
     """The reason why this generation is not stored, as the cache counts it; None if it is."""
     refusal = store_refusal(
@@ -39,7 +40,7 @@ def refusal_of(
             is_rescued=is_rescued,
             size_bytes=progress.size_bytes,
             has_content=progress.has_content,
-            is_length_asked=is_cut_as_asked or kind.output_tokens_default is not None,
+            is_length_asked=not is_cut and (is_cut_as_asked or kind.output_tokens_default is not None),
         ),
         controls,
         entry_bytes_max,

@@ -48,6 +48,16 @@ def arrive(operation: str) -> Arrival:
     return Arrival(new_id(at_s), at_s, operation)
 
 
+class Labels(msgspec.Struct, frozen=True):
+    """A request's tags for budgets, as sent: the body's `metadata` and the header with tags."""
+
+    metadata: Any = None
+    header: str = ""
+
+
+_NO_LABELS = Labels()
+
+
 class Ended(msgspec.Struct, frozen=True):
     """The end of a reply, as its client saw it.
 
@@ -74,6 +84,7 @@ class Turn(msgspec.Struct, frozen=True):
     started: float
     deadline: float | None = None  # None: the client has no deadline
     native: Native | None = None
+    labels: Labels = _NO_LABELS
 
     def elapsed_ms(self) -> float:
         return (time.perf_counter() - self.started) * 1000.0
@@ -84,11 +95,16 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 def read_turn(
-    raw: bytes, headers: Mapping[str, str], arrival: Arrival, kind: Kind = CHAT, model: str | None = None
+    raw: bytes,
+    headers: Mapping[str, str],
+    arrival: Arrival,
+    kind: Kind = CHAT,
+    model: str | None = None,
+    metadata: Any = None,
 ) -> Turn:
     """The turn of the body `raw` and of `headers`, by lower-case name.
 
-    `model` replaces the body's. Raises BadRequest with the invalid field.
+    `model` replaces the body's; `metadata` is used where the body has none. Raises BadRequest with the invalid field.
     """
     body = decode_object(raw, model)
     if kind.output_tokens_default is not None and body.get("max_tokens") is None:
@@ -106,7 +122,17 @@ def read_turn(
         kind=kind,
         started=started,
         deadline=_deadline(headers.get("x-stainless-read-timeout"), started),
+        labels=labels_of(headers, body.get("metadata", metadata)),
     )
+
+
+def labels_of(headers: Mapping[str, str], metadata: Any) -> Labels:
+    """The tags in `headers`, by lower-case name, and in a body's `metadata`."""
+    header = headers.get("x-sameway-tags", "")
+    if metadata is None and not header:
+        return _NO_LABELS
+    # a header is UTF-8 here, so that its values equal those of a body
+    return Labels(metadata, header.encode("latin-1", "replace").decode("utf-8", "replace"))
 
 
 def read_controls(cache_control: str, fields: Any) -> Controls:

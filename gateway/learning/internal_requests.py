@@ -47,8 +47,8 @@ async def own_identity(settings: CacheSettings, accounts: Accounts) -> Identity 
     if daily is None:
         with contextlib.suppress(Conflict):  # another worker, just now
             await accounts.create_budget(team.id, WindowKind.DAY, limit, True)
-    elif daily.limit_microusd != limit:
-        await accounts.update_budget(daily.id, limit_microusd=limit)
+    elif daily.limit != limit:
+        await accounts.update_budget(daily.id, limit=limit)
     key = Key(id=0, team_id=team.id, name="", prefix="", digest=b"", created_at_s=team.created_at_s)
     return Identity(key, team, tuple(await accounts.list_budgets(team.id)))
 

@@ -21,7 +21,7 @@ path or a stack trace.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import msgspec
@@ -171,6 +171,14 @@ class BudgetExceeded(ApiError):
         if resets_in_s is not None:
             headers |= retry_after(resets_in_s)
         super().__init__(message, headers=headers)
+        self.resets_in_s = float("inf") if resets_in_s is None else resets_in_s
+
+
+def last_to_reset(errors: Iterable[ApiError]) -> ApiError | None:
+    """Of refusals for want of room, the one that ends last; None if there is none."""
+    found = list(errors)
+    budgets = [error for error in found if isinstance(error, BudgetExceeded)]
+    return max(budgets, key=lambda error: error.resets_in_s) if budgets else next(iter(found), None)
 
 
 class NotCached(ApiError):

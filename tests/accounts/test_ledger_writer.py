@@ -67,7 +67,7 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 async def spent(budgets: Budgets) -> int:
     [state] = await budgets.spent([DAY])
-    return state.spent_microusd
+    return state.spent
 
 
 async def test_rows_get_to_sql_and_leave_redis(writer: LedgerWriter, ledger: Ledger, budgets: Budgets) -> None:

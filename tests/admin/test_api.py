@@ -19,6 +19,8 @@ from gateway.admin.guard import COOKIE
 from gateway.deployments.progress import Attempt
 from gateway.journey.record import Rejection
 from gateway.telemetry.parts import Health, Part
+from policies import Hold
+from policies.counters import Need
 from tests.admin.world import ADMIN_KEY, LOCAL, NOW_S, World, open_world
 from tests.services import run_redis
 from tests.telemetry.records import hit, miss
@@ -682,3 +684,44 @@ async def test_the_openapi_description_covers_it(world: World) -> None:
     limit = next(one for one in paths["/admin/api/routes"]["get"]["parameters"] if one["name"] == "limit")
     assert (limit["schema"]["minimum"], limit["schema"]["maximum"]) == (1, 500)
     assert not [path for path in paths if path.startswith("/admin") and not path.startswith("/admin/api")]
+
+
+async def test_a_budget_on_each_user_is_made_raised_and_reset(world: World, client: httpx.AsyncClient) -> None:
+    """The API takes every axis and unit, shows the values that used most, and records raises and resets with who did it."""
+    team = (await client.post("/admin/api/teams", json={"name": "axes", "time_zone": "Europe/Berlin"})).json()
+    path = f"/admin/api/teams/{team['id']}/budgets"
+    fields = {"window": "rolling", "rolling_s": 86_400, "limit_tokens": 1000, "axis": "user"}
+    made = (await client.post(path, json=fields)).json()
+    assert (made["unit"], made["limit"], made["limit_microusd"], made["value"]) == ("tokens", 1000, None, None)
+    assert made["time_zone"] == "Europe/Berlin"
+    for wrong, param in (
+        ({**fields, "limit_microusd": 1}, "limit_microusd"),
+        ({**fields, "rolling_s": 0}, "rolling_s"),
+        ({**fields, "axis": "planet"}, "axis"),
+        ({**fields, "axis": "key", "value": "77"}, "value"),
+        ({"window": "day", "limit_requests": 1, "value": "x"}, "value"),
+    ):
+        reply = await client.post(path, json=wrong)
+        assert reply.status_code == 400, wrong
+        assert reply.json()["error"]["param"] == param
+    assert (await client.post(path, json=fields)).status_code == 409
+    assert (await client.patch(f"/admin/api/teams/{team['id']}", json={"time_zone": "Mars/Olympus"})).status_code == 400
+    (budget,) = await world.accounts.list_budgets(team["id"])
+    need = Need(0, tokens=400, values={"user": "alice"})
+    hold = await world.budgets.reserve("h1", team["id"], [budget], need, 60)
+    assert isinstance(hold, Hold)
+    values = (await client.get(f"/admin/api/budgets/{made['id']}/values")).json()
+    assert values == {"values": [{"value": "alice", "spent": 0, "held": 400}], "values_total": 1}
+    assert (await client.patch(f"/admin/api/budgets/{made['id']}", json={"limit_microusd": 5})).status_code == 400
+    until_s = world.admin.clock() + 3600
+    raised = (await client.post(f"/admin/api/budgets/{made['id']}/raise", json={"by": 500, "until_s": until_s})).json()
+    assert (raised["limit"], raised["limit_now"], raised["remaining"], raised["fullest"]) == (1000, 1500, 1100, "alice")
+    assert (
+        await client.post(f"/admin/api/budgets/{made['id']}/raise", json={"by": 1, "until_s": 5})
+    ).status_code == 400
+    again = (await client.post(f"/admin/api/budgets/{made['id']}/reset")).json()
+    assert (again["held"], again["remaining"]) == (0, 1500)
+    rows = (await client.get("/admin/api/audit")).json()["rows"]
+    assert [row["action"] for row in rows[:2]] == ["budget_reset", "budget_raised"]
+    assert "500 tokens more until" in rows[1]["entry"]
+    assert (await client.post("/admin/api/budgets/777/reset")).status_code == 404

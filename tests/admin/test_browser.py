@@ -60,7 +60,7 @@ async def test_a_new_admin_makes_a_team_a_budget_and_a_key(world: World) -> None
         await page.get_by_role("button", name="Add a budget").click()
         await page.get_by_text("$12.50 left").wait_for()
         (budget,) = await world.accounts.list_budgets()
-        assert (budget.limit_microusd, budget.is_hard) == (12_500_000, True)
+        assert (budget.limit, budget.is_hard) == (12_500_000, True)
 
         await page.locator("#keys").get_by_label("Name").fill("production")
         await page.get_by_role("button", name="Make a key").click()

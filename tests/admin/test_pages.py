@@ -327,7 +327,7 @@ async def test_a_new_team_takes_its_budget(world: World, browser: httpx.AsyncCli
     reply = await browser.post("/admin/teams", data=new, headers=OWN)
     assert reply.status_code == 303
     (budget,) = await world.accounts.list_budgets()
-    assert (budget.limit_microusd, budget.window, budget.is_hard) == (1_000, WindowKind.DAY, True)
+    assert (budget.limit, budget.window, budget.is_hard) == (1_000, WindowKind.DAY, True)
     team = (await browser.get(f"/admin/teams/{budget.team_id}")).text
     assert "Too small for one request: a short question to small" in team
     assert "too small for one request to small" in (await browser.get("/admin/teams")).text
@@ -370,7 +370,7 @@ async def test_money_is_read_and_shown_exactly(world: World, browser: httpx.Asyn
         reply = await browser.post(f"/admin/teams/{team_id}/budgets", data=data, headers=OWN)
         assert reply.status_code == 303, text
         (budget,) = await world.accounts.list_budgets(team_id)
-        assert budget.limit_microusd == microusd
+        assert budget.limit == microusd
         assert f'value="{shown}"' in (await browser.get(f"/admin/teams/{team_id}")).text
         await world.accounts.delete_budget(budget.id)
 

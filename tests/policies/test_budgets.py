@@ -51,7 +51,7 @@ async def hold(budgets: Budgets, name: str, amount: int, *against: Budget) -> Ho
 
 
 async def counts(budgets: Budgets, *of: Budget) -> list[tuple[int, int]]:
-    return [(s.spent_microusd, s.held_microusd) for s in await budgets.spent(of or (HOUR,))]
+    return [(s.spent, s.held) for s in await budgets.spent(of or (HOUR,))]
 
 
 async def test_a_hold_counts_until_it_is_settled_for_less(budgets: Budgets, redis: Redis) -> None:
@@ -70,7 +70,7 @@ async def test_all_budgets_or_none(budgets: Budgets) -> None:
     refused = await budgets.reserve("b", 7, (HOUR, TOTAL), 600, 60)
     assert isinstance(refused, Refused)
     assert refused.state.budget == HOUR
-    assert (refused.state.spent_microusd, refused.state.held_microusd) == (0, 900)
+    assert (refused.state.spent, refused.state.held) == (0, 900)
     assert await counts(budgets, HOUR, TOTAL) == [(0, 900), (0, 900)]
 
 
@@ -129,7 +129,7 @@ async def test_a_budget_made_in_the_middle_counts_from_the_window_start(budgets:
     await budgets.settle(budgets.unreserved("a", 7), 990, b"")
     refused = await budgets.reserve("b", 7, (Budget(9, 7, WindowKind.MONTH, 1000),), 11, 60)
     assert isinstance(refused, Refused)
-    assert refused.state.spent_microusd == 990
+    assert refused.state.spent == 990
 
 
 async def test_settling_twice_or_after_a_release_changes_nothing(budgets: Budgets, redis: Redis) -> None:

@@ -1,0 +1,75 @@
+"""What a request needs of its team's budgets: amounts, and the values that budgets go by.
+
+Asks nothing and holds nothing. Invariants: a field that a client leaves out is a value of its own,
+empty; a value of any JSON type is a text, the same for equal values; a team whose budgets are all on
+its own money costs none of this work.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from gateway.accounts import Identity
+from gateway.deployments.alias import Alias
+from gateway.deployments.deployment import Deployment
+from gateway.journey.turn import Labels
+from policies import Budget, Demand
+from policies.counters import Need
+from policies.windows import ALIAS, DEPLOYMENT, KEY, TAG, USER, Overdraft
+
+TAGS_HEADER = "x-sameway-tags"
+
+
+def need_of(identity: Identity, alias: Alias, demand: Demand, body: Mapping[str, Any], labels: Labels) -> Need:
+    """What a request to `alias` may use at most, for the budgets that need no deployment."""
+    microusd = alias.worst_case_microusd(demand)
+    if identity.is_plain:
+        return Need(microusd)
+    usual = alias.usual_output(demand) if any(map(_may_run_over, identity.budgets)) else None
+    return Need(
+        microusd=microusd,
+        tokens=alias.worst_case_tokens(demand),
+        usual_microusd=None if usual is None else alias.worst_case_microusd(demand, usual),
+        usual_tokens=None if usual is None else alias.worst_case_tokens(demand, usual),
+        values=values_of(identity, alias.name, body, labels),
+    )
+
+
+def need_at(alias: Alias, deployment: Deployment, demand: Demand, beyond_microusd: int | None = None) -> Need:
+    """What a try at `deployment` may use at most; `beyond_microusd` instead of its worst case."""
+    output = alias.output_max(deployment, demand) * demand.choices
+    microusd = alias.worst_case_at(deployment, demand) if beyond_microusd is None else beyond_microusd
+    return Need(microusd, demand.prompt_tokens_max + output, values={DEPLOYMENT: deployment.name})
+
+
+def _may_run_over(budget: Budget) -> bool:
+    return budget.is_hard and budget.overdraft is not Overdraft.REFUSE
+
+
+def values_of(identity: Identity, alias: str, body: Mapping[str, Any], labels: Labels) -> dict[str, str]:
+    """The values of a request on the axes of its team's budgets."""
+    user = body.get("safety_identifier")
+    values = {KEY: str(identity.key.id), ALIAS: alias, USER: _text(body.get("user") if user is None else user)}
+    names = {budget.axis for budget in identity.budgets if budget.axis.startswith(TAG)}
+    if names:
+        sent = _tags(labels)
+        values |= {name: sent.get(name.removeprefix(TAG), "") for name in names}
+    return values
+
+
+def _tags(labels: Labels) -> dict[str, str]:
+    """The tags of a request; those of the header come before those of the body."""
+    metadata = labels.metadata if isinstance(labels.metadata, dict) else {}
+    tags = {name: _text(value) for name, value in metadata.items() if isinstance(name, str)}
+    named = [part.partition("=") for part in labels.header.split(",")]
+    return tags | {name.strip(): value.strip() for name, _, value in reversed(named) if name.strip()}
+
+
+def _text(value: Any) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    try:
+        return msgspec.json.encode(value, order="deterministic").decode()
+    except (TypeError, ValueError, RecursionError):
+        return "unreadable"

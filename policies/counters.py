@@ -1,0 +1,145 @@
+"""Which counts a request draws on, for the budgets of its team.
+
+Calls no Redis. A budget on a team's money over a calendar window limits the count that the team has
+anyway; any other budget has a count of its own for each value, which begins when the budget is made.
+Invariants: a count's name is a digest of bounded length, whatever a client sends; a request without a
+value draws on a count like any other; texts that differ only in their Unicode form or in spaces at
+the ends are one value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from policies.holds import WINDOW_KEPT_S, Taken, keep_until
+from policies.prices import MICROUSD_MAX
+from policies.windows import BUCKETS, DEPLOYMENT, TEAM, Budget, Overdraft, Unit, WindowKind
+
+OTHER = "other"
+"""The name of the count that further values share once a budget has as many as it may."""
+
+_SHOWN_CHARS = 64
+
+
+class Need(msgspec.Struct, frozen=True):
+    """What a request may use at most, and the values that budgets go by, by axis.
+
+    `usual_microusd` and `usual_tokens` are those of an answer of the usual length; None: not known.
+    A deployment that is not chosen yet has no value.
+    """
+
+    microusd: int
+    tokens: int = 0
+    requests: int = 1
+    usual_microusd: int | None = None
+    usual_tokens: int | None = None
+    values: Mapping[str, str] = {}
+
+    def most(self, unit: Unit) -> int:
+        """The most of `unit` that it may use."""
+        amount = self.microusd if unit is Unit.MONEY else self.tokens if unit is Unit.TOKENS else self.requests
+        return min(amount, MICROUSD_MAX)
+
+    def usual(self, unit: Unit) -> int:
+        """What an answer of the usual length uses; the most, where that is not known."""
+        usual = self.usual_microusd if unit is Unit.MONEY else self.usual_tokens if unit is Unit.TOKENS else None
+        most = self.most(unit)
+        return most if usual is None else min(usual, most)
+
+
+class Counter(msgspec.Struct):
+    """A count that a request would draw on, with the budgets that limit it.
+
+    `most` and `usual` are the amounts to hold. `values` names the set of values that have a count of
+    their own, empty if every value has one; `digest` and `shown` are this value's.
+    """
+
+    name: str
+    budgets: list[Budget]
+    unit: Unit
+    most: int = 0
+    usual: int = 0
+    keep_until_ms: int = 0
+    field: str = "spent"  # a rolling window's: the number of the bucket
+    oldest: str = ""  # of the buckets that still count
+    values: str = ""
+    other: str = ""
+    digest: str = ""
+    shown: str = ""
+    is_shared: bool = False
+
+    def taken(self, hold_id: str, amount: int, *, is_other: bool = False) -> Taken:
+        """The entry of a hold of `amount`."""
+        name = self.other if is_other else self.name
+        return Taken(
+            name=name,
+            member=f"{hold_id}|{amount}",
+            amount=amount,
+            keep_until_ms=self.keep_until_ms,
+            field="" if self.is_shared else self.field,
+            unit=self.unit,
+        )
+
+
+def applying(budgets: Sequence[Budget], need: Need) -> list[Budget]:
+    """The budgets that limit such a request."""
+    return [budget for budget in budgets if need.most(budget.unit) and _is_about(budget, need.values)]
+
+
+def _is_about(budget: Budget, values: Mapping[str, str]) -> bool:
+    if budget.axis == TEAM:
+        return True
+    if budget.axis == DEPLOYMENT and DEPLOYMENT not in values:
+        return False
+    return budget.value is None or value_of(budget.value) == value_of(values.get(budget.axis, ""))
+
+
+def value_of(text: str) -> str:
+    """A value as budgets compare it: in Unicode's form NFKC, without spaces at its ends."""
+    return text if text.isascii() and text == text.strip() else unicodedata.normalize("NFKC", text).strip()
+
+
+def counters_of(team_id: int, budgets: Iterable[Budget], need: Need, at_ms: int) -> list[Counter]:
+    """The counts that `budgets`, which apply, limit at `at_ms`, unix milliseconds."""
+    found: dict[str, Counter] = {}
+    for budget in budgets:
+        most = need.most(budget.unit)
+        usual = need.usual(budget.unit)
+        if budget.overdraft is Overdraft.ALLOW and budget.is_hard:
+            most = usual
+        made = counter_of(budget, team_id, need.values.get(budget.axis, ""), at_ms)
+        made.most, made.usual = most, usual
+        same = found.setdefault(made.name, made)
+        if same is not made:  # a hard and a soft budget of one window
+            same.budgets.append(budget)
+            if budget.is_hard:
+                same.most = most
+    return list(found.values())
+
+
+def counter_of(budget: Budget, team_id: int, value: str, at_ms: int) -> Counter:
+    """The count of one value of a budget at `at_ms`, unix milliseconds, with no amount."""
+    window = budget.window_at(at_ms)
+    if budget.is_shared:
+        return Counter(
+            f"{team_id}:{window.id}", [budget], budget.unit, keep_until_ms=keep_until(window), is_shared=True
+        )
+    whole = f"b{budget.id}.{budget.epoch}"
+    made = Counter(whole, [budget], budget.unit, keep_until_ms=keep_until(window))
+    period = window.id
+    if budget.window is WindowKind.ROLLING:
+        bucket = budget.bucket_at(at_ms)
+        made.field, made.oldest = str(bucket), str(bucket - BUCKETS)
+        made.keep_until_ms = at_ms + budget.rolling_s * 2000 + WINDOW_KEPT_S * 1000
+        period = str(at_ms // (budget.rolling_s * 1000))
+    if budget.axis != TEAM and budget.value is None:
+        text = value_of(value)
+        made.digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+        made.shown = "=" + text[:_SHOWN_CHARS] if text else "-"
+        made.values = f"{whole}:{period}"
+    made.name, made.other = (f"{whole}:{part}:{window.id}" for part in (made.digest or "-", OTHER))
+    return made

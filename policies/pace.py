@@ -1,0 +1,48 @@
+"""How fast a budget is being used, and when it is used up at that rate.
+
+A pure function of a budget's state. Invariant: where too little of the window has passed, there is
+no projection.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from policies.holds import BudgetState
+from policies.windows import WindowKind
+
+_DAY_MS = 86_400_000
+_PASSED_MIN = 0.02  # of a window, before a rate means something
+_PASSED_MIN_MS = 3_600_000  # of a budget without an end
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """`per_day` is the use of a day, in the budget's unit; None where it is not known.
+
+    `used_up_at_ms` is when the limit is reached; None where the window ends before, or never.
+    """
+
+    per_day: float | None = None
+    used_up_at_ms: int | None = None
+
+
+def pace_of(state: BudgetState, at_ms: int) -> Pace:
+    """The pace of a budget at `at_ms`, unix milliseconds: its spend over the time that has passed."""
+    budget, window = state.budget, state.window
+    if budget.window is WindowKind.ROLLING:
+        return Pace(state.spent * _DAY_MS / (budget.rolling_s * 1000))
+    start_ms = (
+        window.start_ms if budget.is_shared and window.end_ms is not None else max(window.start_ms, budget.begun_ms)
+    )
+    passed_ms = at_ms - start_ms
+    least_ms = _PASSED_MIN_MS if window.end_ms is None else (window.end_ms - window.start_ms) * _PASSED_MIN
+    if not start_ms or passed_ms < max(least_ms, 1):
+        return Pace()
+    per_ms = state.spent / passed_ms
+    left = budget.limit_at(at_ms) - state.spent
+    if left <= 0 or not per_ms:
+        return Pace(per_ms * _DAY_MS)
+    used_up_at_ms = at_ms + left / per_ms
+    is_within = used_up_at_ms < (float(2**53) if window.end_ms is None else window.end_ms)
+    return Pace(per_ms * _DAY_MS, int(used_up_at_ms) if is_within else None)

@@ -1,0 +1,197 @@
+"""Budgets on users, tags, models, deployments, tokens and requests, from a client's request to the books."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.world import Finish, Team, Tokens, World, broken, unavailable
+
+LONG = 4_000
+
+
+@pytest.fixture
+async def team(world: World) -> Team:
+    return await world.team("with money")
+
+
+async def booked(world: World, axis: str = "") -> int:
+    """What the ledger says was spent."""
+    return sum(row.cost_microusd for row in await world.ledger())
+
+
+async def test_each_user_has_a_limit_and_the_refusal_says_what_to_do(world: World, team: Team) -> None:
+    """A user without room gets a 429 that names the user, the window and the reset; another user is served."""
+    each = await world.budget(team, LONG, axis="user")
+    world.backends["dear"].plays("x", Finish(), Tokens(prompt=10, completion=1_000))
+    assert (await world.ask("one", model="dear", key=team.key, user="alice")).status == 200
+    reply = await world.ask("two", model="dear", key=team.key, user="alice")
+    assert reply.status == 429
+    assert reply.error["code"] == "insufficient_quota"
+    assert reply.headers["x-should-retry"] == "false"
+    assert int(reply.headers["retry-after"]) <= 86_400
+    words = reply.error["message"]
+    assert "day budget of $0.004 for the user alice: $0.00201 is spent" in words
+    assert "resets in" in words
+    assert (await world.ask("three", model="dear", key=team.key, safety_identifier="alice")).status == 429
+    assert (await world.ask("four", model="dear", key=team.key, user="bob")).status == 200
+    assert (await world.ask("five", model="dear", key=team.key)).status == 200
+    assert "requests without one" in (await world.ask("six", model="dear", key=team.key, user="")).error["message"]
+    assert await world.used_of(each) == {"=alice": (2_010, 0), "=bob": (2_010, 0), "-": (2_010, 0)}
+    assert (await world.ask("one", model="dear", key=team.key, user="alice")).cache == "exact"
+
+
+@pytest.mark.parametrize(
+    ("how", "value"),
+    [
+        ({"metadata": {"project": "x"}}, "=x"),
+        ({"headers": {"x-sameway-tags": "env=prod, project=x"}}, "=x"),
+        ({"metadata": {"project": "y"}, "headers": {"x-sameway-tags": "project=x"}}, "=x"),
+        ({"metadata": {"project": ["a", {"c": 1, "b": 2}]}}, '=["a",{"b":2,"c":1}]'),
+        ({"metadata": ["project"]}, "-"),
+        ({"metadata": {"other": "x"}}, "-"),
+        ({}, "-"),
+        ({"headers": {"x-sameway-tags": "project"}}, "-"),
+    ],
+)
+async def test_a_tag_comes_from_metadata_or_a_header(world: World, team: Team, how: dict[str, Any], value: str) -> None:
+    """Whatever a client sends as a tag is a value, and nothing is one too; the header goes first."""
+    tag = await world.budget(team, 10**6, axis="tag:project", window="month")
+    assert (await world.ask(model="dear", key=team.key, **how)).status == 200
+    assert await world.used_of(tag) == {value: (await booked(world), 0)}
+
+
+async def test_tags_of_responses_count(world: World, team: Team) -> None:
+    """The Responses API's metadata is not lost on the way."""
+    tag = await world.budget(team, 10**6, axis="tag:project")
+    how: dict[str, Any] = {"metadata": {"project": "x"}, "input": "hello", "path": "/v1/responses"}
+    assert (await world.ask(None, model="dear", key=team.key, **how)).status == 200
+    assert await world.used_of(tag) == {"=x": (await booked(world), 0)}
+
+
+async def test_embeddings_draw_on_every_axis(world: World, team: Team) -> None:
+    """Texts that are embedded count their tokens for the user and for the embedder."""
+    each = await world.budget(team, 100, axis="user", unit="tokens")
+    embedder = await world.budget(team, 100, axis="deployment", unit="requests")
+    how: dict[str, Any] = {"path": "/v1/embeddings", "input": "three small words", "user": "alice"}
+    reply = await world.ask(None, model="all-minilm-l6-v2", key=team.key, **how)
+    assert reply.status == 200, reply.text
+    assert await world.used_of(each) == {"=alice": (3, 0)}
+    assert await world.used_of(embedder) == {"=embedder": (1, 0)}
+
+
+async def test_free_answers_count_tokens_and_requests(world: World, team: Team) -> None:
+    """A deployment without a price passes no limit of tokens or requests unseen."""
+    tokens = await world.budget(team, 10**5, unit="tokens", axis="alias")
+    requests = await world.budget(team, 2, unit="requests", axis="key")
+    for content in ("one", "two"):
+        assert (await world.ask(content, model="engine", key=team.key, max_tokens=10)).status == 200
+    refused = await world.ask("three", model="engine", key=team.key, max_tokens=10)
+    assert refused.status == 429
+    assert "2 requests is spent" in refused.error["message"]
+    assert await world.used_of(tokens) == {"=engine": (30, 0)}
+    assert list((await world.used_of(requests)).values()) == [(2, 0)]
+
+
+async def test_a_spent_deployment_is_passed_over_with_a_reason(world: World, team: Team) -> None:
+    """The next deployment answers; where none has room, the refusal names the budget that has it last."""
+    first = await world.budget(team, 2_000, axis="deployment", value="dear-first")
+    second = await world.budget(team, LONG, axis="deployment", value="next", window="total")
+    world.backends["dear-first"].plays("x", Finish(), Tokens(prompt=10, completion=1_000))
+    for content, by in (("one", "dear-first"), ("two", "next")):
+        reply = await world.ask(content, model="breaking", key=team.key, max_tokens=1000)
+        assert reply.headers["x-sameway-backend"] == by
+    record = await world.record(reply)
+    assert ("dear-first", "has no room in its budget") in [(one.name, one.reason) for one in record.rejected]
+    assert (await world.used_of(first))[""] == (1_010, 0)
+    await world.change_budget(second, limit=1)
+    refused = await world.ask("three", model="breaking", key=team.key, max_tokens=1000)
+    assert refused.status == 429
+    assert "total budget of $0.000001 for the deployment next" in refused.error["message"]
+
+
+async def test_the_books_agree_on_every_axis(world: World, team: Team) -> None:
+    """After failures in the middle, leavers and answers without usage, each count is the ledger's sum, and nothing is held."""
+    axes = [await world.budget(team, 10**7, axis=axis) for axis in ("user", "key", "alias", "deployment", "tag:p")]
+    rolling = await world.budget(team, 10**7, window="rolling", rolling_s=3600)
+    requests = await world.budget(team, 100, unit="requests")
+    tokens = await world.budget(team, 10**7, unit="tokens")
+    shared = await world.budget(team, 10**7, window="total")
+    world.backends["dear-first"].plays_once("half ", broken())
+    world.backends["dear-first"].plays_once(unavailable())
+    for number in range(4):
+        await world.ask(f"q{number}", model="breaking", key=team.key, user="alice", metadata={"p": "x"})
+    world.backends["dear"].plays("no usage", Finish())
+    await world.ask("q", model="dear", key=team.key, user="bob")
+    never = asyncio.Event()
+    world.backends["dear"].plays("one ", never)
+    client = world.begin("leaves", model="dear", key=team.key, stream=True, user="bob")
+    await client.sees("one ")
+    client.leave()
+    await client.reply()
+    await world.quiet()
+    total, rows = await booked(world), await world.ledger()
+    assert len(rows) == 7  # the answer that broke off has one of its own
+    for budget in (*axes, rolling, shared):
+        used = await world.used_of(budget)
+        assert sum(spent for spent, _ in used.values()) == total, budget
+        assert all(held == 0 for _, held in used.values()), budget
+    assert (await world.used_of(requests))[""] == (6, 0)
+    assert (await world.used_of(tokens))[""] == (sum(r.prompt_tokens + r.completion_tokens for r in rows), 0)
+    by_deployment = await world.used_of(axes[3])
+    for name in {row.deployment for row in rows}:
+        assert by_deployment[f"={name}"][0] == sum(row.cost_microusd for row in rows if row.deployment == name)
+
+
+async def test_a_budget_may_change_under_a_request(world: World, team: Team) -> None:
+    """A budget that is made, lowered below its spend or deleted while an answer comes loses no hold and no row."""
+    go = asyncio.Event()
+    each = await world.budget(team, 10**6, axis="user")
+    gone = await world.budget(team, 10**6, axis="alias")
+    world.backends["dear"].plays("one ", go, "two", Finish(), Tokens(prompt=7, completion=3))
+    client = world.begin("hello", model="dear", key=team.key, stream=True, user="alice")
+    await client.sees("one ")
+    late = await world.budget(team, 10**6, axis="tag:p")
+    await world.change_budget(each, limit=1)
+    await world.change_budget(gone)
+    go.set()
+    assert (await client.reply()).status == 200
+    await world.quiet()
+    assert await world.used_of(each) == {"=alice": (13, 0)}
+    assert await world.used_of(gone) == {"=dear": (13, 0)}
+    assert await world.used_of(late) == {}
+    assert (await world.ask("more", model="dear", key=team.key, user="alice")).status == 429
+
+
+async def test_an_answer_is_cut_where_the_budget_ends(world: World, team: Team) -> None:
+    """Near the limit an answer of the usual length is asked for, which the header says, and it is not stored as the whole."""
+    budget = await world.budget(team, 10**6, overdraft="truncate")
+    world.backends["dear"].plays("x", Finish(), Tokens(prompt=10, completion=20))
+    for number in range(20):
+        await world.ask(f"q{number}", model="dear", key=team.key)
+    spent = (await world.used_of(budget))[""][0]
+    await world.change_budget(budget, limit=spent + 1_000)
+    world.backends["dear"].plays("cut ", Finish("length"), Tokens(prompt=10, completion=20))
+    reply = await world.ask("long", model="dear", key=team.key, max_completion_tokens=900)
+    assert reply.status == 200
+    assert reply.headers["x-sameway-cut-at"] == "20"
+    call = world.backends["dear"].calls[-1]
+    assert call.body["max_tokens"] == 20
+    assert "max_completion_tokens" not in call.body
+    assert (await world.record(reply)).store == "truncated"
+
+
+async def test_an_answer_may_pass_the_limit_where_that_is_allowed(world: World, team: Team) -> None:
+    """A usual answer is held; a longer one is charged whole, and the next request is refused."""
+    budget = await world.budget(team, 10**6, overdraft="allow")
+    world.backends["dear"].plays("x", Finish(), Tokens(prompt=10, completion=20))
+    for number in range(20):
+        await world.ask(f"q{number}", model="dear", key=team.key)
+    spent = (await world.used_of(budget))[""][0]
+    await world.change_budget(budget, limit=spent + 1_000)
+    world.backends["dear"].plays("x", Finish(), Tokens(prompt=10, completion=900))
+    assert (await world.ask("long", model="dear", key=team.key)).status == 200
+    assert (await world.used_of(budget))[""] == (spent + 10 + 1_800, 0)
+    assert (await world.ask("more", model="dear", key=team.key)).status == 429
