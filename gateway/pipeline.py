@@ -244,7 +244,7 @@ class Pipeline:
         key = (found.exact, controls.max_age_s, controls.error_max)
         flight = None if controls.no_cache else self.flights.find(key)
         if flight is None:
-            relaxed = self._semantic.relaxed(found, turn.body, identity.team, alias)
+            relaxed = self._semantic.relaxed(found, turn, identity.team, alias)
             flight = Flight(Generation(turn, identity, alias, relaxed, looked.warm, looked.degraded))
             flight.generation.elsewhere_ms = looked.elsewhere_ms
             if looked.pointed is not None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import lru_cache
 
 from cache.context.volatile import Span, SpanKind, word_set
+from cache.decision.text_features import remembered
 from cache.decision.words import FUNCTION_WORDS, stem
 
 QUESTION_CHARS_MAX = 400
@@ -103,7 +103,7 @@ _FOREIGN = word_set(
 _VERSUS = ("vs", "versus")
 
 
-@lru_cache(maxsize=2048)
+@remembered(2048)
 def words_of(text: str) -> tuple[str, ...]:
     """The words of a text, case-folded and stemmed, in their order."""
     return tuple(stem(word.removesuffix("'s")) for word in _WORD.findall(text.casefold().replace("’", "'")))

@@ -19,6 +19,7 @@ import msgspec
 from cache.context.dialogue import stands_alone
 from cache.context.questions import relied_on
 from cache.context.volatile import Span, SpanKind, spans
+from cache.decision.text_features import read_for
 from cache.decision.words import FUNCTION_WORDS
 from cache.fingerprint import Fingerprint, fingerprint
 
@@ -44,6 +45,18 @@ def relaxed(
     messages = body.get("messages")
     if found.text is None or not isinstance(messages, list):
         return found
+    with read_for(found.partition):
+        return _relaxed(found, body, messages, keyed, patterns)
+
+
+def _relaxed(
+    found: Fingerprint,
+    body: Mapping[str, Any],
+    messages: list[Any],
+    keyed: Collection[str],
+    patterns: tuple[re.Pattern[str], ...],
+) -> Fingerprint:
+    assert found.text is not None, "its caller has checked it"
     count = next((at for at, one in enumerate(messages) if one.get("role") not in _SYSTEM), len(messages))
     systems, history, last = messages[:count], messages[count:-1], messages[-1]
     tools = {name: _as_set(body[name]) for name in ("tools", "functions") if isinstance(body.get(name), list)}

@@ -13,9 +13,10 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
 from re import _parser  # type: ignore[attr-defined]  # it alone shows what a pattern repeats
 from typing import Any
+
+from cache.decision.text_features import remembered
 
 TEXT_CHARS_MAX = 32_768
 """A longer system prompt has no spans."""
@@ -284,7 +285,7 @@ def _ways(parsed: Iterable[tuple[Any, Any]]) -> int | None:
     return ways
 
 
-@lru_cache(maxsize=512)
+@remembered(512)
 def spans(text: str, patterns: tuple[re.Pattern[str], ...] = ()) -> tuple[Span, ...]:
     """The volatile spans of a system prompt in their order, none inside another; `patterns` are the
     operator's.

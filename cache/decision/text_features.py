@@ -15,11 +15,11 @@ import re
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from cache.decision import words as lists
 
-T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 _PARTITION: ContextVar[bytes] = ContextVar("partition", default=b"")
 
@@ -36,13 +36,14 @@ def read_for(partition: bytes) -> Iterator[None]:
         _PARTITION.reset(token)
 
 
-def remembered(texts_max: int) -> Callable[[Callable[[str], T]], Callable[[str], T]]:
+def remembered(texts_max: int) -> Callable[[F], F]:
     """Remember a function's results for the last `texts_max` texts, each for its partition."""
 
-    def decorate(function: Callable[[str], T]) -> Callable[[str], T]:
+    def decorate(function: F) -> F:
         # decision: memos-per-partition
-        memo = functools.lru_cache(maxsize=texts_max)(lambda _, text: function(text))
-        return functools.wraps(function)(lambda text: memo(_PARTITION.get(), text))
+        memo = functools.lru_cache(maxsize=texts_max)(lambda _, *texts: function(*texts))
+        wrapped: Any = functools.wraps(function)(lambda *texts: memo(_PARTITION.get(), *texts))
+        return cast(F, wrapped)
 
     return decorate
 

@@ -11,9 +11,8 @@ import contextlib
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -27,6 +26,7 @@ from cache.exact import Verified
 from gateway.accounts import Team
 from gateway.deployments.alias import Alias
 from gateway.journey.storing import answer_text, chunks_of
+from gateway.journey.turn import Turn
 from gateway.settings import NEAR_SIMILARITY_MIN, Settings
 from gateway.transport.eager import Eager
 from gateway.wire.fold import fold
@@ -150,11 +150,11 @@ class SemanticLookup:
         # by compat: the latest answer on its way to Redis
         self._stores: dict[bytes, asyncio.Future[None]] = {}
 
-    def relaxed(self, found: Fingerprint, body: Mapping[str, Any], team: Team, alias: Alias) -> Fingerprint:
+    def relaxed(self, found: Fingerprint, turn: Turn, team: Team, alias: Alias) -> Fingerprint:
         """The fingerprint of a request with what its last text does not rely on left out of its compat."""
-        if self._why_not(found, team, alias):
+        if self._why_not(found, team, alias) or (turn.native is not None and turn.native.apart is not None):
             return found
-        return relaxed(found, body, self._settings.cache.key_fields, self._volatile)
+        return relaxed(found, turn.body, self._settings.cache.key_fields, self._volatile)
 
     async def find(self, found: Fingerprint, controls: Controls, team: Team, alias: Alias) -> SemanticResult:
         """A verified semantic hit, or the reason for a miss."""

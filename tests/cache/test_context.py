@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import pytest
 
 from cache import Fingerprint, fingerprint, partition
+from cache.context import volatile
 from cache.context.dialogue import is_closed
 from cache.context.relax import relaxed, shows_left_out
-from cache.context.volatile import SpanKind, compile_pattern, spans
+from cache.context.volatile import Span, SpanKind, compile_pattern, spans
 
 ACME, OTHER = partition(b"secret", "team:1"), partition(b"secret", "team:2")
 CLINIC = (
@@ -367,3 +369,21 @@ def test_an_answer_that_shows_what_was_left_out_is_told() -> None:
 def test_what_is_not_closed(text: str) -> None:
     """Definite phrases without a name, too few words, or no question."""
     assert not is_closed(text)
+
+
+def test_what_another_partition_sent_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No memo is shared between partitions: the time of an answer says nothing about another team's prompts."""
+    real, read = volatile._span, list[str]()
+
+    def counting(match: re.Match[str], kind: SpanKind) -> Span:
+        read.append(match[0])
+        return real(match, kind)
+
+    monkeypatch.setattr(volatile, "_span", counting)
+    prompt = body("Where do I park?", CLINIC.format(**{**ANNA, "number": "88-2044"}))
+    counts = []
+    for tenant in (ACME, OTHER, ACME):
+        read.clear()
+        fp(prompt, tenant)
+        counts.append(len(read))
+    assert counts[0] == counts[1] > counts[2] == 0
