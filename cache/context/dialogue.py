@@ -115,7 +115,27 @@ _SUPERLATIVE = re.compile(
 )
 _UNIQUE = re.compile(r"(?i)\bthe (?:solar system|world|universe|earth|sun|moon|human body|internet|equator)\b")
 _RELATIVE = re.compile(r"(?<=[A-Za-z]) that (?:is|are|was|were|has|have|hangs?|stands?|lies?|flows?|orbits?|lives?)\b")
-_PLAIN_NAME = re.compile(r"(?<=[\w,;)] )(?!I\b)[A-Z][\w'’.+-]*|\b[A-Z][a-z]+(?:[A-Z]\w+)+|\b[A-Z]{2,}\b")
+_OF_A_NAME = re.compile(
+    r"(?:[\w'-]+ ){1,4}of (?:(?:the|an?) )?(?:[\w'-]+ ){0,2}[A-Z]|(?:\w{3,}est|most \w+) \w+ in (?:the )?[A-Z]"
+    r"|difference between [A-Z]"
+)
+# two words with capitals: one alone may be anybody's first name, or any place with a branch
+_WORK = re.compile(
+    r"(?<!\bto )(?<!\bfrom )(?<!\bat )(?<!\bin )(?<!\bfor )(?<!\bnear )(?<!\bon )(?<!\bwith )(?<!\babout )(?<!\bvia )"
+    r"(?<=[\w,;)] )(?!I\b)[A-Z][\w'’-]+ (?:(?:of|and|the|de|van|von) )?[A-Z][\w'’-]+"
+)
+_FACT = re.compile(
+    r"\b(?:capital|currency|population|area|president|king|queen|flag|anthem|neighbou?rs|mountain|city|river|lake) (?:of|in) (?:the )?[A-Z]"
+    r"|difference between [A-Z]\w+ and [A-Z]"
+)
+_LANGUAGES = (
+    r"(?:Python|Java|JavaScript|TypeScript|C\+\+|C#|Rust|Go|Ruby|PHP|Swift|Kotlin|SQL|Excel|Git|Bash|Perl|Scala|Haskell|Lua|Julia"
+    r"|PowerShell|LaTeX|HTML|CSS|NumPy|Pandas|React|Docker|Kubernetes)"
+)
+_PROGRAM = re.compile(
+    rf"^How (?:do|can|would) (?:I|you) \w+ (?:up )?an? (?:[\w-]+ ){{1,3}}(?:\w+ ){{0,3}}in {_LANGUAGES}\b"
+    rf"|^How (?:do|can|would) (?:I|you) \w+ an? {_LANGUAGES} \w+"
+)
 
 _COMMON = FUNCTION_WORDS | LIGHT_WORDS | {"one"}
 
@@ -176,6 +196,8 @@ def is_closed(question: str) -> bool:
         return False
     if "i" in folded and not re.match(r"(?i)how (?:do|can|would) i\b", text):
         return False
+    if re.match(r"(?i)(?:what|how) about\b", text):
+        return False
     if _ARITHMETIC.search(text) or _CONVERSION.search(text) or _SUPERLATIVE.search(text):
         return True
     found = _PROPERTY.search(text)
@@ -185,17 +207,11 @@ def is_closed(question: str) -> bool:
 
 
 def _is_about_a_name(text: str) -> bool:
-    """Whether a name that is written with a capital says what the question is about, with no definite
-    phrase beside it that is not of that name.
+    """Whether a name of several words, a program's or a country's says what the question is about, with
+    no definite phrase beside it that is not of that name.
     """
-    names = list(_PLAIN_NAME.finditer(text))
-    if not names:
-        return False
     for article in re.finditer(r"\b[Tt]he (?=[a-z])", text):
-        # "the boiling point of X", "the capital of X": what is definite is so by the name
-        if not re.match(
-            r"(?:[\w'-]+ ){1,4}(?:of|in|for|between|on|at|from|to) (?:(?:the|an?) )?(?:[\w'-]+ ){0,2}[A-Z]",
-            text[article.end() :],
-        ):
+        # "the boiling point of X": what is definite is so by the name
+        if not _OF_A_NAME.match(text, article.end()):
             return False
-    return True
+    return any(pattern.search(text) for pattern in (_WORK, _FACT, _PROGRAM))

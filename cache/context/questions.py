@@ -66,7 +66,7 @@ _NAME_WORDS = _stems(
 )
 _ID_WORDS = _stems(
     """
-    id ids identifier identification number no nr reference ref code session log ticket case trace run account profile
+    id ids identifier identification number no nr reference ref code session log ticket trace account profile
     user where room seat
     table address email mail contact registered
     """
@@ -129,12 +129,29 @@ def relied_on(question: str, spans: Sequence[Span], rest: str, *, has_tools: boo
     if len(question) > QUESTION_CHARS_MAX or not is_english(question, prompt) or not _QUOTING.isdisjoint(asked):
         return frozenset(range(len(spans)))
     asks_now = bool(_NOW_ASKED.search(question))
-    has_days = not _CALENDAR.isdisjoint(prompt) or bool(_DATE_FIGURES.search(rest))
-    return frozenset(
-        place
-        for place, span in enumerate(spans)
-        if (asks_now and span.kind is SpanKind.MOMENT) or _needs(asked, span, has_days=has_days, has_tools=has_tools)
-    )
+    dated, timed = _dated(rest), _dated(rest, _CLOCK)
+    needed = set()
+    for place, span in enumerate(spans):
+        # the sentences that have days or times to compare this moment with
+        facts = dated | timed if ":" in span.value else dated
+        is_moment = span.kind is SpanKind.MOMENT
+        if (
+            _needs(asked, span, has_tools=has_tools)
+            or (is_moment and (asks_now or not (facts - FUNCTION_WORDS).isdisjoint(asked)))
+            or (is_moment and facts and not _SPELL_WORDS.isdisjoint(asked))
+        ):
+            needed.add(place)
+    return frozenset(needed)
+
+
+def _dated(text: str, figures: re.Pattern[str] | None = None) -> frozenset[str]:
+    """The words of those sentences that have a day, a season or a date, or such figures."""
+    found: set[str] = set()
+    for sentence in _SENTENCE.split(text):
+        words = words_of(sentence)
+        if not _SEASONAL.isdisjoint(words) or (figures or _DATE_FIGURES).search(sentence):
+            found.update(words)
+    return frozenset(found)
 
 
 _RATE = re.compile(r"\b(?:an?|per|each|every) (?:year|month|week|day|hour|night)\b", re.IGNORECASE)
@@ -145,9 +162,14 @@ _NOW_ASKED = re.compile(
 _DATE_FIGURES = re.compile(
     r"\b\d{4}-\d\d|\b\d{1,2}[./]\d{1,2}[./]\d{2,4}|\bmay \d|\d(?:st|nd|rd|th)? (?:of )?may\b", re.IGNORECASE
 )
+_SENTENCE = re.compile(r"[.!?;](?=\s|$)|\n")
+_CLOCK = re.compile(r"\b\d{1,2}[:.]\d\d\b|\b\d{1,2} ?(?:am|pm|o'clock)\b", re.IGNORECASE)
+_SEASONAL = _CALENDAR | _stems(
+    "weekday weekend holiday summer winter spring autumn christmas easter deadline expire expires valid"
+)
 
 
-def _needs(asked: frozenset[str], span: Span, *, has_days: bool, has_tools: bool) -> bool:
+def _needs(asked: frozenset[str], span: Span, *, has_tools: bool) -> bool:
     own = frozenset(words_of(span.label)) | frozenset(
         word for word in words_of(span.value) if span.kind in _WORDED or not word.isalpha()
     )
@@ -156,7 +178,7 @@ def _needs(asked: frozenset[str], span: Span, *, has_days: bool, has_tools: bool
     if has_tools and span.kind in (SpanKind.NAME, SpanKind.ID) and not _MINE.isdisjoint(asked):
         return True
     if span.kind is SpanKind.MOMENT:
-        return not _MOMENT_WORDS.isdisjoint(asked) or (has_days and not _SPELL_WORDS.isdisjoint(asked))
+        return not _MOMENT_WORDS.isdisjoint(asked)
     if span.kind is SpanKind.NAME:
         return not (_NAME_WORDS - _ME).isdisjoint(asked)
     if span.kind is SpanKind.ID:

@@ -89,6 +89,36 @@ _NAME_WORD = rf"(?:{_LETTER}\.|{_WORD}|(?:van|von|de|da|del|di|der|den|dos|la|le
 _TITLE = r"(?:Mrs?|Ms|Miss|Mx|Dr|Prof|Herr|Frau|Señora?|Sra?|Mme|Sig|Sig\.ra|Dhr|Mevr)\b\.? "
 _NAMES = rf"(?:{_TITLE})?{_WORD}(?: {_NAME_WORD}){{0,3}}"
 _FULL_NAMES = rf"(?:{_TITLE}{_NAMES}|{_WORD}(?: {_NAME_WORD}){{1,3}})"
+# given names: after "Customer:" two words with capitals may be a firm, a plan or a room as well
+_GIVEN_NAMES = word_set(
+    """
+    Aaron Abdul Abigail Adam Adele Adrian Agnes Ahmed Aisha Akira Alan Alba Albert Alejandro Alex Alexander
+    Alexandra Alfred Ali Alice Alicia Alina Alison Amanda Amelia Amina Amir Amy Ana Anders Andre Andrea Andreas
+    Andrew Angela Anita Anja Anna Anne Annika Anthony Anton Antonio Arthur Astrid Ayesha Barbara Beatrice Ben
+    Benjamin Bernard Bianca Bjorn Bob Brian Bruno Camille Carla Carlos Carmen Carol Caroline Catherine Cecilia
+    Charles Charlotte Chen Chiara Chloe Chris Christian Christina Christine Christoph Claire Clara Claudia Colin
+    Daniel Daniela Danielle David Deborah Denis Devika Diana Diego Dimitri Dmitri Dominik Dorothy Edith Eduardo
+    Edward Elena Elias Elif Elisa Elizabeth Ella Ellen Emil Emily Emma Eric Erik Erika Ethan Eva Evelyn Fatima
+    Felix Femi Fernando Filip Finn Fiona Florian Frances Francesca Francis Frank Fred Frederik Gabriel Gabriela
+    George Georgia Gerald Giovanni Giulia Grace Greta Gustav Hana Hanna Hannah Hans Harold Hassan Heidi Helen
+    Helena Henrik Henry Hiroshi Hugo Ian Ibrahim Ida Ines Ingrid Irene Iris Isabel Isabella Ivan Jack Jacob
+    Jakob James Jamal Jan Jana Jane Janet Jasmin Jasper Javier Jean Jennifer Jens Jessica Jin Joan Joanna Johan
+    Johanna Johannes John Jonas Jonathan Jorge Jose José Josef Joseph Joshua Juan Judith Julia Julian Julie
+    Juliette Karen Karim Karin Karl Katarina Kate Katharina Katherine Kathleen Katrin Keiko Kelly Kenji Kenneth
+    Kevin Khalid Klaus Kofi Kristin Kwame Lara Lars Laura Lea Leila Lena Leo Leon Leonie Lina Linda Lisa Lorenzo
+    Louis Louise Luca Lucas Lucia Lucy Luis Lukas Maja Malik Marc Marco Marcus Margaret Maria Marie Marina Mario
+    Mark Marko Marta Martha Martin Martina Mary Mateo Matthew Matthias Maya Mehmet Mei Melissa Mia Michael
+    Michelle Miguel Mikhail Milan Mira Miriam Mirela Mohamed Mohammed Monica Monika Nadia Nancy Naomi Natalia
+    Natalie Nathan Neha Nicholas Nicola Nicole Niklas Nina Noah Nora Olga Oliver Olivia Omar Oscar Pablo Pamela
+    Patricia Patrick Paul Paula Pedro Peter Petra Philip Philipp Pierre Piotr Priya Rachel Rafael Rahul Raj
+    Rebecca Renata Ricardo Richard Robert Roberto Robin Rosa Ruth Ryan Sabine Sam Samir Samuel Sandra Sanjay
+    Sara Sarah Sebastian Sergei Sharon Silvia Simon Sofia Sonia Sophia Sophie Stefan Stefano Stella Stephanie
+    Stephen Steven Sunita Susan Sven Svetlana Takeshi Tamara Tanja Tanya Tariq Teresa Theo Theresa Thomas Tim
+    Timothy Tobias Tom Tomas Tomasz Ursula Valentina Vera Veronica Victor Victoria Viktor Vincent Virginia
+    Walter Wei William Xavier Yara Yasmin Youssef Yuki Yuri Yusuf Zara Zoe
+    """
+)
+_GIVEN = "(?:" + "|".join(sorted(_GIVEN_NAMES)) + ")"
 _EMAIL = r"[\w.+-]{1,64}@[\w-]{1,63}(?:\.[\w-]{1,63}){1,4}"
 
 _SIGN = r"(?:\*{0,2}[\"']? ?(?:[:=#]|is\b:?|ist\b|est\b|es\b|è|é)(?: now| the| heute| at| on| le| el| il| o| den)?[ \"'`*<(\[]{0,3}|> ?)"
@@ -129,6 +159,8 @@ _TURN = r"(?:turn|attempt|iteration|message)(?: (?:number|no\.?))?(?: ?[:=#] ?)"
 _PLACE = r"(?:room|seat|table|cabin|suite|berth|pitch|zimmer|tisch|chambre|habitación)"
 _NAMED = r"(?:['’]s)?(?: full| first| last| display| given)?[ _-]?(?:name(?: is)?|called|named)"
 _END = r"(?=\s*(?:$|[.,;:!?()\[\]{}<>|\"'*\n/–-]|and\b|who\b|whose\b|has\b|is\b|from\b|with\b|in room\b|und\b))"
+# what follows an id or a moment: "id 0 is the admin" and "5 pm at which" are rules
+_DONE = r"(?=\s*(?:$|[.,;:!?()\[\]{}<>|\"'*\n]|and\b|with\b))"
 _MIXED = r"(?=[\w.-]*\d)(?=[\d.-]*[A-Za-z])[\w#](?:[\w.-]{2,62}\w)"
 
 
@@ -138,23 +170,25 @@ def _pattern(kind: SpanKind, before: str, value: str, after: str = "") -> tuple[
 
 
 _PATTERNS = (
-    _pattern(SpanKind.MOMENT, f"{_NOW}{_SIGN}", f"(?i:{_MOMENTS})"),
-    _pattern(SpanKind.MOMENT, r"nous sommes (?:le |au )?", f"(?i:{_MOMENTS})"),
-    _pattern(SpanKind.MOMENT, f"{_BEGAN}(?: at| on)?[: ]{{1,2}}", f"(?i:{_MOMENTS})"),
-    _pattern(SpanKind.ID, f"{_SESSION}(?:{_NUMBERED}{_IS}|{_SIGN})", _ID),
-    _pattern(SpanKind.ID, f"(?:{_SESSION}|{_STATION}){_IS}", _MIXED),
-    _pattern(SpanKind.ID, f"(?:{_STATION}|{_NUMBERED_ONE}){_NUMBERED}{_IS}", _ID),
-    _pattern(SpanKind.ID, r"(?:terminal|kiosk|till)(?: ?[:=#] ?| )", _CODE),
-    _pattern(SpanKind.ID, f"{_USER}(?:['’]s)?(?: account| membership| card)?{_NUMBERED}{_IS}", _ID),
-    _pattern(SpanKind.ID, f"{_USER}(?: ?[:=#] ?)", r"(?:[A-Z]{0,5}[-_#]?\d[\w-]{3,40}(?: \d{2,6}\b){0,4})"),
-    _pattern(SpanKind.ID, f"(?:{_USER}(?:['’]s)? )(?:e-?mail(?: address)?){_IS}", _EMAIL),
+    _pattern(SpanKind.MOMENT, f"{_NOW}{_SIGN}", f"(?i:{_MOMENTS})", _DONE),
+    _pattern(SpanKind.MOMENT, r"nous sommes (?:le |au )?", f"(?i:{_MOMENTS})", _DONE),
+    _pattern(SpanKind.MOMENT, f"{_BEGAN}(?: at| on)?[: ]{{1,2}}", f"(?i:{_MOMENTS})", _DONE),
+    _pattern(SpanKind.ID, f"{_SESSION}{_NUMBERED}{_IS}", _ID, _DONE),
+    _pattern(SpanKind.ID, f"{_SESSION}{_SIGN}", r"\d{5,20}", _DONE),
+    _pattern(SpanKind.ID, f"(?:{_SESSION}|{_STATION}){_IS}", _MIXED, _DONE),
+    _pattern(SpanKind.ID, f"(?:{_STATION}|{_NUMBERED_ONE}){_NUMBERED}{_IS}", _ID, _DONE),
+    _pattern(SpanKind.ID, r"(?:terminal|kiosk|till)(?: ?[:=#] ?| )", _CODE, _DONE),
+    _pattern(SpanKind.ID, f"{_USER}(?:['’]s)?(?: account| membership| card)?{_NUMBERED}{_IS}", _ID, _DONE),
+    _pattern(SpanKind.ID, f"{_USER}(?: ?[:=#] ?)", r"(?:[A-Z]{0,5}[-_#]?\d[\w-]{3,40}(?: \d{2,6}\b){0,4})", _DONE),
+    _pattern(SpanKind.ID, f"(?:{_USER}(?:['’]s)? )(?:e-?mail(?: address)?){_IS}", _EMAIL, _DONE),
     _pattern(SpanKind.NAME, f"{_USER}{_NAMED}(?:{_IS})", _NAMES, _END),
     _pattern(SpanKind.NAME, f"{_USER}(?: is)? (?:called|named) ", _NAMES, _END),
-    _pattern(SpanKind.NAME, f"(?:{_WITH}|{_WITH} {_USER}|{_USER})(?: ?[:=] ?)", _FULL_NAMES, _END),
+    _pattern(SpanKind.NAME, f"{_WITH}(?: {_USER})?(?: ?[:=] ?)", _FULL_NAMES, _END),
+    _pattern(SpanKind.NAME, f"{_USER}(?: ?[:=] ?)", rf"(?:{_TITLE}{_NAMES}|{_GIVEN}(?: {_NAME_WORD}){{1,3}})", _END),
     _pattern(SpanKind.NAME, f"{_WITH}(?: the {_USER})? ", _FULL_NAMES, _END),
-    _pattern(SpanKind.COUNTER, _TURN, r"\d{1,6}(?: ?(?:of|/) ?\d{1,6})?"),
-    _pattern(SpanKind.COUNTER, r"streak(?: of| is|:|=) ?", r"\d{1,5}\b(?!%)"),
-    _pattern(SpanKind.MOMENT, f"{_NOW_ALONE}{_IS}", f"(?i:{_MOMENTS})"),
+    _pattern(SpanKind.COUNTER, _TURN, r"\d{1,6}(?: ?(?:of|/) ?\d{1,6})?", _DONE),
+    _pattern(SpanKind.COUNTER, r"streak(?: of| is|:|=) ?", r"\d{1,5}\b(?!%)", _DONE),
+    _pattern(SpanKind.MOMENT, f"{_NOW_ALONE}{_IS}", f"(?i:{_MOMENTS})", _DONE),
 )  # fmt: skip
 _WORDS = re.compile(r"(?<![\w'’-])[^\W\d_]+|(?<=<)[^\W\d_]+")
 # the first words of all cues
@@ -180,7 +214,6 @@ _CUES = word_set(
 _ROW = re.compile(r"(?i)\b(?P<value>\d{1,5})(?= days? in a row| ?-?days? streak)(?P<label>)")
 # a bare label is one only beside the session's or the user's data, or in a line of its own at an end of the text
 _BARE = frozenset(("date", "time", "day"))
-_BESIDE = 40  # characters
 # further ids in the sentence that has the user's name
 _FOLLOWING = tuple(
     re.compile(rf"(?i)\b(?P<label>{before})(?P<value>{value})")
@@ -337,19 +370,23 @@ def _is_name(span: Span, text: str) -> bool:
 
 
 def _is_beside(span: Span, found: Sequence[Span], text: str) -> bool:
-    """Whether a moment whose label begins a clause stands beside the session's or the user's data, or
-    alone in the first or last line.
+    """Whether a moment whose label begins a clause stands in a line of nothing but the session's or the
+    user's data, or alone in the first or last line.
     """
     before = text[: span.start - len(span.label)].rstrip(" \t>*#-")
     if before and before[-1] not in ",;(|[.!?\n":
         return False
     start, end = text.rfind("\n", 0, span.start) + 1, text.find("\n", span.end)
     end = len(text) if end < 0 else end
-    near = max(start, span.start - len(span.label) - _BESIDE), min(end, span.end + _BESIDE)
-    if any(near[0] < one.end and one.start < near[1] for one in found if one.kind in (SpanKind.NAME, SpanKind.ID)):
-        return True
+    inside = [one for one in found if start <= one.start < end]
+    left = list(text[start:end])
+    for one in (span, *inside):
+        for at in range(max(start, one.start - len(one.label)) - start, min(one.end, end) - start):
+            left[at] = ""
+    if any(letter.isalnum() for letter in left):
+        return False
     is_at_end = not text[:start].strip() or not text[end:].strip()
-    return is_at_end and end - start - len(span.value) - len(span.label) <= 4
+    return is_at_end or any(one.kind in (SpanKind.NAME, SpanKind.ID) for one in inside)
 
 
 def _apart(found: list[Span]) -> tuple[Span, ...]:

@@ -90,6 +90,16 @@ def test_a_question_that_may_need_a_span_is_shared_by_none(text: str) -> None:
     assert not shares(body(text, CLINIC.format(**ANNA)), body(text, CLINIC.format(**JOHN)))
 
 
+def test_a_question_about_what_a_prompt_says_of_a_day_keeps_the_date() -> None:
+    """Where a sentence of the prompt has a day, the date matters to a question about its things, and to no other."""
+    pool = " The pool is open except on Wednesdays. Toys are in the hall."
+    for text in ("Can I use the pool?", "Is there a pool for me"):
+        assert not shares(body(text, CLINIC.format(**ANNA) + pool), body(text, CLINIC.format(**JOHN) + pool))
+    toys = "Where are the toys?"
+    one, other = (f"Today is {day}.{pool}" for day in ("Monday, 6 October 2025", "Tuesday, 7 October 2025"))
+    assert shares(body(toys, one), body(toys, other))
+
+
 def test_a_question_keeps_only_the_spans_that_it_needs() -> None:
     """A question about the date is shared by all users of that day."""
     same_day = {**JOHN, "day": ANNA["day"]}
@@ -126,6 +136,15 @@ def test_spans_are_found_by_their_labels(text: str, found: list[tuple[SpanKind, 
         "Never say that it is 14:05.",
         "You are talking with Market Research.",
         "User: Admin. Customer: Gold Plus. Client: Acme Corp.",
+        "Customer: Deutsche Bahn",
+        "Guest: Presidential Suite",
+        "Student: Final Year",
+        "Session: 45 minutes at most",
+        "Request: 3 quotes",
+        "Customer id: 1 = very important",
+        "user id 0 is the admin",
+        "It is 5 pm at which we close",
+        "Order. Date: 5 May 2025. Place: Hall.",
         "Answer in German.",
         "Call 0800 1234 for help.",
         "Terminal 2 is for arrivals.",
@@ -280,6 +299,13 @@ def test_a_question_that_stands_alone_needs_no_history(text: str) -> None:
         "Is Oslo bigger?",
         "Now do the same for Peru",
         "Were there any other songs?",
+        "What is the price in EUR?",
+        "Which plan includes Netflix?",
+        "How much is shipping to New Zealand?",
+        "When does the train to New York leave?",
+        "Does Alice like Bob?",
+        "Who won in Paris?",
+        "How do I open the file in Excel?",
         "What did critics think?",
         "And what is the capital of Mongolia?",
     ],
