@@ -46,8 +46,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     found so; it counts `weight` in the tally of the answer's group.
 
     `asked` is the chance with which a judge that costs was asked, 0 where it was not, None where
-    the others had ruled or there is none. `flips` bound that judge's error: at least the first
-    share of equal answers it calls different, at most the second share of different ones the same.
+    the others had ruled or there is none. `flips` estimate that judge's error, without a margin:
+    the share of equal answers that it calls different, which no version measures and all take as
+    0, and the share of different ones that it calls the same, as in its exam.
     """
 
     source: Source
