@@ -21,12 +21,13 @@ from local_engine.block_pool import BlockPool
 from local_engine.checkpoints.open import open_checkpoint
 from local_engine.config import EngineConfig
 from local_engine.draft_model import DraftModel, open_draft
+from local_engine.grammar import Compiled, Grammars, Masker
 from local_engine.runner import ModelRunner, default_sequences, default_step_tokens
 from local_engine.scheduler import Scheduler
 from local_engine.sequence import Chunk, Sampled, Sequence, Status
 from local_engine.speculation.speculator import MATCH_MAX, Lookup, Speculation, Speculator
 from local_engine.speculation.timing import Moment, StepTiming
-from local_engine.step_in_flight import StepInFlight, draw
+from local_engine.step_in_flight import StepInFlight, draw, held
 from local_engine.text.tokenizer import Piece, TextStream
 
 _log = logging.getLogger(__name__)
@@ -114,6 +115,8 @@ class Engine:
             has_tools=self.tokenizer.has_tools,
             is_batch_invariant=self._runner.is_batch_invariant,
         )
+        self.grammars = Grammars(self.tokenizer, model.vocabulary_size, self._eos)
+        self._masker = Masker(model.vocabulary_size, self._eos)
         progress(0.95, "warming up")
         self._warm_up()
         progress(1.0, "ready")
@@ -154,10 +157,12 @@ class Engine:
         deadline: float | None = None,
         reference: Many[int] = (),
         is_continued: bool = False,
+        grammar: Compiled | None = None,
     ) -> int:
         """Queue a prompt; returns its id, as in `step` and `abort`. `deadline` is a time of the
         engine's clock. `reference`: tokens the answer may share passages with. `is_continued`: the
-        prompt ends with the beginning of the answer.
+        prompt ends with the beginning of the answer. `grammar`: one of `grammars`; where it is
+        JSON, it alone decides where the answer ends.
 
         Raises InvalidRequest, PromptTooLong, Overloaded.
         """
@@ -166,6 +171,8 @@ class Engine:
         room = self.info.context_tokens - len(tokens)
         answer_tokens_max = min(params.max_tokens or self.config.answer_tokens_default, room)
         known = [] if params.prompt_logprobs is None else [self.tokenizer.token_logprob(tokens[0], 0.0)]
+        is_json = grammar is not None and grammar.is_json
+        stop, stop_token_ids = ((), ()) if is_json else (params.stop, params.stop_token_ids)
         self._submitted += 1
         sequence = Sequence(
             id=self._submitted,
@@ -173,15 +180,17 @@ class Engine:
             prompt_tokens=len(tokens),
             params=params,
             answer_tokens_max=answer_tokens_max,
-            stop_token_ids=(frozenset() if params.ignore_eos else self._eos).union(params.stop_token_ids),
+            stop_token_ids=(frozenset() if params.ignore_eos and grammar is None else self._eos).union(stop_token_ids),
             cache_salt=salt,
             priority=priority,
             arrival=self._submitted,
             seed=self._entropy.getrandbits(63) if params.seed is None else params.seed,
-            text=TextStream(self.tokenizer, params.stop, is_at_start=not is_continued),
+            # a grammar reads the first token's space
+            text=TextStream(self.tokenizer, stop, is_at_start=not is_continued and grammar is None),
             deadline=deadline,
             submitted_s=self._clock(),
             prompt_logprobs=known,
+            grammar=None if grammar is None else grammar.begin(tokens),
         )
         if self.config.draft_tokens_max and not sequence.has_penalties:
             # at its beginning the answer is looked for where the reference begins
@@ -269,8 +278,9 @@ class Engine:
             if self._draft_model is not None:
                 chunks = self._draft_model.fill(chunks)
                 began = Moment.now()  # those were steps of its own
+            masks = self._masker.begin(held(chunks))
             logits = self._runner.run(chunks, self._in_flight[-1] if self._in_flight else None)
-            step = draw(chunks, logits, self.tokenizer, began)
+            step = draw(chunks, logits, self.tokenizer, began, masks)
         except Exception as error:
             _log.exception("a step failed; its sequences end, the engine goes on")
             return f"the step failed: {error}"
@@ -316,11 +326,14 @@ class Engine:
             self._totals.cached_tokens += sequence.cached_tokens or 0
         prompt_logprobs = tuple(sequence.prompt_logprobs) if sequence.answer_tokens == 0 else ()
         accepted = 0
-        piece, reason = self._add(sequence, drawn[0])
-        while reason is None and accepted < len(chunk.draft) and sequence.tokens[-1] == chunk.draft[accepted]:
-            accepted += 1
-            more, reason = self._add(sequence, drawn[accepted])
-            piece = piece.joined(more)
+        try:
+            piece, reason = self._add(sequence, drawn[0])
+            while reason is None and accepted < len(chunk.draft) and sequence.tokens[-1] == chunk.draft[accepted]:
+                accepted += 1
+                more, reason = self._add(sequence, drawn[accepted])
+                piece = piece.joined(more)
+        except messages.InvalidRequest as error:
+            return self._fail(sequence, error)
         sequence.computed += accepted
         sequence.draft_computed = min(sequence.draft_computed, sequence.computed)
         if chunk.draft:

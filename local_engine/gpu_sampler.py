@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from local_engine.grammar import Masks
 from local_engine.kernels.gpu.draw import draw, on_device
-from local_engine.sampler import TEMPERATURE_MIN
+from local_engine.sampler import TEMPERATURE_MIN, ban
 from local_engine.sequence import Candidate, Place, Sampled
 
 
@@ -45,7 +46,7 @@ class DeviceDrawn:
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, rows: Many[int], places: Many[Place]) -> DeviceDrawn:
+def sample(logits: torch.Tensor, rows: Many[int], places: Many[Place], masks: Masks | None = None) -> DeviceDrawn:
     """The token at each place from logits[rows[place]]; on the device alone."""
     device = logits.device
     params = [place.sequence.params for place in places]
@@ -54,6 +55,8 @@ def sample(logits: torch.Tensor, rows: Many[int], places: Many[Place]) -> Device
     if any(place.changes_logits for place in places):
         logits = logits[own].float()
         _change(logits, places)
+        if masks is not None:
+            ban(logits, places, masks)
         own = torch.arange(len(places), device=device)
     keys = [place.sequence.noise_key(place.position) for place in places]
     temperatures = [p.temperature and max(p.temperature, TEMPERATURE_MIN) for p in params]
@@ -91,7 +94,7 @@ def _change(logits: torch.Tensor, places: Many[Place]) -> None:
                 for token, count in sequence.counts.items()
             ]
         moved += [(row, token, bias) for token, bias in params.logit_bias.items()]
-        if place.position < params.min_tokens:
+        if place.position < params.min_tokens and sequence.grammar is None:
             moved += [(row, token, -np.inf) for token in sequence.stop_token_ids]
     if penalised:
         at, factors = _places_of(penalised, logits.device)

@@ -140,6 +140,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise InvalidRequest(f"{name} must be {wanted}, not {getattr(self, name)!r}", param=name)
 
 
+class Grammar(msgspec.Struct, frozen=True):
+    """The form that an answer must have: `text` is a JSON schema, a regular expression, a JSON list
+    of the only answers, or a context-free grammar (Lark's notation, or GBNF)."""
+
+    kind: Literal["json", "regex", "choice", "grammar"]
+    text: str
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One request for `n` answers: of `best_of` candidates (at least n) those with the likeliest
     tokens on average; where best_of is above n nothing is sent until all are done. Exactly one of
@@ -150,7 +158,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     any. `priority`: smaller is sooner. `deadline_s`: seconds from submission after which the work
     is dropped. `reference`: a text that the answer may share passages with; shared passages are
     faster, and no answer changes. `prefix`: the beginning of the answer, which the generation goes
-    on with.
+    on with. `grammar`: the form of the answer, after a thinking block where the model begins with
+    one.
     """
 
     messages: list[dict[str, Any]] | None = None
@@ -165,6 +174,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     deadline_s: float | None = None
     reference: str | None = None
     prefix: str = ""
+    grammar: Grammar | None = None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

@@ -21,6 +21,7 @@ from typing import Protocol
 
 import torch
 
+from local_engine.grammar import Masks
 from local_engine.kernels.noise import noise
 from local_engine.messages import SamplingParams
 from local_engine.sequence import Candidate, Place, Sampled
@@ -56,9 +57,9 @@ class HostDrawn:
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, places: Many[Place]) -> list[Sampled]:
+def sample(logits: torch.Tensor, places: Many[Place], masks: Masks | None = None) -> list[Sampled]:
     """The token at each place from logits [len(places), vocabulary]."""
-    ids = draw(logits, places)
+    ids = draw(logits, places, masks)
     sampled = [Sampled(id) for id in ids]
     with_logprobs = [row for row, place in enumerate(places) if place.sequence.params.logprobs is not None]
     with_logprobs = [row for row in with_logprobs if ids[row] is not None]
@@ -71,7 +72,7 @@ def sample(logits: torch.Tensor, places: Many[Place]) -> list[Sampled]:
 
 
 @torch.inference_mode()
-def draw(logits: torch.Tensor, places: Many[Place]) -> list[int | None]:
+def draw(logits: torch.Tensor, places: Many[Place], masks: Masks | None = None) -> list[int | None]:
     """As `sample`, the ids alone; None where the logits were not finite."""
     best, best_ids = logits.max(-1)
     is_finite: list[bool] = best.isfinite().tolist()
@@ -82,6 +83,8 @@ def draw(logits: torch.Tensor, places: Many[Place]) -> list[int | None]:
         logits = logits.float() if logits.dtype is not torch.float32 else logits.clone()
         for row in changed:
             _change(logits[row], places[row])
+        if masks is not None:
+            ban(logits, places, masks)
         for row in changed:
             ids[row] = int(logits[row].argmax())
         if drawn:
@@ -89,6 +92,13 @@ def draw(logits: torch.Tensor, places: Many[Place]) -> list[int | None]:
             for row, id in zip(drawn, _race(rows, [places[row] for row in drawn]), strict=True):
                 ids[row] = id
     return [id if good else None for id, good in zip(ids, is_finite, strict=True)]
+
+
+def ban(logits: torch.Tensor, places: Many[Place], masks: Masks) -> None:
+    """Leave the tokens that the places' grammars allow, in place."""
+    held = [row for row, place in enumerate(places) if place.sequence.grammar is not None]
+    for row, banned in zip(held, masks.banned(logits.device), strict=True):
+        logits[row].masked_fill_(banned, -torch.inf)
 
 
 def _change(row: torch.Tensor, place: Place) -> None:
@@ -107,7 +117,7 @@ def _change(row: torch.Tensor, place: Place) -> None:
     if params.logit_bias:
         biased = torch.tensor(list(params.logit_bias), device=row.device)
         row[biased] += torch.tensor(list(params.logit_bias.values()), device=row.device, dtype=row.dtype)
-    if place.position < params.min_tokens and sequence.stop_token_ids:
+    if place.position < params.min_tokens and sequence.stop_token_ids and sequence.grammar is None:
         row[list(sequence.stop_token_ids)] = -torch.inf
 
 

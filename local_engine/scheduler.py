@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Collection
+from dataclasses import replace
 
 from local_engine.block_pool import BlockPool
 from local_engine.messages import DeadlineExceeded, EngineError, Overloaded
@@ -232,6 +233,7 @@ class Scheduler:
                 room=s.answer_tokens_max - s.answer_tokens - s.in_flight - 1,
                 in_flight=s.in_flight,
                 draft_computed=s.draft_computed,
+                forced=s.grammar.forced() if s.grammar is not None else (),
             )
             for s in decoding
             if s.speculation is not None
@@ -245,6 +247,8 @@ class Scheduler:
             return None
         size, known = self.pool.block_tokens, len(sequence.tokens) + sequence.in_flight
         spare = max(0, self.pool.free - len(self.running))
+        if sequence.grammar is not None:
+            draft = replace(draft, tokens=sequence.grammar.part(draft.tokens))
         draft = draft.part(min(budget, (len(sequence.blocks) + spare) * size - known))
         if draft is not None:
             wanted = -(-(known + len(draft.tokens) + draft.wanted) // size) - len(sequence.blocks)

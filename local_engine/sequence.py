@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from hashlib import blake2b
 
+from local_engine.grammar import Answer
 from local_engine.messages import FinishReason, SamplingParams, TokenLogprob, Usage
 from local_engine.speculation.speculator import Kind, Speculation
 from local_engine.text.tokenizer import Piece, TextStream, Tokenizer
@@ -38,6 +39,7 @@ class Sequence:
     `draft_computed` counts tokens with the draft model's KV in `blocks`. `drafted` and `accepted`
     count guesses by their source. `prompt_logprobs` are those of the prompt's tokens, as far as
     they are known, where the parameters have them: at least the first, which nothing predicts.
+    `grammar` is how far the answer is in its grammar.
     """
 
     id: int
@@ -67,6 +69,7 @@ class Sequence:
     cached_tokens: int | None = None
     counts: Counter[int] = field(default_factory=Counter)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    grammar: Answer | None = None
 
     @property
     def answer_tokens(self) -> int:
@@ -100,8 +103,10 @@ class Sequence:
 
     def add(self, token_id: int, logprob: TokenLogprob | None) -> tuple[Piece, FinishReason | None]:
         """Add the answer's next token; returns the text it made final, and why the answer ends with
-        it if it does."""
+        it if it does. Raises InvalidRequest where its grammar cannot go on."""
         self.tokens.append(token_id)
+        if self.grammar is not None:
+            self.grammar.take(token_id)
         if self.has_penalties:
             self.counts[token_id] += 1
         if token_id in self.stop_token_ids:
@@ -109,6 +114,8 @@ class Sequence:
         piece = self.text.push(token_id, logprob, can_stop=self.answer_tokens >= self.params.min_tokens)
         if piece.is_stopped:
             return piece, "stop"
+        if self.grammar is not None and self.grammar.is_over:
+            return piece.joined(self.text.finish()), "stop"
         if self.answer_tokens >= self.answer_tokens_max:
             return piece.joined(self.text.finish()), "length"
         return piece, None
@@ -135,6 +142,11 @@ class Sequence:
     def has_penalties(self) -> bool:
         params = self.params
         return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether a token decides what may come after it."""
+        return self.has_penalties or self.grammar is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +180,8 @@ class Chunk:
         return [*known, *[0] * (self.count - len(self.draft) - len(known)), *self.draft]
 
     def with_draft(self, draft: tuple[int, ...]) -> Chunk:
-        """The same with the draft model's guesses."""
+        """The same with the draft model's guesses, as far as its grammar allows them."""
+        draft = self.sequence.grammar.part(draft) if self.sequence.grammar is not None else draft
         count, logit_rows = self.count + len(draft), self.logit_rows + len(draft)
         return replace(self, count=count, logit_rows=logit_rows, draft=draft, wanted=0)
 
@@ -189,7 +202,12 @@ class Place:
     @property
     def changes_logits(self) -> bool:
         params = self.sequence.params
-        return self.sequence.has_penalties or bool(params.logit_bias) or self.position < params.min_tokens
+        return (
+            self.sequence.has_penalties
+            or bool(params.logit_bias)
+            or self.position < params.min_tokens
+            or self.sequence.grammar is not None
+        )
 
 
 @dataclass(frozen=True, slots=True)

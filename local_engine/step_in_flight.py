@@ -12,6 +12,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from local_engine.grammar import Answer, Masks
 from local_engine.kernels.supports import supports
 from local_engine.messages import TokenLogprob
 from local_engine.sampler import Drawn, HostDrawn, candidates, sample
@@ -37,8 +38,9 @@ class StepInFlight:
     @property
     def decides_next(self) -> bool:
         """Whether the next step can't be scheduled before this one has landed: how far a draft goes
-        decides where the next token stands, and penalties count every token."""
-        return any(chunk.draft or (count and chunk.sequence.has_penalties) for chunk, count in self._counted())
+        decides where the next token stands, penalties count every token, and a grammar reads
+        it."""
+        return any(chunk.draft or (count and chunk.sequence.reads_tokens) for chunk, count in self._counted())
 
     def places(self) -> dict[int, int]:
         """Where in `drawn` the next token of each sequence is, by the sequence's id."""
@@ -56,7 +58,18 @@ class StepInFlight:
         return zip(self.chunks, self.counts, strict=True)
 
 
-def draw(chunks: Many[Chunk], logits: torch.Tensor, tokenizer: Tokenizer, began: Moment) -> StepInFlight:
+def held(chunks: Many[Chunk]) -> list[tuple[Answer, tuple[int, ...]]]:
+    """The places of a step that have a grammar, in the order of `draw`."""
+    return [
+        (chunk.sequence.grammar, chunk.draft)
+        for chunk in chunks
+        if chunk.sequence.grammar is not None and chunk.is_last
+    ]
+
+
+def draw(
+    chunks: Many[Chunk], logits: torch.Tensor, tokenizer: Tokenizer, began: Moment, masks: Masks | None = None
+) -> StepInFlight:
     """Draw for each chunk at its places: after its last token and after each of its draft. Prompts'
     log probabilities are kept where the parameters have them."""
     places: list[Place] = []
@@ -72,15 +85,15 @@ def draw(chunks: Many[Chunk], logits: torch.Tensor, tokenizer: Tokenizer, began:
         rows += range(stop - len(own), stop)
         counts.append(len(own))
         at = stop
-    return StepInFlight(chunks, counts, _drawn(logits, rows, places), began)
+    return StepInFlight(chunks, counts, _drawn(logits, rows, places, masks), began)
 
 
-def _drawn(logits: torch.Tensor, rows: list[int], places: list[Place]) -> Drawn:
+def _drawn(logits: torch.Tensor, rows: list[int], places: list[Place], masks: Masks | None) -> Drawn:
     if places and supports(logits.device, "draw"):
         from local_engine.gpu_sampler import sample as sample_there
 
-        return sample_there(logits, rows, places)
-    sampled = sample(logits if len(rows) == len(logits) else logits[rows], places) if places else []
+        return sample_there(logits, rows, places, masks)
+    sampled = sample(logits if len(rows) == len(logits) else logits[rows], places, masks) if places else []
     return HostDrawn(sampled, logits.device)
 
 

@@ -40,7 +40,7 @@ ROOMS = {
     "local_engine": (
         "local_engine", "__main__", "process", "engine", "scheduler", "block_pool", "draft_model", "runner",
         "checkpoints", "machine", "executors", "models", "attention", "weights", "step_in_flight", "gpu_sampler",
-        "sampler", "sequence", "speculation", "text", "messages", "kernels", "config",
+        "sampler", "sequence", "speculation", "grammar", "text", "apart", "messages", "kernels", "config",
     ),
 }
 # fmt: on
@@ -97,6 +97,7 @@ def test_leaves_know_neither_the_gateway_nor_each_other() -> None:
     ("library", "packages", "files_max"),
     [
         ("faiss", ["cache"], 1),
+        ("llguidance", ["local_engine"], 2),
         ("litellm", ["gateway"], 1),
         ("openvino", ["cache"], 1),
         ("sentence_transformers", ["cache"], 1),

@@ -162,7 +162,11 @@ class BackendRejected(BackendError):
     """
 
 
-class BackendTooLong(BackendRejected):
+class BackendUnfit(BackendRejected):
+    """The deployment cannot do what the request needs; another one may."""
+
+
+class BackendTooLong(BackendUnfit):
     """The request does not fit the deployment's context.
 
     `context_tokens` is the size of that context, if the deployment gave it.

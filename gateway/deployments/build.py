@@ -20,9 +20,9 @@ from policies import Price
 from policies.prices import FREE
 
 # Capabilities by kind of backend, where the settings name none. The local engine parses no tool
-# calls, constrains no grammar and fills no gap before a suffix.
+# calls and fills no gap before a suffix.
 _CAPABILITIES = {
-    "local": frozenset({"n", "logprobs", "completions", "prefill"}),
+    "local": frozenset({"n", "logprobs", "json_object", "json_schema", "completions", "prefill"}),
     "openai": CAPABILITIES - {"prefill", "messages"},
     "anthropic": frozenset({"tools", "json_schema", "vision", "files"}),
     "litellm": frozenset({"tools"}),

@@ -20,6 +20,7 @@ from gateway.backends.base import (
     BackendTimeout,
     BackendTooLong,
     BackendUnavailable,
+    BackendUnfit,
 )
 from gateway.backends.refusals import from_backend
 from gateway.deployments.deployment import Deployment
@@ -108,7 +109,7 @@ class Tries:
                 failure = await self._try(deployment, best.why, is_alone=len(route.ranked) == 1)
             if failure is None:
                 return True
-            is_permanent = isinstance(failure, BackendDenied | BackendTooLong)
+            is_permanent = isinstance(failure, BackendDenied | BackendUnfit)
             if isinstance(failure, BackendDenied):
                 self._denials[best.name] = failure.message
             if is_permanent or generation.progress.has_begun:
@@ -164,7 +165,7 @@ class Tries:
             window = deployment.learn_window(failure)
             if window is not None:
                 generation.must_fit(window)
-        elif isinstance(failure, BackendRejected):
+        elif isinstance(failure, BackendRejected) and not isinstance(failure, BackendUnfit):
             raise from_backend(failure) from failure
         if not progress.has_begun:
             return failure

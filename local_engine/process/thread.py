@@ -25,6 +25,7 @@ from local_engine.config import EngineConfig
 
 if TYPE_CHECKING:
     from local_engine.engine import Engine, StepOutput
+    from local_engine.grammar import Compiled, Grammars
     from local_engine.text.tokenizer import Tokenizer
 
 CHOICES_MAX = 128
@@ -55,7 +56,15 @@ class Work:
     ended: dict[int, wire.Usage] = field(default_factory=dict)
 
 
-Command = tuple[Key, wire.Submit | wire.Abort] | None
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A submission whose grammar is compiled."""
+
+    request: wire.GenerateRequest
+    grammar: Compiled
+
+
+Command = tuple[Key, wire.Submit | Held | wire.Abort] | None
 
 
 class EngineThread(threading.Thread):
@@ -66,7 +75,8 @@ class EngineThread(threading.Thread):
         super().__init__(name="engine", daemon=True)
         self.load = wire.EngineLoad(stage="starting", queue_max=config.queue_max)
         self.info: wire.ModelInfo | None = None
-        self.tokenizer: Tokenizer | None = None  # any thread may use it
+        self.tokenizer: Tokenizer | None = None  # any thread may use these two
+        self.grammars: Grammars | None = None
         self.error: BaseException | None = None
         self.steps_begun = self.steps_ended = 0
         self.step_s_expected = 0.0  # of the longest, 0 where nothing is known
@@ -92,7 +102,7 @@ class EngineThread(threading.Thread):
             self.error = error
             return
         engine.tokenizer.start_chat()
-        self.info, self.tokenizer = engine.info, engine.tokenizer
+        self.info, self.tokenizer, self.grammars = engine.info, engine.tokenizer, engine.grammars
         self.load = engine.load()
         is_checked = False  # since it last worked
         while True:
@@ -133,12 +143,14 @@ class EngineThread(threading.Thread):
     def _show_progress(self, fraction: float, stage: str) -> None:
         self.load = wire.EngineLoad(progress=fraction, stage=stage, queue_max=self._config.queue_max)
 
-    def _handle(self, engine: Engine, key: Key, command: wire.Submit | wire.Abort) -> None:
+    def _handle(self, engine: Engine, key: Key, command: wire.Submit | Held | wire.Abort) -> None:
         """One bad request must never end the loop: its error is its own answer."""
         try:
             match command:
                 case wire.Submit():
                     self._submit(engine, key, command.request)
+                case Held():
+                    self._submit(engine, key, command.request, command.grammar)
                 case wire.Abort():
                     self._abort(engine, key)
         except wire.EngineError as error:
@@ -147,7 +159,7 @@ class EngineThread(threading.Thread):
             _log.exception("a request failed")
             self._deliver([(key, wire.error_to_wire(key.id, wire.EngineFailed(f"{type(error).__name__}: {error}")))])
 
-    def _submit(self, engine: Engine, key: Key, request: wire.GenerateRequest) -> None:
+    def _submit(self, engine: Engine, key: Key, request: wire.GenerateRequest, grammar: Compiled | None = None) -> None:
         if not 1 <= request.n <= CHOICES_MAX:
             raise wire.InvalidRequest(f"n must be from 1 to {CHOICES_MAX}, not {request.n}", param="n")
         candidates = request.best_of or request.n
@@ -177,6 +189,7 @@ class EngineThread(threading.Thread):
                     deadline=deadline,
                     reference=reference,
                     is_continued=bool(request.prefix),
+                    grammar=grammar,
                 )
                 work.sequences.append(id)
         except wire.EngineError:

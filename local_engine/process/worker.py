@@ -2,8 +2,8 @@
 --socket PATH [--model M]`.
 
 The event loop owns the socket and listens from the start, so that clients learn of the loading; one
-thread owns the engine (`thread`), and another one tokenizes for clients that ask for tokens alone,
-so that no step waits for them. Knows the wire (`messages`); no HTTP.
+thread owns the engine (`thread`), another one tokenizes for clients that ask for tokens alone, and
+a third compiles grammars, so that no step waits for them. Knows the wire (`messages`); no HTTP.
 
 Invariants: a client whose connection ends holds nothing in the engine; what one client sends,
 however broken, closes at most its own connection; the process ends when its parent does, on SIGTERM
@@ -21,6 +21,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ import msgspec
 from local_engine import messages as wire
 from local_engine.config import EngineConfig, ModelError
 from local_engine.process.options import EX_CONFIG, arguments, config_from, prepare_environment
-from local_engine.process.thread import EngineThread, Key
+from local_engine.process.thread import EngineThread, Held, Key
 
 _STATE_PERIOD_S = 0.05
 _STATE_REPEAT_S = 1.0
@@ -40,9 +41,11 @@ _WHY_CHARS = 1_000
 _UNREAD_SIZE_MAX_BYTES = 64 * 1024 * 1024
 
 if TYPE_CHECKING:
+    from local_engine.grammar import Compiled
     from local_engine.text.tokenizer import Tokenizer
 
 _CONVERSIONS_MAX = 64  # that wait
+_GRAMMARS_MAX = 8  # that wait, of one partition
 
 _log = logging.getLogger("local_engine.worker")
 
@@ -65,7 +68,10 @@ class Server:
         self._drain: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
         self._converter = ThreadPoolExecutor(1, "tokenizer")
+        self._compiler = ThreadPoolExecutor(1, "grammars")
+        self._compiling: Counter[bytes] = Counter()
         self._conversions: set[asyncio.Task[None]] = set()
+        self._compilations: set[asyncio.Task[None]] = set()
         self._sent: wire.State | None = None
         self._is_over = asyncio.Event()
         self._is_idle = asyncio.Event()
@@ -147,6 +153,11 @@ class Server:
         else:
             self._running.add(key)
             self._is_idle.clear()
+            if message.request.grammar is not None:
+                compilation = asyncio.create_task(self._compile(key, message.request, message.request.grammar))
+                self._compilations.add(compilation)
+                compilation.add_done_callback(self._compilations.discard)
+                return
         self._thread.send((key, message))
 
     async def _convert(self, key: Key, message: wire.Tokenize | wire.Detokenize) -> None:
@@ -165,6 +176,34 @@ class Server:
         writer = self._writers.get(key.client)
         if writer is not None:
             self._write(writer, [answer])
+
+    async def _compile(self, key: Key, request: wire.GenerateRequest, wanted: wire.Grammar) -> None:
+        """Submit a request once its grammar is compiled, unless it was aborted meanwhile."""
+        began = self._loop.time()
+        self._compiling[request.salt] += 1
+        try:
+            if self._compiling[request.salt] > _GRAMMARS_MAX:
+                raise wire.Overloaded(f"{_GRAMMARS_MAX} grammars of the same partition wait to be compiled")
+            grammar = await self._loop.run_in_executor(self._compiler, self._compiled, key, wanted, request.salt)
+        except wire.EngineError as error:
+            self._deliver([(key, wire.error_to_wire(key.id, error))])
+        except Exception as error:
+            _log.exception("a grammar failed")
+            failed = wire.EngineFailed(f"the grammar failed: {type(error).__name__}: {error}")
+            self._deliver([(key, wire.error_to_wire(key.id, failed))])
+        else:
+            if grammar is not None and key in self._running:
+                if request.deadline_s is not None:
+                    left_s = request.deadline_s - (self._loop.time() - began)
+                    request = msgspec.structs.replace(request, deadline_s=left_s)
+                self._thread.send((key, Held(request, grammar)))
+        finally:
+            self._compiling[request.salt] -= 1
+            self._compiling += Counter()  # without those at 0
+
+    def _compiled(self, key: Key, wanted: wire.Grammar, salt: bytes) -> Compiled | None:
+        assert self._thread.grammars is not None, "the engine is ready"
+        return self._thread.grammars.compiled(wanted, salt) if key in self._running else None
 
     def _forget(self, key: Key) -> None:
         self._running.discard(key)

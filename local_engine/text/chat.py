@@ -13,8 +13,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from local_engine.apart.process import Apart, Refusal
 from local_engine.messages import InvalidRequest
-from local_engine.text.template import Template, TemplateRefusal
 
 _CUTS = tuple(map(chr, range(0xFDD0, 0xFDF0)))  # noncharacters: Unicode keeps them out of all text
 
@@ -23,7 +23,7 @@ class Chat:
     """One model's template. `control`: the spellings of its control tokens."""
 
     def __init__(self, template: str, bos_token: str, eos_token: str, control: Sequence[str]) -> None:
-        self._template = Template(template)
+        self._template = Apart("template", template)
         self._bos_token = bos_token
         self._eos_token = eos_token
         longest_first = sorted((token for token in control if len(token) > 1), key=len, reverse=True)
@@ -51,7 +51,7 @@ class Chat:
             cut = next((mark for mark in _CUTS if mark not in given), None)
             if cut is None:
                 raise InvalidRequest("messages must not consist of noncharacters", param="messages")
-            text: str = self._template.render(
+            text: str = self._template.ask(
                 {
                     "messages": self._cut(plain, cut),
                     "tools": self._cut(list(tools), cut) if tools else None,
@@ -62,7 +62,7 @@ class Chat:
             )
             text += str(self._cut(prefix, cut))
             text.encode()  # a tool call's arguments can spell what is no character
-        except TemplateRefusal as error:
+        except Refusal as error:
             raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from None
         except RecursionError:
             raise InvalidRequest("messages, tool calls or tools are nested too deeply", param="messages") from None

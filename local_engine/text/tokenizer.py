@@ -85,6 +85,11 @@ class Tokenizer:
         """The token that ends an answer, where the tokenizer names one."""
         return self._backend.token_to_id(self._vocabulary.eos_token)
 
+    def thinking_block(self) -> tuple[int, int] | None:
+        """The tokens that open and close a thinking block, where the model has both."""
+        opens, closes = self._backend.token_to_id("<think>"), self._backend.token_to_id("</think>")
+        return None if opens is None or closes is None else (opens, closes)
+
     @property
     def size(self) -> int:
         """Number of token ids, added ones included."""

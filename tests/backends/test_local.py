@@ -23,15 +23,16 @@ from gateway.backends.base import (
     BackendTimeout,
     BackendTooLong,
     BackendUnavailable,
+    BackendUnfit,
 )
 from gateway.backends.local.backend import LocalBackend
 from gateway.backends.local.request import engine_requests
 from gateway.wire.chunks import read
 from gateway.wire.fold import fold
 from gateway.wire.types import COMPLETION, Chunk, Usage
-from local_engine import EngineLoad, GenerateRequest, ModelInfo, Output, TokenLogprob
+from local_engine import EngineLoad, GenerateRequest, Grammar, InvalidRequest, ModelInfo, Output, TokenLogprob
 from local_engine import Usage as EngineUsage
-from local_engine.messages import Abort, Ended, Failed, Outputs, State, Submit, ToWorker, write_ended
+from local_engine.messages import Abort, Ended, Failed, Outputs, State, Submit, ToWorker, error_to_wire, write_ended
 from tests.backends.conftest import ask, collect, collect_into
 from tests.engine.checkpoints import make_checkpoint
 
@@ -49,6 +50,11 @@ READY = EngineLoad(
     decode_ms_per_token=10.0,
 )
 Script = Callable[[int, GenerateRequest], list[Outputs | Failed]]
+
+
+def _schema(is_strict: bool) -> dict[str, Any]:
+    inner = {"name": "x", "strict": is_strict, "schema": {"type": "integer"}}
+    return {"type": "json_schema", "json_schema": inner}
 
 
 class ScriptedEngine:
@@ -280,10 +286,49 @@ def test_conversations_become_roles_and_texts() -> None:
 
 
 @pytest.mark.parametrize(
+    ("body", "kind", "text"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json", '{"type":"object"}'),
+        ({"response_format": _schema(True)}, "json", '{"type":"integer"}'),
+        ({"response_format": _schema(False)}, "json", '{"type":"integer"}'),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "json", '{"type":"object"}'),
+        ({"guided_json": {"type": "null"}}, "json", '{"type":"null"}'),
+        ({"guided_json": '{"type": "null"}'}, "json", '{"type": "null"}'),
+        ({"guided_regex": "a+"}, "regex", "a+"),
+        ({"guided_choice": ["é", "b"]}, "choice", '["é","b"]'),
+        ({"guided_grammar": 'root ::= "a"'}, "grammar", 'root ::= "a"'),
+        ({"structured_outputs": {"json": {"type": "null"}}}, "json", '{"type":"null"}'),
+        ({"structured_outputs": {"json_object": True}}, "json", '{"type":"object"}'),
+        ({"structured_outputs": {"choice": ["a"], "json_object": False, "regex": None}}, "choice", '["a"]'),
+    ],
+)
+def test_the_form_of_an_answer_reaches_the_engine(body: dict[str, Any], kind: str, text: str) -> None:
+    """OpenAI's formats, strict and not, and vLLM's fields of both generations, in chats and completions."""
+    for request in (ask(**body), msgspec.structs.replace(ask(prompt="x", **body), kind=COMPLETION)):
+        assert [one.grammar for one in engine_requests(request)] == [Grammar(kind, text)]
+
+
+async def test_a_schema_that_is_not_held_may_go_to_another_deployment(
+    engine: ScriptedEngine, local: LocalBackend
+) -> None:
+    """The engine's refusal is a 400 that names the field, of the kind that lets others try."""
+    why = InvalidRequest("the schema cannot be held: not (#/not)", param="response_format")
+    engine.script = lambda id, request: [error_to_wire(id, why)]
+    with pytest.raises(BackendUnfit) as caught:
+        await collect(local.stream(ask(response_format=_schema(True))))
+    error = json.loads(caught.value.body or b"")["error"]
+    assert (caught.value.status, error["param"], error["code"]) == (400, "response_format", "unsupported_grammar")
+    assert "#/not" in error["message"]
+
+
+@pytest.mark.parametrize(
     ("body", "param"),
     [
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"structured_outputs": {"regex": 1}}, "structured_outputs.regex"),
+        ({"structured_outputs": []}, "structured_outputs"),
+        ({"guided_json": "{}", "response_format": {"type": "json_object"}}, "guided_json"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages[0].content",

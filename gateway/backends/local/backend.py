@@ -235,7 +235,10 @@ def _translated(error: local_engine.EngineError, prompt: str, has_output: bool) 
             )
             body = error_body(message, None, prompt, "context_length_exceeded")
             return base.BackendTooLong(message, status=400, body=body, context_tokens=error.context_tokens)
-        case local_engine.InvalidRequest():
+        case local_engine.InvalidRequest(param="response_format") if not has_output:
+            body = error_body(str(error), None, error.param, "unsupported_grammar")
+            return base.BackendUnfit(str(error), status=400, body=body)
+        case local_engine.InvalidRequest() if not has_output:
             param = prompt if error.param in ("messages", "prompt_token_ids") else error.param
             return rejected(str(error), param, "invalid_value")
         case local_engine.Overloaded():

@@ -1,8 +1,8 @@
 """Turns a client's request into the engine's: one for a chat, one for each prompt of a completion.
 
-Uses the engine's messages; no torch. Images, tool calls, grammars and suffixes, which the engine
-lacks, are refused and not ignored; routing should have sent them elsewhere. Shapes: OpenAI API
-reference, "Create chat completion" and "Create completion"; extensions have vLLM's names.
+Uses the engine's messages; no torch. Images, tool calls and suffixes, which the engine lacks, are
+refused and not ignored; routing should have sent them elsewhere. Shapes: OpenAI API reference,
+"Create chat completion" and "Create completion"; extensions have vLLM's names.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from gateway.backends.base import BackendRejected, BackendRequest
 from gateway.backends.refusals import error_body
 from gateway.wire.requests import in_json_words
 from gateway.wire.types import CHAT, prompts_of
-from local_engine import GenerateRequest, SamplingParams
+from local_engine import GenerateRequest, Grammar, SamplingParams
 
 _SEED_MASK = (1 << 63) - 1
 _PRIORITY_FLEX = 1  # OpenAI's tier for work that can wait
@@ -64,6 +64,7 @@ def engine_requests(request: BackendRequest) -> list[GenerateRequest]:
         "priority": _PRIORITY_FLEX if body.get("service_tier") == "flex" else 0,
         "reference": request.draft or None,
         "prefix": request.prefix,
+        "grammar": _grammar_of(body),
     }
     if request.kind is CHAT:
         return [GenerateRequest(messages=messages_of(body), sampling=_of_chat(asked), **common)]
@@ -129,10 +130,51 @@ def messages_of(body: dict[str, Any]) -> list[dict[str, Any]]:
     """A chat's messages as the engine reads them. Raises BackendRejected."""
     if body.get("tools") and body.get("tool_choice") != "none":
         raise rejected("This model can't call tools", "tools", "unsupported_parameter")
-    kind = (body.get("response_format") or {}).get("type", "text")
-    if kind != "text":
-        raise rejected(f"This model can't answer in the format {kind!r}", "response_format", "unsupported_parameter")
     return [_message(message, i) for i, message in enumerate(body["messages"])]
+
+
+def _grammar_of(body: dict[str, Any]) -> Grammar | None:
+    """The form of the answer: OpenAI's `response_format`, or one of the fields of vLLM. Sources:
+    OpenAI, "Structured model outputs"; vLLM, "Structured Outputs". Raises BackendRejected.
+    """
+    given: list[tuple[str, str, Any]] = []  # the field, the kind of grammar, its value
+    format = body.get("response_format") or {}
+    if format.get("type") == "json_object":
+        given.append(("response_format", "json", _OBJECT))
+    elif format.get("type") == "json_schema":
+        schema = format["json_schema"].get("schema")
+        given.append(("response_format", "json", _OBJECT if schema is None else schema))
+    outputs = body.get("structured_outputs")
+    if outputs is not None and not isinstance(outputs, dict):
+        raise rejected("`structured_outputs` must be an object", "structured_outputs", "invalid_type")
+    for name, kind in _GRAMMARS.items():
+        for field, value in (
+            (f"guided_{name}", body.get(f"guided_{name}")),
+            (f"structured_outputs.{name}", (outputs or {}).get(name)),
+        ):
+            if value is not None and value is not False:
+                given.append((field, kind, _OBJECT if name == "json_object" else value))
+    if len(given) > 1:
+        fields = ", ".join(field for field, _, _ in given)
+        raise rejected(f"An answer has one form: send one of {fields}", given[1][0], "invalid_value")
+    return _grammar(*given[0]) if given else None
+
+
+_OBJECT = {"type": "object"}
+_GRAMMARS = {"json": "json", "json_object": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+
+
+def _grammar(field: str, kind: Any, value: Any) -> Grammar:
+    if kind == "choice":
+        is_good = isinstance(value, list) and bool(value) and all(isinstance(one, str) for one in value)
+        wanted = "a list of texts, and not empty"
+    elif kind == "json":
+        is_good, wanted = isinstance(value, dict | str), "a JSON schema"
+    else:
+        is_good, wanted = isinstance(value, str), "a text"
+    if not is_good:
+        raise rejected(f"`{field}` must be {wanted}", field, "invalid_type")
+    return Grammar(kind, value if isinstance(value, str) else msgspec.json.encode(value).decode())
 
 
 def _message(message: dict[str, Any], position: int) -> dict[str, Any]:

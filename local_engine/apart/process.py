@@ -1,10 +1,9 @@
-"""A chat template in a process of its own, with bounds on time, memory and output.
+"""A program in a process of its own, with bounds on time, memory and stack.
 
-Both ends of a pair of pipes: `Template` starts this file as a process, which reads the template and
-then renders values as they come. A checkpoint's template is a program that came with the weights.
-Jinja's sandbox keeps it from files and attributes; the kernel ends the process after seconds of
-CPU time. Knows no messages and no tokens. Invariants: this file imports nothing of the package;
-whatever a template does, `render` returns or raises.
+Both ends of a pair of pipes: `Apart` starts this file as a process, which opens the program of that
+name in this folder and then answers values as they come. The kernel ends the process after seconds
+of CPU time. Knows no templates and no grammars. Invariants: this file and the programs import
+nothing of the package; whatever a program does, `ask` returns or raises.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import resource
+import runpy
 import select
 import signal
 import subprocess
@@ -19,49 +19,50 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from datetime import datetime
-from typing import IO, Any, NoReturn
+from pathlib import Path
+from typing import IO, Any
 
 _CPU_S = 2.0
 _WALL_S = 60.0  # of a machine that has no time for it
 _ENDS_S = 1.0
 _MEMORY_BYTES = 1 << 30
-_CHARS_MAX = 1 << 24  # as many as the largest request has bytes
+_STACK_BYTES = 1 << 21  # below that of a thread: what fits here, fits there
 _LENGTH_BYTES = 8
 
 
-class TemplateRefusal(Exception):
-    """The template did not render the values; the message says why."""
+class Refusal(Exception):
+    """The program did not answer; the message says why."""
 
 
-class Template:
-    """A template, and from the first use on its process. Safe to use from several threads."""
+class Apart:
+    """A program opened on `source`, and from the first use on its process. Safe to use from several
+    threads."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, program: str, source: Any = None) -> None:
+        self._program = program
         self._source = source
         self._lock = threading.Lock()
         self._process: _Process | None = None
         self._finalizer: Any = None
 
     def start(self) -> None:
-        """Start the process, which takes a tenth of a second: else the first `render` waits for
-        it."""
+        """Start the process, which takes a tenth of a second: else the first `ask` waits for it."""
         with self._lock, contextlib.suppress(OSError):
             self._started()
 
-    def render(self, values: Mapping[str, Any]) -> str:
-        """The text that the template makes of JSON values. Raises TemplateRefusal."""
+    def ask(self, values: Mapping[str, Any]) -> str:
+        """The text that the program makes of JSON values. Raises Refusal."""
         with self._lock:
             try:
                 process = self._started()
                 reply = process.ask(values)
             except OSError as error:
-                raise TemplateRefusal(f"its process cannot be used: {error}") from None
+                raise Refusal(f"its process cannot be used: {error}") from None
             if reply is None:
-                self._finalizer()  # the next `render` starts another process
-                raise TemplateRefusal(process.why_ended())
+                self._finalizer()  # the next `ask` starts another process
+                raise Refusal(process.why_ended())
         if "refusal" in reply:
-            raise TemplateRefusal(reply["refusal"])
+            raise Refusal(reply["refusal"])
         return reply["text"]
 
     def _started(self) -> _Process:
@@ -69,7 +70,7 @@ class Template:
         if self._process is None or self._process.is_over:
             if self._finalizer is not None:
                 self._finalizer()
-            self._process = _Process(self._source)
+            self._process = _Process(self._program, self._source)
             self._finalizer = weakref.finalize(self, self._process.end)
         return self._process
 
@@ -77,10 +78,10 @@ class Template:
 class _Process:
     """The process, and the pipes to it."""
 
-    def __init__(self, source: str) -> None:
-        # decision: templates-apart
+    def __init__(self, program: str, source: Any) -> None:
+        # decision: programs-apart
         # -P: its own folder is no place to import from
-        argv = [sys.executable, "-P", __file__]
+        argv = [sys.executable, "-P", __file__, str(Path(__file__).with_name(f"{program}.py"))]
         self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -104,6 +105,8 @@ class _Process:
         status = self._process.returncode
         if status in (-signal.SIGPROF, -signal.SIGKILL):
             return f"it takes more than {_CPU_S:g} s"
+        if status in (-signal.SIGSEGV, -signal.SIGABRT):
+            return "it is nested too deeply, or takes too much memory"
         return f"its process ended with status {status}"
 
     def end(self) -> None:
@@ -133,19 +136,25 @@ def _read(pipe: IO[bytes]) -> Any:
 # -- the process ------------------------------------------------------------------------------------------------------
 
 
-def _serve() -> None:
-    """Render what comes, until nothing does."""
+def _serve(program: str) -> None:
+    """Answer what comes, until nothing does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the engine
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    for kind, most in (
+        (resource.RLIMIT_AS, _MEMORY_BYTES),
+        (resource.RLIMIT_STACK, _STACK_BYTES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(kind, (most, most))
     source = _read(sys.stdin.buffer)
-    render: Callable[[dict[str, Any]], str] | None = None
+    open_program: Callable[[Any], Callable[[dict[str, Any]], str]] = runpy.run_path(program)["opened"]
+    answer: Callable[[dict[str, Any]], str] | None = None
     while (values := _read(sys.stdin.buffer)) is not None:
         # the default action of its signal ends the process, whatever it is in
         signal.setitimer(signal.ITIMER_PROF, _CPU_S)
         try:
-            render = render or _compiled(source)
-            reply = {"text": render(values)}
+            answer = answer or open_program(source)
+            reply = {"text": answer(values)}
         except MemoryError:
             reply = {"refusal": "it takes too much memory"}
         except Exception as error:  # a template can raise anything
@@ -154,49 +163,5 @@ def _serve() -> None:
         _write(sys.stdout.buffer, reply)
 
 
-def _compiled(source: str) -> Callable[[dict[str, Any]], str]:
-    """The template in the dialect that `transformers` defines: sandboxed, trimmed blocks, a few
-    functions more."""
-    import jinja2
-    import jinja2.ext
-    import jinja2.nodes
-    import jinja2.parser
-    import jinja2.sandbox
-
-    def refuse(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **how)
-
-    class Generation(jinja2.ext.Extension):
-        """{% generation %} marks a training target: here its content is rendered as it is."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    template = environment.from_string(source)
-
-    def render(values: dict[str, Any]) -> str:
-        parts, size = [], 0
-        for part in template.generate(**values):
-            size += len(part)
-            if size > _CHARS_MAX:
-                refuse(f"it writes more than {_CHARS_MAX:,} characters")
-            parts.append(part)
-        return "".join(parts)
-
-    return render
-
-
 if __name__ == "__main__":
-    _serve()
+    _serve(sys.argv[1])

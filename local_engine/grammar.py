@@ -1,0 +1,215 @@
+"""Grammars: what form an answer must have, and so which tokens may come next.
+
+Built on llguidance, which reads JSON schemas, regular expressions and context-free grammars. Knows
+tokens and their spellings; no model, no queue. Invariants: an answer that ends by its grammar
+matches it whole; a grammar that cannot be held exactly is refused before a token is generated; a
+grammar is tried in a process of its own first, so that no schema takes the engine with it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from collections.abc import Sequence as Many
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from local_engine.apart.process import Apart, Refusal
+from local_engine.messages import Grammar, InvalidRequest
+
+if TYPE_CHECKING:
+    import torch
+    from llguidance import LLMatcher, LLTokenizer
+
+    from local_engine.text.tokenizer import Tokenizer
+
+SIZE_MAX_BYTES = 1 << 18
+_KEPT_MAX, _KEPT_SIZE_MAX_BYTES = 128, 1 << 21
+_LIMITS: dict[str, Any] = {"max_lexer_states": 20_000}  # 2 KB each
+_OPENED_LATELY = 8  # tokens of a prompt's end, where a template opens or closes the thinking block
+
+
+class Answer:
+    """How far one answer is in its grammar. `thinks`: it is inside a thinking block, which the
+    grammar leaves alone; `may_think`: it may begin with one."""
+
+    def __init__(self, matcher: LLMatcher, block: tuple[int, int] | None, prompt: Many[int]) -> None:
+        self._matcher = matcher
+        self._opens, self._closes = block or (-1, -1)
+        marks = [token for token in prompt[-_OPENED_LATELY:] if token in (self._opens, self._closes)]
+        self.thinks = marks[-1:] == [self._opens]
+        self.may_think = block is not None and not marks
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing can follow."""
+        return not self.thinks and bool(self._matcher.is_stopped())
+
+    def take(self, token: int) -> None:
+        """Go on by a token. Raises InvalidRequest where it, or the grammar's size, does not allow
+        that."""
+        if self.thinks or (self.may_think and token == self._opens):
+            self.thinks = token != self._closes
+            self.may_think = False
+            return
+        self.may_think = False
+        if not self._matcher.consume_token(token):
+            raise InvalidRequest(
+                f"the answer met a place where the grammar is too complex to go on: {_brief(self._matcher.get_error())}",
+                param="response_format",
+            )
+
+    def forced(self) -> tuple[int, ...]:
+        """The next tokens, as far as there is but one way to go on."""
+        return () if self.thinks or self.may_think else tuple(self._matcher.compute_ff_tokens())
+
+    def part(self, draft: tuple[int, ...]) -> tuple[int, ...]:
+        """The beginning of `draft` that is allowed."""
+        if self.thinks:
+            return draft[: draft.index(self._closes)] if self._closes in draft else draft
+        return () if self.may_think else draft[: self._matcher.validate_tokens(list(draft))]
+
+    def fill(self, bits: np.ndarray[Any, Any], draft: tuple[int, ...], eos: Iterable[int]) -> None:
+        """Clear the bits of the tokens that must not come next, and after each of `draft`, in rows
+        of 32-bit words."""
+        if self.thinks:
+            for token in eos:
+                bits[:, token // 32] &= ~np.int32(np.uint32(1 << token % 32).view(np.int32))
+            return
+        for row, token in enumerate((*draft, -1)):
+            self._matcher.unsafe_compute_mask_ptr(bits[row].ctypes.data, bits[row].nbytes)
+            if token < 0 or not self._matcher.try_consume_tokens([token]):
+                break
+        self._matcher.rollback(row)
+        if self.may_think:
+            bits[0, self._opens // 32] |= np.uint32(1 << self._opens % 32).view(np.int32)
+
+
+class Compiled:
+    """A grammar made for one model. `is_json`: only the grammar decides where its answers end."""
+
+    def __init__(self, matcher: LLMatcher, block: tuple[int, int] | None, *, is_json: bool) -> None:
+        self._matcher, self._block, self.is_json = matcher, block, is_json
+
+    def begin(self, prompt: Many[int]) -> Answer:
+        """An answer to `prompt`, at its beginning."""
+        return Answer(self._matcher.deep_copy(), self._block, prompt)
+
+
+class Grammars:
+    """The grammars of one model; those of late are kept by their caller's salt. Safe to use from
+    several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary_size: int, eos: frozenset[int]) -> None:
+        self._tokenizer, self._size, self._eos = tokenizer, vocabulary_size, eos
+        self._trial = Apart("grammar", _LIMITS)
+        self._kept: OrderedDict[tuple[bytes, Grammar], Compiled | InvalidRequest] = OrderedDict()
+        self._lock = threading.Lock()
+        self._library: LLTokenizer | None = None
+        self._block = tokenizer.thinking_block()
+
+    def compiled(self, wanted: Grammar, salt: bytes) -> Compiled:
+        """The grammar, compiled now or lately; takes milliseconds, and up to seconds. Raises
+        InvalidRequest where it cannot be held."""
+        with self._lock:
+            found = self._kept.get((salt, wanted))
+            if found is None:
+                found = self._kept[salt, wanted] = self._made(wanted)
+            self._kept.move_to_end((salt, wanted))
+            size_bytes = sum(len(grammar.text) for _, grammar in self._kept)
+            while len(self._kept) > _KEPT_MAX or size_bytes > _KEPT_SIZE_MAX_BYTES:
+                (_, oldest), _ = self._kept.popitem(last=False)
+                size_bytes -= len(oldest.text)
+        if isinstance(found, InvalidRequest):
+            raise InvalidRequest(str(found), param=found.param)
+        return found
+
+    def _made(self, wanted: Grammar) -> Compiled | InvalidRequest:
+        # decision: programs-apart
+        from llguidance import LLMatcher, LLParserLimits
+
+        size_bytes = len(wanted.text.encode())
+        try:
+            if size_bytes > SIZE_MAX_BYTES:
+                raise Refusal(f"it has {size_bytes:,} bytes, and may have {SIZE_MAX_BYTES:,}")
+            if not self._eos:
+                raise Refusal("the model has no token that ends an answer")
+            grammar = self._trial.ask({"kind": wanted.kind, "text": wanted.text})
+            limits = LLParserLimits(**_LIMITS, verbose_errors=False)
+            matcher = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=limits)
+            if matcher.is_error():
+                raise Refusal(matcher.get_error())
+        except Refusal as error:
+            name = {"json": "schema", "regex": "regular expression", "choice": "choice"}.get(wanted.kind, "grammar")
+            why = f"the {name} cannot be held: {_brief(str(error))}; simplify it, or send the request to another model"
+            return InvalidRequest(why, param="response_format")
+        return Compiled(matcher, self._block, is_json=wanted.kind == "json")
+
+    def _vocabulary(self) -> LLTokenizer:
+        """Every token's bytes in the library's own form; made once, which takes up to a second."""
+        if self._library is None:
+            from llguidance import LLTokenizer, TokenizerWrapper
+
+            self._library = LLTokenizer(
+                TokenizerWrapper(_Spelled(self._tokenizer, self._size, self._eos)), eos_token=sorted(self._eos)
+            )
+        return self._library
+
+
+class _Spelled:
+    """A tokenizer as the library takes it."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, size: int, eos: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = min(eos)
+        self.tokens = [tokenizer.spell(id) for id in range(size)]
+        self.special_token_ids = sorted({id for id in range(size) if tokenizer.is_special(id)} | eos)
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._tokenizer.encode(text.decode(errors="replace"), is_rendered=True)
+
+
+def _brief(why: str) -> str:
+    """The library's reason in one line."""
+    why = " ".join(why.removesuffix("<non-verbose/>").split())
+    return "nothing matches it" if why.startswith("NoExtension") else why[:300]
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """Which tokens are banned at each place of a step that has a grammar, still being computed."""
+
+    _banned: Future[np.ndarray[Any, Any]]
+
+    def banned(self, device: torch.device) -> torch.Tensor:
+        """bool [places, vocabulary]; waits for it."""
+        import torch
+
+        return torch.from_numpy(self._banned.result()).to(device, non_blocking=True)
+
+
+class Masker:
+    """Computes masks in a thread of its own, while the model runs."""
+
+    def __init__(self, vocabulary_size: int, eos: frozenset[int]) -> None:
+        self._size, self._eos = vocabulary_size, eos
+        self._threads = ThreadPoolExecutor(1, "masks")
+
+    def begin(self, held: Many[tuple[Answer, tuple[int, ...]]]) -> Masks | None:
+        """Begin on the places after each answer's last token and after each of its draft."""
+        return Masks(self._threads.submit(self._banned, held)) if held else None
+
+    def _banned(self, held: Many[tuple[Answer, tuple[int, ...]]]) -> np.ndarray[Any, Any]:
+        bits = np.full((sum(len(draft) + 1 for _, draft in held), -(-self._size // 32)), -1, np.int32)
+        at = 0
+        for answer, draft in held:
+            answer.fill(bits[at : at + len(draft) + 1], draft, self._eos)
+            at += len(draft) + 1
+        banned = np.unpackbits((~bits).view(np.uint8), axis=1, count=self._size, bitorder="little")
+        return banned.view(np.bool_)
