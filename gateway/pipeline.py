@@ -445,6 +445,9 @@ class Pipeline:
                 charged=(usage.prompt_tokens, usage.completion_tokens),
             )
         generation.learn_length()
+        if generation.serving.settings.hedge_cost_max and generation.spent is not None:
+            hedged = generation.hedge.cost_microusd if generation.hedge is not None else 0
+            generation.serving.hedges.spent(generation.spent.cost_microusd, hedged)
         entry, store = self._entry_of(flight)
         duration_ms = generation.turn.elapsed_ms()
         flight.finish(error)

@@ -263,6 +263,13 @@ class ModelSettings(_Section):
         description="the first choice that fails before its answer is asked again, twice at most, if its pauses take no longer; "
         "default: the next deployment is asked at once",
     )
+    hedge_cost_max: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="asks a second deployment where the first is slower to its first token than 95% of its calls, and takes the "
+        "quicker answer: the share of the alias's spend that this may cost, such as 0.05; 0: never",
+    )
     rescue: Literal["continue", "error"] = Field(
         "continue",
         description="a stream that breaks off: another deployment with `prefill` goes on with it, or it ends with the error",

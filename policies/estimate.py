@@ -42,7 +42,7 @@ class Figures(msgspec.Struct, frozen=True):
     """An estimate at one moment.
 
     `weight` is the number of recent calls behind it. A first token times out after `timeout_ratio`
-    times its prediction.
+    times its prediction; `p95_ratio` times it is exceeded by one call in twenty.
     """
 
     weight: float
@@ -50,6 +50,7 @@ class Figures(msgspec.Struct, frozen=True):
     prefill_ms_per_token: float
     tpot_ms: float
     timeout_ratio: float = math.inf
+    p95_ratio: float = math.inf
 
     def ttft_ms(self, prompt_tokens: int) -> float:
         """Predicted TTFT for a prompt without warm tokens."""
@@ -67,6 +68,7 @@ HALF_LIFE_S = 600.0
 SUMS = 10
 """The number of sums."""
 _TIMEOUT_SIGMAS = 4.0
+_P95_SIGMAS = 1.645
 _LOG_SPREAD_PRIOR = 0.7
 _CALLS_BEFORE_TIMEOUT = 5.0
 _OUTLIER_RATIO = 10.0
@@ -125,7 +127,7 @@ class Estimate:
             belief = self._belief(kept)
             base_ms, slope = self._line(kept, belief)
             tpot_ms = (self._tpot_sum * kept + belief * self._prior.tpot_ms) / (self._tpot_weight * kept + belief)
-            self._figures = Figures(self._calls * kept, base_ms, slope, tpot_ms, self._timeout_ratio(kept))
+            self._figures = Figures(self._calls * kept, base_ms, slope, tpot_ms, *self._ratios(kept))
             self._figured_at_s = now_s
             self._calls_unfigured = 0
         return self._figures
@@ -144,12 +146,19 @@ class Estimate:
             return min(max(unlearned_ms, 2.0 * figures.ttft_ms(prompt_tokens)), ceiling_ms)
         return min(max(figures.ttft_ms(prompt_tokens) * figures.timeout_ratio, floor_ms), ceiling_ms)
 
-    def _timeout_ratio(self, kept: float) -> float:
+    def ttft_p95_ms(self, prompt_tokens: int) -> float | None:
+        """The time to the first token that one call in twenty exceeds; None while it is not learned."""
+        figures = self.figures()
+        learned = figures.weight >= _CALLS_BEFORE_TIMEOUT
+        return figures.ttft_ms(prompt_tokens) * figures.p95_ratio if learned else None
+
+    def _ratios(self, kept: float) -> tuple[float, float]:
         weight = self._calls * kept
         mean = self._log_sum * kept / (weight + 1.0)
         squares = (self._log_squares * kept + _LOG_SPREAD_PRIOR**2) / (weight + 1.0)
         spread = math.sqrt(max(squares - mean * mean, 0.01))
-        return math.exp(min(mean + _TIMEOUT_SIGMAS * spread, 20.0))
+        timeout, p95 = (math.exp(min(mean + sigmas * spread, 20.0)) for sigmas in (_TIMEOUT_SIGMAS, _P95_SIGMAS))
+        return timeout, p95
 
     def observe(self, ttft_ms: float, tpot_ms: float | None, prompt_tokens: int) -> None:
         """Add one finished call. Negative and non-finite figures are ignored.

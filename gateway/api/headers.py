@@ -40,6 +40,8 @@ def answer_headers(reply: Reply) -> Headers:
     ]
     if reader is not None and reader.generation.steps:
         headers.append((b"x-sameway-fallback", reader.generation.serving.name.encode("latin-1", "replace")))
+    if reader is not None and reader.generation.hedge is not None:
+        headers.append((b"x-sameway-hedge", reader.generation.hedge.deployment.encode("latin-1", "replace")))
     if entry is not None:
         if (similarity := reply.similarity) is not None:
             headers.append((b"x-sameway-similarity", f"{similarity:.4f}".encode()))

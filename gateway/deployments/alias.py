@@ -53,6 +53,7 @@ class Alias:
     lengths: Lengths = field(default_factory=Lengths)  # of the latest answers, in tokens
     is_pattern: bool = field(init=False)
     has_engine: bool = field(init=False)
+    hedges: "HedgeShare" = field(default_factory=lambda: HedgeShare())
     has_choice: bool = field(init=False)
     unpriced: str = field(init=False)
     baseline: Deployment = field(init=False)  # savings are measured against its list price
@@ -190,6 +191,34 @@ class Alias:
             ttft_deadline_ms=deadline_ms,
             excluded=tried,
         )
+
+
+class HedgeShare:
+    """What an alias has spent at this worker, and what of it hedges cost. All in µUSD."""
+
+    __slots__ = ("_hedged", "_pending", "_spent")
+
+    def __init__(self) -> None:
+        self._spent = self._hedged = self._pending = 0
+
+    def take(self, expected: int, share: float) -> bool:
+        """Whether a hedge that may cost `expected` leaves hedges within `share` of the spend.
+
+        `give_back` follows where it does.
+        """
+        if self._hedged + self._pending + expected > share * self._spent:
+            return False
+        self._pending += expected
+        return True
+
+    def give_back(self, expected: int) -> None:
+        """A hedge has ended."""
+        self._pending -= expected
+
+    def spent(self, cost: int, hedged: int) -> None:
+        """A request cost `cost`, of which `hedged` went to the deployment that did not answer."""
+        self._spent += cost
+        self._hedged += hedged
 
 
 def _well(candidate: Candidate) -> Candidate:

@@ -27,6 +27,7 @@ from gateway.deployments.deployment import Deployment
 from gateway.deployments.progress import Progress
 from gateway.journey.flight import Flight
 from gateway.journey.generation import Generation
+from gateway.journey.hedge import Race
 from gateway.journey.queue import routed
 from gateway.journey.rescue import PREFILL, Joint, Seam, ended_by_length, is_used_up, said_in
 from gateway.wire.errors import ApiError, DeploymentFull, Unavailable, UpstreamDenied, last_to_reset
@@ -59,6 +60,7 @@ class Tries:
         self._denials: dict[str, str] = {}  # messages of permanent refusals, by the deployment's name
         self._done_with: frozenset[str] = frozenset()  # deployments that a retry cannot help
         self._failed: tuple[Deployment, BackendError] | None = None  # the failure that the client would get
+        self._raced: frozenset[str] = frozenset()  # the deployment that was asked beside the first
 
     async def run(self, route: Route) -> None:
         """Fill the flight: try each deployment of `route` until one answers; after a pause, try again.
@@ -113,11 +115,11 @@ class Tries:
             if isinstance(failure, BackendDenied):
                 self._denials[best.name] = failure.message
             if is_permanent or generation.progress.has_begun:
-                self._done_with |= {best.name}
+                self._done_with |= {best.name} | self._raced
             if is_first or self._failed is None or not is_permanent:
                 self._failed = deployment, failure
             is_first = False
-            tried |= {best.name}
+            tried |= {best.name} | self._raced
             route = await routed(self._flight, tried)
         return False
 
@@ -149,16 +151,16 @@ class Tries:
         generation.chosen(why)
         if not await _is_admitted(deployment):
             return BackendUnavailable("Another request is trying whether this deployment is back")
-        try:
-            request, progress = generation.begin_try(deployment, is_alone=is_alone)
-        except BaseException:  # a bug must not keep the place
-            deployment.breaker.record_cancelled()
-            deployment.end()
-            raise
-        prompt_tokens = generation.turn.demand.prompt_tokens
-        failure = await attempt(
-            deployment, request, progress, flight.extend, prompt_tokens=prompt_tokens, flight=flight
-        )
+        request, progress = self._begin(deployment, is_alone=is_alone)
+        prompt_tokens, slow_ms = generation.turn.demand.prompt_tokens, None
+        if generation.serving.settings.hedge_cost_max and request.is_stream and not is_alone and self._failed is None:
+            slow_ms = deployment.estimate.ttft_p95_ms(prompt_tokens)
+        if slow_ms is not None:
+            deployment, progress, failure = await self._raced_with(deployment, request, progress, slow_ms)
+        else:
+            failure = await attempt(
+                deployment, request, progress, flight.extend, prompt_tokens=prompt_tokens, flight=flight
+            )
         if failure is None:
             return None
         if isinstance(failure, BackendTooLong):
@@ -176,6 +178,75 @@ class Tries:
             raise from_backend(failure) from failure
         generation.seams.clear()
         return failure
+
+    def _begin(self, deployment: Deployment, *, is_alone: bool) -> tuple[BackendRequest, Progress]:
+        """As `Generation.begin_try`, for a deployment that has a place for the call."""
+        try:
+            return self._generation.begin_try(deployment, is_alone=is_alone)
+        except BaseException:  # a bug must not keep the place
+            deployment.breaker.record_cancelled()
+            deployment.end()
+            raise
+
+    async def _raced_with(
+        self, first: Deployment, request: BackendRequest, progress: Progress, slow_ms: float
+    ) -> tuple[Deployment, Progress, BackendError | None]:
+        """Try `first`, and a second deployment beside it where `first` has no content after `slow_ms`.
+
+        Returns the one that answered, or `first`, with its failure.
+        """
+        flight, generation, serving = self._flight, self._generation, self._generation.serving
+        prompt_tokens = generation.turn.demand.prompt_tokens
+        race = Race(flight.extend, generation.answers)
+        self._enter(race, first, request, progress)
+        if not await race.is_slow(slow_ms / 1000.0):
+            ended, failure = await race.ended()
+            return ended.deployment, ended.progress, failure
+        second, expected = None, 0
+        try:
+            ranked = flight.route(self._done_with | {first.name}).ranked
+            if ranked and generation.tries < TRIES_MAX:
+                second, expected = serving.deployments[ranked[0].name], ranked[0].cost_microusd
+            if second is not None and await self._may_hedge(race, second, expected):
+                self._raced = frozenset({second.name})
+                self._enter(race, second, *self._begin(second, is_alone=False))
+                generation.hedging(second)
+            else:
+                second = None
+            runners = race.runners
+            ended, failure = await race.ended()
+        except BaseException:
+            await race.stop()
+            raise
+        finally:
+            if second is not None:
+                serving.hedges.give_back(expected)
+        if second is not None:
+            others = [one.progress for one in runners if one is not ended]
+            generation.hedged(ended.progress if ended.progress.has_begun else None, others)
+            if ended.deployment is second and progress.attempt is not None:
+                first.estimate.observe_timeout(progress.attempt.duration_ms, prompt_tokens)
+        return ended.deployment, ended.progress, failure
+
+    def _enter(self, race: Race, deployment: Deployment, request: BackendRequest, progress: Progress) -> None:
+        tokens, flight = self._generation.turn.demand.prompt_tokens, self._flight
+        race.enter(
+            deployment,
+            progress,
+            lambda deliver: attempt(deployment, request, progress, deliver, prompt_tokens=tokens, flight=flight),
+        )
+
+    async def _may_hedge(self, race: Race, second: Deployment, expected: int) -> bool:
+        """Whether `second`, which would cost `expected`, may be asked now; then it has a place for it."""
+        generation, hedges = self._generation, self._generation.serving.hedges
+        if second.breaker.is_open or generation.cut_at is not None:  # a budget is nearly used up
+            return False
+        if not hedges.take(expected, generation.serving.settings.hedge_cost_max):
+            return False
+        if await self._cover(generation, second) and race.is_open and second.begin():
+            return True
+        hedges.give_back(expected)
+        return False
 
     async def _went_on(self, broken: Deployment) -> bool:
         """Whether other deployments went on with an answer that broke off, up to its end."""

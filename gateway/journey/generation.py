@@ -16,6 +16,7 @@ from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment, with_cut
 from gateway.deployments.progress import Attempt, Progress
 from gateway.journey.bill import Booked, Spent, Try, book, charged, cost_of, with_charges
+from gateway.journey.hedge import Hedged
 from gateway.journey.rescue import Said, Seam, rest_of
 from gateway.journey.semantic import SemanticResult, draft_of
 from gateway.journey.storing import deployment_of, ends_as_asked, entry_of, refusal_of
@@ -42,6 +43,7 @@ class Generation:
     """
 
     __slots__ = (
+        "_beside",
         "_degraded",
         "_first_choice_model",
         "_is_bounded",
@@ -56,6 +58,7 @@ class Generation:
         "elsewhere_ms",
         "fingerprint",
         "headers",
+        "hedge",
         "hold",
         "identity",
         "is_claimed",
@@ -109,6 +112,8 @@ class Generation:
         self.store = ""  # `stored`, or the reason against it
         self._degraded = degraded
         self._near: Entry | None = None
+        self.hedge: Hedged | None = None  # a second deployment that was asked at the same time
+        self._beside: Sequence[Progress] = ()  # the tries of that race which did not answer
         self.served: Entry | None = None  # the recorded answer that is replayed
         self.is_claimed = False  # other workers wait for its entry
         self.elsewhere_ms: float | None = None  # another worker had been making its entry for so long
@@ -194,6 +199,24 @@ class Generation:
         self.progress = progress
         return request, progress
 
+    def hedging(self, second: Deployment) -> None:
+        """9. Set the deployment that was asked last as one beside a slow first one."""
+        self.hedge = Hedged(second.name, "failed")
+        self._beside = (self.progress,)
+
+    def answers(self, progress: Progress) -> None:
+        """9. Set the try, among those that run at once, whose answer is taken: it counts as the last."""
+        self._tries.sort(key=lambda one: one.progress is progress)
+        self.progress = progress
+
+    def hedged(self, answering: Progress | None, others: Sequence[Progress]) -> None:
+        """9. Set the end of a race: the try that answered, if any, and the others."""
+        assert self.hedge is not None
+        second = self.hedge.deployment
+        if answering is not None:
+            self.hedge = Hedged(second, "won" if answering.deployment == second else "lost")
+        self._beside = others
+
     def went_on(self, seam: Seam) -> None:
         """9. Set where another deployment goes on with the answer."""
         self.seams.append(seam)
@@ -226,7 +249,11 @@ class Generation:
     def beyond_holds(self, deployment: Deployment) -> int:
         """The µUSD that a try at `deployment` may cost beyond all holds, after what is charged."""
         worst = self.serving.worst_case_at(deployment, self.turn.demand)
-        used = sum(cost_of(one, self.alias, self.turn.demand, self.cut_at) for one in charged(self._tries))
+        demand = self.turn.demand
+        ended = [one for one in charged(self._tries) if one.progress.attempt is not None]
+        running = [one for one in self._tries if one.progress.attempt is None]
+        used = sum(cost_of(one, self.alias, demand, self.cut_at) for one in ended)
+        used += sum(self.serving.worst_case_at(one.deployment, demand) for one in running)
         held = sum(hold.microusd for hold in (self.hold, *self.more_holds) if hold is not None)
         return used + worst - held
 
@@ -238,6 +265,10 @@ class Generation:
         booked, self.spent = book(
             self._tries, self.hold, self.turn, self.identity, self.alias, self._whole_usage, self.cut_at
         )
+        if self.hedge is not None:
+            beside = [one for one in charged(self._tries) if any(one.progress is other for other in self._beside)]
+            cost = sum(cost_of(one, self.alias, self.turn.demand, self.cut_at) for one in beside)
+            self.hedge = msgspec.structs.replace(self.hedge, cost_microusd=cost)
         if self.hold.more or self.at_deployments:
             return with_charges(booked, self.hold, self.at_deployments)
         return booked
@@ -282,7 +313,7 @@ class Generation:
     def is_beyond_first(self) -> bool:
         """Whether the first hold may be too small for the next try."""
         return self.serving is not self.alias or (
-            bool(self._tries) and any(one.progress.has_begun for one in self._tries)
+            bool(self._tries) and any(one.progress.has_begun or one.progress.attempt is None for one in self._tries)
         )
 
     @property

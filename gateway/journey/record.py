@@ -12,6 +12,7 @@ from cache import Entry
 from gateway.accounts import Identity
 from gateway.deployments.progress import Attempt
 from gateway.journey.flight import Flight, Reply
+from gateway.journey.hedge import Hedged
 from gateway.journey.rescue import Seam
 from gateway.journey.storing import deployment_of
 from gateway.journey.turn import Arrival, Ended, Turn
@@ -57,6 +58,7 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     attempts: tuple[Attempt, ...] = ()
     fallbacks: tuple[Rejection, ...] = ()  # the aliases that could not answer, and why
     answered_alias: str = ""  # the fallback that was asked last
+    hedge: Hedged | None = None  # the deployment that was asked beside a slow first one
     seams: tuple[Seam, ...] = ()  # where another deployment went on with a stream that broke off
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -165,6 +167,7 @@ def _of_generation(flight: Flight, duration_ms: float) -> dict[str, Any]:
         "attempts": generation.attempts,
         "fallbacks": tuple([Rejection(step.name, step.reason) for step in generation.steps]),
         "answered_alias": generation.serving.name if generation.steps else "",
+        "hedge": generation.hedge,
         "seams": tuple(generation.seams),
         "draft": progress.draft,
         "survived": generation.degraded,

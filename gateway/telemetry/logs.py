@@ -177,6 +177,8 @@ def _flatten(_logger: Any, level: str, event: EventDict) -> EventDict:
         fields["attempts"] = [f"{a.name}: {a.outcome} ({a.duration_ms:.0f} ms)" for a in record.attempts]
     if record.fallbacks:
         fields["fallbacks"] = [f"{one.name}: {one.reason}" for one in record.fallbacks]
+    if record.hedge is not None:
+        fields["hedge"] = f"{record.hedge.deployment}: {record.hedge.outcome}, {record.hedge.cost_microusd} µUSD"
     if record.seams:
         fields["seams"] = [f"{one.broken} -> {one.deployment} after {one.characters}" for one in record.seams]
     for name in ("nearest", "question"):  # texts

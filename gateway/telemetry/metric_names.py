@@ -129,6 +129,16 @@ RESCUES = _counter(
     "Streams that broke off and that another deployment went on with: outcome is ok or error.",
     "model outcome",
 )
+HEDGES = _counter(
+    "sameway_hedges_total",
+    "Requests at which a second deployment was asked beside a slow first one: it won, it lost, or both failed.",
+    "model outcome",
+)
+HEDGE_COST = _counter(
+    "sameway_hedge_cost_usd_total",
+    "Money spent on deployments that did not answer first; it is a part of the cost.",
+    "model",
+)
 FAILURES = _counter(
     "sameway_failures_total",
     "Failures that requests survived, by the part that failed (redis, cache_worker, ...).",

@@ -152,8 +152,11 @@ class Metrics:
             self.add(names.ATTEMPTS, 1, attempt.name, verdict)
             start = self._start(names.ATTEMPT_DURATION, record.alias, attempt.name, "" if verdict == "ok" else verdict)
             _add(self._values, start, names.SECONDS, attempt.duration_ms / 1e3)
-        if len(record.attempts) > 1:
+        if len(record.attempts) > (1 if record.hedge is None else 2):
             self.add(names.FAILOVERS, 1, record.alias)
+        if record.hedge is not None:
+            self.add(names.HEDGES, 1, record.alias, record.hedge.outcome)
+            self.add(names.HEDGE_COST, record.hedge.cost_microusd / 1e6, record.alias)
         if record.seams:
             self.add(names.RESCUES, 1, record.alias, "error" if record.error else "ok")
 
