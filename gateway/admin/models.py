@@ -756,6 +756,34 @@ class NeighbourOut(_Out):
     wrong: float
 
 
+class MissExampleOut(_Out):
+    """A miss. `nearest` is the nearest cached prompt, kept only where prompts may be logged."""
+
+    request_id: str
+    at_s: float
+    reason: str
+    similarity: float | None
+    nearest: str
+
+
+class MissCauseOut(_Out):
+    """A cause of misses of an alias."""
+
+    model: str
+    cause: str = Field(description="volatile, documents, history, context, new, vetoes, doubt, coldness, ...")
+    count: int
+    share: float = Field(description="of the model's misses that were counted")
+    advice: str = Field(description="what to do about it")
+    example: MissExampleOut = Field(description="the latest one, if possible with a text")
+
+
+class MissesOut(_Out):
+    """Why prompts did not hit."""
+
+    misses: int = Field(description="the latest ones, that were counted")
+    causes: list[MissCauseOut]
+
+
 class TryOut(_Out):
     """What the cache would do with a prompt, and its nearest neighbours."""
 

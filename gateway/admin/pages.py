@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 
 from gateway.accounts import Group, LedgerFilter
-from gateway.admin import budget_views, cache_views, views
+from gateway.admin import budget_views, cache_views, misses, views
 from gateway.admin.charts import answers_bar, kinds_bar, kinds_chart, money_chart, ttft_chart
 from gateway.admin.forms import (
     add_answer_form,
@@ -231,6 +231,7 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             status,
             cache=found,
             near=near.routes,
+            causes=(await misses.misses(parts)).causes,
             latest=latest.routes,
             wrong=(await cache_views.wrong(parts)).wrong,
             certificates=(await cache_views.certificates(parts)).certificates,

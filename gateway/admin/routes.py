@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, Field
 
 from gateway.accounts import LedgerFilter
 from gateway.accounts.ledger import CURSOR
-from gateway.admin import budget_views, cache_views, models, operations, savings_views, views
+from gateway.admin import budget_views, cache_views, misses, models, operations, savings_views, views
 from gateway.admin.guard import COOKIE, ApiRoute, check_query, client_of
 from gateway.admin.pages import pages_router
 from gateway.admin.parts import AdminParts
@@ -340,6 +340,11 @@ def _add_cache(api: APIRouter, parts: AdminParts) -> None:
     async def try_prompt(body: models.TryIn) -> models.TryOut:
         """What the cache would do with a prompt, and its nearest neighbours. Nothing is served, stored, counted or learned."""
         return await cache_views.try_prompt(parts, body)
+
+    @api.get("/cache/misses")
+    async def cache_misses() -> models.MissesOut:
+        """Why the latest prompts did not hit: the share of each cause of each model's misses, an example, what to do."""
+        return await misses.misses(parts)
 
     @api.get("/cache/wrong")
     async def wrong() -> models.WrongsOut:

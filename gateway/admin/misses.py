@@ -1,0 +1,111 @@
+"""Why prompts did not hit, by alias: the shares of the latest misses by cause, with an example each.
+
+No HTTP and no HTML. It counts the latest requests that Redis keeps, not all. Invariants: every reason of
+a miss has one cause (`CAUSE_OF`); an example has a text only where prompts may be logged.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from gateway.admin import models
+from gateway.admin.parts import AdminParts
+from gateway.journey.record import Record
+
+_LATEST = 2_000
+
+CAUSES: Mapping[str, str] = {
+    "volatile": "Move dates, ids and names out of the system prompt, or list their patterns in `cache.volatile`.",
+    "documents": "Send the same documents in the same form; a changed document is another one.",
+    "history": "Ask questions that stand alone: those that lean on earlier turns match only with the same turns.",
+    "context": "Nothing was cached with the same model, parameters, tools, documents and system prompt: keep them equal.",
+    "new": "No cached prompt is near: nothing is lost but to new questions.",
+    "vetoes": "Near prompts differ in numbers, names, negation or form: these are other questions, as a rule.",
+    "doubt": "Too likely to be wrong for the bound: verdicts settle it. Name a `cache.judge_model`, or report answers.",
+    "coldness": "Few verdicts yet: a `cache.judge_model` or reports end that sooner.",
+    "checks": "Generated to measure the cache's errors: `cache.is_audited` turns that off, and the bound's proof with it.",
+    "off": "Turned off, by the settings, the team or the request.",
+    "ineligible": "Only chats that end with one text of the user, within the encoder's window, are found by meaning.",
+    "outage": "The cache worker or Redis did not answer in time: see the status page.",
+    "gone": "The cached answer had expired, was evicted or too old: raise `cache.ttl_s` or `cache.size_bytes_max`.",
+    "other": "",
+}
+"""What to do about each cause."""
+
+CAUSE_OF: Mapping[str, str] = {
+    "volatile": "volatile",
+    "documents": "documents",
+    "history": "history",
+    "empty": "context",
+    "far": "new",
+    "numbers": "vetoes",
+    "polarity": "vetoes",
+    "names": "vetoes",
+    "direction": "vetoes",
+    "form": "vetoes",
+    "words": "vetoes",
+    "time": "vetoes",
+    "unsure": "doubt",
+    "strict": "doubt",
+    "tightened": "doubt",
+    "suspended": "doubt",
+    "cold": "coldness",
+    "loading": "coldness",
+    "audit": "checks",
+    "off": "off",
+    "off_for_team": "off",
+    "no-cache": "off",
+    "not_eligible": "ineligible",
+    "too_long": "ineligible",
+    "timeout": "outage",
+    "unavailable": "outage",
+    "gone": "gone",
+    "absent": "gone",
+    "expired": "gone",
+    "too_old": "gone",
+    "unreadable": "gone",
+}
+"""The cause of each reason of a miss; a new reason needs a line here."""
+
+
+async def misses(parts: AdminParts) -> models.MissesOut:
+    """The causes of the latest misses, by alias, the most misses first. Raises RedisError."""
+    page = await parts.stats.routes(_is_miss, limit=_LATEST)
+    counts: Counter[tuple[str, str]] = Counter()
+    totals: Counter[str] = Counter()
+    examples: dict[tuple[str, str], Record] = {}
+    for record in page.records:
+        pair = record.alias, CAUSE_OF.get(record.miss_reason, "other")
+        totals[record.alias] += 1
+        counts[pair] += 1
+        example = examples.setdefault(pair, record)
+        if record.nearest and not example.nearest:
+            examples[pair] = record
+    rows = [
+        models.MissCauseOut(
+            model=alias,
+            cause=cause,
+            count=count,
+            share=count / totals[alias],
+            advice=CAUSES[cause],
+            example=_example(examples[alias, cause]),
+        )
+        for (alias, cause), count in counts.items()
+    ]
+    rows.sort(key=lambda row: (-totals[row.model], row.model, -row.count, row.cause))
+    return models.MissesOut(misses=len(page.records), causes=rows)
+
+
+def _is_miss(record: Record) -> bool:
+    return bool(record.alias) and record.cache == "miss" and record.miss_reason != "" and record.status < 400
+
+
+def _example(record: Record) -> models.MissExampleOut:
+    return models.MissExampleOut(
+        request_id=record.request_id,
+        at_s=record.at_s,
+        reason=record.miss_reason,
+        similarity=record.similarity,
+        nearest=record.nearest,
+    )
