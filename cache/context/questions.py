@@ -125,11 +125,13 @@ def relied_on(question: str, spans: Sequence[Span], rest: str, *, has_tools: boo
     `rest` is the prompt without its spans. With `has_tools` an answer may act for the user.
     """
     asked = frozenset(words_of(_RATE.sub("", question)))
-    prompt = frozenset(words_of(rest))
-    if len(question) > QUESTION_CHARS_MAX or not is_english(question, prompt) or not _QUOTING.isdisjoint(asked):
+    is_read = is_english(question) or is_english(question, frozenset(words_of(rest)))
+    if len(question) > QUESTION_CHARS_MAX or not is_read or not _QUOTING.isdisjoint(asked):
         return frozenset(range(len(spans)))
     asks_now = bool(_NOW_ASKED.search(question))
-    dated, timed = _dated(rest), _dated(rest, _CLOCK)
+    moments = [span.value for span in spans if span.kind is SpanKind.MOMENT]
+    dated = _sentences_with(_DATED, rest) if moments else frozenset()
+    timed = _sentences_with(_CLOCK, rest) if any(":" in value for value in moments) else frozenset()
     needed = set()
     for place, span in enumerate(spans):
         # the sentences that have days or times to compare this moment with
@@ -144,14 +146,12 @@ def relied_on(question: str, spans: Sequence[Span], rest: str, *, has_tools: boo
     return frozenset(needed)
 
 
-def _dated(text: str, figures: re.Pattern[str] | None = None) -> frozenset[str]:
-    """The words of those sentences that have a day, a season or a date, or such figures."""
-    found: set[str] = set()
-    for sentence in _SENTENCE.split(text):
-        words = words_of(sentence)
-        if not _SEASONAL.isdisjoint(words) or (figures or _DATE_FIGURES).search(sentence):
-            found.update(words)
-    return frozenset(found)
+@remembered(512)
+def _sentences_with(figures: re.Pattern[str], text: str) -> frozenset[str]:
+    """The words of those sentences that have such figures."""
+    return frozenset(
+        word for sentence in _SENTENCE.split(text) if figures.search(sentence) for word in words_of(sentence)
+    )
 
 
 _RATE = re.compile(r"\b(?:an?|per|each|every) (?:year|month|week|day|hour|night)\b", re.IGNORECASE)
@@ -159,14 +159,15 @@ _NOW_ASKED = re.compile(
     r"\b(?:what|which|the)(?:['’]s| is)? (?:the )?(?:time|day|date|month|year|hour|week)\b|\b(?:time|day|date|month|year) is\b",
     re.IGNORECASE,
 )
-_DATE_FIGURES = re.compile(
-    r"\b\d{4}-\d\d|\b\d{1,2}[./]\d{1,2}[./]\d{2,4}|\bmay \d|\d(?:st|nd|rd|th)? (?:of )?may\b", re.IGNORECASE
+# a date, a day or a season
+_DATED = re.compile(
+    r"\b\d{4}-\d\d|\b\d{1,2}[./]\d{1,2}[./]\d{2,4}|\bmay \d|\d(?:st|nd|rd|th)? (?:of )?may\b"
+    r"|\b(?:(?:mon|tues|wednes|thurs|fri|satur|sun|holi|week)days?|mon|tue|wed|thu|fri|sat|sun|weekends?|summer|winter|spring|autumn"
+    r"|january|february|march|april|june|july|august|september|october|november|december|christmas|easter|deadlines?|expir\w*|valid)\b",
+    re.IGNORECASE,
 )
 _SENTENCE = re.compile(r"[.!?;](?=\s|$)|\n")
 _CLOCK = re.compile(r"\b\d{1,2}[:.]\d\d\b|\b\d{1,2} ?(?:am|pm|o'clock)\b", re.IGNORECASE)
-_SEASONAL = _CALENDAR | _stems(
-    "weekday weekend holiday summer winter spring autumn christmas easter deadline expire expires valid"
-)
 
 
 def _needs(asked: frozenset[str], span: Span, *, has_tools: bool) -> bool:

@@ -169,48 +169,114 @@ def _pattern(kind: SpanKind, before: str, value: str, after: str = "") -> tuple[
     return kind, re.compile(f"(?i:(?P<label>{before}))(?P<value>{value}){after}", re.MULTILINE)
 
 
+_MIXED_ID = _pattern(SpanKind.ID, f"(?:{_SESSION}|{_STATION}){_IS}", _MIXED, _DONE)
+_NUMBERED_ID = _pattern(SpanKind.ID, f"(?:{_STATION}|{_NUMBERED_ONE}){_NUMBERED}{_IS}", _ID, _DONE)
+# by the first words of their labels: a word of the text tries only its own
 _PATTERNS = (
-    _pattern(SpanKind.MOMENT, f"{_NOW}{_SIGN}", f"(?i:{_MOMENTS})", _DONE),
-    _pattern(SpanKind.MOMENT, r"nous sommes (?:le |au )?", f"(?i:{_MOMENTS})", _DONE),
-    _pattern(SpanKind.MOMENT, f"{_BEGAN}(?: at| on)?[: ]{{1,2}}", f"(?i:{_MOMENTS})", _DONE),
-    _pattern(SpanKind.ID, f"{_SESSION}{_NUMBERED}{_IS}", _ID, _DONE),
-    _pattern(SpanKind.ID, f"{_SESSION}{_SIGN}", r"\d{5,20}", _DONE),
-    _pattern(SpanKind.ID, f"(?:{_SESSION}|{_STATION}){_IS}", _MIXED, _DONE),
-    _pattern(SpanKind.ID, f"(?:{_STATION}|{_NUMBERED_ONE}){_NUMBERED}{_IS}", _ID, _DONE),
-    _pattern(SpanKind.ID, r"(?:terminal|kiosk|till)(?: ?[:=#] ?| )", _CODE, _DONE),
-    _pattern(SpanKind.ID, f"{_USER}(?:['’]s)?(?: account| membership| card)?{_NUMBERED}{_IS}", _ID, _DONE),
-    _pattern(SpanKind.ID, f"{_USER}(?: ?[:=#] ?)", r"(?:[A-Z]{0,5}[-_#]?\d[\w-]{3,40}(?: \d{2,6}\b){0,4})", _DONE),
-    _pattern(SpanKind.ID, f"(?:{_USER}(?:['’]s)? )(?:e-?mail(?: address)?){_IS}", _EMAIL, _DONE),
-    _pattern(SpanKind.NAME, f"{_USER}{_NAMED}(?:{_IS})", _NAMES, _END),
-    _pattern(SpanKind.NAME, f"{_USER}(?: is)? (?:called|named) ", _NAMES, _END),
-    _pattern(SpanKind.NAME, f"{_WITH}(?: {_USER})?(?: ?[:=] ?)", _FULL_NAMES, _END),
-    _pattern(SpanKind.NAME, f"{_USER}(?: ?[:=] ?)", rf"(?:{_TITLE}{_NAMES}|{_GIVEN}(?: {_NAME_WORD}){{1,3}})", _END),
-    _pattern(SpanKind.NAME, f"{_WITH}(?: the {_USER})? ", _FULL_NAMES, _END),
-    _pattern(SpanKind.COUNTER, _TURN, r"\d{1,6}(?: ?(?:of|/) ?\d{1,6})?", _DONE),
-    _pattern(SpanKind.COUNTER, r"streak(?: of| is|:|=) ?", r"\d{1,5}\b(?!%)", _DONE),
-    _pattern(SpanKind.MOMENT, f"{_NOW_ALONE}{_IS}", f"(?i:{_MOMENTS})", _DONE),
+    (
+        """
+            today the current present local server system user timestamp datetime it now heute aktuelle
+            aktuelles datum uhrzeit aujourd date hoy fecha hora oggi data hoje vandaag
+            """,
+        (
+            _pattern(SpanKind.MOMENT, f"{_NOW}{_SIGN}", f"(?i:{_MOMENTS})", _DONE),
+        ),
+    ),
+    (
+        "nous",
+        (
+            _pattern(SpanKind.MOMENT, r"nous sommes (?:le |au )?", f"(?i:{_MOMENTS})", _DONE),
+        ),
+    ),
+    (
+        "session call chat conversation lesson shift user",
+        (
+            _pattern(SpanKind.MOMENT, f"{_BEGAN}(?: at| on)?[: ]{{1,2}}", f"(?i:{_MOMENTS})", _DONE),
+        ),
+    ),
+    (
+        """
+            session request conversation chat thread trace correlation execution invocation transaction sitzung
+            vorgang sesión sessione sessie sessão
+            """,
+        (
+            _pattern(SpanKind.ID, f"{_SESSION}{_NUMBERED}{_IS}", _ID, _DONE),
+            _pattern(SpanKind.ID, f"{_SESSION}{_SIGN}", r"\d{5,20}", _DONE),
+            _MIXED_ID,
+        ),
+    ),
+    (
+        "run",
+        (
+            _MIXED_ID,
+            _NUMBERED_ID,
+        ),
+    ),
+    (
+        "terminal kiosk till",
+        (
+            _MIXED_ID,
+            _NUMBERED_ID,
+            _pattern(SpanKind.ID, r"(?:terminal|kiosk|till)(?: ?[:=#] ?| )", _CODE, _DONE),
+        ),
+    ),
+    (
+        """
+            call ticket case job device instance host pod worker container sandbox workspace build task
+            connection station message span
+            """,
+        (
+            _NUMBERED_ID,
+        ),
+    ),
+    (
+        """
+            user customer guest caller client member patient student learner pupil employee visitor account
+            subscriber passenger traveler traveller player reader applicant candidate cardholder borrower
+            resident participant attendee contact driver rider buyer nutzer nutzerin benutzer benutzerin kunde
+            kundin gast patientin mitarbeiter mitarbeiterin utilisateur utilisatrice usuario usuaria cliente
+            utente gebruiker klant
+            """,
+        (
+            _pattern(SpanKind.ID, f"{_USER}(?:['’]s)?(?: account| membership| card)?{_NUMBERED}{_IS}", _ID, _DONE),
+            _pattern(SpanKind.ID, f"{_USER}(?: ?[:=#] ?)", r"(?:[A-Z]{0,5}[-_#]?\d[\w-]{3,40}(?: \d{2,6}\b){0,4})", _DONE),
+            _pattern(SpanKind.ID, f"(?:{_USER}(?:['’]s)? )(?:e-?mail(?: address)?){_IS}", _EMAIL, _DONE),
+            _pattern(SpanKind.NAME, f"{_USER}{_NAMED}(?:{_IS})", _NAMES, _END),
+            _pattern(SpanKind.NAME, f"{_USER}(?: is)? (?:called|named) ", _NAMES, _END),
+            _pattern(SpanKind.NAME, f"{_USER}(?: ?[:=] ?)", rf"(?:{_TITLE}{_NAMES}|{_GIVEN}(?: {_NAME_WORD}){{1,3}})", _END),
+        ),
+    ),
+    (
+        "talking speaking chatting in signed logged angemeldet",
+        (
+            _pattern(SpanKind.NAME, f"{_WITH}(?: {_USER})?(?: ?[:=] ?)", _FULL_NAMES, _END),
+            _pattern(SpanKind.NAME, f"{_WITH}(?: the {_USER})? ", _FULL_NAMES, _END),
+        ),
+    ),
+    (
+        "turn attempt iteration message",
+        (
+            _pattern(SpanKind.COUNTER, _TURN, r"\d{1,6}(?: ?(?:of|/) ?\d{1,6})?", _DONE),
+        ),
+    ),
+    (
+        "streak",
+        (
+            _pattern(SpanKind.COUNTER, r"streak(?: of| is|:|=) ?", r"\d{1,5}\b(?!%)", _DONE),
+        ),
+    ),
+    (
+        "date time day",
+        (
+            _pattern(SpanKind.MOMENT, f"{_NOW_ALONE}{_IS}", f"(?i:{_MOMENTS})", _DONE),
+        ),
+    ),
 )  # fmt: skip
+_BY_CUE: dict[str, list[tuple[SpanKind, re.Pattern[str]]]] = {}
+for _cues, _some in _PATTERNS:
+    for _cue in _cues.split():
+        _BY_CUE.setdefault(_cue, []).extend(_some)
 _WORDS = re.compile(r"(?<![\w'’-])[^\W\d_]+|(?<=<)[^\W\d_]+")
-# the first words of all cues
-_CUES = word_set(
-    """
-    today the current present local server system user timestamp datetime it now heute aktuelle aktuelles datum
-    uhrzeit aujourd date hoy
-    fecha hora oggi data hoje vandaag nous session call chat conversation lesson shift request thread trace
-    correlation execution
-    invocation transaction sitzung vorgang sesión sessione sessie sessão run terminal kiosk till ticket case job
-    device instance host pod
-    worker container sandbox workspace build task connection station message span customer guest caller client member
-    patient student
-    learner pupil employee visitor account subscriber passenger traveler traveller player reader applicant candidate
-    cardholder borrower
-    resident participant attendee contact driver rider buyer nutzer nutzerin benutzer benutzerin kunde kundin gast
-    patientin mitarbeiter
-    mitarbeiterin utilisateur utilisatrice usuario usuaria cliente utente gebruiker klant talking speaking chatting in
-    signed logged
-    angemeldet turn attempt iteration streak time day
-    """
-)
 _ROW = re.compile(r"(?i)\b(?P<value>\d{1,5})(?= days? in a row| ?-?days? streak)(?P<label>)")
 # a bare label is one only beside the session's or the user's data, or in a line of its own at an end of the text
 _BARE = frozenset(("date", "time", "day"))
@@ -329,9 +395,7 @@ def spans(text: str, patterns: tuple[re.Pattern[str], ...] = ()) -> tuple[Span, 
     bare = []
     for word in _WORDS.finditer(text):
         cue = word[0].casefold()
-        if cue not in _CUES:
-            continue
-        for kind, pattern in _PATTERNS:
+        for kind, pattern in _BY_CUE.get(cue, ()):
             match = pattern.match(text, word.start())
             if match is not None:
                 span = _span(match, kind)
