@@ -13,6 +13,7 @@ import httpx
 import pytest
 from anthropic import Anthropic
 from openai import AsyncOpenAI, BadRequestError, OpenAI
+from pydantic import BaseModel, Field
 
 from tests.e2e.gateway import API_KEY, Gateway, run_gateway, wait_for
 
@@ -106,6 +107,32 @@ def test_what_the_engine_can_do(client: OpenAI) -> None:
     refused = httpx.post(f"{client.base_url}chat/completions", json=body, headers=headers)
     assert refused.status_code == 400
     assert "tools" in refused.json()["error"]["message"]
+
+
+class Person(BaseModel):
+    name: str = Field(max_length=20)
+    age: int = Field(ge=0, le=150)
+
+
+def test_a_schema_is_held(client: OpenAI) -> None:
+    """`parse` gives an object of the model's, whole and streamed, by chats and responses; a schema that is not held is a 400
+    with its place."""
+    asked: Any = [{"role": "user", "content": "Invent a person."}]
+    whole = client.chat.completions.parse(model=MODEL, messages=asked, response_format=Person, seed=1)
+    assert isinstance(whole.choices[0].message.parsed, Person)
+    assert whole.choices[0].finish_reason == "stop"
+    with client.chat.completions.stream(model=MODEL, messages=asked, response_format=Person, seed=2) as stream:
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Person)
+    assert isinstance(client.responses.parse(model=MODEL, input=asked, text_format=Person).output_parsed, Person)
+    choice = {"guided_choice": ["yes", "no"]}
+    said = client.chat.completions.create(model=MODEL, messages=FRANCE, extra_body=choice)
+    assert said.choices[0].message.content in choice["guided_choice"]
+    schema: Any = {"name": "x", "schema": {"properties": {"a": {"not": {}}}}}
+    with pytest.raises(BadRequestError, match="#/properties/a/not") as caught:
+        client.chat.completions.create(
+            model=MODEL, messages=asked, response_format={"type": "json_schema", "json_schema": schema}
+        )
+    assert (caught.value.code, caught.value.param) == ("unsupported_grammar", "response_format")
 
 
 async def test_a_text_goes_on(local: Gateway) -> None:
