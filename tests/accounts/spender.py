@@ -10,28 +10,43 @@ import os
 import random
 import sys
 import uuid
+from collections.abc import Sequence
 
+import msgspec
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from gateway.accounts import LedgerRow, encode_row
+from gateway.accounts import LedgerRow, charges_of, encode_row
 from gateway.accounts.accounts import Accounts
 from gateway.accounts.ledger import Ledger
 from gateway.accounts.ledger_writer import LedgerWriter
 from policies import Budget, Budgets, Hold, NotReady, WindowKind
+from policies.counters import Need
+from policies.windows import Unit
 
 TEAM = 7
 LEASE_S = 1.0
+USERS = ("alice", "bob", "")
 
 
-async def spend(budgets: Budgets, limit: Budget, writer: LedgerWriter, file: int) -> None:
+def limits_of(limit_microusd: int) -> list[Budget]:
+    """A limit of the team, and those of each user in money and in tokens."""
+    return [
+        Budget(1, TEAM, WindowKind.TOTAL, limit_microusd),
+        Budget(2, TEAM, WindowKind.TOTAL, limit_microusd // 3, axis="user"),
+        Budget(3, TEAM, WindowKind.ROLLING, 10**9, axis="user", unit=Unit.TOKENS, rolling_s=86_400),
+    ]
+
+
+async def spend(budgets: Budgets, limits: Sequence[Budget], writer: LedgerWriter, file: int) -> None:
     """One after another for ever, as a gateway does: a settle that got no answer is tried again."""
     while True:
         name = uuid.uuid4().hex
         try:
-            hold = await budgets.reserve(name, TEAM, [limit], 100, LEASE_S)
+            need = Need(100, tokens=10, values={"user": random.choice(USERS)})
+            hold = await budgets.reserve(name, TEAM, limits, need, LEASE_S)
         except (RedisError, NotReady):
             await asyncio.sleep(0.01)
             continue
@@ -55,9 +70,10 @@ async def spend(budgets: Budgets, limit: Budget, writer: LedgerWriter, file: int
             cost_microusd=cost,
             kind="generation",
         )
+        row = msgspec.structs.replace(row, charges=charges_of(row, hold.more))
         while True:
             try:
-                await budgets.settle(hold, cost, encode_row(row))
+                await budgets.settle(hold, cost, encode_row(row), row.charges)
                 break
             except RedisError:
                 await asyncio.sleep(0.01)
@@ -72,9 +88,9 @@ async def main(redis_url: str, database_url: str, path: str, limit_microusd: int
     redis = Redis.from_url(redis_url, socket_timeout=1.0, retry=Retry(NoBackoff(), 0))
     budgets = Budgets(redis)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    limit = Budget(1, TEAM, WindowKind.TOTAL, limit_microusd)
+    limits = limits_of(limit_microusd)
     writer = LedgerWriter(redis, Ledger(accounts.database), budgets, restate_every_s=0.2)
-    await asyncio.gather(writer.run(), *(spend(budgets, limit, writer, file) for _ in range(8)))
+    await asyncio.gather(writer.run(), *(spend(budgets, limits, writer, file) for _ in range(8)))
 
 
 if __name__ == "__main__":

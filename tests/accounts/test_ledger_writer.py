@@ -10,13 +10,14 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from gateway.accounts import LedgerRow, encode_row
+from gateway.accounts import LedgerRow, charges_of, encode_row
 from gateway.accounts.accounts import Accounts
 from gateway.accounts.database import Database
 from gateway.accounts.ledger import Ledger, LedgerFilter
 from gateway.accounts.ledger_writer import LedgerWriter
-from policies import Budget, Budgets, NotReady, WindowKind
+from policies import Budget, Budgets, Hold, NotReady, Refused, WindowKind
 from policies.budgets import LockLost
+from policies.counters import Need
 from policies.holds import LEDGER_LOCK, LEDGER_SET_ASIDE, LEDGER_STREAM, READY_KEY
 
 NOW_S = 4_000_000_000.0  # far enough from the present that Redis does not expire its windows
@@ -134,6 +135,35 @@ async def test_a_redis_that_lost_its_memory_is_told_the_spend(
     assert await spent(budgets) == 630
     assert await budgets.is_ready()
     assert writer.stats.drift_microusd == 5 * 600  # in each of the five windows
+
+
+async def test_counts_of_users_come_back_after_a_loss(writer: LedgerWriter, budgets: Budgets, redis: Redis) -> None:
+    """What each user has spent is counted again from SQL and from the stream, in calendar and in rolling windows."""
+    await writer.step()
+    each = Budget(8, 7, WindowKind.DAY, 1000, axis="user")
+    rolling = Budget(9, 7, WindowKind.ROLLING, 1000, axis="user", rolling_s=86_400)
+    for name, cost in (("a", 600), ("b", 30)):
+        need = Need(cost, values={"user": "alice"})
+        hold = await budgets.reserve(name, 7, [each, rolling], need, 60)
+        assert isinstance(hold, Hold)
+        row = row_of(name, cost, hold.at_ms)
+        row = msgspec.structs.replace(row, charges=charges_of(row, hold.more))
+        if name == "b":
+            await redis.flushall()
+        assert await budgets.settle(hold, cost, encode_row(row), row.charges)
+        if name == "a":
+            await writer.step()
+    with pytest.raises(NotReady):
+        await budgets.reserve("c", 7, [each], Need(1, values={"user": "alice"}), 60)
+    await writer.step()
+    refused = await budgets.reserve("d", 7, [each], Need(371, values={"user": "alice"}), 60)
+    assert isinstance(refused, Refused)
+    assert refused.state.spent == 630
+    refused = await budgets.reserve("e", 7, [rolling], Need(371, values={"user": "alice"}), 60)
+    assert isinstance(refused, Refused)
+    assert refused.state.spent == 630
+    await writer.step()  # a row that came again, and a restatement, change nothing
+    assert isinstance(await budgets.reserve("f", 7, [each, rolling], Need(370, values={"user": "alice"}), 60), Hold)
 
 
 async def test_drift_is_found_and_put_right(redis: Redis, ledger: Ledger, budgets: Budgets) -> None:

@@ -15,9 +15,9 @@ from redis.asyncio import Redis
 from gateway.accounts.accounts import Accounts
 from gateway.accounts.ledger import Ledger, LedgerFilter
 from gateway.accounts.ledger_writer import LedgerWriter
-from policies import Budget, Budgets, WindowKind
+from policies import Budgets
 from policies.holds import LEDGER_LOCK, LEDGER_SET_ASIDE
-from tests.accounts.spender import LEASE_S, TEAM
+from tests.accounts.spender import LEASE_S, limits_of
 from tests.services import run_redis
 
 _ROOT = Path(__file__).parents[2]
@@ -71,8 +71,9 @@ async def compare(redis_url: str, database_url: str, path: Path) -> None:
     redis, accounts = Redis.from_url(redis_url), Accounts(database_url)
     await accounts.open()
     ledger, budgets = Ledger(accounts.database), Budgets(redis)
-    limit = Budget(1, TEAM, WindowKind.TOTAL, _LIMIT)
+    limit, each_user, tokens = limits_of(_LIMIT)
     [before] = await budgets.spent([limit])
+    users = await budgets.states([each_user])
     await redis.delete(LEDGER_LOCK)
     writer = LedgerWriter(redis, ledger, budgets)
     await writer.step()
@@ -81,11 +82,16 @@ async def compare(redis_url: str, database_url: str, path: Path) -> None:
     total = sum(row.cost_microusd for row in rows.values())
     assert writer.stats.drift_microusd == 0
     assert before.spent == total <= _LIMIT
+    assert sum(state.spent for state in users) == total
+    assert max(state.spent for state in users) <= each_user.limit
+    of_tokens = sum(row.prompt_tokens + row.completion_tokens for row in rows.values())
+    assert sum(state.spent for state in await budgets.states([tokens])) == of_tokens
     [by_day] = await ledger.totals([])
     assert (by_day.requests, by_day.cost_microusd) == (len(rows), total)
     assert await redis.xlen(LEDGER_SET_ASIDE) == 0
     await asyncio.sleep(LEASE_S)
     [after] = await budgets.spent([limit])
     assert (after.spent, after.held) == (total, 0)
+    assert [state.held for state in await budgets.states([each_user, tokens]) if state.held] == []
     await redis.aclose()
     await accounts.close()
