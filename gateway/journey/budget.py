@@ -177,13 +177,14 @@ class Money:
 
 
 def _refusal(identity: Identity, refused: Refused) -> BudgetExceeded:
-    state, budget = refused.state, refused.state.budget
-    limit = refused.limit
+    state, budget, limit = refused.state, refused.state.budget, refused.limit
+    window, is_money = window_words(budget), budget.unit is Unit.MONEY
+    verb, does = ("is", "cost") if is_money else ("are", "use")
     words = (
-        f"Team {identity.team.name} has a {window_words(budget)} budget of {amount_words(limit, budget.unit)}"
-        f"{subject_words(state)}: {amount_words(state.spent, budget.unit)} is spent, "
-        f"{amount_words(state.held, budget.unit)} is held by requests under way, and this request may "
-        f"{'cost' if budget.unit is Unit.MONEY else 'use'} {amount_words(refused.amount, budget.unit)}."
+        f"Team {identity.team.name} has {'an' if window == 'hour' else 'a'} {window} budget of "
+        f"{amount_words(limit, budget.unit)}{subject_words(state)}: {amount_words(state.spent, budget.unit)} {verb} spent, "
+        f"{amount_words(state.held, budget.unit)} {verb} held by requests under way, and this request may {does} "
+        f"{amount_words(refused.amount, budget.unit)}."
     )
     if refused.amount > limit and budget.unit is not Unit.REQUESTS:  # it does not fit a new window either
         words += " That is more than the whole budget: ask for a shorter answer with `max_tokens`."

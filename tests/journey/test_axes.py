@@ -90,7 +90,7 @@ async def test_free_answers_count_tokens_and_requests(world: World, team: Team) 
         assert (await world.ask(content, model="engine", key=team.key, max_tokens=10)).status == 200
     refused = await world.ask("three", model="engine", key=team.key, max_tokens=10)
     assert refused.status == 429
-    assert "2 requests is spent" in refused.error["message"]
+    assert "2 requests are spent" in refused.error["message"]
     assert await world.used_of(tokens) == {"=engine": (30, 0)}
     assert list((await world.used_of(requests)).values()) == [(2, 0)]
 
