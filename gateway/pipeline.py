@@ -402,10 +402,13 @@ class Pipeline:
                 hold_id = f"{request_id}@{len(generation.at_deployments) + 1}"
                 generation.covered_at(deployment, await self.money.reserve(identity, hold_id, need, at_deployment=True))
             beyond = generation.beyond_holds(deployment) if generation.is_beyond_first and identity.budgets else 0
-            if beyond > 0:
+            # tokens may be lacking where money is not
+            if beyond > 0 or (generation.is_beyond_first and not identity.is_plain):
                 turn = generation.turn
                 values = {} if identity.is_plain else values_of(identity, generation.alias.name, turn.body, turn.labels)
-                more = msgspec.structs.replace(need_at(serving, deployment, demand, beyond), values=values, requests=0)
+                more = msgspec.structs.replace(
+                    need_at(serving, deployment, demand, max(0, beyond)), values=values, requests=0
+                )
                 hold_id = f"{request_id}+{len(generation.more_holds) + 1}"
                 generation.covered(await self.money.reserve(identity, hold_id, more))
         except (BudgetExceeded, Unavailable) as error:

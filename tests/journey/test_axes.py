@@ -145,6 +145,16 @@ async def test_the_books_agree_on_every_axis(world: World, team: Team) -> None:
         assert by_deployment[f"={name}"][0] == sum(row.cost_microusd for row in rows if row.deployment == name)
 
 
+async def test_a_second_try_holds_tokens_of_its_own(world: World, team: Team) -> None:
+    """After an answer that broke off, another deployment is asked only if the tokens of both have room."""
+    budget = await world.budget(team, 1_300, unit="tokens")
+    world.backends["dear-first"].plays("half ", broken())
+    reply = await world.ask(model="breaking", key=team.key, max_tokens=1000)
+    assert reply.status != 200
+    assert world.backends["next"].calls == []
+    assert (await world.used_of(budget))[""][0] <= 1_300
+
+
 async def test_a_budget_may_change_under_a_request(world: World, team: Team) -> None:
     """A budget that is made, lowered below its spend or deleted while an answer comes loses no hold and no row."""
     go = asyncio.Event()
