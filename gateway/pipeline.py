@@ -290,12 +290,12 @@ class Pipeline:
     async def _follow(self, flight: Flight) -> bool:
         """Replay the answer that another worker is making, once it is stored.
 
-        Returns False, and this worker makes it, if that worker ends without storing it, or takes
-        longer than `Flight.patience_s`.
+        Returns False, and this worker makes it, if that worker ends without storing it and no other
+        has begun to make it, if two have so ended, or after `Flight.patience_s`.
         """
         generation, found = flight.generation, flight.generation.fingerprint
         controls, began, pause_s = generation.turn.controls, time.perf_counter(), _FOLLOW_POLL_S
-        until = began + flight.patience_s()
+        until, age_ms, unstored = began + flight.patience_s(), generation.elsewhere_ms or 0.0, 0
         while (left_s := until - time.perf_counter()) > 0:
             await asyncio.sleep(min(pause_s, left_s))
             pause_s = min(1.5 * pause_s, _FOLLOW_POLL_S_MAX)
@@ -308,8 +308,10 @@ class Pipeline:
                 generation.followed(looked.entry)
                 flight.extend(chunks_of(looked.entry))
                 return True
-            if looked.elsewhere_ms is None:
+            unstored += looked.elsewhere_ms is not None and looked.elsewhere_ms < age_ms
+            if looked.elsewhere_ms is None or unstored > 1:
                 break
+            age_ms = looked.elsewhere_ms
         return False
 
     async def _replay(self, flight: Flight) -> bool:

@@ -79,6 +79,30 @@ async def test_an_answer_that_is_not_stored_is_made_again_once(world: World, how
     assert await _claims(world.redis) == []
 
 
+async def test_answers_that_are_never_stored_are_not_made_one_after_the_other(world: World) -> None:
+    """Of those that wait for a second answer which is not stored either, none waits for a third."""
+    others, gates = [await world.another() for _ in range(4)], [asyncio.Event() for _ in range(5)]
+    unstored = ("two", Finish("length"), Tokens())
+    leading = await _leading(world, gates[0], *unstored)
+    for one, go in zip(others, gates[1:], strict=True):
+        one.backends["plain"].plays("one ", go, *unstored)
+    following = [one.begin() for one in others]
+    for one in others:
+        await _waits(one, one.backends["plain"].calls)
+    gates[0].set()
+
+    def begun() -> list[int]:
+        return [place for place, one in enumerate(others) if one.backends["plain"].calls]
+
+    await until(lambda: len(begun()) == 1)
+    gates[1 + begun()[0]].set()
+    await until(lambda: len(begun()) == 4)
+    for go in gates:
+        go.set()
+    replies = [await client.reply() for client in (leading, *following)]
+    assert [reply.cache for reply in replies] == ["miss"] * 5
+
+
 async def test_a_leader_that_was_killed_is_not_awaited_longer_than_its_lease(world: World) -> None:
     """A claim that its worker does not renew ends by itself; one that is renewed goes on."""
     other, never = await world.another(), asyncio.Event()
