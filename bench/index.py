@@ -95,7 +95,8 @@ def measure(vectors: NDArray[np.float32], keys_each: int | None) -> Row:
     for place, compat in enumerate(compats):
         exact = place.to_bytes(16, "big")
         record = PromptAdded(_PARTITION, exact, compat, f"what is the answer to question {place}?", now, now + 86_400)
-        folds.append(_timed(lambda: cache.fold([record], {(_PARTITION, exact): vectors[place]})))  # noqa: B023
+        known = {(_PARTITION, exact): vectors[place].astype("<f2").tobytes()}
+        folds.append(_timed(lambda: cache.fold([record], known)))  # noqa: B023
     fold_cpu_s = time.thread_time() - used_here
     while not index.is_settled:
         time.sleep(0.05)

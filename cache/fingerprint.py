@@ -22,8 +22,8 @@ never from a request.
 """
 
 DIGEST_BYTES = 16
-TEXT_CHARS_MAX = 8192
-"""A longer last user text is not eligible for meaning: no encoder's window holds it."""
+TEXT_CHARS_MAX = 32_768
+"""A longer last user text is not eligible for meaning. Of a long one only a part is encoded."""
 
 # up to here every reader takes a float and an int of the same value for the same JSON number
 _EXACT_INT_MAX = 2**53

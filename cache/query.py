@@ -58,6 +58,7 @@ class MissReason(StrEnum):
     VOLATILE = "volatile"
     HISTORY = "history"
     TOO_LONG = "too_long"  # the prompt does not fit the encoder's window
+    DOCUMENTS = "documents"  # cached prompts have other documents, or are other in more than a question
     FAR = "far"  # the nearest entry is not similar enough
     NUMBERS = "numbers"  # near, but numbers, dates or units differ
     POLARITY = "polarity"  # near, but one negates, or turns on what the other turns off

@@ -48,7 +48,8 @@ FEATURES = (
 class Neighbour(msgspec.Struct, frozen=True, gc=False):
     """A cached prompt of the same partition and compat: cosine similarity, text, id, seconds since
     it was answered, the group of its answer (its name, how many keys it has, how many verdicts said
-    that it was right or wrong to serve), and whether that answer is out of service.
+    that it was right or wrong to serve), whether that answer is out of service, and whether it is the
+    same prompt but for the order of documents or fields.
     """
 
     similarity: float
@@ -60,6 +61,7 @@ class Neighbour(msgspec.Struct, frozen=True, gc=False):
     right: float = 0.0
     wrong: float = 0.0
     is_suspended: bool = False
+    is_reordered: bool = False
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):

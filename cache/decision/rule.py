@@ -35,6 +35,7 @@ from cache.query import MissReason, Query, Trial
 ERROR_MAX = 0.01
 _COMPARED = 3  # groups that a fresh answer is compared with
 _PEERS = 2  # further entries of the first group, for a second opinion
+_SAME = 0.995  # that the same documents in another order, with the same question, have the same answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,9 @@ class VerifiedRule:
         is_further = is_added(asked, known)
         if vetoed is None and not is_vouched(asked, known, _keys_of(first, neighbours)):
             p = 0.0
-        is_certain = (
+        is_same = vetoed is None and witness.is_reordered and thresholds_of(min(error_max, ERROR_MAX)) is not None
+        p = max(p, _SAME) if is_same else p
+        is_certain = is_same or (
             query.untightened is None
             and vetoed is None
             and model.certain.is_fitted
@@ -197,12 +200,7 @@ class VerifiedRule:
         )
         if is_sure and (self._random is None or query.is_try or self._random() >= chance):
             reasons = tuple(None if place == first.place else reason for place, reason in enumerate(fixed.reasons))
-            served = NamespaceCounters(
-                counters.accepted + 1,
-                counters.served + 1,
-                counters.risked + risk,
-                counters.cold - (not is_certain),
-            )
+            served = _after_a_hit(counters, risk, is_cold=not is_certain)
             trial = msgspec.structs.replace(trial, features=_row_features(seen, NamespaceCounters()))
             return Decision(first.place, reasons, trial), served
         unsure = MissReason.WORDS if is_further and not model.certain.is_fitted else MissReason.UNSURE
@@ -229,6 +227,12 @@ def _after_one_more(counters: NamespaceCounters, error_max: float) -> NamespaceC
     bound as long as no more of them are wrong than of the worst set's.
     """
     return replace(counters, cold=min(COLD_FIRST, counters.cold + error_max / COLD_WRONG))
+
+
+def _after_a_hit(counters: NamespaceCounters, risk: float, *, is_cold: bool) -> NamespaceCounters:
+    return NamespaceCounters(
+        counters.accepted + 1, counters.served + 1, counters.risked + risk, counters.cold - is_cold
+    )
 
 
 def _keys_of(candidate: Candidate, neighbours: Sequence[Neighbour]) -> list[TextFeatures]:

@@ -21,11 +21,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from cache.decision.explain import decide
 from cache.decision.features import FEATURES, NEIGHBOURS, Neighbour
+from cache.decision.parts import Parts, Piece, Split, split
 from cache.decision.prior import PRIOR
 from cache.decision.rule import Rule, VerifiedRule
 from cache.decision.text_features import read_for
@@ -45,6 +47,8 @@ from cache.verdicts.records import AnswerJudged, Source, Verdict, VerdictRecord,
 _INLINE_MAX, _INLINE_CHARS = 32, 4_000
 _SETTLED, _SETTLED_CHARS = 8, 1_000  # at a time: a lookup may have to wait for it
 _SENTENCES_MAX = 5_000
+_TEMPLATE_PROMPTS = 3  # of a namespace that have a line: from then on it is a template's
+_CHECK_BYTES = 8
 
 EntryKey = tuple[Partition, bytes]
 
@@ -82,20 +86,30 @@ Record = PromptAdded | SketchAdded | EntriesDropped | VerdictRecord
 
 @dataclass(slots=True)
 class _Key:
-    """One cached prompt. `number` is its key in the index."""
+    """One cached prompt. `number` is its key in the index, `text` what is compared by meaning in
+    prompts of the same `frame`. `spans` are those that a template may share.
+    """
 
     number: int
     partition: Partition
     exact: bytes
     compat: bytes
+    frame: bytes
     text: str
+    spans: tuple[Piece, ...]
     created_at: float
     expires_at: float
     group: bytes
+    is_embedded: bool = False
 
     @property
     def namespace(self) -> bytes:
         return self.partition + self.compat
+
+    @property
+    def room(self) -> bytes:
+        """The keys that may answer each other's prompts."""
+        return self.partition + self.compat + self.frame
 
     @property
     def asked(self) -> tuple[Partition, str]:
@@ -107,12 +121,32 @@ class _Key:
 
 
 @dataclass(slots=True)
-class _Namespace:
-    """Numbers of the keys with and without a vector, and how many keys each group has."""
+class _Room:
+    """How many keys it has, the numbers of those without a vector, and how many each group has."""
 
-    embedded: set[int] = field(default_factory=set)
+    keys: int = 0
     pending: dict[int, None] = field(default_factory=dict)
     groups: Counter[bytes] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class _Line:
+    """A line of prompts, each in its own place, and the numbers of the keys that have it."""
+
+    span: Piece | None = None
+    keys: set[int] = field(default_factory=set)
+
+    @property
+    def is_template(self) -> bool:
+        return len(self.keys) >= _TEMPLATE_PROMPTS
+
+
+@dataclass(slots=True)
+class _Namespace:
+    """How many keys it has, and the lines of those that a template may share."""
+
+    keys: int = 0
+    lines: dict[bytes, _Line] = field(default_factory=dict)
 
 
 class SemanticCache:
@@ -138,8 +172,9 @@ class SemanticCache:
         self._keys: dict[int, _Key] = {}
         self._by_entry: dict[EntryKey, int] = {}
         self._namespaces: dict[bytes, _Namespace] = {}
+        self._rooms: dict[bytes, _Room] = {}
         self._expiries: list[tuple[float, int]] = []
-        # namespaces where keys wait for a vector beside others
+        # rooms where keys wait for a vector beside others
         self._settling: dict[bytes, None] = {}
         self._unsaved: list[tuple[Partition, bytes, bytes]] = []
         self._sketches = AnswerSketches()
@@ -179,21 +214,35 @@ class SemanticCache:
         not be served.
         """
         self._expire()
-        asked = [place for place, query in enumerate(queries) if self.has_neighbours(query)]
-        encoded = self._encode_with_pending([queries[place] for place in asked])
-        answers = [Neighbourhood(Miss(MissReason.EMPTY), ()) for _ in queries]
-        by_namespace: dict[bytes, list[tuple[int, NDArray[np.float32]]]] = {}
+        parts = [self._parts_of(query) for query in queries]
+        rooms = [query.partition + query.compat + one.frame for query, one in zip(queries, parts, strict=True)]
+        asked = [place for place, room in enumerate(rooms) if room in self._rooms and parts[place].question]
+        meant = [msgspec.structs.replace(query, text=one.question) for query, one in zip(queries, parts, strict=True)]
+        encoded = self._encode_with_pending([meant[place] for place in asked], [rooms[place] for place in asked])
+        answers = [Neighbourhood(Miss(self._absence(query)), ()) for query in queries]
+        by_room: dict[bytes, list[tuple[int, NDArray[np.float32]]]] = {}
         for row, place in enumerate(asked):
             if encoded.tokens[row] > self._encoder.info.tokens_max:
                 answers[place] = Neighbourhood(Miss(MissReason.TOO_LONG), ())
             else:
-                namespace = queries[place].partition + queries[place].compat
-                by_namespace.setdefault(namespace, []).append((place, encoded.vectors[row]))
-        for namespace, rows in by_namespace.items():
-            found = self._index.search(namespace, np.stack([vector for _, vector in rows]), max(NEIGHBOURS, count))
+                by_room.setdefault(rooms[place], []).append((place, encoded.vectors[row]))
+        for room, rows in by_room.items():
+            found = self._index.search(room, np.stack([vector for _, vector in rows]), max(NEIGHBOURS, count))
             for (place, _), one in zip(rows, found, strict=True):
-                answers[place] = self._decide(queries[place], one, count)
+                answers[place] = self._decide(meant[place], room, one, count)
         return answers
+
+    def _absence(self, query: Query) -> MissReason:
+        """Why no prompt here may be compared with this one."""
+        has_others = query.partition + query.compat in self._namespaces
+        return MissReason.DOCUMENTS if has_others else MissReason.EMPTY
+
+    def _parts_of(self, query: Query) -> Parts:
+        """What of a prompt must be equal, and what is compared, by the templates of its namespace."""
+        with read_for(query.partition):
+            made = split(query.text)
+        namespace = self._namespaces.get(query.partition + query.compat)
+        return made.parts if namespace is None or not made.spans else made.slot(_templates(namespace))
 
     def has_neighbours(self, query: Query) -> bool:
         """Whether anything is cached that could answer it. Safe beside the thread that uses the
@@ -203,7 +252,14 @@ class SemanticCache:
 
     def prepare(self, queries: Sequence[Query]) -> None:
         """Embed what a lookup of these queries will need, so that it need not."""
-        self._encode_with_pending([query for query in queries if self.has_neighbours(query)])
+        asked, rooms = [], []
+        for query in queries:
+            parts = self._parts_of(query)
+            room = query.partition + query.compat + parts.frame
+            if parts.question and room in self._rooms:
+                asked.append(msgspec.structs.replace(query, text=parts.question))
+                rooms.append(room)
+        self._encode_with_pending(asked, rooms)
 
     def embed(self, texts: Sequence[str]) -> Encoded:
         """Vectors for a caller of its own; none of it is kept, so equal texts cost the same again."""
@@ -236,10 +292,10 @@ class SemanticCache:
         """
         return self._sketches.judge(namespace, fresh, name, others)
 
-    def _decide(self, query: Query, found: Found, count: int) -> Neighbourhood:
-        neighbours = self._neighbours(query, found)
+    def _decide(self, query: Query, room: bytes, found: Found, count: int) -> Neighbourhood:
+        neighbours = self._neighbours(query, room, found)
         if not neighbours:
-            return Neighbourhood(Miss(MissReason.EMPTY), ())
+            return Neighbourhood(Miss(self._absence(query)), ())
         state = self._states.of(query.partition + query.compat)
         with read_for(query.partition):
             near, counters = decide(query, neighbours, count, state, self._rule, self.rule_name)
@@ -247,10 +303,9 @@ class SemanticCache:
             state.counters = counters
         return near
 
-    def _neighbours(self, query: Query, found: Found) -> list[Neighbour]:
+    def _neighbours(self, query: Query, room: bytes, found: Found) -> list[Neighbour]:
         now = self._clock()
-        name = query.partition + query.compat
-        counts, tallies = self._namespaces[name].groups, self._states.tallies(name)
+        counts, tallies = self._rooms[room].groups, self._states.tallies(query.partition + query.compat)
         out = self._states.suspended(query.partition)
         neighbours = []
         for number, similarity in zip(found.keys.tolist(), found.similarities.tolist(), strict=True):
@@ -269,6 +324,7 @@ class SemanticCache:
                 right=right,
                 wrong=wrong,
                 is_suspended=is_out,
+                is_reordered=bool(key.frame) and key.text == query.text,
             )
             neighbours.append(near)
         # equal cosines (the encoder ignores case) in an order that does not depend on when keys
@@ -326,8 +382,8 @@ class SemanticCache:
         self._states.clear()
 
     def _regroup(self, key: _Key, name: bytes | None) -> None:
-        """Move a key to a group of its namespace; None: out of all."""
-        groups = self._namespaces[key.namespace].groups
+        """Move a key to a group of its room; None: out of all."""
+        groups = self._rooms[key.room].groups
         groups[key.group] -= 1
         if not groups[key.group]:
             del groups[key.group]
@@ -337,9 +393,9 @@ class SemanticCache:
 
     # --- following the log
 
-    def fold(self, records: Sequence[Record], vectors: Mapping[EntryKey, NDArray[np.float32]] | None = None) -> None:
-        """Take in what was added, dropped and judged, in order. `vectors` are those already known,
-        by entry.
+    def fold(self, records: Sequence[Record], vectors: Mapping[EntryKey, bytes] | None = None) -> None:
+        """Take in what was added, dropped and judged, in order. `vectors` has those that
+        `take_unsaved` gave before, here or elsewhere, by entry.
         """
         self._expire()
         for record in records:
@@ -373,19 +429,22 @@ class SemanticCache:
         return len(waiting)
 
     def _pending(self, name: bytes) -> Iterable[int]:
-        namespace = self._namespaces.get(name)
-        return namespace.pending if namespace is not None else ()
+        room = self._rooms.get(name)
+        return room.pending if room is not None else ()
 
     @property
     def is_settled(self) -> bool:
         return not self._settling
 
     def knows_vector(self, partition: Partition, text: str) -> bool:
-        """Whether a vector for this text of a partition is at hand without the encoder."""
-        return self._encoder.knows(partition, text)
+        """Whether a vector for this prompt of a partition is at hand without the encoder."""
+        with read_for(partition):
+            return self._encoder.knows(partition, split(text).parts.question)
 
     def take_unsaved(self) -> list[tuple[Partition, bytes, bytes]]:
-        """Vectors made here since the last call, for the store: partition, exact, float16 bytes."""
+        """Vectors made here since the last call, for the store: partition, exact, float16 bytes and,
+        where not all of the prompt was embedded, a digest of what was.
+        """
         unsaved, self._unsaved = self._unsaved, []
         return unsaved
 
@@ -404,36 +463,39 @@ class SemanticCache:
             return  # damaged, or of another version: the judge abstains
         if not record.is_saved:
             self._unsaved_sketches.append(record)
-        if key.number in self._namespaces[key.namespace].pending:
+        if key.number in self._rooms[key.room].pending:
             self._put_vectors([key], self._encoder.encode([key.asked]))
-        if key.number in self._keys:  # its prompt fits the encoder
-            vector = self._index.vector(key.namespace, key.number)
+        if key.is_embedded:  # its prompt fits the encoder
+            vector = self._index.vector(key.room, key.number)
             self._sketches.add(key.namespace, key.answer, vector, sketch)
 
     # --- keys
 
-    def _add(self, record: PromptAdded, vector: NDArray[np.float32] | None) -> None:
+    def _add(self, record: PromptAdded, vector: bytes | None) -> None:
         entry = (record.partition, record.exact)
         known = self._by_entry.get(entry)
-        if known is not None:
+        if known is not None:  # answered anew: the times and the answer change
             key = self._keys[known]
-            # answered anew: the times and the answer change
-            if (key.compat, key.text) == (record.compat, record.text):
-                is_anew = key.created_at != record.created_at
-                if is_anew:
-                    self._sketches.drop(key.namespace, key.answer)
-                key.created_at, key.expires_at = record.created_at, record.expires_at
-                if is_anew or record.group:
-                    self._regroup(key, record.group or key.answer)
-                heapq.heappush(self._expiries, (key.expires_at, known))
-                return
-            self._drop(known)
+            is_anew = key.created_at != record.created_at
+            if is_anew:
+                self._sketches.drop(key.namespace, key.answer)
+            key.created_at, key.expires_at = record.created_at, record.expires_at
+            if is_anew or record.group:
+                self._regroup(key, record.group or key.answer)
+            heapq.heappush(self._expiries, (key.expires_at, known))
+            return
+        with read_for(record.partition):
+            made = split(record.text)
+        if not made.parts.question:
+            return  # nothing of it is compared by meaning
         key = _Key(
             number=next(self._numbers),
             partition=record.partition,
             exact=record.exact,
             compat=record.compat,
-            text=record.text,
+            frame=made.parts.frame,
+            text=made.parts.question,
+            spans=made.spans,
             created_at=record.created_at,
             expires_at=record.expires_at,
             group=record.group or answer_name(record.exact, record.created_at),
@@ -441,35 +503,105 @@ class SemanticCache:
         self._keys[key.number] = key
         self._by_entry[entry] = key.number
         heapq.heappush(self._expiries, (key.expires_at, key.number))
-        namespace = self._namespaces.setdefault(key.namespace, _Namespace())
-        namespace.pending[key.number] = None
-        namespace.groups[key.group] += 1
-        if vector is not None:
-            self._put_vector(key, vector)
-        elif self._encoder.knows(*key.asked):
-            self._put_vectors([key], self._encoder.encode([key.asked]))
-        elif len(namespace.pending) + len(namespace.embedded) > 1:
-            self._settling[key.namespace] = None
+        self._namespaces.setdefault(key.namespace, _Namespace()).keys += 1
+        self._enter(key)
+        if key.spans:
+            self._add_lines(key, made.lines)
+        self._vectorise(key, vector)
         while len(self._keys) > self._keys_max:
             self._drop(next(iter(self._keys)))
+
+    def _enter(self, key: _Key) -> None:
+        room = self._rooms.setdefault(key.room, _Room())
+        room.keys += 1
+        room.pending[key.number] = None
+        room.groups[key.group] += 1
+
+    def _leave(self, key: _Key) -> None:
+        room = self._rooms[key.room]
+        room.pending.pop(key.number, None)
+        if key.is_embedded:
+            key.is_embedded = False
+            with read_for(key.partition):
+                self._states.of(key.namespace).words.add(key.text, -1)
+            self._index.remove(key.room, key.number)
+        self._regroup(key, None)
+        room.keys -= 1
+        if not room.keys:
+            del self._rooms[key.room]
+
+    def _vectorise(self, key: _Key, vector: bytes | None) -> None:
+        """Give a key its vector where that is at hand, else let it wait for one."""
+        room = self._rooms[key.room]
+        if key.number not in room.pending:
+            return
+        check = _check(key)
+        if vector is not None and len(vector) == 2 * self.dims + len(check) and vector.endswith(check):
+            self._put_vector(key, np.frombuffer(vector, "<f2", self.dims).astype(np.float32))
+        elif self._encoder.knows(*key.asked):
+            self._put_vectors([key], self._encoder.encode([key.asked]))
+        elif room.keys > 1:
+            self._settling[key.room] = None
 
     def _drop(self, number: int | None) -> None:
         key = self._keys.pop(number, None) if number is not None else None
         if key is None:
             return
         del self._by_entry[key.partition, key.exact]
-        namespace = self._namespaces[key.namespace]
-        namespace.pending.pop(key.number, None)
-        if key.number in namespace.embedded:
-            namespace.embedded.remove(key.number)
-            with read_for(key.partition):
-                self._states.of(key.namespace).words.add(key.text, -1)
-        self._regroup(key, None)
+        self._leave(key)
         self._sketches.drop(key.namespace, key.answer)
-        self._index.remove(key.namespace, key.number)
-        if not namespace.pending and not namespace.embedded:
+        namespace = self._namespaces[key.namespace]
+        namespace.keys -= 1
+        if key.spans:
+            self._drop_lines(key)
+        if not namespace.keys:
             del self._namespaces[key.namespace]
             self._states.leave(key.namespace)
+
+    # --- templates
+
+    def _add_lines(self, key: _Key, digests: Sequence[bytes]) -> None:
+        """Count the lines of a key, and find its parts and those of others anew where lines have
+        become a template's. Prompts that share a line share its text in memory.
+        """
+        lines = self._namespaces[key.namespace].lines
+        changed = {key.number}
+        for digest in digests:
+            line = lines.setdefault(digest, _Line())
+            line.keys.add(key.number)
+            if len(line.keys) == _TEMPLATE_PROMPTS:
+                changed |= line.keys
+        spans = []
+        for span in key.spans:
+            line = lines[span.digest]
+            line.span = line.span or span
+            spans.append(line.span if line.span == span else span)
+        key.spans = tuple(spans)
+        self._split_anew(key.namespace, changed)
+
+    def _drop_lines(self, key: _Key) -> None:
+        lines = self._namespaces[key.namespace].lines
+        changed: set[int] = set()
+        for digest in Split.of(key.spans).lines:
+            line = lines[digest]
+            line.keys.discard(key.number)
+            if len(line.keys) == _TEMPLATE_PROMPTS - 1:
+                changed |= line.keys
+            if not line.keys:
+                del lines[digest]
+        self._split_anew(key.namespace, changed)
+
+    def _split_anew(self, namespace: bytes, numbers: Iterable[int]) -> None:
+        """Move the keys whose parts have changed."""
+        is_template = _templates(self._namespaces[namespace])
+        for number in sorted(numbers):
+            key = self._keys[number]
+            parts = Split.of(key.spans).slot(is_template)
+            if (parts.frame, parts.question) != (key.frame, key.text):
+                self._leave(key)
+                key.frame, key.text = parts.frame, parts.question
+                self._enter(key)
+                self._vectorise(key, None)
 
     def _expire(self) -> None:
         now = self._clock()
@@ -481,13 +613,13 @@ class SemanticCache:
 
     # --- vectors
 
-    def _encode_with_pending(self, queries: Sequence[Query]) -> Encoded:
-        """Encode the queries and, in the same batch, the keys beside them that have no vector
-        yet.
+    def _encode_with_pending(self, queries: Sequence[Query], rooms: Sequence[bytes]) -> Encoded:
+        """Encode the queries, each of a room, and in the same batch the keys there that have no
+        vector yet.
         """
         waiting: list[_Key] = []
-        for name in dict.fromkeys(query.partition + query.compat for query in queries):
-            waiting += self._few(reversed(self._namespaces[name].pending), _INLINE_MAX, _INLINE_CHARS)
+        for name in dict.fromkeys(rooms):
+            waiting += self._few(reversed(self._rooms[name].pending), _INLINE_MAX, _INLINE_CHARS)
         asked = [(query.partition, query.text) for query in queries]
         encoded = self._encoder.encode(asked + [key.asked for key in waiting])
         at = len(queries)
@@ -508,20 +640,34 @@ class SemanticCache:
     def _put_vectors(self, keys: Sequence[_Key], encoded: Encoded) -> None:
         for key, vector, tokens in zip(keys, encoded.vectors, encoded.tokens, strict=True):
             if tokens > self._encoder.info.tokens_max:
-                self._drop(key.number)  # no vector says what it means: not eligible
+                if key.spans:  # a template may show what to embed
+                    del self._rooms[key.room].pending[key.number]
+                else:
+                    self._drop(key.number)  # no vector says what it means: not eligible
                 continue
             stored = vector.astype(np.float16)
-            self._unsaved.append((key.partition, key.exact, stored.tobytes()))
+            self._unsaved.append((key.partition, key.exact, stored.tobytes() + _check(key)))
             self._put_vector(key, stored.astype(np.float32))
 
     def _put_vector(self, key: _Key, vector: NDArray[np.float32]) -> None:
         """`vector` has been through float16, as the store keeps it: a rebuilt index holds the same
         numbers.
         """
-        namespace = self._namespaces[key.namespace]
-        if key.number in namespace.pending:
-            del namespace.pending[key.number]
-            namespace.embedded.add(key.number)
+        if self._rooms[key.room].pending.pop(key.number, key) is None:
+            key.is_embedded = True
             with read_for(key.partition):
                 self._states.of(key.namespace).words.add(key.text)
-            self._index.add(key.namespace, key.number, vector)
+            self._index.add(key.room, key.number, vector)
+
+
+def _check(key: _Key) -> bytes:
+    """What says which part of a prompt a stored vector is of; nothing where it is of all."""
+    if not key.frame:
+        return b""
+    return hashlib.blake2b(key.text.encode("utf-8", "surrogatepass"), digest_size=_CHECK_BYTES).digest()
+
+
+def _templates(namespace: _Namespace) -> Callable[[bytes], bool]:
+    """Whether a line is one of a template of the namespace."""
+    lines = namespace.lines
+    return lambda digest: digest in lines and lines[digest].is_template

@@ -18,9 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from cache.entry import About
 from cache.events import AnswersSketched, EntriesDropped, EntryAdded, LogRecord, VerdictAdded
 from cache.exact.log import LogPosition
@@ -217,20 +214,20 @@ class Follower:
         for start in range(0, len(records), _FOLDED):
             await self._run(partial(self._cache.fold, records[start : start + _FOLDED], vectors))
 
-    async def _known_vectors(self, added: Sequence[PromptAdded]) -> dict[EntryKey, NDArray[np.float32]]:
+    async def _known_vectors(self, added: Sequence[PromptAdded]) -> dict[EntryKey, bytes]:
         """Vectors that this or another host made before."""
         wanted: dict[Partition, list[bytes]] = {}
         for record in added:
             if not self._cache.knows_vector(record.partition, record.text):
                 wanted.setdefault(record.partition, []).append(record.exact)
-        vectors = {}
+        vectors: dict[EntryKey, bytes] = {}
         for partition, exacts in wanted.items():
             row = await self._store.lookup_vectors(partition, self._embedder_key, exacts)
             for exact, data in zip(exacts, row, strict=True):
                 if data == b"":
                     self._warn_of_another_embedder()
-                elif data is not None and len(data) == 2 * self._cache.dims:
-                    vectors[partition, exact] = np.frombuffer(data, dtype="<f2").astype(np.float32)
+                elif data is not None:
+                    vectors[partition, exact] = data
         return vectors
 
     def _warn_of_another_embedder(self) -> None:

@@ -259,7 +259,7 @@ def test_a_placeholder_in_the_text_fools_nobody() -> None:
         {"role": "user", "content": ""},
         {"role": "user", "content": " \n"},
         {"role": "user", "content": None},
-        {"role": "user", "content": "x" * 8193},
+        {"role": "user", "content": "x" * 32_769},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]},
     ],

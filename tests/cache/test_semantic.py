@@ -220,10 +220,8 @@ def test_how_records_are_folded_does_not_matter(plan: list[tuple[bool, int, int]
             one(following, query("Text 3 OF ten", seed=0))
     while following.settle():
         pass
-    import numpy as np
-
     for partition, exact, data in following.take_unsaved():
-        saved[partition, exact] = np.frombuffer(data, "<f2").astype(np.float32)
+        saved[partition, exact] = data
     state: dict[bytes, PromptAdded] = {}
     for record in records:
         if isinstance(record, PromptAdded):
