@@ -1,5 +1,5 @@
-"""The command line: `sameway serve | check-config | run | demo`, and `worker`, which the supervisor
-starts.
+"""The command line: `sameway serve | check-config | reconcile | run | demo`, and `worker`, which the
+supervisor starts.
 
 Knows no requests. Invariant: no heavy module is imported before the command is known, so `serve`
 starts fast.
@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 from gateway.config_file import check_settings, load_settings, notes
 from gateway.settings import Settings, SettingsError, deployment_name
@@ -53,6 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("command", nargs="+", metavar="-- COMMAND", help="the tool and its arguments")
     run.set_defaults(run=_run)
 
+    _add_reconcile(commands)
+
     demo = commands.add_parser("demo", help="start a gateway of its own and watch it do its main job")
     demo.set_defaults(run=_demo)
 
@@ -61,6 +64,23 @@ def _parser() -> argparse.ArgumentParser:
     worker.add_argument("--heartbeat", type=Path, required=True, help="path of the unix socket of its heartbeat")
     worker.set_defaults(run=_worker)
     return parser
+
+
+def _add_reconcile(commands: Any) -> None:
+    reconcile = commands.add_parser(
+        "reconcile",
+        help="compare a provider's export of usage or cost with the ledger, by UTC day and model",
+        description="Exit status: 0 all within the tolerance, 1 differences, 2 the file or the ledger can't be read.",
+    )
+    reconcile.add_argument("file", type=Path, help="OpenAI's or Anthropic's CSV, or one of date, model, tokens, cost")
+    reconcile.add_argument("--json", action="store_true", help="print the report as JSON")
+    reconcile.add_argument("--correct", action="store_true", help="add correcting rows to the ledger")
+    reconcile.add_argument(
+        "--tolerance-usd", type=_amount, default=0.01, help="what a day and model may differ by (0.01)"
+    )
+    reconcile.add_argument("--ignore", action="append", default=[], metavar="COLUMN", help="leave a column out")
+    _add_settings(reconcile)
+    reconcile.set_defaults(run=_reconcile)
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
@@ -155,6 +175,19 @@ _MODELS = ("ANTHROPIC_MODEL", *(f"ANTHROPIC_DEFAULT_{name}_MODEL" for name in ("
 def _refused(words: str, status: int) -> int:
     print(f"sameway: {words}", file=sys.stderr)
     return status
+
+
+def _amount(text: str) -> float:
+    amount = float(text)
+    if not 0 <= amount < 1e9:
+        raise argparse.ArgumentTypeError(f"expected an amount from 0 on, found {text!r}")
+    return amount
+
+
+def _reconcile(arguments: argparse.Namespace) -> int:
+    from gateway.reconcile.command import reconcile
+
+    return reconcile(_settings(arguments), arguments)
 
 
 def _demo(_: argparse.Namespace) -> int:

@@ -23,6 +23,7 @@ RESET = "deployment_reset"
 TRIED = "deployment_tried"
 BUDGET_RAISED = "budget_raised"
 BUDGET_RESET = "budget_reset"
+LEDGER_CORRECTED = "ledger_corrected"
 USES = {DRAINED: "drained", DISABLED: "disabled", ENABLED: ""}
 """What a deployment is after an action; empty: in use."""
 
@@ -31,8 +32,9 @@ class AuditRow(msgspec.Struct, frozen=True, kw_only=True):
     """One look of an admin at texts, one certificate started, or one act on a budget or a deployment.
 
     `at_ms` is unix milliseconds; `entry` is the id of the cached answer, the certificate's alias,
-    what was done to the budget, or the deployment's name, for which `team_id` is 0; `request_id` is empty but for answers;
-    `client` is the address; `way` is `dashboard` or `api`.
+    what was done to the budget or the ledger, or the deployment's name; of the last two `team_id`
+    is 0. `request_id` is empty but for answers; `client` is the address; `way` is `dashboard`,
+    `api` or `command`.
     """
 
     at_ms: int

@@ -96,6 +96,16 @@ class Database:
                 await connection.run_sync(_create if found is None else _upgrade)
 
     @uncancelled
+    async def check(self) -> None:
+        """Raises SchemaUnknown if the schema is not current; makes and migrates nothing."""
+        if self._path is not None and not self._path.exists():
+            raise SchemaUnknown(f"there is no database at {self._path}")
+        async with self.reading() as connection:
+            found = await _version(connection)
+        if found != schema.VERSION:
+            raise SchemaUnknown("the database is of another version of Sameway: start this version's gateway first")
+
+    @uncancelled
     async def close(self) -> None:
         await self._engine.dispose()
 

@@ -11,7 +11,7 @@ import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from enum import StrEnum
 from typing import Any
 
@@ -20,6 +20,7 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.accounts import schema
+from gateway.accounts.audit import AuditRow, inserted
 from gateway.accounts.database import Database, uncancelled
 from gateway.accounts.errors import Invalid
 from gateway.accounts.row import HitsRow, LedgerRow
@@ -109,6 +110,35 @@ class SavingsLine:
     amount_microusd: int
 
 
+@dataclass(frozen=True, slots=True)
+class DaySpend:
+    """The ledger's rows of one UTC day, team, key, alias, deployment and kind, summed.
+
+    `estimated` of the `requests` have estimated tokens, at `estimated_microusd`.
+    """
+
+    day: date
+    team_id: int
+    key_id: int
+    alias: str
+    deployment: str
+    kind: str
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    cache_write_tokens: int
+    cache_write_1h_tokens: int
+    cost_microusd: int
+    provider_cost_microusd: int
+    estimated: int
+    estimated_microusd: int
+
+
+CORRECTION = "correction"
+"""The kind, and the mechanism, of rows that correct a day's cost: no generations."""
+
+
 class Ledger:
     """Reads and writes the ledger's tables. Database errors are sqlalchemy's own."""
 
@@ -123,23 +153,65 @@ class Ledger:
         """
         if not rows:
             return 0
-        table = schema.ledger
         # sorted by id, so that two writers cannot deadlock
         by_id = {row.id: row for row in sorted(rows, key=lambda row: row.id)}
         async with self._database.writing() as connection:
-            if self._database.is_sqlite:
-                new = await _insert_sqlite(connection, by_id)
-            else:  # a writer that pauses in here must not block the next one
-                await connection.execute(sa.text("SET LOCAL idle_in_transaction_session_timeout = '30s'"))
-                insert = (
-                    self._database.insert(table).on_conflict_do_nothing(index_elements=["id"]).returning(table.c.id)
-                )
-                values = [{name: getattr(row, name) for name in _FIELDS} for row in by_id.values()]
-                new = [by_id[row_id] for row_id in (await connection.execute(insert, values)).scalars()]
-            await self._add_to_days(connection, new)
-            await self._add_to_savings(connection, [line for row in new for line in _lines(row)])
-            await self._add_to_counts(connection, new)
+            return await self._append(connection, by_id)
+
+    @uncancelled
+    async def correct(self, rows: Sequence[LedgerRow], audit: AuditRow) -> int:
+        """Append correcting rows with new ids, and the row of the audit log, in one transaction.
+
+        Without a new row nothing is written. Returns the number of new rows.
+        """
+        async with self._database.writing() as connection:
+            count = await self._append(connection, {row.id: row for row in rows})
+            if count:
+                await connection.execute(inserted(audit))
+            return count
+
+    async def _append(self, connection: AsyncConnection, by_id: Mapping[str, LedgerRow]) -> int:
+        table = schema.ledger
+        if self._database.is_sqlite:
+            new = await _insert_sqlite(connection, by_id)
+        else:  # a writer that pauses in here must not block the next one
+            await connection.execute(sa.text("SET LOCAL idle_in_transaction_session_timeout = '30s'"))
+            insert = self._database.insert(table).on_conflict_do_nothing(index_elements=["id"]).returning(table.c.id)
+            values = [{name: getattr(row, name) for name in _FIELDS} for row in by_id.values()]
+            new = [by_id[row_id] for row_id in (await connection.execute(insert, values)).scalars()]
+        await self._add_to_days(connection, new)
+        await self._add_to_savings(connection, [line for row in new for line in _lines(row)])
+        await self._add_to_counts(connection, new)
         return len(new)
+
+    @uncancelled
+    async def day_spends(self, first: date, last: date) -> tuple[DaySpend, ...]:
+        """The sums of the rows of the UTC days from `first` to `last`, both included."""
+        rows = schema.ledger.c
+        start = datetime(first.year, first.month, first.day, tzinfo=UTC)
+        end = datetime(last.year, last.month, last.day, tzinfo=UTC)
+        day = sa.cast(rows.at_ms - rows.at_ms % _DAY_MS, sa.BigInteger)
+        names = ("team_id", "key_id", "alias", "deployment", "kind")
+        counts = ("prompt_tokens", "cached_tokens", "completion_tokens", "cache_write_tokens", "cache_write_1h_tokens")
+        statement = (
+            sa.select(
+                day,
+                *(rows[name] for name in names),
+                sa.func.sum(sa.case((rows.kind == CORRECTION, 0), else_=1)),
+                *(sa.func.sum(rows[name]) for name in (*counts, "cost_microusd")),
+                sa.func.sum(sa.func.coalesce(rows.provider_cost_microusd, 0)),
+                sa.func.sum(sa.case((rows.usage_estimated, 1), else_=0)),
+                sa.func.sum(sa.case((rows.usage_estimated, rows.cost_microusd), else_=0)),
+            )
+            .where(rows.at_ms >= int(start.timestamp() * 1000), rows.at_ms < int(end.timestamp() * 1000) + _DAY_MS)
+            .group_by(day, *(rows[name] for name in names))
+            .order_by(day, *(rows[name] for name in names))
+        )
+        async with self._database.reading() as connection:
+            return tuple(
+                DaySpend(datetime.fromtimestamp(at_ms // 1000, UTC).date(), *labels[:5], *map(int, labels[5:]))
+                for at_ms, *labels in await connection.execute(statement)
+            )
 
     @uncancelled
     async def append_hits(self, rows: Sequence[HitsRow]) -> None:
@@ -264,7 +336,7 @@ class Ledger:
         for row in rows:
             key = (row.at_ms // _DAY_MS, row.team_id, row.key_id, row.alias, row.deployment, row.kind)
             day = sums.setdefault(key, dict.fromkeys(("requests", *_SUMS), 0))
-            day["requests"] += 1
+            day["requests"] += row.kind != CORRECTION
             for name in _SUMS:
                 day[name] += getattr(row, name)
         names = [column.name for column in schema.ledger_days.primary_key]
@@ -302,7 +374,7 @@ def _lines(row: LedgerRow) -> Iterator[_Line]:
     # a try beside the one that answered is no further request
     baseline = [(BASELINE, row.baseline_microusd)] if row.baseline_microusd or not row.mechanism else []
     for line, amount in (*baseline, (SPENT, row.cost_microusd), *row.savings()):
-        yield (row.at_ms // _DAY_MS, row.team_id, row.alias, line), 1, amount
+        yield (row.at_ms // _DAY_MS, row.team_id, row.alias, line), int(row.kind != CORRECTION), amount
 
 
 def _lines_of_hits(row: HitsRow) -> Iterator[_Line]:

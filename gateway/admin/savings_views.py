@@ -95,7 +95,7 @@ class _Sum:
                     amount_microusd=self.amounts[name],
                 )
                 for name in known
-                if self.requests[name]
+                if self.requests[name] or self.amounts[name]
             ],
         }
 

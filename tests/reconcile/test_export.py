@@ -1,0 +1,119 @@
+# ruff: noqa: E501 - lines of exports
+"""Providers' exports and plain CSVs, as they come out of dashboards and spreadsheets."""
+
+from __future__ import annotations
+
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from gateway.reconcile.export import Export, ExportError, normal_model, read_export
+
+DAY = date(2026, 11, 20)
+OPENAI_USAGE = """start_time,end_time,start_time_iso,end_time_iso,project_id,num_model_requests,user_id,api_key_id,model,batch,input_tokens,output_tokens,input_cached_tokens,input_audio_tokens,output_audio_tokens
+1795132800,1795219200,2026-11-20T00:00:00+00:00,2026-11-21T00:00:00+00:00,proj,3,,,gpt-4o-mini-2024-07-18,False,1000,200,400,0,0
+1795132800,1795219200,2026-11-20T00:00:00+00:00,2026-11-21T00:00:00+00:00,proj,1,,,gpt-4o-mini-2024-07-18,False,100,20,0,0,0
+"""
+OPENAI_COST = """start_time,end_time,start_time_iso,end_time_iso,amount_value,amount_currency,quantity,quantity_unit,line_item,user_id,api_key_id,project_id,organization_id
+1795132800,1795219200,2026-11-20T00:00:00+00:00,2026-11-21T00:00:00+00:00,0.00012,usd,1,token,"gpt-4o-mini-2024-07-18, input",,,,
+1795132800,1795219200,2026-11-20T00:00:00+00:00,2026-11-21T00:00:00+00:00,0.00003,usd,1,token,"gpt-4o-mini-2024-07-18, output",,,,
+1795219200,1795305600,2026-11-21T00:00:00+00:00,2026-11-22T00:00:00+00:00,,,,,,,,,
+"""
+ANTHROPIC_USAGE = """usage_date_utc,model_version,api_key,workspace,usage_type,context_window,usage_input_tokens_no_cache,usage_input_tokens_cache_write_5m,usage_input_tokens_cache_write_1h,usage_input_tokens_cache_read,usage_output_tokens,web_search_count,inference_geo,speed
+2026-11-20,claude-sonnet-4-5-20250929,key,Default,standard,≤ 200k,100,20,10,70,50,0,not_available,
+"""
+ANTHROPIC_COST = """usage_date_utc,model,workspace,api_key,usage_type,context_window,token_type,cost_usd,cost_type
+2026-11-20,claude-sonnet-4-5-20250929,Default,key,standard,≤ 200k,input_no_cache,0.0123,token
+2026-11-20,claude-sonnet-4-5-20250929,Default,key,batch,≤ 200k,output,0.0077,token
+"""
+
+
+def read(tmp_path: Path, text: str | bytes, ignored: tuple[str, ...] = ()) -> Export:
+    path = tmp_path / "usage.csv"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return read_export(path, ignored)
+
+
+def test_openais_exports(tmp_path: Path) -> None:
+    """Usage by requests and tokens, cost by line item; a dated model is its undated one, an empty day is none."""
+    usage = read(tmp_path, OPENAI_USAGE)
+    one = usage.billed[DAY, "gpt-4o-mini"]
+    assert (one.requests, one.prompt, one.cached, one.completion) == (4, 1100, 400, 220)
+    assert (usage.has_cost, usage.has_requests, one.names) == (False, True, {"gpt-4o-mini-2024-07-18"})
+    cost = read(tmp_path, OPENAI_COST)
+    assert {key: one.microusd for key, one in cost.billed.items()} == {(DAY, "gpt-4o-mini"): 150}
+    assert cost.has_cost
+
+
+def test_anthropics_exports(tmp_path: Path) -> None:
+    """The prompt is what was read and written of the cache and the rest; batches are known."""
+    one = read(tmp_path, ANTHROPIC_USAGE).billed[DAY, "claude-sonnet-4-5"]
+    assert (one.prompt, one.cached, one.written, one.written_1h, one.completion) == (200, 70, 20, 10, 50)
+    one = read(tmp_path, ANTHROPIC_COST).billed[DAY, "claude-sonnet-4-5"]
+    assert (one.microusd, one.batch_microusd) == (20_000, 7_700)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "date,model,cost\n2026-11-20,m,1234.5\n",
+        b"\xef\xbb\xbfdate;model;cost\n2026-11-20;m;1234,5\n",
+        "Date;Model;Cost\r\n2026-11-20;m;1.234,50\r\n",
+        'date,model,cost\n2026-11-20,m,"$1,234.50"\n',
+        "date\tmodel\tcost\n1795132800\tm\t1 234.5\n",
+        'date,model,cost\n"=""2026-11-20""",\'m,1234.5\n',
+        "date,model,cost\n2026-11-19T23:30:00-04:00,openai/M,1234.5\n",
+        "date,model,cost\n2026-11-20,m,1234.5\n".encode("utf-16"),
+    ],
+)
+def test_what_spreadsheets_make_of_it(tmp_path: Path, text: str | bytes) -> None:
+    """Byte-order marks, semicolons, decimal commas, thousands, texts in quotes and zones."""
+    assert {key: one.microusd for key, one in read(tmp_path, text).billed.items()} == {(DAY, "m"): 1_234_500_000}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "empty"),
+        ("date,model,cost\n", "no rows"),
+        ("date,model,price\n", "unknown column: 'price'"),
+        ("date,cost\n", "no column is the model"),
+        ("date,model\n", "tokens or costs"),
+        ("date,model,cost,amount\n", "two columns"),
+        ("date,model,cost\n2026-11-20,m,=1+1\n", "line 2"),
+        ("date,model,cost\n2026-11-20,=cmd|'x'!A1,1\n", "the model"),
+        ("date,model,cost\n11/20/2026,m,1\n", "the date"),
+        ("date,model,cost\n2026-11-20,m,NaN\n", "no number"),
+        ("date,model,cost\n2026-11-20,m,1e99\n", "larger than any bill"),
+        ('date,model,cost\n2026-11-20,m,"1,234"\n', "a thousand or a fraction"),
+        ("date;model;cost\n2026-11-20;m;1.234\n", "a thousand or a fraction"),
+        ("date,model,cost\n2026-11-20,m\n", "2 cells"),
+        ("date,model,prompt_tokens\n2026-11-20,m,-5\n", "whole number"),
+        ("date,model,prompt_tokens,cached_tokens\n2026-11-20,m,5,6\n", "prompt cache"),
+        ("date,model,cost,currency\n2026-11-20,m,1,eur\n", "expected usd"),
+        ('date,model,cost\n2026-11-20,"m,1\n', "no CSV"),
+        (b"PK\x03\x04", "spreadsheet"),
+        (b"date,model,cost\n2026-11-20,m\xff,1\n", "UTF-8"),
+        ("date,model,cost\n2026-11-20,\x1b[2Jm,1\n", "x1b"),
+    ],
+)
+def test_what_cannot_be_told_is_refused(tmp_path: Path, text: str | bytes, words: str) -> None:
+    """With the line and what was expected; a terminal gets no control character of the file."""
+    with pytest.raises(ExportError) as refused:
+        read(tmp_path, text)
+    assert words in str(refused.value)
+    assert str(refused.value).isprintable()
+
+
+def test_a_column_may_be_left_out(tmp_path: Path) -> None:
+    """By its name, as the message says."""
+    assert read(tmp_path, "date,model,cost,Team Name\n2026-11-20,m,1,x\n", ("team name",)).billed
+
+
+def test_names_of_one_model() -> None:
+    """Providers, regions and dates in a name make no other model."""
+    names = ("gpt-4o", "GPT-4o-2024-08-06", "openai/gpt-4o", "openrouter/openai/gpt-4o")
+    assert {normal_model(name) for name in names} == {"gpt-4o"}
+    bedrock = normal_model("bedrock/us.anthropic.claude-sonnet-4-5-20250929-v1:0")
+    assert bedrock == normal_model("claude-sonnet-4-5") == "claude-sonnet-4-5"
