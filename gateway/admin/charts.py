@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from markupsafe import Markup
 
 from gateway.admin import format as fmt
-from gateway.admin.models import StatsOut, TallyOut
+from gateway.admin.models import SavingsOut, StatsOut, TallyOut
 from gateway.telemetry.buckets import HITS, KINDS
 from gateway.telemetry.summary import Percentiles, Window
 
@@ -73,7 +73,7 @@ def kinds_chart(stats: StatsOut) -> Markup:
 def money_chart(stats: StatsOut) -> Markup:
     """Spend over time with the savings on top: a whole bar is the cost without a cache."""
     spent = tuple(float(point.tally.cost_microusd) for point in stats.series)
-    saved = tuple(float(point.tally.saved_microusd) for point in stats.series)
+    saved = tuple(float(max(0, point.tally.saved_microusd)) for point in stats.series)
     series = [Series("spent", "spent", spent), Series("saved", "saved", saved)]
     notes = [
         _note(stats, index, f"spent {fmt.usd(point.tally.cost_microusd)}, saved {fmt.usd(point.tally.saved_microusd)}")
@@ -81,6 +81,57 @@ def money_chart(stats: StatsOut) -> Markup:
     ]
     label = f"Money: spent {fmt.usd(stats.total.cost_microusd)}, saved {fmt.usd(stats.total.saved_microusd)}"
     return stacked_bars(series, _names(stats), Axis(lambda value: fmt.usd(round(value)), 100.0), label, notes)
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One row of a waterfall: `kind` is its class, `drawing` its bar between what came before and after."""
+
+    kind: str
+    label: str
+    requests: int
+    amount: str
+    drawing: Markup
+
+
+def waterfall(savings: SavingsOut) -> list[Bar]:
+    """From the baseline over each step to what was spent, in the savings' own order."""
+    levels = [savings.baseline_microusd]
+    for step in savings.steps:
+        levels.append(levels[-1] - step.amount_microusd)
+    whole = max(1, *levels) - min(0, *levels)
+    low = min(0, *levels)
+
+    def drawn(kind: str, start: int, end: int) -> Markup:
+        x, width = (min(start, end) - low) / whole * 1000, max(abs(end - start) / whole * 1000, 1.5)
+        box = '<svg class="parts" viewBox="0 0 1000 10" preserveAspectRatio="none" aria-hidden="true">{}</svg>'
+        return Markup(box).format(_rect(kind, min(x, 998.5), 0, width, 10))
+
+    baseline, spent = savings.baseline_microusd, savings.spent_microusd
+    bars = [Bar("baseline", "Without Sameway", savings.requests, fmt.usd(baseline), drawn("baseline", 0, baseline))]
+    for step, before, after in zip(savings.steps, levels[:-1], levels[1:], strict=True):
+        kind = "saved" if step.amount_microusd >= 0 else "cost"
+        amount = fmt.usd(-step.amount_microusd) if kind == "saved" else f"+{fmt.usd(-step.amount_microusd)}"
+        bars.append(Bar(kind, step.words, step.requests, amount, drawn(kind, before, after)))
+    return [*bars, Bar("spent", "Spent", savings.requests, fmt.usd(spent), drawn("spent", 0, spent))]
+
+
+def savings_chart(savings: SavingsOut) -> Markup:
+    """Spend by day with the savings on top; a day that cost more than its baseline has no savings."""
+    known = {one.day: one for one in savings.days}
+    starts = range(savings.from_s, savings.until_s, 86_400)
+    days = [datetime.fromtimestamp(at, UTC).date().isoformat() for at in starts]
+    spent = tuple(float(max(0, known[day].spent_microusd)) if day in known else 0.0 for day in days)
+    saved = tuple(float(max(0, known[day].saved_microusd)) if day in known else 0.0 for day in days)
+    notes = [
+        f"{day}\nspent {fmt.usd(known[day].spent_microusd)}, saved {fmt.usd(known[day].saved_microusd)}"
+        if day in known
+        else f"{day}\nnothing"
+        for day in days
+    ]
+    series = [Series("spent", "spent", spent), Series("saved", "saved", saved)]
+    label = f"By day: spent {fmt.usd(savings.spent_microusd)}, saved {fmt.usd(savings.saved_microusd)}"
+    return stacked_bars(series, days, Axis(lambda value: fmt.usd(round(value)), 100.0), label, notes)
 
 
 def ttft_chart(stats: StatsOut) -> Markup:

@@ -11,8 +11,16 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 
 from gateway.accounts import Group, LedgerFilter
-from gateway.admin import budget_views, cache_views, misses, views
-from gateway.admin.charts import answers_bar, kinds_bar, kinds_chart, money_chart, ttft_chart
+from gateway.admin import budget_views, cache_views, misses, savings_views, views
+from gateway.admin.charts import (
+    answers_bar,
+    kinds_bar,
+    kinds_chart,
+    money_chart,
+    savings_chart,
+    ttft_chart,
+    waterfall,
+)
 from gateway.admin.forms import (
     add_answer_form,
     add_cache_forms,
@@ -32,6 +40,7 @@ _ROUTES_PER_PAGE = 50
 _LEDGER_PER_PAGE = 50
 _AUDIT_PER_PAGE = 100
 _LATEST = 6
+_SPANS = {"1": "today", "7": "7 days", "30": "30 days", "90": "90 days", "365": "a year"}
 _NO_FORM: dict[str, Any] = {"form": "", "problem": "", "values": {}, "new_key": None, "purge": None, "tried": None}
 
 
@@ -123,6 +132,31 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             is_filtered=where != RouteFilter(),
             choices=await views.route_choices(parts),
             models=parts.settings.names,
+        )
+
+    @router.get("/savings")
+    async def savings(request: Request) -> Response:
+        query = request.query_params
+        days = query.get("days", "")
+        days = days if days in _SPANS else str(savings_views.DAYS)
+        now_ms = int(parts.clock() * 1000)
+        where = LedgerFilter(
+            team_id=_team_id(request),
+            alias=query.get("model") or None,
+            from_ms=now_ms - (int(days) - 1) * savings_views.DAY_S * 1000,
+        )
+        found = await savings_views.savings(parts, where)
+        return pages.render(
+            request,
+            "savings.html",
+            savings=found,
+            bars=waterfall(found),
+            chart=savings_chart(found),
+            team_id=where.team_id,
+            model=where.alias or "",
+            days=days,
+            spans=_SPANS,
+            choices=await views.ledger_choices(parts),
         )
 
     @router.get("/ledger")

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 from cache import Trial
 from cache.verdicts import AnswerRef, Scope, Source, Suspension, Verdict
+from gateway.accounts import HitsRow
 from gateway.deployments.progress import Attempt
 from gateway.journey.record import Record, Rejection
 from gateway.telemetry import checks
@@ -56,7 +57,30 @@ async def seed(world: World) -> dict[str, int]:
     ):
         await _suspend(world, ids["search"], prompt, source, scope)
     for number in range(130):
-        await world.spend(ids["search" if number % 3 else "support"], 1_900 + 37 * number, number)
+        cost = 1_900 + 37 * number
+        rest = {"cheaper_route": 3_000, "dearer_route": -900, "local_engine": 4_000, "": 0}
+        mechanism = list(rest)[number % 4]
+        await world.spend(
+            ids["search" if number % 3 else "support"],
+            cost,
+            number,
+            baseline_microusd=None if number % 9 == 0 else cost + rest[mechanism] + 300,
+            prefix_read_microusd=400,
+            prefix_write_microusd=100,
+            mechanism=mechanism,
+        )
+    for place, (source, requests) in enumerate({"exact": 700, "semantic": 240, "coalesced": 60}.items()):
+        hits = HitsRow(
+            id=source,
+            at_ms=int((NOW_S - 86_400 * place) * 1000),
+            team_id=ids["search"],
+            alias="small",
+            source=source,
+            requests=requests,
+            unknown=place,
+            baseline_microusd=requests * 2_100,
+        )
+        await world.ledger.append_hits([hits])
     await world.spend(ids["batch jobs"], 5_000_000, 900)
     world.parts[:] = [
         Part("redis", Health.OK),

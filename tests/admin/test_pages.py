@@ -10,7 +10,8 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from gateway.admin import views
+from gateway.accounts import LedgerFilter
+from gateway.admin import savings_views, views
 from gateway.admin.guard import COOKIE, SESSION_S
 from gateway.admin.models import DeploymentOut
 from gateway.admin.problems import problems
@@ -24,7 +25,7 @@ from tests.admin.world import ADMIN_KEY, LOCAL, NOW_S, REMOTE, World, open_world
 from tests.services import run_redis
 from tests.telemetry.records import hit, miss
 
-PAGES = ("", "/requests", "/teams", "/cache", "/deployments", "/ledger", "/audit")
+PAGES = ("", "/requests", "/teams", "/savings", "/cache", "/deployments", "/ledger", "/audit")
 OWN = {"sec-fetch-site": "same-origin"}
 
 
@@ -605,3 +606,22 @@ async def test_an_admin_says_right_and_wrong(world: World, browser: httpx.AsyncC
         .headers["location"]
         .startswith("/admin/cache")
     )
+
+
+async def test_the_savings_page_is_the_apis_waterfall(world: World, browser: httpx.AsyncClient) -> None:
+    """Each step with its requests and amount, in words and in a bar; the baseline less the steps is what was spent."""
+    ids = await seed(world)
+    found = await savings_views.savings(world.admin, LedgerFilter())
+    assert found.baseline_microusd - sum(step.amount_microusd for step in found.steps) == found.spent_microusd
+    assert {step.mechanism for step in found.steps if step.amount_microusd < 0} == {"prefix_write", "dearer_route"}
+    assert found.unknown_requests == 15 + 1 + 3
+    page = (await browser.get("/admin/savings")).text
+    table = page[page.index('id="waterfall"') : page.index("</table>")]
+    for step in found.steps:
+        assert step.words.replace("'", "&#39;") in table
+    assert table.count("<svg") == table.count('aria-hidden="true"') == len(found.steps) + 2
+    of_team = await savings_views.savings(world.admin, LedgerFilter(team_id=ids["support"]))
+    assert [one.team for one in of_team.by_team] == ["support"]
+    assert "Exact hits" not in (await browser.get(f"/admin/savings?team_id={ids['support']}")).text
+    for query in ("days=1", "days=x", "days=365&model=big", "team_id=999", "model=%3Cb%3E"):
+        assert (await browser.get(f"/admin/savings?{query}")).status_code == 200
