@@ -7,7 +7,9 @@ Invariant: no process is left running.
 
 import asyncio
 import contextlib
+import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -28,6 +30,8 @@ from policies.durations import duration_ms, duration_s
 _ADMIN_KEY = "sk-admin-demo-0123456789"
 _API_KEY = "sk-sw-demo-0123456789abcdef0123456789abcdef"
 _LOCAL = "smollm2"
+_SUPPORT = "support"
+_HITS = ("exact", "semantic", "coalesced")
 _READY_WITHIN_S = 120.0
 _PRICE = {"input_usd_per_mtok": 0.10, "output_usd_per_mtok": 0.40}
 
@@ -40,9 +44,13 @@ def main() -> int:
     """Run the demo; returns the exit status."""
     from openai import OpenAIError
 
-    with tempfile.TemporaryDirectory(prefix="sameway-demo-") as folder, _failing_upstream() as failing_port:
+    with (
+        tempfile.TemporaryDirectory(prefix="sameway-demo-") as folder,
+        _upstream(_Failing) as failing_port,
+        _upstream(_Answering) as answering_port,
+    ):
         config = Path(folder) / "sameway.yaml"
-        config.write_text(yaml.safe_dump(_config(failing_port)))
+        config.write_text(yaml.safe_dump(_config(failing_port, answering_port)))
         with _gateway(config, Path(folder) / "data") as base_url:
             try:
                 asyncio.run(_Demo(base_url).run())
@@ -55,7 +63,7 @@ def main() -> int:
     return 0
 
 
-def _config(failing_port: int) -> dict[str, Any]:
+def _config(failing_port: int, answering_port: int) -> dict[str, Any]:
     local = {"name": "local", "backend": "local", "engine": "default", "price": _PRICE}
     failing = {
         "name": "failing-api",
@@ -65,10 +73,14 @@ def _config(failing_port: int) -> dict[str, Any]:
         "price": {"input_usd_per_mtok": 0.0, "output_usd_per_mtok": 0.0},
         "priority": 1,
     }
+    day = {"backend": "openai", "model": "simulated", "base_url": f"http://127.0.0.1:{answering_port}/v1"}
+    listed = {"name": "large-api", **day, "price": {"input_usd_per_mtok": 2.5, "output_usd_per_mtok": 10.0}}
+    cheap = {"name": "small-api", **day, "price": {"input_usd_per_mtok": 0.6, "output_usd_per_mtok": 2.4}}
     return {
         "cache": {"is_audited": False},  # an audit could turn the shown hit into a miss
         "models": {
             _LOCAL: {"deployments": [local]},
+            _SUPPORT: {"policy": "cheapest", "deployments": [listed, cheap]},
             "prefers-api": {"policy": "cheapest", "deployments": [failing, {**local, "name": "local-fallback"}]},
         },
     }
@@ -97,6 +109,7 @@ class _Demo:
             await self._failover()
             await self._budget()
             await self._stats()
+            await self._simulated_day()
 
     async def _wait_until_ready(self) -> None:
         _step("The gateway answers already; its local model and its embedder are still loading")
@@ -127,9 +140,9 @@ class _Demo:
     async def _seen(self, path: str, is_there: Callable[[Any], object], **params: str) -> Any:
         """The reply of the admin API once `is_there` accepts it: workers send counts once a second.
 
-        Raises DemoFailed after 5 s.
+        Raises DemoFailed after 15 s.
         """
-        for _ in range(20):
+        for _ in range(60):
             found = (await self._admin.get(path, params=params)).raise_for_status().json()
             if is_there(found):
                 return found
@@ -277,6 +290,52 @@ class _Demo:
         _check({kind: kinds[kind] for kind in wanted} == wanted, "the counts are right", kinds)
         _say(f"the dashboard would be at {self._root}/admin")
 
+    async def _simulated_day(self) -> None:
+        _step("A simulated day of a help desk: what it costs, beside what it would have cost without Sameway")
+        chance = random.Random(24)
+        asked = [_question(chance) for _ in range(_DAY)]
+        distinct = len(set(asked))
+        _say(f"{_DAY} questions of made-up traffic, {distinct} different ones: most are about few subjects, in three")
+        _say("wordings; one in ten is asked once. A simulated API answers at once, in 150 tokens; the alias lists a")
+        _say("large model first, and its policy takes a smaller one for a quarter of the price")
+        for start in range(0, _DAY, 4):
+            batch = asked[start : start + 4]
+            await asyncio.gather(*(self._ask(question, model=_SUPPORT) for question in batch))
+        found = await self._seen("/savings", lambda found: found["requests"] >= _DAY, model=_SUPPORT)
+        width = max(len(step["words"]) for step in found["steps"])
+        for words, requests, amount in (
+            ("Without Sameway", found["requests"], found["baseline_microusd"]),
+            *((step["words"], step["requests"], -step["amount_microusd"]) for step in found["steps"]),
+            ("Spent", found["requests"], found["spent_microusd"]),
+        ):
+            sign = "-" if amount < 0 else " "
+            bar = "█" * round(30 * abs(amount) / max(1, found["baseline_microusd"]))
+            _say(f"{words:{width}}  {requests:5} requests  {sign}${abs(amount) / 1e6:.4f}  {bar}")
+        rest = found["baseline_microusd"] - sum(step["amount_microusd"] for step in found["steps"])
+        _check(rest == found["spent_microusd"], "the baseline less each step is what was spent", found)
+        baseline, factor = found["baseline_microusd"], found["factor"]
+        cached = sum(one["amount_microusd"] for one in found["steps"] if one["mechanism"] in _HITS)
+        alone = baseline / max(1, baseline - cached)
+        words = f"{alone:.1f} to 1 by the cache alone, {factor or 0:.1f} to 1 with the cheaper route, on this traffic"
+        _check(factor is not None and alone > 1, f"{words}; docs/savings.md has the method", factor)
+
+
+_DAY = 320
+_SUBJECTS = (
+    "reset my password", "change my address", "return a parcel", "pay by invoice", "close my account",
+    "download a receipt", "track my order", "add a colleague", "export my data", "change my plan",
+    "cancel an order", "use a voucher",
+)  # fmt: skip
+_WORDINGS = ("How do I {}?", "How can I {}?", "Tell me how to {}.")
+
+
+def _question(chance: random.Random) -> str:
+    """A question of the simulated day: subjects are asked as often as 1 / rank, and one in ten only once."""
+    if chance.random() < 0.1:
+        return f"Where is order {chance.randrange(10**9)}?"
+    subject = chance.choices(_SUBJECTS, [1 / rank for rank in range(1, len(_SUBJECTS) + 1)])[0]
+    return chance.choices(_WORDINGS, (6, 3, 1))[0].format(subject)
+
 
 async def _parsed(raw: Any) -> Any:
     parsed = raw.parse()
@@ -323,21 +382,49 @@ def _gateway(config: Path, data_dir: Path) -> Iterator[str]:
             process.wait()
 
 
+class _Failing(BaseHTTPRequestHandler):
+    """An API that answers every request with 500."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        self.reply(self.rfile.read(int(self.headers.get("content-length", 0))))
+
+    def reply(self, _: bytes) -> None:
+        self.send_response(500)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        return
+
+
+class _Answering(_Failing):
+    """A simulated API: an answer of 150 tokens to each question, at once."""
+
+    def reply(self, body: bytes) -> None:
+        question = json.loads(body)["messages"][-1]["content"]
+        message = {"role": "assistant", "content": f"This is the simulated answer to: {question} " + "And so on. " * 40}
+        answer = {
+            "id": "chatcmpl-simulated",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": "simulated",
+            "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+            "usage": {"prompt_tokens": 400, "completion_tokens": 150, "total_tokens": 550},
+        }
+        data = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
 @contextlib.contextmanager
-def _failing_upstream() -> Iterator[int]:
-    """An API that answers every request with 500; yields its port."""
-
-    class Failing(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers.get("content-length", 0)))
-            self.send_response(500)
-            self.send_header("content-length", "0")
-            self.end_headers()
-
-        def log_message(self, *_: Any) -> None:
-            return
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Failing)
+def _upstream(handler: type[BaseHTTPRequestHandler]) -> Iterator[int]:
+    """An API on this host that answers by `handler`; yields its port."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield server.server_address[1]

@@ -69,6 +69,9 @@ async def spend(budgets: Budgets, limits: Sequence[Budget], writer: LedgerWriter
             completion_tokens=1,
             cost_microusd=cost,
             kind="generation",
+            baseline_microusd=3 * cost,
+            prefix_read_microusd=cost,
+            mechanism="cheaper_route",
         )
         row = msgspec.structs.replace(row, charges=charges_of(row, hold.more))
         while True:

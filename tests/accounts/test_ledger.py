@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.accounts import Invalid, LedgerRow, decode_row, encode_row
+from gateway.accounts import HitsRow, Invalid, LedgerRow, decode_row, encode_row
 from gateway.accounts.accounts import Accounts
 from gateway.accounts.ledger import Group, Ledger, LedgerFilter
 from policies import WindowKind
@@ -185,3 +185,49 @@ def test_what_a_database_would_refuse_is_refused_before(wrong: dict[str, object]
     row = msgspec.structs.replace(make_rows(1)[0], **wrong)
     with pytest.raises(msgspec.ValidationError):
         decode_row(encode_row(row))
+
+
+async def test_savings_are_the_sum_of_rows_hits_and_corrections(ledger: Ledger) -> None:
+    """In batches that overlap, with rows of no known baseline, hits written again and corrections below 0."""
+    chance = random.Random(5)
+    rows = [
+        msgspec.structs.replace(
+            one,
+            baseline_microusd=None if chance.random() < 0.2 else chance.randrange(20_000),
+            prefix_read_microusd=chance.randrange(-5, 300),
+            prefix_write_microusd=chance.randrange(200),
+            mechanism=chance.choice(["", "cheaper_route", "dearer_route", "local_engine", "tries", "checks"]),
+        )
+        for one in make_rows(300)
+    ]
+    correction = {"kind": "correction", "mechanism": "correction", "baseline_microusd": 0}
+    zero = {"prefix_read_microusd": 0, "prefix_write_microusd": 0}
+    rows += [
+        msgspec.structs.replace(one, id=f"c{one.id}", cost_microusd=chance.randrange(-900, 900), **correction, **zero)
+        for one in rows[:20]
+    ]
+    hits = [
+        HitsRow(
+            id=f"h{number}", at_ms=NOON_MS - number * DAY_MS, team_id=1, alias="small", source="exact", requests=5,
+            unknown=number % 3, baseline_microusd=100 * number,
+        )
+        for number in range(9)
+    ]  # fmt: skip
+    await asyncio.gather(
+        *(ledger.append(rows[start : start + 150]) for start in (0, 80, 170)),
+        *(ledger.append_hits(hits[start : start + 5]) for start in (0, 2, 4)),
+    )
+    await ledger.append(rows)
+    found: dict[str, int] = defaultdict(int)
+    for line in await ledger.savings(LedgerFilter()):
+        found[line.line] += line.amount_microusd
+    known = [row for row in rows if row.baseline_microusd is not None]
+    from_hits = sum(one.baseline_microusd for one in hits)
+    assert found["baseline"] == sum(row.baseline_microusd or 0 for row in known) + from_hits
+    assert found["spent"] == sum(row.cost_microusd for row in known)
+    assert found["exact"] == from_hits
+    assert found["correction"] == -sum(row.cost_microusd for row in known if row.kind == "correction")
+    steps = sum(amount for line, amount in found.items() if line not in ("baseline", "spent", "unknown_hits"))
+    assert found["baseline"] - steps == found["spent"]
+    [total] = await ledger.totals([])
+    assert (total.requests, total.cost_microusd) == (300, sum(row.cost_microusd for row in rows))

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 from redis.asyncio import Redis
@@ -88,6 +89,10 @@ async def compare(redis_url: str, database_url: str, path: Path) -> None:
     assert sum(state.spent for state in await budgets.states([tokens])) == of_tokens
     [by_day] = await ledger.totals([])
     assert (by_day.requests, by_day.cost_microusd) == (len(rows), total)
+    lines_of_days: Counter[str] = Counter()
+    for line in await ledger.savings(LedgerFilter()):
+        lines_of_days[line.line] += line.amount_microusd
+    assert lines_of_days == {"baseline": 3 * total, "spent": total, "prefix_read": total, "cheaper_route": total}
     assert await redis.xlen(LEDGER_SET_ASIDE) == 0
     await asyncio.sleep(LEASE_S)
     [after] = await budgets.spent([limit])

@@ -1,0 +1,189 @@
+"""`./run bench ledger`: how long queries of spend and savings take on a large ledger, and how fast it is written.
+
+    ./run bench ledger [--rows 1000000] [--days 90] [--runs 40] [--postgres] [--json FILE]
+
+Makes the rows itself in a temporary folder: 50 teams, 200 keys, 10 models of two deployments, spread over --days. The first
+rows go through the ledger's own writer, which is timed; the others are inserted by SQL, and their days are summed as the
+writer would. Each query runs --runs times with other teams, keys and days. Exits with 1 where a p95 is over 200 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from gateway.accounts import Group, Ledger, LedgerFilter, LedgerRow
+from gateway.accounts.database import Database
+from tests.services import run_postgres
+
+_P95_MS_MAX = 200.0
+_DAY_MS = 86_400_000
+_END_MS = 20_500 * _DAY_MS
+_TEAMS, _KEYS, _MODELS = 50, 200, 10
+_TIMED = 20_000
+_BLOCK = 200_000
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="bench ledger", description=__doc__)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--days", type=int, default=90)
+    parser.add_argument("--runs", type=int, default=40)
+    parser.add_argument("--postgres", action="store_true", help="on a PostgreSQL of its own; default: SQLite")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args(argv)
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sameway-ledger-"))
+        url = f"sqlite:///{folder}/ledger.db"
+        if arguments.postgres:
+            url = stack.enter_context(run_postgres()).create_database()
+        found = asyncio.run(_run(url, arguments.rows, arguments.days, arguments.runs))
+    print(f"{found['rows']:,} rows over {arguments.days} days on {'PostgreSQL' if arguments.postgres else 'SQLite'}")
+    print(f"writer: {found['written_per_s']:,.0f} rows a second")
+    for name, (p50, p95) in found["queries"].items():
+        print(f"{name:42} p50 {p50:7.1f} ms   p95 {p95:7.1f} ms")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=2))
+    slow = [name for name, (_, p95) in found["queries"].items() if p95 > _P95_MS_MAX]
+    print(f"over {_P95_MS_MAX:.0f} ms at p95: {', '.join(slow) or 'none'}")
+    return 1 if slow else 0
+
+
+async def _run(url: str, rows: int, days: int, runs: int) -> dict[str, Any]:
+    database = Database(url)
+    await database.open()
+    ledger, chance = Ledger(database), random.Random(0)
+    timed = [_row(chance, f"w{number}", days) for number in range(min(_TIMED, rows))]
+    began = time.perf_counter()
+    for start in range(0, len(timed), 500):
+        await ledger.append(timed[start : start + 500])
+    written_per_s = len(timed) / (time.perf_counter() - began)
+    await _fill(database, len(timed), rows, days)
+    queries = {name: await _timed(query, runs) for name, query in _queries(ledger, random.Random(1), days).items()}
+    await database.close()
+    return {"rows": rows, "written_per_s": written_per_s, "queries": queries}
+
+
+def _row(chance: random.Random, name: str, days: int) -> LedgerRow:
+    key = chance.randrange(_KEYS)
+    model = (key + chance.randrange(3)) % _MODELS
+    cost = chance.randrange(50, 5_000)
+    return LedgerRow(
+        id=name,
+        at_ms=_END_MS - 1 - chance.randrange(days * _DAY_MS),
+        request_id=name,
+        team_id=1 + key % _TEAMS,
+        key_id=key,
+        alias=f"model-{model}",
+        deployment=f"model-{model}@{chance.randrange(2)}",
+        prompt_tokens=chance.randrange(4_000),
+        cached_tokens=0,
+        completion_tokens=chance.randrange(800),
+        cost_microusd=cost,
+        kind="chat",
+        baseline_microusd=3 * cost,
+        mechanism="cheaper_route",
+    )
+
+
+async def _fill(database: Database, have: int, rows: int, days: int) -> None:
+    """Insert the rest by SQL, and sum it into the days and the savings as the writer does."""
+    if database.is_sqlite:
+        numbers = "WITH RECURSIVE n(i) AS (SELECT :start UNION ALL SELECT i + 1 FROM n WHERE i + 1 < :end)"
+        chance, text = "abs(random())", "CAST({} AS TEXT)"
+    else:
+        numbers = "WITH n(i) AS (SELECT generate_series(CAST(:start AS bigint), CAST(:end AS bigint) - 1))"
+        chance, text = "floor(random() * 2147483647)::bigint", "({})::text"
+    columns = (
+        "id, at_ms, request_id, team_id, key_id, alias, deployment, prompt_tokens, cached_tokens, completion_tokens, "
+        "cost_microusd, kind, baseline_microusd, mechanism"
+    )
+    i, model, key = text.format("i"), text.format("m"), "k"
+    select = (
+        f"SELECT 'r' || {i}, :last - (t % :span), 'r' || {i}, 1 + {key} % {_TEAMS}, {key}, 'model-' || {model}, "
+        f"'model-' || {model} || '@' || {text.format('d')}, p, 0, c, 50 + u, 'chat', 3 * (50 + u), 'cheaper_route' FROM ("
+        f"SELECT i, k, (k + {chance} % 3) % {_MODELS} AS m, {chance} % 2 AS d, {chance} * 37 AS t, {chance} % 4000 AS p, "
+        f"{chance} % 800 AS c, {chance} % 4950 AS u FROM (SELECT i, {chance} % {_KEYS} AS k FROM n) AS x) AS y"
+    )
+    for start in range(have, rows, _BLOCK):
+        values = {"start": start, "end": min(rows, start + _BLOCK), "last": _END_MS - 1, "span": days * _DAY_MS}
+        async with database.writing() as connection:
+            insert = f"{numbers} INSERT INTO ledger ({columns}) {select}"
+            insert = insert if not database.is_sqlite else f"INSERT INTO ledger ({columns}) {numbers} {select}"
+            await connection.execute(sa.text(insert), values)
+    day, keys = f"at_ms / {_DAY_MS}", "team_id, key_id, alias, deployment, kind"
+    sums = "sum(prompt_tokens), 0, sum(completion_tokens), sum(cost_microusd)"
+    async with database.writing() as connection:
+        await connection.execute(sa.text("DELETE FROM ledger_days"))
+        await connection.execute(sa.text("DELETE FROM savings_days"))
+        await connection.execute(
+            sa.text(
+                f"INSERT INTO ledger_days (day, {keys}, requests, prompt_tokens, cached_tokens, completion_tokens, "
+                f"cost_microusd) SELECT {day}, {keys}, count(*), {sums} FROM ledger GROUP BY {day}, {keys}"
+            )
+        )
+        for line, amount in (
+            ("baseline", "baseline_microusd"),
+            ("spent", "cost_microusd"),
+            ("cheaper_route", "baseline_microusd - cost_microusd"),
+        ):
+            await connection.execute(
+                sa.text(
+                    f"INSERT INTO savings_days (day, team_id, alias, line, requests, amount_microusd) SELECT {day}, team_id, "
+                    f"alias, '{line}', count(*), sum({amount}) FROM ledger GROUP BY {day}, team_id, alias"
+                )
+            )
+        await connection.execute(sa.text("ANALYZE"))
+
+
+def _queries(ledger: Ledger, chance: random.Random, days: int) -> dict[str, Callable[[], Awaitable[Any]]]:
+    def last(some: int) -> LedgerFilter:
+        until = _END_MS - chance.randrange(max(1, days - some + 1)) * _DAY_MS
+        return LedgerFilter(from_ms=until - some * _DAY_MS, until_ms=until)
+
+    def team(some: int) -> LedgerFilter:
+        where = last(some)
+        return LedgerFilter(team_id=chance.randrange(1, _TEAMS + 1), from_ms=where.from_ms, until_ms=where.until_ms)
+
+    def key() -> LedgerFilter:
+        return LedgerFilter(key_id=chance.randrange(_KEYS))
+
+    month = min(30, days)
+    return {
+        f"by team, {month} days": lambda: ledger.totals([Group.TEAM], last(month)),
+        f"by key, {month} days": lambda: ledger.totals([Group.KEY], last(month)),
+        f"by model, {month} days": lambda: ledger.totals([Group.ALIAS], last(month)),
+        f"by day, {month} days": lambda: ledger.totals([Group.DAY], last(month)),
+        f"one team by model and day, {month} days": lambda: ledger.totals([Group.ALIAS, Group.DAY], team(month)),
+        f"by team, {days} days": lambda: ledger.totals([Group.TEAM], last(days)),
+        f"one team by day, {days} days": lambda: ledger.totals([Group.DAY], team(days)),
+        f"one key by day, {days} days": lambda: ledger.totals([Group.DAY], key()),
+        f"savings by team and day, {month} days": lambda: ledger.savings(last(month)),
+        "a page of a team's rows": lambda: ledger.rows(team(month), 100),
+    }
+
+
+async def _timed(query: Callable[[], Awaitable[Any]], runs: int) -> tuple[float, float]:
+    """Median and 95th percentile, ms, after one run that warms the connection."""
+    await query()
+    taken: list[float] = []
+    for _ in range(runs):
+        began = time.perf_counter()
+        await query()
+        taken.append((time.perf_counter() - began) * 1000)
+    return _percentile(taken, 0.5), _percentile(taken, 0.95)
+
+
+def _percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
