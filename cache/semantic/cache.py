@@ -224,7 +224,7 @@ class SemanticCache:
         for row, place in enumerate(asked):
             if encoded.tokens[row] > self._encoder.info.tokens_max:
                 answers[place] = Neighbourhood(Miss(MissReason.TOO_LONG), ())
-            else:
+            elif rooms[place] in self._rooms:  # its last key may have turned out too long for the encoder
                 by_room.setdefault(rooms[place], []).append((place, encoded.vectors[row]))
         for room, rows in by_room.items():
             found = self._index.search(room, np.stack([vector for _, vector in rows]), max(NEIGHBOURS, count))

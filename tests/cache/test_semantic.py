@@ -292,6 +292,14 @@ def test_a_prompt_over_the_window_is_not_eligible(clock: Clock) -> None:
     assert [neighbour.text for neighbour in near.neighbours] == ["short one"]
 
 
+def test_a_lookup_beside_a_lone_prompt_over_the_window_is_a_miss(clock: Clock) -> None:
+    """The cached prompt turns out too long as it is embedded beside the query, and goes."""
+    cache = SemanticCache(FakeEmbedder(is_constant=True, tokens_max=5), Yes(), clock)
+    cache.fold([added("a b c d e f g", clock())])
+    assert one(cache, query("a b")) == Miss(MissReason.EMPTY)
+    assert len(cache) == 0
+
+
 def test_the_keys_are_bounded(clock: Clock) -> None:
     """The oldest go first."""
     cache = SemanticCache(FakeEmbedder(is_constant=True), Yes(), clock, keys_max=3)
