@@ -20,6 +20,7 @@ import msgspec
 
 from cache.decision.guards import difference
 from cache.decision.text_features import TextFeatures, read
+from cache.decision.words import NEGATIONS
 from cache.query import MissReason
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ _SHORT_CHARS = 1_000
 SHORT_WORDS = 25  # of an answer that states a fact; a longer one explains
 _SAME_COSINE = 0.93
 _SURE_COSINE = 0.97  # where each has a content word that the other lacks
-_OTHER_COSINE = 0.6
+_OTHER_COSINE = 0.5
 _OTHER_COSINE_TERSE = 0.8  # answers of a word or two: their other words are all they say
 _TERSE_WORDS = 3
 
@@ -182,7 +183,9 @@ def agree(fresh: str, cached: str, encode: Callable[[Sequence[str]], Encoded]) -
     guard = difference(one, other)
     if {_stance(one), _stance(other)} == {"yes", "no"}:
         return Judgement(Ruling.DIFFERENT, _NAME, "one says yes, the other no")
-    if guard is MissReason.POLARITY or (guard is MissReason.NUMBERS and _says_other_numbers(one, other)):
+    if (guard is MissReason.POLARITY and _is_contrary(one, other)) or (
+        guard is MissReason.NUMBERS and _says_other_numbers(one, other)
+    ):
         return Judgement(Ruling.DIFFERENT, _NAME, f"{guard} differ")
     if guard is MissReason.NAMES and one.names and other.names and not one.names & other.names:
         return Judgement(Ruling.DIFFERENT, _NAME, "names differ")
@@ -199,6 +202,15 @@ def agree(fresh: str, cached: str, encode: Callable[[Sequence[str]], Encoded]) -
     if is_swapped and not has_shared_number and cosine < other_cosine:
         ruling = Ruling.DIFFERENT
     return Judgement(ruling, _NAME, f"similarity {cosine:.2f}")
+
+
+def _is_contrary(one: TextFeatures, other: TextFeatures) -> bool:
+    """Whether two answers of other polarity disagree: in the same words but for one each.
+
+    In other words a negation may be of something else: "it is free", "you pay nothing".
+    """
+    mine, its = one.content_set - NEGATIONS, other.content_set - NEGATIONS
+    return _are_terse(one, other) or max(len(mine - its), len(its - mine)) <= 1
 
 
 def _says_other_numbers(one: TextFeatures, other: TextFeatures) -> bool:
