@@ -8,7 +8,7 @@ everything. Knows no digests. Invariant: in doubt the answer is that it needs it
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from cache.context.volatile import Span, SpanKind, word_set
 from cache.decision.text_features import remembered
@@ -100,23 +100,28 @@ _FOREIGN = word_set(
 )
 
 
-_VERSUS = ("vs", "versus")
+_ENGLISH = FUNCTION_WORDS | {"vs", "versus"}
 
 
 @remembered(2048)
 def words_of(text: str) -> tuple[str, ...]:
     """The words of a text, case-folded and stemmed, in their order."""
-    return tuple(stem(word.removesuffix("'s")) for word in _WORD.findall(text.casefold().replace("’", "'")))
+    return tuple(_stems_in(text))
 
 
-def is_english(text: str, known: frozenset[str] = frozenset()) -> bool:
-    """Whether a text is likely English: in ASCII letters, with a function word or a word of `known`, and
+def _stems_in(text: str) -> Iterator[str]:
+    return (stem(word.removesuffix("'s")) for word in _WORD.findall(text.casefold().replace("’", "'")))
+
+
+def is_english(text: str, beside: str = "") -> bool:
+    """Whether a text is likely English: in ASCII letters, with a function word or a word of `beside`, and
     none that only other languages have.
     """
     raw = _WORD.findall(text.casefold().replace("’", "'"))
     if not all(word.isascii() or not word.isalpha() for word in raw) or not _FOREIGN.isdisjoint(raw):
         return False
-    return any(word in FUNCTION_WORDS or word in known or word in _VERSUS for word in map(stem, raw))
+    stems = frozenset(map(stem, raw))
+    return not stems.isdisjoint(_ENGLISH) or not stems.isdisjoint(_stems_in(beside))
 
 
 def relied_on(question: str, spans: Sequence[Span], rest: str, *, has_tools: bool) -> frozenset[int]:
@@ -124,9 +129,9 @@ def relied_on(question: str, spans: Sequence[Span], rest: str, *, has_tools: boo
 
     `rest` is the prompt without its spans. With `has_tools` an answer may act for the user.
     """
-    asked = frozenset(words_of(_RATE.sub("", question)))
-    is_read = is_english(question) or is_english(question, frozenset(words_of(rest)))
-    if len(question) > QUESTION_CHARS_MAX or not is_read or not _QUOTING.isdisjoint(asked):
+    is_read = len(question) <= QUESTION_CHARS_MAX and is_english(question, rest)
+    asked = frozenset(words_of(_RATE.sub("", question))) if is_read else _QUOTING
+    if not _QUOTING.isdisjoint(asked):
         return frozenset(range(len(spans)))
     asks_now = bool(_NOW_ASKED.search(question))
     moments = [span.value for span in spans if span.kind is SpanKind.MOMENT]
@@ -150,7 +155,7 @@ def relied_on(question: str, spans: Sequence[Span], rest: str, *, has_tools: boo
 def _sentences_with(figures: re.Pattern[str], text: str) -> frozenset[str]:
     """The words of those sentences that have such figures."""
     return frozenset(
-        word for sentence in _SENTENCE.split(text) if figures.search(sentence) for word in words_of(sentence)
+        word for sentence in _SENTENCE.split(text) if figures.search(sentence) for word in _stems_in(sentence)
     )
 
 

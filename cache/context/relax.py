@@ -18,7 +18,7 @@ import msgspec
 
 from cache.context.dialogue import stands_alone
 from cache.context.questions import relied_on
-from cache.context.volatile import Span, SpanKind, spans
+from cache.context.volatile import TEXT_CHARS_MAX, Span, SpanKind, spans
 from cache.decision.text_features import read_for
 from cache.decision.words import FUNCTION_WORDS
 from cache.fingerprint import Fingerprint, fingerprint
@@ -115,21 +115,19 @@ def _without_slots(
     """The turns of the system prompt without the spans that the question does not rely on, the texts of
     these, and `volatile` where it relies on one.
     """
-    found = [[spans(text, patterns) for text in _texts_of(one)] for one in systems]
+    texts = [_texts_of(one) for one in systems]
+    is_long = sum(len(text) for row in texts for text in row) > TEXT_CHARS_MAX
+    found = [[() if is_long else spans(text, patterns) for text in row] for row in texts]
     if not any(some for row in found for some in row):
         return list(systems), [], ""
     turns: list[Any] = []
     left_out: list[str] = []
     kept = ""
-    rests = [
-        _rest(text, some)
-        for one, row in zip(systems, found, strict=True)
-        for text, some in zip(_texts_of(one), row, strict=True)
-    ]
-    rest = "\n".join(rests)
-    for one, row in zip(systems, found, strict=True):
+    read = [list(zip(*rows, strict=True)) for rows in zip(texts, found, strict=True)]
+    rest = "\n".join(_rest(text, some) for row in read for text, some in row)
+    for one, row in zip(systems, read, strict=True):
         made = []
-        for text, some in zip(_texts_of(one), row, strict=True):
+        for text, some in row:
             needed = relied_on(question, some, rest, has_tools=has_tools)
             free = [span for place, span in enumerate(some) if place not in needed]
             kept = "volatile" if needed else kept

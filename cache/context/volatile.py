@@ -10,9 +10,11 @@ not recognised is no span, and so stays exact.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 from re import _parser  # type: ignore[attr-defined]  # it alone shows what a pattern repeats
 from typing import Any
 
@@ -21,6 +23,10 @@ from cache.decision.text_features import remembered
 TEXT_CHARS_MAX = 32_768
 """A longer system prompt has no spans."""
 _SPANS_MAX = 32
+# a text with more of these is read no further and has no spans: they bound the time of any text
+_CUES_MAX = 512
+_FOUND_MAX = 4 * _SPANS_MAX
+_LINE_CHARS_MAX = 2_048  # of a line or a sentence
 
 
 def word_set(text: str) -> frozenset[str]:
@@ -84,7 +90,7 @@ _ID = (
 )
 _CODE = r"(?:[A-Z][A-Z0-9_-]{1,15}\b(?![ ]?[a-z]))"
 _LETTER = r"[^\W\d_a-zß-öø-ÿ]"  # a capital, nearly: of any alphabet
-_WORD = rf"{_LETTER}[^\W\d_]*(?:[-'’]{_LETTER}?[^\W\d_]+)*"
+_WORD = rf"{_LETTER}[^\W\d_]*(?:[-'’][^\W\d_]+)*"
 _NAME_WORD = rf"(?:{_LETTER}\.|{_WORD}|(?:van|von|de|da|del|di|der|den|dos|la|le|bin|al|el|y) {_WORD})"
 _TITLE = r"(?:Mrs?|Ms|Miss|Mx|Dr|Prof|Herr|Frau|Señora?|Sra?|Mme|Sig|Sig\.ra|Dhr|Mevr)\b\.? "
 _NAMES = rf"(?:{_TITLE})?{_WORD}(?: {_NAME_WORD}){{0,3}}"
@@ -276,8 +282,25 @@ _BY_CUE: dict[str, list[tuple[SpanKind, re.Pattern[str]]]] = {}
 for _cues, _some in _PATTERNS:
     for _cue in _cues.split():
         _BY_CUE.setdefault(_cue, []).extend(_some)
-_WORDS = re.compile(r"(?<![\w'’-])[^\W\d_]+|(?<=<)[^\W\d_]+")
-_ROW = re.compile(r"(?i)\b(?P<value>\d{1,5})(?= days? in a row| ?-?days? streak)(?P<label>)")
+
+
+def _tails(words: Iterable[str]) -> str:
+    """A pattern of any of these words in any case, which reads each letter once."""
+    by_letter: dict[str, list[str]] = {}
+    for word in words:
+        by_letter.setdefault(word[:1], []).append(word[1:])
+    return (
+        f"(?:{'|'.join(letter and f'[{letter}{letter.upper()}]{_tails(rest)}' for letter, rest in by_letter.items())})"
+    )
+
+
+# `re` looks fastest for a set of letters; "the" and "in" are everywhere
+_CUE = re.compile(
+    rf"[{''.join({case for cue in _BY_CUE for case in (cue[0], cue[0].upper())})}](?<![\w'’-].)"
+    rf"{_tails(cue[1:] for cue in _BY_CUE)}(?=[ \"'’_/:=#*>-])"
+    r"(?i:(?<!\bthe)(?<!\bin)|(?= (?:current|present|local|server|system|user|a |conv|chat|call)))"
+)
+_ROW = re.compile(r"(?P<value>\d(?<!\w.)\d{0,4})(?i:(?= days? in a row| ?-?days? streak))(?P<label>)")
 # a bare label is one only beside the session's or the user's data, or in a line of its own at an end of the text
 _BARE = frozenset(("date", "time", "day"))
 # further ids in the sentence that has the user's name
@@ -288,6 +311,7 @@ _FOLLOWING = tuple(
         (rf"(?:{_USER} )?{_NUMBER_WORD}{_IS}", _ID),
     )
 )
+_RUN = re.compile(r"\w+")
 _SENTENCE_END = re.compile(r"(?<!\bMr)(?<!\bMs)(?<!\bDr)(?<!\bMrs)(?<!\bProf)[.!?](?=\s)|\n")
 _CONDITIONAL = re.compile(
     r"(?i)\b(?:if|when|whenever|unless|until|except|once|where|in case|not|never|only|suppose|assume|pretend"
@@ -328,8 +352,8 @@ _NO_NAME_ENDS = ("ing", "tion", "sion", "ment", "ness", "ance", "ence", "ics", "
 
 _TOOLS = re.compile(
     r"(?im)^[ \t#*]*(?:(?:your|the|available|allowed|enabled) )*(?:tools?|functions?)"
-    r"(?: available| you (?:can|may) (?:use|call))?[ \t*]*:?[ \t*]*\n"
-    r"(?P<label>)(?P<value>(?:[ \t]*[-*•][ \t]+`?[a-z_][\w.]*`?(?:[ \t]*[(:–—-][^\n]*)?[ \t]*(?:\n|\Z)){2,})"
+    r"(?: available| you (?:can|may) (?:use|call))?(?:[ \t*]*:)?[ \t*]*\n"
+    r"(?P<label>)(?P<value>(?:[ \t]*[-*•][ \t]+`?[a-z_][\w.]*`?[ \t]*(?:[(:–—-][^\n]*)?(?:\n|\Z)){2,})"
 )
 
 
@@ -391,9 +415,12 @@ def spans(text: str, patterns: tuple[re.Pattern[str], ...] = ()) -> tuple[Span, 
     """
     if len(text) > TEXT_CHARS_MAX:
         return ()
+    cues = [*islice(_CUE.finditer(text), _CUES_MAX + 1)]
+    if len(cues) > _CUES_MAX:
+        return ()
     found = [_span(match, SpanKind.COUNTER) for match in _ROW.finditer(text)]
-    bare = []
-    for word in _WORDS.finditer(text):
+    bare, counts = [], Counter[str]()
+    for word in cues:
         cue = word[0].casefold()
         for kind, pattern in _BY_CUE.get(cue, ()):
             match = pattern.match(text, word.start())
@@ -401,15 +428,21 @@ def spans(text: str, patterns: tuple[re.Pattern[str], ...] = ()) -> tuple[Span, 
                 span = _span(match, kind)
                 if cue in _BARE:
                     bare.append(span)
-                elif kind is not SpanKind.NAME or _is_name(span, text):
+                elif kind is not SpanKind.NAME or _is_name(span, counts := counts or Counter(_RUN.findall(text))):
                     found.append(span)
+        if len(found) + len(bare) > _FOUND_MAX:
+            return ()
+    end = 0
     for name in [span for span in found if span.kind is SpanKind.NAME]:
-        sentence_end = _SENTENCE_END.search(text, name.end)
-        end = sentence_end.start() if sentence_end else len(text)
+        if name.start < end:
+            continue  # its sentence is read
+        end = name.end + _LINE_CHARS_MAX
+        sentence_end = _SENTENCE_END.search(text, name.end, end)
+        end = sentence_end.start() if sentence_end else end
         for pattern in _FOLLOWING:
             found += (_span(match, SpanKind.ID) for match in pattern.finditer(text, name.end, end))
     found += [span for span in bare if _is_beside(span, found, text)]
-    found = [span for span in found if not _CONDITIONAL.search(text, max(0, span.start - 120), span.start)]
+    found = [span for span in found if not _CONDITIONAL.search(text, max(0, span.start - 96), span.start)]
     found += (_span(match, SpanKind.ORDER) for match in _TOOLS.finditer(text))
     for pattern in patterns:
         found += (
@@ -424,13 +457,13 @@ def _span(match: re.Match[str], kind: SpanKind) -> Span:
     return Span(*match.span("value"), kind, match["value"], match["label"])
 
 
-def _is_name(span: Span, text: str) -> bool:
+def _is_name(span: Span, counts: Counter[str]) -> bool:
     """Whether a name is neither a role nor a word that the prompt has elsewhere in small letters."""
-    words = [word.strip(".").casefold() for word in re.split(r"[ '’-]", span.value)]
+    words = re.split(r"[ .'’-]", span.value.casefold())
     if not _NO_NAMES.isdisjoint(words) or any(len(word) > 4 and word.endswith(_NO_NAME_ENDS) for word in words):
         return False
-    rest = text[: span.start] + text[span.end :]
-    return not any(len(word) > 3 and re.search(rf"\b{re.escape(word)}\b", rest) for word in words)
+    own = _RUN.findall(span.value)
+    return not any(len(word) > 3 and counts[word] > own.count(word) for word in words)
 
 
 def _is_beside(span: Span, found: Sequence[Span], text: str) -> bool:
@@ -442,6 +475,8 @@ def _is_beside(span: Span, found: Sequence[Span], text: str) -> bool:
         return False
     start, end = text.rfind("\n", 0, span.start) + 1, text.find("\n", span.end)
     end = len(text) if end < 0 else end
+    if end - start > _LINE_CHARS_MAX:
+        return False
     inside = [one for one in found if start <= one.start < end]
     left = list(text[start:end])
     for one in (span, *inside):

@@ -367,6 +367,35 @@ def test_a_prompt_about_the_conversation_keeps_the_history() -> None:
     assert not shares(body(text, prompt, TALKS[0]), body(text, prompt, TALKS[1]))
 
 
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "user named A" + "’AA" * 9_000 + "’",
+        "tools" + " " * 28_000 + "x",
+        "tools:\n- a:" + " " * 28_000 + "\nx",
+        "user named Anna, user named Ben, " * 900,
+        "date 2024-01-01, " * 1_700,
+        "Today is 2025-10-06. " + "the user: " * 3_000,
+    ],
+)
+def test_no_prompt_takes_long(hostile: str) -> None:
+    """Texts made to be read many times have no spans, which is found in one reading."""
+    assert spans(hostile) == ()
+    assert spans("Today is 2025-10-06. " + hostile[:400]) != ()
+
+
+def test_a_long_system_prompt_in_parts_has_no_spans() -> None:
+    """The bound on the length is of all parts of a system prompt together."""
+
+    def made(day: str, filler: str) -> dict[str, Any]:
+        parts = [{"type": "text", "text": text} for text in (f"Today is {day}.", filler, filler)]
+        question = {"role": "user", "content": "What is the capital of France?"}
+        return {"model": "m", "messages": [{"role": "system", "content": parts}, question]}
+
+    assert shares(made("2025-10-06", "b " * 8_000), made("2025-10-07", "b " * 8_000))
+    assert not shares(made("2025-10-06", "b " * 9_000), made("2025-10-07", "b " * 9_000))
+
+
 # -- answers
 
 
