@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -227,15 +227,16 @@ class ExactCache:
         """The encoded entry or the reply for `Claims.read`, and the deployment that saw each of the
         `links` last.
         """
-        looking = (
-            self._store.lookup(fp.partition, fp.exact)
-            if claims is None
-            else self._store.look(fp, wants=claims, words=words)
-        )
+        # no variable holds a future that may fail: its error would hold this frame, in a cycle
         if not links:
-            return await looking, []
-        warm = self._store.lookup_warm(fp.partition, [fp.chain[depth - 1] for depth in links])
-        return await asyncio.gather(looking, warm)
+            return await self._looking(fp, claims, words), []
+        warm = [fp.chain[depth - 1] for depth in links]
+        return await asyncio.gather(self._looking(fp, claims, words), self._store.lookup_warm(fp.partition, warm))
+
+    def _looking(self, fp: Fingerprint, claims: bool | None, words: bytes | None) -> Awaitable[Any]:
+        if claims is None:
+            return self._store.lookup(fp.partition, fp.exact)
+        return self._store.look(fp, wants=claims, words=words)
 
     def _pointed(
         self, data: bytes, pointing: bytes, fp: Fingerprint, max_age_s: float | None

@@ -12,7 +12,6 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from cache.stored import reader
 from policies.holds import Charge, Taken
 from policies.windows import Unit
 
@@ -102,7 +101,7 @@ def charges_of(row: LedgerRow, counts: Iterable[Taken]) -> tuple[Charge, ...]:
 
 
 _encoder = msgspec.msgpack.Encoder()
-_read = reader(msgspec.msgpack.Decoder(LedgerRow))
+_decode = msgspec.msgpack.Decoder(LedgerRow).decode
 
 
 def encode_row(row: LedgerRow) -> bytes:
@@ -116,7 +115,10 @@ def decode_row(data: bytes) -> LedgerRow:
     Raises msgspec.DecodeError (and its ValidationError) for other bytes and for values out of
     range.
     """
-    row = _read(data)
+    try:
+        row = _decode(data)
+    except (UnicodeDecodeError, RecursionError) as error:  # as `cache.stored`, whose package needs a Redis client
+        raise msgspec.DecodeError(str(error)) from None
     # PostgreSQL refuses NUL in texts
     if "\0" in row.id + row.request_id + row.alias + row.deployment + row.kind + row.mechanism:
         raise msgspec.ValidationError("a text holds a NUL")

@@ -393,7 +393,7 @@ async def to(
     redis_server: RedisServer, redis: object, upstream: Upstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Sender]:
     """A worker with a scripted engine, a scripted cache worker, and an alias for each way to fail."""
-    monkeypatch.setattr(attempt, "pause_before_retry", lambda failure, attempts: None)
+    monkeypatch.setattr(attempt, "_pause_before_retry", lambda failure, attempts: None)
     settings = Settings(
         data_dir=tmp_path,
         redis_url=redis_server.url,
