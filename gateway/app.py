@@ -36,6 +36,8 @@ from gateway.admin.guard import Endpoint, Guard
 from gateway.admin.parts import AdminParts
 from gateway.admin.routes import admin_router
 from gateway.admin.views import deployments_of
+from gateway.alerts.watch import AlertWatch
+from gateway.alerts.webhook import Webhook
 from gateway.api.asgi import Scope
 from gateway.api.chat import Chat
 from gateway.api.embeddings import Embeddings
@@ -386,6 +388,8 @@ async def _check_eviction(link: RedisLink) -> None:
 
 
 def _start_loops(parts: Parts, stack: AsyncExitStack) -> None:
+    alerts = parts.settings.alerts
+    webhook = Webhook(alerts.webhook_url, parts.settings.alerts_secret or "") if alerts.webhook_url else None
     loops: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
         "purges": lambda: parts.exact.follow_purges(parts.link.subscribe),
         "accounts": lambda: _follow_accounts(parts),
@@ -398,6 +402,7 @@ def _start_loops(parts: Parts, stack: AsyncExitStack) -> None:
         "claims": lambda: _every(1.0, parts.exact.renew_claims),
         "watch": lambda: parts.watch.run(parts.metrics),
         "health": parts.shared_health.run,
+        "alerts": AlertWatch(parts.link, parts.accounts, parts.budgets, alerts, webhook).run,
         "memory": lambda: _every(_TIDY_EVERY_S, partial(_tidy, parts.pipeline)),
     }
     if parts.settings.cache.is_semantic:

@@ -291,7 +291,7 @@ def _misspelt_variables(environ: Mapping[str, str]) -> list[str]:
 
 def _scalars() -> set[str]:
     """The settings that an environment variable may set."""
-    return {name for name in Settings.model_fields if name not in ("cache", "budgets", "engines", "models")}
+    return {name for name in Settings.model_fields if name not in ("cache", "budgets", "alerts", "engines", "models")}
 
 
 # -- words -----------------------------------------------------------------------------------------

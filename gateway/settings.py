@@ -5,6 +5,8 @@ docs/configuration.md. Unknown or wrong settings prevent the start: `SettingsErr
 them. This module opens and creates nothing.
 """
 
+import base64
+import binascii
 import difflib
 import hashlib
 import ipaddress
@@ -42,7 +44,7 @@ class SettingsError(Exception):
         self.status = status
 
 
-SECRETS = ("admin_key", "api_key", "metrics_key", "secret")  # only from the environment
+SECRETS = ("admin_key", "alerts_secret", "api_key", "metrics_key", "secret")  # only from the environment
 _SECRET_CHARS_MIN = 16
 _SECRET_VARIETY_MIN = 4
 
@@ -93,6 +95,13 @@ def _is_http_url(url: str) -> bool:
         has_host = bool((parts.hostname or "").encode("idna"))  # raises for what can't be a name
         return parts.scheme in ("http", "https") and has_host and parts.port != 0
     except ValueError:  # a port beyond 65535, a bracket that is not closed
+        return False
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
         return False
 
 
@@ -365,6 +374,20 @@ class BudgetSettings(_Section):
     hold_lease_s: int = Field(60, ge=5, description="seconds until the reservations of a dead worker are released")
 
 
+class AlertSettings(_Section):
+    thresholds: list[Annotated[int, Field(ge=1, le=1_000)]] = Field(
+        [50, 80, 100], max_length=10, description="percent of a budget's limit that raise an alert, once a window each"
+    )
+    is_projected: bool = Field(
+        True, description="alert, once a window, where a budget is used up before the window's end at its pace"
+    )
+    webhook_url: str | None = Field(
+        None,
+        description="where alerts are sent, signed with SAMEWAY_ALERTS_SECRET: https://, or http:// on this host; default: the log only",
+    )
+    is_http_allowed: bool = Field(False, description="allow a `webhook_url` with http:// on another host")
+
+
 class Settings(_Section):
     host: str = Field("127.0.0.1", description="the address to listen on")
     port: Annotated[int, Field(ge=0, le=65_535)] = Field(8080, description="the port to listen on; 0 takes a free one")
@@ -400,6 +423,10 @@ class Settings(_Section):
         description="the key of the cache's partitions and of sessions (environment only); hosts that share a Redis share it; "
         "default: made at the first start, kept in data_dir",
     )
+    alerts_secret: str | None = Field(
+        None,
+        description="signs what is sent to `alerts.webhook_url` (environment only): any text, or base64 after `whsec_`",
+    )
     body_bytes_max: int = Field(16 << 20, gt=0, description="a larger request body is refused with 413")
     client_stall_s: int = Field(
         300, ge=1, description="an answer is ended where its client takes no byte for this long"
@@ -413,6 +440,7 @@ class Settings(_Section):
     shutdown_grace_s: float = Field(30.0, ge=0, description="seconds that running answers get when the gateway stops")
     cache: CacheSettings = CacheSettings()
     budgets: BudgetSettings = BudgetSettings()
+    alerts: AlertSettings = AlertSettings()
     engines: dict[str, EngineSettings] = Field(
         {"default": EngineSettings()}, description="local engines, one process each"
     )
@@ -447,6 +475,16 @@ class Settings(_Section):
                 "found no service, expected its name at the end, as in redis+sentinel://host:26379/service"
             )
         return url
+
+    @field_validator("alerts_secret")
+    @classmethod
+    def _is_a_signing_key(cls, secret: str | None) -> str | None:
+        if secret is not None and secret.startswith("whsec_"):
+            try:
+                base64.b64decode(secret.removeprefix("whsec_"), validate=True)
+            except binascii.Error:  # without the value
+                raise ValueError("found `whsec_` and no base64, expected base64 after it, or another text") from None
+        return secret
 
     @field_validator("trusted_proxies", mode="before")
     @classmethod
@@ -498,6 +536,7 @@ class Settings(_Section):
                 hint = did_you_mean(model.baseline, names)
                 wrong.append(f"models.{alias}.baseline: found {model.baseline!r}, expected one of {names}{hint}")
         wrong += self._wrong_fallbacks()
+        wrong += self._wrong_webhook()
         judge = self.cache.judge_model
         if judge not in (None, "auto") and (judge not in self.models or is_pattern(judge)):
             hint = did_you_mean(judge, self.models)
@@ -530,6 +569,27 @@ class Settings(_Section):
                 if name not in seen:
                     seen.add(name)
                     ahead += self.models[name].fallbacks if name in self.models else []
+        return wrong
+
+    def _wrong_webhook(self) -> list[str]:
+        """What is wrong with the webhook: a URL that cannot be one or that others could read, no secret.
+
+        A URL's path may hold a token: only its scheme is shown.
+        """
+        url, where = self.alerts.webhook_url, "alerts.webhook_url"
+        if url is None:
+            return []
+        wrong = []
+        is_written = url.isascii() and url.isprintable() and " " not in url
+        if not is_written or not _is_http_url(url) or urlsplit(url).username is not None:
+            scheme = url.partition("://")[0][:20]
+            wrong.append(f"{where}: found a URL of {scheme!r}, expected https://host/... without credentials")
+        elif urlsplit(url).scheme == "http" and not (
+            self.alerts.is_http_allowed or _is_loopback(urlsplit(url).hostname or "")
+        ):
+            wrong.append(f"{where}: found http:// to another host, expected https://, or `is_http_allowed`")
+        if not self.alerts_secret:
+            wrong.append(f"{where}: found without a secret, expected SAMEWAY_ALERTS_SECRET in the environment")
         return wrong
 
     @property
@@ -626,6 +686,7 @@ SECTIONS: tuple[type[BaseModel], ...] = (
     Settings,
     CacheSettings,
     BudgetSettings,
+    AlertSettings,
     EngineSettings,
     ModelSettings,
     DeploymentSettings,

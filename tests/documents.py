@@ -10,7 +10,7 @@ import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from unittest.mock import MagicMock
 
 from annotated_types import Ge, Gt, Le
@@ -74,6 +74,8 @@ def _annotation(annotation: Any) -> str:
         return " or ".join(map(_annotation, arguments))
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments)
+    if origin is Annotated:
+        return _annotation(arguments[0])
     if origin is list:
         return f"list of {_annotation(arguments[0])}s"
     if origin is dict:

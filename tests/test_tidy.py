@@ -25,7 +25,7 @@ EXPORTS_MAX = 20
 ROOMS = {
     "gateway": (
         "gateway", "__main__", "cli", "worker", "supervisor", "demo", "reconcile", "app",
-        "admin", "api", "learning", "telemetry", "pipeline", "journey", "deployments", "backends", "accounts",
+        "admin", "api", "alerts", "learning", "telemetry", "pipeline", "journey", "deployments", "backends", "accounts",
         "wire", "transport", "exceptions", "loggers", "config_file", "data_dir", "settings",
         "reserved",
     ),
@@ -51,7 +51,6 @@ SMALL_FILES: dict[str, str] = {
     "gateway/admin/guesses.py": "one mechanism with tests of its own",
     "gateway/api/models.py": "one endpoint",
     "gateway/worker.py": "the command line of the process",
-    "policies/pace.py": "one formula with tests of its own",
 }
 # Names that two classes of one package have, with what tells them apart.
 SAME_NAMES: dict[str, str] = {

@@ -14,10 +14,11 @@ import asyncio
 import base64
 import socket
 import ssl
+import urllib.request
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import SplitResult, unquote
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from aiohappyeyeballs import start_connection
 
@@ -223,6 +224,16 @@ class Pool:
         addresses = list(self._addresses)
         self._addresses.rotate(-1)
         return addresses
+
+
+def proxy_of(scheme: str, host: str) -> SplitResult | None:
+    """The proxy that the environment names for a server (HTTPS_PROXY, NO_PROXY, ...); None for this
+    machine.
+    """
+    if host == "localhost" or host.startswith("127.") or host == "::1" or urllib.request.proxy_bypass(host):
+        return None
+    proxy = urllib.request.getproxies().get(scheme)
+    return urlsplit(proxy if "://" in proxy else f"http://{proxy}") if proxy else None
 
 
 def proxy_authorization(proxy: SplitResult) -> bytes:

@@ -8,7 +8,6 @@ without the deployment's key.
 
 import asyncio
 import time
-import urllib.request
 from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from typing import Any
@@ -20,7 +19,7 @@ from gateway.backends.base import BackendRejected, BackendRequest, BackendUnavai
 from gateway.backends.openai.errors import Translator
 from gateway.backends.openai.stream import EventReader, OpenAIStream
 from gateway.transport.http_client import Exchange
-from gateway.transport.http_pool import Origin, Pool, basic, proxy_authorization
+from gateway.transport.http_pool import Origin, Pool, basic, proxy_authorization, proxy_of
 from gateway.wire.types import CHAT, COMPLETION
 
 _OWN_FIELDS = ("cache",)  # Sameway's extensions of a request body
@@ -74,7 +73,7 @@ class OpenAIBackend:
             host if host.isascii() else host.encode("idna").decode(),
             url.port or (443 if url.scheme == "https" else 80),
             url.scheme == "https",
-            _proxy_of(url.scheme, host),
+            proxy_of(url.scheme, host),
         )
         self._heads: dict[str, bytes] = {}
         for kind, path in self.paths.items():
@@ -205,13 +204,3 @@ def _salt(partition: bytes, own: Any) -> str:
     """
     given = b"" if own is None else msgspec.json.encode(own)
     return blake2b(partition + given, digest_size=16, person=b"sw.cache-salt").hexdigest()
-
-
-def _proxy_of(scheme: str, host: str) -> SplitResult | None:
-    """The proxy that the environment names for a server (HTTPS_PROXY, NO_PROXY, ...); None for this
-    machine.
-    """
-    if host == "localhost" or host.startswith("127.") or host == "::1" or urllib.request.proxy_bypass(host):
-        return None
-    proxy = urllib.request.getproxies().get(scheme)
-    return urlsplit(proxy if "://" in proxy else f"http://{proxy}") if proxy else None
