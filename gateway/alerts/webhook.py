@@ -18,7 +18,6 @@ from gateway.transport.http_client import Exchange, TransportError
 from gateway.transport.http_pool import Origin, Pool, proxy_authorization, proxy_of
 from policies.durations import duration_s
 
-BODY_BYTES_MAX = 16 << 10
 _TIMEOUT_S = 10.0
 _ENCODED = "whsec_"
 
