@@ -8,9 +8,11 @@ starts fast.
 import argparse
 import asyncio
 import contextlib
+import http.client
 import os
 import sys
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -148,15 +150,17 @@ def _run(arguments: argparse.Namespace) -> int:
         return _refused(
             "SAMEWAY_API_KEY is not set: set it to a key of the gateway, which `sameway serve` shows once", 2
         )
-    request = urllib.request.Request(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"})
     try:
-        with urllib.request.urlopen(request, timeout=10):
+        request = urllib.request.Request(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"})
+        is_here = urllib.parse.urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
+        handlers = [urllib.request.ProxyHandler({})] if is_here else []  # no proxy leads to this machine
+        with urllib.request.build_opener(*handlers).open(request, timeout=10):
             pass
     except urllib.error.HTTPError as error:
         return _refused(
             f"{url} answered {error.code}: expected a running gateway that takes the key in SAMEWAY_API_KEY", 1
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         return _refused(f"{url} cannot be reached ({error}): start a gateway there, or name another one with --url", 1)
     environ = {name: value for name, value in os.environ.items() if name != "ANTHROPIC_API_KEY"}
     environ |= {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key}

@@ -51,6 +51,11 @@ _LASTING = re.compile(
     )\b|[<>{}|\#`=]|\b(?:system|assistant|user|human|ai|bot|rule|note|instruction|role|task|mode|style|tone
     |language|format|context|setting|glossary)s?\s?:"""
 )
+_SMALL_TALK = re.compile(
+    r"(?i)(?:hi|hello|hey|thanks?|thank you|ok(?:ay)?|great|cool|nice|perfect|good (?:morning|evening|afternoon)|bye|goodbye"
+    r"|cheers|got it|i see|wow|sure|alright|fine|interesting)"
+    r"(?:[ ,]+(?:there|so much|a lot|very much|all|again|you|for that|that helps?|thanks|thank you))*[.!]*"
+)
 # what an assistant has agreed to
 _AGREED = re.compile(
     r"(?i)\b(?:from now on|going forward|i(?:['’]ll| will) (?:always|only|answer|reply|respond|speak|call|keep"
@@ -157,7 +162,12 @@ def _is_past(role: str, text: str, own: frozenset[str]) -> bool:
         return False
     if role == "assistant":
         return not _AGREED.search(text)
-    return is_english(text) and not _LASTING.search(text)
+    sentences = re.split(r"(?<=[.!?])\s+|\n+", text.strip())
+    # a statement may set the scene for all that follows: "We count in octal."
+    is_asking = all(
+        sentence.endswith("?") or _ASKS.match(sentence) or _SMALL_TALK.fullmatch(sentence) for sentence in sentences
+    )
+    return is_asking and is_english(text) and not _LASTING.search(text)
 
 
 def _is_asked(last: tuple[str, str], question: str) -> bool:

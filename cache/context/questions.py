@@ -25,7 +25,7 @@ def _stems(text: str) -> frozenset[str]:
     return frozenset(stem(word) for word in text.split())
 
 
-_CALENDAR = _stems(
+CALENDAR = _stems(
     """
     monday tuesday wednesday thursday friday saturday sunday january february march april june july august september
     october november
@@ -45,7 +45,7 @@ _MOMENT_WORDS = (
         ended ends passed future nowadays present moment instant
         """
     )
-    | _CALENDAR
+    | CALENDAR
 )
 # these, where the rest of the prompt has days to count to or to compare with
 _SPELL_WORDS = _stems(
@@ -133,7 +133,7 @@ def relied_on(question: str, spans: Sequence[Span], rest: str, *, has_tools: boo
     asked = frozenset(words_of(_RATE.sub("", question))) if is_read else _QUOTING
     if not _QUOTING.isdisjoint(asked):
         return frozenset(range(len(spans)))
-    asks_now = bool(_NOW_ASKED.search(question))
+    asks_now = bool(_NOW_ASKED.search(question) or _STATE_ASKED.search(question))
     moments = [span.value for span in spans if span.kind is SpanKind.MOMENT]
     dated = _sentences_with(_DATED, rest) if moments else frozenset()
     timed = _sentences_with(_CLOCK, rest) if any(":" in value for value in moments) else frozenset()
@@ -160,6 +160,14 @@ def _sentences_with(figures: re.Pattern[str], text: str) -> frozenset[str]:
 
 
 _RATE = re.compile(r"\b(?:an?|per|each|every) (?:year|month|week|day|hour|night)\b", re.IGNORECASE)
+# what is so today: "is the office open?", "can I call you?", "who is the president?"
+_STATE_ASKED = re.compile(
+    r"^\W*(?:\w+,? )?(?:is|are|am|can|could|may|will|do|does)\b.*\b(?:open|closed?|available|availability|start(?:ed)?)\b"
+    r"|^\W*(?:\w+,? )?(?:is|are|am|can|could|may|will)\b.*\b(?:call|visit|come|reach|work(?:ing)?|ready|begun|in session"
+    r"|on duty|busy|dark|light|winter|summer|spring|autumn|fall|online|running)\b"
+    r"|\bwho(?:['’]s| is| are) (?:the|our|your)\b",
+    re.IGNORECASE,
+)
 _NOW_ASKED = re.compile(
     r"\b(?:what|which|the)(?:['’]s| is)? (?:the )?(?:time|day|date|month|year|hour|week)\b|\b(?:time|day|date|month|year) is\b",
     re.IGNORECASE,

@@ -11,16 +11,17 @@ in; an answer that shows what was left out is for its own request alone (`shows_
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from cache.context.dialogue import stands_alone
-from cache.context.questions import relied_on
+from cache.context.questions import CALENDAR, relied_on, words_of
 from cache.context.volatile import TEXT_CHARS_MAX, Span, SpanKind, spans
 from cache.decision.text_features import read_for
-from cache.decision.words import FUNCTION_WORDS
+from cache.decision.words import FUNCTION_WORDS, OTHER_NUMBERS, SMALL
 from cache.fingerprint import Fingerprint, fingerprint
 
 _SYSTEM = ("system", "developer")
@@ -83,11 +84,40 @@ def shows_left_out(answer: str, found: Fingerprint) -> bool:
     if not found.left_out:
         return False
     beside = frozenset(word for text in found.beside for word in _words(text))
-    said, telling = _words(answer) - beside, _telling(answer) - beside
-    # of a span every word tells; of a history those that look like names, figures and ids
+    telling, plain = _telling(answer) - beside, _squeezed(answer)
     return any(
-        not (said if len(text) <= _SPAN_CHARS_MAX else telling).isdisjoint(_words(text)) for text in found.left_out
+        _shows_span(text, answer, plain, beside)
+        if len(text) <= _SPAN_CHARS_MAX
+        else not telling.isdisjoint(_words(text))  # of a history, what looks like names, figures and ids
+        for text in found.left_out
     )
+
+
+def _shows_span(value: str, answer: str, plain: str, beside: frozenset[str]) -> bool:
+    """Whether an answer may show a span, also in another spelling, in part, by its initials, or counted
+    from it.
+    """
+    if not _squeezed(value).isascii():
+        return True  # a name of another script has many spellings in Latin letters
+    tokens = [part for token in _TOKEN.findall(value) for part in _parts(token) if part not in beside]
+    forms = {_squeezed(form) for part in tokens for form in (part, part.translate(_UMLAUTS))} | {_squeezed(value)}
+    if any(len(form) > 2 and form in plain for form in forms) or not _words(answer).isdisjoint(tokens):
+        return True
+    is_counted = any(char.isdigit() for char in value) or not CALENDAR.isdisjoint(words_of(value))
+    if is_counted:
+        said = frozenset(words_of(answer))
+        return any(word not in beside and (word in _COUNTING or word[0].isdigit()) for word in said)
+    return bool(_INITIALS.search(answer))
+
+
+def _squeezed(text: str) -> str:
+    """The letters and digits of a text, case-folded, without accents."""
+    return "".join(char for char in unicodedata.normalize("NFKD", text.casefold()) if char.isalnum())
+
+
+_UMLAUTS = str.maketrans({"ä": "ae", "ö": "oe", "ü": "ue", "ß": "ss", "å": "aa", "ø": "oe", "æ": "ae"})
+_INITIALS = re.compile(r"\b[A-Z]\. ?[A-Z]\b")
+_COUNTING = CALENDAR | frozenset((*SMALL, *OTHER_NUMBERS))
 
 
 def _words(text: str) -> frozenset[str]:

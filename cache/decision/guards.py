@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from cache.decision.text_features import TextFeatures, is_exchanged, is_inverted, is_negated
+from cache.decision.text_features import TextFeatures, is_cased_otherwise, is_exchanged, is_inverted, is_negated
 from cache.decision.words import AMOUNTS, FRAMING_WORDS, FUNCTION_WORDS, GREETINGS, INSTRUCTING, LIGHT_WORDS, POLITE
 from cache.query import MissReason
 
@@ -45,7 +45,7 @@ def fixed_reason(
 
 def veto(asked: TextFeatures, known: TextFeatures, age_s: float) -> MissReason | None:
     """The reason that no similarity and no verdict overrides, or None."""
-    if asked.numbers != known.numbers:
+    if _has_other_numbers(asked, known):
         return MissReason.NUMBERS
     if asked.hidden != known.hidden:
         return MissReason.WORDS
@@ -67,7 +67,7 @@ def is_free(asked: TextFeatures, known: TextFeatures) -> bool:
 
 def difference(asked: TextFeatures, known: TextFeatures) -> MissReason | None:
     """The first thing that two texts commit to differently, however similar they are, or None."""
-    if asked.numbers != known.numbers:
+    if _has_other_numbers(asked, known):
         return MissReason.NUMBERS
     if is_negated(asked, known):
         return MissReason.POLARITY
@@ -161,6 +161,11 @@ def _has_further_order(clause: Sequence[str], said: Set[str], content: Set[str])
     start = next((at for at, word in enumerate(clause) if word in content), len(clause))
     order = next((at for at in range(start, len(clause)) if clause[at] in INSTRUCTING - said), None)
     return order is not None and not POLITE.fullmatch(" ".join(clause[order:]))
+
+
+def _has_other_numbers(asked: TextFeatures, known: TextFeatures) -> bool:
+    """Another number, unit, sign or operator, or a name that another case makes another one."""
+    return asked.numbers != known.numbers or asked.marks != known.marks or is_cased_otherwise(asked, known)
 
 
 def _has_other_names(asked: TextFeatures, known: TextFeatures) -> bool:

@@ -74,6 +74,19 @@ class TextFeatures:
     reversals: tuple[tuple[str, str], ...]
     is_latin: bool  # in Latin letters
     hidden: str  # characters that no screen shows and a model reads as letters
+    marks: tuple[str, ...]  # signs and operators of arithmetic, in order
+    cased: frozenset[str]  # words and units that mean another thing in another case, as written
+
+
+# "3 - 5", "-40", "6!", "a < b", "x * y", "X'"; not the hyphen of "30-day" or of "covid-19"
+_MARK = re.compile(
+    r"""
+    (?<=[\d)])\s?[-−](?=\s?[\d(]) | (?<![\w)])[-−](?=[\d(.]) | (?<=[\d)])!
+  | (?:(?<=[\d)])|(?<=[\d)]\s)|(?<=\s))[+*/^×÷±]+(?=\s?[\w(]) | [+±√](?=\s?\d)
+  | [<>=≤≥≠]+ | (?<=\b[A-Za-z])['′](?!\w)
+    """,
+    re.VERBOSE,
+)
 
 
 class _Figure(NamedTuple):
@@ -116,6 +129,8 @@ def read(text: str) -> TextFeatures:
     names: set[str] = set()
     quotes: set[str] = set()
     figures: list[_Figure] = []
+    cased: set[str] = set()
+    spelled: set[str] = set()
     end = 0
     is_shouted = text.isupper()  # then capitals say nothing
     for match in _TOKEN.finditer(text):
@@ -134,11 +149,15 @@ def read(text: str) -> TextFeatures:
             words.append(token.casefold())
         elif kind == "number":
             value, unit = _figure(token)
+            cased.update(_cased_unit(token.lstrip("$€£¥#.,:/%0123456789")))
             figures.append(_Figure(len(words), len(words) + 1, value, unit))
             words.append(value)
         else:
             parts, is_identifier = _word(token.lower() if is_shouted else token)
             words += parts
+            cased.update(_cased_unit(token))
+            if token.lower() in lists.CASED_WORDS and not (is_start and token.istitle()):
+                spelled.add(token)
             if is_identifier or (not is_start and token[0].isupper() and not is_shouted):
                 names.update(parts)
     figures = [_with_unit(words, figure) for figure in sorted([*figures, *_spelled_out(words)])]
@@ -167,7 +186,27 @@ def read(text: str) -> TextFeatures:
         reversals=_reversals(frozenset(content)),
         is_latin=text.isascii() or not any(char > _LATIN_LAST and char.isalpha() for char in text),
         hidden=hidden,
+        marks=tuple("".join(mark.split()).replace("−", "-") for mark in _MARK.findall(text)),
+        # capitals say nothing in a text that has none, or nothing else
+        cased=frozenset(() if is_shouted else cased if text.islower() else cased | spelled),
     )
+
+
+def _cased_unit(token: str) -> tuple[str, ...]:
+    return (token,) if token.lower() in lists.CASED_UNITS else ()
+
+
+def is_cased_otherwise(one: TextFeatures, other: TextFeatures) -> bool:
+    """Whether both have a word or a unit whose case tells what it is, in another case: "5 Mb", "5 MB"."""
+    mine, theirs = _by_fold(one.cased), _by_fold(other.cased)
+    return any(mine[fold] != theirs[fold] for fold in mine.keys() & theirs.keys())
+
+
+def _by_fold(cased: frozenset[str]) -> dict[str, set[str]]:
+    spellings: dict[str, set[str]] = {}
+    for word in cased:
+        spellings.setdefault(word.lower(), set()).add(word)
+    return spellings
 
 
 def is_inverted(one: TextFeatures, other: TextFeatures) -> bool:

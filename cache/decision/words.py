@@ -189,3 +189,17 @@ UNITS = {
     )
     for word in names.split()
 }  # fmt: skip
+
+# units and symbols that mean another thing in another case
+_UNITS = """
+    kb mb gb tb pb kw mw gw nw mm nm ma na mg ng mv kv nv ms ns ps pa mpa hpa mhz ev mev gev mj nj mf nf mol
+    co cs no hf pb sn sc
+"""
+CASED_UNITS = frozenset(_UNITS.split())
+# names and abbreviations that are other words in small letters
+_NAMES_OF_WORDS = """
+    us who it aids may march august will mark bill rose grace hope faith joy turkey china polish finnish job nice reading
+    mobile lima apple amazon windows shell orange target gap subway visa oracle meta slack word excel access teams act sat
+    gre or in am as me so hi oh ok id ram rest pin nasdaq dos cat dog
+"""
+CASED_WORDS = frozenset(_NAMES_OF_WORDS.split())

@@ -9,7 +9,7 @@ changes no answer, and earlier thinking, which models do not need; every error h
 shape.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -147,9 +147,10 @@ class Messages(_InAnthropicsShape, Chat):
             return None
         betas = headers.get("anthropic-beta", "")
         betas = betas if betas.isascii() and betas.isprintable() else ""
-        blocks = [block for turn in request.messages if isinstance(turn.content, list) for block in turn.content]
-        thoughts = [block for block in blocks if block.get("type") in _THOUGHTS]
-        apart = {"thinking": thoughts, "betas": betas} if thoughts or betas else None
+        unsaid = [*_unsaid(request.system), *(part for turn in request.messages for part in _unsaid(turn.content))]
+        unsaid += [part for tool in request.tools or () for part in _further(tool, _TOOL_FIELDS)]
+        said = {"blocks": unsaid, "thinking": body.get("thinking"), "betas": betas}
+        apart = said if any(said.values()) else None
         return Native({name: value for name, value in body.items() if name != "cache"}, betas, apart)
 
 
@@ -232,14 +233,38 @@ def _stand_in(request: MessageRequest, body: dict[str, Any], native: Native) -> 
     return chat, msgspec.structs.replace(native, apart=[native.apart, _bare(prompt)], is_needed=True)
 
 
+def _unsaid(content: _Content | None) -> list[Any]:
+    """What a chat completion does not say of a content: all of a block but a plain text, a call or a result."""
+    if not isinstance(content, list):
+        return []
+    unsaid: list[Any] = []
+    for block in content:
+        match block.get("type"):
+            case "text":
+                unsaid += _further(block, ("type", "text"))
+            case "tool_use":
+                unsaid += _further(block, ("type", "id", "name", "input"))
+            case "tool_result":
+                unsaid += _further(block, ("type", "tool_use_id", "content"))
+                unsaid += _unsaid(block.get("content"))
+            case _:
+                unsaid.append(_bare(block))
+    return unsaid
+
+
+def _further(given: Mapping[str, Any], known: Collection[str]) -> list[Any]:
+    further = {name: value for name, value in given.items() if name not in known and value is not None}
+    return [bare] if (bare := _bare(further)) else []
+
+
+_TOOL_FIELDS = frozenset({"type", "name", "description", "input_schema", "strict"})
+
+
 def _bare(value: Any) -> Any:
     """`value` without `cache_control`, which changes no answer."""
     if isinstance(value, dict):
         return {name: _bare(item) for name, item in value.items() if name != "cache_control"}
     return [_bare(item) for item in value] if isinstance(value, list) else value
-
-
-_THOUGHTS = frozenset({"thinking", "redacted_thinking"})
 
 
 def _system(given: _Content | None) -> list[dict[str, Any]]:

@@ -442,3 +442,39 @@ def test_what_another_partition_sent_is_read_again(monkeypatch: pytest.MonkeyPat
         fp(prompt, tenant)
         counts.append(len(read))
     assert counts[0] == counts[1] > counts[2] == 0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["Hannas Termin", "hbrook@example.com", "H. B. is right", "It ends in 22 days", "On Saturday", "In twelve days"],
+)
+def test_other_spellings_of_what_was_left_out_are_seen(answer: str) -> None:
+    """Part of a name, initials, another date or a count of days: the answer is for its own request alone."""
+    prompt = body("Where do I park?", CLINIC.format(**{**ANNA, "name": "Hanna Brook"}))
+    assert shows_left_out(answer, fp(prompt))
+    assert not shows_left_out("Behind the house.", fp(prompt))
+
+
+@pytest.mark.parametrize(("name", "answer"), [("Jörg Müller", "Herr Mueller"), ("Renée Dubois", "Renee knows")])
+def test_a_name_without_its_accents_is_seen(name: str, answer: str) -> None:
+    """Accents may be left out or written with letters beside."""
+    assert shows_left_out(answer, fp(body("Where do I park?", CLINIC.format(**{**ANNA, "name": name}))))
+
+
+@pytest.mark.parametrize(
+    "asked", ["Is the clinic open?", "Is parking available?", "Can I call you?", "Who is the president?"]
+)
+def test_what_is_so_today_needs_the_date(asked: str) -> None:
+    """An answer about how things stand now is not shared across days."""
+    days = [CLINIC.format(**{**ANNA, "day": day}) for day in ("Friday, 10 October 2025", "Sunday, 12 October 2025")]
+    assert not shares(*(body(asked, system) for system in days))
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["We do arithmetic modulo 7.", "Numbers below are octal.", "The clock has twelve hours.", "Two sentences, please."],
+)
+def test_a_statement_before_a_question_is_not_left_out(said: str) -> None:
+    """It may set the scene for all that follows."""
+    asked = "What is 17 + 6?"
+    assert not shares(body(asked, history=(said, "I see.")), body(asked, history=("What's a haiku?", "A short poem.")))

@@ -171,6 +171,37 @@ def test_what_only_anthropics_api_says_needs_such_a_deployment(claude: Anthropic
     assert refused.value.status_code >= 429
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"thinking": {"type": "adaptive"}},
+        {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+        {"thinking": {"type": "enabled", "budget_tokens": 1025}},
+        {"tools": [{"name": "Bash", "input_schema": {"type": "object"}, "input_examples": [{"a": 1}]}]},
+        {"tools": [{"name": "Bash", "input_schema": {"type": "object"}, "defer_loading": True}]},
+        {"document": {"citations": {"enabled": True}}},
+        {"document": {"title": "A title"}},
+        {"document": {"context": "A context"}},
+    ],
+)
+def test_what_a_chat_does_not_say_is_part_of_the_key(claude: Anthropic, server: Server, change: dict[str, Any]) -> None:
+    """A message that differs in it alone gets an answer of its own; one that differs in `cache_control` does not."""
+    question = f"What does it say, {next(_fresh)}?"
+
+    def ask(more: dict[str, Any], document: dict[str, Any]) -> str:
+        source = {"type": "text", "media_type": "text/plain", "data": "The fee is 35 euros."}
+        content = [{"type": "document", "source": source, **document}, {"type": "text", "text": question}]
+        tools = [{"name": "Bash", "input_schema": {"type": "object"}}]
+        asked = {"tools": tools, **more, "messages": [{"role": "user", "content": content}]}
+        raw = claude.messages.with_raw_response.create(model="claude", max_tokens=2000, extra_body=asked, messages=[])
+        return raw.headers["x-sameway-cache"]
+
+    changed = {name: value for name, value in change.items() if name != "document"}
+    assert ask({}, {}) == "miss"
+    assert ask(changed, change.get("document", {})) == "miss"
+    assert ask({}, {"cache_control": {"type": "ephemeral"}}) == "exact"
+
+
 def test_a_message_falls_over_to_another_kind_of_server(claude: Anthropic, server: Server) -> None:
     """As a chat completion; the answer comes back as a message."""
     server.refusal = (529, {"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded"}})

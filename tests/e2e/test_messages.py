@@ -245,6 +245,8 @@ def test_a_tool_does_not_start_without_a_gateway(gateway: Gateway) -> None:
         (["--", "true"], "", "SAMEWAY_API_KEY is not set"),
         (["--url", gateway.root, "--", "true"], "sk-sw-wrong-key-of-no-team", "answered 401"),
         (["--url", "http://127.0.0.1:9", "--", "true"], API_KEY, "cannot be reached"),
+        (["--url", "localhost", "--", "true"], API_KEY, "cannot be reached"),
+        (["--url", "http://[::", "--", "true"], API_KEY, "cannot be reached"),
         (["--url", gateway.root, "--", "no-such-command"], API_KEY, "cannot be started"),
     ):
         refused = run_tool(*command, key=key)

@@ -224,6 +224,8 @@ async def _within(asked: Coroutine[Any, Any, _T]) -> _T:
 
 # -- errors
 
+_WORDS_MAX = 400
+
 
 def _translated(error: local_engine.EngineError, prompt: str, has_output: bool) -> base.BackendError:
     """The error of base.py for one of the engine. `prompt` is the field with the prompt."""
@@ -235,9 +237,10 @@ def _translated(error: local_engine.EngineError, prompt: str, has_output: bool) 
             )
             body = error_body(message, None, prompt, "context_length_exceeded")
             return base.BackendTooLong(message, status=400, body=body, context_tokens=error.context_tokens)
-        case local_engine.InvalidRequest(param="response_format") if not has_output:
-            body = error_body(str(error), None, error.param, "unsupported_grammar")
-            return base.BackendUnfit(str(error), status=400, body=body)
+        case local_engine.InvalidRequest(param="response_format"):  # also where the model cannot go on within it
+            message = str(error).partition("\n")[0][:_WORDS_MAX]  # what a library adds is for its makers
+            body = error_body(message, None, error.param, "unsupported_grammar")
+            return base.BackendUnfit(message, status=400, body=body)
         case local_engine.InvalidRequest() if not has_output:
             param = prompt if error.param in ("messages", "prompt_token_ids") else error.param
             return rejected(str(error), param, "invalid_value")

@@ -147,6 +147,12 @@ def _grammar_of(body: dict[str, Any]) -> Grammar | None:
     outputs = body.get("structured_outputs")
     if outputs is not None and not isinstance(outputs, dict):
         raise rejected("`structured_outputs` must be an object", "structured_outputs", "invalid_type")
+    for name in outputs or ():
+        if name not in _GRAMMARS and name not in _HINTS and (outputs or {})[name] is not None:
+            field = f"structured_outputs.{name[:100]}"
+            raise rejected(
+                f"`{field}` is not supported here: expected {', '.join(_GRAMMARS)}", field, "unsupported_parameter"
+            )
     for name, kind in _GRAMMARS.items():
         for field, value in (
             (f"guided_{name}", body.get(f"guided_{name}")),
@@ -161,6 +167,10 @@ def _grammar_of(body: dict[str, Any]) -> Grammar | None:
 
 
 _OBJECT = {"type": "object"}
+# how vLLM writes JSON; here it has no spaces to vary
+_HINTS = frozenset(
+    {"disable_any_whitespace", "disable_fallback", "disable_additional_properties", "whitespace_pattern"}
+)
 _GRAMMARS = {"json": "json", "json_object": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
 
