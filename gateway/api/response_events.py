@@ -15,7 +15,7 @@ import msgspec
 from cache import Entry
 from gateway.journey.storing import chunks_of
 from gateway.journey.turn import Arrival
-from gateway.wire.chunks import UNREADABLE, read, unfold
+from gateway.wire.chunks import UNREADABLE, payloads, read
 from gateway.wire.errors import ApiError, error_object
 from gateway.wire.types import Chunk, Usage
 
@@ -99,9 +99,8 @@ class Response:
 
     def events(self, chunks: Sequence[Chunk]) -> bytes:
         """The next chunks of an answer, as events. Raises msgspec.DecodeError."""
-        pieces = (piece for chunk in chunks for piece in (unfold(chunk.data) if chunk.is_whole else (chunk,)))
         try:
-            for payload in (payload for piece in pieces for payload in piece.each()):
+            for payload in payloads(chunks):
                 self._take(payload)
         except UNREADABLE as error:
             raise msgspec.DecodeError(str(error)) from None

@@ -292,6 +292,13 @@ def unfold(whole: bytes) -> list[Chunk]:
         raise msgspec.DecodeError(str(error)) from None
 
 
+def payloads(chunks: Iterable[Chunk]) -> Iterator[bytes]:
+    """The JSON of each chunk of an answer, whole ones unfolded. Raises msgspec.DecodeError."""
+    for chunk in chunks:
+        for piece in unfold(chunk.data) if chunk.is_whole else (chunk,):
+            yield from piece.each()
+
+
 def _unfold(answer: dict[str, Any]) -> list[Chunk]:
     kind = TEXT if answer.get("object") == TEXT else "chat.completion.chunk"
     head = {key: answer[key] for key in _HEAD if key in answer} | {"object": kind}
