@@ -1,10 +1,11 @@
 """`./run bench faults`: what clients and the books see while a Redis hangs and processes are killed under load.
 
-    ./run bench faults [--part redis,kill] [--seconds 30] [--users 50] [--rounds 10] [--victims NAME,...] [--json FILE]
+    ./run bench faults [--part field,redis,kill] [--seconds 30] [--users 50] [--rounds 10] [--victims NAME,...] [--json FILE]
 
-redis: Redis is stopped (SIGSTOP) for --seconds under --users (half with a hard budget), once for each value of
-`budgets.on_redis_failure`. kill: each victim is killed (SIGKILL) --rounds times under a third of the users; then the ledger,
-the spend and what clients got are compared. Exits with 1 where a bound that docs/benchmarks.md states does not hold.
+field: the sixteen faults of FailoverBench (`bench/field.py`). redis: Redis is stopped (SIGSTOP) for --seconds under --users
+(half with a hard budget), once for each value of `budgets.on_redis_failure`. kill: each victim is killed (SIGKILL) --rounds
+times under a third of the users; then the ledger, the spend and what clients got are compared. Exits with 1 where a bound that
+docs/benchmarks.md states does not hold.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 import httpx
 import psutil
 
+from bench.field import field as field_of
 from tests.e2e.gateway import ADMIN_KEY, API_KEY, Gateway, deployment, run_gateway, wait_for
 from tests.e2e.upstream import Upstream, run_upstream
 
@@ -224,7 +226,11 @@ def _books(gateway: Gateway, billed: set[str] = frozenset()) -> dict[str, Any]: 
         time.sleep(0.5)
 
 
-PARTS = {"redis": _redis, "kill": _kill}
+def _field(upstream: Upstream, folder: Path, _: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    return field_of(upstream, folder)
+
+
+PARTS = {"field": _field, "redis": _redis, "kill": _kill}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
