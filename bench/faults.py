@@ -36,9 +36,11 @@ from tests.e2e.upstream import Upstream, run_upstream
 
 _P90_TIMES_MAX, _P99_TIMES_MAX = 1.3, 4.0
 _WITHIN_S = 60.0
+_TOKENS = 24  # more than any of the upstream's answers
 VICTIMS: dict[str, Callable[[Gateway], list[psutil.Process]]] = {
     "worker": lambda gateway: [one for one in gateway.children("gateway worker") if "-m" in one.cmdline()],
     "cache": lambda gateway: [one for one in gateway.children("cache.worker") if "-m" in one.cmdline()],
+    "engine": lambda gateway: gateway.children("local_engine.process.worker"),
     "redis": lambda gateway: gateway.children("redis-server"),
     "supervisor": lambda gateway: [psutil.Process(gateway.process.pid)] if gateway.process is not None else [],
 }
@@ -46,9 +48,10 @@ VICTIMS: dict[str, Callable[[Gateway], list[psutil.Process]]] = {
 
 @dataclass
 class Asked:
-    """One request: its phase and key, how it ended (`ok`, a status with a code, or what broke), and its seconds."""
+    """One request: its phase, model and key, how it ended (`ok`, a status with a code, or what broke), and its seconds."""
 
     phase: str
+    model: str
     key: str
     end: str
     seconds: float
@@ -58,42 +61,49 @@ class Asked:
 
 @dataclass
 class Load:
-    """Users who ask one question after the other, every third one a repeated one, until `is_over`."""
+    """Users who ask one question after the other, every third one a repeated one, until `is_over`; each asks one of `models`."""
 
     gateway: Gateway
     keys: Sequence[str]
+    models: Sequence[str] = ("mock",)
     phase: str = "before"
     is_over: bool = False
     asked: list[Asked] = field(default_factory=list)
 
     async def run(self) -> None:
-        await asyncio.gather(*(self._user(number, key) for number, key in enumerate(self.keys)))
+        one_each = httpx.Limits(
+            max_connections=None, max_keepalive_connections=0
+        )  # the kernel spreads them over workers
+        async with httpx.AsyncClient(timeout=_WITHIN_S, limits=one_each, trust_env=False) as client:
+            await asyncio.gather(*(self._user(client, number, key) for number, key in enumerate(self.keys)))
 
-    async def _user(self, number: int, key: str) -> None:
+    async def _user(self, client: httpx.AsyncClient, number: int, key: str) -> None:
         chance = random.Random(number)
         for count in itertools.count():
             if self.is_over:
                 return
             content = f"user {number} asks {count} {time.time_ns()}" if count % 3 else f"shared {count % 9}"
-            async with httpx.AsyncClient(timeout=_WITHIN_S) as client:
-                self.asked.append(await self._one(client, key, content, number % 2 > 0))
+            model = self.models[number // 2 % len(self.models)]
+            self.asked.append(await self._one(client, model, key, content, number % 2 > 0))
             await asyncio.sleep(chance.uniform(0.1, 0.3))
 
-    async def _one(self, client: httpx.AsyncClient, key: str, content: str, is_stream: bool) -> Asked:
-        body = {"model": "mock", "stream": is_stream, "messages": [{"role": "user", "content": content}]}
+    async def _one(self, client: httpx.AsyncClient, model: str, key: str, content: str, is_stream: bool) -> Asked:
+        messages = [{"role": "user", "content": content}]
+        body = {"model": model, "stream": is_stream, "messages": messages, "max_tokens": _TOKENS}
         phase, since = self.phase, time.perf_counter()
         try:
             url, headers = f"{self.gateway.base_url}/chat/completions", {"authorization": f"Bearer {key}"}
             reply = await client.post(url, json=body, headers=headers)
         except httpx.HTTPError as error:
-            return Asked(phase, key, f"broken: {type(error).__name__}", time.perf_counter() - since)
+            return Asked(phase, model, key, f"broken: {type(error).__name__}", time.perf_counter() - since)
         seconds, text = time.perf_counter() - since, reply.text
         if reply.status_code != 200:
-            return Asked(phase, key, f"{reply.status_code} {reply.json()['error']['code']}", seconds)
-        is_whole = text.endswith("data: [DONE]\n\n") if is_stream else '"finish_reason":"stop"' in text.replace(" ", "")
+            return Asked(phase, model, key, f"{reply.status_code} {reply.json()['error']['code']}", seconds)
+        finishes = [f'"finish_reason":"{reason}"' in text.replace(" ", "") for reason in ("stop", "length")]
+        is_whole = any(finishes) and (text.endswith("data: [DONE]\n\n") or not is_stream)
         end = "ok" if is_whole else "in-band error" if '{"error"' in text else "TRUNCATED"
         is_fresh = reply.headers["x-sameway-cache"] in ("miss", "bypass")
-        return Asked(phase, key, end, seconds, reply.headers["x-request-id"], is_fresh)
+        return Asked(phase, model, key, end, seconds, reply.headers["x-request-id"], is_fresh)
 
 
 def _quantiles(seconds: Sequence[float]) -> dict[str, float]:
@@ -105,9 +115,11 @@ def _quantiles(seconds: Sequence[float]) -> dict[str, float]:
 @contextmanager
 def _started(upstream: Upstream, folder: Path, **config: Any) -> Iterator[Gateway]:
     """A gateway of two workers that is ready, and whose first team has a hard budget that it never reaches."""
-    models = {"mock": {"deployments": [deployment(upstream.url, "plain", "mock?delay_ms=50")]}}
-    base = {"workers": 2, "models": models, "cache": {"is_semantic": "victims" in config}}
-    config.pop("victims", None)
+    models = {
+        "mock": {"deployments": [deployment(upstream.url, "plain", "mock?delay_ms=50")]},
+        **config.pop("models", {}),
+    }
+    base = {"workers": 2, "models": models, "cache": {"is_semantic": False}}
     budgets = {"hold_lease_s": 5, **config.pop("budgets", {})}
     folder.mkdir(parents=True, exist_ok=True)
     with run_gateway(folder, {**base, "budgets": budgets, **config}) as gateway:
@@ -167,7 +179,8 @@ def _redis(upstream: Upstream, folder: Path, arguments: argparse.Namespace) -> I
 
 
 async def _through_kills(gateway: Gateway, victim: str, arguments: argparse.Namespace) -> Load:
-    load = Load(gateway, [API_KEY] * max(2, arguments.users // 3), phase=victim)
+    asked = ("mock", "local") if victim == "engine" else ("mock",)
+    load = Load(gateway, [API_KEY] * max(4, arguments.users // 3), asked, phase=victim)
     running = asyncio.create_task(load.run())
     chance = random.Random(victim)
     for _ in range(arguments.rounds):
@@ -177,7 +190,7 @@ async def _through_kills(gateway: Gateway, victim: str, arguments: argparse.Name
         await asyncio.to_thread(_until_back, gateway, victim, pids)
         since = len(load.asked)
         async with asyncio.timeout(_WITHIN_S):
-            while not any(one.end == "ok" for one in load.asked[since:]):  # noqa: ASYNC110 - a request has no event
+            while not any(one.end == "ok" and one.model == asked[-1] for one in load.asked[since:]):  # noqa: ASYNC110 - a request has no event
                 await asyncio.sleep(0.05)
     load.is_over = True
     await running
@@ -194,7 +207,10 @@ def _until_back(gateway: Gateway, victim: str, pids: set[int]) -> None:
 
 def _kill(upstream: Upstream, folder: Path, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for victim in arguments.victims:
-        with _started(upstream, folder / victim, victims=True) as gateway:
+        price = {"input_usd_per_mtok": 1.0, "output_usd_per_mtok": 2.0}
+        local = {"deployments": [{"name": "local", "backend": "local", "engine": "default", "price": price}]}
+        more = {"models": {"local": local}} if victim == "engine" else {}
+        with _started(upstream, folder / victim, cache={"is_semantic": True}, **more) as gateway:
             load = asyncio.run(_through_kills(gateway, victim, arguments))
             gateway.wait_ready()
             books = _books(gateway, {one.id for one in load.asked if one.end == "ok" and one.is_fresh})
