@@ -294,15 +294,17 @@ class Pipeline:
         has begun to make it, if two have so ended, or after `Flight.patience_s`.
         """
         generation, found = flight.generation, flight.generation.fingerprint
-        controls, began, pause_s = generation.turn.controls, time.perf_counter(), _FOLLOW_POLL_S
-        until, age_ms, unstored = began + flight.patience_s(), generation.elsewhere_ms or 0.0, 0
+        controls, pause_s, age_ms, unstored = generation.turn.controls, _FOLLOW_POLL_S, generation.elsewhere_ms or 0.0, 0
+        until = time.perf_counter() + flight.patience_s()
         while (left_s := until - time.perf_counter()) > 0:
-            await asyncio.sleep(min(pause_s, left_s))
+            try:
+                await asyncio.sleep(min(pause_s, left_s))
+            finally:
+                generation.awaited_until = time.perf_counter()
             pause_s = min(1.5 * pause_s, _FOLLOW_POLL_S_MAX)
             looked = await self.exact.lookup_shared(
                 found, controls.max_age_s, wants_warm=False, claims=_may_be_awaited(controls)
             )
-            generation.awaited_ms = (time.perf_counter() - began) * 1000.0
             generation.is_claimed = generation.is_claimed or looked.is_claimed
             if looked.entry is not None:
                 generation.followed(looked.entry)

@@ -52,7 +52,7 @@ class Generation:
         "_whole_usage",
         "alias",
         "at_deployments",
-        "awaited_ms",
+        "awaited_until",
         "cut_at",
         "demand",
         "elsewhere_ms",
@@ -117,7 +117,7 @@ class Generation:
         self.served: Entry | None = None  # the recorded answer that is replayed
         self.is_claimed = False  # other workers wait for its entry
         self.elsewhere_ms: float | None = None  # another worker had been making its entry for so long
-        self.awaited_ms = 0.0  # waited for that worker
+        self.awaited_until = 0.0  # by time.perf_counter, where it has waited for that worker
         self._first_choice_model = ""
         self.seams: list[Seam] = []  # where another deployment went on with the answer
         self._whole_usage: Usage | None = None  # of an answer with seams
@@ -294,6 +294,12 @@ class Generation:
             return "semantic" if self.semantic.entry is not None else "coalesced"
         controls = self.turn.controls
         return "bypass" if controls.no_cache or controls.no_store else "miss"
+
+    @property
+    def awaited(self) -> str:
+        """How waiting for another worker ended: `served`, `made` here after all, or `ended` with an error."""
+        is_served = self.served is not None and self.semantic.entry is None
+        return "served" if is_served else "made" if self._tries or self.served is not None else "ended"
 
     @property
     def attempts(self) -> tuple[Attempt, ...]:

@@ -12,6 +12,7 @@ from cache import Entry
 from gateway.accounts import Identity
 from gateway.deployments.progress import Attempt
 from gateway.journey.flight import Flight, Reply
+from gateway.journey.generation import Generation
 from gateway.journey.hedge import Hedged
 from gateway.journey.rescue import Seam
 from gateway.journey.storing import deployment_of
@@ -54,7 +55,8 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     why: str = ""  # the winner's explanation, in words
     rejected: tuple[Rejection, ...] = ()
     queued_ms: float = 0.0  # waited for a place, as every deployment was full
-    awaited_ms: float = 0.0  # waited for the answer to the same request at another worker
+    awaited: str = ""  # how waiting for another worker, which made the same answer, ended: served | made | ended
+    awaited_ms: float = 0.0
     attempts: tuple[Attempt, ...] = ()
     fallbacks: tuple[Rejection, ...] = ()  # the aliases that could not answer, and why
     answered_alias: str = ""  # the fallback that was asked last
@@ -177,8 +179,8 @@ def _of_generation(flight: Flight, duration_ms: float) -> dict[str, Any]:
         rejected = [Rejection(r.name, r.reason) for r in route.rejected]
         rejected += [Rejection(name, "has no room in its budget") for name in generation.no_room]
         facts["rejected"] = tuple(rejected)
-    if generation.awaited_ms:
-        facts["awaited_ms"] = generation.awaited_ms
+    if generation.awaited_until:
+        facts |= _awaited(generation, generation.turn)
     if generation.served is not None:
         return facts | _of_entry(generation.served, duration_ms, ttft_ms=duration_ms)
     if generation.stored is not None:
@@ -228,8 +230,14 @@ def _of_reply(reply: Reply, duration_ms: float) -> dict[str, Any]:
             facts["is_baseline_unknown"] = spent.baseline_microusd is None
             facts["prompt_tokens"] = spent.usage.prompt_tokens
             facts["completion_tokens"] = spent.usage.completion_tokens
+    if reader.generation.awaited_until > reply.turn.started:
+        facts |= _awaited(reader.generation, reply.turn)
     facts["cache"], facts["survived"] = reply.source, reply.degraded
     return facts
+
+
+def _awaited(generation: Generation, turn: Turn) -> dict[str, Any]:
+    return {"awaited": generation.awaited, "awaited_ms": (generation.awaited_until - turn.started) * 1000.0}
 
 
 def _of_entry(entry: Entry, duration_ms: float, *, ttft_ms: float) -> dict[str, Any]:

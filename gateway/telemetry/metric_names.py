@@ -152,6 +152,15 @@ QUEUED = _counter(
 QUEUED_TIME = _counter(
     "sameway_queued_seconds_total", "Time that requests waited for a place at a deployment.", "model"
 )
+AWAITED = _counter(
+    "sameway_awaited_requests_total",
+    "Requests that waited for another worker or host, which was making the same answer: served with it, made here "
+    "after all, or ended by an error.",
+    "model outcome",
+)
+AWAITED_TIME = _counter(
+    "sameway_awaited_seconds_total", "Time that requests waited for other workers and hosts.", "model"
+)
 WRONG_KEYS = _counter(
     "sameway_wrong_keys_total",
     "Keys refused at login, admin_api, metrics or readyz: wrong, or not_read after too many wrong ones.",

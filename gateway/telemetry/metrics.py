@@ -128,6 +128,9 @@ class Metrics:
         if record.queued_ms or record.error == DeploymentFull.code:
             self.add(names.QUEUED, 1, record.alias, "refused" if record.error == DeploymentFull.code else "waited")
             self.add(names.QUEUED_TIME, record.queued_ms / 1e3, record.alias)
+        if record.awaited:
+            self.add(names.AWAITED, 1, record.alias, record.awaited)
+            self.add(names.AWAITED_TIME, record.awaited_ms / 1e3, record.alias)
         if record.usage_estimated:
             self.add(names.ESTIMATED, 1, record.alias, record.deployment)
         if record.is_baseline_unknown:

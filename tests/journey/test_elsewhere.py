@@ -50,7 +50,10 @@ async def test_one_worker_makes_the_answer(world: World, is_stream: bool, leader
         20,
         "plain",
     )
-    assert record.awaited_ms > 0
+    records = [await other.record(one) for one in replies]
+    assert [one.awaited for one in records] == ["served"] * 3
+    assert all(0 < one.awaited_ms <= one.duration_ms for one in records)
+    assert (await world.record(led)).awaited == ""
     assert len(await world.ledger()) == 1
     assert other.backends["plain"].calls == []
     await world.quiet()
@@ -126,8 +129,23 @@ async def test_a_slow_leader_is_not_awaited_longer_than_it_may_take(world: World
     leading = await _leading(world, never)
     reply = await other.ask(stream=True)
     assert (reply.cache, reply.content) == ("miss", "answer of plain")
-    assert (await other.record(reply)).awaited_ms > 0
+    record = await other.record(reply)
+    assert (record.awaited, record.awaited_ms > 0) == ("made", True)
     leading.leave()
+    await leading.reply()
+
+
+async def test_a_client_that_leaves_while_it_waits_is_counted(world: World) -> None:
+    """It waited for another worker and got nothing."""
+    other, go = await world.another(), asyncio.Event()
+    leading = await _leading(world, go)
+    following = other.begin()
+    await _waits(other, other.backends["plain"].calls)
+    following.leave()
+    await other.quiet()
+    (record,) = other.records
+    assert (record.awaited, record.error, record.awaited_ms > 0) == ("ended", "client_gone", True)
+    go.set()
     await leading.reply()
 
 

@@ -78,6 +78,17 @@ def test_a_failover_counts_each_attempt() -> None:
     assert value(metrics, "gen_ai_client_operation_duration_seconds_count", error_type="error") == 1
 
 
+def test_waiting_for_another_worker_is_counted_by_its_end() -> None:
+    """Requests and their time, by how it ended; one that did not wait moves nothing."""
+    metrics = Metrics(None)
+    for end in ("served", "served", "made"):
+        metrics.observe(miss(awaited=end, awaited_ms=250.0))
+    metrics.observe(miss())
+    assert value(metrics, "sameway_awaited_requests_total", model="small", outcome="served") == 2
+    assert value(metrics, "sameway_awaited_requests_total", model="small", outcome="made") == 1
+    assert value(metrics, "sameway_awaited_seconds_total", model="small") == pytest.approx(0.75)
+
+
 def test_errors_and_lost_clients_are_counted() -> None:
     """A refusal counts its code and status, and a client that left counts as such."""
     metrics = Metrics(None)
