@@ -294,7 +294,12 @@ class Pipeline:
         has begun to make it, if two have so ended, or after `Flight.patience_s`.
         """
         generation, found = flight.generation, flight.generation.fingerprint
-        controls, pause_s, age_ms, unstored = generation.turn.controls, _FOLLOW_POLL_S, generation.elsewhere_ms or 0.0, 0
+        controls, pause_s, age_ms, unstored = (
+            generation.turn.controls,
+            _FOLLOW_POLL_S,
+            generation.elsewhere_ms or 0.0,
+            0,
+        )
         until = time.perf_counter() + flight.patience_s()
         while (left_s := until - time.perf_counter()) > 0:
             try:
