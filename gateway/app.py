@@ -42,12 +42,14 @@ from gateway.api.asgi import Scope
 from gateway.api.chat import Chat
 from gateway.api.embeddings import Embeddings
 from gateway.api.feedback import Feedback
+from gateway.api.files import FilesEndpoint
 from gateway.api.front import Front, Routes, document, no_such_route, wrong_method
 from gateway.api.messages import CountTokens, Messages
 from gateway.api.models import Models
 from gateway.api.openapi import PATHS, SCHEMAS
 from gateway.api.responses import Responses
 from gateway.api.tokens import Detokenize, Tokenize
+from gateway.batches.files import Files
 from gateway.data_dir import prepare
 from gateway.deployments.fleet import Fleet, build_fleet
 from gateway.deployments.shared_health import SharedHealth
@@ -59,7 +61,7 @@ from gateway.journey.semantic import SemanticLookup
 from gateway.journey.turn import Turn
 from gateway.learning.build import Learning, open_learning
 from gateway.loggers import get_logger
-from gateway.pipeline import Pipeline
+from gateway.pipeline import Emit, Pipeline
 from gateway.settings import Settings
 from gateway.telemetry import logs
 from gateway.telemetry.health import HealthMonitor
@@ -80,6 +82,7 @@ _GC_THRESHOLDS = (20_000, 20, 50)
 _TIDY_EVERY_S = 30.0
 _TRUTH_EVERY_S = 5.0
 _HITS_EVERY_S = 5.0
+_SWEEP_EVERY_S = 30.0
 _ERROR = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}  # the admin API's
 _KEY_REFUSALS: dict[int | str, dict[str, Any]] = {
     401: {"description": "The key is missing or wrong", "content": _ERROR},
@@ -100,6 +103,7 @@ class Parts(AdminParts):
     pipeline: Pipeline
     learning: Learning
     watch: HealthMonitor
+    files: Files
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -270,15 +274,7 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
     hits = HitsWriter(ledger, stats.take_hits)
     stack.push_async_callback(_last_flush, stats, hits)
 
-    def emit(record: Record, turn: Turn | None, chunks: Sequence[Chunk]) -> None:
-        if settings.log_prompts and turn is not None:
-            prompt = msgspec.json.encode(turn.body[turn.kind.prompt]).decode()
-            log.emit(record, prompt=prompt, answer=_told(chunks) if chunks else "")
-        else:
-            log.emit(record)
-        metrics.observe(record)
-        stats.add(record)
-
+    emit = _emitter(settings, log, metrics, stats)
     limits = Limits(LeasedRateLimits(RateLimits(link)), LocalRateLimits())
     learning = await open_learning(settings, accounts, exact, semantic, link, stats, metrics, fleet)
     lookup = SemanticLookup(settings, semantic, exact, learning.truth.bounds, learning.judging.audited)
@@ -307,6 +303,7 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
         pipeline=pipeline,
         learning=learning,
         watch=watch,
+        files=Files(accounts.database, settings.batches, settings.files_dir),
         shared_health=SharedHealth(settings, fleet.deployments, link),
         verdicts=learning.verdicts,
         reports=learning.reports,
@@ -316,6 +313,21 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
         healths=watch.parts,
         version=VERSION,
     )
+
+
+def _emitter(settings: Settings, log: logs.Log, metrics: Metrics, stats: Stats) -> Emit:
+    """Logs, measures and counts each record."""
+
+    def emit(record: Record, turn: Turn | None, chunks: Sequence[Chunk]) -> None:
+        if settings.log_prompts and turn is not None:
+            prompt = msgspec.json.encode(turn.body[turn.kind.prompt]).decode()
+            log.emit(record, prompt=prompt, answer=_told(chunks) if chunks else "")
+        else:
+            log.emit(record)
+        metrics.observe(record)
+        stats.add(record)
+
+    return emit
 
 
 def _open_spool(settings: Settings) -> Spool:
@@ -358,6 +370,7 @@ def _cache_limits(settings: Settings) -> CacheLimits:
 
 def _routes(settings: Settings, parts: Parts) -> Routes:
     models = Models(settings, parts.pipeline, time.time())
+    files = FilesEndpoint(parts.pipeline, parts.files)
     return {
         "/v1/chat/completions": {"POST": Chat(parts.pipeline, settings.body_bytes_max)},
         "/v1/completions": {"POST": Chat(parts.pipeline, settings.body_bytes_max, COMPLETION)},
@@ -368,6 +381,8 @@ def _routes(settings: Settings, parts: Parts) -> Routes:
         "/v1/feedback": {"POST": Feedback(settings, parts.pipeline, parts.learning.reports)},
         "/tokenize": {"POST": Tokenize(settings, parts.pipeline)},
         "/detokenize": {"POST": Detokenize(settings, parts.pipeline)},
+        "/v1/files": {"GET": files, "POST": files},
+        "/v1/files/*": {"GET": files, "DELETE": files},
         "/v1/models": {"GET": models},
         "/v1/models/*": {"GET": models},
     }
@@ -400,6 +415,7 @@ def _start_loops(parts: Parts, stack: AsyncExitStack) -> None:
         "hits": lambda: _every(_HITS_EVERY_S, parts.hits.flush),
         "touches": lambda: _every(1.0, parts.exact.flush_touches),
         "claims": lambda: _every(1.0, parts.exact.renew_claims),
+        "files": lambda: _every(_SWEEP_EVERY_S, parts.files.sweep),
         "watch": lambda: parts.watch.run(parts.metrics),
         "health": parts.shared_health.run,
         "alerts": AlertWatch(parts.link, parts.accounts, parts.budgets, alerts, webhook).run,

@@ -388,6 +388,19 @@ class AlertSettings(_Section):
     is_http_allowed: bool = Field(False, description="allow a `webhook_url` with http:// on another host")
 
 
+class BatchSettings(_Section):
+    files_dir: Path | None = Field(
+        None,
+        description="where files are kept, shared by the hosts of one database and by no others; default: `files` in data_dir",
+    )
+    file_bytes_max: int = Field(200 << 20, gt=0, description="a larger file is refused with 413")
+    team_bytes_max: int = Field(5 << 30, gt=0, description="bytes of all files of a team")
+    team_files_max: int = Field(1_000, gt=0, description="files of a team")
+    kept_days: int = Field(
+        30, ge=1, le=3_650, description="days that a file is kept unless its upload says `expires_after`"
+    )
+
+
 class Settings(_Section):
     host: str = Field("127.0.0.1", description="the address to listen on")
     port: Annotated[int, Field(ge=0, le=65_535)] = Field(8080, description="the port to listen on; 0 takes a free one")
@@ -441,6 +454,7 @@ class Settings(_Section):
     cache: CacheSettings = CacheSettings()
     budgets: BudgetSettings = BudgetSettings()
     alerts: AlertSettings = AlertSettings()
+    batches: BatchSettings = BatchSettings()
     engines: dict[str, EngineSettings] = Field(
         {"default": EngineSettings()}, description="local engines, one process each"
     )
@@ -603,6 +617,11 @@ class Settings(_Section):
         return self.database_url or f"sqlite:///{self.data_dir.absolute() / 'sameway.db'}"
 
     @property
+    def files_dir(self) -> Path:
+        """The folder of files; by default, in the data directory."""
+        return self.batches.files_dir or self.data_dir.absolute() / "files"
+
+    @property
     def redis_target(self) -> str:
         """The Redis URL; by default, the embedded server's unix socket."""
         return self.redis_url or f"unix://{self.run_dir / 'redis.sock'}"
@@ -687,6 +706,7 @@ SECTIONS: tuple[type[BaseModel], ...] = (
     CacheSettings,
     BudgetSettings,
     AlertSettings,
+    BatchSettings,
     EngineSettings,
     ModelSettings,
     DeploymentSettings,

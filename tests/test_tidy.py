@@ -25,7 +25,7 @@ EXPORTS_MAX = 20
 ROOMS = {
     "gateway": (
         "gateway", "__main__", "cli", "worker", "supervisor", "demo", "reconcile", "app",
-        "admin", "api", "alerts", "learning", "telemetry", "pipeline", "journey", "deployments", "backends", "accounts",
+        "admin", "api", "batches", "alerts", "learning", "telemetry", "pipeline", "journey", "deployments", "backends", "accounts",
         "wire", "transport", "exceptions", "loggers", "config_file", "data_dir", "settings",
         "reserved",
     ),

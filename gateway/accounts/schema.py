@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-VERSION = "0007"
+VERSION = "0008"
 
 _KINDS = (
     "cache_write_tokens", "cache_write_1h_tokens", "audio_prompt_tokens", "image_prompt_tokens", "reasoning_tokens",
@@ -212,4 +212,19 @@ savings_days = sa.Table(
     sa.Column("line", sa.Text, primary_key=True),
     sa.Column("requests", sa.BigInteger, nullable=False),
     sa.Column("amount_microusd", sa.BigInteger, nullable=False),
+)
+
+# Files of batches. A row that is not ready is an upload under way, with the room that it may take.
+files = sa.Table(
+    "files",
+    metadata,
+    sa.Column("id", sa.Text, primary_key=True),
+    sa.Column("team_id", sa.ForeignKey(teams.c.id, ondelete="CASCADE"), nullable=False),
+    sa.Column("purpose", sa.Text, nullable=False),
+    sa.Column("filename", sa.Text, nullable=False),
+    sa.Column("bytes", sa.BigInteger, nullable=False),
+    sa.Column("created_at_s", sa.Double, nullable=False),
+    sa.Column("expires_at_s", sa.Double),
+    sa.Column("is_ready", sa.Boolean, nullable=False),
+    sa.Index(None, "team_id", "id"),
 )

@@ -14,6 +14,7 @@ from gateway.api.front import operation
 from gateway.api.messages import MessageRequest, PromptRequest
 from gateway.api.responses import ITEMS, ResponseRequest
 from gateway.api.tokens import DetokenizeRequest
+from gateway.batches.files import EXPIRES_S
 from gateway.journey.turn import CacheFields
 from gateway.wire.requests import PROMPTS_MAX, SPEAKERS, ChatRequest, CompletionRequest
 
@@ -111,6 +112,22 @@ _TOKENIZE_BODY: dict[str, Any] = {
     },
 }
 
+_UPLOAD: dict[str, Any] = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+        "purpose": {"enum": ["batch"]},
+        "expires_after[anchor]": {"enum": ["created_at"]},
+        "expires_after[seconds]": {"type": "integer", "minimum": EXPIRES_S[0], "maximum": EXPIRES_S[1]},
+    },
+}
+
+
+def _in_path(name: str) -> dict[str, Any]:
+    return {"name": name, "in": "path", "required": True, "schema": _TEXT}
+
+
 PATHS: dict[str, Any] = {
     "/v1/chat/completions": {"post": operation("Create a chat completion", _body(ChatRequest), streams=True)},
     "/v1/completions": {"post": operation("Create a completion", _body(CompletionRequest), streams=True)},
@@ -125,11 +142,23 @@ PATHS: dict[str, Any] = {
     "/v1/feedback": {"post": operation("Report a response right or wrong", _body(FeedbackRequest))},
     "/tokenize": {"post": operation("The tokens of a text or a conversation, by a local engine", _TOKENIZE_BODY)},
     "/detokenize": {"post": operation("The text of tokens, by a local engine", _body(DetokenizeRequest))},
+    "/v1/files": {
+        "post": {
+            **operation("Upload a file", None),
+            "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD}}},
+        },
+        "get": operation("List the team's files", None),
+    },
+    "/v1/files/{file}": {
+        "get": {**operation("One file", None), "parameters": [_in_path("file")]},
+        "delete": {**operation("Delete a file", None), "parameters": [_in_path("file")]},
+    },
+    "/v1/files/{file}/content": {"get": {**operation("The bytes of a file", None), "parameters": [_in_path("file")]}},
     "/v1/models": {"get": operation("List the models this key may use", None)},
     "/v1/models/{model}": {
         "get": {
             **operation("One model", None),
-            "parameters": [{"name": "model", "in": "path", "required": True, "schema": _TEXT}],
+            "parameters": [_in_path("model")],
         }
     },
 }

@@ -7,6 +7,8 @@
     ├── NotFound           404 an unknown model or route
     ├── TooLarge           413
     ├── UnsupportedMediaType 415 a body in another compression than gzip
+    ├── InUse              409 a batch needs the file, or has ended
+    ├── StorageFull        507 no room on the disk for a file
     ├── RateLimited        429 with retry-after: a retry can succeed
     ├── BudgetExceeded     429 insufficient_quota, x-should-retry: false
     ├── NotCached          504 only-if-cached, and no cached answer
@@ -134,6 +136,28 @@ class TooLarge(ApiError):
     status = 413
     type = "invalid_request_error"
     code = "request_too_large"
+
+
+class InUse(ApiError):
+    """`x-should-retry: false` keeps the official SDKs from sending it again, as they do a 409."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "conflict"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, headers={"x-should-retry": "false"})
+
+
+class StorageFull(ApiError):
+    """RFC 4918, section 11.5."""
+
+    status = 507
+    type = "server_error"
+    code = "storage_full"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, headers={"x-should-retry": "false"})
 
 
 class UnsupportedMediaType(ApiError):

@@ -1,0 +1,351 @@
+"""Files of teams: a row of each in SQL, its content in a folder that all hosts share.
+
+Knows no HTTP, and no shape of a content. Invariants: a content's name is the file's id, never a
+text of a client; a row exists before its content does, so a content without a row may be removed;
+a team's files, with those that are arriving, stay within its quota.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import sqlalchemy as sa
+
+from gateway.accounts import schema
+from gateway.accounts.database import Database, uncancelled
+from gateway.loggers import get_logger
+from gateway.settings import BatchSettings
+from gateway.wire.errors import ApiError, BadRequest, Forbidden, NotFound, StorageFull, TooLarge, Unavailable, shown
+
+INPUT, OUTPUT = "batch", "batch_output"
+PURPOSES = (INPUT, OUTPUT)
+_STALE_S = 3_600.0  # an upload without a byte for as long has no process any more
+_PIECE_BYTES = 256 << 10
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_CONTENT = re.compile(r"file-[0-9a-f]{32}")
+_FOLDER = re.compile(r"batch_[0-9a-f]{32}")
+_DAY_S = 86_400
+_FORM_BYTES_MAX = 64 << 10  # of an upload around its file
+EXPIRES_S = (3_600, 30 * _DAY_S)
+
+_log = get_logger()
+_files = schema.files
+
+
+def new_object_id(kind: str, at_s: float) -> str:
+    """A new id. Ids of one `kind` sort by their moment, unix seconds."""
+    return f"{kind}{int(at_s * 1000):012x}{secrets.token_hex(10)}"
+
+
+class File(msgspec.Struct, frozen=True, kw_only=True):
+    """A complete file. Times in unix seconds; `expires_at_s` None: it is kept."""
+
+    id: str
+    team_id: int
+    purpose: str
+    filename: str
+    bytes: int
+    created_at_s: float
+    expires_at_s: float | None
+
+    def as_json(self) -> dict[str, Any]:
+        """OpenAI's file object."""
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.bytes,
+            "created_at": int(self.created_at_s),
+            "expires_at": None if self.expires_at_s is None else int(self.expires_at_s),
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed",
+            "status_details": None,
+        }
+
+
+def storage_error(error: OSError) -> ApiError:
+    """The error for a folder that takes no more, or cannot be used; its path is in the log only."""
+    _log.error("storage_failed", reason=f"{type(error).__name__}: {error}")
+    if error.errno in _FULL:
+        return StorageFull("The gateway's storage for files is full: delete files, or ask your admin for room")
+    return Unavailable("The gateway's storage for files can't be used at the moment", code="storage_unavailable")
+
+
+class Upload:
+    """A file that is arriving: `write` its pieces, then `keep` or `drop` it, once."""
+
+    def __init__(self, files: Files, file_id: str, team_id: int, at_s: float, bytes_max: int) -> None:
+        self._files = files
+        self.id = file_id
+        self._team_id = team_id
+        self._at_s = at_s
+        self._bytes_max = bytes_max
+        self._file: BinaryIO | None = None
+        self._waiting = bytearray()
+        self.bytes = 0
+
+    async def write(self, piece: bytes) -> None:
+        """Raises TooLarge, StorageFull, Unavailable."""
+        self.bytes += len(piece)
+        if self.bytes > self._bytes_max:
+            raise _too_large(self._bytes_max)
+        self._waiting += piece
+        if len(self._waiting) >= _PIECE_BYTES:
+            await self._flush()
+
+    async def _flush(self) -> None:
+        piece, self._waiting = self._waiting, bytearray()
+        try:
+            await asyncio.to_thread(self._append, piece)
+        except OSError as error:
+            raise storage_error(error) from None
+
+    def _append(self, piece: bytearray) -> None:
+        if self._file is None:
+            self._file = self._files.create(self.id)
+        self._file.write(piece)
+
+    async def keep(self, purpose: str, filename: str, expires_after_s: int | None = None) -> File:
+        """The complete file, on disk. Raises StorageFull, Unavailable, NotFound if its team is gone."""
+        await self._flush()
+        assert self._file is not None
+        try:
+            await asyncio.to_thread(_synced, self._file)
+        except OSError as error:
+            raise storage_error(error) from None
+        kept_s = expires_after_s or self._files.settings.kept_days * _DAY_S
+        file = File(
+            id=self.id,
+            team_id=self._team_id,
+            purpose=purpose,
+            filename=shown(filename, 255),
+            bytes=self.bytes,
+            created_at_s=self._at_s,
+            expires_at_s=self._at_s + kept_s,
+        )
+        await self._files.complete(file)
+        return file
+
+    async def drop(self) -> None:
+        """Leave nothing of it."""
+        if self._file is not None:
+            self._file.close()
+        await self._files.remove(self._team_id, self.id)
+
+
+def _synced(file: BinaryIO) -> None:
+    with file:
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class Files:
+    """`folder` is made when a file needs it. `clock` gives unix seconds."""
+
+    def __init__(
+        self, database: Database, settings: BatchSettings, folder: Path, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.settings = settings
+        self.folder = folder
+        self._database = database
+        self._clock = clock
+
+    def path(self, file_id: str) -> Path:
+        """The place of a content. `file_id` is of a row, never of a request."""
+        return self.folder / file_id
+
+    def create(self, name: str) -> BinaryIO:
+        """A new file in the folder, for its owner only. Blocks. Raises OSError."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        return open(os.open(self.folder / name, flags, 0o600), "wb", buffering=0)
+
+    @uncancelled
+    async def begin(self, team_id: int, bytes_max: int | None = None, *, is_own: bool = False) -> Upload:
+        """An upload of `bytes_max` bytes at most, by default those of the settings, with its room in
+        the quota. `is_own`: the gateway's own output, which the quota counts and does not refuse.
+
+        Raises Forbidden, TooLarge, NotFound if the team is gone.
+        """
+        most = self.settings.file_bytes_max
+        if bytes_max is not None and bytes_max > most + _FORM_BYTES_MAX and not is_own:
+            raise _too_large(most)
+        room = 0 if is_own else most if bytes_max is None else min(bytes_max, most)
+        at_s = self._clock()
+        file_id = new_object_id("file-", at_s)
+        row = {"id": file_id, "team_id": team_id, "purpose": "", "filename": "", "bytes": room, "created_at_s": at_s}
+        async with self._database.writing() as connection:
+            teams = schema.teams
+            # PostgreSQL has several writers: one at a time counts a team's files
+            team = sa.select(teams.c.id).where(teams.c.id == team_id).with_for_update()
+            if (await connection.execute(team)).scalar() is None:
+                raise _no_file(file_id)
+            sums = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(_files.c.bytes), 0))
+            count, used = (await connection.execute(sums.where(_files.c.team_id == team_id))).one()
+            left = self.settings.team_bytes_max - int(used)
+            if not is_own and count >= self.settings.team_files_max:
+                raise _over_quota(f"this team has {count:,} files, the most that it may have")
+            if not is_own and (room if bytes_max is not None else 1) > left:
+                raise _over_quota(f"this team's files may take {max(0, left):,} bytes more")
+            if bytes_max is None and not is_own:
+                room = row["bytes"] = min(room, left)
+            await connection.execute(sa.insert(_files).values(row | {"is_ready": False}))
+        return Upload(self, file_id, team_id, at_s, room if not is_own else 2**62)
+
+    @uncancelled
+    async def complete(self, file: File) -> None:
+        """Show the file to its team. Raises NotFound if its row is gone."""
+        values = msgspec.structs.asdict(file) | {"is_ready": True}
+        async with self._database.writing() as connection:
+            if not (await connection.execute(sa.update(_files).where(_files.c.id == file.id).values(values))).rowcount:
+                raise _no_file(file.id)
+
+    @uncancelled
+    async def get(self, team_id: int, file_id: str) -> File:
+        """A team's file. Raises NotFound, also for another team's."""
+        async with self._database.reading() as connection:
+            where = self._ready(team_id).where(_files.c.id == file_id)
+            row = (await connection.execute(where)).mappings().first() if _CONTENT.fullmatch(file_id) else None
+        if row is None:
+            raise _no_file(file_id)
+        return _file(row)
+
+    @uncancelled
+    async def page(
+        self, team_id: int, after: str, limit: int, purpose: str = "", *, is_newest_first: bool = True
+    ) -> list[File]:
+        """A team's files from the one after `after`, or from the first: one more than `limit` at most."""
+        where = self._ready(team_id)
+        if after:
+            where = where.where(_files.c.id < after if is_newest_first else _files.c.id > after)
+        if purpose:
+            where = where.where(_files.c.purpose == purpose)
+        ordered = where.order_by(_files.c.id.desc() if is_newest_first else _files.c.id).limit(limit + 1)
+        async with self._database.reading() as connection:
+            return [_file(row) for row in (await connection.execute(ordered)).mappings()]
+
+    async def delete(self, team_id: int, file_id: str) -> None:
+        """Delete a team's file. Raises NotFound."""
+        await self.remove(team_id, (await self.get(team_id, file_id)).id)
+
+    @uncancelled
+    async def remove(self, team_id: int, file_id: str) -> None:
+        """Remove a row and its content, where they are there."""
+        async with self._database.writing() as connection:
+            where = (_files.c.team_id == team_id) & (_files.c.id == file_id)
+            await connection.execute(sa.delete(_files).where(where))
+        await asyncio.to_thread(self._unlink, [file_id])
+
+    @uncancelled
+    async def usage(self) -> dict[int, tuple[int, int]]:
+        """The number of files and their bytes, by team."""
+        sums = sa.select(_files.c.team_id, sa.func.count(), sa.func.sum(_files.c.bytes)).group_by(_files.c.team_id)
+        async with self._database.reading() as connection:
+            return {team_id: (count, int(size)) for team_id, count, size in await connection.execute(sums)}
+
+    async def sweep(self) -> None:
+        """Remove expired files, uploads whose process ended, and contents without a row.
+
+        Errors of the database pass through.
+        """
+        names = await asyncio.to_thread(self._names)  # before the rows: a row is made before its content
+        await self._forget(names)
+        kept = await self._kept()
+        await asyncio.to_thread(self._unlink, [name for name in names if name not in kept])
+
+    @uncancelled
+    async def _forget(self, names: dict[str, float]) -> None:
+        """Delete the rows that have expired; `names` as in `_names`."""
+        now_s = self._clock()
+        async with self._database.reading() as connection:
+            old = (_files.c.is_ready.is_(False)) & (_files.c.created_at_s < now_s - _STALE_S)
+            arriving = list((await connection.execute(sa.select(_files.c.id).where(old))).scalars())
+            late = (_files.c.is_ready.is_(True)) & (_files.c.expires_at_s < now_s)
+            gone = list((await connection.execute(sa.select(_files.c.id).where(late))).scalars())
+        gone += [one for one in arriving if names.get(one, 0.0) < now_s - _STALE_S]
+        if gone:
+            async with self._database.writing() as connection:
+                for start in range(0, len(gone), 500):
+                    await connection.execute(sa.delete(_files).where(_files.c.id.in_(gone[start : start + 500])))
+
+    @uncancelled
+    async def _kept(self) -> set[str]:
+        """The names in the folder that rows need."""
+        async with self._database.reading() as connection:
+            return set((await connection.execute(sa.select(_files.c.id))).scalars())
+
+    def _names(self) -> dict[str, float]:
+        """The names in the folder that are contents or folders of batches, each with its last change."""
+        found = {}
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as places:
+            for place in places:
+                if _CONTENT.fullmatch(place.name) or _FOLDER.fullmatch(place.name):
+                    with contextlib.suppress(FileNotFoundError):
+                        found[place.name] = place.stat(follow_symlinks=False).st_mtime
+        return found
+
+    def _unlink(self, names: Iterable[str]) -> None:
+        for name in names:
+            path = self.folder / name
+            try:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
+            except OSError as error:  # the next sweep tries again
+                _log.warning("file_not_removed", name=name, reason=str(error))
+
+    def _ready(self, team_id: int) -> sa.Select[Any]:
+        is_late = _files.c.expires_at_s < self._clock()
+        return sa.select(_files).where((_files.c.team_id == team_id) & _files.c.is_ready.is_(True) & sa.not_(is_late))
+
+
+def _file(row: Any) -> File:
+    return File(**{name: row[name] for name in File.__struct_fields__})
+
+
+def _no_file(file_id: str) -> NotFound:
+    return NotFound(f"No such File object: {shown(file_id)}", param="id", code="file_not_found")
+
+
+def _too_large(bytes_max: int) -> TooLarge:
+    words = f"The file is larger than {bytes_max:,} bytes, the most that a file may have or the room that is left"
+    return TooLarge(words, headers={"connection": "close"})
+
+
+def _over_quota(why: str) -> Forbidden:
+    return Forbidden(f"The file does not fit: {why}; delete files first, or ask your admin", code="file_quota_exceeded")
+
+
+def check_purpose(purpose: str) -> str:
+    """The purpose of an upload. Raises BadRequest."""
+    if purpose != INPUT:
+        raise BadRequest(
+            f"Invalid purpose: expected `{INPUT}`, got `{shown(purpose)}`; files for other uses are not kept here",
+            param="purpose",
+            code="invalid_value" if purpose else "missing_required_parameter",
+        )
+    return purpose
+
+
+def check_expiry(anchor: str | None, seconds: int | None) -> int:
+    """The seconds of an `expires_after`. Raises BadRequest."""
+    least, most = EXPIRES_S
+    if anchor != "created_at" or seconds is None or not least <= seconds <= most:
+        raise BadRequest(
+            f"Invalid expires_after: expected `anchor` created_at and `seconds` from {least:,} to {most:,}",
+            param="expires_after",
+            code="invalid_value",
+        )
+    return seconds

@@ -1,0 +1,267 @@
+"""Files of batches, by the official client: kept on disk, a team's own, within its quota, and gone when they should be."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import tracemalloc
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+from redis.asyncio import Redis
+
+from gateway.app import Parts
+from gateway.batches import files as files_module
+from gateway.settings import Settings
+from tests.e2e.gateway import API_KEY, deployment
+from tests.e2e.upstream import Upstream
+from tests.e2e.worker import open_worker
+from tests.services import RedisServer
+
+LINE = b'{"custom_id":"a","method":"POST","url":"/v1/chat/completions","body":{}}\n'
+
+
+class Host:
+    """A worker, its files' folder, and clients of its teams."""
+
+    def __init__(self, parts: Parts, port: int) -> None:
+        self.parts = parts
+        self.url = f"http://127.0.0.1:{port}/v1"
+        self.clients: list[AsyncOpenAI] = []
+        self.client = self.client_of(API_KEY)
+
+    def client_of(self, key: str) -> AsyncOpenAI:
+        self.clients.append(AsyncOpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=20))
+        return self.clients[-1]
+
+    async def team(self, name: str = "another") -> tuple[int, AsyncOpenAI]:
+        """A new team's id, and its client."""
+        team = await self.parts.accounts.create_team(name)
+        key = await self.parts.accounts.create_key(team.id, "key")
+        return team.id, self.client_of(key.plaintext)
+
+    @property
+    def names(self) -> list[str]:
+        """What lies in the folder."""
+        folder = self.parts.settings.files_dir
+        return sorted(os.listdir(folder)) if folder.exists() else []
+
+    async def refusal(self, **request: Any) -> tuple[int, str]:
+        """The status and code of a plain request."""
+        headers = {"authorization": f"Bearer {API_KEY}", **request.pop("headers", {})}
+        async with httpx.AsyncClient(timeout=20) as client:
+            reply = await client.request(
+                request.pop("method", "POST"), self.url + request.pop("path", "/files"), headers=headers, **request
+            )
+        return reply.status_code, reply.json()["error"]["code"]
+
+
+@pytest.fixture
+async def host(
+    redis_server: RedisServer, redis: Redis, upstream: Upstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Host]:
+    """A worker whose files may have 1 MB, and whose teams may have three, of 2 MB together."""
+    settings = Settings(
+        data_dir=tmp_path,
+        redis_url=redis_server.url,
+        api_key=API_KEY,
+        secret="s" * 32,
+        engines={},
+        cache={"is_semantic": False},  # type: ignore[arg-type]
+        batches={"file_bytes_max": 1_000_000, "team_bytes_max": 2_000_000, "team_files_max": 3},  # type: ignore[arg-type]
+        models={"mock": {"deployments": [deployment(upstream.url, "plain")]}},  # type: ignore[dict-item]
+    )
+    async with open_worker(settings, monkeypatch) as opened:
+        host = Host(opened.parts, opened.port)
+        yield host
+        for client in host.clients:
+            await client.close()
+
+
+async def test_a_file_goes_up_and_comes_down(host: Host) -> None:
+    """Created, retrieved, listed, read byte for byte, deleted; its name is a text and no path."""
+    content = bytes(range(256)) * 3_000
+    name = "../../etc/pass\x00wd\r\nx: y.jsonl"
+    made = await host.client.files.create(file=("../../etc/passwd.jsonl", content), purpose="batch")
+    assert (made.bytes, made.purpose, made.status, made.object) == (len(content), "batch", "processed", "file")
+    assert host.names == [made.id]
+    assert made.expires_at == made.created_at + 30 * 86_400
+    assert await host.client.files.retrieve(made.id) == made
+    assert (await host.client.files.content(made.id)).content == content
+    assert [file.id async for file in host.client.files.list()] == [made.id]
+    other = await host.client.files.create(
+        file=(name, LINE), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3_600}
+    )
+    assert other.expires_at == other.created_at + 3_600
+    assert len(host.names) == 2
+    assert (await host.client.files.delete(made.id)).deleted
+    assert host.names == [other.id]
+    with pytest.raises(openai.NotFoundError):
+        await host.client.files.content(made.id)
+
+
+async def test_pages(host: Host) -> None:
+    """A list comes in pages, in both orders, and by purpose; the client walks through them."""
+    ids = [(await host.client.files.create(file=("a", LINE), purpose="batch")).id for _ in range(3)]
+    assert [file.id async for file in host.client.files.list(limit=1)] == ids[::-1]
+    assert [file.id async for file in host.client.files.list(limit=2, order="asc")] == ids
+    page = await host.client.files.list(limit=2, order="asc", purpose="batch")
+    assert (page.has_more, [file.id for file in page.data]) == (True, ids[:2])
+    assert (await host.client.files.list(purpose="batch_output")).data == []
+    for query in ("limit=0", "limit=x", "after=../x", "order=up", "purpose=vision"):
+        assert await host.refusal(method="GET", path=f"/files?{query}") == (400, "invalid_value")
+
+
+async def test_another_team_finds_nothing(host: Host) -> None:
+    """Another team's file is not found by any route, as one that does not exist; nor does a path reach it."""
+    _, other = await host.team()
+    made = await host.client.files.create(file=("a", LINE), purpose="batch")
+    told = []
+    for file_id in (made.id, "file-" + "0" * 32):
+        for call in (other.files.retrieve, other.files.content, other.files.delete):
+            with pytest.raises(openai.NotFoundError) as caught:
+                await call(file_id)
+            told.append(caught.value.message.replace(file_id, "ID"))
+    assert len(set(told)) == 1
+    assert (await other.files.list()).data == []
+    assert (await other.files.list(after=made.id, order="asc")).data == []
+    for path in ("..%2F..%2Fsameway.db", "%2e%2e/content", f"{made.id}%00", made.id.upper()):
+        assert await host.refusal(method="GET", path=f"/files/{path}") in {
+            (404, "file_not_found"),
+            (404, "unknown_url"),
+        }
+    assert (await host.client.files.content(made.id)).content == LINE
+
+
+async def test_bad_uploads_leave_nothing(host: Host) -> None:
+    """A form without a file, with two, cut, of another purpose or type: a 400, no row and no content."""
+    form: Any = {"file": ("a", LINE)}
+    for request, code in (
+        ({"data": {"purpose": "batch"}, "files": {"other": b"x"}}, "missing_required_parameter"),
+        ({"files": form}, "missing_required_parameter"),
+        ({"data": {"purpose": "vision"}, "files": form}, "invalid_value"),
+        ({"data": {"purpose": "batch"}, "files": [("file", ("a", LINE)), ("file", ("b", LINE))]}, "invalid_value"),
+        ({"data": {"purpose": "batch", "expires_after[seconds]": "5"}, "files": form}, "invalid_value"),
+        ({"data": {"purpose": "b" * 5_000}, "files": form}, "invalid_value"),
+        ({"json": {"purpose": "batch"}}, "invalid_type"),
+        ({"content": b"--x\r\n", "headers": {"content-type": "multipart/form-data; boundary=x"}}, "invalid_form"),
+        ({"content": b"junk", "headers": {"content-type": "multipart/form-data; boundary=x"}}, "invalid_form"),
+    ):
+        assert await host.refusal(**request) == (400, code)
+    assert await host.refusal(files=form, headers={"content-encoding": "gzip"}) == (415, "unsupported_content_encoding")
+    assert host.names == []
+    assert await host.parts.files.usage() == {}
+
+
+async def test_a_quota_holds_also_at_once(host: Host) -> None:
+    """A file over its limit is a 413 and uploads at once stay within the team's bytes and number; another team has its own."""
+    big = {"file": ("a", b"x" * 1_100_000)}
+    assert await host.refusal(data={"purpose": "batch"}, files=big) == (413, "request_too_large")
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+        for _ in range(11):
+            yield b"x" * 100_000
+
+    kind = {"content-type": "multipart/form-data; boundary=x"}
+    assert await host.refusal(content=chunks(), headers=kind) == (413, "request_too_large")
+    made = await asyncio.gather(
+        *(host.client.files.create(file=("a", b"x" * 900_000), purpose="batch") for _ in range(6)),
+        return_exceptions=True,
+    )
+    assert sum(isinstance(one, openai.PermissionDeniedError) for one in made) == 4
+    await host.client.files.create(file=("a", b"x"), purpose="batch")
+    with pytest.raises(openai.PermissionDeniedError, match="3 files"):
+        await host.client.files.create(file=("a", b"x"), purpose="batch")
+    assert (await host.parts.files.usage())[1][0] == len(host.names) == 3
+    _, other = await host.team()
+    await other.files.create(file=("a", b"x"), purpose="batch")
+
+
+async def test_a_client_that_leaves_leaves_nothing(host: Host) -> None:
+    """A client that goes in the middle of its upload leaves no row and no content."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(host.url.split(":")[2].split("/")[0]))
+    head = f"POST /v1/files HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {API_KEY}\r\n"
+    head += "content-type: multipart/form-data; boundary=x\r\ncontent-length: 900000\r\n\r\n"
+    part = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+    writer.write(head.encode() + part + b"x" * 600_000)
+    async with asyncio.timeout(10):
+        while not host.names:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        writer.close()
+        while host.names or await host.parts.files.usage():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    reader.feed_eof()
+
+
+async def test_a_full_disk_is_said(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk without room is a 507 that says so and names no path; nothing is left."""
+
+    def full(*_: object) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files_module.Files, "create", full)
+    with pytest.raises(openai.InternalServerError) as caught:
+        await host.client.files.create(file=("a", LINE), purpose="batch")
+    assert (caught.value.status_code, caught.value.code) == (507, "storage_full")
+    assert str(host.parts.settings.data_dir) not in caught.value.message
+    assert await host.parts.files.usage() == {}
+
+
+async def test_what_is_over_is_swept(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An expired file, a deleted team's, and an upload whose process ended go; names of others in the folder stay."""
+    files, folder = host.parts.files, host.parts.settings.files_dir
+    team_id, other = await host.team()
+    kept = await host.client.files.create(file=("a", LINE), purpose="batch")
+    hour: Any = {"anchor": "created_at", "seconds": 3_600}
+    expired = await host.client.files.create(file=("a", LINE), purpose="batch", expires_after=hour)
+    await other.files.create(file=("a", LINE), purpose="batch")
+    upload = await files.begin(1, 10)
+    await upload.write(b"half")
+    await upload._flush()
+    (folder / "notes.txt").write_text("of an operator")
+    await host.parts.accounts.delete_team(team_id)
+    now = kept.created_at
+    monkeypatch.setattr(files, "_clock", lambda: now + 60.0)
+    await files.sweep()
+    assert host.names == sorted([kept.id, expired.id, upload.id, "notes.txt"])
+    monkeypatch.setattr(files, "_clock", lambda: now + 90_000.0)
+    with pytest.raises(openai.NotFoundError):
+        await host.client.files.retrieve(expired.id)
+    os.utime(folder / upload.id, (now, now))
+    await files.sweep()
+    assert host.names == sorted([kept.id, "notes.txt"])
+    assert {one: count for one, (count, _) in (await files.usage()).items()} == {1: 1}
+
+
+async def test_memory_stays_flat(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of 60 MB passes up and down through a few pieces of memory."""
+    size = 60 << 20
+    roomy = host.parts.settings.batches.model_copy(update={"file_bytes_max": size, "team_bytes_max": 2 * size})
+    monkeypatch.setattr(host.parts.files, "settings", roomy)
+    piece = b"x" * (1 << 20)
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        yield b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+        for _ in range(size // len(piece)):
+            yield piece
+        yield b"\r\n--x--\r\n"
+
+    headers = {"authorization": f"Bearer {API_KEY}", "content-type": "multipart/form-data; boundary=x"}
+    tracemalloc.start()
+    try:
+        async with httpx.AsyncClient(timeout=60) as client:
+            made = (await client.post(f"{host.url}/files", content=body(), headers=headers)).json()
+            assert made["bytes"] == size
+            async with client.stream("GET", f"{host.url}/files/{made['id']}/content", headers=headers) as reply:
+                assert sum([len(part) async for part in reply.aiter_bytes(1 << 16)]) == size
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    finally:
+        tracemalloc.stop()
