@@ -34,7 +34,7 @@ import msgspec
 
 from policies import holds as keys_of
 from policies import scripts
-from policies.counters import OTHER, Counter, Need, applying, counter_of, counters_of
+from policies.counters import OTHER, Counter, Need, counter_of, counters_of
 from policies.holds import (
     LEDGER_LOCK,
     LEDGER_SET_ASIDE,
@@ -102,16 +102,28 @@ class OwnSpend(msgspec.Struct, frozen=True):
     keep_until_ms: int
 
 
-@dataclass(frozen=True, slots=True)
-class Intent:
-    """A hold that may be taken, of `counters` and for `budgets`.
+class Intent(msgspec.Struct, frozen=True):
+    """A hold that may be taken at `at_ms`, of `counters`; none for a request that no budget limits."""
 
-    `hold` has whatever could be taken, so that releasing it releases all of it.
-    """
+    hold_id: str
+    team_id: int
+    at_ms: int
+    counters: Sequence[Counter]
 
-    hold: Hold
-    budgets: tuple[Budget, ...]
-    counters: tuple[Counter, ...]
+    @property
+    def is_hard(self) -> bool:
+        """Whether a hard budget limits it."""
+        return any(budget.is_hard for counter in self.counters for budget in counter.budgets)
+
+    def whole(self) -> Hold:
+        """All that could be taken, so that releasing it releases all that was."""
+        taken = tuple(
+            counter.taken(self.hold_id, amount, is_other=is_other)
+            for counter in self.counters
+            for amount in {counter.most, counter.usual}
+            for is_other in ((False, True) if counter.values else (False,))
+        )
+        return Hold(self.hold_id, self.team_id, self.at_ms, more=taken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,34 +172,22 @@ class Budgets:
     def intended(self, hold_id: str, team_id: int, budgets: Sequence[Budget], need: Need | MicroUSD) -> Intent:
         """The hold that `hold` would take now.
 
-        A caller that lost the reply of `hold` can release the intent's.
+        A caller that lost the reply of `hold` can release all of the intent. Raises ValueError for an
+        amount outside [0, MICROUSD_MAX] or a hold id with a `|`.
         """
+        keys_of.member(hold_id, need if isinstance(need, int) else 0)
         if isinstance(need, int):
-            keys_of.member(hold_id, need)
-            need, some = Need(need), list(budgets)
-        else:
-            some = applying(budgets, need)
-        if not some:
-            return Intent(self.unreserved(hold_id, team_id), (), ())
+            need = Need(need)
         at_ms = self._now_ms()
-        counters = counters_of(team_id, some, need, at_ms)
-        keys_of.member(hold_id, need.most(some[0].unit))
-        amounts = {c.name: {c.most, c.usual} for c in counters}
-        more = tuple(
-            counter.taken(hold_id, amount, is_other=is_other)
-            for counter in counters
-            for amount in amounts[counter.name]
-            for is_other in ((False, True) if counter.values else (False,))
-        )
-        return Intent(Hold(hold_id, team_id, at_ms, more=more), tuple(some), tuple(counters))
+        return Intent(hold_id, team_id, at_ms, counters_of(team_id, budgets, need, at_ms) if budgets else ())
 
     async def hold(self, intent: Intent, lease_s: float) -> Hold | Refused:
         """Take an intended hold. Result and errors are those of `reserve`."""
-        hold, counters = intent.hold, intent.counters
+        counters, at_ms = intent.counters, intent.at_ms
         if not counters:
-            return hold
-        keys: list[str] = [READY_KEY, keys_of.done_key(hold.id)]
-        arguments: list[Any] = [self._lease_now(), hold.id, int(lease_s * 1000), len(counters)]
+            return Hold(intent.hold_id, intent.team_id, at_ms)
+        keys: list[str] = [READY_KEY, keys_of.done_key(intent.hold_id)]
+        arguments: list[Any] = [self._lease_now(), intent.hold_id, int(lease_s * 1000), len(counters)]
         limits: list[Any] = []
         for place, one in enumerate(counters, 1):
             keys += keys_of.count_keys(one.name)
@@ -195,7 +195,7 @@ class Budgets:
             arguments += (one.most, one.usual, one.keep_until_ms, one.oldest, most, one.digest, one.shown)
             for budget in one.budgets:
                 may_cut = budget.overdraft is Overdraft.TRUNCATE
-                limits += (place, budget.limit_at(hold.at_ms), int(budget.is_hard), int(may_cut))
+                limits += (place, budget.limit_at(at_ms), int(budget.is_hard), int(may_cut))
         for one in counters:
             if one.values:
                 keys += (keys_of.values_key(one.values), *keys_of.count_keys(one.other))
@@ -203,11 +203,11 @@ class Budgets:
         if reply[0] == -1:
             raise NotReady("the ledger is being counted")
         if reply[0] == -2:
-            raise HoldClosed(hold.id)
+            raise HoldClosed(intent.hold_id)
         counts = [(int(reply[1 + 3 * i]), int(reply[2 + 3 * i]), reply[3 + 3 * i] == 1) for i in range(len(counters))]
         if reply[0] == 0:
-            return await self._refused(hold.at_ms, counters, counts)
-        return _taken(hold, counters, counts, is_cut=reply[0] == 2)
+            return await self._refused(at_ms, counters, counts)
+        return _taken(intent, counters, counts, is_cut=reply[0] == 2)
 
     async def _refused(
         self, at_ms: int, counters: Sequence[Counter], counts: Sequence[tuple[int, int, bool]]
@@ -384,29 +384,30 @@ class Budgets:
         return "" if self._lease_clock_ms is None else self._lease_clock_ms()
 
 
-def _taken(hold: Hold, counters: Sequence[Counter], counts: Sequence[tuple[int, int, bool]], *, is_cut: bool) -> Hold:
+def _taken(
+    intent: Intent, counters: Sequence[Counter], counts: Sequence[tuple[int, int, bool]], *, is_cut: bool
+) -> Hold:
     """The hold as it was taken. Equal amounts of the team's own windows are kept as their kinds."""
     held: list[WindowKind] = []
     more: list[Taken] = []
     warnings: list[BudgetState] = []
-    amount_microusd: int | None = None
+    amount_microusd, at_ms = None, intent.at_ms
     for one, (spent, held_before, is_other) in zip(counters, counts, strict=True):
         amount = one.usual if is_cut else one.most
         if one.is_shared and amount_microusd in (None, amount):
             amount_microusd = amount
             held.append(one.budgets[0].window)
         else:
-            more.append(one.taken(hold.id, amount, is_other=is_other))
+            more.append(one.taken(intent.hold_id, amount, is_other=is_other))
         for budget in one.budgets:
-            if not budget.is_hard and spent + held_before + amount > budget.limit_at(hold.at_ms):
-                window = budget.window_at(hold.at_ms)
-                warnings.append(BudgetState(budget, window, spent, held_before, one.shown))
+            if not budget.is_hard and spent + held_before + amount > budget.limit_at(at_ms):
+                warnings.append(BudgetState(budget, budget.window_at(at_ms), spent, held_before, one.shown))
     return Hold(
-        id=hold.id,
-        team_id=hold.team_id,
-        at_ms=hold.at_ms,
+        id=intent.hold_id,
+        team_id=intent.team_id,
+        at_ms=at_ms,
         amount_microusd=amount_microusd or 0,
-        held=tuple(sorted(held, key=PLACES.__getitem__)),
+        held=tuple(sorted(held, key=PLACES.__getitem__) if len(held) > 1 else held),
         warnings=tuple(warnings),
         more=tuple(more),
         is_cut=is_cut,

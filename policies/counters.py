@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -44,11 +44,9 @@ class Need(msgspec.Struct, frozen=True):
         amount = self.microusd if unit is Unit.MONEY else self.tokens if unit is Unit.TOKENS else self.requests
         return min(amount, MICROUSD_MAX)
 
-    def usual(self, unit: Unit) -> int:
-        """What an answer of the usual length uses; the most, where that is not known."""
-        usual = self.usual_microusd if unit is Unit.MONEY else self.usual_tokens if unit is Unit.TOKENS else None
-        most = self.most(unit)
-        return most if usual is None else min(usual, most)
+    def usual(self, unit: Unit) -> int | None:
+        """What an answer of the usual length uses; None, where that is not known."""
+        return self.usual_microusd if unit is Unit.MONEY else self.usual_tokens if unit is Unit.TOKENS else None
 
 
 class Counter(msgspec.Struct):
@@ -85,11 +83,6 @@ class Counter(msgspec.Struct):
         )
 
 
-def applying(budgets: Sequence[Budget], need: Need) -> list[Budget]:
-    """The budgets that limit such a request."""
-    return [budget for budget in budgets if need.most(budget.unit) and _is_about(budget, need.values)]
-
-
 def _is_about(budget: Budget, values: Mapping[str, str]) -> bool:
     if budget.axis == TEAM:
         return True
@@ -104,20 +97,21 @@ def value_of(text: str) -> str:
 
 
 def counters_of(team_id: int, budgets: Iterable[Budget], need: Need, at_ms: int) -> list[Counter]:
-    """The counts that `budgets`, which apply, limit at `at_ms`, unix milliseconds."""
+    """The counts that those of `budgets` which limit such a request limit at `at_ms`, unix milliseconds."""
     found: dict[str, Counter] = {}
     for budget in budgets:
         most = need.most(budget.unit)
-        usual = need.usual(budget.unit)
-        if budget.overdraft is Overdraft.ALLOW and budget.is_hard:
-            most = usual
+        if not most or not _is_about(budget, need.values):
+            continue
         made = counter_of(budget, team_id, need.values.get(budget.axis, ""), at_ms)
-        made.most, made.usual = most, usual
+        usual = need.usual(budget.unit)
+        made.usual = most if usual is None else min(usual, most)
+        made.most = made.usual if budget.overdraft is Overdraft.ALLOW and budget.is_hard else most
         same = found.setdefault(made.name, made)
         if same is not made:  # a hard and a soft budget of one window
             same.budgets.append(budget)
             if budget.is_hard:
-                same.most = most
+                same.most = made.most
     return list(found.values())
 
 

@@ -87,7 +87,8 @@ class Budget:
     an axis other than the team it limits `value` alone, or with None each value for itself; the
     value of a request without one is empty. `rolling_s` is the length of a rolling window.
     `raised_by` is added to the limit before `raised_until_ms`. Each reset raises `epoch`. Times are
-    unix milliseconds.
+    unix milliseconds. `is_shared`: it limits a count that every team has, with or without a budget.
+    `_is_utc`: its windows are those of UTC; hours and the total are, in any zone.
     """
 
     id: int
@@ -105,17 +106,14 @@ class Budget:
     epoch: int = 0
     begun_ms: int = field(default=0, compare=False)  # it was made or reset then; 0: not known
     time_zone: str = ""
+    is_shared: bool = field(init=False, compare=False, repr=False)
+    _is_utc: bool = field(init=False, compare=False, repr=False)
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether it limits a count that every team has, with or without a budget."""
+    def __post_init__(self) -> None:
+        is_utc = self.time_zone in ("", "UTC") or self.window in (WindowKind.HOUR, WindowKind.TOTAL)
+        object.__setattr__(self, "_is_utc", is_utc)
         is_plain = self.axis == TEAM and self.unit is Unit.MONEY and self.window is not WindowKind.ROLLING
-        return is_plain and not self.epoch and self._is_utc
-
-    @property
-    def _is_utc(self) -> bool:
-        """Whether its windows are those of UTC; hours and the total are, in any zone."""
-        return self.time_zone in ("", "UTC") or self.window in (WindowKind.HOUR, WindowKind.TOTAL)
+        object.__setattr__(self, "is_shared", is_plain and not self.epoch and is_utc)
 
     def limit_at(self, at_ms: int) -> int:
         """The limit at a moment, with a raise that is in force."""

@@ -69,10 +69,10 @@ class Money:
         try:
             outcome = await self._budgets.hold(intent, self._settings.hold_lease_s)
         except asyncio.CancelledError:  # Redis may hold it already, until its lease ends
-            await self.release(intent.hold)  # the link sends it after the hold
+            await self.release(intent.whole())  # the link sends it after the hold
             raise
         except (RedisError, NotReady) as error:
-            if self._settings.on_redis_failure == "refuse" and any(b.is_hard for b in intent.budgets):
+            if self._settings.on_redis_failure == "refuse" and intent.is_hard:
                 raise Unavailable(
                     "This team's budget can't be checked at the moment; try again shortly", code="budget_unavailable"
                 ) from error

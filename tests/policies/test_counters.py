@@ -213,7 +213,7 @@ async def test_leases_of_such_holds_are_kept_and_end(budgets: Budgets, clock: Cl
     assert isinstance(await budgets.reserve("b", 7, (EACH_USER,), of("alice"), 60), Refused)
     intent = budgets.intended("c", 7, (EACH_USER,), of("bob"))
     await budgets.hold(intent, 60)
-    await budgets.release(intent.hold)  # a caller that lost the reply
+    await budgets.release(intent.whole())  # a caller that lost the reply
     assert await used(budgets, EACH_USER) == {"=alice": (0, 60)}
     clock.now_s += 61
     await spend(budgets, "d", of("alice"), EACH_USER)
