@@ -98,7 +98,6 @@ class Parts(AdminParts):
     link: RedisLink
     writer: LedgerWriter
     hits: HitsWriter
-    money: Money
     metrics: Metrics
     pipeline: Pipeline
     learning: Learning

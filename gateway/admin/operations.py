@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 
 from cache.fingerprint import DIGEST_BYTES
 from gateway import accounts
-from gateway.accounts import AuditRow
+from gateway.accounts import AuditRow, LedgerRow
 from gateway.accounts.audit import DISABLED, DRAINED, ENABLED, RESET, TRIED
 from gateway.admin import models, views
 from gateway.admin.parts import AdminParts
@@ -24,16 +24,19 @@ from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment, with_length
 from gateway.deployments.progress import Progress
 from gateway.journey.attempt import attempt
+from gateway.journey.bill import tokens_of
+from gateway.journey.savings import CHECKING, compare_other
 from gateway.journey.storing import answer_text
 from gateway.wire.fold import fold
 from gateway.wire.types import CHAT, Chunk, Usage
-from policies import Tokens
+from policies import Hold
 
 _ACTIONS = {"drain": DRAINED, "disable": DISABLED, "enable": ENABLED, "reset": RESET}
 _QUESTION = "Say: ok"
 _ANSWER_TOKENS = 16
-_PROMPT_TOKENS = 10
+_PROMPT_TOKENS, _PROMPT_TOKENS_MAX = 10, 1_000  # a server may put words of its own before it
 _TRY_WITHIN_S = 30.0
+_KIND = "try"  # of its ledger row
 
 
 async def act(parts: AdminParts, act: models.Act, name: str, client: str, way: str) -> models.DeploymentOut:
@@ -56,7 +59,8 @@ async def act(parts: AdminParts, act: models.Act, name: str, client: str, way: s
 async def try_out(parts: AdminParts, what: models.TryDeploymentIn, client: str, way: str) -> models.TriedOut:
     """Send one short question to a deployment, whatever its state; an answer closes its breaker.
 
-    No team is charged. Raises accounts.NotFound, accounts.Invalid, and sqlalchemy's errors.
+    Its cost has a row in the ledger, of no team. Raises accounts.NotFound, accounts.Invalid, and
+    sqlalchemy's errors.
     """
     alias, deployment = _find(parts, what.name)
     if deployment.is_any_model:
@@ -66,12 +70,18 @@ async def try_out(parts: AdminParts, what: models.TryDeploymentIn, client: str, 
         deployment = alias.deployments[what.name]
     await parts.audit.add(_row(parts, TRIED, what.name, client, way))
     progress, chunks = Progress(deployment.name), list[Chunk]()
+    question = _question(alias, deployment)
+    hold = parts.budgets.unreserved(question.request_id, 0)
     deployment.begin_try_out()
-    failure = await attempt(
-        deployment, _question(alias, deployment), progress, chunks.extend, prompt_tokens=_PROMPT_TOKENS
-    )
-    usage = progress.usage or Usage(_PROMPT_TOKENS if progress.has_begun else 0, progress.content_chunks)
-    cost = deployment.price.cost(Tokens(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens))
+    try:
+        failure = await attempt(deployment, question, progress, chunks.extend, prompt_tokens=_PROMPT_TOKENS)
+    finally:  # an operator who leaves has spent it, too
+        is_charged = progress.has_begun or progress.is_abandoned
+        usage = progress.usage or Usage(_PROMPT_TOKENS if is_charged else 0, progress.content_chunks)
+        usage = usage.within(_PROMPT_TOKENS_MAX, max(_ANSWER_TOKENS, progress.content_chunks))
+        cost = deployment.price.cost(tokens_of(usage))
+        if is_charged:
+            await parts.money.settle(hold, _bill(hold, alias, deployment, usage, cost, is_counted=bool(progress.usage)))
     return models.TriedOut(
         name=what.name,
         is_ok=failure is None,
@@ -95,6 +105,31 @@ def _find(parts: AdminParts, name: str) -> tuple[Alias, Deployment]:
 def _row(parts: AdminParts, action: str, name: str, client: str, way: str) -> AuditRow:
     at_ms = int(parts.clock() * 1000)
     return AuditRow(at_ms=at_ms, action=action, team_id=0, request_id="", entry=name, client=client, way=way)
+
+
+def _bill(
+    hold: Hold, alias: Alias, deployment: Deployment, usage: Usage, cost_microusd: int, *, is_counted: bool
+) -> LedgerRow:
+    compared = compare_other(deployment, CHECKING)
+    return LedgerRow(
+        id=hold.id,
+        at_ms=hold.at_ms,
+        request_id=hold.id,
+        team_id=hold.team_id,
+        key_id=0,
+        alias=alias.name,
+        deployment=deployment.name,
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        completion_tokens=usage.completion_tokens,
+        cost_microusd=cost_microusd,
+        kind=_KIND,
+        usage_estimated=not is_counted,
+        reasoning_tokens=usage.reasoning_tokens,
+        baseline_microusd=compared.baseline_microusd,
+        mechanism=compared.mechanism,
+        provider_cost_microusd=usage.provider_cost_microusd,
+    )
 
 
 def _question(alias: Alias, deployment: Deployment) -> BackendRequest:

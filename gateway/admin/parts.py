@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gateway.admin.models import DeploymentOut
     from gateway.deployments.fleet import Fleet
     from gateway.deployments.shared_health import SharedHealth
+    from gateway.journey.budget import Money
     from gateway.learning.reports import Reports
     from gateway.settings import Settings
     from gateway.telemetry.certificates import Certificates
@@ -43,6 +44,7 @@ class AdminParts:
     ledger: Ledger
     audit: Audit
     budgets: Budgets
+    money: Money
     stats: Stats
     exact: ExactCache
     semantic: SemanticClient

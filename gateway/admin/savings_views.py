@@ -16,6 +16,7 @@ from gateway.admin.parts import AdminParts
 
 DAY_S = 86_400
 DAYS = 30
+_OPERATOR = "the operator"  # of tries of deployments
 MECHANISMS = {
     "exact": "Exact hits",
     "semantic": "Semantic hits",
@@ -43,7 +44,7 @@ async def savings(parts: AdminParts, where: LedgerFilter) -> models.SavingsOut:
     where = replace(where, key_id=None, deployment=None, kind=None, from_ms=from_ms, until_ms=until_ms)
     lines = await parts.ledger.savings(where)
     [all_of_it] = await parts.ledger.totals([], where)
-    names = {team.id: team.name for team in await parts.accounts.list_teams()}
+    names = {0: _OPERATOR} | {team.id: team.name for team in await parts.accounts.list_teams()}
     by_team, by_day = _split(lines, "team_id"), _split(lines, "day")
     total = _Sum(lines)
     return models.SavingsOut(

@@ -9,10 +9,13 @@ import pytest
 from httpx import ASGITransport, AsyncClient
 from redis.asyncio import Redis
 
-from gateway.accounts import Accounts
+from gateway.accounts import Accounts, decode_row
+from gateway.admin.guard import COOKIE
 from gateway.deployments.deployment import Deployment
+from policies import Price
+from policies.holds import LEDGER_STREAM
 from tests.admin.world import ADMIN_KEY, World, open_world
-from tests.world import Finish, ScriptedBackend, Tokens, denied
+from tests.world import Finish, ScriptedBackend, Tokens, broken, denied
 
 
 @pytest.fixture
@@ -81,6 +84,29 @@ async def test_a_try_tells_what_came_and_closes_the_breaker(world: World, client
     assert (tried["is_ok"], tried["answer"], tried["prompt_tokens"], tried["completion_tokens"]) == (True, "ok", 3, 2)
     assert (one.breaker.denial, one.use, one.places.taken) == ("", "drained", 0)
     assert backend.calls[-1].body["max_tokens"] == 16
+
+
+@pytest.mark.parametrize("how", ["ok", "uncounted", "cut", "refused"])
+async def test_a_try_that_generated_has_a_row_in_the_books(world: World, client: AsyncClient, how: str) -> None:
+    """What the provider bills is in the ledger, of no team, once; a refused try costs nothing."""
+    one, backend = only(world)
+    one.price = Price(1_000_000, 2_000_000)
+    ends = {"ok": (Finish(), Tokens(30, 2)), "uncounted": (Finish(),), "cut": (broken(),)}
+    backend.plays(*(("o", "k", *ends[how]) if how != "refused" else (denied(401, "No such key"),)))
+    tried = (await client.post("/admin/api/deployments/try", json={"name": one.name})).json()
+    booked = [decode_row(fields[b"row"]) for _, fields in await world.redis.xrange(LEDGER_STREAM)]
+    await world.ledger.append(booked)
+    rows = (await client.get("/admin/api/ledger")).json()["rows"]
+    if how == "refused":
+        assert (rows, tried["cost_microusd"]) == ([], 0)
+        return
+    (row,) = rows
+    assert [one.kind for one in booked] == ["try"]
+    assert (row["team_id"], row["key_id"], row["deployment"]) == (0, 0, one.name)
+    assert row["usage_estimated"] is (how != "ok")
+    assert row["cost_microusd"] == tried["cost_microusd"] == (34 if how == "ok" else 14)
+    page = (await client.get("/admin/ledger", cookies={COOKIE: world.session})).text
+    assert "the operator" in page
 
 
 async def test_an_unknown_deployment_or_act_is_refused(world: World, client: AsyncClient) -> None:

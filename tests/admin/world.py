@@ -30,12 +30,14 @@ from cache.worker import Status, WorkerState
 from cache.worker.messages import LENGTH_BYTES, Answer, AskNear, frame, read_ask
 from gateway.accounts import Accounts, Audit, Ledger, LedgerRow
 from gateway.accounts.sessions import Sessions
+from gateway.accounts.spool import Spool
 from gateway.admin.guard import Guard
 from gateway.admin.models import DeploymentOut, EngineOut
 from gateway.admin.parts import AdminParts
 from gateway.admin.routes import admin_router
 from gateway.deployments.fleet import build_fleet
 from gateway.deployments.shared_health import SharedHealth
+from gateway.journey.budget import Money
 from gateway.journey.semantic import Bounds
 from gateway.learning.reports import Reports
 from gateway.settings import Settings
@@ -226,6 +228,7 @@ async def open_world(redis: Redis, folder: Path) -> AsyncIterator[World]:
         ledger=ledger,
         audit=Audit(accounts.database),
         budgets=budgets,
+        money=Money(budgets, settings.budgets, Spool(None)),
         stats=stats,
         exact=exact,
         semantic=semantic,
