@@ -32,6 +32,7 @@ from cache import CacheLimits, CacheUnavailable, ExactCache, SemanticClient
 from gateway.accounts import Accounts, Audit, HitsWriter, Ledger, LedgerWriter
 from gateway.accounts.sessions import Sessions
 from gateway.accounts.spool import Spool
+from gateway.accounts.stored_responses import ResponseStore
 from gateway.admin.guard import Endpoint, Guard
 from gateway.admin.parts import AdminParts
 from gateway.admin.routes import admin_router
@@ -44,10 +45,12 @@ from gateway.api.embeddings import Embeddings
 from gateway.api.feedback import Feedback
 from gateway.api.files import FilesEndpoint
 from gateway.api.front import Front, Routes, document, no_such_route, wrong_method
+from gateway.api.memory import Memory
 from gateway.api.messages import CountTokens, Messages
 from gateway.api.models import Models
 from gateway.api.openapi import PATHS, SCHEMAS
 from gateway.api.responses import Responses
+from gateway.api.stored_responses import StoredResponses
 from gateway.api.tokens import Detokenize, Tokenize
 from gateway.batches.files import Files
 from gateway.data_dir import prepare
@@ -65,7 +68,7 @@ from gateway.pipeline import Emit, Pipeline
 from gateway.settings import Settings
 from gateway.telemetry import logs
 from gateway.telemetry.health import HealthMonitor
-from gateway.telemetry.metric_names import LOG_DROPPED, WRONG_KEYS
+from gateway.telemetry.metric_names import LOG_DROPPED, STORED_RESPONSES, WRONG_KEYS
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
 from gateway.telemetry.stats import Stats
 from gateway.transport.redis_link import RedisLink
@@ -80,6 +83,7 @@ ACCOUNTS_CHANNEL = "sameway:accounts"
 _GC_THRESHOLDS = (20_000, 20, 50)
 # freed memory lies between cached answers, and the allocator would keep it; measured there too
 _TIDY_EVERY_S = 30.0
+_PURGE_EVERY_S = 60.0
 _TRUTH_EVERY_S = 5.0
 _HITS_EVERY_S = 5.0
 _SWEEP_EVERY_S = 30.0
@@ -101,6 +105,7 @@ class Parts(AdminParts):
     metrics: Metrics
     pipeline: Pipeline
     learning: Learning
+    stored_responses: ResponseStore
     watch: HealthMonitor
     files: Files
 
@@ -231,7 +236,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
 
 
-async def _open_accounts(settings: Settings, link: RedisLink) -> Accounts:
+async def _open_accounts(settings: Settings, link: RedisLink, stack: AsyncExitStack) -> Accounts:
     """The accounts of the database; announces changes to the other workers. Raises _NoDatabase."""
 
     async def tell_others() -> None:
@@ -246,6 +251,7 @@ async def _open_accounts(settings: Settings, link: RedisLink) -> Accounts:
     except (SQLAlchemyError, OSError) as error:
         why = (str(error).splitlines() or [""])[0]
         raise _NoDatabase(f"database_url: it can't be used: {type(error).__name__}: {why}") from error
+    stack.push_async_callback(accounts.close)
     return accounts
 
 
@@ -257,9 +263,9 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
     stack.callback(logs.close)
     link = RedisLink(settings.redis_target, settings.redis_timeout_ms / 1000.0)
     stack.push_async_callback(link.aclose)
-    accounts = await _open_accounts(settings, link)
-    stack.push_async_callback(accounts.close)
+    accounts = await _open_accounts(settings, link, stack)
     await _show_first_key(accounts, settings)
+    stored_responses = _open_responses(settings, accounts, metrics, stack)
     ledger = Ledger(accounts.database)
     budgets = Budgets(link, defer=link.defer)
     money = Money(budgets, settings.budgets, _open_spool(settings))
@@ -290,6 +296,7 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
         accounts=accounts,
         ledger=ledger,
         audit=Audit(accounts.database),
+        stored_responses=stored_responses,
         writer=writer,
         hits=hits,
         budgets=budgets,
@@ -327,6 +334,15 @@ def _emitter(settings: Settings, log: logs.Log, metrics: Metrics, stats: Stats) 
         stats.add(record)
 
     return emit
+
+
+def _open_responses(settings: Settings, accounts: Accounts, metrics: Metrics, stack: AsyncExitStack) -> ResponseStore:
+    def count(outcome: str, responses: int) -> None:
+        metrics.add(STORED_RESPONSES, responses, outcome)
+
+    store = ResponseStore(accounts.database, time.time, settings.responses.retention_s, count)
+    stack.push_async_callback(store.aclose)
+    return store
 
 
 def _open_spool(settings: Settings) -> Spool:
@@ -370,10 +386,12 @@ def _cache_limits(settings: Settings) -> CacheLimits:
 def _routes(settings: Settings, parts: Parts) -> Routes:
     models = Models(settings, parts.pipeline, time.time())
     files = FilesEndpoint(parts.pipeline, parts.files)
+    memory = Memory(parts.stored_responses, settings)
     return {
         "/v1/chat/completions": {"POST": Chat(parts.pipeline, settings.body_bytes_max)},
         "/v1/completions": {"POST": Chat(parts.pipeline, settings.body_bytes_max, COMPLETION)},
-        "/v1/responses": {"POST": Responses(parts.pipeline, settings.body_bytes_max)},
+        "/v1/responses": {"POST": Responses(parts.pipeline, settings.body_bytes_max, memory)},
+        "/v1/responses/*": dict.fromkeys(("GET", "DELETE"), StoredResponses(settings, parts.pipeline, memory)),
         "/v1/messages": {"POST": Messages(parts.pipeline, settings.body_bytes_max)},
         "/v1/messages/count_tokens": {"POST": CountTokens(settings, parts.pipeline)},
         "/v1/embeddings": {"POST": Embeddings(settings, parts.pipeline, parts.semantic)},
@@ -404,6 +422,7 @@ async def _check_eviction(link: RedisLink) -> None:
 def _start_loops(parts: Parts, stack: AsyncExitStack) -> None:
     alerts = parts.settings.alerts
     webhook = Webhook(alerts.webhook_url, parts.settings.alerts_secret or "") if alerts.webhook_url else None
+    purge = partial(parts.stored_responses.purge, parts.settings.responses.team_bytes_max)
     loops: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
         "purges": lambda: parts.exact.follow_purges(parts.link.subscribe),
         "accounts": lambda: _follow_accounts(parts),
@@ -418,6 +437,7 @@ def _start_loops(parts: Parts, stack: AsyncExitStack) -> None:
         "watch": lambda: parts.watch.run(parts.metrics),
         "health": parts.shared_health.run,
         "alerts": AlertWatch(parts.link, parts.accounts, parts.budgets, alerts, webhook).run,
+        "responses": lambda: _every(_PURGE_EVERY_S, purge),
         "memory": lambda: _every(_TIDY_EVERY_S, partial(_tidy, parts.pipeline)),
     }
     if parts.settings.cache.is_semantic:

@@ -401,6 +401,16 @@ class BatchSettings(_Section):
     )
 
 
+class ResponseSettings(_Section):
+    store: bool = Field(
+        True, description="keep what /v1/responses answers, with its input, unless the request has `store: false`"
+    )
+    retention_s: int = Field(30 * 86_400, ge=1, description="seconds until a kept response is deleted")
+    team_bytes_max: int = Field(
+        1 << 30, ge=1, description="of a team's kept responses; the oldest are deleted first, within minutes"
+    )
+
+
 class Settings(_Section):
     host: str = Field("127.0.0.1", description="the address to listen on")
     port: Annotated[int, Field(ge=0, le=65_535)] = Field(8080, description="the port to listen on; 0 takes a free one")
@@ -455,6 +465,7 @@ class Settings(_Section):
     budgets: BudgetSettings = BudgetSettings()
     alerts: AlertSettings = AlertSettings()
     batches: BatchSettings = BatchSettings()
+    responses: ResponseSettings = ResponseSettings()
     engines: dict[str, EngineSettings] = Field(
         {"default": EngineSettings()}, description="local engines, one process each"
     )
@@ -707,6 +718,7 @@ SECTIONS: tuple[type[BaseModel], ...] = (
     BudgetSettings,
     AlertSettings,
     BatchSettings,
+    ResponseSettings,
     EngineSettings,
     ModelSettings,
     DeploymentSettings,

@@ -80,7 +80,7 @@ def test_every_generated_part_is_shown_once() -> None:
 def test_every_setting_has_a_sentence() -> None:
     """But for sections, which have a table of their own."""
     without = [n for s in SECTIONS for n, f in s.model_fields.items() if not f.description]
-    assert without == ["cache", "budgets", "alerts", "batches"]
+    assert without == ["cache", "budgets", "alerts", "batches", "responses"]
 
 
 def test_every_setting_is_read() -> None:

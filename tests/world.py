@@ -9,19 +9,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import json
+import secrets
 import shutil
 import tempfile
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
+import sqlalchemy as sa
+from openai import AsyncOpenAI
 from redis.asyncio import Redis
 
 from cache import CacheLimits, ExactCache, Hit, Miss, MissReason, Partition, Purge, Query, SemanticClient
@@ -29,12 +34,16 @@ from cache.entry import About
 from cache.query import Near, Trial
 from cache.verdicts import Judge
 from cache.worker.messages import Embedded
-from gateway.accounts import Accounts, LedgerRow, decode_row, partition_of
+from gateway.accounts import Accounts, LedgerRow, decode_row, partition_of, schema
 from gateway.accounts.spool import Spool
+from gateway.accounts.stored_responses import ResponseStore, StoredResponse
 from gateway.api.chat import Chat
 from gateway.api.embeddings import Embeddings
+from gateway.api.front import Front
+from gateway.api.memory import Memory
 from gateway.api.messages import CountTokens, Messages
 from gateway.api.responses import Responses
+from gateway.api.stored_responses import StoredResponses
 from gateway.backends.base import (
     BackendBroken,
     BackendError,
@@ -528,6 +537,8 @@ class World:
     _link: RedisLink
     _learner: _Learner
     _endpoints: dict[str, Any]
+    stored_responses: ResponseStore
+    stored: list[tuple[str, int]]  # responses to keep: outcomes, and how many
     _asked_budgets: list[Budget] = field(default_factory=list)
     _clients: list[Client] = field(default_factory=list)
     _judges: dict[tuple[str | None, int], ModelJudges] = field(default_factory=dict)
@@ -560,6 +571,15 @@ class World:
         client = Client(self._endpoints[path], path, sent, body)
         self._clients.append(client)
         return client
+
+    def client(self, key: str = KEY) -> AsyncOpenAI:
+        """The official client, in front of the endpoints."""
+        front = Front(
+            None, {path: dict.fromkeys(("GET", "POST", "DELETE"), one) for path, one in self._endpoints.items()}
+        )
+        transport = httpx.ASGITransport(app=front, raise_app_exceptions=False)  # type: ignore[arg-type]
+        http = httpx.AsyncClient(transport=transport, timeout=WITHIN_S)
+        return AsyncOpenAI(base_url="http://world/v1", api_key=key, http_client=http, max_retries=0)
 
     async def ask(self, content: str | None = "hello", **how: Any) -> Reply:
         """A request and its reply, once it is recorded. As `begin`."""
@@ -685,6 +705,44 @@ class World:
         """Rows that wait for Redis."""
         return self._money.unsettled
 
+    # -- stored responses
+
+    async def delete_team(self, team: Team) -> None:
+        await self._accounts.delete_team(team.id)
+
+    async def stored_sizes(self) -> list[int]:
+        """The bytes of each response in the database."""
+        async with self._accounts.database.reading() as connection:
+            return list((await connection.execute(sa.select(schema.responses.c.size_bytes))).scalars())
+
+    async def chain_of(self, turns: int, text: str) -> str:
+        """The id of the last of so many responses, each of which continues the one before with `text`."""
+        identity = self._accounts.identify(KEY)
+        assert identity is not None
+        item = {"type": "message", "id": "msg_x", "role": "user", "content": [{"type": "input_text", "text": text}]}
+        said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "ok"}]}
+        ids = [None, *(f"resp_{secrets.token_hex(16)}" for _ in range(turns))]
+        body, given = _json({"output": [said]}), _json([item])
+        rows = [
+            StoredResponse(str(id), identity.team.id, identity.key.id, before, given, body)
+            for before, id in itertools.pairwise(ids)
+        ]
+        await asyncio.gather(*map(self.stored_responses.put, rows))
+        return str(ids[-1])
+
+    @contextlib.contextmanager
+    def database_fails(self) -> Iterator[None]:
+        """Until its end nothing can be written to the database of stored responses."""
+
+        async def fail(_: object) -> int:
+            raise OSError("out of order")
+
+        insert, self.stored_responses._insert = self.stored_responses._insert, fail  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            self.stored_responses._insert = insert  # type: ignore[method-assign]
+
     # -- what is under way
 
     @property
@@ -774,6 +832,7 @@ class World:
         with contextlib.suppress(asyncio.TimeoutError):
             await self.quiet()
         await self._link.aclose()
+        await self.stored_responses.aclose()
         await self._accounts.close()
 
 
@@ -891,11 +950,17 @@ async def _build(settings: Settings, redis: Redis) -> World:
     client: SemanticClient = scripted
     lookup = SemanticLookup(settings, client, exact, Bounds(settings), clock=clock.unix)
     pipeline = Pipeline(settings, accounts, rates, exact, lookup, money, fleet, emit, learner.recorded)
+    outcomes: list[tuple[str, int]] = []
+    store = ResponseStore(
+        accounts.database, clock.unix, settings.responses.retention_s, lambda *one: outcomes.append(one)
+    )
+    memory = Memory(store, settings)
     endpoints = {
         "/v1/embeddings": Embeddings(settings, pipeline, client),
         "/v1/chat/completions": Chat(pipeline, settings.body_bytes_max),
         "/v1/completions": Chat(pipeline, settings.body_bytes_max, COMPLETION),
-        "/v1/responses": Responses(pipeline, settings.body_bytes_max),
+        "/v1/responses": Responses(pipeline, settings.body_bytes_max, memory),
+        "/v1/responses/*": StoredResponses(settings, pipeline, memory),
         "/v1/messages": Messages(pipeline, settings.body_bytes_max),
         "/v1/messages/count_tokens": CountTokens(settings, pipeline),
     }
@@ -913,6 +978,8 @@ async def _build(settings: Settings, redis: Redis) -> World:
         _link=link,
         _learner=learner,
         _endpoints=endpoints,
+        stored_responses=store,
+        stored=outcomes,
     )
 
 

@@ -427,7 +427,7 @@ class Accounts:
         await self._notify()
 
     def _new_team(self, name: str, fields: TeamFields) -> dict[str, Any]:
-        defaults = {"is_active": True, "is_semantic_enabled": True}
+        defaults = {"is_active": True, "is_semantic_enabled": True, "is_store_enabled": True}
         return {**defaults, **fields, "name": name, "created_at_s": self._clock()}
 
     def _new_key(self, team_id: int, name: str, plaintext: str, fields: KeyFields) -> dict[str, Any]:

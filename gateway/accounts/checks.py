@@ -111,6 +111,7 @@ _TEAM: _Rules = {
     "tokens_per_min": _RATE,
     "semantic_error_max": (lambda v: v is None or _is_number(v, 0, 1), "a number from 0 to 1, or null"),
     "is_semantic_enabled": _FLAG,
+    "is_store_enabled": _FLAG,
     "time_zone": (_is_zone, "a time zone such as Europe/Berlin, or nothing for UTC"),
 }
 _KEY: _Rules = {

@@ -72,6 +72,7 @@ class Database:
         options: dict[str, Any] = {"pool_size": 4} if self.is_sqlite else _POSTGRES_OPTIONS
         self._engine: AsyncEngine = create_async_engine(parsed, **options)
         self._writer = self._engine.execution_options(is_writing=True)
+        self._fast_writer = self._writer.execution_options(is_durable=False)
         if self.is_sqlite:
             event.listen(self._engine.sync_engine, "connect", _on_sqlite_connect)
             event.listen(self._engine.sync_engine, "begin", _on_sqlite_begin)
@@ -116,12 +117,15 @@ class Database:
             yield connection
 
     @asynccontextmanager
-    async def writing(self) -> AsyncIterator[AsyncConnection]:
+    async def writing(self, *, is_durable: bool = True) -> AsyncIterator[AsyncConnection]:
         """A transaction that holds SQLite's write lock from its start.
 
-        Values that it reads stay valid until it commits.
+        Values that it reads stay valid until it commits. Without `is_durable` the commit does not
+        wait for the disk: it outlives a killed process, and may be lost with the machine.
         """
-        async with self._writer.begin() as connection:
+        async with (self._writer if is_durable else self._fast_writer).begin() as connection:
+            if not (is_durable or self.is_sqlite):
+                await connection.execute(sa.text("SET LOCAL synchronous_commit = off"))
             yield connection
 
     def insert(self, table: sa.Table) -> Any:
@@ -174,13 +178,15 @@ def _on_sqlite_connect(connection: Any, _record: Any) -> None:
     cursor = connection.cursor()
     cursor.execute(f"PRAGMA busy_timeout={_SQLITE_BUSY_MS}")
     cursor.execute("PRAGMA foreign_keys=ON")
-    # every commit is on disk before it returns: ledger rows leave Redis after it
-    cursor.execute("PRAGMA synchronous=FULL")
     cursor.close()
 
 
 def _on_sqlite_begin(connection: sa.Connection) -> None:
-    is_writing = connection.get_execution_options().get("is_writing", False)
+    options = connection.get_execution_options()
+    is_writing = options.get("is_writing", False)
+    if is_writing:
+        # else every commit is on disk before it returns: ledger rows leave Redis after it
+        connection.exec_driver_sql(f"PRAGMA synchronous={'FULL' if options.get('is_durable', True) else 'NORMAL'}")
     connection.exec_driver_sql("BEGIN IMMEDIATE" if is_writing else "BEGIN")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-VERSION = "0008"
+VERSION = "0009"
 
 _KINDS = (
     "cache_write_tokens", "cache_write_1h_tokens", "audio_prompt_tokens", "image_prompt_tokens", "reasoning_tokens",
@@ -44,6 +44,7 @@ teams = sa.Table(
     sa.Column("semantic_error_max", sa.Double),
     sa.Column("is_semantic_enabled", sa.Boolean, nullable=False),
     sa.Column("time_zone", sa.Text, nullable=False, server_default=""),
+    sa.Column("is_store_enabled", sa.Boolean, nullable=False, server_default=sa.true()),
     sa.UniqueConstraint("name"),
     sqlite_autoincrement=True,
 )
@@ -123,6 +124,21 @@ sessions = sa.Table(
     sa.Column("digest", sa.LargeBinary(32), primary_key=True),
     sa.Column("mark", sa.LargeBinary(32), nullable=False),
     sa.Column("expires_at_s", sa.Double, nullable=False),
+)
+
+# Responses that callers asked to keep: the request's own input items, and the response, as JSON.
+responses = sa.Table(
+    "responses",
+    metadata,
+    sa.Column("id", sa.Text, primary_key=True),
+    sa.Column("team_id", sa.ForeignKey(teams.c.id, ondelete="CASCADE"), nullable=False),
+    sa.Column("key_id", sa.Integer, nullable=False),
+    sa.Column("previous_id", sa.Text),
+    sa.Column("expires_at_s", sa.Double, nullable=False, index=True),
+    sa.Column("size_bytes", sa.BigInteger, nullable=False),
+    sa.Column("input", sa.LargeBinary, nullable=False),
+    sa.Column("body", sa.LargeBinary, nullable=False),
+    sa.Index(None, "team_id", "expires_at_s", "size_bytes"),
 )
 
 # One row per generation, by the id of its hold. No foreign keys: rows outlive teams and keys.

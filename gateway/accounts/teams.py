@@ -42,6 +42,7 @@ class Team:
     tokens_per_min: int | None = None
     semantic_error_max: float | None = None
     is_semantic_enabled: bool = True
+    is_store_enabled: bool = True  # responses may be stored where a request asks for it
     time_zone: str = ""  # of its budgets' days, weeks and months; empty: UTC
 
 
@@ -117,6 +118,7 @@ class TeamFields(TypedDict, total=False):
     tokens_per_min: int | None
     semantic_error_max: float | None
     is_semantic_enabled: bool
+    is_store_enabled: bool
     time_zone: str
 
 

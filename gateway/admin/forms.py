@@ -106,6 +106,7 @@ def add_team_forms(router: APIRouter, parts: AdminParts, render_teams: Render, r
                 "name": fields.get("name", ""),
                 "is_active": "is_active" in fields,
                 "is_semantic_enabled": "is_semantic_enabled" in fields,
+                "is_store_enabled": "is_store_enabled" in fields,
                 "semantic_error_max": _share(fields.get("semantic_error_max_percent")),
                 "time_zone": fields.get("time_zone", ""),
                 **_rates(fields),

@@ -100,6 +100,7 @@ class TeamIn(_In):
     tokens_per_min: _Rate | None = None
     semantic_error_max: _ErrorMax | None = None
     is_semantic_enabled: bool = True
+    is_store_enabled: bool = Field(True, description="responses are kept where a request asks for it")
     time_zone: str = Field("", max_length=64, description="of its budgets' days, weeks and months; empty: UTC")
 
 
@@ -255,6 +256,7 @@ class TeamOut(_Out):
     tokens_per_min: int | None
     semantic_error_max: float | None
     is_semantic_enabled: bool
+    is_store_enabled: bool
     time_zone: str
     keys: list[KeyOut] = []
     budgets: list[BudgetOut] = []

@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Any
 
 import msgspec
+from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.api.headers import JSON, Headers, base_headers
 from gateway.backends.base import BackendBroken
@@ -219,6 +220,9 @@ def _translated(error: BaseException, request_id: str) -> tuple[ApiError | None,
         error = Unavailable("The gateway was stopped before the answer was complete", code="shutting_down")
     elif isinstance(error, msgspec.DecodeError):  # the light parse skipped the invalid part
         error = from_backend(BackendBroken("The deployment's answer is not JSON"))
+    elif isinstance(error, SQLAlchemyError | ConnectionError):
+        _log.warning("database_failed", request_id=request_id, reason=type(error).__name__)
+        error = Unavailable("The database does not answer; try again shortly", code="database_unavailable")
     if not isinstance(error, ApiError):
         _log.error("request_failed", request_id=request_id, exc_info=error)
         error = ApiError("The gateway failed while it handled this request", code="internal_error")

@@ -28,7 +28,14 @@ from gateway.wire.types import CHAT, Chunk, Kind
 
 
 class Renderer(Protocol):
-    """Renders the answer to one request, in one piece or as events."""
+    """Renders the answer to one request, in one piece or as events.
+
+    Where it `is_kept`, `keep` is called when it is complete, before its last byte leaves.
+    """
+
+    @property
+    def is_kept(self) -> bool: ...
+    async def keep(self) -> None: ...
 
     def whole(self, chunks: Sequence[Chunk], entry: Entry | None) -> bytes:
         """The body of a whole answer, from `entry` if it was recorded, else from `chunks`."""
@@ -62,12 +69,12 @@ class Chat:
         self._body_bytes_max = body_bytes_max
         self._kind = kind
 
-    def read(
-        self, raw: bytes, headers: Mapping[str, str], arrival: Arrival, model: str | None
+    async def read(
+        self, raw: bytes, headers: Mapping[str, str], arrival: Arrival, identity: Identity, model: str | None
     ) -> tuple[Turn, Renderer]:
         """The turn of a request, and the renderer of its answer.
 
-        `model` is the alias in the path, if it has one. Raises BadRequest with the invalid field.
+        `model` is the alias in the path, if it has one. Raises ApiError with the invalid field.
         """
         turn = read_turn(raw, headers, arrival, self._kind, model)
         return turn, _Completion(self._pipeline.exact, turn.wants_usage)
@@ -84,7 +91,7 @@ class Chat:
             # decision: auth-before-body
             identity = await self._pipeline.authenticate(asgi.key_of(headers))
             raw = await asgi.read_body(receive, headers, self._body_bytes_max)
-            turn, renderer = self.read(raw, headers, arrival, asgi.model_of(scope))
+            turn, renderer = await self.read(raw, headers, arrival, identity, asgi.model_of(scope))
             reply = await self._pipeline.answer(turn, identity, watcher.attend)
             if turn.is_stream:
                 ended = await self._stream(renderer, reply, watcher, send)
@@ -101,6 +108,8 @@ class Chat:
         """Send all chunks at once. Any error is an error response, because no byte has left yet."""
         chunks = await reply.reader.whole() if reply.reader is not None else []
         body = renderer.whole(chunks, reply.served)
+        if renderer.is_kept:
+            await renderer.keep()
         await asgi.send_whole(send, 200, [JSON, *answer_headers(reply), *cost_header(reply)], body)
 
     async def _stream(self, renderer: Renderer, reply: Reply, watcher: "_DisconnectWatcher", send: asgi.Send) -> Ended:
@@ -111,6 +120,8 @@ class Chat:
         start = {"type": "http.response.start", "status": 200, "headers": [*EVENT_STREAM, *answer_headers(reply)]}
         if reply.entry is not None:
             body = renderer.replay(reply.entry)
+            if renderer.is_kept:
+                await renderer.keep()
             await send(start)
             await send({"type": "http.response.body", "body": body})
             return Ended()
@@ -122,11 +133,11 @@ class Chat:
             while batch := await reader.next():
                 body = renderer.events(batch)
                 if is_last := reader.is_at_end:
-                    body += renderer.end()
+                    body += await _end(renderer)
                 await send({"type": "http.response.body", "body": body, "more_body": not is_last})
                 if is_last:
                     return Ended()
-            await send({"type": "http.response.body", "body": renderer.end()})
+            await send({"type": "http.response.body", "body": await _end(renderer)})
             return Ended()
         except (Exception, asyncio.CancelledError) as error:
 
@@ -136,7 +147,25 @@ class Chat:
             return await asgi.fail(error, reply.turn.arrival.request_id, respond, watcher.note)
 
 
-class _Completion:
+async def _end(renderer: Renderer) -> bytes:
+    """The events after the last chunk, once the answer is kept, where it is."""
+    events = renderer.end()
+    if renderer.is_kept:
+        await renderer.keep()
+    return events
+
+
+class NotKept:
+    """The part of a renderer whose answers are not kept."""
+
+    __slots__ = ()
+    is_kept = False
+
+    async def keep(self) -> None:
+        """Nothing to keep."""
+
+
+class _Completion(NotKept):
     """A `chat.completion`, or its chunks and `[DONE]`. A recorded answer is rendered once."""
 
     __slots__ = ("_exact", "_wants_usage")

@@ -43,6 +43,11 @@ class JsonEndpoint(ABC, Generic[Request]):
         self.settings = settings
         self._pipeline = pipeline
 
+    async def body(self, scope: asgi.Scope, receive: asgi.Receive, headers: Mapping[str, str]) -> dict[str, Any]:
+        """The decoded body. Raises ApiError."""
+        raw = await asgi.read_body(receive, headers, self.settings.body_bytes_max)
+        return decode_object(raw, asgi.model_of(scope))
+
     @abstractmethod
     def read(self, body: dict[str, Any]) -> tuple[Request, str]:
         """The request in the decoded `body`, and its alias; empty for none. Raises ApiError."""
@@ -59,8 +64,7 @@ class JsonEndpoint(ABC, Generic[Request]):
         try:
             # decision: auth-before-body
             identity = await self._pipeline.authenticate(asgi.key_of(headers))
-            raw = await asgi.read_body(receive, headers, self.settings.body_bytes_max)
-            body = decode_object(raw, asgi.model_of(scope))
+            body = await self.body(scope, receive, headers)
             asked = shown(model) if isinstance(model := body.get("model"), str) else ""
             limited = await self._pipeline.limits.take_requests(identity)
             request, alias = self.read(body)

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from cache import Entry
+from gateway.api.chat import NotKept
 from gateway.journey.storing import chunks_of
 from gateway.wire.chunks import UNREADABLE, payloads, read
 from gateway.wire.errors import ApiError
@@ -90,7 +91,7 @@ class _Block:
         return self.fields
 
 
-class MessageRenderer:
+class MessageRenderer(NotKept):
     """The renderer of one message. `model` is the request's, for chunks that name none."""
 
     def __init__(self, model: str, is_stream: bool, request_id: str) -> None:

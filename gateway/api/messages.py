@@ -113,8 +113,8 @@ class Messages(_InAnthropicsShape, Chat):
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         await super().__call__(scope, receive, self.named(send))
 
-    def read(
-        self, raw: bytes, headers: Mapping[str, str], arrival: Arrival, model: str | None
+    async def read(
+        self, raw: bytes, headers: Mapping[str, str], arrival: Arrival, identity: Identity, model: str | None
     ) -> tuple[Turn, Renderer]:
         body = decode_object(raw, model)
         request: MessageRequest = convert(body, MessageRequest)

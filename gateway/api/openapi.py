@@ -56,7 +56,7 @@ _TOOL_CHOICE: dict[str, Any] = {
         {
             "type": "object",
             "required": ["type", "name"],
-            "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
+            "properties": {"type": {"enum": ["function", "custom"]}, "name": {"type": "string"}},
         },
         {"type": "null"},
     ]
@@ -75,7 +75,7 @@ def _schemas() -> dict[str, Any]:
     chat, response = found["ChatRequest"]["properties"], found["ResponseRequest"]["properties"]
     shared = ("model", "stream", "temperature", "top_p", "user")
     response |= {name: chat[name] for name in shared}
-    found["ResponseRequest"]["required"] = ["model", "input"]
+    found["ResponseRequest"]["required"] = ["model"]
     for name in ("ChatRequest", "CompletionRequest", "ResponseRequest"):
         found[name]["properties"]["cache"] = {"anyOf": [{"$ref": f"{_REF}CacheFields"}, {"type": "null"}]}
     found["CompletionRequest"]["properties"]["prompt"] = _PROMPT
@@ -84,7 +84,7 @@ def _schemas() -> dict[str, Any]:
     found["Message"] |= _CONTENT
     found["ResponseFormat"]["properties"]["type"] = {"enum": ["text", "json_object", "json_schema"]}
     found["Tool"] |= _TYPED | {"properties": found["Tool"]["properties"] | _TYPED["properties"]}
-    found["Item"]["properties"]["type"]["enum"] = list(ITEMS)
+    found["Item"]["properties"]["type"] = {"enum": [*ITEMS, None], "default": "message"}
     found["DetokenizeRequest"]["required"] = ["tokens"]
     response["tools"] = {"anyOf": [{"type": "array", "items": _TYPED}, {"type": "null"}]}
     response["tool_choice"] = _TOOL_CHOICE
@@ -96,6 +96,13 @@ SCHEMAS: dict[str, Any] = _schemas()
 
 def _body(shape: type) -> dict[str, Any]:
     return {"$ref": f"{_REF}{shape.__name__}"}
+
+
+_ID: dict[str, Any] = {"name": "id", "in": "path", "required": True, "schema": _TEXT}
+
+
+def _query(name: str) -> dict[str, Any]:
+    return {"name": name, "in": "query", "schema": {"type": "string"}}
 
 
 _TOKENIZE_BODY: dict[str, Any] = {
@@ -132,7 +139,19 @@ PATHS: dict[str, Any] = {
     "/v1/chat/completions": {"post": operation("Create a chat completion", _body(ChatRequest), streams=True)},
     "/v1/completions": {"post": operation("Create a completion", _body(CompletionRequest), streams=True)},
     "/v1/responses": {
-        "post": operation("Create a response, of which nothing is kept", _body(ResponseRequest), streams=True)
+        "post": operation(
+            "Create a response, which is kept unless it asks not to be", _body(ResponseRequest), streams=True
+        )
+    },
+    "/v1/responses/{id}": {
+        "get": {**operation("A kept response", None), "parameters": [_ID]},
+        "delete": {**operation("Delete a kept response", None), "parameters": [_ID]},
+    },
+    "/v1/responses/{id}/input_items": {
+        "get": {
+            **operation("The input of a kept response", None),
+            "parameters": [_ID, *map(_query, ("limit", "order", "after"))],
+        }
     },
     "/v1/messages": {"post": operation("Create a message, in Anthropic's shape", _body(MessageRequest), streams=True)},
     "/v1/messages/count_tokens": {

@@ -5,7 +5,7 @@ HTTP, no cache and no backend. Invariants: the whole response equals the one tha
 events are numbered without gaps; every item that was added is done before the end.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +56,18 @@ _REASONING = _Kind(
     text_event="reasoning_summary_text",
 )
 
-_IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_IDS = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+    "local_shell_call": "lsh",
+}
+# of a call: the field that grows, and its events
+_GROWING = {
+    "function_call": ("arguments", "response.function_call_arguments"),
+    "custom_tool_call": ("input", "response.custom_tool_call_input"),
+}
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _FIXED: dict[str, Any] = msgspec.json.decode(
     b'{"object":"response","status":"in_progress","background":false,"error":null,"incomplete_details":null,'
@@ -70,14 +81,24 @@ _REPEATED: dict[str, Any] = msgspec.json.decode(
 )
 
 
-class Response:
-    """The renderer of one response. `body` is the request's, which the response repeats in part."""
+Keep = Callable[[str, bytes], Awaitable[None]]
+"""Keeps a response: its id, and the response as JSON. Never raises."""
 
-    def __init__(self, body: Mapping[str, Any], arrival: Arrival) -> None:
+
+class Response:
+    """The renderer of one response. `body` is the request's, which the response repeats in part.
+
+    `keep` is called by the method of that name, with the response at its end.
+    """
+
+    def __init__(self, body: Mapping[str, Any], arrival: Arrival, keep: Keep | None = None) -> None:
         self._key = arrival.request_id.removeprefix("req_")
         self._is_stream = bool(body.get("stream"))
         repeated = {name: default if body.get(name) is None else body[name] for name, default in _REPEATED.items()}
+        self._keep = keep
         head = {"id": f"resp_{self._key}", "created_at": int(arrival.at_s), "model": body["model"]}
+        head |= {"store": self.is_kept, "previous_response_id": body.get("previous_response_id") or None}
+        self._has_shell = any(tool.get("type") == "local_shell" for tool in body.get("tools") or ())
         self._output: list[dict[str, Any]] = []
         self._response = {**_FIXED, **head, **repeated, "output": self._output}
         self._kind: _Kind | None = None  # of the text that is growing, which is the last item's
@@ -88,6 +109,14 @@ class Response:
         self._calls: dict[int, tuple[int, list[str]]] = {}
         self._number = 0
         self._events: list[bytes] = []
+
+    @property
+    def is_kept(self) -> bool:
+        return self._keep is not None
+
+    async def keep(self) -> None:
+        if self._keep is not None:
+            await self._keep(self._response["id"], msgspec.json.encode(self._response))
 
     def whole(self, chunks: Sequence[Chunk], entry: Entry | None) -> bytes:
         self.events(chunks if entry is None else chunks_of(entry))
@@ -109,9 +138,14 @@ class Response:
     def end(self) -> bytes:
         self._close_text()
         for position, pieces in self._calls.values():
-            arguments = self._output[position]["arguments"] = "".join(pieces)
-            told = {"name": self._output[position]["name"], "arguments": arguments}
-            self._tell("response.function_call_arguments.done", **self._place(position), **told)
+            item, text = self._output[position], "".join(pieces)
+            if item["type"] in _GROWING:
+                field, event = _GROWING[item["type"]]
+                item[field] = text
+                named = {"name": item["name"]} if field == "arguments" else {}
+                self._tell(f"{event}.done", **self._place(position), **named, **{field: text})
+            else:
+                item["action"] |= _shell_action(text)
             self._close_item(position)
         if self._response["status"] == "in_progress":
             self._response["status"] = "completed"
@@ -195,21 +229,29 @@ class Response:
 
     def _call(self, call: Mapping[str, Any]) -> None:
         """Begin a call, or add to its arguments. Several may grow at once: `end` finishes them."""
-        index, id, function = call.get("index"), call.get("id"), call.get("function")
+        index, id = call.get("index"), call.get("id")
+        kind, field = ("custom", "input") if isinstance(call.get("custom"), dict) else ("function", "arguments")
+        given = call.get(kind)
         if index is None:  # another id begins another call
             is_another = id not in (None, "", *(item.get("call_id") for item in self._output[-1:]))
             index = max(0, max(self._calls, default=-1) + is_another)
-        function = function if isinstance(function, dict) else {}
+        given = given if isinstance(given, dict) else {}
         if index not in self._calls:
             self._close_text()
-            fields = {"call_id": id or f"call_{self._key}_{index}", "name": function.get("name") or "", "arguments": ""}
-            self._add({"type": "function_call", **fields})
+            fields: dict[str, Any] = {"call_id": id or f"call_{self._key}_{index}"}
+            if self._has_shell and given.get("name") == "local_shell":
+                fields |= {"type": "local_shell_call", "action": {"type": "exec", "command": [], "env": {}}}
+            else:
+                fields |= {"type": "function_call" if kind == "function" else "custom_tool_call"}
+                fields |= {"name": given.get("name") or "", field: ""}
+            self._add(fields)
             self._calls[index] = (len(self._output) - 1, [])
         position, pieces = self._calls[index]
-        arguments = function.get("arguments")
-        if isinstance(arguments, str) and arguments:
-            pieces.append(arguments)
-            self._tell("response.function_call_arguments.delta", **self._place(position), delta=arguments)
+        text = given.get(field)
+        if isinstance(text, str) and text:
+            pieces.append(text)
+            if (growing := _GROWING.get(self._output[position]["type"])) is not None:
+                self._tell(f"{growing[1]}.delta", **self._place(position), delta=text)
 
     def _add(self, fields: dict[str, Any]) -> dict[str, Any]:
         position = len(self._output)
@@ -226,6 +268,20 @@ class Response:
     def _place(self, position: int, kind: _Kind | None = None) -> dict[str, Any]:
         place = {"item_id": self._output[position]["id"], "output_index": position % len(self._output)}
         return place if kind is None else {**place, f"{kind.parts}_index": 0}
+
+
+def _shell_action(arguments: str) -> dict[str, Any]:
+    """The command in the arguments of a call of the local shell; arguments that are none are its text."""
+    try:
+        given = msgspec.json.decode(arguments)
+        command = given["command"]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        given, command = {}, arguments
+    fields = {name: value for name, value in given.items() if name in _SHELL_FIELDS and value is not None}
+    return {**fields, "command": [command] if isinstance(command, str) else command}
+
+
+_SHELL_FIELDS = frozenset({"env", "working_directory", "timeout_ms", "user"})
 
 
 def _usage(payload: bytes) -> dict[str, Any]:

@@ -1,21 +1,25 @@
-"""`POST /v1/responses`: the stateless part of OpenAI's Responses API, as chat completions.
+"""`POST /v1/responses`: OpenAI's Responses API, as chat completions.
 
-Knows two shapes and no decisions: the translated request is handled as a chat completion, so both
-share cached answers, budgets and routes. Shapes: OpenAI API reference, "Create a model response"
-and "Create chat completion". Invariant: a field that needs state between requests, or a tool that
-is not a function, is refused by its name and never ignored, unless a deployment allows that tool:
-then it is sent as it is.
+Knows two shapes and no decisions: the translated request, with the items that it refers to, is
+handled as a chat completion, so both share cached answers, budgets and routes. Shapes: OpenAI API
+reference, "Create a model response" and "Create chat completion". Invariant: a field that is not
+supported, or a tool that the client does not run, is refused by its name and never ignored, unless
+a deployment allows that tool: then it is sent as it is.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from gateway.accounts import Identity
 from gateway.api.chat import Chat, Renderer
+from gateway.api.memory import Item, Memory
 from gateway.api.response_events import Response
 from gateway.journey.turn import Arrival, Turn, read_turn
+from gateway.pipeline import Pipeline
 from gateway.wire.errors import BadRequest
 from gateway.wire.requests import MESSAGES_MAX, convert, decode_object
 
@@ -25,17 +29,20 @@ _Content = str | list[dict[str, Any]]
 class _Item(msgspec.Struct):
     """One item of `input`, of any supported kind."""
 
-    type: str = "message"
-    role: Literal["system", "developer", "user", "assistant"] = "user"
-    content: _Content = ""
-    call_id: str = ""
+    type: str | None = None  # a message
+    role: Literal["system", "developer", "user", "assistant"] | None = None  # user
+    content: _Content | None = ""
+    id: str | None = None
+    call_id: str | None = None
     name: str = ""
     arguments: str = ""
+    input: str = ""
+    action: dict[str, Any] = {}
     output: _Content = ""
 
 
-class _Function(msgspec.Struct):
-    """A function, or the choice of one."""
+class _Named(msgspec.Struct):
+    """A function or a custom tool, or the choice of one."""
 
     name: str
 
@@ -43,7 +50,7 @@ class _Function(msgspec.Struct):
 class ResponseRequest(msgspec.Struct):
     """The fields that differ from a chat completion's; the shared ones are checked there."""
 
-    input: str | Annotated[list[_Item], Meta(min_length=1, max_length=MESSAGES_MAX)]
+    input: str | Annotated[list[_Item], Meta(min_length=1, max_length=MESSAGES_MAX)] | None = None
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -54,11 +61,12 @@ class ResponseRequest(msgspec.Struct):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     truncation: Literal["auto", "disabled"] | None = None  # the deployment refuses an input that is too long
     include: list[str] | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
 
 
 # they change no answer
-_DROPPED = frozenset({"max_tool_calls", "metadata", "store", "stream_options"})
-_SEND_IT_ALL = "nothing is kept here between requests, so send the earlier items themselves in `input` (SDKs do with `store: false`)"
+_DROPPED = frozenset({"max_tool_calls", "metadata", "stream_options"})
 # the fields with one supported value, and the way out of another
 _ONLY: Mapping[str, tuple[Any, str]] = {
     "background": (
@@ -67,9 +75,11 @@ _ONLY: Mapping[str, tuple[Any, str]] = {
     ),
     "n": (1, "a response is one answer, so send a request for each, or use /v1/chat/completions"),
     "prompt": (None, "no prompts are stored here, so send `instructions` and `input`"),
-    **dict.fromkeys(("conversation", "previous_response_id"), (None, _SEND_IT_ALL)),
+    "conversation": (None, "send the id of the last response as `previous_response_id`"),
 }
-ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+_CALLS = ("function_call", "custom_tool_call", "local_shell_call")
+_OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
+ITEMS = ("message", *_CALLS, *_OUTPUTS, "reasoning", "item_reference")
 
 
 class Responses(Chat):
@@ -77,25 +87,60 @@ class Responses(Chat):
 
     operation = "responses"
 
-    def read(
-        self, raw: bytes, headers: Mapping[str, str], arrival: Arrival, model: str | None
+    def __init__(self, pipeline: Pipeline, body_bytes_max: int, memory: Memory) -> None:
+        super().__init__(pipeline, body_bytes_max)
+        self._memory = memory
+
+    async def read(
+        self, raw: bytes, headers: Mapping[str, str], arrival: Arrival, identity: Identity, model: str | None
     ) -> tuple[Turn, Renderer]:
         body = decode_object(raw, model)
+        request, own, chat = await as_chat(body, self._memory, identity)
         # decision: one-shape-on-the-journey
-        turn = read_turn(msgspec.json.encode(_chat(body)), headers, arrival, metadata=body.get("metadata"))
-        return turn, Response(body, arrival)
+        turn = read_turn(msgspec.json.encode(chat), headers, arrival, metadata=body.get("metadata"))
+        previous_id = request.previous_response_id or None
+        is_kept = self._memory.is_kept(request.store, identity.team)
+        keep = partial(self._memory.put, identity, previous_id, own) if is_kept else None
+        return turn, Response(body, arrival, keep)
 
 
-def _chat(body: dict[str, Any]) -> dict[str, Any]:
-    """The equivalent chat completion. Raises BadRequest with the invalid field."""
+async def as_chat(
+    body: dict[str, Any], memory: Memory, identity: Identity
+) -> tuple[ResponseRequest, list[Item], dict[str, Any]]:
+    """A request's `body`, the items of its input without references, and the equivalent chat completion.
+
+    Raises ApiError with the invalid field.
+    """
     for name, (allowed, way) in _ONLY.items():
         if body.get(name) not in (None, allowed):
             raise _unsupported(name, f"`{name}` is not supported here: {way}")
     request: ResponseRequest = convert(body, ResponseRequest)
+    given, before = body.get("input"), list[Item]()
+    if request.input is None and not request.previous_response_id:
+        raise BadRequest("Missing required field: input", param="input", code="missing_required_parameter")
+    own: list[Item] = [{"role": "user", "content": given}] if isinstance(given, str) else given or []
+    items = [_Item(content=request.input)] if isinstance(request.input, str) else request.input or []
+    if any(item.id and item.type in (None, "item_reference") for item in items):
+        own = await memory.resolved(identity.team, own)
+        items = msgspec.convert(own, list[_Item])
+    if request.previous_response_id:
+        before = await memory.before(identity.team, request.previous_response_id)
+        items = [*msgspec.convert(before, list[_Item]), *items]
+        if len(items) > MESSAGES_MAX:
+            raise BadRequest(
+                f"`input` and what it continues have more than {MESSAGES_MAX} items: send what is needed of them",
+                param="previous_response_id",
+                code="context_length_exceeded",
+            )
+    return request, own, _chat(body, request, _messages(items, request.instructions, len(before)))
+
+
+def _chat(body: Mapping[str, Any], request: ResponseRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The equivalent chat completion. Raises BadRequest with the invalid field."""
     text, reasoning = request.text or {}, request.reasoning or {}
     has_logprobs = bool(request.top_logprobs) or "message.output_text.logprobs" in (request.include or ())
     translated = {
-        "messages": _messages(request),
+        "messages": messages,
         "tools": [_tool(tool, f"tools[{number}]") for number, tool in enumerate(request.tools or ())] or None,
         "tool_choice": _tool_choice(request.tool_choice),
         "parallel_tool_calls": request.parallel_tool_calls,
@@ -118,77 +163,106 @@ def _unsupported(param: str, message: str) -> BadRequest:
     return BadRequest(message, param=param, code="unsupported_parameter")
 
 
+SHELL = "local_shell"
+_SHELL: dict[str, Any] = {
+    "name": SHELL,
+    "description": "Runs a command on the user's machine and returns its output.",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "command": {"type": "array", "items": {"type": "string"}, "description": "the program and its arguments"},
+            "env": {"type": "object", "additionalProperties": {"type": "string"}},
+            "working_directory": {"type": "string"},
+            "timeout_ms": {"type": "integer"},
+        },
+        "required": ["command"],
+    },
+}
+
+
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    """A function in a chat completion's shape. A tool of another type stays as it is: it is reserved."""
+    """A tool that the client runs, in a chat completion's shape; the local shell is a function there.
+
+    A tool of another type stays as it is: it is reserved.
+    """
     kind = tool.get("type")
-    if kind == "custom":
-        raise _unsupported(f"{where}.type", f"Tools of type `custom` are not supported here: {_FUNCTIONS}")
-    if kind != "function":
+    if kind == SHELL:
+        return {"type": "function", "function": _SHELL}
+    if kind not in ("function", "custom"):
         return tool
-    convert(tool, _Function, where)
-    return _nested("function", tool)
-
-
-_FUNCTIONS = "/v1/responses has `function`, and /v1/chat/completions has `function` and `custom`"
+    convert(tool, _Named, where)
+    if isinstance(form := tool.get("format"), dict) and form.get("type") == "grammar":
+        tool = {**tool, "format": _nested("grammar", form)}
+    return _nested(kind, tool)
 
 
 def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     if not isinstance(choice, dict):
         return choice
-    if choice.get("type") != "function":
-        kind = msgspec.json.encode(choice.get("type")).decode()[:100]
-        words = f"A `tool_choice` of type {kind} is not supported here"
-        raise _unsupported("tool_choice.type", f"{words}: it may be none, auto, required or a function")
-    function: _Function = convert(choice, _Function, "tool_choice")
-    return _nested("function", {"name": function.name})
+    kind = choice.get("type")
+    if kind not in ("function", "custom"):
+        shown = msgspec.json.encode(kind).decode()[:100]
+        words = f"A `tool_choice` of type {shown} is not supported here"
+        raise _unsupported("tool_choice.type", f"{words}: it may be none, auto, required, a function or a custom tool")
+    named: _Named = convert(choice, _Named, "tool_choice")
+    return _nested(kind, {"name": named.name})
 
 
-def _messages(request: ResponseRequest) -> list[dict[str, Any]]:
-    """`instructions` and `input` as messages.
+def _messages(items: Sequence[_Item], instructions: str | None, before: int) -> list[dict[str, Any]]:
+    """`instructions` and `items` as messages; `before` of the items are not of the request's own `input`.
 
     Calls are added to the assistant's message before them, or to a new one.
     """
     messages: list[dict[str, Any]] = []
-    calls, answered = set[str](), set[str]()
-    if request.instructions is not None:
-        messages.append({"role": "system", "content": request.instructions})
-    items = [_Item(content=request.input)] if isinstance(request.input, str) else request.input
-    for number, item in enumerate(items):
+    calls, answered = dict[str, str](), set[str]()  # each call's id, by it and by its item's
+    if instructions is not None:
+        messages.append({"role": "system", "content": instructions})
+    for number, item in enumerate(items, -before):
         where = f"input[{number}]"
-        match item.type:
+        match item.type or "message":
             case "message":
-                messages.append({"role": item.role, "content": _content(item.content, f"{where}.content")})
-            case "function_call":
+                messages.append({"role": item.role or "user", "content": _content(item.content, f"{where}.content")})
+            case kind if kind in _CALLS:
+                call_id = item.call_id or item.id or ""
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": None})
-                function = {"name": item.name, "arguments": item.arguments}
-                call = {"id": item.call_id, "type": "function", "function": function}
-                messages[-1].setdefault("tool_calls", []).append(call)
-                calls.add(item.call_id)
-            case "function_call_output":
-                if item.call_id not in calls:
-                    words = f"No tool call found for function call output with call_id {item.call_id[:100]}."
+                messages[-1].setdefault("tool_calls", []).append({"id": call_id, **_call(item)})
+                calls |= {item.id or call_id: call_id, call_id: call_id}
+            case kind if kind in _OUTPUTS:
+                named = item.call_id or item.id or ""
+                if (call_id := calls.get(named, "")) == "" and named not in calls:
+                    words = f"No tool call found for {kind.replace('_', ' ')} with call_id {named[:100]}."
                     raise BadRequest(words, param="input")
-                answered.add(item.call_id)
+                answered.add(call_id)
                 output = _content(item.output, f"{where}.output")
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
+                messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
             case "reasoning":  # chat completions have no field for it, and models do not need it
                 continue
-            case "item_reference":
-                raise _unsupported(f"{where}.type", f"Items of type `item_reference` are not supported: {_SEND_IT_ALL}")
-            case _:
-                words = f"Items of type `{item.type[:100]}` are not supported here: there are {', '.join(ITEMS)}"
+            case kind:
+                words = f"Items of type `{kind[:100]}` are not supported here: there are {', '.join(ITEMS)}"
                 raise _unsupported(f"{where}.type", f"{words}; leave out what another tool has left")
     if not messages:
         raise BadRequest("`input` must hold more than reasoning", param="input", code="invalid_value")
-    if calls > answered:
-        lacking = min(calls - answered)[:100]
-        raise BadRequest(f"No tool output found for function call {lacking}.", param="input")
+    if lacking := set(calls.values()) - answered:
+        raise BadRequest(f"No tool output found for function call {min(lacking)[:100]}.", param="input")
     return messages
 
 
-def _content(content: _Content, where: str) -> _Content:
+def _call(item: _Item) -> dict[str, Any]:
+    """A call of a tool, without its id."""
+    if item.type == "custom_tool_call":
+        return _nested("custom", {"name": item.name, "input": item.input})
+    if item.type == "function_call":
+        return _nested("function", {"name": item.name, "arguments": item.arguments})
+    arguments = {name: value for name, value in item.action.items() if name != "type" and value not in (None, {})}
+    return _nested("function", {"name": SHELL, "arguments": msgspec.json.encode(arguments).decode()})
+
+
+def _content(content: _Content | None, where: str) -> _Content:
     """The content of a message. A single text becomes a string, to share cached answers."""
+    if content is None:
+        words = f"Invalid {where}: Expected `string | array`, got `null`"
+        raise BadRequest(words, param=where, code="invalid_type")
     if isinstance(content, str):
         return content
     parts = [_part(part, f"{where}[{number}]") for number, part in enumerate(content)]

@@ -21,7 +21,7 @@ from gateway.wire.requests import SHAPES, ChatRequest, CompletionRequest, conver
 from gateway.wire.types import CHAT, Kind
 from policies import Demand
 
-_random = random.Random()  # seeded by the operating system; an id is unique, not secret
+_random = random.SystemRandom()  # the ids of stored responses are made of it, and cannot be guessed
 
 
 class CacheFields(msgspec.Struct, forbid_unknown_fields=True, rename={"no_cache": "no-cache", "no_store": "no-store"}):

@@ -166,6 +166,11 @@ WRONG_KEYS = _counter(
     "Keys refused at login, admin_api, metrics or readyz: wrong, or not_read after too many wrong ones.",
     "endpoint outcome",
 )
+STORED_RESPONSES = _counter(
+    "sameway_stored_responses_total",
+    "Responses to be kept, by outcome: stored, or lost because the database failed or was too slow.",
+    "outcome",
+)
 LOG_DROPPED = _counter("sameway_log_lines_dropped_total", "Log lines given up because the log's reader was too slow.")
 SERIES_DROPPED = _counter(
     "sameway_metric_series_dropped_total", "Series that found no room: label values that nobody bounded."

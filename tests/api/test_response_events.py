@@ -71,6 +71,29 @@ def test_events_add_up_to_the_whole(reasoning: str, content: str, refusal: str, 
     assert sum(1 for text in (reasoning, content, refusal) if text) + len(calls) == len(done)
 
 
+def test_calls_of_a_clients_other_tools_have_their_own_items_and_events() -> None:
+    """A custom tool's input grows like a function's arguments; the local shell's call has an action, and no name."""
+    shell = {"command": ["ls", "-l"], "timeout_ms": 9, "env": None}
+    calls = [
+        {"id": "call_0", "type": "custom", "custom": {"name": "apply_patch", "input": "*** Begin Patch"}},
+        {"id": "call_1", "type": "function", "function": {"name": "local_shell", "arguments": json.dumps(shell)}},
+        {"id": "call_2", "type": "function", "function": {"name": "local_shell", "arguments": "rm -rf"}},
+    ]
+    body = {"model": "m", "stream": True, "tools": [{"type": "custom"}, {"type": "local_shell"}]}
+    renderer = Response(body, Arrival("req_1", 1.0, "responses"))
+    told = events(b"".join([*(renderer.events([one]) for one in unfold(whole({"tool_calls": calls}))), renderer.end()]))
+    custom, listed, broken = told[-1]["response"]["output"]
+    assert (custom["type"], custom["name"], custom["input"]) == ("custom_tool_call", "apply_patch", "*** Begin Patch")
+    assert "arguments" not in custom
+    deltas = [event["delta"] for event in told if event["type"] == "response.custom_tool_call_input.delta"]
+    (done,) = [event for event in told if event["type"] == "response.custom_tool_call_input.done"]
+    assert "".join(deltas) == done["input"] == "*** Begin Patch"
+    action = {"type": "exec", "command": ["ls", "-l"], "env": {}, "timeout_ms": 9}
+    assert (listed["type"], listed["call_id"], listed["action"]) == ("local_shell_call", "call_1", action)
+    assert broken["action"]["command"] == ["rm -rf"]
+    assert not [event for event in told if "function_call" in event["type"]]
+
+
 @pytest.mark.parametrize("finish", ["length", "content_filter"])
 def test_an_answer_that_was_cut_is_incomplete(finish: str) -> None:
     """The response, and its last item, say so."""

@@ -121,14 +121,13 @@ def test_what_ended_early_is_incomplete_and_what_broke_is_an_error(client: OpenA
         ({"background": True}, "background"),
         ({"truncation": "middle"}, "truncation"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
-        ({"tools": [{"type": "custom", "name": "x"}]}, "tools[0].type"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].name"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"input": [{"type": "web_search_call", "id": "ws_1", "status": "completed"}]}, "input[0].type"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
         ({"input": []}, "input"),
         ({"input": [{}] * 20_001}, "input"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
         ({"input": [{"role": "nobody", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}, "input[0].content[0]"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -136,11 +135,26 @@ def test_what_ended_early_is_incomplete_and_what_broke_is_an_error(client: OpenA
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
     ],
 )
-def test_what_needs_a_memory_or_is_wrong_is_refused_by_name(client: OpenAI, fields: dict[str, Any], param: str) -> None:
+def test_what_is_not_supported_or_wrong_is_refused_by_name(client: OpenAI, fields: dict[str, Any], param: str) -> None:
     """Never left out: an answer without what was asked for would look like one with it."""
     with pytest.raises(openai.BadRequestError) as refused:
         client.responses.create(**{"model": "mock", "input": "x", **fields})
     assert refused.value.param == param
+
+
+def test_a_stored_response_is_continued_read_and_deleted(client: OpenAI, upstream: Upstream) -> None:
+    """At once after the last byte of a stream or a whole answer; the deployment gets the whole history."""
+    asked = question()
+    with client.responses.stream(model="mock", input=asked) as stream:
+        first = stream.get_final_response()
+    second = client.responses.create(model="mock", input="And?", previous_response_id=first.id)
+    sent = upstream.seen().requests[-1]["body"]["messages"]
+    assert [one["content"] for one in sent] == [asked, first.output_text, "And?"]
+    assert client.responses.retrieve(second.id).to_dict() == second.to_dict()
+    assert [item.type for item in client.responses.input_items.list(second.id)] == ["message"]
+    client.responses.delete(first.id)
+    with pytest.raises(openai.BadRequestError, match="not found"):
+        client.responses.create(model="mock", input="And?", previous_response_id=second.id)
 
 
 def test_a_response_is_recorded_as_one(gateway: Gateway, client: OpenAI) -> None:

@@ -1,0 +1,232 @@
+"""Responses that callers asked to keep, in the accounts' database, until their time is over.
+
+Knows no HTTP and no shape of a response: inputs and bodies are bytes of JSON. Invariants: a row is
+read, continued and deleted under its team alone, and goes with it; a row that is over is as one that
+never was; what waits to be written is bounded, and what is not written is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+
+from gateway.accounts.database import Database, uncancelled
+from gateway.accounts.schema import responses, teams
+from gateway.loggers import get_logger
+
+_QUEUE_BYTES_MAX = 64 << 20
+_ROWS_AT_ONCE = 100
+_WRITE_AWAITED_S = 2.0
+_RETRY_S = 0.5
+_PURGED_AT_ONCE, _PURGE_PAUSE_S = 200, 0.2
+_LINKS_MAX = 20_000  # as many messages as a request may have
+
+_log = get_logger()
+
+
+class HistoryTooLong(Exception):
+    """What a request continues is longer than a request may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """One response. `input` is a JSON array of items, without those that `previous_id` stands for."""
+
+    id: str
+    team_id: int
+    key_id: int
+    previous_id: str | None
+    input: bytes
+    body: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.input) + len(self.body)
+
+
+class ResponseStore:
+    """`clock` gives unix seconds; `retention_s` is how long a response is kept.
+
+    `count` is called with an outcome, `stored` or `lost`, and the number of responses.
+    """
+
+    def __init__(
+        self, database: Database, clock: Callable[[], float], retention_s: float, count: Callable[[str, int], None]
+    ) -> None:
+        self._database = database
+        self._clock = clock
+        self._retention_s = retention_s
+        self._count = count
+        self._waiting: list[tuple[StoredResponse, asyncio.Future[None]]] = []
+        self._waiting_bytes = 0
+        self._writing: asyncio.Task[None] | None = None
+        self._is_failing = False
+        self._is_closing = False
+
+    # -- writing
+
+    async def put(self, row: StoredResponse) -> None:
+        """Write `row` soon, together with others; returns when it is written.
+
+        Returns earlier after two seconds, while the database fails, and where the queue is full:
+        only then the row is lost. Never raises.
+        """
+        if self._waiting and self._waiting_bytes + row.size_bytes > _QUEUE_BYTES_MAX:
+            self._lost([row], "the queue is full")
+            return
+        written = asyncio.get_running_loop().create_future()
+        self._waiting.append((row, written))
+        self._waiting_bytes += row.size_bytes
+        if self._writing is None:
+            self._writing = asyncio.create_task(self._write())
+        if not self._is_failing:
+            await asyncio.wait([written], timeout=_WRITE_AWAITED_S)
+
+    async def aclose(self) -> None:
+        """Write what waits, with one try."""
+        self._is_closing = True
+        if self._writing is not None:
+            await self._writing
+
+    async def _write(self) -> None:
+        """Write until nothing waits; while the database fails, try again."""
+        while self._waiting:
+            batch = self._waiting[:_ROWS_AT_ONCE]
+            rows = [row for row, _ in batch]
+            try:
+                written = await self._insert(rows)
+                self._is_failing = False
+                self._count("stored", written)
+                if written < len(rows):  # their teams are gone
+                    self._count("lost", len(rows) - written)
+            except (SQLAlchemyError, OSError) as error:
+                if not self._is_failing:
+                    _log.warning("responses_not_written", reason=type(error).__name__, waiting=len(self._waiting))
+                self._is_failing = True
+                if not self._is_closing:
+                    self._release(batch)
+                    await asyncio.sleep(_RETRY_S)
+                    continue
+                self._lost(rows, "the gateway was stopped while the database failed")
+            del self._waiting[: len(batch)]
+            self._waiting_bytes -= sum(row.size_bytes for row in rows)
+            self._release(batch)
+        self._writing = None
+
+    def _release(self, batch: Sequence[tuple[StoredResponse, asyncio.Future[None]]]) -> None:
+        for _, written in batch:
+            if not written.done():
+                written.set_result(None)
+
+    def _lost(self, rows: Sequence[StoredResponse], reason: str) -> None:
+        self._count("lost", len(rows))
+        _log.warning("responses_lost", responses=len(rows), first=rows[0].id, reason=reason)
+
+    @uncancelled
+    async def _insert(self, rows: Sequence[StoredResponse]) -> int:
+        """Insert the rows of teams that exist; returns their number."""
+        try:
+            async with self._database.writing(is_durable=False) as connection:
+                await connection.execute(sa.insert(responses), [self._values(row) for row in rows])
+            return len(rows)
+        except IntegrityError:  # a team was deleted meanwhile
+            async with self._database.writing(is_durable=False) as connection:
+                wanted = {row.team_id for row in rows}
+                known = set((await connection.execute(sa.select(teams.c.id).where(teams.c.id.in_(wanted)))).scalars())
+                if kept := [self._values(row) for row in rows if row.team_id in known]:
+                    await connection.execute(sa.insert(responses), kept)
+            return len(kept)
+
+    def _values(self, row: StoredResponse) -> dict[str, Any]:
+        return {
+            "id": row.id,
+            "team_id": row.team_id,
+            "key_id": row.key_id,
+            "previous_id": row.previous_id,
+            "expires_at_s": self._clock() + self._retention_s,
+            "size_bytes": row.size_bytes,
+            "input": row.input,
+            "body": row.body,
+        }
+
+    # -- reading
+
+    def _is_teams(self, team_id: int) -> sa.ColumnElement[bool]:
+        return sa.and_(responses.c.team_id == team_id, responses.c.expires_at_s > self._clock())
+
+    @uncancelled
+    async def find(self, team_id: int, ids: Collection[str]) -> dict[str, StoredResponse]:
+        """The team's responses with these ids, by id; without those that are not there."""
+        asked = sa.select(responses).where(responses.c.id.in_(ids), self._is_teams(team_id))
+        async with self._database.reading() as connection:
+            return {row.id: _response(row) for row in await connection.execute(asked)}
+
+    @uncancelled
+    async def chain(self, team_id: int, last_id: str, bytes_max: int) -> tuple[list[StoredResponse], str | None]:
+        """The responses that `last_id` continues, oldest first, and itself at the end, in one query.
+
+        The second value is the id of the first link that is not there, going back; None if none is.
+        Raises HistoryTooLong where they have more than `bytes_max` bytes.
+        """
+        r, is_teams = responses.c, self._is_teams(team_id)
+        last = sa.select(r.id, r.previous_id, r.size_bytes.label("total"), sa.literal(0).label("back"))
+        links = last.where(r.id == last_id, is_teams).cte("links", recursive=True)
+        is_within = sa.and_(links.c.total <= bytes_max, links.c.back < _LINKS_MAX)
+        before = sa.select(r.id, r.previous_id, links.c.total + r.size_bytes, links.c.back + 1)
+        links = links.union_all(before.where(r.id == links.c.previous_id, is_teams, is_within))
+        asked = sa.select(*responses.c, links.c.total, links.c.back).join(links, links.c.id == r.id)
+        async with self._database.reading() as connection:
+            rows = (await connection.execute(asked.order_by(links.c.back.desc()))).all()
+        if rows and (rows[0].total > bytes_max or rows[0].back >= _LINKS_MAX):
+            raise HistoryTooLong
+        if not rows or rows[0].previous_id is not None:
+            return [], rows[0].previous_id if rows else last_id
+        return [_response(row) for row in rows], None
+
+    # -- removing
+
+    @uncancelled
+    async def delete(self, team_id: int, id: str) -> bool:
+        """Delete one response of the team; returns whether it was there."""
+        async with self._database.writing(is_durable=False) as connection:
+            gone = sa.delete(responses).where(responses.c.id == id, self._is_teams(team_id))
+            return (await connection.execute(gone)).rowcount > 0
+
+    async def purge(self, team_bytes_max: int) -> None:
+        """Delete what is over, and the oldest of a team that has more than `team_bytes_max` bytes, in
+        batches with a pause after each.
+        """
+        r = responses.c
+        newer = sa.func.sum(r.size_bytes).over(partition_by=r.team_id, order_by=(r.expires_at_s.desc(), r.id))
+        ranked = sa.select(r.id, newer.label("total")).subquery()
+        over = sa.select(r.id).where(r.expires_at_s <= self._clock())
+        for ids in (over, sa.select(ranked.c.id).where(ranked.c.total > team_bytes_max)):
+            purged = _PURGED_AT_ONCE
+            while purged == _PURGED_AT_ONCE:
+                purged = await self._purge_some(ids)
+                await asyncio.sleep(_PURGE_PAUSE_S)
+
+    @uncancelled
+    async def _purge_some(self, asked: sa.Select[tuple[str]]) -> int:
+        async with self._database.reading() as connection:
+            ids = list((await connection.execute(asked.limit(_PURGED_AT_ONCE))).scalars())
+        if ids:
+            async with self._database.writing(is_durable=False) as connection:
+                await connection.execute(sa.delete(responses).where(responses.c.id.in_(ids)))
+        return len(ids)
+
+
+def _response(row: Any) -> StoredResponse:
+    return StoredResponse(
+        id=row.id,
+        team_id=row.team_id,
+        key_id=row.key_id,
+        previous_id=row.previous_id,
+        input=row.input,
+        body=row.body,
+    )

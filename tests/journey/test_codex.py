@@ -1,0 +1,82 @@
+"""Requests as the Codex CLI sends them: what another deployment's chat completion is asked, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tests.world import World
+
+_PATH = "/v1/responses"
+_GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}
+_TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "name": "exec_command", "description": "Runs a command.", "strict": False, "parameters": {}},
+    {"type": "custom", "name": "apply_patch", "description": "Edits files.", "format": _GRAMMAR},
+    {"type": "local_shell"},
+]
+
+
+def request(items: list[dict[str, Any]]) -> dict[str, Any]:
+    """A turn of the CLI."""
+    return {
+        "model": "mock",
+        "instructions": "You are Codex.",
+        "input": items,
+        "tools": _TOOLS,
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "0199-session",
+        "text": {"verbosity": "low"},
+    }
+
+
+async def test_a_turn_of_codex_passes(world: World) -> None:
+    """With its calls, their results and encrypted reasoning in the input: each in a chat completion's shape, streamed back."""
+    text = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Fix the bug."}]}
+    shell = {"type": "exec", "command": ["ls"], "env": {}, "timeout_ms": 1000, "working_directory": None}
+    patched = [{"type": "input_text", "text": "Done"}]
+    items: list[dict[str, Any]] = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "sandbox: read-only"}]},
+        text,
+        {"type": "reasoning", "summary": [], "content": None, "encrypted_content": "gAAAA"},
+        {"type": "function_call", "name": "exec_command", "arguments": "{}", "call_id": "call_a"},
+        {"type": "function_call_output", "call_id": "call_a", "output": "main.py"},
+        {"type": "custom_tool_call", "status": "completed", "call_id": "call_b", "name": "apply_patch", "input": "***"},
+        {"type": "custom_tool_call_output", "call_id": "call_b", "output": patched},
+        {"type": "local_shell_call", "id": "lsh_1", "call_id": "call_c", "status": "completed", "action": shell},
+        {"type": "local_shell_call_output", "id": "call_c", "output": "{}"},
+    ]
+    reply = await world.ask(path=_PATH, raw=json.dumps(request(items)).encode())
+    assert reply.status == 200
+    assert "event: response.completed" in reply.text
+    assert world.stored == []
+    sent = world.backends["plain"].calls[-1].body
+    roles = [one["role"] for one in sent["messages"]]
+    assert roles == ["system", "developer", "user", *["assistant", "tool"] * 3]
+    calls = [one["tool_calls"][0] for one in sent["messages"] if one["role"] == "assistant"]
+    assert calls[0]["function"] == {"name": "exec_command", "arguments": "{}"}
+    assert (calls[1]["type"], calls[1]["custom"]) == ("custom", {"name": "apply_patch", "input": "***"})
+    assert json.loads(calls[2]["function"]["arguments"]) == {"command": ["ls"], "timeout_ms": 1000}
+    grammar = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: /.+/"}}
+    assert sent["tools"][1] == {
+        "type": "custom",
+        "custom": {"name": "apply_patch", "description": "Edits files.", "format": grammar},
+    }
+    assert sent["tools"][2]["function"]["name"] == "local_shell"
+
+
+async def test_results_without_their_calls_are_refused(world: World) -> None:
+    """And calls without their results, of every kind."""
+    for kind in ("function_call", "custom_tool_call", "local_shell_call"):
+        for items, words in (
+            ([{"type": f"{kind}_output", "call_id": "call_x", "output": ""}], "No tool call found"),
+            ([{"type": kind, "call_id": "call_x", "name": "f"}], "No tool output found"),
+        ):
+            reply = await world.ask(path=_PATH, raw=json.dumps(request(items)).encode())
+            assert (reply.status, reply.error["param"]) == (400, "input")
+            assert words in reply.error["message"]
+            assert "call_x" in reply.error["message"]
