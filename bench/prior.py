@@ -4,7 +4,7 @@
 
 Streams each set through the product's cache with a rule that serves nothing and remembers its evidence: once as one namespace, and
 once as many small ones (a prompt, with or without a paraphrase of it, among its nearest others), which is how every namespace
-begins. All sets weigh the same. The thresholds are those at which a prior learned from the other sets kept its bound on each.
+begins. All sets weigh the same. The prior serves nothing by itself: it is where a namespace's own model starts.
 Train only on data whose licence allows shipping the result; --terms says whose it was.
 """
 
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from bench.labelled import Labelled, Recall, Request, load
 from cache.decision.features import FEATURES
-from cache.decision.model import LearnedModel, LogisticModel, Prior, Row
+from cache.decision.model import LearnedModel, Prior, Row
 from cache.decision.rule import VerifiedRule
 from cache.encoder.embedder import open_embedder
 from cache.semantic.cache import SemanticCache
@@ -33,9 +33,8 @@ _SMALL = 3_000  # small namespaces of a set
 _WEIGHT = 300.0  # of a set, in comparisons: so sure is the prior
 _REQUESTS_MIN = 1_000  # a set with fewer weighs less
 _RIDGE = 1.0
-_BOUNDS = (0.01, 0.005, 0.002)
 _COUNT = len(FEATURES)
-_BLANK = Prior(np.zeros(_COUNT), np.ones(_COUNT), np.zeros(_COUNT + 1), np.full(_COUNT + 1, 1e-6), ())
+_BLANK = Prior(np.zeros(_COUNT), np.ones(_COUNT), np.zeros(_COUNT + 1), np.full(_COUNT + 1, 1e-6))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +114,7 @@ def rows_of(one: Labelled, embedder: Recall, seed: int = 1) -> list[Rows]:
     return found
 
 
-def fit(sets: Sequence[Rows], thresholds: tuple[tuple[float, float], ...]) -> Prior:
+def fit(sets: Sequence[Rows]) -> Prior:
     """Weighted ridge logistic regression by Newton's method; every set weighs the same."""
     features = np.concatenate([one.features for one in sets])
     is_right = np.concatenate([one.is_right for one in sets])
@@ -132,15 +131,7 @@ def fit(sets: Sequence[Rows], thresholds: tuple[tuple[float, float], ...]) -> Pr
         p = 1 / (1 + np.exp(-x @ b))
         hessian = (x * (weights * p * (1 - p))[:, None]).T @ x + np.diag(ridge)
         b -= np.linalg.solve(hessian, x.T @ (weights * (p - is_right)) + ridge * b)
-    return Prior(mean, scale, b, np.diag(np.linalg.inv(hessian)).copy(), thresholds)
-
-
-def least(prior: Prior, rows: Rows, bound: float) -> float:
-    """The least p at which wrong answers stay within `bound` of the requests."""
-    p = LogisticModel(prior).lower(rows.features)
-    order = np.argsort(-p)
-    within = np.nonzero(np.cumsum(1 - rows.is_right[order]) <= bound * len(order))[0]
-    return float(p[order][within[-1]]) if len(within) else 1.0
+    return Prior(mean, scale, b, np.diag(np.linalg.inv(hessian)).copy())
 
 
 def main(argv: list[str]) -> int:
@@ -149,8 +140,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--write", type=Path, default=None, help="write the module here, else only print")
     parser.add_argument("--terms", default="", help="one line: the sets and their licences")
     options = parser.parse_args(argv)
-    if len(options.folders) < 2:
-        parser.error("at least two sets are needed: each is held out once")
     sets = [one for folder in options.folders for one in load(folder)]
     embedder = Recall(open_embedder(), sets)
     found: list[list[Rows]] = []
@@ -158,17 +147,7 @@ def main(argv: list[str]) -> int:
         found.append(rows_of(one, embedder))
         shares = " ".join(f"{len(rows.is_right)} at {rows.is_right.mean():.2f}" for rows in found[-1])
         print(f"{one.name}: comparisons, and the share of right ones: {shares}", flush=True)
-    thresholds = []
-    for bound in _BOUNDS:
-        worst = 0.0
-        for place, held in enumerate(found):
-            prior = fit([rows for other, own in enumerate(found) if other != place for rows in own], ())
-            worst = max(
-                worst, *(least(prior, rows, bound / 2) for rows in held if len(rows.is_right) >= _REQUESTS_MIN), 0.0
-            )
-        print(f"error {bound}: p at least {worst:.3f}")
-        thresholds.append((bound, round(min(0.999, max(0.8, worst)), 3)))
-    prior = fit([rows for own in found for rows in own], tuple(thresholds))
+    prior = fit([rows for own in found for rows in own])
     for name, coefficient in zip((*FEATURES, "intercept"), prior.coefficients, strict=True):
         print(f"{coefficient:8.3f}  {name}")
     if options.write is not None:
@@ -198,7 +177,6 @@ PRIOR = Prior(
     scale={line(prior.scale)},
     coefficients={line(prior.coefficients)},
     variance={line(prior.variance)},
-    thresholds={prior.thresholds!r},
 )  # fmt: skip
 '''
 

@@ -3,6 +3,7 @@
     ./run bench semantic FOLDER... [--error-max 0.01 ...] [--seeds N] [--judge-noise 0 ...] [--requests N] [--json FILE]
     ./run bench semantic FOLDER... --answers FILE [--vary | --label-answers] [--judge-model ERR] [--requests N] ...
     ./run bench semantic --judge FILE
+    ./run bench semantic --cold DATA [--seeds N] [--requests N] [--json FILE]
     ./run bench semantic FOLDER... --http [--answers FILE] [--error-max 0.01 ...] [--seeds N] [--requests N] [--json FILE]
 
 Streams each set in a seeded order through the product's own cache object, empty at first: a miss stores the request, and the judge
@@ -10,6 +11,9 @@ says by the labels which cached answers the fresh one equals, wrong with the pro
 labels differ. Beside it: fixed cosine thresholds, the fixed rule with its guards, and vCache's rule (bench/vcache.py).
 With `--answers` each answer is drawn from its label's texts in FILE, and the product's own judges compare them (bench/answers.py).
 With `--judge` the product's judges rule on the annotated pairs of FILE instead (bench/answers.py).
+With `--cold` each set of the folder DATA is streamed by the cold rule alone, at 1 and 0.5%, with a share of cold hits that was made
+from the other sets: the share of wrong ones on the worst of them. Sets whose folders' names begin alike, up to a `_`, are left out
+together. It returns 1 if a half fails.
 With `--http` the same streams go through a real gateway instead, with its own judges (bench/semantic_http.py).
 A half of a stream fails where the exact one-sided 95% lower limit of its share of wrong answers is above the bound.
 """
@@ -36,14 +40,19 @@ from bench.semantic_http import stream_over_http
 from bench.vcache import VCache
 from cache import Hit, MissReason, Query
 from cache.decision.features import Neighbour
+from cache.decision.guards import COLD_WRONG
 from cache.decision.model import LearnedModel, Row
 from cache.decision.prior import PRIOR
 from cache.decision.rule import Decision, FixedRule, NamespaceCounters, NamespaceState, Rule, VerifiedRule
 from cache.encoder.embedder import open_embedder
+from cache.encoder.types import Embedder
 from cache.semantic.cache import SemanticCache
 from gateway.telemetry.judge_error import lower_limit
 
 _COSINES = (0.8, 0.9, 0.95)
+_COLD_BOUNDS = (0.01, 0.005)
+_COLD_HITS = 50  # of a set, for its share of wrong ones to count
+_NO_SHARE = 1e-6  # of cold hits wrong: each request pays for as many as there may be at once
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -199,6 +208,38 @@ def measure(one: Labelled, embedder: Recall, pools: Pools | None, options: argpa
     return results
 
 
+def measure_cold(sets: Sequence[Labelled], encoder: Embedder, options: argparse.Namespace) -> list[Result]:
+    """Each set by the cold rule, as if it had been made from the other ones alone."""
+
+    def streamed(one: Labelled, recall: Recall, seed: int, error_max: float, wrong: float) -> Result:
+        rule = Unjudged(VerifiedRule(PRIOR, error_max, cold_wrong=wrong or _NO_SHARE))
+        counts, ms = stream(one.shuffled(seed, options.requests), recall, rule, Ideal(0.0, random.Random(seed)))
+        return counts.result(one.name, f"cold {wrong:.3f}", error_max, seed, 0.0, ms)
+
+    recalls = {one.name: Recall(encoder, [one]) for one in sets}
+    shares: dict[str, float] = {}
+    for one in sets:
+        alone = [streamed(one, recalls[one.name], seed, _COLD_BOUNDS[0], 0.0) for seed in range(options.seeds)]
+        hits, wrong = sum(row.hits for row in alone), sum(row.wrong for row in alone)
+        shares[one.name] = wrong / hits if hits >= _COLD_HITS else 0.0
+        print(
+            f"{one.name:20} without a share: {hits} hits, {100 * wrong / max(1, hits):.1f}% of them wrong", flush=True
+        )
+    print(f"the worst: {max(shares.values()):.3f}, and {COLD_WRONG} is built in")
+    results = []
+    for one in sets:
+        wrong = max((share for name, share in shares.items() if _family(name) != _family(one.name)), default=0.0)
+        for error_max in _COLD_BOUNDS:
+            for seed in range(options.seeds):
+                results.append(streamed(one, recalls[one.name], seed, error_max, wrong))
+                print(_line(results[-1]), flush=True)
+    return results
+
+
+def _family(name: str) -> str:
+    return name.partition("/")[0].partition("_")[0]
+
+
 def _judging(
     pools: Pools | None, embedder: Recall, noise: float, options: argparse.Namespace, draw: random.Random
 ) -> Judging:
@@ -278,14 +319,15 @@ def main(argv: list[str]) -> int:
         "--steadfast", action="store_true", help="a judge model errs about a pair in both orders or in none"
     )
     parser.add_argument("--judge", type=Path, default=None, help="no stream: judge the annotated pairs of this file")
+    parser.add_argument("--cold", type=Path, default=None, help="the cold rule, one set of this folder left out")
     parser.add_argument(
         "--precision", choices=["auto", "float32", "bfloat16"], default="float32", help="of the embedder, in process"
     )
     parser.add_argument("--http", action="store_true", help="through a real gateway, an empty one for each stream")
     parser.add_argument("--json", type=Path, default=None, help="write the rows here")
     options = parser.parse_args(argv)
-    if bool(options.folders) is (options.judge is not None):
-        parser.error("expected folders of sets, or --judge with a file of pairs and no folders")
+    if [bool(options.folders), options.judge is not None, options.cold is not None].count(True) != 1:
+        parser.error("expected folders of sets, or --judge with a file of pairs, or --cold with a folder of folders")
     if options.judge is not None:
         print(f"{'pairs':15} {'count':>6} {'same':>6} {'ruled':>6} {'false same':>11} {'false different':>16}")
         for found in judge_pairs(options.judge, open_embedder().encode):
@@ -302,7 +344,8 @@ def main(argv: list[str]) -> int:
         options.judge_noise != [0.0] or (options.http and options.judge_model is not None)
     ):
         parser.error("--answers has the product's judges: no --judge-noise; --judge-model only in process")
-    sets = [one for folder in options.folders for one in load(folder)]
+    folders = options.folders or sorted(path.parent for path in options.cold.glob("*/stream.jsonl.gz"))
+    sets = [one for folder in folders for one in load(folder)]
     pools = None
     if options.answers is not None:
         pools = load_pools(options.answers, is_varied=options.vary, is_label=options.label_answers)
@@ -312,7 +355,9 @@ def main(argv: list[str]) -> int:
         f"{'of hits':>7} {'recall':>7} {'ms':>6} {'halves: hit %, wrong %':>23}"
     )
     results: list[Result] = []
-    if options.http:
+    if options.cold is not None:
+        results = measure_cold(sets, open_embedder(precision=options.precision), options)
+    elif options.http:
         try:
             for one in sets:
                 results += measure_over_http(one, pools, options)
@@ -325,7 +370,7 @@ def main(argv: list[str]) -> int:
             results += measure(one, Recall(encoder, [one]), pools, options)
     if options.json is not None:
         options.json.write_text(json.dumps([msgspec.to_builtins(one) for one in results], indent=1) + "\n")
-    return 0
+    return int(options.cold is not None and any(one.failed for one in results))
 
 
 if __name__ == "__main__":

@@ -57,18 +57,13 @@ class Prior:
     """The parameters that `./run bench prior` learned offline.
 
     `mean` and `scale` are of each feature; `coefficients` are on that scale, the intercept last;
-    `variance` is the covariance's diagonal. `thresholds` has, for error bounds in descending order,
-    the least p at which the prior may serve.
+    `variance` is the covariance's diagonal.
     """
 
     mean: Vector
     scale: Vector
     coefficients: Vector
     variance: Vector
-    thresholds: tuple[tuple[float, float], ...]
-
-    def threshold(self, error_max: float) -> float | None:
-        return next((least for bound, least in self.thresholds if error_max >= bound), None)
 
 
 @dataclass(frozen=True, slots=True)

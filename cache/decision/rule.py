@@ -2,8 +2,8 @@
 
 Pure, but for the injected randomness of audits: `decide` returns the namespace's new counters and
 writes nothing. Until a namespace has verdicts, the verified rule serves a neighbour that the fixed
-rule serves, or that the shipped prior is sure of with every guard passed. From then on it serves a
-neighbour that the namespace's own model is sure of. Source: docs/semantic-cache.md. Invariants: no
+rule serves and that adds nothing, for a share of the requests. From then on it serves a neighbour
+that the namespace's own model is sure of. Source: docs/semantic-cache.md. Invariants: no
 similarity and no verdict overrides a veto (numbers, polarity, an aged answer about now, a long
 template); a caller's `error_max` only tightens.
 """
@@ -23,7 +23,6 @@ from cache.decision.guards import (
     COLD_WRONG,
     fixed_reason,
     is_added,
-    is_free,
     is_vouched,
     thresholds_of,
     veto,
@@ -127,7 +126,8 @@ class VerifiedRule:
 
     `error_max` bounds wrong answers as a share of requests. `random` gives uniform numbers in [0,
     1) and decides which would-be hits are audited; without it none is, as it must be where no judge
-    compares. `run` does the fits.
+    compares. `run` does the fits. `cold_wrong` is the share of the hits without verdicts that may be
+    wrong.
     """
 
     def __init__(
@@ -136,9 +136,11 @@ class VerifiedRule:
         error_max: float = ERROR_MAX,
         random: Callable[[], float] | None = None,
         run: Run = at_once,
+        cold_wrong: float = COLD_WRONG,
     ) -> None:
         self.prior = prior
         self._error_max = error_max
+        self._cold_wrong = cold_wrong
         self._random = random
         self._run = run
         self._fixed = FixedRule()
@@ -173,13 +175,10 @@ class VerifiedRule:
             vetoed is None
             and not is_further
             and (query.untightened is not None or model.allows_cold(seen, error_max, state.discernment))
-            and (
-                self._is_prior_sure(asked, known, cold_p, error_max)
-                or self._fixed.reason(min(error_max, ERROR_MAX), asked, witness) is None
-            )
+            and self._fixed.reason(min(error_max, ERROR_MAX), asked, witness) is None
             and (model.certain.is_fitted or not any(one.is_told_against(seen) for one in state.others))
         )
-        counters = _after_one_more(state.counters, error_max)
+        counters = _after_one_more(state.counters, error_max / self._cold_wrong)
         is_spent = is_sure and not is_certain and counters.cold < 1.0
         is_sure = is_sure and not is_spent
         risk = 1 - (p if is_certain else cold_p)
@@ -217,16 +216,10 @@ class VerifiedRule:
         model.learn(row)
         return model
 
-    def _is_prior_sure(self, asked: TextFeatures, known: TextFeatures, p: float, error_max: float) -> bool:
-        least = self.prior.threshold(error_max)
-        return least is not None and p >= least and is_free(asked, known)
 
-
-def _after_one_more(counters: NamespaceCounters, error_max: float) -> NamespaceCounters:
-    """One more request: it pays a share of a hit by the cold rule, so that these are wrong within the
-    bound as long as no more of them are wrong than of the worst set's.
-    """
-    return replace(counters, cold=min(COLD_FIRST, counters.cold + error_max / COLD_WRONG))
+def _after_one_more(counters: NamespaceCounters, paid: float) -> NamespaceCounters:
+    """One more request: it pays a share of a hit by the cold rule."""
+    return replace(counters, cold=min(COLD_FIRST, counters.cold + paid))
 
 
 def _after_a_hit(counters: NamespaceCounters, risk: float, *, is_cold: bool) -> NamespaceCounters:

@@ -70,6 +70,25 @@ def test_every_policy_is_counted(folder: Path, tmp_path: Path) -> None:
     assert {row["judge_noise"] for row in rows if row["policy"] == "verified"} == {0.0, 0.1}
 
 
+def test_a_cold_namespace_is_held_to_what_was_learned_of_other_sets(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A set of which all cold hits are wrong fails by the share of a set that has none, and not that set by its own."""
+    (tmp_path / "noise").mkdir()
+    rows = [{"text": f"gamma{number // 2} delta", "label": number} for number in range(400)]
+    lines = "\n".join(json.dumps(row) for row in rows)
+    (tmp_path / "noise" / "stream.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    out = tmp_path / "rows.json"
+    assert semantic.main(["--cold", str(tmp_path), "--json", str(out)]) == 1
+    rows = json.loads(out.read_text())
+    assert {(row["set"], row["error_max"]) for row in rows} == {
+        ("noise", 0.01), ("noise", 0.005), ("small", 0.01), ("small", 0.005),
+    }  # fmt: skip
+    assert {row["set"] for row in rows if row["failed"]} == {"noise"}
+    assert {row["policy"] for row in rows if row["set"] == "small"} == {"cold 1.000"}
+    assert "noise                without a share: 200 hits, 100.0% of them wrong" in capsys.readouterr().out
+
+
 def test_answers_are_drawn_and_judged_as_the_product_does(folder: Path, tmp_path: Path) -> None:
     """Prompts in dialogues and those without answers are left out; a varied answer is hardly ever equal, the label always."""
     answers = tmp_path / "answers.jsonl"
@@ -116,6 +135,4 @@ def test_a_prior_is_learned_and_written_as_a_module(folder: Path, tmp_path: Path
     scope: dict[str, object] = {}
     exec(compile(out.read_text(), "made", "exec"), scope)
     assert isinstance(scope["PRIOR"], Prior)
-    with pytest.raises(SystemExit):
-        prior.main([str(folder)])
     assert "a set of our own" in str(scope["__doc__"])

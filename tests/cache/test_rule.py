@@ -93,7 +93,7 @@ def test_words_that_went_leave_no_trace(texts: list[str]) -> None:
 
 def prior() -> Prior:
     count = len(FEATURES)
-    return Prior(np.zeros(count), np.ones(count), np.zeros(count + 1), np.full(count + 1, 1e-3), ())
+    return Prior(np.zeros(count), np.ones(count), np.zeros(count + 1), np.full(count + 1, 1e-3))
 
 
 def row_of(features: Any, served: int = 0, risked: float = 0.0) -> Any:
@@ -487,7 +487,7 @@ def test_vcache_explores_until_an_entry_has_shown_its_threshold() -> None:
 
 def audited_cache(draw: random.Random, clock: Clock) -> tuple[SemanticCache, str]:
     """A cache with one entry, and a paraphrase of it that would be served, at a bound that pays for each such hit."""
-    rule = VerifiedRule(PRIOR, error_max=0.2, random=draw.random)
+    rule = VerifiedRule(PRIOR, error_max=0.3, random=draw.random)
     cache = SemanticCache(FakeEmbedder(is_constant=True), rule, clock)
     fp = ask("open the box please")
     cache.fold([PromptAdded(ACME, fp.exact, fp.compat, "open the box please", clock.now, clock.now + 1e6)])
@@ -550,9 +550,9 @@ def test_a_tightened_bound_says_what_it_refused() -> None:
 
 
 def test_hits_without_verdicts_have_a_share_of_the_requests() -> None:
-    """Twenty at first, then one for each eleven requests at a bound of 1%, half as many at 0.5%: were they wrong as often as those of
-    the worst set, the bound would hold all the same."""
-    for error_max, share in ((0.01, 1 / 11), (0.005, 1 / 22)):
+    """Twenty at first, then one for each 25 requests at a bound of 1%, half as many at 0.5%: were a quarter of them wrong, the bound
+    would hold all the same."""
+    for error_max, share in ((0.01, 1 / 25), (0.005, 1 / 50)):
         state = NamespaceState()
         one, served = [near(0.99, "tell me the capital of France", b"g")], 0
         for _ in range(1_000):
