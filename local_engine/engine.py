@@ -112,7 +112,6 @@ class Engine:
             weights_size_bytes=self._runner.decoder.size_bytes,
             kv_size_bytes=self._runner.kv.size_bytes,
             has_chat_template=self.tokenizer.has_chat_template,
-            has_tools=self.tokenizer.has_tools,
             is_batch_invariant=self._runner.is_batch_invariant,
         )
         self.grammars = Grammars(self.tokenizer, model.vocabulary_size, self._eos)
@@ -158,11 +157,13 @@ class Engine:
         reference: Many[int] = (),
         is_continued: bool = False,
         grammar: Compiled | None = None,
+        reads: messages.GenerateRequest | None = None,
     ) -> int:
         """Queue a prompt; returns its id, as in `step` and `abort`. `deadline` is a time of the
         engine's clock. `reference`: tokens the answer may share passages with. `is_continued`: the
-        prompt ends with the beginning of the answer. `grammar`: one of `grammars`; where it is
-        JSON, it alone decides where the answer ends.
+        prompt ends with the beginning of the answer. `grammar`: one of `grammars`, which alone
+        decides where the answer ends, unless it holds calls in a text. `reads`: the request whose
+        tools and thinking the answer's text is read for.
 
         Raises InvalidRequest, PromptTooLong, Overloaded.
         """
@@ -171,8 +172,12 @@ class Engine:
         room = self.info.context_tokens - len(tokens)
         answer_tokens_max = min(params.max_tokens or self.config.answer_tokens_default, room)
         known = [] if params.prompt_logprobs is None else [self.tokenizer.token_logprob(tokens[0], 0.0)]
-        is_json = grammar is not None and grammar.is_json
-        stop, stop_token_ids = ((), ()) if is_json else (params.stop, params.stop_token_ids)
+        may_be_text = grammar is None or (reads is not None and reads.grammar is None and not reads.tool_choice)
+        stop, stop_token_ids = (params.stop, params.stop_token_ids) if may_be_text else ((), ())
+        thinking = self.tokenizer.thinking(tokens, is_continued=is_continued)
+        reader, shown = None, frozenset[int]()
+        if reads is not None:
+            reader, shown = self.tokenizer.reader(reads, thinking, is_held=grammar is not None)
         self._submitted += 1
         sequence = Sequence(
             id=self._submitted,
@@ -186,11 +191,12 @@ class Engine:
             arrival=self._submitted,
             seed=self._entropy.getrandbits(63) if params.seed is None else params.seed,
             # a grammar reads the first token's space
-            text=TextStream(self.tokenizer, stop, is_at_start=not is_continued and grammar is None),
+            text=TextStream(self.tokenizer, stop, not is_continued and grammar is None, shown),
+            reader=reader,
             deadline=deadline,
             submitted_s=self._clock(),
             prompt_logprobs=known,
-            grammar=None if grammar is None else grammar.begin(tokens),
+            grammar=grammar.begin(thinking) if grammar is not None else None,
         )
         if self.config.draft_tokens_max and not sequence.has_penalties:
             # at its beginning the answer is looked for where the reference begins
@@ -340,6 +346,8 @@ class Engine:
             self._learn(sequence, chunk, accepted)
         output = messages.Output(
             text=piece.text,
+            reasoning=piece.reasoning,
+            calls=piece.calls,
             token_ids=piece.token_ids,
             logprobs=piece.logprobs,
             prompt_logprobs=prompt_logprobs,

@@ -25,24 +25,22 @@ if TYPE_CHECKING:
     import torch
     from llguidance import LLMatcher, LLTokenizer
 
-    from local_engine.text.tokenizer import Tokenizer
+    from local_engine.text.tokenizer import Thinking, Tokenizer
 
 SIZE_MAX_BYTES = 1 << 18
 _KEPT_MAX, _KEPT_SIZE_MAX_BYTES = 128, 1 << 21
 _LIMITS: dict[str, Any] = {"max_lexer_states": 20_000}  # 2 KB each
-_OPENED_LATELY = 8  # tokens of a prompt's end, where a template opens or closes the thinking block
 
 
 class Answer:
     """How far one answer is in its grammar. `thinks`: it is inside a thinking block, which the
     grammar leaves alone; `may_think`: it may begin with one."""
 
-    def __init__(self, matcher: LLMatcher, block: tuple[int, int] | None, prompt: Many[int]) -> None:
+    def __init__(self, matcher: LLMatcher, thinking: Thinking | None) -> None:
         self._matcher = matcher
-        self._opens, self._closes = block or (-1, -1)
-        marks = [token for token in prompt[-_OPENED_LATELY:] if token in (self._opens, self._closes)]
-        self.thinks = marks[-1:] == [self._opens]
-        self.may_think = block is not None and not marks
+        self._opens, self._closes = thinking.block if thinking is not None else (-1, -1)
+        self.thinks = thinking is not None and thinking.is_open
+        self.may_think = thinking is not None and thinking.may_open
 
     @property
     def is_over(self) -> bool:
@@ -60,7 +58,7 @@ class Answer:
         if not self._matcher.consume_token(token):
             raise InvalidRequest(
                 f"the answer met a place where the grammar is too complex to go on: {_brief(self._matcher.get_error())}",
-                param="response_format",
+                param="grammar",
             )
 
     def forced(self) -> tuple[int, ...]:
@@ -90,14 +88,14 @@ class Answer:
 
 
 class Compiled:
-    """A grammar made for one model. `is_json`: only the grammar decides where its answers end."""
+    """A grammar made for one model."""
 
-    def __init__(self, matcher: LLMatcher, block: tuple[int, int] | None, *, is_json: bool) -> None:
-        self._matcher, self._block, self.is_json = matcher, block, is_json
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
 
-    def begin(self, prompt: Many[int]) -> Answer:
-        """An answer to `prompt`, at its beginning."""
-        return Answer(self._matcher.deep_copy(), self._block, prompt)
+    def begin(self, thinking: Thinking | None) -> Answer:
+        """An answer at its beginning."""
+        return Answer(self._matcher.deep_copy(), thinking)
 
 
 class Grammars:
@@ -110,7 +108,6 @@ class Grammars:
         self._kept: OrderedDict[tuple[bytes, Grammar], Compiled | InvalidRequest] = OrderedDict()
         self._lock = threading.Lock()
         self._library: LLTokenizer | None = None
-        self._block = tokenizer.thinking_block()
 
     def compiled(self, wanted: Grammar, salt: bytes) -> Compiled:
         """The grammar, compiled now or lately; takes milliseconds, and up to seconds. Raises
@@ -138,16 +135,16 @@ class Grammars:
                 raise Refusal(f"it has {size_bytes:,} bytes, and may have {SIZE_MAX_BYTES:,}")
             if not self._eos:
                 raise Refusal("the model has no token that ends an answer")
-            grammar = self._trial.ask({"kind": wanted.kind, "text": wanted.text})
+            grammar = self._trial.ask({"kind": wanted.kind, "text": wanted.text, "ids": self._tokenizer.marks})
             limits = LLParserLimits(**_LIMITS, verbose_errors=False)
             matcher = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=limits)
             if matcher.is_error():
                 raise Refusal(matcher.get_error())
         except Refusal as error:
-            name = {"json": "schema", "regex": "regular expression", "choice": "choice"}.get(wanted.kind, "grammar")
+            name = _KINDS[wanted.kind]
             why = f"the {name} cannot be held: {_brief(str(error))}; simplify it, or send the request to another model"
-            return InvalidRequest(why, param="response_format")
-        return Compiled(matcher, self._block, is_json=wanted.kind == "json")
+            return InvalidRequest(why, param="grammar")
+        return Compiled(matcher)
 
     def _vocabulary(self) -> LLTokenizer:
         """Every token's bytes in the library's own form; made once, which takes up to a second."""
@@ -158,6 +155,10 @@ class Grammars:
                 TokenizerWrapper(_Spelled(self._tokenizer, self._size, self._eos)), eos_token=sorted(self._eos)
             )
         return self._library
+
+
+_KINDS = {"regex": "regular expression", "choice": "choice", "grammar": "grammar"}
+_KINDS |= {"json": "schema", "calls": "schema"}
 
 
 class _Spelled:

@@ -29,6 +29,7 @@ import msgspec
 FinishReason = Literal["stop", "length", "abort"]
 
 TOP_LOGPROBS_MAX = 20
+ANY_TOOL = "*"  # a choice of no certain tool
 
 
 class EngineError(Exception):
@@ -142,9 +143,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 class Grammar(msgspec.Struct, frozen=True):
     """The form that an answer must have: `text` is a JSON schema, a regular expression, a JSON list
-    of the only answers, or a context-free grammar (Lark's notation, or GBNF)."""
+    of the only answers, or a context-free grammar (Lark's notation, or GBNF). For calls of tools it
+    is made by the engine (see `text.calls`)."""
 
-    kind: Literal["json", "regex", "choice", "grammar"]
+    kind: Literal["json", "regex", "choice", "grammar", "calls"]
     text: str
 
 
@@ -159,7 +161,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     is dropped. `reference`: a text that the answer may share passages with; shared passages are
     faster, and no answer changes. `prefix`: the beginning of the answer, which the generation goes
     on with. `grammar`: the form of the answer, after a thinking block where the model begins with
-    one.
+    one. `tool_choice`: the name of the tool that must be called, "*" for any, empty for none or
+    any; at most `calls_max` calls, 0 is no bound.
     """
 
     messages: list[dict[str, Any]] | None = None
@@ -175,6 +178,17 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     reference: str | None = None
     prefix: str = ""
     grammar: Grammar | None = None
+    tool_choice: str = ""
+    calls_max: int = 0
+
+
+class CallPart(msgspec.Struct, frozen=True, array_like=True):
+    """A part of a call of a tool: the name of the call with this `index` in the answer, or more of
+    its arguments, which are a JSON object."""
+
+    index: int
+    name: str = ""
+    arguments: str = ""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -190,12 +204,15 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A piece of one choice: text that is final, the tokens behind it; `finish_reason` on the
-    choice's last piece. With log probabilities: `stop_token` is the token that ended the choice and
+    choice's last piece. Of an answer to `messages`, what the model thinks and the tools that it
+    calls are no part of the text. With log probabilities: `stop_token` is the token that ended the choice and
     is no part of its text; `prompt_logprobs`, on the first piece, are the prompt's tokens; the
     first, which nothing predicts, has 0."""
 
     index: int = 0
     text: str = ""
+    reasoning: str = ""
+    calls: tuple[CallPart, ...] = ()
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
@@ -206,11 +223,12 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of tokens over all choices. `cached_tokens`: prompt tokens with reused KV, counted
     once. `drafted_tokens`, `accepted_tokens`: guesses, and those that were right, by their source
-    (text, reference, model)."""
+    (text, reference, model). `reasoning_tokens`: those of thinking blocks."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
     drafted_tokens: dict[str, int] = {}
     accepted_tokens: dict[str, int] = {}
 
@@ -238,7 +256,6 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     weights_size_bytes: int
     kv_size_bytes: int
     has_chat_template: bool
-    has_tools: bool = False
     is_batch_invariant: bool = False
 
 

@@ -15,6 +15,7 @@ from hashlib import blake2b
 from local_engine.grammar import Answer
 from local_engine.messages import FinishReason, SamplingParams, TokenLogprob, Usage
 from local_engine.speculation.speculator import Kind, Speculation
+from local_engine.text.calls import Reader
 from local_engine.text.tokenizer import Piece, TextStream, Tokenizer
 
 
@@ -39,7 +40,8 @@ class Sequence:
     `draft_computed` counts tokens with the draft model's KV in `blocks`. `drafted` and `accepted`
     count guesses by their source. `prompt_logprobs` are those of the prompt's tokens, as far as
     they are known, where the parameters have them: at least the first, which nothing predicts.
-    `grammar` is how far the answer is in its grammar.
+    `grammar` is how far the answer is in its grammar, `reader` what finds calls and thinking in
+    its text.
     """
 
     id: int
@@ -70,6 +72,8 @@ class Sequence:
     counts: Counter[int] = field(default_factory=Counter)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     grammar: Answer | None = None
+    reader: Reader | None = None
+    reasoning_tokens: int = 0
 
     @property
     def answer_tokens(self) -> int:
@@ -109,9 +113,21 @@ class Sequence:
             self.grammar.take(token_id)
         if self.has_penalties:
             self.counts[token_id] += 1
+        reader = self.reader
+        if reader is None:
+            return self._text_of(token_id, logprob)
+        self.reasoning_tokens += reader.thinks
+        piece, reason = self._text_of(token_id, logprob, is_framed=reader.is_framed)
+        piece = piece.read(reader, is_last=reason is not None)
+        return (piece, "stop") if reason is None and reader.is_over else (piece, reason)
+
+    def _text_of(
+        self, token_id: int, logprob: TokenLogprob | None, *, is_framed: bool = False
+    ) -> tuple[Piece, FinishReason | None]:
         if token_id in self.stop_token_ids:
             return replace(self.text.finish(), stop_token=logprob), "stop"
-        piece = self.text.push(token_id, logprob, can_stop=self.answer_tokens >= self.params.min_tokens)
+        can_stop = self.answer_tokens >= self.params.min_tokens and not is_framed
+        piece = self.text.push(token_id, logprob, can_stop=can_stop)
         if piece.is_stopped:
             return piece, "stop"
         if self.grammar is not None and self.grammar.is_over:
@@ -134,6 +150,7 @@ class Sequence:
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.answer_tokens,
             cached_tokens=self.cached_tokens or 0,
+            reasoning_tokens=self.reasoning_tokens,
             drafted_tokens=dict(self.drafted),
             accepted_tokens=dict(self.accepted),
         )

@@ -19,10 +19,10 @@ from gateway.settings import CAPABILITIES, DeploymentSettings, PriceSettings, Se
 from policies import Price
 from policies.prices import FREE
 
-# Capabilities by kind of backend, where the settings name none. The local engine parses no tool
-# calls and fills no gap before a suffix.
+# Capabilities by kind of backend, where the settings name none. The local engine fills no gap
+# before a suffix.
 _CAPABILITIES = {
-    "local": frozenset({"n", "logprobs", "json_object", "json_schema", "completions", "prefill"}),
+    "local": frozenset({"n", "logprobs", "tools", "json_object", "json_schema", "completions", "prefill"}),
     "openai": CAPABILITIES - {"prefill", "messages"},
     "anthropic": frozenset({"tools", "json_schema", "vision", "files"}),
     "litellm": frozenset({"tools"}),

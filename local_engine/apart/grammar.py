@@ -22,6 +22,8 @@ _OPTIONS: Any = {
 }
 _LITERAL = ("enum", "const", "default", "examples", "example")  # their values are no schemas
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_NUMBERS = ("enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_EXACT_MAX = 1 << 53  # the library reads numbers as 64-bit floats
 _LACKS = re.compile(r"Unimplemented keys: (\[.*\])")
 _FORMAT = re.compile(r"Unknown format: (.*)")
 
@@ -46,8 +48,7 @@ def opened(limits: dict[str, Any]) -> Callable[[dict[str, Any]], str]:
 
     def of_schema(text: str) -> str:
         schema = json.loads(text)
-        if not isinstance(schema, dict | bool):
-            raise ValueError("a schema must be an object")
+        _check_exact(schema)
         while True:
             grammar = str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_OPTIONS))
             reason = why_not(grammar)
@@ -59,8 +60,28 @@ def opened(limits: dict[str, Any]) -> Callable[[dict[str, Any]], str]:
             raise ValueError(_in_place(schema, reason))
         return grammar
 
+    def of_calls(wanted: dict[str, Any]) -> str:
+        tools = enumerate(wanted["tools"])
+        parts = [_named(f"tool_{number}", in_tool(name, schema)) for number, (name, schema) in tools]
+        if wanted["answer"] is not None:
+            parts.append(_named("answer", answer(wanted["answer"])))
+
+        grammar = json.dumps({"grammars": [_calls(wanted, wanted["ids"]), *parts]})
+        trial = json.dumps({"grammars": [_calls(wanted, {}), *parts]})  # bytes have no marks that are tokens
+        if reason := why_not(trial):
+            raise ValueError(reason)
+        return grammar
+
+    def in_tool(name: str, schema: Any) -> str:
+        try:
+            return of_schema(json.dumps(schema))
+        except ValueError as error:
+            raise ValueError(f"in the tool {name}: {error}") from None
+
     def answer(wanted: dict[str, Any]) -> str:
         kind, text = wanted["kind"], wanted["text"]
+        if kind == "calls":
+            return of_calls({**json.loads(text), "ids": wanted["ids"]})
         if kind == "json":
             return of_schema(text)
         if kind == "grammar":
@@ -78,6 +99,42 @@ def opened(limits: dict[str, Any]) -> Callable[[dict[str, Any]], str]:
     return answer
 
 
+def _named(name: str, grammar: str) -> dict[str, Any]:
+    """A grammar of the library's as a part of another one."""
+    if not grammar.startswith("{"):  # it may be Lark's notation
+        return {"name": name, "lark_grammar": grammar}
+    return {**json.loads(grammar)["grammars"][0], "name": name}
+
+
+def _calls(wanted: dict[str, Any], ids: dict[str, int]) -> dict[str, str]:
+    """The frame of a format around the calls of tools, as `text.calls` describes it; `ids` are the
+    marks that are tokens of their own."""
+    marks = re.compile("(" + "|".join(map(re.escape, ids)) + ")") if ids else None
+
+    def spelled(text: str) -> str:
+        parts = marks.split(text) if marks else [text]
+        return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part) or '""'
+
+    format = wanted["format"]
+    names = [format["head"].replace("NAME", name) for name, _ in wanted["tools"]]
+    calls = " | ".join(f"{spelled(name)} @tool_{number}" for number, name in enumerate(names))
+    more = f"({spelled(format['between'])} call){{0,{wanted['calls_max'] - 1}}}" if wanted["calls_max"] > 1 else ""
+    rules = [
+        f"calls: {spelled(format['lead'])} call {more} {spelled(format['last'])}",
+        f"call: ({calls}) {spelled(format['tail'])}",
+    ]
+    opens = format["opens"]
+    if wanted["is_forced"] or wanted["answer"] is not None:
+        rules.append(f"start: {spelled(opens)} calls" + ("" if wanted["is_forced"] else " | @answer"))
+    elif not opens:  # text begins with anything else
+        rules.append("start: calls | /([^{\\s](.|\\n)*)?/")
+    elif opens in ids:
+        rules += [f"start: (TEXT {spelled(opens)} calls)* TEXT", r"TEXT: /(.|\n)*/"]
+    else:
+        rules += ["start: (opens calls)* TEXT", f"opens[lazy]: TEXT {spelled(opens)}", r"TEXT: /(.|\n)*/"]
+    return {"name": "calls", "lark_grammar": "\n".join(rules)}
+
+
 def _subschemas(schema: Any, place: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:
     """Every schema in `schema`, with its JSON pointer."""
     waiting = [(place, schema)]
@@ -93,6 +150,27 @@ def _subschemas(schema: Any, place: str = "#") -> Iterator[tuple[str, dict[str, 
                     waiting += [(f"{own}/{name}", one) for name, one in value.items()]
                 elif key not in _LITERAL and isinstance(value, dict | list):
                     waiting.append((own, value))
+
+
+def _check_exact(schema: Any) -> None:
+    """Raises ValueError for what the library would accept and not hold."""
+    if not isinstance(schema, dict | bool):
+        raise ValueError("a schema must be an object")
+    for place, one in _subschemas(schema):
+        least, required = one.get("minProperties"), one.get("required")
+        if isinstance(least, int) and least > max(1, len(required) if isinstance(required, list) else 0):
+            raise ValueError(f"the engine cannot hold the keyword minProperties above the keys required ({place})")
+        for name, value in one.items():
+            if name in _NUMBERS and (number := _inexact(value)) is not None:
+                raise ValueError(f"the engine cannot hold the number {number} exactly ({place}/{name})")
+
+
+def _inexact(value: Any) -> int | None:
+    """An integer in a JSON value that no 64-bit float holds."""
+    if isinstance(value, dict | list):
+        inside = map(_inexact, value.values() if isinstance(value, dict) else value)
+        return next((number for number in inside if number is not None), None)
+    return value if isinstance(value, int) and abs(value) > _EXACT_MAX else None
 
 
 def _without_format(schema: Any, name: str) -> bool:

@@ -190,6 +190,7 @@ class EngineThread(threading.Thread):
                     reference=reference,
                     is_continued=bool(request.prefix),
                     grammar=grammar,
+                    reads=request,
                 )
                 work.sequences.append(id)
         except wire.EngineError:
@@ -281,6 +282,7 @@ def _total(work: Work) -> wire.Usage:
         prompt_tokens=first.prompt_tokens,
         completion_tokens=sum(usage.completion_tokens for usage in work.ended.values()),
         cached_tokens=first.cached_tokens,
+        reasoning_tokens=sum(usage.reasoning_tokens for usage in work.ended.values()),
         drafted_tokens=wire.added(usage.drafted_tokens for usage in work.ended.values()),
         accepted_tokens=wire.added(usage.accepted_tokens for usage in work.ended.values()),
     )

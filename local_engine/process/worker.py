@@ -153,8 +153,10 @@ class Server:
         else:
             self._running.add(key)
             self._is_idle.clear()
-            if message.request.grammar is not None:
-                compilation = asyncio.create_task(self._compile(key, message.request, message.request.grammar))
+            assert self._thread.tokenizer is not None, "the engine is ready"
+            grammar = self._thread.tokenizer.grammar_of(message.request)
+            if grammar is not None:
+                compilation = asyncio.create_task(self._compile(key, message.request, grammar))
                 self._compilations.add(compilation)
                 compilation.add_done_callback(self._compilations.discard)
                 return

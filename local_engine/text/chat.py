@@ -8,14 +8,29 @@ characters as ordinary tokens.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
 from local_engine.apart.process import Apart, Refusal
 from local_engine.messages import InvalidRequest
+from local_engine.text.calls import DEFAULT, THINKING, Format, format_of
 
+_TOOLS = """# Tools
+
+You may call one or more of these functions, if they help with the request:
+<tools>
+{}
+</tools>
+
+For each call, return a JSON object with the function's name and arguments within <tool_call></tool_call> tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <arguments-as-JSON-object>}}
+</tool_call>"""
+_PROBE = {"type": "function", "function": {"name": "sameway_probe", "description": "", "parameters": {}}}
 _CUTS = tuple(map(chr, range(0xFDD0, 0xFDF0)))  # noncharacters: Unicode keeps them out of all text
 
 
@@ -24,6 +39,7 @@ class Chat:
 
     def __init__(self, template: str, bos_token: str, eos_token: str, control: Sequence[str]) -> None:
         self._template = Apart("template", template)
+        self._format, self._has_calls = format_of(template), "tool_calls" in template
         self._bos_token = bos_token
         self._eos_token = eos_token
         longest_first = sorted((token for token in control if len(token) > 1), key=len, reverse=True)
@@ -32,6 +48,30 @@ class Chat:
     def start(self) -> None:
         """Start the template's process, so that the first conversation need not wait for it."""
         self._template.start()
+
+    @functools.cached_property
+    def _reads_tools(self) -> bool:
+        try:
+            return "sameway_probe" in self._ask([{"role": "user", "content": "?"}], [_PROBE], opens_answer=True)
+        except Refusal:
+            return False
+
+    @property
+    def format(self) -> Format:
+        """How the model writes calls of tools, if its template tells it of tools."""
+        return self._format if self._format is not None and self._reads_tools else DEFAULT
+
+    def _ask(self, messages: Any, tools: Any, *, opens_answer: bool) -> str:
+        """Raises Refusal."""
+        return self._template.ask(
+            {
+                "messages": messages,
+                "tools": tools,
+                "add_generation_prompt": opens_answer,
+                "bos_token": self._bos_token,
+                "eos_token": self._eos_token,
+            }
+        )
 
     def render(
         self,
@@ -47,20 +87,18 @@ class Chat:
             raise InvalidRequest("messages must not be empty", param="messages")
         try:
             plain = [_plain(message) for message in messages]
+            if tools and not self._reads_tools:
+                plain, tools = _told(plain, tools), None
+            elif not self._has_calls:
+                plain = _told(plain)
             given = json.dumps([plain, list(tools or ()), prefix], ensure_ascii=False, default=str)
             cut = next((mark for mark in _CUTS if mark not in given), None)
             if cut is None:
                 raise InvalidRequest("messages must not consist of noncharacters", param="messages")
-            text: str = self._template.ask(
-                {
-                    "messages": self._cut(plain, cut),
-                    "tools": self._cut(list(tools), cut) if tools else None,
-                    "add_generation_prompt": opens_answer,
-                    "bos_token": self._bos_token,
-                    "eos_token": self._eos_token,
-                }
-            )
-            text += str(self._cut(prefix, cut))
+            given_tools = self._cut(list(tools), cut) if tools else None
+            text = self._ask(self._cut(plain, cut), given_tools, opens_answer=opens_answer)
+            closes = [closes for opens, closes in THINKING if prefix and text.rstrip().endswith(opens)]
+            text += "".join(f"{mark}\n\n" for mark in closes) + str(self._cut(prefix, cut))
             text.encode()  # a tool call's arguments can spell what is no character
         except Refusal as error:
             raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from None
@@ -101,10 +139,17 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidRequest("a message's content must be a string or a list of parts", param="messages")
     if not isinstance(plain.get("role"), str):
         raise InvalidRequest("every message needs a role", param="messages")
-    calls = plain.get("tool_calls")
-    if isinstance(calls, list):
+    calls = plain.pop("tool_calls", None)
+    if isinstance(calls, list) and calls:
         plain["tool_calls"] = [_plain_call(call) for call in calls]
+    if "tool_call_id" in plain:
+        plain["tool_call_id"] = _short(plain["tool_call_id"])
     return plain
+
+
+def _short(id: Any) -> str:
+    """Nine characters, as Mistral's templates want them."""
+    return blake2b(str(id).encode("utf-8", "replace"), digest_size=5).hexdigest()[:9]
 
 
 def _plain_call(call: Any) -> Any:
@@ -115,4 +160,31 @@ def _plain_call(call: Any) -> Any:
         arguments = json.loads(function["arguments"] or "{}")
     except ValueError:
         raise InvalidRequest("a tool call's arguments are not JSON", param="messages") from None
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "id": _short(call.get("id")), "function": {**function, "arguments": arguments}}
+
+
+def _told(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
+    """The conversation for a template without tools: the tools in the system's message, calls in
+    the assistant's and their results, together, in a user's. The frames are those of Hermes."""
+    found: list[dict[str, Any]] = []
+    if tools:
+        text = _TOOLS.format("\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+        if messages[0]["role"] == "system":
+            text = f"{messages[0]['content']}\n\n{text}"
+            messages = messages[1:]
+        found.append({"role": "system", "content": text})
+    is_result = False
+    for message in messages:
+        role, content = message["role"], message["content"]
+        was_result, is_result = is_result, role == "tool"
+        if is_result:
+            role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
+        calls = [call["function"] for call in message.get("tool_calls", ()) if "function" in call]
+        for call in ({name: call.get(name) for name in ("name", "arguments")} for call in calls):
+            content += f"\n<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+        content = content.lstrip("\n") if calls else content
+        if is_result and was_result:
+            found[-1]["content"] += "\n" + content
+        else:
+            found.append({**message, "role": role, "content": content})
+    return found

@@ -12,11 +12,12 @@ import codecs
 import json
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from local_engine.config import ModelError
-from local_engine.messages import InvalidRequest, TokenLogprob
+from local_engine.messages import CallPart, GenerateRequest, Grammar, InvalidRequest, TokenLogprob
+from local_engine.text.calls import DEFAULT, MARKS, THINKING, Format, Reader, calls_grammar
 from local_engine.text.chat import Chat
 
 if TYPE_CHECKING:
@@ -24,6 +25,17 @@ if TYPE_CHECKING:
 
 
 _SPACE = "▁"
+_OPENED_LATELY = 8  # tokens of a prompt's end, where a template opens or closes the thinking block
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """An answer's thinking block: the tokens that open and close it, whether it `is_open` from the
+    beginning or `may_open` there."""
+
+    block: tuple[int, int]
+    is_open: bool
+    may_open: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +72,12 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._special = frozenset(id for id, token in added.items() if token.special)
         self._added: dict[int, str] = {id: token.content for id, token in added.items()}
+        # what frames calls, where it is a control token
+        self.marks = {text: id for id, text in self._added.items() if text in MARKS and id in self._special}
+        blocks = ([backend.token_to_id(mark) for mark in marks] for marks in THINKING)
+        self._block: tuple[int, int] | None = next(
+            ((opens, closes) for opens, closes in blocks if opens and closes), None
+        )
         self._chat: Chat | None = None
         if vocabulary.chat_template is not None:
             control = tuple(token.content for token in added.values() if token.special)
@@ -76,19 +94,51 @@ class Tokenizer:
         return self._chat is not None
 
     @property
-    def has_tools(self) -> bool:
-        """Whether the chat template does anything with tools."""
-        return "tools" in (self._vocabulary.chat_template or "")
+    def format(self) -> Format:
+        """How the model writes calls of tools."""
+        return DEFAULT if self._chat is None else self._chat.format
 
     @property
     def eos_token_id(self) -> int | None:
         """The token that ends an answer, where the tokenizer names one."""
         return self._backend.token_to_id(self._vocabulary.eos_token)
 
-    def thinking_block(self) -> tuple[int, int] | None:
-        """The tokens that open and close a thinking block, where the model has both."""
-        opens, closes = self._backend.token_to_id("<think>"), self._backend.token_to_id("</think>")
-        return None if opens is None or closes is None else (opens, closes)
+    def thinking(self, prompt: Sequence[int], *, is_continued: bool = False) -> Thinking | None:
+        """Where an answer to `prompt` begins to think; None where the model has no such block.
+        `is_continued`: the prompt ends with the beginning of the answer."""
+        if self._block is None:
+            return None
+        for token in reversed(prompt[-_OPENED_LATELY:]):
+            if token in self._block:
+                return Thinking(self._block, is_open=token == self._block[0], may_open=False)
+            if token in self._special:  # no text before it is the template's
+                break
+        return Thinking(self._block, is_open=False, may_open=not is_continued)
+
+    def grammar_of(self, request: GenerateRequest) -> Grammar | None:
+        """What the answer to a request must match: its own grammar, and that of its tools' calls."""
+        if not request.tools:
+            return request.grammar
+        choice, calls_max = request.tool_choice, request.calls_max
+        return calls_grammar(self.format, request.tools, choice, calls_max, request.grammar)
+
+    def reader(
+        self, request: GenerateRequest, thinking: Thinking | None, *, is_held: bool
+    ) -> tuple[Reader | None, frozenset[int]]:
+        """What reads an answer to `request`, and the control tokens that it reads; None where
+        text is all that there may be. `is_held`: a grammar keeps calls in their frame."""
+        if request.messages is None or (thinking is None and not request.tools):
+            return None, frozenset()
+        block = None if thinking is None else thinking.block
+        reader = Reader(
+            None if block is None else (self.token(block[0]), self.token(block[1])),
+            thinks=thinking is not None and thinking.is_open,
+            format=self.format if request.tools else None,
+            names={tool["function"]["name"] for tool in request.tools or ()},
+            is_held=is_held,
+            calls_max=request.calls_max,
+        )
+        return reader, frozenset((*(block or ()), *(self.marks.values() if request.tools else ())))
 
     @property
     def size(self) -> int:
@@ -226,11 +276,24 @@ class Piece:
     logprobs: tuple[TokenLogprob, ...] = ()
     is_stopped: bool = False
     stop_token: TokenLogprob | None = None
+    reasoning: str = ""
+    calls: tuple[CallPart, ...] = ()
 
     def joined(self, more: Piece) -> Piece:
         """Both, one after the other."""
-        logprobs = self.logprobs + more.logprobs
-        return Piece(self.text + more.text, self.token_ids + more.token_ids, logprobs, stop_token=more.stop_token)
+        return replace(
+            more,
+            text=self.text + more.text,
+            token_ids=self.token_ids + more.token_ids,
+            logprobs=self.logprobs + more.logprobs,
+            reasoning=self.reasoning + more.reasoning,
+            calls=self.calls + more.calls,
+        )
+
+    def read(self, reader: Reader, *, is_last: bool) -> Piece:
+        """The same with its text in parts."""
+        said = reader.read(self.text, is_last=is_last)
+        return replace(self, text=said.text, reasoning=said.reasoning, calls=tuple(said.calls))
 
 
 @dataclass(slots=True)
@@ -246,11 +309,13 @@ class _Held:
 @dataclass(slots=True)
 class TextStream:
     """One answer's text as its tokens arrive: half characters and possible beginnings of stop
-    strings are held back. `is_at_start`: no text of the answer is there yet."""
+    strings are held back. `is_at_start`: no text of the answer is there yet. `shown`: control
+    tokens that are text here."""
 
     tokenizer: Tokenizer
     stop: tuple[str, ...] = ()
     is_at_start: bool = True
+    shown: frozenset[int] = frozenset()
     _held: deque[_Held] = field(default_factory=deque)
     _text: str = ""
     _emitted: int = 0
@@ -261,7 +326,7 @@ class TextStream:
     def push(self, id: int, logprob: TokenLogprob | None, *, can_stop: bool = True) -> Piece:
         """Add a token; returns what became final. Once a piece `is_stopped`, push no more."""
         self._held.append(_Held(id, logprob, self._emitted + len(self._text)))
-        if not self.tokenizer.is_special(id):
+        if id in self.shown or not self.tokenizer.is_special(id):
             data = self.tokenizer.spell(id)
             if self.is_at_start and data:
                 self.is_at_start = False

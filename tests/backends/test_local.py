@@ -32,7 +32,18 @@ from gateway.wire.fold import fold
 from gateway.wire.types import COMPLETION, Chunk, Usage
 from local_engine import EngineLoad, GenerateRequest, Grammar, InvalidRequest, ModelInfo, Output, TokenLogprob
 from local_engine import Usage as EngineUsage
-from local_engine.messages import Abort, Ended, Failed, Outputs, State, Submit, ToWorker, error_to_wire, write_ended
+from local_engine.messages import (
+    Abort,
+    CallPart,
+    Ended,
+    Failed,
+    Outputs,
+    State,
+    Submit,
+    ToWorker,
+    error_to_wire,
+    write_ended,
+)
 from tests.backends.conftest import ask, collect, collect_into
 from tests.engine.checkpoints import make_checkpoint
 
@@ -49,6 +60,10 @@ READY = EngineLoad(
     prefill_tokens_per_s=1000.0,
     decode_ms_per_token=10.0,
 )
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
 Script = Callable[[int, GenerateRequest], list[Outputs | Failed]]
 
 
@@ -267,7 +282,7 @@ def test_parameters_arrive_under_the_engines_names() -> None:
 
 
 def test_conversations_become_roles_and_texts() -> None:
-    """Developers are the system, parts are joined, calls of tools and their results are told as text."""
+    """Developers are the system, parts are joined, calls of tools and their results stay what they are."""
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x":1}'}}
     request = request_of(
         messages=[
@@ -280,8 +295,8 @@ def test_conversations_become_roles_and_texts() -> None:
     assert request.messages == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "ab"},
-        {"role": "assistant", "content": '\n<tool_call>\n{"name":"f","arguments":"{\\"x\\":1}"}\n</tool_call>'},
-        {"role": "tool", "content": "42"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "42", "tool_call_id": "c"},
     ]
 
 
@@ -312,19 +327,73 @@ async def test_a_schema_that_is_not_held_may_go_to_another_deployment(
     engine: ScriptedEngine, local: LocalBackend
 ) -> None:
     """The engine's refusal is a 400 that names the field, of the kind that lets others try."""
-    why = InvalidRequest("the schema cannot be held: not (#/not)", param="response_format")
+    why = InvalidRequest("the schema cannot be held: not (#/not)", param="grammar")
     engine.script = lambda id, request: [error_to_wire(id, why)]
-    with pytest.raises(BackendUnfit) as caught:
-        await collect(local.stream(ask(response_format=_schema(True))))
-    error = json.loads(caught.value.body or b"")["error"]
-    assert (caught.value.status, error["param"], error["code"]) == (400, "response_format", "unsupported_grammar")
-    assert "#/not" in error["message"]
+    for field, body in (
+        ("response_format", {"response_format": _schema(True)}),
+        ("guided_regex", {"guided_regex": "a+"}),
+        ("structured_outputs.json", {"structured_outputs": {"json": {}}}),
+        ("tools", {"tools": [WEATHER], "tool_choice": "required"}),
+    ):
+        with pytest.raises(BackendUnfit) as caught:
+            await collect(local.stream(ask(**body)))
+        error = json.loads(caught.value.body or b"")["error"]
+        assert (caught.value.status, error["param"], error["code"]) == (400, field, "unsupported_grammar")
+        assert "#/not" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "asked"),
+    [
+        ({}, ("", 0)),
+        ({"tool_choice": "auto", "parallel_tool_calls": False}, ("", 1)),
+        ({"tool_choice": "required"}, ("*", 0)),
+        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, ("weather", 1)),
+    ],
+)
+def test_the_choice_of_a_tool_reaches_the_engine(body: dict[str, Any], asked: tuple[str, int]) -> None:
+    """Any, one, or as the model likes; with none the engine gets no tools."""
+    request = request_of(tools=[WEATHER], **body)
+    assert (request.tool_choice, request.calls_max) == asked
+    assert [tool["function"]["name"] for tool in request.tools or ()] == ["weather"]
+    assert request_of(tools=[WEATHER], tool_choice="none").tools is None
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_parts_of_an_answer_are_openais(engine: ScriptedEngine, local: LocalBackend, is_stream: bool) -> None:
+    """Thinking is `reasoning_content`, calls are `tool_calls`, name first, each with an id of its own, and end as such."""
+    said = (
+        {"reasoning": "It is "}, {"reasoning": "raining."}, {"text": "I look."},
+        {"calls": (CallPart(0, "weather"), CallPart(0, "", '{"city"'))}, {"calls": (CallPart(0, "", ': "x"}'),)},
+        {"calls": (CallPart(1, "weather"), CallPart(1, "", "{}"))}, {"finish_reason": "stop"},
+    )  # fmt: skip
+    usage = EngineUsage(prompt_tokens=3, completion_tokens=9, reasoning_tokens=4)
+    engine.script = lambda id, request: [
+        *(Outputs(id, (Output(token_ids=(1,), **one),)) for one in said[:-1]),
+        Outputs(id, (Output(**said[-1]),), usage),
+    ]
+    chunks = await collect(local.stream(ask(is_stream=is_stream, tools=[WEATHER])))
+    parts = [ChatCompletionChunk.model_validate_json(chunk.data).choices for chunk in chunks]
+    names = [call.function.name for choices in parts for one in choices for call in one.delta.tool_calls or ()]  # type: ignore[union-attr]
+    assert names == ["weather", None, None, "weather", None]
+    (choice,) = (whole := json.loads(fold(chunks)))["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    message = choice["message"]
+    assert (message["reasoning_content"], message["content"]) == ("It is raining.", "I look.")
+    assert [call["function"]["arguments"] for call in message["tool_calls"]] == ['{"city": "x"}', "{}"]
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+    assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": 4}
 
 
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
+            "tools[0].function.parameters",
+        ),
+        ({"functions": [{"name": "f"}]}, "functions"),
         ({"guided_choice": []}, "guided_choice"),
         ({"structured_outputs": {"regex": 1}}, "structured_outputs.regex"),
         ({"structured_outputs": []}, "structured_outputs"),

@@ -114,11 +114,11 @@ def test_who_goes_on_with_a_text() -> None:
 
 
 def test_a_local_engine_is_free() -> None:
-    """It can do n, logprobs, JSON formats, completions and prefill, and costs nothing."""
+    """It can do n, logprobs, tools, JSON formats, completions and prefill, and costs nothing."""
     facts = describe(deployment(backend="local", engine="default"))
     assert (facts.price, facts.capabilities, facts.is_price_known) == (
         FREE,
-        {"n", "logprobs", "json_object", "json_schema", "completions", "prefill"},
+        {"n", "logprobs", "tools", "json_object", "json_schema", "completions", "prefill"},
         True,
     )
 

@@ -80,7 +80,7 @@ def test_the_program_of_the_readme(local: Gateway, capsys: pytest.CaptureFixture
 
 
 def test_what_the_engine_can_do(client: OpenAI) -> None:
-    """n, logprobs, stop, seed and max_tokens reach the engine; tools are refused with a reason."""
+    """n, logprobs, stop, seed and max_tokens reach the engine; the fields before `tools` are refused with a reason."""
     asked: Any = [{"role": "user", "content": "Count from one to ten."}]
     made = client.chat.completions.create(
         model=MODEL,
@@ -101,12 +101,77 @@ def test_what_the_engine_can_do(client: OpenAI) -> None:
     stopped = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0, stop=["Paris"])
     assert "Paris" not in (stopped.choices[0].message.content or "")
     assert stopped.choices[0].finish_reason == "stop"
-    tools: Any = [{"type": "function", "function": {"name": "f"}}]
     headers = {"authorization": f"Bearer {API_KEY}"}
-    body = {"model": MODEL, "messages": FRANCE, "tools": tools}
+    body = {"model": MODEL, "messages": FRANCE, "functions": [{"name": "f"}]}
     refused = httpx.post(f"{client.base_url}chat/completions", json=body, headers=headers)
     assert refused.status_code == 400
-    assert "tools" in refused.json()["error"]["message"]
+    assert "send `tools`" in refused.json()["error"]["message"]
+
+
+LOOK_UP: dict[str, Any] = {
+    "name": "look_up",
+    "description": "Look a city up",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]},
+}
+CLOCK: dict[str, Any] = {
+    "name": "clock",
+    "description": "Tell the time",
+    "parameters": {"type": "object", "properties": {}},
+}
+
+
+def test_a_tool_is_called(client: OpenAI) -> None:
+    """Named or required, whole and streamed, by chats and responses; the result goes back, and the call comes from the cache."""
+    tools: Any = [{"type": "function", "function": one} for one in (LOOK_UP, CLOCK)]
+    named: Any = {"type": "function", "function": {"name": "look_up"}}
+    asked: Any = {"model": MODEL, "messages": FRANCE, "tools": tools, "temperature": 0}
+    with client.chat.completions.stream(**asked, tool_choice=named) as stream:
+        deltas = [event.arguments_delta for event in stream if event.type == "tool_calls.function.arguments.delta"]
+        choice = stream.get_final_completion().choices[0]
+    assert len(deltas) > 2
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls or ()
+    assert call.function.name == "look_up"
+    assert set(json.loads(call.function.arguments)) == {"city"}
+    again = client.chat.completions.with_raw_response.create(**asked, tool_choice=named)
+    assert again.headers["x-sameway-cache"] == "exact"
+    message = again.parse().choices[0].message
+    assert [one.model_dump() for one in message.tool_calls or ()] == [
+        {"id": call.id, "type": "function", "function": {"name": "look_up", "arguments": call.function.arguments}}
+    ]
+    whole = client.chat.completions.create(**asked, tool_choice="required", parallel_tool_calls=False)
+    assert whole.choices[0].finish_reason == "tool_calls"
+    assert len(whole.choices[0].message.tool_calls or ()) == 1
+    result = {"role": "tool", "tool_call_id": call.id, "content": "Paris is the capital of France."}
+    history = [*FRANCE, message.model_dump(exclude_none=True), result]
+    said = client.chat.completions.create(**{**asked, "messages": history}, max_tokens=30)
+    assert said.choices[0].message.content
+    flat: Any = [{"type": "function", **one} for one in (LOOK_UP, CLOCK)]
+    made = client.responses.create(
+        model=MODEL, input=FRANCE, tools=flat, tool_choice={"type": "function", "name": "look_up"}, temperature=0
+    )
+    (item,) = made.output
+    assert item.type == "function_call"
+    assert item.arguments == call.function.arguments
+    with client.responses.stream(
+        model=MODEL, input=FRANCE, tools=flat, tool_choice="required", parallel_tool_calls=False, max_output_tokens=90
+    ) as events:
+        assert [one.type for one in events.get_final_response().output] == ["function_call"]
+
+
+def test_anthropics_client_gets_a_call(local: Gateway) -> None:
+    """A forced tool as a `tool_use` block, whole and streamed."""
+    tool: Any = {"name": "look_up", "input_schema": LOOK_UP["parameters"]}
+    asked: Any = {"model": MODEL, "max_tokens": 90, "messages": FRANCE, "tools": [tool]}
+    with Anthropic(base_url=local.root, api_key=API_KEY, max_retries=0, timeout=60) as claude:
+        whole = claude.messages.create(**asked, tool_choice={"type": "tool", "name": "look_up"})
+        with claude.messages.stream(**asked, tool_choice={"type": "any", "disable_parallel_tool_use": True}) as stream:
+            streamed = stream.get_final_message()
+    for message in (whole, streamed):
+        assert message.stop_reason == "tool_use"
+        (block,) = message.content
+        assert block.type == "tool_use"
+        assert set(block.input) == {"city"}
 
 
 class Person(BaseModel):

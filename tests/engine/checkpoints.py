@@ -120,13 +120,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_tokenizer() -> Tokenizer:
+def make_tokenizer(size: int = 320) -> Tokenizer:
     """Byte-level BPE with a few merges: most characters beyond ASCII take several tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=320,
+        vocab_size=size,
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

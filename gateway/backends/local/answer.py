@@ -17,7 +17,7 @@ import local_engine
 from gateway.backends.base import BackendRequest
 from gateway.wire.types import Chunk, Usage, prompts_of
 from local_engine import ModelInfo, Output, TokenLogprob
-from local_engine.messages import added
+from local_engine.messages import CallPart, added
 
 _LOGPROB_MIN = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
 
@@ -53,15 +53,18 @@ class Writer(ABC):
             sum(usage.prompt_tokens for usage in of_prompts),
             sum(usage.completion_tokens for usage in of_prompts),
             sum(usage.cached_tokens for usage in of_prompts),
+            reasoning_tokens=sum(usage.reasoning_tokens for usage in of_prompts),
             drafted_tokens=added(usage.drafted_tokens for usage in of_prompts) or None,
             accepted_tokens=added(usage.accepted_tokens for usage in of_prompts) or None,
         )
-        counts = {
+        counts: dict[str, Any] = {
             "prompt_tokens": found.prompt_tokens,
             "completion_tokens": found.completion_tokens,
             "total_tokens": found.prompt_tokens + found.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": found.cached_tokens},
         }
+        if found.reasoning_tokens:
+            counts["completion_tokens_details"] = {"reasoning_tokens": found.reasoning_tokens}
         return Chunk(self.head + b',"choices":[],"usage":' + _encode(counts) + b"}", usage=found, is_usage_only=True)
 
 
@@ -72,21 +75,45 @@ class ChatWriter(Writer):
     def __init__(self, request: BackendRequest, model: str, created: int, info: ModelInfo | None) -> None:
         super().__init__(request, model, created, info)
         self._begun: set[int] = set()
+        self._called: set[int] = set()
+        self._key = request.request_id
 
     def chunks(self, output: Output, index: int) -> list[Chunk]:
-        """The role before the first piece, then the text, then the finish."""
+        """The role before the first piece, then its parts, then the finish."""
+        deltas: list[bytes] = []
+        if output.reasoning:
+            deltas.append(b'{"reasoning_content":' + _encode(output.reasoning) + b"}")
+        if output.text or (output.logprobs and not output.calls and not deltas):
+            deltas.append(b'{"content":' + _encode(output.text) + b"}")
+        deltas += [b'{"tool_calls":[' + _encode(self._call(part, index)) + b"]}" for part in output.calls]
         written = []
-        if index not in self._begun:
+        if index not in self._begun and (deltas or output.finish_reason or output.prompt_logprobs):
             asked = _asked_of_prompt(output) if not self._begun else b""  # all choices have one prompt
             self._begun.add(index)
-            written.append(self._chunk(index, b'{"role":"assistant","content":"","refusal":null}', more=asked))
-        if output.text or output.logprobs:
-            logprobs = _of_chat(output.logprobs) if output.logprobs else b"null"
-            delta = b'{"content":' + _encode(output.text) + b"}"
-            written.append(self._chunk(index, delta, logprobs, has_content=bool(output.text)))
-        if output.finish_reason is not None:
-            written.append(self._chunk(index, b"{}", finish_reason=output.finish_reason))
+            content = b"null" if output.calls and not output.text else b'""'
+            written.append(
+                self._chunk(index, b'{"role":"assistant","content":%b,"refusal":null}' % content, more=asked)
+            )
+        for number, delta in enumerate(deltas):
+            logprobs = _of_chat(output.logprobs) if output.logprobs and number == 0 else b"null"
+            has_content = bool(output.text or output.reasoning or output.calls)
+            written.append(self._chunk(index, delta, logprobs, has_content=has_content))
+        if output.calls:
+            self._called.add(index)
+        reason: str | None = output.finish_reason
+        if reason is not None:
+            reason = "tool_calls" if reason == "stop" and index in self._called else reason
+            written.append(self._chunk(index, b"{}", finish_reason=reason))
         return written
+
+    def _call(self, part: CallPart, index: int) -> dict[str, Any]:
+        """A part of a call, in OpenAI's shape; its id comes with its name."""
+        function: dict[str, Any] = {"arguments": part.arguments}
+        if not part.name:
+            return {"index": part.index, "function": function}
+        key = f"{self._key}/{index}/{part.index}".encode()
+        id = "call_" + hashlib.blake2b(key, digest_size=12).hexdigest()
+        return {"index": part.index, "id": id, "type": "function", "function": {"name": part.name, **function}}
 
     def _chunk(
         self,

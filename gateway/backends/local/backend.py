@@ -7,7 +7,7 @@ aborted in the engine, with all its choices.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ import local_engine
 from gateway.backends import base
 from gateway.backends.local.answer import ChatWriter, TextWriter, Writer
 from gateway.backends.local.quarantine import Quarantine
-from gateway.backends.local.request import engine_requests, messages_of, rejected
+from gateway.backends.local.request import engine_requests, form_field, messages_of, rejected
 from gateway.backends.refusals import error_body
 from gateway.wire.types import CHAT, Chunk
 from local_engine import AsyncEngine, EngineLoad, GenerateRequest, Generation
@@ -185,7 +185,7 @@ class LocalStream:
         except local_engine.EngineError as error:
             if isinstance(error, local_engine.EngineUnavailable) and error.is_death:
                 self._backend.quarantine.note_crash(self._request)
-            raise _translated(error, request.kind.prompt, self._has_output) from None
+            raise _translated(error, request.kind.prompt, self._has_output, request.body) from None
         except StopAsyncIteration:
             self._end(generation)
             return
@@ -227,7 +227,9 @@ async def _within(asked: Coroutine[Any, Any, _T]) -> _T:
 _WORDS_MAX = 400
 
 
-def _translated(error: local_engine.EngineError, prompt: str, has_output: bool) -> base.BackendError:
+def _translated(
+    error: local_engine.EngineError, prompt: str, has_output: bool, body: Mapping[str, Any] = {}
+) -> base.BackendError:
     """The error of base.py for one of the engine. `prompt` is the field with the prompt."""
     match error:
         case local_engine.PromptTooLong():
@@ -235,12 +237,12 @@ def _translated(error: local_engine.EngineError, prompt: str, has_output: bool) 
                 f"This model's maximum context length is {error.context_tokens} tokens. "
                 f"However, your {prompt} resulted in {error.prompt_tokens} tokens."
             )
-            body = error_body(message, None, prompt, "context_length_exceeded")
-            return base.BackendTooLong(message, status=400, body=body, context_tokens=error.context_tokens)
-        case local_engine.InvalidRequest(param="response_format"):  # also where the model cannot go on within it
+            wrong = error_body(message, None, prompt, "context_length_exceeded")
+            return base.BackendTooLong(message, status=400, body=wrong, context_tokens=error.context_tokens)
+        case local_engine.InvalidRequest(param="grammar"):  # also where the model cannot go on within it
             message = str(error).partition("\n")[0][:_WORDS_MAX]  # what a library adds is for its makers
-            body = error_body(message, None, error.param, "unsupported_grammar")
-            return base.BackendUnfit(message, status=400, body=body)
+            wrong = error_body(message, None, form_field(body, message), "unsupported_grammar")
+            return base.BackendUnfit(message, status=400, body=wrong)
         case local_engine.InvalidRequest() if not has_output:
             param = prompt if error.param in ("messages", "prompt_token_ids") else error.param
             return rejected(str(error), param, "invalid_value")

@@ -1,19 +1,21 @@
 """Turns a client's request into the engine's: one for a chat, one for each prompt of a completion.
 
-Uses the engine's messages; no torch. Images, tool calls and suffixes, which the engine lacks, are
-refused and not ignored; routing should have sent them elsewhere. Shapes: OpenAI API reference,
+Uses the engine's messages; no torch. Images and suffixes, which the engine lacks, are refused and
+not ignored; routing should have sent them elsewhere. Shapes: OpenAI API reference,
 "Create chat completion" and "Create completion"; extensions have vLLM's names.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from gateway.backends.base import BackendRejected, BackendRequest
+from gateway.backends.base import BackendRejected, BackendRequest, BackendUnfit
 from gateway.backends.refusals import error_body
 from gateway.wire.requests import in_json_words
 from gateway.wire.types import CHAT, prompts_of
 from local_engine import GenerateRequest, Grammar, SamplingParams
+from local_engine.messages import ANY_TOOL as ANY
 
 _SEED_MASK = (1 << 63) - 1
 _PRIORITY_FLEX = 1  # OpenAI's tier for work that can wait
@@ -67,7 +69,7 @@ def engine_requests(request: BackendRequest) -> list[GenerateRequest]:
         "grammar": _grammar_of(body),
     }
     if request.kind is CHAT:
-        return [GenerateRequest(messages=messages_of(body), sampling=_of_chat(asked), **common)]
+        return [GenerateRequest(messages=messages_of(body), sampling=_of_chat(asked), **common, **_calls_of(body))]
     if body.get("suffix"):
         raise rejected("This model can't be told what follows", "suffix", "unsupported_parameter")
     return [
@@ -128,16 +130,65 @@ def _sampling(
 
 def messages_of(body: dict[str, Any]) -> list[dict[str, Any]]:
     """A chat's messages as the engine reads them. Raises BackendRejected."""
-    if body.get("tools") and body.get("tool_choice") != "none":
-        raise rejected("This model can't call tools", "tools", "unsupported_parameter")
     return [_message(message, i) for i, message in enumerate(body["messages"])]
 
 
-def _grammar_of(body: dict[str, Any]) -> Grammar | None:
-    """The form of the answer: OpenAI's `response_format`, or one of the fields of vLLM. Sources:
-    OpenAI, "Structured model outputs"; vLLM, "Structured Outputs". Raises BackendRejected.
+def _calls_of(body: dict[str, Any]) -> dict[str, Any]:
+    """The tools, which of them must be called, and how often any. Raises BackendRejected."""
+    for name in ("functions", "function_call"):
+        if body.get(name) is not None:
+            message = f"`{name}` is not supported here: send `tools` and `tool_choice`"
+            raise BackendUnfit(message, status=400, body=error_body(message, None, name, "unsupported_parameter"))
+    choice = body.get("tool_choice") or "auto"
+    if choice == "none" or not body.get("tools"):
+        return {}
+    tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(body["tools"])]
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = choice.get("allowed_tools") or {}
+        names = {(one.get("function") or {}).get("name") for one in allowed.get("tools") or ()}
+        tools = [tool for tool in tools if tool["function"]["name"] in names]
+        choice = allowed.get("mode") or "auto"
+    if isinstance(choice, dict):
+        function = choice.get("function") or {}
+        return {"tools": tools, "tool_choice": function.get("name") or ANY, "calls_max": 1}
+    calls_max = 1 if body.get("parallel_tool_calls") is False else 0
+    return {"tools": tools, "tool_choice": ANY if choice == "required" else "", "calls_max": calls_max}
+
+
+def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    """A function, for templates. Raises BackendRejected."""
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict):
+        message = "This model calls tools of the type `function`"
+        body = error_body(message, None, f"{where}.type", "unsupported_parameter")
+        raise BackendUnfit(message, status=400, body=body)
+    if not isinstance(function.get("parameters"), dict | None):
+        param = f"{where}.function.parameters"
+        raise rejected(f"`{param}` must be a JSON schema", param, "invalid_type")
+    return {"type": "function", "function": {"description": "", "parameters": {}, **function}}
+
+
+def form_field(body: Mapping[str, Any], why: str) -> str | None:
+    """The field that the engine cannot hold the form of, by its reason."""
+    form = next(iter(_forms(body)), None)
+    return "tools" if body.get("tools") and (form is None or "in the tool " in why) else form and form[0]
+
+
+def _grammar_of(body: Mapping[str, Any]) -> Grammar | None:
+    """The form of the answer. Raises BackendRejected."""
+    given = _forms(body)
+    if len(given) > 1:
+        fields = ", ".join(field for field, _, _ in given)
+        raise rejected(f"An answer has one form: send one of {fields}", given[1][0], "invalid_value")
+    return _grammar(*given[0]) if given else None
+
+
+def _forms(body: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
+    """OpenAI's `response_format`, and the fields of vLLM: the field, the kind of grammar, its
+    value. Sources: OpenAI, "Structured model outputs"; vLLM, "Structured Outputs". Raises
+    BackendRejected.
     """
-    given: list[tuple[str, str, Any]] = []  # the field, the kind of grammar, its value
+    given: list[tuple[str, str, Any]] = []
     format = body.get("response_format") or {}
     if format.get("type") == "json_object":
         given.append(("response_format", "json", _OBJECT))
@@ -160,10 +211,7 @@ def _grammar_of(body: dict[str, Any]) -> Grammar | None:
         ):
             if value is not None and value is not False:
                 given.append((field, kind, _OBJECT if name == "json_object" else value))
-    if len(given) > 1:
-        fields = ", ".join(field for field, _, _ in given)
-        raise rejected(f"An answer has one form: send one of {fields}", given[1][0], "invalid_value")
-    return _grammar(*given[0]) if given else None
+    return given
 
 
 _OBJECT = {"type": "object"}
@@ -188,9 +236,7 @@ def _grammar(field: str, kind: Any, value: Any) -> Grammar:
 
 
 def _message(message: dict[str, Any], position: int) -> dict[str, Any]:
-    """A message for chat templates: a role and a text. Tool calls become text as templates write
-    it.
-    """
+    """A message for chat templates: a role, a text, and calls of tools or the call it answers."""
     role = "system" if message["role"] == "developer" else message["role"]
     content = message.get("content")
     if isinstance(content, list):
@@ -199,12 +245,8 @@ def _message(message: dict[str, Any], position: int) -> dict[str, Any]:
                 param = f"messages[{position}].content"
                 raise rejected("This model reads text only", param, "unsupported_content")
         content = "".join(part["text"] for part in content)
-    text = content or ""
-    for call in message.get("tool_calls") or ():
-        function = call.get("function") or {}
-        told = {"name": function.get("name"), "arguments": function.get("arguments")}
-        text += f"\n<tool_call>\n{msgspec.json.encode(told).decode()}\n</tool_call>"
-    return {"role": role, "content": text}
+    told = {"role": role, "content": content or ""}
+    return told | {name: message[name] for name in ("name", "tool_calls", "tool_call_id") if message.get(name)}
 
 
 def rejected(message: str, param: str | None, code: str | None) -> BackendRejected:

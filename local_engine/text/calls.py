@@ -1,0 +1,391 @@
+"""An answer's text in parts: what a model thinks, what it says, and the tools that it calls.
+
+Each family writes calls in a format of its own; `FORMATS` lists them, one reader reads them all.
+Sources: the chat templates of the models, and Meta's, Mistral's and Qwen's pages on function
+calling. Knows no tokens and no templates. Invariants: however a text is cut into pieces, its parts
+are the same; text that only looks like a call (no such tool, no valid arguments) stays text, and
+nothing is lost but white space beside a frame.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import msgspec
+
+from local_engine.messages import ANY_TOOL, CallPart, Grammar
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How models with `mark` in their template write calls: after `opens`, anywhere in the answer
+    (empty: at its beginning alone), and up to `closes`. Where a grammar forces calls, it writes
+    `opens`, `lead`, then `head` with the name, the arguments and `tail` for each, `between` them,
+    and `last`."""
+
+    mark: str
+    opens: str
+    closes: str = ""
+    lead: str = ""
+    head: str = '{"name": "NAME", "arguments": '
+    tail: str = "}"
+    between: str = ", "
+    last: str = "]"
+
+
+_TAGGED = Format(
+    "<tool_call>",
+    "<tool_call>",
+    "</tool_call>",
+    lead="\n",
+    between="\n</tool_call>\n<tool_call>\n",
+    last="\n</tool_call>",
+)
+_ARGS, _CALL_ID, _PYTHON_TAG = "[ARGS]", "[CALL_ID]", "<|python_tag|>"
+_BARE: dict[str, Any] = {"opens": "", "head": '{"name": "NAME", "parameters": ', "between": "; ", "last": ""}
+FORMATS = (
+    _TAGGED,  # Hermes, Qwen, SmolLM3, Granite 4
+    Format(_ARGS, "[TOOL_CALLS]", head=f"NAME{_ARGS}", tail="", between="[TOOL_CALLS]", last=""),  # Mistral, 2025 on
+    Format("[TOOL_CALLS]", "[TOOL_CALLS]", lead="["),  # Mistral
+    Format("<|tool_call|>", "<|tool_call|>", "<|/tool_call|>", lead="["),  # Phi-4-mini, Granite 3
+    # OLMo 3, which by itself writes Python
+    Format("<function_calls>", "<function_calls>", "</function_calls>", lead="\n[", last="]\n</function_calls>"),
+    Format('"parameters": ', **_BARE),  # Llama 3
+    Format("[func_name1(", **_BARE),  # Llama 3.2 and 4, which write Python
+)
+_OTHER_TAGS = "<function="  # Qwen3-Coder writes XML inside of its tags
+THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+MARKS = frozenset(
+    {_ARGS, _CALL_ID, _PYTHON_TAG, *(mark for one in FORMATS for mark in (one.opens, one.closes) if mark)}
+)
+
+
+def format_of(template: str) -> Format | None:
+    """The format that a chat template has its model write; None where it is not known."""
+    if _OTHER_TAGS in template:
+        return None
+    return next((one for one in FORMATS if one.mark in template), None)
+
+
+DEFAULT = _TAGGED
+
+CALLS_MAX = 16  # in one answer, where a grammar forces them
+
+
+def calls_grammar(
+    format: Format, tools: Sequence[Mapping[str, Any]], choice: str, calls_max: int, answer: Grammar | None
+) -> Grammar | None:
+    """What holds an answer to the calls that may be made: to one at least where `choice` is a
+    tool's name or `ANY_TOOL`. Otherwise it may be text, or have the form of `answer`; then a tool that
+    is not `strict` may get any arguments. None where nothing is to be held."""
+    functions = [tool["function"] for tool in tools if choice in ("", ANY_TOOL, tool["function"]["name"])]
+    if not choice and answer is None and not any(function.get("strict") for function in functions):
+        return None
+    schemas = [
+        (function["name"], _schema(function) if choice or function.get("strict") else {"type": "object"})
+        for function in functions
+    ]
+    spelled = {
+        "format": asdict(format),
+        "tools": schemas,
+        "calls_max": calls_max or CALLS_MAX,
+        "is_forced": bool(choice),
+    }
+    form = None if answer is None or choice else {"kind": answer.kind, "text": answer.text}
+    return Grammar("calls", json.dumps({**spelled, "answer": form}))
+
+
+def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of the arguments. Those that it does not name would fail at the tool."""
+    given = function.get("parameters") or {"properties": {}}
+    closed = {"additionalProperties": False} if "properties" in given else {}
+    return {"type": "object", **closed, **given}
+
+
+_BROKEN_MAX = 16  # texts that only begin like a call, in one answer
+_BRACKET = re.compile(r"\\.?|[\"'{}\[\]()]", re.DOTALL)
+_NAMED = re.compile(rf"([\w.-]{{1,64}})(?:{re.escape(_CALL_ID)}\w{{0,40}})?(?:{re.escape(_ARGS)})?\s{{0,8}}(?=[{{(])")
+_NAMES = re.compile(r"[\w.-]{1,64}(?:\[[\w\[\]]{0,60})?\s{0,8}")  # all that one may begin with
+# the beginning of a call that a grammar wrote
+_HEAD = re.compile(
+    rf"\s*\[?(?:\{{\"name\": \"([\w-]+)\", \"(?:arguments|parameters)\": |([\w-]+){re.escape(_ARGS)})(?=\{{)"
+)
+
+
+class _Call(msgspec.Struct):
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw()
+    parameters: msgspec.Raw = msgspec.Raw()
+
+
+_read_calls = msgspec.json.Decoder(_Call | list[_Call]).decode
+
+
+@dataclass(slots=True)
+class Parts:
+    """What a piece of text adds to an answer."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[CallPart] = field(default_factory=list)
+
+
+class Reader:
+    """Reads one answer piece by piece. `thinking`: the marks of the model's thinking block, which
+    is open already where the answer `thinks`. `format` and `names`: of the tools. `is_held`: a
+    grammar keeps calls in their frame, so they leave before they are complete. After `calls_max`
+    calls the answer is over; 0 is no bound."""
+
+    def __init__(
+        self,
+        thinking: tuple[str, str] | None = None,
+        *,
+        thinks: bool = False,
+        format: Format | None = None,
+        names: Collection[str] = (),
+        is_held: bool = False,
+        calls_max: int = 0,
+    ) -> None:
+        self._thinking, self._format, self._names = thinking, format, names
+        self._is_held, self._calls_max = is_held, calls_max
+        self._is_bare = format is not None and not format.opens
+        self._state = self._think if thinks else self._begin
+        self._strips = thinks  # white space before the next text is part of a frame
+        self._rest = self._frame = ""  # text that is not read, the mark before the call in it
+        self._at, self._depth, self._quote = 0, 0, ""  # how far brackets are counted in the rest
+        self._calls = self._broken = 0
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the text so far ends in a thinking block."""
+        return self._state == self._think
+
+    @property
+    def is_framed(self) -> bool:
+        """Whether it ends in a thinking block or a call, which no stop string cuts."""
+        return self._state in (self._think, self._call, self._arguments)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last call that may be made is complete."""
+        return 0 < self._calls_max <= self._calls and not self.is_framed
+
+    def read(self, text: str, *, is_last: bool = False) -> Parts:
+        """The parts that are certain by now; with `is_last` all of them."""
+        self._rest += text
+        said = Parts()
+        while self._state(said, is_last):
+            pass
+        return said
+
+    # -- each state takes what it can from the rest; false: it needs more text
+
+    def _begin(self, said: Parts, is_last: bool) -> bool:
+        """Before any text: a thinking block may open, or a call without a mark begin."""
+        text = self._rest.lstrip()
+        opens = self._thinking[0] if self._thinking is not None and not self._strips else None
+        marks = [mark for mark in (opens, _PYTHON_TAG if self._is_bare else None) if mark is not None]
+        if not is_last and any(_is_part(text, mark) for mark in marks):
+            return False
+        if opens is not None and text.startswith(opens):
+            self._rest, self._state, self._strips = text.removeprefix(opens), self._think, True
+        elif self._is_bare and text.startswith(("{", "[", _PYTHON_TAG)):
+            rest = text.removeprefix(_PYTHON_TAG)
+            self._open(rest, frame=self._rest[: len(self._rest) - len(rest)])
+        else:
+            self._state = self._text
+        return True
+
+    def _think(self, said: Parts, is_last: bool) -> bool:
+        assert self._thinking is not None
+        before, found, after = self._rest.partition(self._thinking[1])
+        if self._strips:
+            before = before.lstrip()
+        sure = before.rstrip() if found or is_last else _sure(before, self._thinking[1])
+        said.reasoning += sure
+        self._strips = self._strips and not sure
+        self._rest = after if found else before[len(sure) :]
+        if found:
+            self._state, self._strips = self._begin, True
+        return bool(found)
+
+    def _text(self, said: Parts, is_last: bool) -> bool:
+        opens = self._format.opens if self._format is not None and self._broken < _BROKEN_MAX else ""
+        before, found, after = self._rest.partition(opens) if opens else (self._rest, "", "")
+        if self._strips:
+            before = before.lstrip()
+        sure = before.rstrip() if found else before if is_last or not opens else _sure(before, opens)
+        said.text += sure
+        self._strips = self._strips and not sure
+        self._rest = before[len(sure) :]
+        if found:
+            self._open(after, frame=self._rest + opens)
+        return bool(found)
+
+    def _open(self, rest: str, frame: str = "") -> None:
+        self._rest, self._frame, self._state = rest, frame, self._call
+        self._at, self._depth, self._quote = 0, 0, ""
+
+    def _call(self, said: Parts, is_last: bool) -> bool:
+        """Read calls: JSON, or Python, or a name and JSON."""
+        if self._is_held and (head := _HEAD.match(self._rest)) and (head[1] or head[2]) in self._names:
+            said.calls.append(CallPart(self._calls, head[1] or head[2]))
+            self._calls += 1
+            self._open(self._rest[head.end() :])
+            self._state = self._arguments
+            return True
+        if not self._at:
+            body = self._rest.lstrip()
+            self._frame, self._rest = self._frame + self._rest[: len(self._rest) - len(body)], body
+            if not body.startswith(("{", "[")):
+                named = _NAMED.match(body)
+                if named is None and not is_last and (not body or _NAMES.fullmatch(body)):
+                    return False
+                self._at = named.end() if named is not None else -1
+        end = self._end() if self._at >= 0 else -1
+        if end == 0 and not is_last:
+            return False
+        calls = self._made(self._rest[:end]) if end > 0 else []
+        for name, arguments in calls:
+            said.calls += (CallPart(self._calls, name), CallPart(self._calls, "", arguments))
+            self._calls += 1
+        if calls:
+            self._rest, self._state, self._strips = self._rest[end:], self._after, True
+        else:  # text: at least the frame, or the first character
+            self._broken += 1
+            said.text += self._frame or self._rest[:1]
+            self._rest = self._rest if self._frame else self._rest[1:]
+            self._state, self._strips = self._text, False
+        return True
+
+    def _after(self, said: Parts, is_last: bool) -> bool:
+        """After a call: its frame closes, another call follows in it, or text."""
+        assert self._format is not None
+        closes, self._rest = self._format.closes, self._rest.lstrip(" \t\r\n" if self._format.opens else " \t\r\n;")
+        opens = self._format.opens
+        if not self._rest or (not is_last and any(_is_part(self._rest, mark) for mark in (closes, opens))):
+            return False
+        if closes and self._rest.startswith(closes):
+            self._rest, self._state = self._rest.removeprefix(closes), self._text
+        elif opens and self._rest.startswith(opens):
+            self._state = self._text
+        elif self._rest[0] in "{[" or (closes and _NAMED.match(self._rest)):
+            self._open(self._rest)
+        elif closes and not is_last and _NAMES.fullmatch(self._rest):
+            return False
+        else:
+            self._state = self._text
+        return True
+
+    def _arguments(self, said: Parts, is_last: bool) -> bool:
+        """Pass on the arguments of a call that a grammar holds, as they come."""
+        end = self._end()
+        sure = self._rest[: end or self._at]
+        if sure:
+            said.calls.append(CallPart(self._calls - 1, "", sure))
+        self._rest, self._at = self._rest[len(sure) :], 0
+        if end:
+            self._state = self._tail
+        return end > 0
+
+    def _tail(self, said: Parts, is_last: bool) -> bool:
+        """After such a call: the next one begins, or the frame ends."""
+        assert self._format is not None
+        more, last = self._format.tail + self._format.between, self._format.tail + self._format.last
+        if self._rest.startswith(more):
+            self._open(self._rest.removeprefix(more))
+            return True
+        if not is_last and (_is_part(self._rest, more) or _is_part(self._rest, last)):
+            return False
+        whole = self._rest.startswith(last)
+        self._rest = self._rest.removeprefix(last) if whole or not more.startswith(self._rest) else ""
+        self._state, self._strips = self._text, True
+        return True
+
+    def _end(self) -> int:
+        """Where the brackets that open first are closed; 0: not yet."""
+        for found in _BRACKET.finditer(self._rest, self._at):
+            mark = found[0]
+            if mark == "\\":  # what it escapes has not come
+                self._at = found.start()
+                return 0
+            if self._quote:
+                self._quote = "" if mark == self._quote else self._quote
+            elif mark in "{[(":
+                self._depth += 1
+            elif mark in "}])":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return found.end()
+            elif mark in "\"'":
+                self._quote = mark
+        self._at = len(self._rest)
+        return 0
+
+    def _made(self, body: str) -> list[tuple[str, str]]:
+        """The calls in `body`: names, and arguments as JSON. None where it has anything else."""
+        named = _NAMED.match(body)
+        try:
+            if named is None:
+                calls = _python(body) if body[0] == "[" and not body[1:].lstrip().startswith("{") else _json(body)
+            elif body[named.end()] == "{":
+                calls = [(named[1], _object(body[named.end() :]))]
+            else:
+                calls = _python(f"[{body}]")
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            return []
+        return calls if all(name in self._names for name, _ in calls) else []
+
+
+def _is_part(text: str, mark: str) -> bool:
+    return text != mark and mark.startswith(text)
+
+
+def _sure(text: str, mark: str) -> str:
+    """Its beginning that is no white space before `mark`, nor a part of it."""
+    part = next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
+    return text[: len(text) - part].rstrip()
+
+
+def _json(body: str) -> list[tuple[str, str]]:
+    """Raises ValueError."""
+    found = _read_calls(body)
+    every = found if isinstance(found, list) else [found]
+    return [(one.name, _object(bytes(one.arguments or one.parameters).decode())) for one in every]
+
+
+def _object(given: str) -> str:
+    """The arguments as a JSON object; some models write one in a string. Raises ValueError."""
+    value = msgspec.json.decode(given)
+    if isinstance(value, str):
+        given, value = value, msgspec.json.decode(value)
+    if not isinstance(value, dict | None):
+        raise ValueError("arguments are an object")
+    return "{}" if value is None else given
+
+
+class _JsonWords(ast.NodeTransformer):
+    """JSON's words for Python's constants."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        words: dict[str, Any] = {"true": True, "false": False, "null": None}
+        return ast.Constant(words[node.id]) if node.id in words else node
+
+
+def _python(body: str) -> list[tuple[str, str]]:
+    """A list of calls with named arguments. Raises ValueError, TypeError, SyntaxError."""
+    calls = []
+    tree = _JsonWords().visit(ast.parse(body, mode="eval")).body
+    for node in tree.elts if isinstance(tree, ast.List) else ():
+        if not isinstance(node, ast.Call) or node.args or any(one.arg is None for one in node.keywords):
+            raise ValueError("a call has named arguments")
+        given = {one.arg: ast.literal_eval(one.value) for one in node.keywords}
+        if len(given) < len(node.keywords):
+            raise ValueError("an argument is there twice")
+        calls.append((ast.unparse(node.func), json.dumps(given, ensure_ascii=False, allow_nan=False)))
+    return calls
