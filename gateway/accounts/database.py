@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import functools
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -137,6 +137,28 @@ class Database:
         from sqlalchemy.dialects import postgresql  # costs 10% of a start
 
         return postgresql.insert(table)
+
+    async def add_up(
+        self,
+        connection: AsyncConnection,
+        table: sa.Table,
+        columns: Sequence[str],
+        rows: Mapping[tuple[Any, ...], Sequence[int]],
+        added: Sequence[str] | None = None,
+    ) -> None:
+        """Insert rows, the values of `columns` by primary key, or add them to the rows of the same key;
+        of those, only the columns `added` where it is given.
+        """
+        if not rows:
+            return
+        # sqlalchemy's way to insert many rows costs several times the databases' own work
+        keys = [column.name for column in table.primary_key]
+        names = [*keys, *columns]
+        marks = ", ".join("?" if self.is_sqlite else f"${place}" for place in range(1, len(names) + 1))
+        more = ", ".join(f"{name} = {table.name}.{name} + excluded.{name}" for name in added or columns)
+        insert = f"INSERT INTO {table.name} ({', '.join(names)}) VALUES ({marks})"
+        values = [(*key, *row) for key, row in sorted(rows.items())]
+        await connection.exec_driver_sql(f"{insert} ON CONFLICT ({', '.join(keys)}) DO UPDATE SET {more}", values)
 
     async def _use_wal(self) -> None:
         """Switch the file to WAL mode, in which readers run beside a writer.

@@ -19,29 +19,25 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.accounts import schema
+from gateway.accounts import rollups, schema
 from gateway.accounts.audit import AuditRow, inserted
 from gateway.accounts.database import Database, uncancelled
 from gateway.accounts.errors import Invalid
+from gateway.accounts.rollups import CORRECTION, DAY_MS, SUMS, amounts_of
 from gateway.accounts.row import HitsRow, LedgerRow
 from policies import WindowKind
 from policies.budgets import DrainedSpend, OwnSpend
 from policies.windows import Window
 
 CURSOR = r"[0-9]{1,18}-[!-~]{1,100}"
-_DAY_MS = 86_400_000
-_SUMS = (
-    "prompt_tokens", "cached_tokens", "completion_tokens", "cost_microusd", "cache_write_tokens", "cache_write_1h_tokens",
-    "audio_prompt_tokens", "image_prompt_tokens", "reasoning_tokens", "audio_completion_tokens",
-    "image_completion_tokens", "tool_calls",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerFilter:
     """A selection of rows; a field that is None selects all.
 
-    `from_ms` is included and `until_ms` is not (unix milliseconds).
+    `from_ms` is included and `until_ms` is not (unix milliseconds). Of the requests without a user
+    `user` is empty. `tag` is a tag's name, and `tag_value` its value; rows are not selected by them.
     """
 
     team_id: int | None = None
@@ -49,6 +45,9 @@ class LedgerFilter:
     alias: str | None = None
     deployment: str | None = None
     kind: str | None = None
+    user: str | None = None
+    tag: str | None = None
+    tag_value: str | None = None
     from_ms: int | None = None
     until_ms: int | None = None
 
@@ -67,31 +66,39 @@ class Group(StrEnum):
     ALIAS = "alias"
     DEPLOYMENT = "deployment"
     KIND = "kind"
+    USER = "user"
+    TAG = "tag"
     DAY = "day"
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerTotal:
-    """Sums over one group; ungrouped columns are None. `day` is an ISO date in UTC."""
+    """Sums over one group; ungrouped columns are None. `day` is an ISO date in UTC.
+
+    `user` and `tag` are as `rollups` has them: OTHER, empty for none, or `=` and the value. The kinds
+    of tokens that are billed apart are 0 where only the groups that cost most were asked for.
+    """
 
     requests: int
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
     cost_microusd: int
-    cache_write_tokens: int
-    cache_write_1h_tokens: int
-    audio_prompt_tokens: int
-    image_prompt_tokens: int
-    reasoning_tokens: int
-    audio_completion_tokens: int
-    image_completion_tokens: int
-    tool_calls: int
+    cache_write_tokens: int = 0
+    cache_write_1h_tokens: int = 0
+    audio_prompt_tokens: int = 0
+    image_prompt_tokens: int = 0
+    reasoning_tokens: int = 0
+    audio_completion_tokens: int = 0
+    image_completion_tokens: int = 0
+    tool_calls: int = 0
     team_id: int | None = None
     key_id: int | None = None
     alias: str | None = None
     deployment: str | None = None
     kind: str | None = None
+    user: str | None = None
+    tag: str | None = None
     day: str | None = None
 
 
@@ -135,10 +142,6 @@ class DaySpend:
     estimated_microusd: int
 
 
-CORRECTION = "correction"
-"""The kind, and the mechanism, of rows that correct a day's cost: no generations."""
-
-
 class Ledger:
     """Reads and writes the ledger's tables. Database errors are sqlalchemy's own."""
 
@@ -180,6 +183,7 @@ class Ledger:
             values = [{name: getattr(row, name) for name in _FIELDS} for row in by_id.values()]
             new = [by_id[row_id] for row_id in (await connection.execute(insert, values)).scalars()]
         await self._add_to_days(connection, new)
+        await rollups.add(connection, self._database, new)
         await self._add_to_savings(connection, [line for row in new for line in _lines(row)])
         await self._add_to_counts(connection, new)
         return len(new)
@@ -190,7 +194,7 @@ class Ledger:
         rows = schema.ledger.c
         start = datetime(first.year, first.month, first.day, tzinfo=UTC)
         end = datetime(last.year, last.month, last.day, tzinfo=UTC)
-        day = sa.cast(rows.at_ms - rows.at_ms % _DAY_MS, sa.BigInteger)
+        day = sa.cast(rows.at_ms - rows.at_ms % DAY_MS, sa.BigInteger)
         names = ("team_id", "key_id", "alias", "deployment", "kind")
         counts = ("prompt_tokens", "cached_tokens", "completion_tokens", "cache_write_tokens", "cache_write_1h_tokens")
         statement = (
@@ -203,7 +207,7 @@ class Ledger:
                 sa.func.sum(sa.case((rows.usage_estimated, 1), else_=0)),
                 sa.func.sum(sa.case((rows.usage_estimated, rows.cost_microusd), else_=0)),
             )
-            .where(rows.at_ms >= int(start.timestamp() * 1000), rows.at_ms < int(end.timestamp() * 1000) + _DAY_MS)
+            .where(rows.at_ms >= int(start.timestamp() * 1000), rows.at_ms < int(end.timestamp() * 1000) + DAY_MS)
             .group_by(day, *(rows[name] for name in names))
             .order_by(day, *(rows[name] for name in names))
         )
@@ -245,18 +249,53 @@ class Ledger:
         return LedgerPage(rows, f"{rows[-1].at_ms}-{rows[-1].id}" if len(found) > limit else None)
 
     @uncancelled
-    async def totals(self, by: Sequence[Group], where: LedgerFilter | None = None) -> tuple[LedgerTotal, ...]:
-        """Sums by the groups in `by`, sorted by them.
+    async def totals(
+        self, by: Sequence[Group], where: LedgerFilter | None = None, most: int | None = None
+    ) -> tuple[LedgerTotal, ...]:
+        """Sums by the groups in `by`, sorted by them; or those of the `most` groups that cost most, from
+        the highest cost down and without the kinds of tokens that are billed apart.
 
-        Counts whole UTC days: `from_ms` and `until_ms` are widened to them.
+        Counts whole UTC days: `from_ms` and `until_ms` are widened to them. A tag's values are those of
+        the filter's `tag`, without which the groups are the names of tags. Raises Invalid for a user
+        or a tag together with a key, model, deployment, kind or one another.
         """
-        days, where = schema.ledger_days, where or LedgerFilter()
-        columns = [days.c[group] for group in by]
-        sums = [sa.func.coalesce(sa.func.sum(days.c[name]), 0).label(name) for name in ("requests", *_SUMS)]
-        statement = sa.select(*columns, *sums).where(*_conditions(days, where)).group_by(*columns).order_by(*columns)
-        statement = statement.where(*_whole_days(days, where))
+        where, names = where or LedgerFilter(), SUMS if most is None else SUMS[: len(schema.COUNTS) + 1]
         async with self._database.reading() as connection:
-            return tuple(_total(row) for row in (await connection.execute(statement)).mappings())
+            first, end = await self._days(connection, where)
+            table, columns, conditions = _source(by, where, first, end)
+            sums = [sa.func.coalesce(sa.func.sum(table.c[name]), 0).label(name) for name in names]
+            statement = sa.select(*columns, *sums).where(*conditions).group_by(*columns)
+            order = columns if most is None else [sums[names.index("cost_microusd")].desc()]
+            found = await connection.execute(statement.order_by(*order).limit(most))
+            return tuple(_total(row) for row in found.mappings())
+
+    @uncancelled
+    async def mend_sums(self) -> int:
+        """Add what the sums by one axis lack: rows from before them, and those of an earlier version that
+        writes the ledger, too. Returns the number of blocks of 64 days that lacked something.
+
+        Each block is a transaction of its own.
+        """
+        async with self._database.reading() as connection:
+            blocks = await rollups.behind(connection)
+        for block in blocks:
+            async with self._database.writing() as connection:
+                await rollups.fill(connection, self._database, block)
+        return len(blocks)
+
+    async def _days(self, connection: AsyncConnection, where: LedgerFilter) -> tuple[int, int]:
+        """The days of the filter that the ledger has rows of: the first, and the one after the last."""
+        day = schema.ledger_days.c.day
+        bounds = sa.select(sa.select(sa.func.min(day)).scalar_subquery(), sa.select(sa.func.max(day)).scalar_subquery())
+        first, last = (await connection.execute(bounds)).one()
+        if first is None:
+            return 0, 0
+        first, end = int(first), int(last) + 1
+        if where.from_ms is not None:
+            first = max(first, where.from_ms // DAY_MS)
+        if where.until_ms is not None:
+            end = min(end, -(-where.until_ms // DAY_MS))
+        return first, end
 
     @uncancelled
     async def savings(self, where: LedgerFilter) -> tuple[SavingsLine, ...]:
@@ -289,7 +328,7 @@ class Ledger:
                 if window.kind is WindowKind.HOUR:
                     table, column, unit_ms = rows, rows.c.at_ms, 1
                 else:  # whole days
-                    table, column, unit_ms = days, days.c.day, _DAY_MS
+                    table, column, unit_ms = days, days.c.day, DAY_MS
                 statement = sa.select(table.c.team_id, sa.func.sum(table.c.cost_microusd)).group_by(table.c.team_id)
                 statement = statement.where(column >= window.start_ms // unit_ms)
                 if window.end_ms is not None:
@@ -318,49 +357,24 @@ class Ledger:
                 known = sums.setdefault((charge.name, charge.field), [0, 0])
                 known[0] += charge.amount
                 known[1] = max(known[1], charge.keep_until_ms)
-        if not sums:
-            return
-        table = schema.budget_counts
-        upsert = self._database.insert(table)
-        values = [
-            {"name": name, "field": field, "spent": spent, "keep_until_ms": keep}
-            for (name, field), (spent, keep) in sorted(sums.items())
-        ]
-        more = {"spent": table.c.spent + upsert.excluded.spent}
-        await connection.execute(upsert.on_conflict_do_update(index_elements=["name", "field"], set_=more), values)
+        await self._database.add_up(connection, schema.budget_counts, ("spent", "keep_until_ms"), sums, ["spent"])
 
     async def _add_to_days(self, connection: AsyncConnection, rows: Sequence[LedgerRow]) -> None:
-        if not rows:
-            return
-        sums: dict[tuple[int, int, int, str, str, str], dict[str, int]] = {}
+        sums: dict[tuple[int, int, int, str, str, str], list[int]] = {}
         for row in rows:
-            key = (row.at_ms // _DAY_MS, row.team_id, row.key_id, row.alias, row.deployment, row.kind)
-            day = sums.setdefault(key, dict.fromkeys(("requests", *_SUMS), 0))
-            day["requests"] += row.kind != CORRECTION
-            for name in _SUMS:
-                day[name] += getattr(row, name)
-        names = [column.name for column in schema.ledger_days.primary_key]
-        values = [{**dict(zip(names, key, strict=True)), **day} for key, day in sorted(sums.items())]
-        upsert = self._database.insert(schema.ledger_days)
-        added = {name: schema.ledger_days.c[name] + upsert.excluded[name] for name in ("requests", *_SUMS)}
-        await connection.execute(upsert.on_conflict_do_update(index_elements=names, set_=added), values)
+            key = (row.at_ms // DAY_MS, row.team_id, row.key_id, row.alias, row.deployment, row.kind)
+            day = sums.setdefault(key, [0] * len(SUMS))
+            for place, amount in enumerate((int(row.kind != CORRECTION), *amounts_of(row))):
+                day[place] += amount
+        await self._database.add_up(connection, schema.ledger_days, SUMS, sums)
 
     async def _add_to_savings(self, connection: AsyncConnection, lines: Sequence[_Line]) -> None:
-        if not lines:
-            return
         sums: dict[tuple[int, int, str, str], list[int]] = {}
         for key, requests, amount in lines:
             line = sums.setdefault(key, [0, 0])
             line[0] += requests
             line[1] += amount
-        table, names = schema.savings_days, ("day", "team_id", "alias", "line")
-        values = [
-            {**dict(zip(names, key, strict=True)), "requests": requests, "amount_microusd": amount}
-            for key, (requests, amount) in sorted(sums.items())
-        ]
-        upsert = self._database.insert(table)
-        added = {name: table.c[name] + upsert.excluded[name] for name in ("requests", "amount_microusd")}
-        await connection.execute(upsert.on_conflict_do_update(index_elements=names, set_=added), values)
+        await self._database.add_up(connection, schema.savings_days, ("requests", "amount_microusd"), sums)
 
 
 _Line = tuple[tuple[int, int, str, str], int, int]
@@ -374,11 +388,11 @@ def _lines(row: LedgerRow) -> Iterator[_Line]:
     # a try beside the one that answered is no further request
     baseline = [(BASELINE, row.baseline_microusd)] if row.baseline_microusd or not row.mechanism else []
     for line, amount in (*baseline, (SPENT, row.cost_microusd), *row.savings()):
-        yield (row.at_ms // _DAY_MS, row.team_id, row.alias, line), int(row.kind != CORRECTION), amount
+        yield (row.at_ms // DAY_MS, row.team_id, row.alias, line), int(row.kind != CORRECTION), amount
 
 
 def _lines_of_hits(row: HitsRow) -> Iterator[_Line]:
-    key, known = (row.at_ms // _DAY_MS, row.team_id, row.alias), row.requests - row.unknown
+    key, known = (row.at_ms // DAY_MS, row.team_id, row.alias), row.requests - row.unknown
     for line, requests, amount in (
         (BASELINE, known, row.baseline_microusd),
         (row.source, known, row.baseline_microusd),
@@ -418,8 +432,40 @@ def _conditions(table: sa.Table, where: LedgerFilter, names: Sequence[str] = _FI
 
 def _whole_days(days: sa.Table, where: LedgerFilter) -> list[Any]:
     """The conditions on a table of days for the UTC days that the filter's moments lie in."""
-    found = [] if where.from_ms is None else [days.c.day >= where.from_ms // _DAY_MS]
-    return found if where.until_ms is None else [*found, days.c.day < -(-where.until_ms // _DAY_MS)]
+    found = [] if where.from_ms is None else [days.c.day >= where.from_ms // DAY_MS]
+    return found if where.until_ms is None else [*found, days.c.day < -(-where.until_ms // DAY_MS)]
+
+
+def _source(
+    by: Sequence[Group], where: LedgerFilter, first: int, end: int
+) -> tuple[sa.Table, list[sa.ColumnElement[Any]], list[Any]]:
+    """The table that has the groups of the days from `first` to before `end`, its columns of them, and the
+    conditions on its rows. Raises Invalid.
+    """
+    filtered = {group for group in Group if getattr(where, group, None) is not None}
+    axes = ({*by} | filtered) - {Group.TEAM, Group.DAY}
+    is_by_day = Group.DAY in by
+    if len(axes) > 1 or Group.KIND in axes:
+        if axes & {Group.USER, Group.TAG}:
+            raise Invalid(
+                "by", "sums by user or tag are kept by team and day only: leave the other groups and filters out"
+            )
+        days = schema.ledger_days
+        conditions = [days.c.day.in_(rollups.periods(first, end, is_by_day=True)), *_conditions(days, where)]
+        return days, [days.c[group] for group in by], conditions
+    table, axis, value = schema.ledger_rollups, rollups.TEAM, None
+    for group in axes:
+        axis, value = group.value, getattr(where, group)
+        if group is Group.TAG:
+            axis, value = (rollups.TAGS, None) if where.tag is None else (rollups.tag_axis(where.tag), where.tag_value)
+        if value is not None:
+            value = rollups.stored(value) if group in (Group.USER, Group.TAG) else str(value)
+    own = {Group.TEAM: table.c.team_id, Group.DAY: table.c.period.label("day")}
+    conditions = [table.c.period.in_(rollups.periods(first, end, is_by_day=is_by_day)), table.c.axis == axis]
+    conditions += _conditions(table, where, ("team_id",))
+    if value is not None:
+        conditions.append(table.c.value == value)
+    return table, [own.get(group, table.c.value.label(group)) for group in by], conditions
 
 
 def _place(cursor: str) -> tuple[int, str]:
@@ -430,11 +476,11 @@ def _place(cursor: str) -> tuple[int, str]:
 
 
 def _total(row: Mapping[Any, Any]) -> LedgerTotal:
-    values: dict[str, Any] = {n: int(value) if n in ("requests", *_SUMS) else value for n, value in row.items()}
+    values: dict[str, Any] = {n: int(value) if n in SUMS or n == "key_id" else value for n, value in row.items()}
     if "day" in values:
         values["day"] = _date(values["day"])
     return LedgerTotal(**values)
 
 
 def _date(day: int) -> str:
-    return datetime.fromtimestamp(day * _DAY_MS // 1000, UTC).date().isoformat()
+    return datetime.fromtimestamp(day * DAY_MS // 1000, UTC).date().isoformat()

@@ -30,8 +30,10 @@ class LedgerRow(msgspec.Struct, frozen=True, omit_defaults=True):
     `usage_estimated`: the deployment did not report the tokens. `provider_cost_microusd`: the cost
     that the provider reported itself. `baseline_microusd`: the cost without Sameway, None where it
     is not known; of its difference to the cost, `prefix_read_microusd` were saved by the provider's
-    prompt cache, `prefix_write_microusd` paid for writing it, and `mechanism` explains the rest. `charges`,
-    which are no column of the table, are what it adds to the counts of budgets.
+    prompt cache, `prefix_write_microusd` paid for writing it, and `mechanism` explains the rest. `user` is the end
+    user that the request named, and `tags` a JSON object of its tags, both empty without any
+    (`labels.py`). `charges`, which are no column of the table, are what it adds to the counts of
+    budgets.
     """
 
     id: Annotated[str, Meta(min_length=1, max_length=200)]
@@ -61,6 +63,8 @@ class LedgerRow(msgspec.Struct, frozen=True, omit_defaults=True):
     prefix_write_microusd: _Amount = 0
     mechanism: _Text = ""
     provider_cost_microusd: _Count | None = None
+    user: _Text = ""
+    tags: Annotated[str, Meta(max_length=16_384)] = ""
     charges: tuple[Charge, ...] = ()
 
     def savings(self) -> list[tuple[str, int]]:
@@ -71,6 +75,10 @@ class LedgerRow(msgspec.Struct, frozen=True, omit_defaults=True):
         rest = self.baseline_microusd - self.cost_microusd - read + written
         parts = (("prefix_read", read), ("prefix_write", -written), (self.mechanism or "other", rest))
         return [part for part in parts if part[1]]
+
+    def tags_by_name(self) -> dict[str, str]:
+        """Its tags. Raises msgspec.DecodeError where they are no object of texts."""
+        return _decode_tags(self.tags) if self.tags else {}
 
 
 class HitsRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +109,7 @@ def charges_of(row: LedgerRow, counts: Iterable[Taken]) -> tuple[Charge, ...]:
 
 
 _encoder = msgspec.msgpack.Encoder()
+_decode_tags = msgspec.json.Decoder(dict[str, str]).decode
 _decode = msgspec.msgpack.Decoder(LedgerRow).decode
 
 
@@ -120,6 +129,10 @@ def decode_row(data: bytes) -> LedgerRow:
     except (UnicodeDecodeError, RecursionError) as error:  # as `cache.stored`, whose package needs a Redis client
         raise msgspec.DecodeError(str(error)) from None
     # PostgreSQL refuses NUL in texts
-    if "\0" in row.id + row.request_id + row.alias + row.deployment + row.kind + row.mechanism:
+    if "\0" in "".join(
+        (row.id, row.request_id, row.alias, row.deployment, row.kind, row.mechanism, row.user, row.tags)
+    ):
         raise msgspec.ValidationError("a text holds a NUL")
+    if any("\0" in name + value for name, value in row.tags_by_name().items()):
+        raise msgspec.ValidationError("a tag holds a NUL")
     return row

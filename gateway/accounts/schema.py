@@ -7,19 +7,35 @@ because the ledger and Redis name deleted teams and keys.
 
 from __future__ import annotations
 
+from typing import Any
+
 import sqlalchemy as sa
 
-VERSION = "0009"
+VERSION = "0010"
 
-_KINDS = (
+COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "cost_microusd")
+"""The first columns of each row of the ledger that sums are made of; KINDS are the others."""
+
+KINDS = (
     "cache_write_tokens", "cache_write_1h_tokens", "audio_prompt_tokens", "image_prompt_tokens", "reasoning_tokens",
     "audio_completion_tokens", "image_completion_tokens", "tool_calls",
 )  # fmt: skip
+"""The counts that providers bill apart."""
 
 
-def _kinds_of_tokens() -> list[sa.Column[int]]:
-    """The counts that providers bill apart, in the ledger and in its days."""
-    return [sa.Column(kind, sa.BigInteger, nullable=False, server_default="0") for kind in _KINDS]
+def _integers(*names: str, default: str | None = None) -> list[sa.Column[int]]:
+    """Columns of integers of 64 bits. The `default` serves a process of the version before a column."""
+    return [sa.Column(name, sa.BigInteger, nullable=False, server_default=default) for name in names]
+
+
+def _key(**types: type[sa.types.TypeEngine[Any]]) -> list[sa.Column[Any]]:
+    """The columns of a primary key."""
+    return [sa.Column(name, type_, primary_key=True, autoincrement=False) for name, type_ in types.items()]
+
+
+def _limits() -> list[sa.Column[int]]:
+    """The limits of rates that teams and keys may have."""
+    return [sa.Column(name, sa.BigInteger) for name in ("requests_per_min", "tokens_per_min")]
 
 
 metadata = sa.MetaData(
@@ -39,8 +55,7 @@ teams = sa.Table(
     sa.Column("name", sa.Text, nullable=False),
     sa.Column("created_at_s", sa.Double, nullable=False),
     sa.Column("is_active", sa.Boolean, nullable=False),
-    sa.Column("requests_per_min", sa.BigInteger),
-    sa.Column("tokens_per_min", sa.BigInteger),
+    *_limits(),
     sa.Column("semantic_error_max", sa.Double),
     sa.Column("is_semantic_enabled", sa.Boolean, nullable=False),
     sa.Column("time_zone", sa.Text, nullable=False, server_default=""),
@@ -60,8 +75,7 @@ keys = sa.Table(
     sa.Column("created_at_s", sa.Double, nullable=False),
     sa.Column("is_active", sa.Boolean, nullable=False),
     sa.Column("expires_at_s", sa.Double),
-    sa.Column("requests_per_min", sa.BigInteger),
-    sa.Column("tokens_per_min", sa.BigInteger),
+    *_limits(),
     sa.Column("models", sa.JSON(none_as_null=True)),
     sa.Column("last_used_at_s", sa.Double),
     sa.UniqueConstraint("digest"),
@@ -85,9 +99,7 @@ budgets = sa.Table(
     sa.Column("overdraft", sa.Text, nullable=False, server_default="refuse"),
     sa.Column("rolling_s", sa.Integer, nullable=False, server_default="0"),
     sa.Column("epoch", sa.Integer, nullable=False, server_default="0"),
-    sa.Column("raised_by", sa.BigInteger, nullable=False, server_default="0"),
-    sa.Column("raised_until_ms", sa.BigInteger, nullable=False, server_default="0"),
-    sa.Column("begun_ms", sa.BigInteger, nullable=False, server_default="0"),
+    *_integers("raised_by", "raised_until_ms", "begun_ms", default="0"),
     sa.CheckConstraint("window_kind IN ('hour', 'day', 'week', 'month', 'total')", name="window_kind"),
     sa.CheckConstraint("limit_microusd >= 0", name="limit_microusd"),
     # of two budgets of a kind only the smaller one would count
@@ -100,10 +112,8 @@ budgets = sa.Table(
 budget_counts = sa.Table(
     "budget_counts",
     metadata,
-    sa.Column("name", sa.Text, primary_key=True),
-    sa.Column("field", sa.Text, primary_key=True),
-    sa.Column("spent", sa.BigInteger, nullable=False),
-    sa.Column("keep_until_ms", sa.BigInteger, nullable=False),
+    *_key(name=sa.Text, field=sa.Text),
+    *_integers("spent", "keep_until_ms"),
 )
 
 # One row. `version` grows with each change to the tables above. `is_claimed`: the first team and
@@ -152,18 +162,15 @@ ledger = sa.Table(
     sa.Column("key_id", sa.Integer, nullable=False),
     sa.Column("alias", sa.Text, nullable=False),
     sa.Column("deployment", sa.Text, nullable=False),
-    sa.Column("prompt_tokens", sa.BigInteger, nullable=False),
-    sa.Column("cached_tokens", sa.BigInteger, nullable=False),
-    sa.Column("completion_tokens", sa.BigInteger, nullable=False),
-    sa.Column("cost_microusd", sa.BigInteger, nullable=False),
+    *_integers(*COUNTS),
     sa.Column("kind", sa.Text, nullable=False),
     sa.Column("usage_estimated", sa.Boolean, nullable=False, server_default=sa.false()),
-    *_kinds_of_tokens(),
+    *_integers(*KINDS, default="0"),
     sa.Column("baseline_microusd", sa.BigInteger),
-    sa.Column("prefix_read_microusd", sa.BigInteger, nullable=False, server_default="0"),
-    sa.Column("prefix_write_microusd", sa.BigInteger, nullable=False, server_default="0"),
+    *_integers("prefix_read_microusd", "prefix_write_microusd", default="0"),
     sa.Column("mechanism", sa.Text, nullable=False, server_default=""),
     sa.Column("provider_cost_microusd", sa.BigInteger),
+    *[sa.Column(name, sa.Text, nullable=False, server_default="") for name in ("user", "tags")],
     sa.Index(None, "at_ms", "id"),
     sa.Index(None, "team_id", "at_ms", "id"),
 )
@@ -188,18 +195,19 @@ audit = sa.Table(
 ledger_days = sa.Table(
     "ledger_days",
     metadata,
-    sa.Column("day", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("team_id", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("key_id", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("alias", sa.Text, primary_key=True),
-    sa.Column("deployment", sa.Text, primary_key=True),
-    sa.Column("kind", sa.Text, primary_key=True),
-    sa.Column("requests", sa.BigInteger, nullable=False),
-    sa.Column("prompt_tokens", sa.BigInteger, nullable=False),
-    sa.Column("cached_tokens", sa.BigInteger, nullable=False),
-    sa.Column("completion_tokens", sa.BigInteger, nullable=False),
-    sa.Column("cost_microusd", sa.BigInteger, nullable=False),
-    *_kinds_of_tokens(),
+    *_key(day=sa.Integer, team_id=sa.Integer, key_id=sa.Integer, alias=sa.Text, deployment=sa.Text, kind=sa.Text),
+    *_integers("requests", *COUNTS),
+    *_integers(*KINDS, default="0"),
+)
+
+# The ledger summed by one axis at a time, over days and blocks of days (`rollups.py`), written in the
+# transaction of the rows.
+ledger_rollups = sa.Table(
+    "ledger_rollups",
+    metadata,
+    *_key(period=sa.Integer, axis=sa.Text, team_id=sa.Integer, value=sa.Text),
+    *_integers("requests", *COUNTS, *KINDS),
+    sqlite_with_rowid=False,
 )
 
 # Requests that were answered without a generation, summed by each worker every few seconds.
@@ -211,9 +219,7 @@ ledger_hits = sa.Table(
     sa.Column("team_id", sa.Integer, nullable=False),
     sa.Column("alias", sa.Text, nullable=False),
     sa.Column("source", sa.Text, nullable=False),
-    sa.Column("requests", sa.BigInteger, nullable=False),
-    sa.Column("unknown", sa.BigInteger, nullable=False),
-    sa.Column("baseline_microusd", sa.BigInteger, nullable=False),
+    *_integers("requests", "unknown", "baseline_microusd"),
 )
 
 # What the rows of both cost, would have cost, and why, summed by UTC day in their transaction.
@@ -222,12 +228,8 @@ ledger_hits = sa.Table(
 savings_days = sa.Table(
     "savings_days",
     metadata,
-    sa.Column("day", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("team_id", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("alias", sa.Text, primary_key=True),
-    sa.Column("line", sa.Text, primary_key=True),
-    sa.Column("requests", sa.BigInteger, nullable=False),
-    sa.Column("amount_microusd", sa.BigInteger, nullable=False),
+    *_key(day=sa.Integer, team_id=sa.Integer, alias=sa.Text, line=sa.Text),
+    *_integers("requests", "amount_microusd"),
 )
 
 # Files of batches. A row that is not ready is an upload under way, with the room that it may take.

@@ -442,6 +442,31 @@ class LedgerOut(_Out):
     cursor: str | None
 
 
+class LedgerSumOut(_Out):
+    """The rows of one group, summed. A column that is no group is null."""
+
+    team_id: int | None
+    team: str | None = Field(description="its name; null: of a team that was deleted")
+    key_id: int | None
+    key: str | None = Field(description="its name; null: of a key that was deleted with its team")
+    model: str | None
+    deployment: str | None
+    user: str | None = Field(description="empty: requests without one")
+    tag: str | None = Field(description="a value of the tag that was asked for, else the name of a tag")
+    day: str | None = Field(description="an ISO date, in UTC")
+    is_other: bool = Field(description="the users or tags beyond those that are counted apart")
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    cost_microusd: int
+
+
+class LedgerSumsOut(_Out):
+    sums: list[LedgerSumOut]
+    has_more: bool = Field(description="there are groups that cost less, beyond `limit`")
+
+
 class SavingsStepOut(_Out):
     """One step of a waterfall: what a mechanism saved; below 0, what it cost."""
 

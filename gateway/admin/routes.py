@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -43,6 +44,8 @@ _Label = Annotated[str, Field(max_length=256, pattern=r"^[^\x00-\x1f]*$")]
 # the views check these, with better words
 _RoutesCursor = Annotated[str, Field(json_schema_extra={"pattern": ROUTES_CURSOR}, description="of an earlier page")]
 _LedgerCursor = Annotated[str, Field(json_schema_extra={"pattern": f"^{CURSOR}$"}, description="of an earlier page")]
+_group = f"({'|'.join(views.GROUPS)})"
+_Groups = Annotated[str, Field(pattern=f"^({_group}(,{_group}){{0,6}})?$", description="such as `team,user`")]
 _WRONG: dict[int | str, str] = {
     400: "The request is not valid",
     401: "The admin key is missing or wrong",
@@ -221,6 +224,20 @@ def _add_history(api: APIRouter, parts: AdminParts) -> None:
         """One row per generation, also those that cost nothing, newest first."""
         return await views.ledger(parts, where, cursor, limit)
 
+    @api.get("/ledger/sums")
+    async def ledger_sums(
+        where: Annotated[LedgerFilter, Depends(ledger_filter)],
+        by: _Groups = "",
+        user: _Label | None = None,
+        tag: _Label | None = None,
+        tag_value: _Label | None = None,
+        limit: Annotated[int, Field(ge=1, le=10_000), _Whole] = 1_000,
+    ) -> models.LedgerSumsOut:
+        """Sums of whole UTC days by team, key, user, model, deployment, tag and day, those that cost most first. Users and
+        tags go with teams and days alone; the values of one tag are those of `tag`, without which `by=tag` gives their names."""
+        where = replace(where, user=user, tag=tag, tag_value=tag_value)
+        return await views.ledger_sums(parts, by.split(",") if by else (), where, limit)
+
     @api.get(
         "/ledger.csv",
         response_class=StreamingResponse,
@@ -270,7 +287,7 @@ _COLUMNS = (
     "prompt_tokens", "cached_tokens", "completion_tokens", "cost_microusd", "usage_estimated", "cache_write_tokens",
     "cache_write_1h_tokens", "audio_prompt_tokens", "image_prompt_tokens", "reasoning_tokens",
     "audio_completion_tokens", "image_completion_tokens", "tool_calls", "baseline_microusd", "prefix_read_microusd",
-    "prefix_write_microusd", "mechanism", "provider_cost_microusd",
+    "prefix_write_microusd", "mechanism", "provider_cost_microusd", "user", "tags",
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from redis.exceptions import RedisError
 
 from gateway import accounts
 from gateway.accounts import Group, LedgerFilter, Team
+from gateway.accounts.rollups import OTHER
 from gateway.admin import budget_views, models
 from gateway.admin.parts import AdminParts
 from gateway.admin.problems import problems
@@ -273,6 +274,47 @@ async def ledger(parts: AdminParts, where: LedgerFilter, cursor: str | None, lim
     return models.LedgerOut.model_validate({"rows": rows, "cursor": page.cursor})
 
 
+GROUPS = {
+    "team": Group.TEAM, "key": Group.KEY, "user": Group.USER, "model": Group.ALIAS, "deployment": Group.DEPLOYMENT,
+    "tag": Group.TAG, "day": Group.DAY,
+}  # fmt: skip
+"""What sums of the ledger can be grouped by, by the names of the API."""
+
+
+async def ledger_sums(parts: AdminParts, by: Sequence[str], where: LedgerFilter, limit: int) -> models.LedgerSumsOut:
+    """Sums of the ledger by the groups in `by`, the `limit` that cost most. Raises accounts.Invalid for groups that
+    do not go together.
+    """
+    totals = await parts.ledger.totals([GROUPS[name] for name in dict.fromkeys(by)], where, limit + 1)
+    teams = {team.id: team.name for team in await parts.accounts.list_teams()}
+    keys = {key.id: key.name for key in await parts.accounts.list_keys()}
+
+    def shown(value: str | None) -> str | None:
+        return value if value is None else "" if value == OTHER else value.removeprefix("=")
+
+    sums = [
+        models.LedgerSumOut(
+            team_id=one.team_id,
+            team=teams.get(one.team_id) if one.team_id is not None else None,
+            key_id=one.key_id,
+            key=keys.get(one.key_id) if one.key_id is not None else None,
+            model=one.alias,
+            deployment=one.deployment,
+            user=shown(one.user),
+            tag=shown(one.tag),
+            day=one.day,
+            is_other=OTHER in (one.user, one.tag),
+            requests=one.requests,
+            prompt_tokens=one.prompt_tokens,
+            cached_tokens=one.cached_tokens,
+            completion_tokens=one.completion_tokens,
+            cost_microusd=one.cost_microusd,
+        )
+        for one in totals[:limit]
+    ]
+    return models.LedgerSumsOut(sums=sums, has_more=len(totals) > limit)
+
+
 async def ledger_rows(parts: AdminParts, where: LedgerFilter) -> AsyncIterator[dict[str, Any]]:
     """All matching rows of the ledger, newest first, one page in memory at a time."""
     cursor: str | None = None
@@ -317,12 +359,13 @@ def _with_retired(current: Iterable[str], seen: Iterable[str]) -> dict[str, str]
 
 async def ledger_choices(parts: AdminParts) -> Choices:
     """What rows of the ledger can be filtered by."""
-    seen = await parts.ledger.totals([Group.TEAM, Group.ALIAS, Group.DEPLOYMENT])
+    teams = await parts.ledger.totals([Group.TEAM])
+    aliases, deployments = [await parts.ledger.totals([group]) for group in (Group.ALIAS, Group.DEPLOYMENT)]
     return await _choices(
         parts,
-        {one.team_id: "" for one in seen if one.team_id},
-        [one.alias for one in seen if one.alias],
-        [one.deployment for one in seen if one.deployment],
+        {one.team_id: "" for one in teams if one.team_id},
+        [one.alias for one in aliases if one.alias],
+        [one.deployment for one in deployments if one.deployment],
     )
 
 

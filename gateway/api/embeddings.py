@@ -16,7 +16,7 @@ from cache.worker import TextTooLong
 from gateway.accounts import Identity, LedgerRow, charges_of
 from gateway.api.endpoint import Answered, JsonEndpoint
 from gateway.deployments.catalog import microusd
-from gateway.journey.needs import values_of
+from gateway.journey.needs import booked_labels, values_of
 from gateway.journey.turn import Arrival, Labels
 from gateway.pipeline import Pipeline, may_use
 from gateway.settings import Settings
@@ -86,7 +86,7 @@ class Embeddings(JsonEndpoint[EmbeddingsRequest]):
             if correcting is not None:
                 await correcting
             if hold is not None and used[0]:
-                await money.settle(hold, self._row(hold, identity, request.model, used[0]))
+                await money.settle(hold, self._row(hold, identity, request, labels, used[0]))
             elif hold is not None:
                 await money.release(hold)
 
@@ -119,14 +119,17 @@ class Embeddings(JsonEndpoint[EmbeddingsRequest]):
         usage = {"prompt_tokens": used[0], "total_tokens": used[0]}
         return {"object": "list", "data": data, "model": alias, "usage": usage}
 
-    def _row(self, hold: Hold, identity: Identity, alias: str, tokens: int) -> LedgerRow:
+    def _row(
+        self, hold: Hold, identity: Identity, request: EmbeddingsRequest, labels: Labels, tokens: int
+    ) -> LedgerRow:
+        user, tags = booked_labels(_named(request), labels)
         row = LedgerRow(
             id=hold.id,
             at_ms=hold.at_ms,
             request_id=hold.id,
             team_id=identity.team.id,
             key_id=identity.key.id,
-            alias=alias,
+            alias=request.model,
             deployment=_DEPLOYMENT,
             prompt_tokens=tokens,
             cached_tokens=0,
@@ -134,13 +137,18 @@ class Embeddings(JsonEndpoint[EmbeddingsRequest]):
             cost_microusd=self._price.cost(Tokens(tokens, 0)),
             kind=self.operation,
             baseline_microusd=self._price.cost(Tokens(tokens, 0)),
+            user=user,
+            tags=tags,
         )
         return msgspec.structs.replace(row, charges=charges_of(row, hold.more)) if hold.more else row
 
 
 def _values(request: EmbeddingsRequest, identity: Identity, labels: Labels) -> dict[str, str]:
-    body = {"user": request.user, "safety_identifier": request.safety_identifier}
-    return {**values_of(identity, request.model, body, labels), DEPLOYMENT: _DEPLOYMENT}
+    return {**values_of(identity, request.model, _named(request), labels), DEPLOYMENT: _DEPLOYMENT}
+
+
+def _named(request: EmbeddingsRequest) -> dict[str, Any]:
+    return {"user": request.user, "safety_identifier": request.safety_identifier}
 
 
 def _base64(vector: bytes) -> str:

@@ -12,6 +12,7 @@ from gateway.accounts import Identity, LedgerRow, charges_of
 from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.progress import Progress
+from gateway.journey.needs import booked_labels
 from gateway.journey.savings import CHECKING, Compared, compare, compare_other, joined
 from gateway.journey.turn import Turn
 from gateway.wire.types import Usage
@@ -152,6 +153,7 @@ def _row(
     one: Try, usage: Usage, cost_microusd: int, compared: Compared, hold: Hold, turn: Turn, identity: Identity
 ) -> LedgerRow:
     """A prompt is charged even if every client leaves before the first token."""
+    user, tags = booked_labels(turn.body, turn.labels)
     return LedgerRow(
         id=hold.id,
         # decision: hold-keeps-its-moment
@@ -180,6 +182,8 @@ def _row(
         prefix_write_microusd=compared.prefix_write_microusd,
         mechanism=compared.mechanism,
         provider_cost_microusd=usage.provider_cost_microusd,
+        user=user,
+        tags=tags,
     )
 
 

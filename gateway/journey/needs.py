@@ -5,7 +5,9 @@ empty; a value of any JSON type is a text, the same for equal values; a team who
 its own money costs none of this work.
 """
 
+import hashlib
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -13,12 +15,16 @@ import msgspec
 from gateway.accounts import Identity
 from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment
-from gateway.journey.turn import Labels
+from gateway.journey.turn import NO_LABELS, Labels
 from policies import Budget, Demand
-from policies.counters import Need
+from policies.counters import Need, value_of
 from policies.windows import ALIAS, DEPLOYMENT, KEY, TAG, USER, Overdraft
 
 TAGS_HEADER = "x-sameway-tags"
+TAGS_MAX = 16
+"""The tags of a request that its rows of the ledger have."""
+
+_READ_CHARS, _KEPT_CHARS, _DIGEST_CHARS = 1024, 64, 16
 
 
 def need_of(identity: Identity, alias: Alias, demand: Demand, body: Mapping[str, Any], labels: Labels) -> Need:
@@ -49,13 +55,40 @@ def _may_run_over(budget: Budget) -> bool:
 
 def values_of(identity: Identity, alias: str, body: Mapping[str, Any], labels: Labels) -> dict[str, str]:
     """The values of a request on the axes of its team's budgets."""
-    user = body.get("safety_identifier")
-    values = {KEY: str(identity.key.id), ALIAS: alias, USER: _text(body.get("user") if user is None else user)}
+    values = {KEY: str(identity.key.id), ALIAS: alias, USER: _user(body)}
     names = {budget.axis for budget in identity.budgets if budget.axis.startswith(TAG)}
     if names:
         sent = _tags(labels)
         values |= {name: sent.get(name.removeprefix(TAG), "") for name in names}
     return values
+
+
+def booked_labels(body: Mapping[str, Any], labels: Labels) -> tuple[str, str]:
+    """The end user and the tags of a request as its rows of the ledger have them: texts of bounded
+    length, the tags as a JSON object. Both are empty without any.
+    """
+    user = _user(body)
+    if user:
+        user = _kept(user)
+    if labels is NO_LABELS:
+        return user, ""
+    tags = {_kept(name): _kept(value) for name, value in islice(_tags(labels).items(), TAGS_MAX)}
+    tags = {name: value for name, value in tags.items() if name and value}
+    return user, msgspec.json.encode(tags, order="deterministic").decode() if tags else ""
+
+
+def _kept(text: str) -> str:
+    """A value as budgets compare it, in characters that databases take; a long one ends in its digest."""
+    whole = value_of(text[:_READ_CHARS]).replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+    if len(text) <= _READ_CHARS and len(whole) <= _KEPT_CHARS:
+        return whole
+    digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=_DIGEST_CHARS // 2).hexdigest()
+    return f"{whole[: _KEPT_CHARS - _DIGEST_CHARS - 1]}~{digest}"
+
+
+def _user(body: Mapping[str, Any]) -> str:
+    user = body.get("safety_identifier")
+    return _text(body.get("user") if user is None else user)
 
 
 def _tags(labels: Labels) -> dict[str, str]:

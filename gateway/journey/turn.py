@@ -55,7 +55,7 @@ class Labels(msgspec.Struct, frozen=True):
     header: str = ""
 
 
-_NO_LABELS = Labels()
+NO_LABELS = Labels()
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -84,7 +84,7 @@ class Turn(msgspec.Struct, frozen=True):
     started: float
     deadline: float | None = None  # None: the client has no deadline
     native: Native | None = None
-    labels: Labels = _NO_LABELS
+    labels: Labels = NO_LABELS
 
     def elapsed_ms(self) -> float:
         return (time.perf_counter() - self.started) * 1000.0
@@ -130,7 +130,7 @@ def labels_of(headers: Mapping[str, str], metadata: Any) -> Labels:
     """The tags in `headers`, by lower-case name, and in a body's `metadata`."""
     header = headers.get("x-sameway-tags", "")
     if metadata is None and not header:
-        return _NO_LABELS
+        return NO_LABELS
     # a header is UTF-8 here, so that its values equal those of a body
     return Labels(metadata, header.encode("latin-1", "replace").decode("utf-8", "replace"))
 

@@ -21,7 +21,7 @@ from gateway.accounts import AuditRow, Ledger, LedgerRow
 from gateway.accounts.audit import LEDGER_CORRECTED
 from gateway.accounts.database import Database
 from gateway.accounts.errors import AccountsError
-from gateway.accounts.ledger import CORRECTION
+from gateway.accounts.rollups import CORRECTION
 from gateway.reconcile.compare import Difference, Report, compare, corrections, id_part, models_of
 from gateway.reconcile.export import Billed, Export, ExportError, read_export
 from gateway.settings import Settings

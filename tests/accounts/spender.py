@@ -45,7 +45,8 @@ async def spend(budgets: Budgets, limits: Sequence[Budget], writer: LedgerWriter
     while True:
         name = uuid.uuid4().hex
         try:
-            need = Need(100, tokens=10, values={"user": random.choice(USERS)})
+            user = random.choice(USERS)
+            need = Need(100, tokens=10, values={"user": user})
             hold = await budgets.reserve(name, TEAM, limits, need, LEASE_S)
         except (RedisError, NotReady):
             await asyncio.sleep(0.01)
@@ -72,6 +73,8 @@ async def spend(budgets: Budgets, limits: Sequence[Budget], writer: LedgerWriter
             baseline_microusd=3 * cost,
             prefix_read_microusd=cost,
             mechanism="cheaper_route",
+            user=user,
+            tags=f'{{"step":"{cost % 7}"}}',
         )
         row = msgspec.structs.replace(row, charges=charges_of(row, hold.more))
         while True:

@@ -14,7 +14,7 @@ from pathlib import Path
 from redis.asyncio import Redis
 
 from gateway.accounts.accounts import Accounts
-from gateway.accounts.ledger import Ledger, LedgerFilter
+from gateway.accounts.ledger import Group, Ledger, LedgerFilter
 from gateway.accounts.ledger_writer import LedgerWriter
 from policies import Budgets
 from policies.holds import LEDGER_LOCK, LEDGER_SET_ASIDE
@@ -89,6 +89,14 @@ async def compare(redis_url: str, database_url: str, path: Path) -> None:
     assert sum(state.spent for state in await budgets.states([tokens])) == of_tokens
     [by_day] = await ledger.totals([])
     assert (by_day.requests, by_day.cost_microusd) == (len(rows), total)
+    for group, name in ((Group.USER, "user"), (Group.TAG, "tags")):
+        where = LedgerFilter(tag="step") if group is Group.TAG else None
+        sums = {getattr(one, group): one.cost_microusd for one in await ledger.totals([group], where)}
+        of_rows: Counter[str] = Counter()
+        for row in rows.values():
+            value = row.user if name == "user" else row.tags_by_name()["step"]
+            of_rows[f"={value}" if value else ""] += row.cost_microusd
+        assert sums == of_rows
     lines_of_days: Counter[str] = Counter()
     for line in await ledger.savings(LedgerFilter()):
         lines_of_days[line.line] += line.amount_microusd

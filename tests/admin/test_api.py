@@ -417,6 +417,27 @@ async def test_the_ledger_in_pages_and_as_csv(world: World, client: httpx.AsyncC
     assert (await client.get(f"/admin/api/ledger?until_s={NOW_S - 10}")).json()["rows"] == []
 
 
+async def test_the_ledger_is_summed_by_user_and_tag(world: World, client: httpx.AsyncClient) -> None:
+    """The groups that cost most come first; a user of a tag's name is not that tag; what cannot go together is refused."""
+    for number, (user, tags) in enumerate((("ann", '{"app":"web"}'), ("*", '{"app":"web"}'), ("", ""), ("ann", ""))):
+        await world.spend(1, 100 + number, number=number, user=user, tags=tags)
+    reply = (await client.get("/admin/api/ledger/sums?by=user,team&limit=2")).json()
+    found = [(one["user"], one["is_other"], one["cost_microusd"], one["requests"]) for one in reply["sums"]]
+    assert (found, reply["has_more"]) == ([("ann", False, 203, 2), ("", False, 102, 1)], True)
+    [star] = (await client.get("/admin/api/ledger/sums?by=user&user=*")).json()["sums"]
+    assert (star["user"], star["cost_microusd"], star["tag"]) == ("*", 101, None)
+    [name] = (await client.get("/admin/api/ledger/sums?by=tag")).json()["sums"]
+    [value] = (await client.get("/admin/api/ledger/sums?by=tag,day&tag=app")).json()["sums"]
+    assert (name["tag"], value["tag"], value["cost_microusd"]) == ("app", "web", 201)
+    assert value["day"] == datetime.fromtimestamp(NOW_S, UTC).date().isoformat()
+    [one] = (await client.get("/admin/api/ledger/sums?tag=app&tag_value=web&team_id=1")).json()["sums"]
+    assert one["requests"] == 2
+    [by_model] = (await client.get("/admin/api/ledger/sums?by=model,key,deployment")).json()["sums"]
+    assert by_model["requests"] == 4
+    for query in ("by=user,model", "by=user,tag", "by=tag&key_id=1", "by=nothing", "by=user,", "user=a&tag=b"):
+        assert (await client.get(f"/admin/api/ledger/sums?{query}")).status_code == 400, query
+
+
 async def test_the_ledger_has_names_and_marks_estimates(world: World, client: httpx.AsyncClient) -> None:
     """JSON and CSV name team and key beside their ids, as far as they still exist; no name runs as a formula."""
     team = (await client.post("/admin/api/teams", json={"name": "=1+1"})).json()

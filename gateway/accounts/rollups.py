@@ -1,0 +1,220 @@
+"""The ledger summed by one axis at a time: by team, key, alias, deployment, user, and each tag.
+
+A period is a UTC day, or a block of 8 or 64 of them, so that a long time is read from few periods.
+Knows no filters of the API and no budgets. Invariants:
+
+- the sums change in the transaction of the rows, or by what `ledger_days` has more than they have,
+  so that they equal the ledger's rows after a kill, too;
+- a team has at most TAG_NAMES_MAX names of tags, and VALUES_MAX users and values of a tag, in a block
+  of 64 days: further values share OTHER, and further names count under OTHER without their values.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from gateway.accounts import schema
+from gateway.accounts.database import Database
+from gateway.accounts.row import LedgerRow
+from policies.budgets import VALUES_MAX
+
+SPANS = (1, 8, 64)
+"""The days of a period, by its level."""
+
+SUMS = ("requests", *schema.COUNTS, *schema.KINDS)
+TEAM, KEY, ALIAS, DEPLOYMENT, USER, TAGS = "team", "key_id", "alias", "deployment", "user", "tags"
+"""Axes. A row of TAGS has a tag's name as its value; the values of a tag have `tag_axis`."""
+
+NONE, OTHER = "", "*"
+"""Values of rows without one, and of those beyond the bound; any other user or tag begins with `=`."""
+
+TAG_NAMES_MAX = 20
+CORRECTION = "correction"
+"""The kind, and the mechanism, of rows that correct a day's cost: no generations."""
+
+DAY_MS = 86_400_000
+_LEVEL = 1_000_000_000  # more than there are days
+_FROM_DAYS = (TEAM, KEY, ALIAS, DEPLOYMENT, USER)
+_LOOKED_UP = 1_000
+_ADVISORY_LOCK = 0x5A3E_3A12  # any number, the same in every process
+
+_CHECKED = ("requests", "prompt_tokens", "completion_tokens", "cost_microusd")
+
+_Place = tuple[int, str, int]
+"""A period, an axis and a team."""
+
+_Label = tuple[int, str, int, str]
+"""The key of a row."""
+
+_table = schema.ledger_rollups
+_names = tuple(column.name for column in _table.primary_key)
+amounts_of = operator.attrgetter(*SUMS[1:])
+
+
+def tag_axis(name: str) -> str:
+    """The axis of the values of one tag, named as sent."""
+    return f"tag:{name}"
+
+
+def stored(value: str) -> str:
+    """A user, or a tag's name or value, as the table has it."""
+    return f"={value}" if value else NONE
+
+
+def period_of(day: int, level: int) -> int:
+    """The period of `level` that a day (since 1970) lies in."""
+    return level * _LEVEL + day // SPANS[level]
+
+
+def periods(first: int, end: int, *, is_by_day: bool = False) -> list[int]:
+    """The fewest periods that make up the days from `first` to before `end`; with `is_by_day` the days."""
+    found: list[int] = []
+    while first < end:
+        level = (
+            0 if is_by_day else max(n for n, s in enumerate(SPANS) if (first % s == 0 and first + s <= end) or not n)
+        )
+        found.append(period_of(first, level))
+        first += SPANS[level]
+    return found
+
+
+async def add(connection: AsyncConnection, database: Database, rows: Sequence[LedgerRow]) -> None:
+    """Add new rows of the ledger, in their transaction."""
+    labels = {row.id: [(stored(name), stored(value)) for name, value in row.tags_by_name().items()] for row in rows}
+    wanted: dict[_Place, set[str]] = defaultdict(set)
+    for row in rows:
+        block = _block_of(row)
+        if row.user:
+            wanted[block, USER, row.team_id].add(stored(row.user))
+        for name, value in labels[row.id]:
+            wanted[block, TAGS, row.team_id].add(name)
+            wanted[block, tag_axis(name[1:]), row.team_id].add(value)
+    known = await _admitted(connection, wanted) if wanted else set[_Label]()
+    sums: dict[_Label, list[int]] = {}
+    for row in rows:
+        amounts = [int(row.kind != CORRECTION), *amounts_of(row)]
+        for axis, value in {*_fixed(row), *_bounded(row, labels[row.id], known)}:
+            _add(sums, (row.at_ms // DAY_MS, axis, row.team_id, value), amounts)
+    for (day, *rest), amounts in list(sums.items()):
+        for level in range(1, len(SPANS)):
+            _add(sums, (period_of(day, level), *rest), amounts)  # type: ignore[arg-type]
+    await database.add_up(connection, _table, SUMS, sums)
+
+
+def _add(sums: dict[_Label, list[int]], key: _Label, amounts: Sequence[int]) -> None:
+    have = sums.get(key)
+    sums[key] = list(amounts) if have is None else list(map(operator.add, have, amounts))
+
+
+def _block_of(row: LedgerRow) -> int:
+    return period_of(row.at_ms // DAY_MS, len(SPANS) - 1)
+
+
+def _fixed(row: LedgerRow) -> tuple[tuple[str, str], ...]:
+    return (TEAM, NONE), (KEY, str(row.key_id)), (ALIAS, row.alias), (DEPLOYMENT, row.deployment)
+
+
+def _bounded(row: LedgerRow, tags: Sequence[tuple[str, str]], known: Container[_Label]) -> Iterator[tuple[str, str]]:
+    """The user and the tags of a row, each as itself where it is known, else as OTHER."""
+    block, user = _block_of(row), stored(row.user)
+    yield USER, user if not user or (block, USER, row.team_id, user) in known else OTHER
+    for name, value in tags:
+        if (block, TAGS, row.team_id, name) not in known:
+            yield TAGS, OTHER
+            continue
+        axis = tag_axis(name[1:])
+        yield TAGS, name
+        yield axis, value if (block, axis, row.team_id, value) in known else OTHER
+
+
+async def _admitted(connection: AsyncConnection, wanted: Mapping[_Place, Iterable[str]]) -> set[_Label]:
+    """Those of the wanted values that have a place of their own, or get one now."""
+    place, whole = [_table.c[name] for name in _names[:3]], [_table.c[name] for name in _names]
+    asked = sorted((*place, value) for place, values in wanted.items() for value in values)
+    known: set[_Label] = set()
+    for some in _parts(asked):
+        found = await connection.execute(sa.select(*whole).where(sa.tuple_(*whole).in_(some)))
+        known.update((period, axis, team_id, value) for period, axis, team_id, value in found)
+    new: dict[_Place, list[_Label]] = defaultdict(list)
+    for one in asked:
+        if one not in known:
+            new[one[:3]].append(one)
+    counts: dict[_Place, int] = {}
+    for places in _parts(list(new)):
+        statement = sa.select(*place, sa.func.count()).where(sa.tuple_(*place).in_(places)).group_by(*place)
+        found = await connection.execute(statement.where(_table.c.value.not_in((NONE, OTHER))))
+        counts |= {(period, axis, team_id): count for period, axis, team_id, count in found}
+    for at, ones in new.items():
+        most = TAG_NAMES_MAX if at[1] == TAGS else VALUES_MAX
+        known.update(ones[: max(0, most - counts.get(at, 0))])
+    return known
+
+
+def _parts(values: list[Any]) -> Iterator[list[Any]]:
+    for start in range(0, len(values), _LOOKED_UP):
+        yield values[start : start + _LOOKED_UP]
+
+
+async def behind(connection: AsyncConnection) -> list[int]:
+    """The numbers of the blocks of 64 days whose sums are not those of `ledger_days`."""
+    days, level = schema.ledger_days, len(SPANS) - 1
+    block = sa.cast(days.c.day // SPANS[level], sa.Integer)
+    sums = [sa.func.sum(days.c[name]) for name in _CHECKED]
+    right = await connection.execute(sa.select(block, *sums).group_by(block))
+    sums = [sa.func.sum(_table.c[name]) for name in _CHECKED]
+    blocks = sa.select(_table.c.period - level * _LEVEL, *sums).group_by(_table.c.period)
+    found = await connection.execute(blocks.where(_table.c.period >= level * _LEVEL, _table.c.axis == TEAM))
+    have = {number: tuple(map(int, some)) for number, *some in found}
+    return [number for number, *some in right if have.get(number) != tuple(map(int, some))]
+
+
+async def fill(connection: AsyncConnection, database: Database, block: int) -> None:
+    """Add to a block of 64 days, and to its parts, what `ledger_days` has more, as rows without a user and tags.
+
+    Such rows are those from before the sums, and those that an earlier version writes beside this one.
+    """
+    if not database.is_sqlite:  # another writer's difference would be added twice
+        await connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_ADVISORY_LOCK)))
+    days = schema.ledger_days.c
+    first = block * SPANS[-1]
+    for level, span in enumerate(SPANS):
+        for axis in _FROM_DAYS:
+            period = (days.day // span + level * _LEVEL).label("period")
+            value: sa.ColumnElement[str] = sa.literal("") if axis in (TEAM, USER) else sa.cast(days[axis], sa.Text)
+            right = sa.select(period, days.team_id, value.label("value"), *(days[name] for name in SUMS))
+            right = right.where(days.day >= first, days.day < first + SPANS[-1])
+            value = sa.literal("") if axis == USER else _table.c.value
+            have = sa.select(
+                _table.c.period,
+                _table.c.team_id,
+                value.label("value"),
+                *((-_table.c[name]).label(name) for name in SUMS),
+            ).where(_table.c.axis == axis, _table.c.period.in_(_within(block, level)))
+            both = sa.union_all(right, have).subquery()
+            sums = [sa.func.sum(both.c[name]) for name in SUMS]
+            missing = (
+                sa.select(
+                    both.c.period,
+                    sa.literal(axis),
+                    both.c.team_id,
+                    both.c.value,
+                    *(sa.cast(s, sa.BigInteger) for s in sums),
+                )
+                .group_by(both.c.period, both.c.team_id, both.c.value)
+                .having(sa.or_(*(one != 0 for one in sums)))
+            )
+            insert = database.insert(_table).from_select([*_names, *SUMS], missing)
+            more = {name: _table.c[name] + insert.excluded[name] for name in SUMS}
+            await connection.execute(insert.on_conflict_do_update(index_elements=list(_table.primary_key), set_=more))
+
+
+def _within(block: int, level: int) -> list[int]:
+    """The periods of `level` in a block of 64 days."""
+    count = SPANS[-1] // SPANS[level]
+    return [level * _LEVEL + block * count + number for number in range(count)]

@@ -1,0 +1,180 @@
+"""Sums of the ledger by one axis: equal to its rows, whatever was written when and by which version."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from itertools import product
+from typing import Any
+
+import msgspec
+import pytest
+import sqlalchemy as sa
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.accounts import Invalid, LedgerRow, schema
+from gateway.accounts.accounts import Accounts
+from gateway.accounts.database import Database
+from gateway.accounts.ledger import Group, Ledger, LedgerFilter
+from gateway.accounts.rollups import OTHER, SPANS, SUMS, TAG_NAMES_MAX, periods
+from policies.budgets import VALUES_MAX
+from tests.accounts.test_database import migrated_to
+from tests.accounts.test_ledger import DAY_MS, NOON_MS, make_rows
+
+
+def labelled(count: int, seed: int = 0) -> list[LedgerRow]:
+    """Rows over 300 days with users and tags, of which most requests lack some."""
+    chance = random.Random(seed)
+    return [
+        msgspec.structs.replace(
+            row,
+            at_ms=NOON_MS - chance.randrange(300 * DAY_MS),
+            user=chance.choice(["", "alice", "bob", "*", "=x"]),
+            tags=chance.choice(["", '{"project":"x"}', '{"project":"y","step":"1"}', '{"step":"*"}']),
+            kind=chance.choice(["chat", "correction"]),
+        )
+        for row in make_rows(count, seed)
+    ]
+
+
+def amounts(row: LedgerRow) -> list[int]:
+    return [int(row.kind != "correction"), *(getattr(row, name) for name in SUMS[1:])]
+
+
+def value_of(row: LedgerRow, group: Group, tag: str | None) -> list[Any]:
+    """The groups that a row counts in."""
+    if group is Group.DAY:
+        return [row.at_ms // DAY_MS]
+    if group is Group.USER:
+        return [f"={row.user}" if row.user else ""]
+    if group is not Group.TAG:
+        return [getattr(row, group)]
+    if tag is None:
+        return [f"={name}" for name in row.tags_by_name()]
+    return [f"={value}" for name, value in row.tags_by_name().items() if name == tag]
+
+
+async def check(ledger: Ledger, rows: list[LedgerRow], by: tuple[Group, ...], where: LedgerFilter) -> None:
+    wanted: dict[tuple[Any, ...], list[int]] = defaultdict(lambda: [0] * len(SUMS))
+    first = 0 if where.from_ms is None else where.from_ms // DAY_MS
+    end = 10**9 if where.until_ms is None else -(-where.until_ms // DAY_MS)
+    for row in rows:
+        if not first <= row.at_ms // DAY_MS < end or where.team_id not in (None, row.team_id):
+            continue
+        for key in product(*(value_of(row, group, where.tag) for group in by)):
+            wanted[key] = [have + more for have, more in zip(wanted[key], amounts(row), strict=True)]
+    found = {}
+    for total in await ledger.totals(by, where):
+        key = tuple(getattr(total, group) for group in by)
+        found[key] = [getattr(total, name) for name in SUMS]
+    if Group.DAY in by:
+        place = by.index(Group.DAY)
+        days = {day: _iso(day) for key in wanted for day in [key[place]]}
+        wanted = defaultdict(list, {(*k[:place], days[k[place]], *k[place + 1 :]): v for k, v in wanted.items()})
+    assert found == dict(wanted)
+
+
+def _iso(day: int) -> str:
+    from datetime import UTC, datetime
+
+    return datetime.fromtimestamp(day * 86_400, UTC).date().isoformat()
+
+
+AXES = (Group.TEAM, Group.KEY, Group.ALIAS, Group.DEPLOYMENT, Group.USER, Group.TAG, Group.DAY)
+MORE = ((Group.TEAM, Group.USER), (Group.USER, Group.DAY), (Group.TEAM, Group.TAG, Group.DAY))
+
+
+async def test_sums_by_every_axis_are_those_of_the_rows(accounts: Accounts) -> None:
+    """In batches that overlap, with corrections, over any days, of all teams or one."""
+    ledger, rows = Ledger(accounts.database), labelled(400)
+    for start in (0, 100, 150, 250):
+        await ledger.append(rows[start : start + 150])
+    spans = ((None, None), (NOON_MS - 30 * DAY_MS, NOON_MS), (NOON_MS - 123 * DAY_MS, NOON_MS - 40 * DAY_MS))
+    for by in [(axis,) for axis in AXES] + list(MORE):
+        for from_ms, until_ms in spans:
+            for team_id in (None, 2):
+                await check(ledger, rows, by, LedgerFilter(team_id=team_id, from_ms=from_ms, until_ms=until_ms))
+    await check(ledger, rows, (Group.TAG,), LedgerFilter(tag="step"))
+    [one] = await ledger.totals([], LedgerFilter(tag="project", tag_value="y", team_id=1))
+    assert one.requests == sum(
+        row.tags_by_name().get("project") == "y" and row.team_id == 1 and row.kind == "chat" for row in rows
+    )
+    [alice] = await ledger.totals([], LedgerFilter(user="alice"))
+    assert alice.cost_microusd == sum(row.cost_microusd for row in rows if row.user == "alice")
+    with pytest.raises(Invalid, match="by"):
+        await ledger.totals([Group.USER, Group.KEY])
+
+
+async def test_users_and_tags_beyond_the_bound_share_one_sum(accounts: Accounts) -> None:
+    """A client that invents users, values and names of tags adds a bounded number of rows and loses no money;
+    those that had a row keep it."""
+    ledger, base = Ledger(accounts.database), make_rows(1)[0]
+    names = [f'{{"n{number % 40}":"v{number}","run":"r{number}"}}' for number in range(VALUES_MAX + 300)]
+    rows = [
+        msgspec.structs.replace(base, id=f"u{number}", user=f"u{number}", tags=tags, cost_microusd=7)
+        for number, tags in enumerate(names)
+    ]
+    await ledger.append([msgspec.structs.replace(base, id="first", user="", tags='{"run":"r0"}', cost_microusd=1)])
+    for start in range(0, len(rows), 500):
+        await ledger.append(rows[start : start + 500])
+    again = msgspec.structs.replace(base, id="again", user="u0", cost_microusd=5)
+    await ledger.append([again, msgspec.structs.replace(again, id="more", user="late")])
+    users = {total.user: total.cost_microusd for total in await ledger.totals([Group.USER])}
+    assert (len(users), users["=u0"], users[OTHER]) == (VALUES_MAX + 2, 12, 300 * 7 + 5)
+    tags = {total.tag: total.requests for total in await ledger.totals([Group.TAG])}
+    assert len(tags) == TAG_NAMES_MAX + 1
+    assert sum(users.values()) == sum(row.cost_microusd for row in rows) + 11
+    runs = await ledger.totals([Group.TAG], LedgerFilter(tag="run"))
+    assert (len(runs), sum(total.requests for total in runs)) == (VALUES_MAX + 1, VALUES_MAX + 301)
+
+
+async def test_a_ledger_with_rows_gets_its_sums(database_url: str) -> None:
+    """After the upgrade the sums are those of the old rows; so are they beside a process of the version before,
+    which writes rows and days alone. A second mending finds nothing."""
+    await migrated_to(database_url, "0007")
+    database = Database(database_url)
+    rows = [msgspec.structs.replace(row, user="", tags="") for row in labelled(300, 1)]
+    await write_as_before(database, rows[:200])
+    await database.open()
+    ledger = Ledger(database)
+    assert await ledger.mend_sums() >= 300 // SPANS[-1]
+    for axis in AXES[:-2]:
+        await check(ledger, rows[:200], (axis,), LedgerFilter())
+    assert await ledger.mend_sums() == 0
+    new = msgspec.structs.replace(rows[0], id="new", user="alice")
+    await ledger.append([new])
+    await write_as_before(database, rows[200:])
+    assert await ledger.mend_sums() > 0
+    assert await ledger.mend_sums() == 0
+    for axis in (Group.TEAM, Group.KEY, Group.USER, Group.DAY):
+        await check(ledger, [*rows, new], (axis,), LedgerFilter(from_ms=NOON_MS - 200 * DAY_MS))
+    await database.close()
+
+
+async def write_as_before(database: Database, rows: list[LedgerRow]) -> None:
+    """The rows and their days, as version 0007 wrote them."""
+    columns = ["id", "at_ms", "request_id", "team_id", "key_id", "alias", "deployment", "kind", *SUMS[1:]]
+    async with database.writing() as connection:
+        table = sa.table("ledger", *map(sa.column, columns))
+        await connection.execute(table.insert(), [{name: getattr(row, name) for name in columns} for row in rows])
+        days: dict[tuple[Any, ...], list[int]] = {}
+        for row in rows:
+            key = (row.at_ms // DAY_MS, row.team_id, row.key_id, row.alias, row.deployment, row.kind)
+            have = days.get(key, [0] * len(SUMS))
+            days[key] = [one + more for one, more in zip(have, amounts(row), strict=True)]
+        await database.add_up(connection, schema.ledger_days, SUMS, days)
+
+
+@given(first=st.integers(0, 30_000), days=st.integers(0, 3_000))
+def test_periods_are_the_days_once(first: int, days: int) -> None:
+    """They hold each day of the span once and no other, in few parts."""
+    found = periods(first, first + days)
+    held = [
+        day
+        for period in found
+        for level, number in [divmod(period, 10**9)]
+        for day in range(number * SPANS[level], (number + 1) * SPANS[level])
+    ]
+    assert held == list(range(first, first + days))
+    assert len(found) <= 28 + days // SPANS[-1]
