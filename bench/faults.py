@@ -153,7 +153,7 @@ def _redis(upstream: Upstream, folder: Path, arguments: argparse.Namespace) -> I
             team = gateway.admin("POST", "/teams", json={"name": "free"})["id"]
             free_key = gateway.admin("POST", f"/teams/{team}/keys", json={"name": "k"})["plaintext"]
             load = asyncio.run(_through_a_pause(gateway, free_key, arguments))
-            books = _books(gateway)
+            books = books_of(gateway)
         found: dict[str, dict[str, float]] = {}
         for phase in ("before", "paused", "resumed"):
             served = [one for one in load.asked if one.phase == phase and one.end == "ok"]
@@ -213,14 +213,14 @@ def _kill(upstream: Upstream, folder: Path, arguments: argparse.Namespace) -> It
         with _started(upstream, folder / victim, cache={"is_semantic": True}, **more) as gateway:
             load = asyncio.run(_through_kills(gateway, victim, arguments))
             gateway.wait_ready()
-            books = _books(gateway, {one.id for one in load.asked if one.end == "ok" and one.is_fresh})
+            books = books_of(gateway, {one.id for one in load.asked if one.end == "ok" and one.is_fresh})
         ends = dict(Counter(one.end for one in load.asked))
         quantiles = _quantiles([one.seconds for one in load.asked if one.end == "ok"])
         good = books["is_exact"] and "TRUNCATED" not in ends
         yield {"part": "kill", "case": victim, **quantiles, "ends": {**ends, **books}, "is_good": good}
 
 
-def _books(gateway: Gateway, billed: set[str] = frozenset()) -> dict[str, Any]:  # type: ignore[assignment]
+def books_of(gateway: Gateway, billed: set[str] = frozenset()) -> dict[str, Any]:  # type: ignore[assignment]
     """Rows, spend and holds of the first team at rest; `billed` are the requests that must have a row."""
     until = time.monotonic() + _WITHIN_S
     while True:

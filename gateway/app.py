@@ -40,6 +40,7 @@ from gateway.admin.views import deployments_of
 from gateway.alerts.watch import AlertWatch
 from gateway.alerts.webhook import Webhook
 from gateway.api.asgi import Scope
+from gateway.api.batches import BatchesEndpoint
 from gateway.api.chat import Chat
 from gateway.api.embeddings import Embeddings
 from gateway.api.feedback import Feedback
@@ -52,7 +53,9 @@ from gateway.api.openapi import PATHS, SCHEMAS
 from gateway.api.responses import Responses
 from gateway.api.stored_responses import StoredResponses
 from gateway.api.tokens import Detokenize, Tokenize
+from gateway.batches.batches import Batches
 from gateway.batches.files import Files
+from gateway.batches.work import BatchRunner
 from gateway.data_dir import prepare
 from gateway.deployments.fleet import Fleet, build_fleet
 from gateway.deployments.shared_health import SharedHealth
@@ -68,7 +71,7 @@ from gateway.pipeline import Emit, Pipeline
 from gateway.settings import Settings
 from gateway.telemetry import logs
 from gateway.telemetry.health import HealthMonitor
-from gateway.telemetry.metric_names import LOG_DROPPED, STORED_RESPONSES, WRONG_KEYS
+from gateway.telemetry.metric_names import BATCH_LINES, LOG_DROPPED, STORED_RESPONSES, WRONG_KEYS
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
 from gateway.telemetry.stats import Stats
 from gateway.transport.redis_link import RedisLink
@@ -108,6 +111,7 @@ class Parts(AdminParts):
     stored_responses: ResponseStore
     watch: HealthMonitor
     files: Files
+    runner: BatchRunner
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -214,7 +218,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     settings = prepare(app.state.settings)
     async with AsyncExitStack() as stack:
         try:
-            parts = await _open(settings, stack)
+            parts = await _open(settings, stack, app.state.routes)
         except _NoDatabase as error:
             _log.error("start_failed", reason=str(error))
             raise
@@ -255,8 +259,8 @@ async def _open_accounts(settings: Settings, link: RedisLink, stack: AsyncExitSt
     return accounts
 
 
-async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
-    """Open every part, in the order of their dependencies."""
+async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Parts:
+    """Open every part, in the order of their dependencies. `routes` are filled later."""
     metrics = Metrics(settings.run_dir / "metrics")
     stack.callback(metrics.close)
     log = logs.configure(settings, on_drop=lambda lines: metrics.add(LOG_DROPPED, lines))
@@ -309,7 +313,7 @@ async def _open(settings: Settings, stack: AsyncExitStack) -> Parts:
         pipeline=pipeline,
         learning=learning,
         watch=watch,
-        files=Files(accounts.database, settings.batches, settings.files_dir),
+        **_batches(settings, accounts, pipeline, metrics, routes),
         shared_health=SharedHealth(settings, fleet.deployments, link),
         verdicts=learning.verdicts,
         reports=learning.reports,
@@ -343,6 +347,18 @@ def _open_responses(settings: Settings, accounts: Accounts, metrics: Metrics, st
     store = ResponseStore(accounts.database, time.time, settings.responses.retention_s, count)
     stack.push_async_callback(store.aclose)
     return store
+
+
+def _batches(
+    settings: Settings, accounts: Accounts, pipeline: Pipeline, metrics: Metrics, routes: Routes
+) -> dict[str, Any]:
+    """The files and batches of `Parts`."""
+    files = Files(accounts.database, settings.batches, settings.files_dir)
+    batches = Batches(accounts.database, files, settings.batches)
+    runner = BatchRunner(
+        batches, files, pipeline, accounts, settings.batches, routes, lambda how: metrics.add(BATCH_LINES, 1, how)
+    )
+    return {"files": files, "batches": batches, "runner": runner}
 
 
 def _open_spool(settings: Settings) -> Spool:
@@ -387,6 +403,7 @@ def _routes(settings: Settings, parts: Parts) -> Routes:
     models = Models(settings, parts.pipeline, time.time())
     files = FilesEndpoint(parts.pipeline, parts.files)
     memory = Memory(parts.stored_responses, settings)
+    batches = BatchesEndpoint(parts.pipeline, parts.batches, parts.runner.woken.set)
     return {
         "/v1/chat/completions": {"POST": Chat(parts.pipeline, settings.body_bytes_max)},
         "/v1/completions": {"POST": Chat(parts.pipeline, settings.body_bytes_max, COMPLETION)},
@@ -400,6 +417,8 @@ def _routes(settings: Settings, parts: Parts) -> Routes:
         "/detokenize": {"POST": Detokenize(settings, parts.pipeline)},
         "/v1/files": {"GET": files, "POST": files},
         "/v1/files/*": {"GET": files, "DELETE": files},
+        "/v1/batches": {"GET": batches, "POST": batches},
+        "/v1/batches/*": {"GET": batches, "POST": batches},
         "/v1/models": {"GET": models},
         "/v1/models/*": {"GET": models},
     }
@@ -434,6 +453,7 @@ def _start_loops(parts: Parts, stack: AsyncExitStack) -> None:
         "touches": lambda: _every(1.0, parts.exact.flush_touches),
         "claims": lambda: _every(1.0, parts.exact.renew_claims),
         "files": lambda: _every(_SWEEP_EVERY_S, parts.files.sweep),
+        "batches": parts.runner.run,
         "watch": lambda: parts.watch.run(parts.metrics),
         "health": parts.shared_health.run,
         "alerts": AlertWatch(parts.link, parts.accounts, parts.budgets, alerts, webhook).run,

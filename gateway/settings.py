@@ -157,6 +157,9 @@ class PriceSettings(_Section):
         None, ge=0, description="USD for each call of a tool that the provider runs, such as a web search"
     )
     request_usd: float = Field(0.0, ge=0, description="USD for each request, in addition to its tokens")
+    batch_factor: float = Field(
+        1.0, gt=0, le=1, description="the share of the price that a line of a batch costs here, such as 0.5"
+    )
     factors: dict[str, Annotated[float, Field(ge=1)]] = Field(
         {},
         description="how many times dearer a request is with one of the deployment's `allow_fields`, by its name, such as "
@@ -398,6 +401,12 @@ class BatchSettings(_Section):
     team_files_max: int = Field(1_000, gt=0, description="files of a team")
     kept_days: int = Field(
         30, ge=1, le=3_650, description="days that a file is kept unless its upload says `expires_after`"
+    )
+    lines_max: int = Field(50_000, gt=0, le=1_000_000, description="a batch of more lines fails")
+    line_bytes_max: int = Field(1_000_000, gt=0, description="a longer line of a batch is an error")
+    active_max: int = Field(100, gt=0, description="batches of a team that have not ended")
+    concurrency: int = Field(
+        8, ge=0, le=1_000, description="lines that a worker runs at once, a quarter beside other requests; 0: none"
     )
 
 

@@ -113,6 +113,12 @@ class Accounts:
         self._used_at_s[found.key.id] = now_s
         return found
 
+    def of_key(self, key_id: int) -> Identity | None:
+        """The identity of a key by its id, from memory; None like `identify`."""
+        found = next((one for one in self._identities.values() if one.key.id == key_id), None)
+        expires_at_s = found.key.expires_at_s if found is not None else None
+        return None if expires_at_s is not None and expires_at_s <= self._clock() else found
+
     async def find(self, bearer: str) -> Identity | None:
         """The identity of a key: from memory, else from a database that has changed since.
 

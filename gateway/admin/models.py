@@ -541,6 +541,27 @@ class AuditOut(_Out):
     cursor: int | None
 
 
+class BatchOut(_Out):
+    """A batch of requests; times in unix seconds."""
+
+    id: str
+    team_id: int
+    team: str
+    endpoint: str
+    status: str
+    created_at_s: float
+    expires_at_s: float
+    ended_at_s: float | None
+    total: int = Field(description="lines; 0 until the input is read")
+    completed: int
+    failed: int
+
+
+class BatchesOut(_Out):
+    batches: list[BatchOut]
+    cursor: str | None
+
+
 # -- the machine
 
 

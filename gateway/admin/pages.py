@@ -287,6 +287,11 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
     add_cache_forms(router, parts, render_cache)
     add_answer_form(router, parts, pages)
 
+    @router.get("/batches")
+    async def batches(request: Request, cursor: Annotated[str, Query(max_length=100)] = "") -> Response:
+        found = await views.batches(parts, cursor, _AUDIT_PER_PAGE)
+        return pages.render(request, "batches.html", batches=found.batches, older=found.cursor)
+
     @router.get("/audit")
     async def audit(request: Request, cursor: Annotated[int | None, Query(ge=0, le=2**31 - 1)] = None) -> Response:
         found = await cache_views.audit(parts, _AUDIT_PER_PAGE, cursor)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gateway.accounts import Accounts, Audit, Ledger
     from gateway.admin.guard import Guard
     from gateway.admin.models import DeploymentOut
+    from gateway.batches.batches import Batches
     from gateway.deployments.fleet import Fleet
     from gateway.deployments.shared_health import SharedHealth
     from gateway.journey.budget import Money
@@ -43,6 +44,7 @@ class AdminParts:
     accounts: Accounts
     ledger: Ledger
     audit: Audit
+    batches: Batches
     budgets: Budgets
     money: Money
     stats: Stats

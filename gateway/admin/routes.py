@@ -321,6 +321,11 @@ def _add_machine(api: APIRouter, parts: AdminParts) -> None:
         """What the dashboard's first page shows."""
         return await views.overview(parts, window)
 
+    @api.get("/batches")
+    async def batches(cursor: _Label = "", limit: _Limit = 100) -> models.BatchesOut:
+        """The batches of all teams with their progress, newest first."""
+        return await views.batches(parts, cursor, limit)
+
     @api.get("/status")
     async def status() -> models.StatusOut:
         """Every part's health, and what deserves a look."""

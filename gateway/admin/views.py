@@ -72,6 +72,17 @@ async def team(parts: AdminParts, team_id: int) -> models.TeamOut:
     raise accounts.NotFound(f"there is no team {team_id}")
 
 
+async def batches(parts: AdminParts, cursor: str, limit: int) -> models.BatchesOut:
+    """The batches of all teams, newest first."""
+    names = {team.id: team.name for team in await parts.accounts.list_teams()}
+    found = await parts.batches.page(None, cursor, limit)
+    rows = [
+        models.BatchOut.model_validate({**msgspec.structs.asdict(one), "team": names.get(one.team_id, "")})
+        for one in found[:limit]
+    ]
+    return models.BatchesOut(batches=rows, cursor=rows[-1].id if len(found) > limit else None)
+
+
 # -- history
 
 

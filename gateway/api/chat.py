@@ -17,7 +17,7 @@ from gateway.api import asgi
 from gateway.api.headers import EVENT_STREAM, JSON, answer_headers, cost_header
 from gateway.journey.flight import Reader, Reply
 from gateway.journey.storing import chunks_of
-from gateway.journey.turn import Arrival, Ended, Turn, arrive, read_turn
+from gateway.journey.turn import Arrival, Caller, Ended, Turn, arrive, read_turn
 from gateway.pipeline import Pipeline
 from gateway.transport.http_server import WHEN_GONE
 from gateway.wire.chunks import unfold
@@ -81,7 +81,8 @@ class Chat:
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         headers = asgi.headers_of(scope)
-        arrival = arrive(self.operation or self._kind.name)
+        caller: Caller | None = scope.get("caller")
+        arrival = arrive(self.operation or self._kind.name, caller)
         identity: Identity | None = None
         turn: Turn | None = None
         ended = Ended()
@@ -89,7 +90,9 @@ class Chat:
         reply: Reply | None = None
         try:
             # decision: auth-before-body
-            identity = await self._pipeline.authenticate(asgi.key_of(headers))
+            identity = (
+                caller.identity if caller is not None else await self._pipeline.authenticate(asgi.key_of(headers))
+            )
             raw = await asgi.read_body(receive, headers, self._body_bytes_max)
             turn, renderer = await self.read(raw, headers, arrival, identity, asgi.model_of(scope))
             reply = await self._pipeline.answer(turn, identity, watcher.attend)

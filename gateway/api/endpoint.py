@@ -15,7 +15,7 @@ from gateway.accounts import Identity
 from gateway.api import asgi
 from gateway.api.headers import JSON, base_headers
 from gateway.journey.record import record_of
-from gateway.journey.turn import Arrival, Ended, Labels, arrive, elapsed_ms_since, labels_of
+from gateway.journey.turn import Arrival, Caller, Ended, Labels, arrive, elapsed_ms_since, labels_of
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
 from gateway.wire.errors import shown
@@ -58,12 +58,15 @@ class JsonEndpoint(ABC, Generic[Request]):
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         headers = asgi.headers_of(scope)
-        arrival = arrive(self.operation)
+        caller: Caller | None = scope.get("caller")
+        arrival = arrive(self.operation, caller)
         identity: Identity | None = None
         alias, asked, answered, ended = "", "", Answered(None), Ended()
         try:
             # decision: auth-before-body
-            identity = await self._pipeline.authenticate(asgi.key_of(headers))
+            identity = (
+                caller.identity if caller is not None else await self._pipeline.authenticate(asgi.key_of(headers))
+            )
             body = await self.body(scope, receive, headers)
             asked = shown(model) if isinstance(model := body.get("model"), str) else ""
             limited = await self._pipeline.limits.take_requests(identity)

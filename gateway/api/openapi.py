@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.api.batches import BatchRequest
 from gateway.api.embeddings import INPUTS_MAX, EmbeddingsRequest
 from gateway.api.feedback import FeedbackRequest
 from gateway.api.front import operation
@@ -26,6 +27,7 @@ _SHAPES = (
     PromptRequest,
     EmbeddingsRequest,
     FeedbackRequest,
+    BatchRequest,
     CacheFields,
     DetokenizeRequest,
 )
@@ -173,6 +175,12 @@ PATHS: dict[str, Any] = {
         "delete": {**operation("Delete a file", None), "parameters": [_in_path("file")]},
     },
     "/v1/files/{file}/content": {"get": {**operation("The bytes of a file", None), "parameters": [_in_path("file")]}},
+    "/v1/batches": {
+        "post": operation("Create a batch of the requests in a file", _body(BatchRequest)),
+        "get": operation("List the team's batches", None),
+    },
+    "/v1/batches/{batch}": {"get": {**operation("One batch", None), "parameters": [_in_path("batch")]}},
+    "/v1/batches/{batch}/cancel": {"post": {**operation("Cancel a batch", None), "parameters": [_in_path("batch")]}},
     "/v1/models": {"get": operation("List the models this key may use", None)},
     "/v1/models/{model}": {
         "get": {

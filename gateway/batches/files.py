@@ -26,7 +26,17 @@ from gateway.accounts import schema
 from gateway.accounts.database import Database, uncancelled
 from gateway.loggers import get_logger
 from gateway.settings import BatchSettings
-from gateway.wire.errors import ApiError, BadRequest, Forbidden, NotFound, StorageFull, TooLarge, Unavailable, shown
+from gateway.wire.errors import (
+    ApiError,
+    BadRequest,
+    Forbidden,
+    InUse,
+    NotFound,
+    StorageFull,
+    TooLarge,
+    Unavailable,
+    shown,
+)
 
 INPUT, OUTPUT = "batch", "batch_output"
 PURPOSES = (INPUT, OUTPUT)
@@ -40,7 +50,11 @@ _FORM_BYTES_MAX = 64 << 10  # of an upload around its file
 EXPIRES_S = (3_600, 30 * _DAY_S)
 
 _log = get_logger()
-_files = schema.files
+_files, _batches = schema.files, schema.batches
+
+LIVE = ("validating", "in_progress", "finalizing", "cancelling")
+"""The statuses of a batch that has not ended."""
+_NEEDED = sa.select(_batches.c.input_file_id).where(_batches.c.status.in_(LIVE))
 
 
 def new_object_id(kind: str, at_s: float) -> str:
@@ -82,6 +96,13 @@ def storage_error(error: OSError) -> ApiError:
     return Unavailable("The gateway's storage for files can't be used at the moment", code="storage_unavailable")
 
 
+def created(path: Path) -> BinaryIO:
+    """A new file for its owner only, in a folder that is made if it is missing. Blocks. Raises OSError."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    return open(os.open(path, flags, 0o600), "wb", buffering=0)
+
+
 class Upload:
     """A file that is arriving: `write` its pieces, then `keep` or `drop` it, once."""
 
@@ -107,17 +128,29 @@ class Upload:
     async def _flush(self) -> None:
         piece, self._waiting = self._waiting, bytearray()
         try:
-            await asyncio.to_thread(self._append, piece)
+            await asyncio.to_thread(self._write, piece)
         except OSError as error:
             raise storage_error(error) from None
 
-    def _append(self, piece: bytearray) -> None:
+    def append(self, piece: bytes) -> None:
+        """Write a piece, for a caller in a thread: it blocks. Raises OSError."""
+        self.bytes += len(piece)
+        self._write(piece)
+
+    def _write(self, piece: bytes | bytearray) -> None:
         if self._file is None:
-            self._file = self._files.create(self.id)
-        self._file.write(piece)
+            self._file = created(self._files.path(self.id))
+        if self._file.write(piece) != len(piece):
+            raise OSError(errno.ENOSPC, "not all of it was written")
 
     async def keep(self, purpose: str, filename: str, expires_after_s: int | None = None) -> File:
-        """The complete file, on disk. Raises StorageFull, Unavailable, NotFound if its team is gone."""
+        """The complete file, shown to its team. Raises StorageFull, Unavailable, NotFound if the team is gone."""
+        file = await self.sealed(purpose, filename, expires_after_s)
+        await self._files.complete(file)
+        return file
+
+    async def sealed(self, purpose: str, filename: str, expires_after_s: int | None = None) -> File:
+        """The complete file, on disk. Raises StorageFull, Unavailable."""
         await self._flush()
         assert self._file is not None
         try:
@@ -125,7 +158,7 @@ class Upload:
         except OSError as error:
             raise storage_error(error) from None
         kept_s = expires_after_s or self._files.settings.kept_days * _DAY_S
-        file = File(
+        return File(
             id=self.id,
             team_id=self._team_id,
             purpose=purpose,
@@ -134,8 +167,6 @@ class Upload:
             created_at_s=self._at_s,
             expires_at_s=self._at_s + kept_s,
         )
-        await self._files.complete(file)
-        return file
 
     async def drop(self) -> None:
         """Leave nothing of it."""
@@ -164,12 +195,6 @@ class Files:
     def path(self, file_id: str) -> Path:
         """The place of a content. `file_id` is of a row, never of a request."""
         return self.folder / file_id
-
-    def create(self, name: str) -> BinaryIO:
-        """A new file in the folder, for its owner only. Blocks. Raises OSError."""
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        return open(os.open(self.folder / name, flags, 0o600), "wb", buffering=0)
 
     @uncancelled
     async def begin(self, team_id: int, bytes_max: int | None = None, *, is_own: bool = False) -> Upload:
@@ -206,9 +231,8 @@ class Files:
     @uncancelled
     async def complete(self, file: File) -> None:
         """Show the file to its team. Raises NotFound if its row is gone."""
-        values = msgspec.structs.asdict(file) | {"is_ready": True}
         async with self._database.writing() as connection:
-            if not (await connection.execute(sa.update(_files).where(_files.c.id == file.id).values(values))).rowcount:
+            if not (await connection.execute(completed(file))).rowcount:
                 raise _no_file(file.id)
 
     @uncancelled
@@ -236,8 +260,17 @@ class Files:
             return [_file(row) for row in (await connection.execute(ordered)).mappings()]
 
     async def delete(self, team_id: int, file_id: str) -> None:
-        """Delete a team's file. Raises NotFound."""
-        await self.remove(team_id, (await self.get(team_id, file_id)).id)
+        """Delete a team's file. Raises NotFound, and InUse if a batch needs it."""
+        found = await self.get(team_id, file_id)
+        if await self._is_needed(found.id):
+            raise InUse("A batch that has not ended reads this file: cancel the batch first")
+        await self.remove(team_id, found.id)
+
+    @uncancelled
+    async def _is_needed(self, file_id: str) -> bool:
+        async with self._database.reading() as connection:
+            needed = _NEEDED.where(_batches.c.input_file_id == file_id)
+            return (await connection.execute(needed)).first() is not None
 
     @uncancelled
     async def remove(self, team_id: int, file_id: str) -> None:
@@ -245,7 +278,7 @@ class Files:
         async with self._database.writing() as connection:
             where = (_files.c.team_id == team_id) & (_files.c.id == file_id)
             await connection.execute(sa.delete(_files).where(where))
-        await asyncio.to_thread(self._unlink, [file_id])
+        await asyncio.to_thread(self.unlink, [file_id])
 
     @uncancelled
     async def usage(self) -> dict[int, tuple[int, int]]:
@@ -262,7 +295,7 @@ class Files:
         names = await asyncio.to_thread(self._names)  # before the rows: a row is made before its content
         await self._forget(names)
         kept = await self._kept()
-        await asyncio.to_thread(self._unlink, [name for name in names if name not in kept])
+        await asyncio.to_thread(self.unlink, [name for name in names if name not in kept])
 
     @uncancelled
     async def _forget(self, names: dict[str, float]) -> None:
@@ -271,7 +304,7 @@ class Files:
         async with self._database.reading() as connection:
             old = (_files.c.is_ready.is_(False)) & (_files.c.created_at_s < now_s - _STALE_S)
             arriving = list((await connection.execute(sa.select(_files.c.id).where(old))).scalars())
-            late = (_files.c.is_ready.is_(True)) & (_files.c.expires_at_s < now_s)
+            late = _files.c.is_ready.is_(True) & (_files.c.expires_at_s < now_s) & _files.c.id.not_in(_NEEDED)
             gone = list((await connection.execute(sa.select(_files.c.id).where(late))).scalars())
         gone += [one for one in arriving if names.get(one, 0.0) < now_s - _STALE_S]
         if gone:
@@ -283,7 +316,8 @@ class Files:
     async def _kept(self) -> set[str]:
         """The names in the folder that rows need."""
         async with self._database.reading() as connection:
-            return set((await connection.execute(sa.select(_files.c.id))).scalars())
+            live = sa.select(_batches.c.id).where(_batches.c.status.in_(LIVE))
+            return set((await connection.execute(sa.union_all(sa.select(_files.c.id), live))).scalars())
 
     def _names(self) -> dict[str, float]:
         """The names in the folder that are contents or folders of batches, each with its last change."""
@@ -295,7 +329,8 @@ class Files:
                         found[place.name] = place.stat(follow_symlinks=False).st_mtime
         return found
 
-    def _unlink(self, names: Iterable[str]) -> None:
+    def unlink(self, names: Iterable[str]) -> None:
+        """Remove contents, and folders of batches. Blocks."""
         for name in names:
             path = self.folder / name
             try:
@@ -309,6 +344,11 @@ class Files:
     def _ready(self, team_id: int) -> sa.Select[Any]:
         is_late = _files.c.expires_at_s < self._clock()
         return sa.select(_files).where((_files.c.team_id == team_id) & _files.c.is_ready.is_(True) & sa.not_(is_late))
+
+
+def completed(file: File) -> sa.Update:
+    """The statement that shows a file to its team."""
+    return sa.update(_files).where(_files.c.id == file.id).values(**msgspec.structs.asdict(file), is_ready=True)
 
 
 def _file(row: Any) -> File:

@@ -47,6 +47,7 @@ class Facts(msgspec.Struct, frozen=True):
     tiers: Mapping[str, Price] = {}  # by `service_tier`
     allowed: frozenset[str] = frozenset()  # of `allow_fields`: those with a known price
     factors: Mapping[str, int] = {}  # by reserved field or tool: a million times the price's factor
+    batch_factor: int = 1_000_000  # the same of a line of a batch
     may_reason: bool | None = None  # whether answers have tokens that no chunk shows; None: not known
     is_price_known: bool = True
     are_capabilities_assumed: bool = False  # those of its kind, as its model is in no table
@@ -76,6 +77,7 @@ def describe(deployment: DeploymentSettings) -> Facts:
         tiers=tiers,
         allowed=_allowed(deployment, price, tiers, factors),
         factors=factors,
+        batch_factor=microusd(deployment.price.batch_factor) if deployment.price is not None else 1_000_000,
         may_reason=row.may_reason if row else None if deployment.backend != "local" else False,
         is_price_known=price is not None or deployment.backend == "local",
         are_capabilities_assumed=row is None and deployment.capabilities is None and deployment.backend != "local",

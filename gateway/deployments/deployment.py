@@ -55,6 +55,7 @@ class Deployment:
     context_learned: int | None = None  # the size that it gave when it refused a longer request
     tiers: Mapping[str, Price] = field(default_factory=dict)  # by `service_tier`
     factors: Mapping[str, int] = field(default_factory=dict)  # by reserved part: a million times the price's
+    batch_factor: int = 1_000_000  # the same of a line of a batch
     may_reason: bool | None = None  # whether answers have tokens that no chunk shows; None: not known
     tokens_per_ms: float = 0.04  # of its latest answers, from their start, with the tokens that no chunk shows
 
@@ -85,13 +86,14 @@ class Deployment:
             can_chat=facts.can_chat,
             tiers=facts.tiers,
             factors=facts.factors,
+            batch_factor=facts.batch_factor,
             may_reason=facts.may_reason,
         )
 
     def cost(self, demand: Demand, tokens: Tokens) -> MicroUSD:
         """The cost of the tokens of a request, in µUSD."""
         cost = self._price(demand).cost(tokens)
-        return self._raised(demand, cost) if demand.reserved else cost
+        return self._raised(demand, cost) if demand.reserved or demand.is_batch else cost
 
     def cost_max(self, demand: Demand, completion_tokens: int) -> MicroUSD:
         """The highest possible cost of a request whose answers have so many tokens together."""
@@ -103,7 +105,7 @@ class Deployment:
             has_long_writes=demand.has_long_writes,
             tool_calls=calls,
         )
-        return self._raised(demand, cost) if demand.reserved else cost
+        return self._raised(demand, cost) if demand.reserved or demand.is_batch else cost
 
     def _price(self, demand: Demand) -> Price:
         """The price of the tier asked for; of a tier without one, the dearest."""
@@ -113,7 +115,9 @@ class Deployment:
         return self.tiers.get(demand.tier, dearest)
 
     def _raised(self, demand: Demand, cost: MicroUSD) -> MicroUSD:
-        """`cost` times the factors of the reserved parts of the request."""
+        """`cost` times the factors of the reserved parts of the request, and of a batch."""
+        if demand.is_batch:
+            cost = -(-cost * self.batch_factor // 1_000_000)
         for name in demand.reserved.intersection(self.factors):
             cost = -(-cost * self.factors[name] // 1_000_000)
         return cost

@@ -118,6 +118,7 @@ def _build(alias: str, deployment: DeploymentSettings, settings: Settings, clock
         allowed=facts.allowed,
         tiers=facts.tiers,
         factors=facts.factors,
+        batch_factor=facts.batch_factor,
         may_reason=facts.may_reason,
     )
 

@@ -32,6 +32,7 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
 
     request_id: str
     at_s: float  # unix time of arrival
+    batch: str = ""  # the batch that it is a line of
     route: str = "chat"  # chat | text_completion | embeddings | ...
     team_id: int = 0
     team: str = ""
@@ -139,6 +140,7 @@ def record_of(
     return Record(
         request_id=arrival.request_id,
         at_s=arrival.at_s,
+        batch=arrival.batch,
         route=arrival.operation,
         alias=alias,
         is_stream=turn is not None and turn.is_stream,

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from cache import Controls
+from gateway.accounts import Identity
 from gateway.backends.base import Native
 from gateway.wire.errors import BadRequest
 from gateway.wire.requests import SHAPES, ChatRequest, CompletionRequest, convert, decode_object, json_name
@@ -35,17 +36,28 @@ class CacheFields(msgspec.Struct, forbid_unknown_fields=True, rename={"no_cache"
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """A request before its body is read. `operation` is chat, text_completion, embeddings, ..."""
+    """A request before its body is read. `operation` is chat, text_completion, embeddings, ...
+
+    `batch` is the id of the batch that it is a line of, or empty.
+    """
 
     request_id: str
     at_s: float  # unix time
     operation: str
+    batch: str = ""
 
 
-def arrive(operation: str) -> Arrival:
+class Caller(msgspec.Struct, frozen=True):
+    """The caller of a line of a batch, which the gateway itself puts into the request's scope."""
+
+    identity: Identity
+    batch: str
+
+
+def arrive(operation: str, caller: Caller | None = None) -> Arrival:
     """The arrival of a request of this operation, now, with a new id."""
     at_s = time.time()
-    return Arrival(new_id(at_s), at_s, operation)
+    return Arrival(new_id(at_s), at_s, operation, "" if caller is None else caller.batch)
 
 
 class Labels(msgspec.Struct, frozen=True):
@@ -111,12 +123,13 @@ def read_turn(
         body["max_tokens"] = kind.output_tokens_default
     request: ChatRequest | CompletionRequest = convert(body, SHAPES[kind.name])
     started = time.perf_counter()
+    demand = request.demand(raw, body)
     return Turn(
         arrival=arrival,
         alias=request.model,
         controls=read_controls(headers.get("cache-control", ""), body.pop("cache", None)),
         body=body,
-        demand=request.demand(raw, body),
+        demand=msgspec.structs.replace(demand, is_batch=True) if arrival.batch else demand,
         is_stream=bool(request.stream),
         wants_usage=bool(request.stream_options and request.stream_options.include_usage),
         kind=kind,

@@ -93,6 +93,9 @@ ESTIMATED = _counter(
     "Generations whose tokens the deployment did not report: they are charged by an estimate.",
     "model deployment",
 )
+BATCH_LINES = _counter(
+    "sameway_batch_lines_total", "Lines of batches that ended: ok, or the code of their error.", "outcome"
+)
 STORES = _counter(
     "sameway_cache_stores_total", "Answers offered to the cache: stored, or the reason why not.", "outcome"
 )

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from cache import Trial
 from cache.verdicts import AnswerRef, Scope, Source, Suspension, Verdict
 from gateway.accounts import HitsRow
+from gateway.batches.lines import LineSpan
 from gateway.deployments.progress import Attempt
 from gateway.journey.record import Record, Rejection
 from gateway.telemetry import checks
@@ -24,6 +25,7 @@ _MISSES = (("numbers", 0.941), ("far", 0.712), ("polarity", 0.905), ("names", 0.
 async def seed(world: World) -> dict[str, int]:
     """Fills the world; answers the teams' ids by name."""
     ids = await _seed_teams(world)
+    await _seed_batch(world, ids["search"])
     chance = random.Random(7)
     for number in range(2_600):
         world.stats.add(_record(chance, number, ids))
@@ -189,3 +191,16 @@ def _generate(chance: random.Random, record: SimpleNamespace) -> None:
     elif fate < 0.06:
         record.status, record.error = 502, "upstream_error"
         record.attempts = (Attempt(record.deployment, "connection reset", 212.0),)
+
+
+async def _seed_batch(world: World, team_id: int) -> None:
+    """A batch that has begun."""
+    batches = world.admin.batches
+    upload = await batches._files.begin(team_id)
+    await upload.write(b"{}\n")
+    file = await upload.keep("batch", HOSTILE)
+    await batches.create(team_id, 1, "/v1/chat/completions", file.id, {"for": HOSTILE}, None)
+    work = await batches.claim("tests", ())
+    assert work is not None
+    chunk = LineSpan(number=0, offset=0, size=3, first_line=1, lines=1, repeated=[])
+    await batches.plan(work, [chunk])

@@ -35,6 +35,8 @@ from gateway.admin.guard import Guard
 from gateway.admin.models import DeploymentOut, EngineOut
 from gateway.admin.parts import AdminParts
 from gateway.admin.routes import admin_router
+from gateway.batches.batches import Batches
+from gateway.batches.files import Files
 from gateway.deployments.fleet import build_fleet
 from gateway.deployments.shared_health import SharedHealth
 from gateway.journey.budget import Money
@@ -219,6 +221,7 @@ async def open_world(redis: Redis, folder: Path) -> AsyncIterator[World]:
         lambda: world.now_s,
     )
     fleet = build_fleet(settings, lambda: NOW_S)
+    files = Files(accounts.database, settings.batches, settings.files_dir, lambda: world.now_s)
     accounts.follow_uses(fleet.take_uses)
     link: Any = redis  # without the loop that exchanges
     admin = AdminParts(
@@ -227,6 +230,7 @@ async def open_world(redis: Redis, folder: Path) -> AsyncIterator[World]:
         accounts=accounts,
         ledger=ledger,
         audit=Audit(accounts.database),
+        batches=Batches(accounts.database, files, settings.batches, lambda: world.now_s),
         budgets=budgets,
         money=Money(budgets, settings.budgets, Spool(None)),
         stats=stats,

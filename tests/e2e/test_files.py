@@ -206,7 +206,7 @@ async def test_a_full_disk_is_said(host: Host, monkeypatch: pytest.MonkeyPatch) 
     def full(*_: object) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(files_module.Files, "create", full)
+    monkeypatch.setattr(files_module, "created", full)
     with pytest.raises(openai.InternalServerError) as caught:
         await host.client.files.create(file=("a", LINE), purpose="batch")
     assert (caught.value.status_code, caught.value.code) == (507, "storage_full")

@@ -1,0 +1,86 @@
+"""`/v1/batches`: create, list, retrieve and cancel batches.
+
+Shapes: OpenAI API reference, "Batch". It runs no line: `gateway/batches/work.py` does. Invariant: a
+batch and its files are of the team of the key.
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from gateway.api import asgi
+from gateway.api.stored import Call, StoredEndpoint, listed, no_such_action, paging
+from gateway.batches.batches import Batches
+from gateway.batches.files import check_expiry
+from gateway.batches.work import ENDPOINTS
+from gateway.pipeline import Pipeline
+from gateway.wire.errors import BadRequest, shown
+from gateway.wire.requests import convert, decode_object
+
+_LIST_USUAL, _LIST_MAX = 20, 100
+_BODY_BYTES_MAX = 64 << 10
+
+
+class _Expiry(msgspec.Struct):
+    anchor: str
+    seconds: int
+
+
+class BatchRequest(msgspec.Struct):
+    """The body of a new batch."""
+
+    input_file_id: Annotated[str, Meta(max_length=100)]
+    endpoint: str
+    completion_window: Literal["24h"]
+    metadata: (
+        Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
+        | None
+    ) = None
+    output_expires_after: _Expiry | None = None
+
+
+class BatchesEndpoint(StoredEndpoint):
+    """The endpoint for batches. One instance per worker; `wake` is called for a new batch."""
+
+    operation = "batches"
+    path = "/v1/batches"
+
+    def __init__(self, pipeline: Pipeline, batches: Batches, wake: Callable[[], None]) -> None:
+        super().__init__(pipeline)
+        self._batches = batches
+        self._wake = wake
+
+    async def answer(self, call: Call) -> dict[str, Any] | None:
+        team_id = call.identity.team.id
+        match call.method, call.object_id, call.action:
+            case "POST", "", "":
+                return await self._create(call)
+            case "GET", "", "":
+                asked = paging(call.query, _LIST_USUAL, _LIST_MAX)
+                found = await self._batches.page(team_id, asked.after, asked.limit)
+                return listed([batch.as_json() for batch in found], asked.limit)
+            case "GET", batch_id, "":
+                return (await self._batches.get(team_id, batch_id)).as_json()
+            case "POST", batch_id, "cancel":
+                await self._batches.cancel(team_id, batch_id)
+                return (await self._batches.get(team_id, batch_id)).as_json()
+        raise no_such_action(self.path, call)
+
+    async def _create(self, call: Call) -> dict[str, Any]:
+        body = decode_object(await asgi.read_body(call.receive, call.headers, _BODY_BYTES_MAX))
+        request: BatchRequest = convert(body, BatchRequest)
+        if request.endpoint not in ENDPOINTS:
+            raise BadRequest(
+                f"Invalid endpoint: expected one of {', '.join(ENDPOINTS)}, got {shown(request.endpoint)}",
+                param="endpoint",
+                code="invalid_value",
+            )
+        expiry, key = request.output_expires_after, call.identity.key
+        kept_s = check_expiry(expiry.anchor, expiry.seconds) if expiry is not None else None
+        made = await self._batches.create(
+            key.team_id, key.id, request.endpoint, request.input_file_id, request.metadata, kept_s
+        )
+        self._wake()
+        return made.as_json()

@@ -1,0 +1,360 @@
+"""Batches of teams in SQL, and the leases by which the workers of all hosts share them.
+
+Knows no HTTP and no requests. Shapes: OpenAI API reference, "Batch". Invariants: a change that
+needs a lease is made only while its worker has it; a batch ends once, together with its files; a
+team's batches are found among its own.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from gateway.accounts import schema
+from gateway.accounts.database import Database, uncancelled
+from gateway.batches.files import INPUT, LIVE, File, Files, completed, new_object_id
+from gateway.batches.lines import LineRefused, LineSpan
+from gateway.settings import BatchSettings
+from gateway.wire.errors import BadRequest, Forbidden, InUse, NotFound, shown
+
+COMPLETION_WINDOW, _WINDOW_S = "24h", 86_400.0
+LEASE_S = 15.0
+_batches, _chunks = schema.batches, schema.batch_chunks
+_CHUNK = [_chunks.c[name] for name in LineSpan.__struct_fields__]
+_ENDED = ("completed", "failed", "expired", "cancelled")
+_MOMENTS = ("created_at", "expires_at", "in_progress_at", "finalizing_at", "cancelling_at")
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch with its counts of lines. Times in unix seconds."""
+
+    id: str
+    team_id: int
+    key_id: int
+    endpoint: str
+    input_file_id: str
+    status: str
+    created_at_s: float
+    expires_at_s: float
+    in_progress_at_s: float | None
+    finalizing_at_s: float | None
+    cancelling_at_s: float | None
+    ended_at_s: float | None
+    total: int
+    completed: int
+    failed: int
+    output_file_id: str | None
+    error_file_id: str | None
+    output_kept_s: int | None
+    metadata: dict[str, str] | None
+    errors: dict[str, Any] | None
+
+    def as_json(self) -> dict[str, Any]:
+        """OpenAI's batch object."""
+        moments = {name: _whole(getattr(self, f"{name}_s")) for name in _MOMENTS}
+        ends = {f"{status}_at": _whole(self.ended_at_s) if self.status == status else None for status in _ENDED}
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "errors": self.errors,
+            "input_file_id": self.input_file_id,
+            "completion_window": COMPLETION_WINDOW,
+            "status": self.status,
+            "output_file_id": self.output_file_id,
+            "error_file_id": self.error_file_id,
+            **moments,
+            **ends,
+            "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
+            "metadata": self.metadata,
+        }
+
+
+def _whole(moment_s: float | None) -> int | None:
+    return None if moment_s is None else int(moment_s)
+
+
+class Work(msgspec.Struct, frozen=True):
+    """What a worker has leased: a chunk, or the batch itself, to read its input or end it."""
+
+    batch: Batch
+    chunk: LineSpan | None
+    token: str
+
+
+class Batches:
+    """`clock` gives unix seconds; those of several hosts must agree to within a few seconds."""
+
+    def __init__(
+        self, database: Database, files: Files, settings: BatchSettings, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._database = database
+        self._files = files
+        self._settings = settings
+        self.clock = clock
+
+    # -- for callers
+
+    async def create(
+        self,
+        team_id: int,
+        key_id: int,
+        endpoint: str,
+        input_file_id: str,
+        metadata: dict[str, str] | None,
+        output_kept_s: int | None,
+    ) -> Batch:
+        """A new batch. Raises NotFound, BadRequest for a file of another purpose, Forbidden."""
+        found = await self._files.get(team_id, input_file_id)
+        if found.purpose != INPUT:
+            raise BadRequest(
+                f"The file {found.id} has the purpose `{found.purpose}`: expected `{INPUT}`",
+                param="input_file_id",
+                code="invalid_value",
+            )
+        now_s = self.clock()
+        batch = Batch(
+            id=new_object_id("batch_", now_s),
+            team_id=team_id,
+            key_id=key_id,
+            endpoint=endpoint,
+            input_file_id=found.id,
+            status="validating",
+            created_at_s=now_s,
+            expires_at_s=now_s + _WINDOW_S,
+            in_progress_at_s=None,
+            finalizing_at_s=None,
+            cancelling_at_s=None,
+            ended_at_s=None,
+            total=0,
+            completed=0,
+            failed=0,
+            output_file_id=None,
+            error_file_id=None,
+            output_kept_s=output_kept_s,
+            metadata=metadata,
+            errors=None,
+        )
+        await self._insert(batch)
+        return batch
+
+    @uncancelled
+    async def _insert(self, batch: Batch) -> None:
+        async with self._database.writing() as connection:
+            files, teams = schema.files, schema.teams
+            live = sa.select(sa.func.count()).where(_batches.c.team_id == batch.team_id, _batches.c.status.in_(LIVE))
+            await connection.execute(sa.select(teams.c.id).where(teams.c.id == batch.team_id).with_for_update())
+            if (await connection.execute(live)).scalar_one() >= self._settings.active_max:
+                raise Forbidden(
+                    f"This team has {self._settings.active_max} batches that have not ended: wait for one, or cancel it",
+                    code="too_many_batches",
+                )
+            there = sa.select(files.c.id).where(files.c.id == batch.input_file_id)
+            if (await connection.execute(there)).scalar() is None:
+                raise NotFound(f"No such File object: {batch.input_file_id}", param="id", code="file_not_found")
+            row = msgspec.structs.asdict(batch)
+            await connection.execute(sa.insert(_batches).values(**row, leased_by="", leased_until_s=0.0))
+
+    async def get(self, team_id: int, batch_id: str) -> Batch:
+        """A team's batch. Raises NotFound, also for another team's."""
+        found = await self._select(_batches.c.team_id == team_id, _batches.c.id == batch_id, limit=1)
+        if not found:
+            raise NotFound(f"No batch found with id '{shown(batch_id)}'.", param="batch_id", code="batch_not_found")
+        return found[0]
+
+    async def page(self, team_id: int | None, after: str, limit: int) -> list[Batch]:
+        """The batches of a team, or of all, newest first, from the one after `after`: one more than
+        `limit` at most.
+        """
+        where = [] if team_id is None else [_batches.c.team_id == team_id]
+        return await self._select(*where, *([_batches.c.id < after] if after else []), limit=limit + 1)
+
+    @uncancelled
+    async def cancel(self, team_id: int, batch_id: str) -> None:
+        """Begin to cancel a team's batch; one that is being cancelled stays so. Raises NotFound, InUse."""
+        batch = await self.get(team_id, batch_id)
+        async with self._database.writing() as connection:
+            changed = await connection.execute(
+                sa.update(_batches)
+                .where(_batches.c.id == batch.id, _batches.c.status.in_(LIVE))
+                .values(status="cancelling", cancelling_at_s=sa.func.coalesce(_batches.c.cancelling_at_s, self.clock()))
+            )
+        if not changed.rowcount:
+            raise InUse(f"The batch has ended: its status is {batch.status}")
+
+    @uncancelled
+    async def _select(self, *where: Any, limit: int) -> list[Batch]:
+        async with self._database.reading() as connection:
+            return await self._read(connection, *where, limit=limit)
+
+    async def _read(self, connection: AsyncConnection, *where: Any, limit: int = 1) -> list[Batch]:
+        """The batches, newest first; the counts of one under way are its chunks'."""
+        rows = sa.select(_batches).where(*where).order_by(_batches.c.id.desc()).limit(limit)
+        found = list((await connection.execute(rows)).mappings())
+        sums = (
+            sa.select(_chunks.c.batch_id, sa.func.sum(_chunks.c.completed), sa.func.sum(_chunks.c.failed))
+            .where(_chunks.c.batch_id.in_([row["id"] for row in found]))
+            .group_by(_chunks.c.batch_id)
+        )
+        counts = {batch_id: (int(done), int(failed)) for batch_id, done, failed in await connection.execute(sums)}
+        batches = [Batch(**{name: row[name] for name in Batch.__struct_fields__}) for row in found]
+        return [
+            one
+            if one.id not in counts
+            else msgspec.structs.replace(one, completed=counts[one.id][0], failed=counts[one.id][1])
+            for one in batches
+        ]
+
+    # -- for workers
+
+    @uncancelled
+    async def claim(self, token: str, busy_teams: Collection[int]) -> Work | None:
+        """Lease something to do, of any team but those of `busy_teams`; None if there is nothing."""
+        now_s = self.clock()
+        async with self._database.reading() as connection:
+            live = sa.select(_batches.c.id, _batches.c.team_id, _batches.c.status, _batches.c.leased_until_s)
+            batches = list(await connection.execute(live.where(_batches.c.status.in_(LIVE))))
+            if not batches:
+                return None
+            free = sa.case((_chunks.c.leased_until_s < now_s, _chunks.c.number))
+            undone = sa.select(_chunks.c.batch_id, sa.func.min(free)).where(_chunks.c.is_done.is_(False))
+            left: dict[str, int | None] = {  # of each batch with chunks to do, one that is free
+                row[0]: row[1] for row in await connection.execute(undone.group_by(_chunks.c.batch_id))
+            }
+        found: dict[int, list[tuple[str, int | None]]] = {}
+        for batch_id, team_id, _, leased_until_s in batches:
+            is_free = left[batch_id] is not None if batch_id in left else leased_until_s < now_s
+            if is_free and team_id not in busy_teams:
+                found.setdefault(team_id, []).append((batch_id, left.get(batch_id)))
+        if not found:
+            return None
+        # of each team alike, however many batches it has
+        batch_id, number = random.choice(found[random.choice(list(found))])
+        return await self._lease(batch_id, number, token, now_s)
+
+    async def _lease(self, batch_id: str, number: int | None, token: str, now_s: float) -> Work | None:
+        table, where = _of(batch_id, number)
+        lease = {"leased_by": token, "leased_until_s": now_s + LEASE_S}
+        async with self._database.writing() as connection:
+            taken = sa.update(table).where(*where, table.c.leased_until_s < now_s).values(**lease)
+            if not (await connection.execute(taken)).rowcount:
+                return None
+            (batch,) = await self._read(connection, _batches.c.id == batch_id) or (None,)
+            if batch is None:
+                return None
+            if number is None:
+                return Work(batch, None, token)
+            row = (await connection.execute(sa.select(*_CHUNK).where(*where))).mappings().one()
+            return Work(batch, LineSpan(**row), token)
+
+    @uncancelled
+    async def renew(self, work: Work, counts: tuple[int, int]) -> Batch | None:
+        """Keep a lease, and show the completed and failed lines of a chunk. Returns the batch as it
+        is now; None if the lease was lost.
+        """
+        table, where = _of(work.batch.id, work.chunk.number if work.chunk is not None else None)
+        values: dict[str, Any] = {"leased_until_s": self.clock() + LEASE_S}
+        if work.chunk is not None:
+            values |= {"completed": counts[0], "failed": counts[1]}
+        async with self._database.writing() as connection:
+            kept = sa.update(table).where(*where, table.c.leased_by == work.token).values(**values)
+            if not (await connection.execute(kept)).rowcount:
+                return None
+            return next(iter(await self._read(connection, _batches.c.id == work.batch.id)), None)
+
+    @uncancelled
+    async def release(self, work: Work) -> None:
+        """End a lease, so that another worker can take it at once."""
+        table, where = _of(work.batch.id, work.chunk.number if work.chunk is not None else None)
+        async with self._database.writing() as connection:
+            free = sa.update(table).where(*where, table.c.leased_by == work.token)
+            await connection.execute(free.values(leased_by="", leased_until_s=0.0))
+
+    @uncancelled
+    async def plan(self, work: Work, chunks: Sequence[LineSpan]) -> None:
+        """Begin a batch, whose input was read, and release it."""
+        async with self._database.writing() as connection:
+            begun = sa.case((_batches.c.status == "validating", "in_progress"), else_=_batches.c.status)
+            values = {"status": begun, "in_progress_at_s": self.clock(), "total": sum(one.lines for one in chunks)}
+            mine = sa.update(_batches).where(_batches.c.id == work.batch.id, _batches.c.leased_by == work.token)
+            if not (await connection.execute(mine.values(**values, leased_by="", leased_until_s=0.0))).rowcount:
+                return
+            own = {"batch_id": work.batch.id, "is_done": False, "completed": 0, "failed": 0, "leased_by": ""}
+            rows = [{**msgspec.structs.asdict(one), **own, "leased_until_s": 0.0} for one in chunks]
+            for start in range(0, len(rows), 1_000):
+                await connection.execute(sa.insert(_chunks), rows[start : start + 1_000])
+
+    @uncancelled
+    async def refuse(self, work: Work, why: LineRefused) -> None:
+        """End a batch whose input is no batch."""
+        error = {"code": why.code, "message": why.message, "line": None, "param": None}
+        async with self._database.writing() as connection:
+            mine = sa.update(_batches).where(_batches.c.id == work.batch.id, _batches.c.leased_by == work.token)
+            errors = {"object": "list", "data": [error]}
+            await connection.execute(mine.values(status="failed", ended_at_s=self.clock(), errors=errors))
+
+    @uncancelled
+    async def chunk_done(self, work: Work, counts: tuple[int, int]) -> None:
+        """Note that every line of the chunk has ended."""
+        assert work.chunk is not None
+        table, where = _of(work.batch.id, work.chunk.number)
+        async with self._database.writing() as connection:
+            mine = sa.update(table).where(*where, table.c.leased_by == work.token)
+            await connection.execute(mine.values(is_done=True, completed=counts[0], failed=counts[1]))
+
+    @uncancelled
+    async def chunks(self, work: Work) -> list[LineSpan]:
+        """The chunks of a batch whose output is to be written, which it shows now."""
+        async with self._database.writing() as connection:
+            mine = sa.update(_batches).where(_batches.c.id == work.batch.id, _batches.c.leased_by == work.token)
+            shown = sa.case((_batches.c.status == "in_progress", "finalizing"), else_=_batches.c.status)
+            moment = sa.func.coalesce(_batches.c.finalizing_at_s, self.clock())
+            await connection.execute(mine.values(status=shown, finalizing_at_s=moment))
+            rows = sa.select(*_CHUNK).where(_chunks.c.batch_id == work.batch.id).order_by(_chunks.c.number)
+            return [LineSpan(**row) for row in (await connection.execute(rows)).mappings()]
+
+    @uncancelled
+    async def end(
+        self, work: Work, counts: tuple[int, int], *, is_expired: bool, output: File | None, errors: File | None
+    ) -> bool:
+        """End a batch together with its files. Returns False, and changes nothing, if the lease was lost."""
+        status = sa.case(
+            (_batches.c.status == "cancelling", "cancelled"), else_="expired" if is_expired else "completed"
+        )
+        async with self._database.writing() as connection:
+            mine = sa.update(_batches).where(_batches.c.id == work.batch.id, _batches.c.leased_by == work.token)
+            values = {
+                "status": status,
+                "ended_at_s": self.clock(),
+                "completed": counts[0],
+                "failed": counts[1],
+                "output_file_id": output.id if output is not None else None,
+                "error_file_id": errors.id if errors is not None else None,
+            }
+            if not (await connection.execute(mine.values(**values))).rowcount:
+                return False
+            for file in (output, errors):
+                if file is not None:
+                    await connection.execute(completed(file))
+            await connection.execute(sa.delete(_chunks).where(_chunks.c.batch_id == work.batch.id))
+            return True
+
+    @uncancelled
+    async def forget(self) -> None:
+        """Delete batches that ended so long ago that their files are gone."""
+        long_ago_s = self.clock() - 2 * self._settings.kept_days * 86_400
+        async with self._database.writing() as connection:
+            await connection.execute(sa.delete(_batches).where(_batches.c.ended_at_s < long_ago_s))
+
+
+def _of(batch_id: str, number: int | None) -> tuple[sa.Table, tuple[Any, ...]]:
+    """The table of a lease, and the row in it."""
+    if number is None:
+        return _batches, (_batches.c.id == batch_id, _batches.c.status.in_(LIVE))
+    return _chunks, (_chunks.c.batch_id == batch_id, _chunks.c.number == number, _chunks.c.is_done.is_(False))

@@ -1,0 +1,222 @@
+"""The lines of a batch: read from its input a piece at a time, and their outcomes kept on disk.
+
+Knows no SQL, no HTTP and no pipeline. Format: OpenAI API reference, "Batch", request input and
+output. Every function blocks. Invariants: a line of any bytes is a request or an error, and takes
+bounded memory; of several outcomes of one line the first counts; half an outcome is none.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from gateway.batches.files import Upload, created
+from gateway.wire.errors import shown
+
+_LINES_A_CHUNK = 100
+_BYTES_A_CHUNK = 4 << 20
+_SKIP_BYTES = 64 << 10
+_ID_CHARS_MAX = 512
+
+
+class LineSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """Successive lines of an input: `size` bytes from `offset`, numbered from `first_line`.
+
+    `lines` counts those that are not blank, and `repeated` are the numbers of lines whose
+    `custom_id` stood before.
+    """
+
+    number: int
+    offset: int
+    size: int
+    first_line: int
+    lines: int
+    repeated: list[int]
+
+
+class LineRequest(msgspec.Struct, frozen=True):
+    """The request in one line."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+class LineRefused(Exception):
+    """A line that is no request. `custom_id` is None where it cannot be read."""
+
+    def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.custom_id = custom_id
+
+
+class LineOutcome(msgspec.Struct, frozen=True):
+    """The end of one line: `data` is its line of the output file, or of the error file."""
+
+    line: int
+    is_ok: bool
+    data: bytes
+
+
+class _Named(msgspec.Struct):
+    custom_id: Any = None
+
+
+class _Flags(msgspec.Struct):
+    stream: Any = None
+    background: Any = None
+    model: Any = None
+
+
+_WRONG = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_request = msgspec.json.Decoder(LineRequest).decode
+_named = msgspec.json.Decoder(_Named).decode
+_flags = msgspec.json.Decoder(_Flags).decode
+
+
+def parse(raw: bytes | None, endpoint: str, bytes_max: int) -> tuple[LineRequest, str]:
+    """The request of a line, and the model that it names, if any. Raises LineRefused."""
+    if raw is None:
+        raise LineRefused("line_too_long", f"The line is longer than {bytes_max:,} bytes")
+    try:
+        line = _request(raw)
+    except _WRONG as error:
+        raise LineRefused("invalid_line", f"The line is not a request: {error}", _id_of(raw)) from None
+    if not 1 <= len(line.custom_id) <= _ID_CHARS_MAX:
+        raise LineRefused("invalid_custom_id", f"`custom_id` must have 1 to {_ID_CHARS_MAX} characters")
+    if line.method != "POST":
+        raise LineRefused("invalid_method", f"`method` is {shown(line.method)}: expected POST", line.custom_id)
+    if line.url != endpoint:
+        words = f"`url` is {shown(line.url)}: expected the batch's endpoint, {endpoint}"
+        raise LineRefused("mismatched_endpoint", words, line.custom_id)
+    try:
+        flags = _flags(bytes(line.body))
+    except _WRONG:  # the endpoint says what is wrong
+        return line, ""
+    if flags.stream or flags.background:
+        raise LineRefused("unsupported_parameter", "A line of a batch can't stream or run later", line.custom_id)
+    return line, flags.model if isinstance(flags.model, str) else ""
+
+
+def _id_of(raw: bytes) -> str | None:
+    """The `custom_id` of a line that is no request, where it has one."""
+    try:
+        found = _named(raw).custom_id
+    except _WRONG:
+        return None
+    return found[:_ID_CHARS_MAX] if isinstance(found, str) else None
+
+
+def read_lines(file: BinaryIO, size: int, bytes_max: int) -> Iterator[tuple[bytes | None, int]]:
+    """The lines of the next `size` bytes, each with its bytes in the file; None is one too long."""
+    while size > 0:
+        raw = file.readline(bytes_max + 1)
+        if not raw:
+            return
+        length = len(raw)
+        if is_long := length > bytes_max and not raw.endswith(b"\n"):
+            while (part := file.readline(_SKIP_BYTES)) and not part.endswith(b"\n"):
+                length += len(part)
+            length += len(part)
+        size -= length
+        yield None if is_long else raw.strip(), length
+
+
+def scan(path: Path, lines_max: int, bytes_max: int) -> list[LineSpan]:
+    """The chunks of an input. Raises LineRefused if there is no line, or too many; OSError."""
+    seen = set[bytes]()
+    chunks, count, number = list[LineSpan](), 0, 0
+    offset = begun = lines = first = 0
+    repeated: list[int] = []
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        for raw, length in read_lines(file, size, bytes_max):
+            offset += length
+            number += 1
+            if raw != b"":
+                lines += 1
+                count += 1
+                name = _id_of(raw) if raw is not None else None
+                if name is not None:
+                    digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+                    repeated += [number] if digest in seen else []
+                    seen.add(digest)
+            if count > lines_max:
+                raise LineRefused("too_many_lines", f"The file has more than {lines_max:,} lines")
+            if lines and (lines >= _LINES_A_CHUNK or offset - begun >= _BYTES_A_CHUNK or offset >= size):
+                span = {"offset": begun, "size": offset - begun, "first_line": first + 1}
+                chunks.append(LineSpan(number=len(chunks), lines=lines, repeated=repeated, **span))
+                begun, first, lines, repeated = offset, number, 0, []
+    if not count:
+        raise LineRefused("empty_file", "The file has no line")
+    return chunks
+
+
+class Segment:
+    """The outcomes of a chunk that one worker makes. Complete ones outlive the worker."""
+
+    def __init__(self, folder: Path, number: int, token: str) -> None:
+        self._path = folder / f"{number}.{token}"
+        self._file: BinaryIO | None = None
+        self._size = 0
+
+    def append(self, outcome: LineOutcome) -> None:
+        """Write an outcome whole. Raises OSError; nothing of it is left then."""
+        if self._file is None:
+            self._file = created(self._path)
+        data = b"%d %d %b\n" % (outcome.line, outcome.is_ok, outcome.data)
+        try:
+            if self._file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, "not all of it was written")
+        except OSError:
+            self._file.truncate(self._size)
+            self._file.seek(self._size)
+            raise
+        self._size += len(data)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def outcomes(folder: Path, number: int) -> Iterator[LineOutcome]:
+    """The outcomes of a chunk, one for each line that has ended."""
+    seen = set[int]()
+    for path in sorted(folder.glob(f"{number}.*")):
+        with path.open("rb") as file:
+            for raw in file:
+                line, _, rest = raw.partition(b" ")
+                is_ok, _, data = rest.partition(b" ")
+                if line.isdigit() and is_ok in (b"0", b"1") and data.endswith(b"}\n") and int(line) not in seen:
+                    seen.add(int(line))
+                    yield LineOutcome(int(line), is_ok == b"1", data[:-1])
+
+
+def assemble(folder: Path, chunks: Sequence[LineSpan], output: Upload, errors: Upload) -> tuple[int, int]:
+    """Write all outcomes to the two files. Returns the number of lines of each. Raises OSError."""
+    counts = [0, 0]
+    for chunk in chunks:
+        for one in outcomes(folder, chunk.number):
+            counts[one.is_ok] += 1
+            (output if one.is_ok else errors).append(one.data + b"\n")
+    return counts[True], counts[False]
+
+
+def answered(line_id: str, custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
+    """The output of a line that got a response."""
+    response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
+    return msgspec.json.encode({"id": line_id, "custom_id": custom_id, "response": response, "error": None})
+
+
+def refused(line_id: str, number: int, why: LineRefused) -> bytes:
+    """The output of a line that got no response."""
+    error = {"code": why.code, "message": why.message, "line": number}
+    return msgspec.json.encode({"id": line_id, "custom_id": why.custom_id, "response": None, "error": error})

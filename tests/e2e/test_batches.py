@@ -1,0 +1,296 @@
+"""Batches by the official client: every line once, in the output or in the error file, and paid once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+from redis.asyncio import Redis
+
+from gateway.accounts import LedgerFilter
+from gateway.batches import work as work_module
+from gateway.settings import Settings
+from policies import WindowKind
+from tests.e2e.gateway import API_KEY, deployment
+from tests.e2e.test_files import Host
+from tests.e2e.upstream import Upstream
+from tests.e2e.worker import open_worker
+from tests.services import RedisServer
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+async def host(
+    redis_server: RedisServer, redis: Redis, upstream: Upstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Host]:
+    """A worker with a deployment that has a batch price, one that is slow and one that is full at once."""
+    half = {"price": {"input_usd_per_mtok": 1000.0, "output_usd_per_mtok": 2000.0, "batch_factor": 0.5}}
+    settings = Settings(
+        data_dir=tmp_path,
+        redis_url=redis_server.url,
+        api_key=API_KEY,
+        secret="s" * 32,
+        engines={},
+        cache={"is_semantic": False},  # type: ignore[arg-type]
+        models={
+            "mock": {"deployments": [deployment(upstream.url, "plain")]},  # type: ignore[dict-item]
+            "half": {"deployments": [deployment(upstream.url, "half", **half)]},  # type: ignore[dict-item]
+            "late": {"deployments": [deployment(upstream.url, "late", "mock?delay_ms=300")]},  # type: ignore[dict-item]
+        },
+    )
+    async with open_worker(settings, monkeypatch) as opened:
+        assert await opened.parts.writer.step()
+        host = Host(opened.parts, opened.port)
+        yield host
+        for client in host.clients:
+            await client.close()
+
+
+def line(custom_id: str, content: str | None = None, model: str = "mock", **more: Any) -> bytes:
+    body = {"model": model, "messages": [{"role": "user", "content": content or custom_id}]}
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body, **more}).encode()
+
+
+async def begin(client: AsyncOpenAI, *lines: bytes, **more: Any) -> Any:
+    """A new batch of these lines."""
+    file = await client.files.create(file=("in.jsonl", b"\n".join(lines)), purpose="batch")
+    return await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h", **more)
+
+
+async def run(host: Host) -> None:
+    """Do all that there is to do."""
+    runner = host.parts.runner
+    async with asyncio.timeout(60):
+        while await runner.step() or runner._works:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def results(client: AsyncOpenAI, batch_id: str) -> tuple[Any, list[Any], list[Any]]:
+    """A batch, its output and its errors."""
+    batch = await client.batches.retrieve(batch_id)
+    found: list[list[Any]] = []
+    for file_id in (batch.output_file_id, batch.error_file_id):
+        text = (await client.files.content(file_id)).text if file_id else ""
+        found.append([json.loads(one) for one in text.splitlines()])
+    return batch, found[0], found[1]
+
+
+async def test_every_line_is_answered_once(host: Host) -> None:
+    """250 lines, with blank ones between, are 250 answers in the output, and the counts and files say so."""
+    lines = [line(f"line-{number}") for number in range(250)]
+    made = await begin(host.client, b"", *lines[:120], b"  ", *lines[120:], b"", metadata={"for": "tests"})
+    assert (made.status, made.endpoint, made.metadata) == ("validating", CHAT, {"for": "tests"})
+    await run(host)
+    batch, output, errors = await results(host.client, made.id)
+    assert (batch.status, batch.error_file_id, errors) == ("completed", None, [])
+    counts = batch.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (250, 250, 0)
+    assert sorted(one["custom_id"] for one in output) == sorted(f"line-{number}" for number in range(250))
+    assert {one["response"]["status_code"] for one in output} == {200}
+    assert all(one["response"]["body"]["choices"][0]["message"]["content"] for one in output)
+    assert len({one["response"]["request_id"] for one in output}) == 250
+    assert [file.purpose async for file in host.client.files.list(purpose="batch_output")] == ["batch_output"]
+    assert not (host.parts.settings.files_dir / made.id).exists()
+    assert [one.id async for one in host.client.batches.list(limit=1)] == [made.id]
+
+
+async def test_a_poisoned_line_is_an_error_line(host: Host) -> None:
+    """Whatever a line holds, it is one line of the error file with its number, and its neighbours are answered."""
+    poison = {
+        "invalid_line": [
+            b"nonsense",
+            b'{"custom_id":"cut","method":"POST"',
+            b"[" * 50_000,
+            b'{"custom_id":"deep","method":"POST","url":"x","body":' + b'{"a":' * 50_000,
+            b'{"custom_id":"\xff\xfe","method":"POST","url":"x","body":{}}',
+            b"\x00\x00",
+            b'{"custom_id":"half \\ud800","method":"POST","url":"x","body":{}}',
+            b"[1, 2]",
+            b'{"custom_id":"no body","method":"POST","url":"/v1/chat/completions"}',
+        ],
+        "line_too_long": [line("long", "x" * 1_100_000), b"y" * 3_000_000],
+        "duplicate_custom_id": [line("good", "again")],
+        "invalid_method": [line("get", method="GET")],
+        "mismatched_endpoint": [line("other", url="/v1/embeddings"), line("admin", url="/admin/api/teams")],
+        "invalid_custom_id": [line(""), line("x" * 513)],
+        "unsupported_parameter": [line("stream", body={"stream": True})],
+    }
+    bodies = [line("no-model", body={}), line("no-such", model="nothing"), line("null", body=None)]
+    bad = [one for lines in poison.values() for one in lines]
+    made = await begin(host.client, line("good"), *bad, *bodies, line("last"))
+    await run(host)
+    batch, output, errors = await results(host.client, made.id)
+    assert (batch.status, sorted(one["custom_id"] for one in output)) == ("completed", ["good", "last"])
+    assert batch.request_counts.failed == len(errors) == len(bad) + len(bodies)
+    codes = Counter(one["error"]["code"] for one in errors if one["error"])
+    assert codes == {code: len(lines) for code, lines in poison.items()}
+    lines = {one["error"]["line"] for one in errors if one["error"]}
+    assert lines == set(range(2, 2 + len(bad)))
+    answered = {one["custom_id"]: one["response"]["status_code"] for one in errors if one["response"]}
+    assert answered == {"no-model": 400, "no-such": 404, "null": 400}
+
+
+async def test_inputs_that_are_no_batch_fail(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty file and one of too many lines end as failed, with the reason; a wrong request is a 400."""
+    empty = await begin(host.client, b"\n\n")
+    monkeypatch.setattr(host.parts.runner, "_settings", host.parts.settings.batches.model_copy(update={"lines_max": 2}))
+    long = await begin(host.client, line("a"), line("b"), line("c"))
+    await run(host)
+    for made, code in ((empty, "empty_file"), (long, "too_many_lines")):
+        batch = await host.client.batches.retrieve(made.id)
+        assert batch.status == "failed"
+        assert batch.errors is not None
+        assert batch.errors.data is not None
+        assert [one.code for one in batch.errors.data] == [code]
+    wrong: Any
+    for wrong in ({"endpoint": "/v1/files"}, {"completion_window": "1h"}, {"metadata": {"a": "x" * 600}}):
+        right: Any = {"endpoint": CHAT, "completion_window": "24h", "input_file_id": empty.input_file_id}
+        with pytest.raises(openai.BadRequestError):
+            await host.client.batches.create(**{**right, **wrong})
+    with pytest.raises(openai.NotFoundError):
+        await host.client.batches.create(input_file_id="../../etc/passwd", endpoint=CHAT, completion_window="24h")
+
+
+async def test_another_team_finds_no_batch(host: Host) -> None:
+    """Another team can neither see nor cancel a batch, nor begin one of this team's file; deleting a team takes all."""
+    team_id, other = await host.team()
+    made = await begin(host.client, line("a"))
+    theirs = await begin(other, line("b"))
+    told = []
+    for batch_id in (made.id, "batch_" + "0" * 32, "x\x00"):
+        for call in (other.batches.retrieve, other.batches.cancel):
+            with pytest.raises(openai.NotFoundError) as caught:
+                await call(batch_id)
+            told.append(caught.value.code)
+    assert set(told) <= {"batch_not_found", "unknown_url"}
+    with pytest.raises(openai.NotFoundError):
+        await other.batches.create(input_file_id=made.input_file_id, endpoint=CHAT, completion_window="24h")
+    assert [one.id async for one in other.batches.list()] == [theirs.id]
+    with pytest.raises(openai.ConflictError):
+        await host.client.files.delete(made.input_file_id)
+    await host.parts.accounts.delete_team(team_id)
+    await run(host)
+    await host.parts.files.sweep()
+    batch, output, _ = await results(host.client, made.id)
+    assert (batch.status, len(output)) == ("completed", 1)
+    assert sorted(host.names) == sorted([made.input_file_id, batch.output_file_id])
+
+
+async def test_a_cancelled_batch_keeps_what_it_has(host: Host) -> None:
+    """A batch cancelled in the middle keeps its answers; the lines not run are in the error file; it is cancelled once."""
+    made = await begin(host.client, *[line(f"l{number}", model="late") for number in range(150)])
+    task = asyncio.create_task(run(host))
+    async with asyncio.timeout(20):
+        while not list((host.parts.settings.files_dir / made.id).glob("*")):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert (await host.client.batches.cancel(made.id)).status == "cancelling"
+    await task
+    batch, output, errors = await results(host.client, made.id)
+    assert (batch.status, batch.cancelled_at is not None) == ("cancelled", True)
+    assert output
+    assert {one["error"]["code"] for one in errors} == {"batch_cancelled"}
+    assert sorted(one["custom_id"] for one in output + errors) == sorted(f"l{number}" for number in range(150))
+    with pytest.raises(openai.ConflictError):
+        await host.client.batches.cancel(made.id)
+
+
+async def test_an_expired_batch_says_so(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A day after its creation no line of a batch is run any more; its error file has them."""
+    made = await begin(host.client, line("a"), line("b"))
+    monkeypatch.setattr(host.parts.batches, "clock", lambda: made.created_at + 86_401.0)
+    await run(host)
+    batch, output, errors = await results(host.client, made.id)
+    assert (batch.status, output) == ("expired", [])
+    assert [one["error"]["code"] for one in errors] == ["batch_expired"] * 2
+
+
+async def test_a_line_is_a_request_of_the_key(host: Host, upstream: Upstream) -> None:
+    """A line shares the cache with requests, costs the batch price, is held to the budget line by line, and stops with the key."""
+    asked = await host.client.chat.completions.create(model="half", messages=[{"role": "user", "content": "shared"}])
+    made = await begin(host.client, line("shared", model="half"), line("own", "shared too", model="half"))
+    await run(host)
+    _, output, _ = await results(host.client, made.id)
+    bodies = {one["custom_id"]: one["response"]["body"] for one in output}
+    assert bodies["shared"]["choices"][0]["message"]["content"] == asked.choices[0].message.content
+    assert upstream.seen().generations == 2
+    while await host.parts.writer.backlog():
+        await host.parts.writer.step()
+    usage = bodies["own"]["usage"]
+    full = usage["prompt_tokens"] * 1000 + usage["completion_tokens"] * 2000
+    page = await host.parts.ledger.rows(LedgerFilter())
+    assert sorted(row.cost_microusd for row in page.rows)[0] == -(-full // 2)
+    await host.parts.accounts.create_budget(1, WindowKind.TOTAL, sum(row.cost_microusd for row in page.rows) + 1)
+    poor = await begin(host.client, line("shared again", "shared", model="half"), line("dear", model="half"))
+    await run(host)
+    _, output, errors = await results(host.client, poor.id)
+    assert [one["custom_id"] for one in output] == ["shared again"]
+    assert [one["response"]["body"]["error"]["code"] for one in errors] == ["insufficient_quota"]
+    late = await begin(host.client, line("late"))
+    key_id = (await host.parts.accounts.list_keys(1))[0].id
+    await host.parts.accounts.revoke_key(key_id)
+    await run(host)
+    key = await host.parts.accounts.create_key(1, "new")
+    _, _, errors = await results(host.client_of(key.plaintext), late.id)
+    assert [one["error"]["code"] for one in errors] == ["invalid_api_key"]
+
+
+async def test_a_rate_limit_is_waited_for(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines beyond the team's rate limit wait and are answered; none fails."""
+    made = await begin(host.client, *[line(f"l{number}") for number in range(6)])
+    await host.parts.accounts.update_team(1, requests_per_min=4)
+    monkeypatch.setattr(work_module, "_WAIT_S_MAX", 0.05)
+    monkeypatch.setattr(work_module, "_PAUSE_S", 0.05)
+    task = asyncio.create_task(run(host))
+    async with asyncio.timeout(20):
+        while not any(child.name.startswith("0.") for child in host.parts.settings.files_dir.glob("batch_*/*")):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.3)
+    await host.parts.accounts.update_team(1, requests_per_min=None)
+    await task
+    monkeypatch.undo()
+    batch, output, errors = await results(host.client, made.id)
+    assert (batch.status, len(output), errors) == ("completed", 6, [])
+
+
+async def test_a_worker_that_is_killed_loses_no_line_and_doubles_none(host: Host, upstream: Upstream) -> None:
+    """A worker ends in the middle of a chunk, with half a line on disk: another one goes on, each line is there once."""
+    made = await begin(host.client, *[line(f"l{number}", model="late") for number in range(30)])
+    task = asyncio.create_task(run(host))
+    folder = host.parts.settings.files_dir / made.id
+    async with asyncio.timeout(20):
+        while sum(len(one.read_bytes().splitlines()) for one in folder.glob("0.*")) < 8:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    batches, runner = host.parts.batches, host.parts.runner
+
+    async def lost(*_: object) -> None:
+        """As after a kill, nothing is released or renewed."""
+
+    kept = batches.release
+    batches.release = lost  # type: ignore[method-assign,assignment]
+    for one in list(runner._works):
+        one.cancel()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    while runner._works:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    batches.release = kept  # type: ignore[method-assign]
+    (segment,) = folder.glob("0.*")
+    done = len(segment.read_bytes().splitlines())
+    with segment.open("ab") as file:
+        file.write(b'29 1 {"id":"half a li')
+    now = batches.clock()
+    batches.clock = lambda: now + 20.0
+    await run(host)
+    batch, output, errors = await results(host.client, made.id)
+    assert (batch.status, batch.request_counts.completed, errors) == ("completed", 30, [])
+    assert sorted(one["custom_id"] for one in output) == sorted(f"l{number}" for number in range(30))
+    assert upstream.seen().generations <= 30 + 8
+    assert done < 30
