@@ -55,7 +55,8 @@ class News(msgspec.Struct, frozen=True, array_like=True):
 
     `failures` are those in a row since the last success, if there was one (`has_succeeded`), or all.
     `rests` says that it has opened or closed since it knew the state with the number `version`;
-    then the other fields are its new state. Durations are in seconds from now, 0 where it is closed.
+    then the next fields are its new state. Durations are in seconds from now, 0 where it is closed.
+    `calls`, of which `failed` failed, are those of the exchange, or of all processes lately.
     """
 
     version: int = 0
@@ -67,6 +68,8 @@ class News(msgspec.Struct, frozen=True, array_like=True):
     alone_s: float = 0.0
     cause: str = ""
     denial: str = ""
+    calls: float = 0.0
+    failed: float = 0.0
 
 
 class Breaker:
@@ -99,6 +102,7 @@ class Breaker:
         self._version = 0
         self._has_succeeded = False
         self._failures_since = 0
+        self._calls_since = self._failed_since = 0.0
         self._has_changed = False
 
     @property
@@ -178,7 +182,7 @@ class Breaker:
         if self.denial and self._probe_until is None:
             return
         if self._open_until is not None:
-            self._calls = self._failures = 0.0
+            self._forget_calls()
             self._has_changed = True
         self._openings = 0
         self._open_until = self._probe_until = None
@@ -226,7 +230,7 @@ class Breaker:
     def reset(self) -> None:
         """Forget every failure, rest and denial."""
         self._in_a_row = self._openings = self._failures_since = 0
-        self._calls = self._failures = 0.0
+        self._forget_calls()
         self._open_until = self._probe_until = None
         self.denial = ""
         self._has_succeeded = self._has_changed = True
@@ -244,7 +248,10 @@ class Breaker:
             alone_s=0.0 if self._open_until is None else max(0.0, self._alone_until - now),
             cause=self._cause,
             denial=self.denial,
+            calls=self._calls_since,
+            failed=self._failed_since,
         )
+        self._calls_since = self._failed_since = 0.0
         self._has_succeeded = self._has_changed = False
         self._failures_since = 0
         return news
@@ -254,6 +261,8 @@ class Breaker:
         self._failures_since += 0 if self._has_succeeded else news.failures
         self._has_succeeded = self._has_succeeded or news.has_succeeded
         self._has_changed = self._has_changed or news.rests
+        self._calls_since += news.calls
+        self._failed_since += news.failed
 
     def adopt(self, state: News, *, is_own: bool) -> None:
         """Take the state that all processes share; `is_own` if it is the one just sent.
@@ -261,6 +270,9 @@ class Breaker:
         What happened here since then stays, and is the next news.
         """
         self._in_a_row = state.failures + self._failures_since if not self._has_succeeded else self._in_a_row
+        if not self._has_changed:
+            self._calls, self._failures = state.calls + self._calls_since, state.failed + self._failed_since
+            self._weighed_at = self._clock()
         known, self._version = self._version, state.version
         if state.version < known:  # it was lost there
             self._has_changed = self._has_changed or self._open_until is not None
@@ -273,7 +285,6 @@ class Breaker:
             self._open_until, self._alone_until = now + state.rest_s, now + min(state.alone_s, state.rest_s)
         elif self._open_until is not None:
             self._open_until = None
-            self._calls = self._failures = 0.0
 
     def _back_off(self, cause: str, *, is_denied: bool = False) -> None:
         limits = self._limits
@@ -302,6 +313,11 @@ class Breaker:
         self._weighed_at = now
         self._calls = self._calls * keep + 1.0
         self._failures = self._failures * keep + failure
+        self._calls_since += 1.0
+        self._failed_since += failure
+
+    def _forget_calls(self) -> None:
+        self._calls = self._failures = self._calls_since = self._failed_since = 0.0
 
 
 def _rounded(seconds: float) -> str:

@@ -31,7 +31,7 @@ from redis.exceptions import RedisError
 from gateway.deployments.deployment import Deployment
 from gateway.settings import Settings
 from gateway.transport.redis_link import RedisLink
-from policies.breaker import News
+from policies.breaker import BreakerLimits, News
 from policies.estimate import HALF_LIFE_S, KEEP_PER_OBSERVATION, SUMS
 
 _PREFIX = "sameway:{health}:"
@@ -41,11 +41,12 @@ _REST_S_MAX = 3_700.0
 _EXCHANGE_EVERY_S = 0.5
 _SOON_S = 0.1
 _SUM_MAX = 1e15
+_CALLS_HALF_LIFE_MS = int(BreakerLimits().half_life_s * 1000)
 _WEIGHT_MAX = 1.01 / (1.0 - KEEP_PER_OBSERVATION)
 
 # KEYS: one for each deployment. ARGV: the sums' half-life in ms, the time to live, the longest rest
-# in ms, then for each deployment {what its observations leave of the sums, sums, news}. Answers for
-# each {1 if its state was taken, sums, news}, as JSON.
+# in ms, the half-life of a breaker's calls in ms, then for each deployment {what its observations
+# leave of the sums, sums, news}. Answers for each {1 if its state was taken, sums, news}, as JSON.
 _EXCHANGE = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -56,7 +57,7 @@ end
 local function text(value) if type(value) == 'string' then return value end return '' end
 local replies = {}
 for i, key in ipairs(KEYS) do
-  local sent = cjson.decode(ARGV[i + 3])
+  local sent = cjson.decode(ARGV[i + 4])
   local news, count = sent[3], #sent[2]
   local raw = redis.pcall('GET', key)
   local is_read, known = pcall(cjson.decode, raw)
@@ -71,6 +72,9 @@ for i, key in ipairs(KEYS) do
   local row = number(known.row, 1e9)
   state.row = news[2] and news[3] or row + news[3]
   local is_taken = news[4] and news[1] == version
+  local left = is_taken and news[6] == 0 and 0 or 0.5 ^ (math.max(0, now - at) / tonumber(ARGV[4]))
+  state.calls = number(known.calls, 1e9) * left + news[10]
+  state.failed = number(known.failed, 1e9) * left + news[11]
   if is_taken then
     state.version, state.openings, state.cause, state.denial = version + 1, news[5], news[8], news[9]
     state.until_ms = news[6] > 0 and now + news[6] * 1000 or 0
@@ -80,14 +84,17 @@ for i, key in ipairs(KEYS) do
     state.until_ms, state.alone_ms = until_ms, number(known.alone_ms, 1e15)
     state.cause, state.denial = text(known.cause), text(known.denial)
   end
-  if is_taken or sent[1] ~= 1 or state.row ~= row then
+  if is_taken or sent[1] ~= 1 or news[10] > 0 or state.row ~= row then
     redis.call('SET', key, cjson.encode(state), 'PX', ARGV[2])
   end
   local rest, alone = 0, 0
   if state.until_ms > 0 then
     rest, alone = math.max(1, state.until_ms - now) / 1000, math.max(0, state.alone_ms - now) / 1000
   end
-  local answer = {state.version, false, state.row, false, state.openings, rest, alone, state.cause, state.denial}
+  local answer = {
+    state.version, false, state.row, false, state.openings, rest, alone, state.cause, state.denial,
+    state.calls, state.failed
+  }
   replies[i] = cjson.encode({is_taken and 1 or 0, state.sums, answer})
 end
 return replies
@@ -110,6 +117,7 @@ class _Reply(msgspec.Struct, frozen=True, array_like=True):
             and min(sums[1], sums[2], sums[3], sums[7], sums[9]) >= -1e-6
             and 0 <= state.failures <= 1_000_000_000
             and 0 <= state.rest_s <= _REST_S_MAX
+            and -1e-6 <= state.failed <= state.calls + 1e-6 <= _SUM_MAX
             and len(state.cause) + len(state.denial) <= 1_000
             and f"{state.cause}{state.denial}".isprintable()
         )
@@ -221,7 +229,7 @@ class SharedHealth:
 
     async def _exchange(self) -> None:
         keys = [shared.key for shared in self._shared]
-        limits = (int(HALF_LIFE_S * 1000), _TTL_MS, int(_REST_S_MAX * 1000))
+        limits = (int(HALF_LIFE_S * 1000), _TTL_MS, int(_REST_S_MAX * 1000), _CALLS_HALF_LIFE_MS)
         news = [shared.outgoing() for shared in self._shared]
         try:
             replies = await self._link.eval(_EXCHANGE, len(keys), *keys, *limits, *news)

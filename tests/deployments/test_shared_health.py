@@ -91,6 +91,50 @@ async def test_failures_add_up(workers: list[Worker]) -> None:
     assert not third.one.breaker.allows()
 
 
+async def test_the_share_of_failures_is_that_of_all(workers: list[Worker]) -> None:
+    """Half of ten recent calls failed, at no worker more than four: the next failure opens it, and a success that closes it
+    begins anew for all."""
+    first, second, third = workers
+    for worker in (first, second, third):
+        for _ in range(2):
+            worker.one.breaker.record_success()
+            worker.one.breaker.record_failure()
+        worker.one.breaker.record_success()
+    await exchange(*workers)
+    first.one.breaker.record_failure()
+    second.one.breaker.record_failure()
+    await exchange(*workers)
+    assert third.one.breaker.allows()
+    third.one.breaker.record_failure()
+    assert not third.one.breaker.allows()
+    assert "of its recent calls failed" in third.one.breaker.reason
+    await exchange(*workers)
+    for worker in workers:
+        worker.now_s += 3
+    assert first.one.begin()
+    first.one.breaker.record_success()
+    await exchange(*workers)
+    for worker in workers:
+        worker.one.breaker.record_failure()
+        assert worker.one.breaker.allows()
+        worker.one.breaker.record_success()
+
+
+async def test_calls_that_reached_no_exchange_count_once(workers: list[Worker]) -> None:
+    """An exchange that fails keeps its calls for the next one."""
+    first, second, _ = workers
+    for _ in range(4):
+        first.one.breaker.record_success()
+        first.one.breaker.record_failure()
+    first.one.breaker.put_back(first.one.breaker.news())
+    await exchange(first, second)
+    await exchange(first, second)
+    news = second.one.breaker.news()
+    assert (news.calls, news.failed) == (0, 0)
+    assert second.one.breaker._calls == pytest.approx(8, abs=0.2)
+    assert second.one.breaker._failures == pytest.approx(4, abs=0.2)
+
+
 async def test_one_worker_probes(workers: list[Worker]) -> None:
     """Where the rest is over for all, the first one probes; the others have another try at the next state."""
     first, second, third = workers
