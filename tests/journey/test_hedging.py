@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from gateway.backends.openai.backend import OpenAIBackend
+from tests.e2e.upstream import run_upstream
 from tests.journey.conftest import OpenWorld
 from tests.world import KEY, Finish, Tokens, World, broken, deployment, until
 
@@ -58,6 +60,26 @@ async def test_the_second_answers_where_the_first_is_slow(open_a_world: OpenWorl
     assert record.cost_microusd == sum(row.cost_microusd for row in rows)
     assert [(one.name, one.verdict) for one in record.attempts] == [("first", "cancelled"), ("second", "ok")]
     assert record.store == "stored"
+    await world.is_released()
+
+
+@pytest.mark.parametrize("place", ["headers", "first"])
+async def test_the_loser_is_cancelled_to_its_socket(open_a_world: OpenWorld, place: str) -> None:
+    """A server that brings no content sees its connection closed once the other deployment answers."""
+    world = await open_a_world(models=_models())
+    await _learned(world)
+    with run_upstream() as upstream:
+        server = OpenAIBackend(
+            "first", base_url=upstream.url, model=f"mock?hang={place}", capabilities=frozenset(), api_key="sk-secret"
+        )
+        await server.start()
+        scripted, world._deployment("first").backend = world._deployment("first").backend, server
+        reply = await world.ask("slow", stream=True, max_tokens=5)
+        assert (reply.content, reply.headers["x-sameway-hedge"]) == ("answer of second", "second")
+        await until(lambda: upstream.seen().dropped == 1)
+        assert (upstream.seen().connections_open, server.running) == (0, 0)
+        world._deployment("first").backend = scripted
+        await server.aclose()
     await world.is_released()
 
 
