@@ -11,7 +11,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-VERSION = "0010"
+VERSION = "0011"
 
 COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "cost_microusd")
 """The first columns of each row of the ledger that sums are made of; KINDS are the others."""
