@@ -14,11 +14,12 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from local_engine.apart.process import Apart, Refusal
+from local_engine.apart.process import AT_ONCE, Apart, Refusal
 from local_engine.messages import Grammar, InvalidRequest
 
 if TYPE_CHECKING:
@@ -104,18 +105,19 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocabulary_size: int, eos: frozenset[int]) -> None:
         self._tokenizer, self._size, self._eos = tokenizer, vocabulary_size, eos
-        self._trial = Apart("grammar", _LIMITS)
+        self._trials: SimpleQueue[Apart] = SimpleQueue()
+        for _ in range(AT_ONCE):
+            self._trials.put(Apart("grammar", _LIMITS))
         self._kept: OrderedDict[tuple[bytes, Grammar], Compiled | InvalidRequest] = OrderedDict()
         self._lock = threading.Lock()
         self._library: LLTokenizer | None = None
 
     def compiled(self, wanted: Grammar, salt: bytes) -> Compiled:
-        """The grammar, compiled now or lately; takes milliseconds, and up to seconds. Raises
-        InvalidRequest where it cannot be held."""
+        """The grammar, compiled now or lately; takes milliseconds, and up to seconds, in which
+        others are compiled too. Raises InvalidRequest where it cannot be held."""
+        found = self.kept(wanted, salt) or self._made(wanted)
         with self._lock:
-            found = self._kept.get((salt, wanted))
-            if found is None:
-                found = self._kept[salt, wanted] = self._made(wanted)
+            found = self._kept.setdefault((salt, wanted), found)
             self._kept.move_to_end((salt, wanted))
             size_bytes = sum(len(grammar.text) for _, grammar in self._kept)
             while len(self._kept) > _KEPT_MAX or size_bytes > _KEPT_SIZE_MAX_BYTES:
@@ -124,6 +126,11 @@ class Grammars:
         if isinstance(found, InvalidRequest):
             raise InvalidRequest(str(found), param=found.param)
         return found
+
+    def kept(self, wanted: Grammar, salt: bytes) -> Compiled | InvalidRequest | None:
+        """The grammar, or why it cannot be held, if it was compiled lately."""
+        with self._lock:
+            return self._kept.get((salt, wanted))
 
     def _made(self, wanted: Grammar) -> Compiled | InvalidRequest:
         # decision: programs-apart
@@ -135,7 +142,11 @@ class Grammars:
                 raise Refusal(f"it has {size_bytes:,} bytes, and may have {SIZE_MAX_BYTES:,}")
             if not self._eos:
                 raise Refusal("the model has no token that ends an answer")
-            grammar = self._trial.ask({"kind": wanted.kind, "text": wanted.text, "ids": self._tokenizer.marks})
+            trial = self._trials.get()
+            try:
+                grammar = trial.ask({"kind": wanted.kind, "text": wanted.text, "ids": self._tokenizer.marks})
+            finally:
+                self._trials.put(trial)
             limits = LLParserLimits(**_LIMITS, verbose_errors=False)
             matcher = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=limits)
             if matcher.is_error():
@@ -148,13 +159,13 @@ class Grammars:
 
     def _vocabulary(self) -> LLTokenizer:
         """Every token's bytes in the library's own form; made once, which takes up to a second."""
-        if self._library is None:
-            from llguidance import LLTokenizer, TokenizerWrapper
+        from llguidance import LLTokenizer, TokenizerWrapper
 
-            self._library = LLTokenizer(
-                TokenizerWrapper(_Spelled(self._tokenizer, self._size, self._eos)), eos_token=sorted(self._eos)
-            )
-        return self._library
+        with self._lock:
+            if self._library is None:
+                spelled = _Spelled(self._tokenizer, self._size, self._eos)
+                self._library = LLTokenizer(TokenizerWrapper(spelled), eos_token=sorted(self._eos))
+            return self._library
 
 
 _KINDS = {"regex": "regular expression", "choice": "choice", "grammar": "grammar"}

@@ -22,7 +22,6 @@ _OPTIONS: Any = {
 }
 _LITERAL = ("enum", "const", "default", "examples", "example")  # their values are no schemas
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_NUMBERS = ("enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _EXACT_MAX = 1 << 53  # the library reads numbers as 64-bit floats
 _LACKS = re.compile(r"Unimplemented keys: (\[.*\])")
 _FORMAT = re.compile(r"Unknown format: (.*)")
@@ -47,7 +46,7 @@ def opened(limits: dict[str, Any]) -> Callable[[dict[str, Any]], str]:
         return str(matcher.get_error()).removesuffix("<non-verbose/>").strip()
 
     def of_schema(text: str) -> str:
-        schema = json.loads(text)
+        schema = json.loads(text, parse_int=_exact)
         _check_exact(schema)
         while True:
             grammar = str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_OPTIONS))
@@ -160,17 +159,13 @@ def _check_exact(schema: Any) -> None:
         least, required = one.get("minProperties"), one.get("required")
         if isinstance(least, int) and least > max(1, len(required) if isinstance(required, list) else 0):
             raise ValueError(f"the engine cannot hold the keyword minProperties above the keys required ({place})")
-        for name, value in one.items():
-            if name in _NUMBERS and (number := _inexact(value)) is not None:
-                raise ValueError(f"the engine cannot hold the number {number} exactly ({place}/{name})")
 
 
-def _inexact(value: Any) -> int | None:
-    """An integer in a JSON value that no 64-bit float holds."""
-    if isinstance(value, dict | list):
-        inside = map(_inexact, value.values() if isinstance(value, dict) else value)
-        return next((number for number in inside if number is not None), None)
-    return value if isinstance(value, int) and abs(value) > _EXACT_MAX else None
+def _exact(digits: str) -> int:
+    """An integer that a 64-bit float holds. Raises ValueError."""
+    if abs(number := int(digits)) > _EXACT_MAX:
+        raise ValueError(f"the engine cannot hold the number {digits[:40]} exactly: it is over 2^53")
+    return number
 
 
 def _without_format(schema: Any, name: str) -> bool:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+AT_ONCE = 2  # processes for work that takes long
 _CPU_S = 2.0
 _WALL_S = 60.0  # of a machine that has no time for it
 _ENDS_S = 1.0

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from local_engine import messages as wire
+from local_engine.apart.process import AT_ONCE
 from local_engine.config import EngineConfig, ModelError
 from local_engine.process.options import EX_CONFIG, arguments, config_from, prepare_environment
 from local_engine.process.thread import EngineThread, Held, Key
@@ -68,7 +69,8 @@ class Server:
         self._drain: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
         self._converter = ThreadPoolExecutor(1, "tokenizer")
-        self._compiler = ThreadPoolExecutor(1, "grammars")
+        self._compiler = ThreadPoolExecutor(AT_ONCE, "grammars")
+        self._turns: dict[bytes, asyncio.Lock] = {}  # one grammar of a partition at a time
         self._compiling: Counter[bytes] = Counter()
         self._conversions: set[asyncio.Task[None]] = set()
         self._compilations: set[asyncio.Task[None]] = set()
@@ -186,7 +188,13 @@ class Server:
         try:
             if self._compiling[request.salt] > _GRAMMARS_MAX:
                 raise wire.Overloaded(f"{_GRAMMARS_MAX} grammars of the same partition wait to be compiled")
-            grammar = await self._loop.run_in_executor(self._compiler, self._compiled, key, wanted, request.salt)
+            assert self._thread.grammars is not None, "the engine is ready"
+            kept = self._thread.grammars.kept(wanted, request.salt)
+            grammar = None if isinstance(kept, wire.InvalidRequest) else kept
+            if grammar is None:
+                async with self._turns.setdefault(request.salt, asyncio.Lock()):
+                    compiled = self._loop.run_in_executor(self._compiler, self._compiled, key, wanted, request.salt)
+                    grammar = await compiled
         except wire.EngineError as error:
             self._deliver([(key, wire.error_to_wire(key.id, error))])
         except Exception as error:
@@ -201,7 +209,9 @@ class Server:
                 self._thread.send((key, Held(request, grammar)))
         finally:
             self._compiling[request.salt] -= 1
-            self._compiling += Counter()  # without those at 0
+            if not self._compiling[request.salt]:
+                del self._compiling[request.salt]
+                self._turns.pop(request.salt, None)
 
     def _compiled(self, key: Key, wanted: wire.Grammar, salt: bytes) -> Compiled | None:
         assert self._thread.grammars is not None, "the engine is ready"

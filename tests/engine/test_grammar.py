@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from bench.structured import draw_schema, faults
+from local_engine.apart.process import Apart
 from local_engine.engine import Engine
 from local_engine.grammar import SIZE_MAX_BYTES, Compiled
 from local_engine.messages import FinishReason, Grammar, InvalidRequest, SamplingParams
@@ -177,6 +180,8 @@ def test_log_probabilities_are_the_model_s_own(make_engine: Make) -> None:
         ({"type": "object", "not": {}, "x-guidance": {"lenient": True}}, "not"),
         ({"type": "string", "pattern": "^(?=a)"}, "look-ahead"),
         ({"$ref": "file:///etc/passwd"}, "passwd"),
+        ({"type": "object", "minProperties": 2, "patternProperties": {"^a": {}}}, "minProperties above"),
+        ({"properties": {"a": {"enum": [1, 9_007_199_254_740_993]}}}, "9007199254740993 exactly"),
         ({"$ref": "#"}, "nothing matches it"),
         ({"type": "integer", "minimum": 3, "maximum": 2}, "nsatisfiable"),
         ({"allOf": [{"anyOf": [{"required": [f"a{i}"]}, {"required": [f"b{i}"]}]} for i in range(30)]}, "too"),
@@ -228,6 +233,30 @@ def test_grammars_are_kept_by_partition_and_bounded(make_engine: Make) -> None:
     for number in range(200):
         grammars.compiled(Grammar("choice", f'["{number}"]'), b"a")
     assert grammars.compiled(wanted, b"a") is not first
+
+
+def test_a_costly_grammar_stalls_no_other(make_engine: Make) -> None:
+    """While one is compiled, another one is; what was compiled lately needs no turn."""
+    grammars = make_engine().grammars
+    easy = Grammar("json", '{"type": "integer"}')
+    compiled_before = grammars.compiled(easy, b"a")
+    costly, quick = threading.Event(), threading.Event()
+    ask = Apart.ask
+
+    def slow(self: Apart, values: Any) -> str:
+        if values["text"] == "costly":
+            costly.set()
+            assert quick.wait(60), "the quick one waits for the costly one"
+        return ask(self, values)
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(Apart, "ask", slow)
+        waiting = pool.submit(grammars.compiled, Grammar("regex", "costly"), b"a")
+        assert costly.wait(60)
+        assert grammars.kept(easy, b"a") is compiled_before
+        grammars.compiled(Grammar("regex", "quick"), b"b")
+        quick.set()
+        waiting.result(60)
 
 
 def test_an_aborted_answer_leaves_nothing(make_engine: Make) -> None:
