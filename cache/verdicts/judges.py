@@ -26,6 +26,8 @@ from cache.query import MissReason
 if TYPE_CHECKING:
     from cache.encoder.types import Encoded  # imports numpy, which a gateway worker does without
 
+EQUALITY = "equality"
+
 
 class Ruling(StrEnum):
     SAME = "same"
@@ -80,7 +82,7 @@ def equal(fresh: str, cached: str) -> Judgement:
 
 
 def _equality(ruling: Ruling, why: str) -> Judgement:
-    return Judgement(ruling, "equality", why)
+    return Judgement(ruling, EQUALITY, why)
 
 
 _REFUSALS = "refusals, which say nothing of their prompts"

@@ -21,6 +21,7 @@ from redis.exceptions import RedisError
 
 from cache import CacheUnavailable, CacheWorkerUnavailable, Entry, ExactCache, Fingerprint, MissReason, Partition, Trial
 from cache.verdicts import (
+    EQUALITY,
     AnswerRef,
     Judge,
     Judgement,
@@ -334,6 +335,7 @@ class Judging:
         is_drawn = self._fallback is not None and self._random() < share
         judge = self._asker(asked) if is_drawn else None
         judgement = found[0]
+        self._beside_prompts(asked, judgement)
         chance: float | None = None
         if judge is not None and judgement.ruling is not Ruling.UNKNOWN and self._random() < _CALIBRATED:
             await self._calibrate(judge, judgement, fresh, first)
@@ -354,6 +356,19 @@ class Judging:
         ref = AnswerRef(equal.exact, equal.created_at) if equal is not None else None
         other_ref = AnswerRef(first.exact, first.created_at)
         await self._verdicts.take(asked.partition, f"{asked.record.request_id}:{asked.source}", verdict, other_ref, ref)
+
+    def _beside_prompts(self, asked: _Asked, judgement: Judgement) -> None:
+        """Set a ruling beside the prompts, where these say by themselves what is right.
+
+        The rule learns nothing from such pairs: of a hit by the same words, whose answers are two
+        to one prompt, and of a miss by a veto, such as another number. Equal texts are no error.
+        """
+        if asked.trial.features or judgement.judge == EQUALITY:
+            return
+        if asked.source is Source.MISS:
+            self._compared(judgement, Judgement(Ruling.DIFFERENT, "a veto between the prompts", ""))
+        else:
+            self._compared(judgement, Judgement(Ruling.SAME, "the same prompt", ""))
 
     async def _calibrate(self, judge: Judge, cheap: Judgement, fresh: QAPair, entry: Entry) -> None:
         """Let `judge` rule on a pair that another one has ruled on."""
@@ -391,6 +406,7 @@ class Judging:
         if fresh is None:
             return
         judgement = await self._alone(asked, fresh, asked.entry, None)
+        self._beside_prompts(asked, judgement)
         is_right = _is_same(judgement)
         self._report(asked, judgement, is_right)
         verdict = self._verdict(asked, asked.trial, judgement, is_right)

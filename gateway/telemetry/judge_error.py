@@ -1,8 +1,7 @@
 """How often a judge errs, by another one that ruled on the same pairs of answers.
 
 Pure numbers: knows no judges, texts or Redis. The other judge is taken as right, so its own errors
-count as this one's. Sources: Clopper and Pearson (1934) for the intervals; Rogan and Gladen (1978)
-for a share that was measured by a judge of known error.
+count as this one's. Source: Clopper and Pearson (1934) for the intervals.
 """
 
 import math
@@ -46,12 +45,6 @@ def false_same(counts: RulingCounts) -> ErrorRate:
 def false_different(counts: RulingCounts) -> ErrorRate:
     """The share of equal answers that the one judge calls different."""
     return _rate(counts.different_same, counts.different_same + counts.same_same)
-
-
-def true_share(share_wrong: float, false_different: float, false_same: float) -> float:
-    """The share that is wrong, where a judge with these error rates called `share_wrong` different."""
-    informative = 1.0 - false_different - false_same
-    return min(1.0, max(0.0, (share_wrong - false_different) / informative)) if informative > 0 else 1.0
 
 
 def _rate(count: int, total: int) -> ErrorRate:

@@ -327,6 +327,29 @@ async def test_a_surprising_ruling_needs_a_second_opinion(
     assert (judged.is_right, judge.rulings) == (is_right, [])
 
 
+async def test_rulings_on_pairs_that_prompts_decide_are_set_beside_these(redis: Redis) -> None:
+    """A check of a hit by the same words has two answers to one prompt; a miss without features is beside a veto."""
+    for chance, reason, right in ((0.5, "audit", Ruling.SAME), (1.0, "", Ruling.DIFFERENT)):
+        compared: list[tuple[Ruling, Ruling]] = []
+        exact, crate = ExactCache(redis), ask("open the crate")
+        await exact.store(
+            msgspec.structs.replace(entry_for(crate, time.time()), chunks=(Recorded(WHOLE, is_whole=True),))
+        )
+        judging = Judging(
+            exact, VerdictStore(redis), Says(Ruling.SAME), None, None, 0.0, 60.0, random.random, lambda *_: "now",
+            lambda *_: None, lambda one, other: compared.append((one.ruling, other.ruling)),  # noqa: B023
+        )  # fmt: skip
+        running = asyncio.create_task(judging.run())
+        flight, record = over(chance)
+        judging.recorded(flight, msgspec.structs.replace(record, miss_reason=reason))
+        async with asyncio.timeout(20):
+            while judging.waiting:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        running.cancel()
+        await judging.aclose()
+        assert compared == [(Ruling.SAME, right)]
+
+
 async def test_a_judge_that_costs_calibrates_those_that_do_not(redis: Redis) -> None:
     """Now and then it is asked about what they ruled on; both rulings are handed over, the verdict stays theirs."""
     compared: list[tuple[Ruling, Ruling]] = []
@@ -338,7 +361,11 @@ async def test_a_judge_that_costs_calibrates_those_that_do_not(redis: Redis) -> 
         lambda one, other: compared.append((one.ruling, other.ruling)),
     )  # fmt: skip
     running = asyncio.create_task(judging.run())
-    judging.recorded(*over(1.0))
+    flight, record = over(1.0)
+    trial = flight.generation.semantic.trial
+    assert trial is not None
+    flight.generation.looked_up(SemanticResult(trial=msgspec.structs.replace(trial, features=b"1234")))
+    judging.recorded(flight, record)
     async with asyncio.timeout(20):
         while judging.waiting:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
