@@ -9,23 +9,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from policies import Breaker
 from policies.breaker import BreakerLimits
+from tests.policies.clock import Clock
 
 LIMITS = BreakerLimits(
     failures_max=3, calls_min=10, open_s=2.0, open_s_max=20.0, jitter=0.0, probe_s=30.0, half_life_s=1e9
 )
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(1000.0)
 
 
 def fail(breaker: Breaker, times: int, retry_after_s: float | None = None) -> None:
@@ -229,7 +222,7 @@ class Calls(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.clock = Clock()
+        self.clock = Clock(1000.0)
         self.breaker = Breaker(self.clock, lambda: 0.5, LIMITS)
         self.running = 0
         self.probes = 0

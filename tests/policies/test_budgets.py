@@ -14,6 +14,7 @@ from policies import Budget, Budgets, Hold, NotReady, Refused, WindowKind
 from policies.budgets import DrainedSpend, HoldClosed, LockLost
 from policies.holds import LEDGER_LOCK, LEDGER_STREAM, READY_KEY, spend_key
 from policies.windows import window_at
+from tests.policies.clock import Clock
 
 # far enough from the present that Redis does not expire the windows
 NOON_S = datetime(2096, 11, 21, 12, 0, tzinfo=UTC).timestamp()
@@ -22,20 +23,9 @@ TOTAL = Budget(2, 7, WindowKind.TOTAL, 1500)
 SOFT = Budget(3, 7, WindowKind.DAY, 500, is_hard=False)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = NOON_S
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def ms(self) -> int:
-        return int(self.now_s * 1000)
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(NOON_S)
 
 
 @pytest.fixture
@@ -344,7 +334,7 @@ async def test_amounts_that_lua_cannot_carry_are_refused(budgets: Budgets) -> No
 async def test_leases_run_on_redis_own_clock(redis: Redis, clock: Clock) -> None:
     """A host whose clock is an hour ahead does not expire the holds of others."""
     await redis.set(READY_KEY, "1")
-    here, ahead = Budgets(redis, clock), Clock()
+    here, ahead = Budgets(redis, clock), Clock(NOON_S)
     ahead.now_s += 1800
     await hold(here, "a", 800)
     refused = await Budgets(redis, ahead).reserve("b", 7, (HOUR,), 300, 60)

@@ -14,25 +14,15 @@ from policies.counters import Need
 from policies.holds import READY_KEY, Charge, Taken
 from policies.pace import pace_of
 from policies.windows import DEPLOYMENT, TEAM, USER, Overdraft, Unit
+from tests.policies.clock import Clock
 
 NOON_S = datetime(2096, 11, 21, 12, 0, tzinfo=UTC).timestamp()
 EACH_USER = Budget(1, 7, WindowKind.DAY, 100, axis=USER)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = NOON_S
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def ms(self) -> int:
-        return int(self.now_s * 1000)
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(NOON_S)
 
 
 @pytest.fixture

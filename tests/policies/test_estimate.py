@@ -11,14 +11,7 @@ from hypothesis import strategies as st
 
 from policies import Estimate
 from policies.estimate import EstimatePrior
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.policies.clock import Clock
 
 
 @pytest.fixture
