@@ -50,7 +50,7 @@ from gateway.api.memory import Memory
 from gateway.api.messages import CountTokens, Messages
 from gateway.api.models import Models
 from gateway.api.openapi import PATHS, SCHEMAS
-from gateway.api.responses import Responses
+from gateway.api.responses import InputTokens, Responses
 from gateway.api.stored_responses import StoredResponses
 from gateway.api.tokens import Detokenize, Tokenize
 from gateway.batches.batches import Batches
@@ -86,7 +86,7 @@ ACCOUNTS_CHANNEL = "sameway:accounts"
 _GC_THRESHOLDS = (20_000, 20, 50)
 # freed memory lies between cached answers, and the allocator would keep it; measured there too
 _TIDY_EVERY_S = 30.0
-_PURGE_EVERY_S = 60.0
+_PURGE_EVERY_S = 300.0
 _TRUTH_EVERY_S = 5.0
 _HITS_EVERY_S = 5.0
 _SWEEP_EVERY_S = 30.0
@@ -408,6 +408,7 @@ def _routes(settings: Settings, parts: Parts) -> Routes:
         "/v1/chat/completions": {"POST": Chat(parts.pipeline, settings.body_bytes_max)},
         "/v1/completions": {"POST": Chat(parts.pipeline, settings.body_bytes_max, COMPLETION)},
         "/v1/responses": {"POST": Responses(parts.pipeline, settings.body_bytes_max, memory)},
+        "/v1/responses/input_tokens": {"POST": InputTokens(settings, parts.pipeline, memory)},
         "/v1/responses/*": dict.fromkeys(("GET", "DELETE"), StoredResponses(settings, parts.pipeline, memory)),
         "/v1/messages": {"POST": Messages(parts.pipeline, settings.body_bytes_max)},
         "/v1/messages/count_tokens": {"POST": CountTokens(settings, parts.pipeline)},

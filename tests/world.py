@@ -42,7 +42,7 @@ from gateway.api.embeddings import Embeddings
 from gateway.api.front import Front
 from gateway.api.memory import Memory
 from gateway.api.messages import CountTokens, Messages
-from gateway.api.responses import Responses
+from gateway.api.responses import InputTokens, Responses
 from gateway.api.stored_responses import StoredResponses
 from gateway.backends.base import (
     BackendBroken,
@@ -960,6 +960,7 @@ async def _build(settings: Settings, redis: Redis) -> World:
         "/v1/chat/completions": Chat(pipeline, settings.body_bytes_max),
         "/v1/completions": Chat(pipeline, settings.body_bytes_max, COMPLETION),
         "/v1/responses": Responses(pipeline, settings.body_bytes_max, memory),
+        "/v1/responses/input_tokens": InputTokens(settings, pipeline, memory),
         "/v1/responses/*": StoredResponses(settings, pipeline, memory),
         "/v1/messages": Messages(pipeline, settings.body_bytes_max),
         "/v1/messages/count_tokens": CountTokens(settings, pipeline),

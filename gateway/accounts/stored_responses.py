@@ -160,11 +160,26 @@ class ResponseStore:
         return sa.and_(responses.c.team_id == team_id, responses.c.expires_at_s > self._clock())
 
     @uncancelled
-    async def find(self, team_id: int, ids: Collection[str]) -> dict[str, StoredResponse]:
-        """The team's responses with these ids, by id; without those that are not there."""
-        asked = sa.select(responses).where(responses.c.id.in_(ids), self._is_teams(team_id))
+    async def find(self, team_id: int, id: str) -> StoredResponse | None:
+        """The team's response with this id, if it is there."""
+        asked = sa.select(responses).where(responses.c.id == id, self._is_teams(team_id))
         async with self._database.reading() as connection:
-            return {row.id: _response(row) for row in await connection.execute(asked)}
+            row = (await connection.execute(asked)).first()
+        return _response(row) if row is not None else None
+
+    @uncancelled
+    async def texts(self, team_id: int, ids: Collection[str], bytes_max: int, *, is_input: bool) -> dict[str, bytes]:
+        """The inputs or the bodies of the team's responses with these ids, by id; without those that are
+        not there. Raises HistoryTooLong where they have more than `bytes_max` bytes.
+        """
+        column = responses.c.input if is_input else responses.c.body
+        is_asked = sa.and_(responses.c.id.in_(ids), self._is_teams(team_id))
+        async with self._database.reading() as connection:
+            size = (await connection.execute(sa.select(sa.func.sum(sa.func.length(column))).where(is_asked))).scalar()
+            if (size or 0) > bytes_max:
+                raise HistoryTooLong
+            found = await connection.execute(sa.select(responses.c.id, column.label("text")).where(is_asked))
+            return {row.id: row.text for row in found}
 
     @uncancelled
     async def chain(self, team_id: int, last_id: str, bytes_max: int) -> tuple[list[StoredResponse], str | None]:

@@ -19,7 +19,7 @@ from gateway.wire.errors import BadRequest, NotFound, shown
 Item = dict[str, Any]
 
 _ID = re.compile(r"resp_[0-9a-f]{32}")
-_ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_(?:in)?\d+")
+_ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_(in)?\d+")
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 
 
@@ -36,10 +36,10 @@ class Memory:
 
     async def find(self, team: Team, id: str) -> StoredResponse:
         """The team's response. Raises NotFound."""
-        found = await self._store.find(team.id, [id]) if _ID.fullmatch(id) else {}
-        if id not in found:
+        found = await self._store.find(team.id, id) if _ID.fullmatch(id) else None
+        if found is None:
             raise no_such_response(id)
-        return found[id]
+        return found
 
     async def delete(self, team: Team, id: str) -> None:
         """Raises NotFound."""
@@ -52,12 +52,7 @@ class Memory:
         try:
             rows, lacking = await self._store.chain(team.id, id, bytes_max) if _ID.fullmatch(id) else ([], id)
         except HistoryTooLong:
-            raise BadRequest(
-                f"The responses that `previous_response_id` continues have more than {bytes_max} bytes: send what is "
-                "needed of them in `input`",
-                param="previous_response_id",
-                code="context_length_exceeded",
-            ) from None
+            raise _too_long("previous_response_id", bytes_max) from None
         if lacking is not None:
             raise BadRequest(
                 f"Previous response with id '{shown(lacking)}' not found.",
@@ -71,17 +66,27 @@ class Memory:
         return items
 
     async def resolved(self, team: Team, items: list[Item]) -> list[Item]:
-        """`items` with the items that references among them stand for. Raises NotFound."""
-        asked = {str(item["id"]): "" for item in items if _is_reference(item)}
+        """`items` with the items that references among them stand for. Raises NotFound, BadRequest."""
+        asked = {str(item["id"]) for item in items if _is_reference(item)}
         if not asked:
             return items
-        for id in asked:
-            if (parts := _ITEM_ID.fullmatch(id)) is not None:
-                asked[id] = f"resp_{parts[1]}"
         known: dict[str, Item] = {}
-        for row in (await self._store.find(team.id, set(asked.values()) - {""})).values():
-            both = msgspec.json.decode(row.input) + msgspec.json.decode(row.body)["output"]
-            known |= {item["id"]: item for item in both if asked.get(item["id"]) == row.id}
+        for is_input in (False, True):
+            parts = [found for found in map(_ITEM_ID.fullmatch, asked) if found and bool(found[2]) is is_input]
+            owners = {found[0]: f"resp_{found[1]}" for found in parts}
+            bytes_max = self._settings.body_bytes_max
+            try:
+                ids = set(owners.values())
+                texts = await self._store.texts(team.id, ids, bytes_max, is_input=is_input) if ids else {}
+            except HistoryTooLong:
+                raise _too_long("input", bytes_max) from None
+            for owner, text in texts.items():
+                listed = msgspec.json.decode(text)
+                known |= {
+                    item["id"]: item
+                    for item in (listed if is_input else listed["output"])
+                    if owners.get(item["id"]) == owner
+                }
         if lacking := [id for id in asked if id not in known]:
             raise NotFound(
                 f"Item with id '{shown(lacking[0])}' not found. Items are not persisted when `store` is set to false. Try "
@@ -106,6 +111,15 @@ class Memory:
 
 def no_such_response(id: str) -> NotFound:
     return NotFound(f"Response with id '{shown(id)}' not found.")
+
+
+def _too_long(param: str, bytes_max: int) -> BadRequest:
+    return BadRequest(
+        f"The stored responses that `{param}` refers to have more than {bytes_max} bytes: send what is needed of them in "
+        "`input`",
+        param=param,
+        code="context_length_exceeded",
+    )
 
 
 def _is_reference(item: Mapping[str, Any]) -> bool:

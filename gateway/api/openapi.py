@@ -145,6 +145,7 @@ PATHS: dict[str, Any] = {
             "Create a response, which is kept unless it asks not to be", _body(ResponseRequest), streams=True
         )
     },
+    "/v1/responses/input_tokens": {"post": operation("The tokens of a response's input", _body(ResponseRequest))},
     "/v1/responses/{id}": {
         "get": {**operation("A kept response", None), "parameters": [_ID]},
         "delete": {**operation("Delete a kept response", None), "parameters": [_ID]},

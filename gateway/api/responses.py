@@ -16,12 +16,15 @@ from msgspec import Meta
 
 from gateway.accounts import Identity
 from gateway.api.chat import Chat, Renderer
+from gateway.api.endpoint import Answered, JsonEndpoint
 from gateway.api.memory import Item, Memory
 from gateway.api.response_events import Response
-from gateway.journey.turn import Arrival, Turn, read_turn
-from gateway.pipeline import Pipeline
+from gateway.api.tokens import counted_by_engine
+from gateway.journey.turn import Arrival, Labels, Turn, read_turn
+from gateway.pipeline import Pipeline, may_use
+from gateway.settings import Settings
 from gateway.wire.errors import BadRequest
-from gateway.wire.requests import MESSAGES_MAX, convert, decode_object
+from gateway.wire.requests import MESSAGES_MAX, ChatRequest, convert, decode_object
 
 _Content = str | list[dict[str, Any]]
 
@@ -39,6 +42,10 @@ class _Item(msgspec.Struct):
     input: str = ""
     action: dict[str, Any] = {}
     output: _Content = ""
+
+
+class _Model(msgspec.Struct):
+    model: Annotated[str, Meta(min_length=1)]
 
 
 class _Named(msgspec.Struct):
@@ -102,6 +109,34 @@ class Responses(Chat):
         is_kept = self._memory.is_kept(request.store, identity.team)
         keep = partial(self._memory.put, identity, previous_id, own) if is_kept else None
         return turn, Response(body, arrival, keep)
+
+
+class InputTokens(JsonEndpoint[dict[str, Any]]):
+    """`POST /v1/responses/input_tokens`: the tokens of a request's input, with all that it refers to.
+
+    Counted by a local engine, but for tools; of other models it is the estimate of routing and
+    budgets. One instance per worker.
+    """
+
+    operation = "input_tokens"
+
+    def __init__(self, settings: Settings, pipeline: Pipeline, memory: Memory) -> None:
+        super().__init__(settings, pipeline)
+        self._memory = memory
+
+    def read(self, body: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        named: _Model = convert(body, _Model)
+        return body, named.model if named.model in self._pipeline.fleet.aliases else ""
+
+    async def answer(self, request: dict[str, Any], identity: Identity, arrival: Arrival, labels: Labels) -> Answered:
+        alias = self._pipeline.fleet.alias(request["model"], identity.key.models)
+        may_use(identity, request["model"], alias.name)
+        _, _, chat = await as_chat(request, self._memory, identity)
+        raw = msgspec.json.encode(chat)
+        checked: ChatRequest = convert(chat, ChatRequest)
+        tokens = await counted_by_engine(alias, chat["messages"], len(raw)) if not chat.get("tools") else None
+        estimated = checked.demand(raw, chat).prompt_tokens
+        return Answered({"object": "response.input_tokens", "input_tokens": estimated if tokens is None else tokens})
 
 
 async def as_chat(

@@ -93,6 +93,10 @@ async def test_references_stand_for_items_as_the_vercel_sdk_sends_them(world: Wo
     bare: Any = [user, {"id": second.output[0].id}]
     await client.responses.create(model="mock", input=bare)
     assert messages(world) == [("user", "hello"), ("assistant", "answer of plain")]
+    listed = (await client.responses.input_items.list(first.id)).data
+    asked: Any = [{"type": "item_reference", "id": listed[0].id}, {"role": "user", "content": "anew"}]
+    await client.responses.create(model="mock", input=asked)
+    assert messages(world) == [("user", "hello"), ("user", "anew")]
     for id in ("msg_1", said.id.replace("_0", "_7"), "msg_" + "f" * 32 + "_0", "msg_\0"):
         with pytest.raises(openai.NotFoundError, match="Item with id") as refused:
             await client.responses.create(model="mock", input=[{"type": "item_reference", "id": id}])
@@ -209,6 +213,20 @@ async def test_a_chain_of_a_thousand_turns_costs_what_its_texts_do(world: World)
     assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "previous_response_id")
 
 
+async def test_references_load_no_more_than_a_request_may_have(open_a_world: OpenWorld) -> None:
+    """Items of many long responses are refused by name; an answer's own input is not loaded for its output."""
+    world = await open_a_world(body_bytes_max=20_000)
+    client = world.client()
+    made = [await client.responses.create(model="mock", input=f"{number}" + "x" * 9_000) for number in range(3)]
+    said: Any = [{"type": "item_reference", "id": one.output[0].id} for one in made]
+    assert (await client.responses.create(model="mock", input=said, store=False)).output_text
+    inputs = [(await client.responses.input_items.list(one.id)).data[0].id for one in made]
+    asked: Any = [{"type": "item_reference", "id": id} for id in inputs]
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.responses.create(model="mock", input=asked)
+    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "input")
+
+
 async def test_a_budget_counts_the_history(world: World) -> None:
     """A continued request holds what the same request without memory holds: its whole history is priced."""
     team = await world.team()
@@ -231,6 +249,26 @@ async def test_a_budget_counts_the_history(world: World) -> None:
         await world.quiet()
         go.clear()
     assert held[0] == held[1] > 2_000
+
+
+async def test_input_tokens_count_all_that_is_read(world: World) -> None:
+    """The history and references, as the same request without memory counts; nothing is generated or kept."""
+    client = world.client()
+    first = await client.responses.create(model="mock", input="x" * 2_000)
+    whole: Any = [{"role": "user", "content": "x" * 2_000}, first.output[0].to_dict(), {"role": "user", "content": "y"}]
+    named: Any = [whole[0], {"type": "item_reference", "id": first.output[0].id}, whole[2]]
+    continued: dict[str, Any] = {"input": "y", "previous_response_id": first.id}
+    ways: tuple[dict[str, Any], ...] = ({"input": whole}, {"input": named}, continued)
+    counts = [await client.responses.input_tokens.count(model="mock", **way) for way in ways]
+    assert {one.object for one in counts} == {"response.input_tokens"}
+    assert len({one.input_tokens for one in counts}) == 1
+    assert counts[0].input_tokens > 500
+    assert len(world.backends["plain"].calls) == 1
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.input_tokens.count(model="none", input="x")
+    other = world.client((await world.team()).key)
+    with pytest.raises(openai.BadRequestError, match="not found"):
+        await other.responses.input_tokens.count(model="mock", **continued)
 
 
 async def test_where_the_database_fails_the_answer_arrives(world: World) -> None:
