@@ -24,7 +24,7 @@ _DEADLINE_S = 20.0  # of a request; each fault's own limit is far below
 _REQUESTS, _AT_ONCE = 240, 24
 # how an upstream fails: before its answer, inside it, or not at all
 FAULTS = {
-    "plain": "mock",
+    "plain": "mock?delay_ms=1",
     "paced": "mock?pace_ms=5;chunks=12",
     "refuses": "mock?status=503",
     "busy": "mock?status=429;retry_after=1",
@@ -38,6 +38,13 @@ FAULTS = {
     "large": "mock?huge=3000000",
 }
 ENDS = ("complete", "status", "in-band")
+_WELL = "mock?delay_ms=1"
+# a second deployment goes on with a stream, or is asked beside a slow first one; another worker's answer is awaited
+_TOGETHER = {
+    "continued": "sameway_rescues_total",
+    "hedged": "sameway_hedges_total",
+    "slow": "sameway_awaited_requests_total",
+}
 
 
 def _config(url: str) -> dict[str, Any]:
@@ -51,16 +58,30 @@ def _config(url: str) -> dict[str, Any]:
         name: {"deployments": [broken(f"{name}-alone", model)]} for name, model in FAULTS.items() if name != "silent"
     }
     saved = {
-        f"{name}-saved": {"policy": "cheapest", "deployments": [broken(name, model), deployment(url, f"{name}-well")]}
+        f"{name}-saved": {
+            "policy": "cheapest",
+            "deployments": [broken(name, model), deployment(url, f"{name}-well", _WELL)],
+        }
         for name, model in FAULTS.items()
     }
+    goes_on = deployment(url, "goes-on", "mock?chunks=12", capabilities=["prefill"])
+    together = {
+        "continued": {"deployments": [broken("continued", FAULTS["cut"]), goes_on], "policy": "cheapest"},
+        # the first one has no plan of its own: it is slow from the moment that the upstream's plan says so
+        "hedged": {
+            "hedge_cost_max": 1.0,
+            "policy": "cheapest",
+            "deployments": [deployment(url, "hedged", "mock"), deployment(url, "beside", _WELL)],
+        },
+        "slow": {"deployments": [deployment(url, "slow", "mock?delay_ms=400")]},
+    }
     budgets = {"hold_lease_s": 5}
-    return {"workers": 2, "models": {**alone, **saved}, "budgets": budgets, "redis_timeout_ms": 300}
+    return {"workers": 2, "models": {**alone, **saved, **together}, "budgets": budgets, "redis_timeout_ms": 300}
 
 
 async def _ask(client: httpx.AsyncClient, model: str, content: str, is_stream: bool, leaves: bool) -> str:
     """One request: how it ended. `leaves`: its client hangs up in the middle."""
-    body = {"model": model, "messages": [{"role": "user", "content": content}], "stream": is_stream}
+    body = {"model": model, "messages": [{"role": "user", "content": content}], "stream": is_stream, "max_tokens": 16}
     try:
         async with (
             asyncio.timeout(_DEADLINE_S),
@@ -95,9 +116,8 @@ async def _run(
     """All requests, a few at a time; `acts` happen as the request of their number begins."""
     ends: Counter[str] = Counter()
     numbers = iter(range(_REQUESTS))
-    plans = [
-        (chance.choice([*FAULTS, *[f"{name}-saved" for name in FAULTS]]), chance.random()) for _ in range(_REQUESTS)
-    ]
+    drawn_from = [*FAULTS, *[f"{name}-saved" for name in FAULTS], *4 * [*_TOGETHER]]
+    plans = [(chance.choice(drawn_from), chance.random()) for _ in range(_REQUESTS)]
 
     async def user(client: httpx.AsyncClient) -> None:
         for number in numbers:
@@ -105,6 +125,8 @@ async def _run(
                 await asyncio.to_thread(acts[number])
             model, drawn = plans[number]
             content = f"mixed {number}" if number % 3 else f"shared {number % 9}"
+            if model == "slow":
+                content = f"slow {number // _AT_ONCE}"
             ends[await _ask(client, model, content, number % 2 > 0, leaves=drawn < 0.1)] += 1
 
     headers = {"authorization": f"Bearer {API_KEY}"}
@@ -114,9 +136,10 @@ async def _run(
 
 
 def _gauge(gateway: Gateway, name: str) -> float:
-    return sum(
-        float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", gateway.observe("/metrics").text, re.M)
-    )
+    """The sum of the samples of a metric that is there."""
+    found = re.findall(rf"^{name}(?:{{.*}})? (\S+)$", gateway.observe("/metrics").text, re.M)
+    assert found, name
+    return sum(map(float, found))
 
 
 def _workers(gateway: Gateway) -> list[psutil.Process]:
@@ -126,14 +149,16 @@ def _workers(gateway: Gateway) -> list[psutil.Process]:
 @pytest.mark.parametrize("seed", [7])
 def test_mixed_faults(upstream: Upstream, tmp_path: Path, seed: int) -> None:
     """Deployments that fail in twelve ways, clients that leave, a cache worker and a gateway worker that are killed, and a Redis
-    that hangs and is killed: each request ends complete, with a status, or with an in-band error, in time. Only a connection to the
-    killed worker breaks. Then nothing is held, in flight or connected, memory is back, and the books are exact."""
+    that hangs and is killed, among streams that are gone on with, hedges and awaited answers: each request ends complete, with a
+    status, or with an in-band error, in time. Only a connection to the killed worker breaks. Then nothing is held, in flight,
+    queued or connected, memory is back, and the books are exact."""
     config = _config(upstream.url)
     with run_gateway(tmp_path, config) as gateway:
         gateway.wait_ready()
         gateway.admin("POST", "/teams/1/budgets", json={"window": "day", "limit_microusd": 10**9, "is_hard": True})
-        for model in ("plain", "large"):
-            gateway.chat("warm", model)
+        for model in ("plain", "large", *20 * ["hedged"]):
+            gateway.chat("warm", model, headers={"cache-control": "no-store"}, max_tokens=16)
+        upstream.plan("delay_ms=1500")
         before_bytes = _gauge(gateway, "sameway_workers_memory_bytes")
         redis = VICTIMS["redis"](gateway)[0]
         acts: dict[int, Callable[[], object]] = {
@@ -152,7 +177,11 @@ def test_mixed_faults(upstream: Upstream, tmp_path: Path, seed: int) -> None:
         assert_money_agrees(gateway)
         # the look itself is one
         wait_for(lambda: _gauge(gateway, "sameway_in_flight_requests") <= 1, 20)
-        wait_for(lambda: _gauge(gateway, "sameway_deployment_running") == 0, 20)
+        wait_for(lambda: _gauge(gateway, "sameway_deployment_running_requests") == 0, 20)
+        wait_for(lambda: _gauge(gateway, "sameway_deployment_waiting_requests") == 0, 20)
+        assert {model: _gauge(gateway, metric) > 0 for model, metric in _TOGETHER.items()} == dict.fromkeys(
+            _TOGETHER, True
+        )
         ours = int(gateway.root.rpartition(":")[2])
 
         def connected() -> list[Any]:
