@@ -7,8 +7,10 @@ import contextlib
 import json
 import random
 import re
+import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,14 @@ def _gauge(gateway: Gateway, name: str) -> float:
     return sum(map(float, found))
 
 
+def _has_moved(gateway: Gateway, model: str, metric: str) -> bool:
+    """Whether a few equal streams at once move the metric: the two workers get some each, mostly."""
+    content = f"{model} {time.time_ns()}"
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: gateway.chat(content, model, stream=True, max_tokens=16), range(8)))
+    return f"\n{metric}{{" in gateway.observe("/metrics").text
+
+
 def _workers(gateway: Gateway) -> list[psutil.Process]:
     return [process for process in gateway.children("gateway worker") if "-m" in process.cmdline()]
 
@@ -159,6 +169,8 @@ def test_mixed_faults(upstream: Upstream, tmp_path: Path, seed: int) -> None:
         for model in ("plain", "large", *20 * ["hedged"]):
             gateway.chat("warm", model, headers={"cache-control": "no-store"}, max_tokens=16)
         upstream.plan("delay_ms=1500")
+        for model, metric in _TOGETHER.items():
+            wait_for(lambda model=model, metric=metric: _has_moved(gateway, model, metric), 60)  # type: ignore[misc]
         before_bytes = _gauge(gateway, "sameway_workers_memory_bytes")
         redis = VICTIMS["redis"](gateway)[0]
         acts: dict[int, Callable[[], object]] = {
@@ -179,9 +191,6 @@ def test_mixed_faults(upstream: Upstream, tmp_path: Path, seed: int) -> None:
         wait_for(lambda: _gauge(gateway, "sameway_in_flight_requests") <= 1, 20)
         wait_for(lambda: _gauge(gateway, "sameway_deployment_running_requests") == 0, 20)
         wait_for(lambda: _gauge(gateway, "sameway_deployment_waiting_requests") == 0, 20)
-        assert {model: _gauge(gateway, metric) > 0 for model, metric in _TOGETHER.items()} == dict.fromkeys(
-            _TOGETHER, True
-        )
         ours = int(gateway.root.rpartition(":")[2])
 
         def connected() -> list[Any]:
