@@ -69,7 +69,10 @@ async def run(host: Host) -> None:
     """Do all that there is to do."""
     runner = host.parts.runner
     async with asyncio.timeout(60):
-        while await runner.step() or runner._works:  # noqa: ASYNC110
+        is_idle = False
+        while not is_idle:
+            is_idle = not runner._works  # before the look: work that ends meanwhile may leave more
+            is_idle = not await runner.step() and is_idle
             await asyncio.sleep(0.005)
 
 
