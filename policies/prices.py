@@ -85,18 +85,19 @@ class Price:
         """The cost of `tokens`, rounded up to a whole µUSD once, after the sum."""
         plain, answer = self.input_microusd_per_mtok, self.output_microusd_per_mtok
         scaled = tokens.prompt * plain + tokens.completion * answer
-        for count, price, usual in (
-            (tokens.cached, self.cached_input_microusd_per_mtok, plain),
-            (tokens.cache_write, self.cache_write_microusd_per_mtok, plain),
-            (tokens.cache_write_1h, self.cache_write_1h_microusd_per_mtok, plain),
-            (tokens.audio_prompt, self.audio_input_microusd_per_mtok, plain),
-            (tokens.image_prompt, self.image_input_microusd_per_mtok, plain),
-            (tokens.reasoning, self.reasoning_microusd_per_mtok, answer),
-            (tokens.audio_completion, self.audio_output_microusd_per_mtok, answer),
-            (tokens.image_completion, self.image_output_microusd_per_mtok, answer),
-        ):
-            if count and price is not None:
-                scaled += count * (price - usual)
+        if any(msgspec.structs.astuple(tokens)[2:]):
+            for count, price, usual in (
+                (tokens.cached, self.cached_input_microusd_per_mtok, plain),
+                (tokens.cache_write, self.cache_write_microusd_per_mtok, plain),
+                (tokens.cache_write_1h, self.cache_write_1h_microusd_per_mtok, plain),
+                (tokens.audio_prompt, self.audio_input_microusd_per_mtok, plain),
+                (tokens.image_prompt, self.image_input_microusd_per_mtok, plain),
+                (tokens.reasoning, self.reasoning_microusd_per_mtok, answer),
+                (tokens.audio_completion, self.audio_output_microusd_per_mtok, answer),
+                (tokens.image_completion, self.image_output_microusd_per_mtok, answer),
+            ):
+                if count and price is not None:
+                    scaled += count * (price - usual)
         calls = tokens.tool_calls * (self.tool_call_microusd or 0)
         return self.request_microusd + calls - (-scaled // _PER_MTOK)
 

@@ -154,6 +154,9 @@ def _row(
 ) -> LedgerRow:
     """A prompt is charged even if every client leaves before the first token."""
     user, tags = booked_labels(turn.body, turn.labels)
+    parts = {"cached_tokens": 0, **usage.parts()}
+    for name in ("drafted_tokens", "accepted_tokens"):  # which cost nothing
+        parts.pop(name, None)
     return LedgerRow(
         id=hold.id,
         # decision: hold-keeps-its-moment
@@ -164,31 +167,24 @@ def _row(
         alias=turn.alias,
         deployment=one.deployment.name,
         prompt_tokens=usage.prompt_tokens,
-        cached_tokens=usage.cached_tokens,
         completion_tokens=usage.completion_tokens,
         cost_microusd=cost_microusd,
         kind=turn.arrival.operation,
         usage_estimated=one.progress.usage is None,
-        cache_write_tokens=usage.cache_write_tokens,
-        cache_write_1h_tokens=usage.cache_write_1h_tokens,
-        audio_prompt_tokens=usage.audio_prompt_tokens,
-        image_prompt_tokens=usage.image_prompt_tokens,
-        reasoning_tokens=usage.reasoning_tokens,
-        audio_completion_tokens=usage.audio_completion_tokens,
-        image_completion_tokens=usage.image_completion_tokens,
-        tool_calls=usage.tool_calls,
         baseline_microusd=compared.baseline_microusd,
         prefix_read_microusd=compared.prefix_read_microusd,
         prefix_write_microusd=compared.prefix_write_microusd,
         mechanism=compared.mechanism,
-        provider_cost_microusd=usage.provider_cost_microusd,
         user=user,
         tags=tags,
+        **parts,
     )
 
 
 def tokens_of(usage: Usage) -> Tokens:
     """`usage` as prices count it."""
+    if not usage.parts():
+        return Tokens(usage.prompt_tokens, usage.completion_tokens)
     return Tokens(
         prompt=usage.prompt_tokens,
         completion=usage.completion_tokens,

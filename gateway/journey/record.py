@@ -169,15 +169,18 @@ def _of_generation(flight: Flight, duration_ms: float) -> dict[str, Any]:
         "why": generation.why,
         "queued_ms": generation.queued_ms,
         "attempts": generation.attempts,
-        "fallbacks": tuple([Rejection(step.name, step.reason) for step in generation.steps]),
-        "answered_alias": generation.serving.name if generation.steps else "",
         "hedge": generation.hedge,
-        "seams": tuple(generation.seams),
         "draft": progress.draft,
         "survived": generation.degraded,
     }
+    if generation.steps:
+        facts["fallbacks"] = tuple([Rejection(step.name, step.reason) for step in generation.steps])
+        facts["answered_alias"] = generation.serving.name
+    if generation.seams:
+        facts["seams"] = tuple(generation.seams)
     if route is not None:
         facts["policy"] = generation.serving.settings.policy
+    if route is not None and (route.rejected or generation.no_room):
         rejected = [Rejection(r.name, r.reason) for r in route.rejected]
         rejected += [Rejection(name, "has no room in its budget") for name in generation.no_room]
         facts["rejected"] = tuple(rejected)
@@ -190,7 +193,8 @@ def _of_generation(flight: Flight, duration_ms: float) -> dict[str, Any]:
     if flight.first_at is not None:
         facts["ttft_ms"] = (flight.first_at - generation.turn.started) * 1000.0
     if spent is not None and progress.has_begun:
-        facts |= msgspec.structs.asdict(spent.usage)
+        facts["prompt_tokens"], facts["completion_tokens"] = spent.usage.prompt_tokens, spent.usage.completion_tokens
+        facts |= spent.usage.parts()
         facts["usage_estimated"] = spent.is_estimated
     if spent is not None:
         facts["cost_microusd"] = spent.cost_microusd

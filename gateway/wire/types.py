@@ -33,12 +33,16 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
     drafted_tokens: dict[str, int] | None = None
     accepted_tokens: dict[str, int] | None = None
 
+    def parts(self) -> dict[str, Any]:
+        """The fields other than the prompt and the completion by name; empty where none is set."""
+        rest = msgspec.structs.astuple(self)[2:]
+        return {} if rest == _NO_PARTS else dict(zip(Usage.__struct_fields__[2:], rest, strict=True))
+
     def within(self, prompt_tokens: int, completion_tokens: int) -> "Usage":
         """This usage with a prompt and a completion of at most these sizes, each part cut to what
         is left of its whole; itself where nothing is above them.
         """
-        is_plain = msgspec.structs.astuple(self)[2:] == _NO_PARTS
-        if is_plain and self.prompt_tokens <= prompt_tokens and self.completion_tokens <= completion_tokens:
+        if not self.parts() and self.prompt_tokens <= prompt_tokens and self.completion_tokens <= completion_tokens:
             return self
         sizes = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
         cut = {}
