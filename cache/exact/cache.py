@@ -198,7 +198,14 @@ class ExactCache:
         links = _earlier_links(fp.chain) if wants_warm else []
         purges_before = self._l1.purges
         try:
-            found, labels = await self._fetch(fp, links, claims, words)
+            # no variable holds a future that may fail: its error would hold this frame, in a cycle
+            if links:
+                warmed = [fp.chain[depth - 1] for depth in links]
+                found, labels = await asyncio.gather(
+                    self._looking(fp, claims, words), self._store.lookup_warm(fp.partition, warmed)
+                )
+            else:
+                found, labels = await self._looking(fp, claims, words), []
             look = Look(found) if claims is None else self._store.claims.read(fp, found)
             entry, miss = self._read(look.data, fp, max_age_s, purges_before)
             if claims is not None and entry is None and look.data is not None:
@@ -221,19 +228,8 @@ class ExactCache:
             pointer=pointer,
         )
 
-    async def _fetch(
-        self, fp: Fingerprint, links: Sequence[int], claims: bool | None, words: bytes | None
-    ) -> tuple[Any, list[bytes | None]]:
-        """The encoded entry or the reply for `Claims.read`, and the deployment that saw each of the
-        `links` last.
-        """
-        # no variable holds a future that may fail: its error would hold this frame, in a cycle
-        if not links:
-            return await self._looking(fp, claims, words), []
-        warm = [fp.chain[depth - 1] for depth in links]
-        return await asyncio.gather(self._looking(fp, claims, words), self._store.lookup_warm(fp.partition, warm))
-
     def _looking(self, fp: Fingerprint, claims: bool | None, words: bytes | None) -> Awaitable[Any]:
+        """The encoded entry or the reply for `Claims.read`."""
         if claims is None:
             return self._store.lookup(fp.partition, fp.exact)
         return self._store.look(fp, wants=claims, words=words)

@@ -28,27 +28,24 @@ LookKeys = tuple[str, str, str, str]
 
 _KEY = "sameway:{%s}:claim:%s"
 LEASE_S = 3.0
+_LEASE_MS = int(LEASE_S * 1000)
 HELD_S_MAX = 30.0
 _RENEWED_AFTER_S = 1.0
 _TAKEN, _OWN, _ELSEWHERE, _NONE = 1, 2, 3, 0
 
-# KEYS: entries, claim, words, groups, suspended. ARGV: exact, process, lease_ms, 1 where a claim is
-# wanted, 1 where the entry does not count, key of its words (or empty). Answers the entry, or the one
-# that its words point at, or {what became of the claim, its age in ms}.
-_LOOK = (
-    POINTED
-    + """
+# KEYS: entries, claim; by words also words, groups, suspended. ARGV: exact, process, lease_ms, 1 where a
+# claim is wanted, 1 where the entry does not count; by words also their key. Answers the entry, or
+# the one that its words point at, or {what became of the claim, its age in ms}.
+_ENTRY = """
 if ARGV[5] == '0' then
   local entry = redis.call('HGET', KEYS[1], ARGV[1])
   if entry then return entry end
 end
-if ARGV[6] ~= '' then
-  local found = pointed(ARGV[6], KEYS[1], KEYS[3], KEYS[4], KEYS[5])
-  if found then return found end
-end
+"""
+_CLAIM = """
+local claim = redis.pcall('GET', KEYS[2])
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local claim = redis.pcall('GET', KEYS[2])
 local owner, since = string.match(type(claim) == 'string' and claim or '', '^(%x+):(%d+)$')
 if owner == ARGV[2] then return {2, 0} end
 if owner then return {3, math.max(0, now - since)} end
@@ -56,6 +53,15 @@ if ARGV[4] == '0' then return {0, 0} end
 local is_set = redis.pcall('SET', KEYS[2], ARGV[2] .. ':' .. string.format('%.0f', now), 'PX', ARGV[3])
 return {is_set.ok and 1 or 0, 0}
 """
+_LOOK = _ENTRY + _CLAIM
+_LOOK_BY_WORDS = (
+    POINTED
+    + _ENTRY
+    + """
+local found = pointed(ARGV[6], KEYS[1], KEYS[3], KEYS[4], KEYS[5])
+if found then return found end
+"""
+    + _CLAIM
 )
 
 # KEYS: claim. ARGV: process.
@@ -96,20 +102,10 @@ class Claims:
         client raises.
         """
         key = _KEY % (fp.partition.hex(), fp.exact.hex())
-        lease_ms = int(LEASE_S * 1000)
-        return self._redis.eval(
-            _LOOK,
-            5,
-            keys[0],
-            key,
-            *keys[1:],
-            fp.exact,
-            self._process,
-            lease_ms,
-            int(wants),
-            int(is_stale),
-            words or b"",
-        )
+        terms = (fp.exact, self._process, _LEASE_MS, int(wants), int(is_stale))
+        if words is None:
+            return self._redis.eval(_LOOK, 2, keys[0], key, *terms)
+        return self._redis.eval(_LOOK_BY_WORDS, 5, keys[0], key, *keys[1:], *terms, words)
 
     def read(self, fp: Fingerprint, reply: Any) -> Look:
         """The reply to `look`."""
@@ -140,8 +136,8 @@ class Claims:
 
         A claim of over `HELD_S_MAX` ends: no request waits that long.
         """
-        now, lease_ms = self._monotonic(), int(LEASE_S * 1000)
+        now = self._monotonic()
         for exact in [exact for exact, (_, since) in self._held.items() if now - since > HELD_S_MAX]:
             del self._held[exact]
         old = [key for key, since in self._held.values() if now - since > _RENEWED_AFTER_S]
-        await asyncio.gather(*(self._redis.execute_command("PEXPIRE", key, lease_ms) for key in old))
+        await asyncio.gather(*(self._redis.execute_command("PEXPIRE", key, _LEASE_MS) for key in old))
