@@ -32,7 +32,7 @@ from gateway.journey.attempt import Tries
 from gateway.journey.bill import Booked
 from gateway.journey.budget import Money
 from gateway.journey.flight import Flight, Flights, Reply
-from gateway.journey.generation import Generation
+from gateway.journey.generation import Generation, generation_of
 from gateway.journey.needs import need_at, need_of, values_of
 from gateway.journey.queue import routed
 from gateway.journey.rate_limits import Limits
@@ -161,7 +161,7 @@ class Pipeline:
         if looked.entry is not None:
             return Reply(turn, alias.name, looked.headers, entry=looked.entry, looked_up_ms=turn.elapsed_ms())
         if looked.pointed is not None and looked.pointed.entry is not None:
-            pointed = Generation(turn, identity, alias, found, {}, ())
+            pointed = generation_of(turn, identity, alias, found, {})
             pointed.looked_up(looked.pointed)
             return Reply(
                 turn,
@@ -245,7 +245,7 @@ class Pipeline:
         flight = None if controls.no_cache else self.flights.find(key)
         if flight is None:
             relaxed = self._semantic.relaxed(found, turn, identity.team, alias)
-            flight = Flight(Generation(turn, identity, alias, relaxed, looked.warm, looked.degraded))
+            flight = Flight(generation_of(turn, identity, alias, relaxed, looked.warm, looked.degraded), turn.deadline)
             flight.generation.elsewhere_ms = looked.elsewhere_ms
             if looked.pointed is not None:
                 flight.generation.looked_up(looked.pointed)

@@ -31,33 +31,27 @@ BEHIND_BYTES_MAX = 128 << 10
 _BATCH_BYTES = 64 << 10  # that a reader is given at a time
 
 
-class Flight:
+class Flight(msgspec.Struct, eq=False):
     """One generation and its readers.
 
     `deadline` is the latest of all readers', in seconds on the clock of `time.perf_counter`; None
     if one of them has none. `leader_ended` is the end of its first reader's reply.
     """
 
-    __slots__ = (
-        "_caught_up", "_on_end", "_readers", "_sleepers", "_task", "chunks", "deadline", "error", "first_at",
-        "generation", "is_done", "leader_ended", "size_bytes", "taken_bytes",
-    )  # fmt: skip
-
-    def __init__(self, generation: Generation) -> None:
-        self.generation = generation
-        self.deadline = generation.turn.deadline
-        self.chunks: list[Chunk] = []
-        self.size_bytes = 0  # of `chunks`
-        self.taken_bytes = 0  # by the reader that is furthest
-        self.first_at: float | None = None  # the first chunks' arrival, by time.perf_counter
-        self.error: BaseException | None = None
-        self.leader_ended = Ended()
-        self._on_end: Callable[[], None] | None = None
-        self._caught_up: asyncio.Future[None] | None = None
-        self.is_done = False
-        self._readers: list[Reader] = []
-        self._sleepers: list[asyncio.Future[None]] = []
-        self._task: asyncio.Task[None] | None = None
+    generation: Generation
+    deadline: float | None = None
+    chunks: list[Chunk] = []
+    size_bytes: int = 0  # of `chunks`
+    taken_bytes: int = 0  # by the reader that is furthest
+    first_at: float | None = None  # the first chunks' arrival, by time.perf_counter
+    error: BaseException | None = None
+    leader_ended: Ended = Ended()
+    is_done: bool = False
+    _on_end: Callable[[], None] | None = None
+    _caught_up: asyncio.Future[None] | None = None
+    _readers: "list[Reader]" = []
+    _sleepers: list[asyncio.Future[None]] = []
+    _task: asyncio.Task[None] | None = None
 
     def take_off(self, generating: Coroutine[Any, Any, None]) -> None:
         """Start the generation in its own task: it belongs to the flight, not to a client."""

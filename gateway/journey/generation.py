@@ -23,7 +23,7 @@ from gateway.journey.storing import deployment_of, ends_as_asked, entry_of, refu
 from gateway.journey.turn import Turn
 from gateway.wire.errors import ApiError
 from gateway.wire.types import Chunk, Usage
-from policies import Hold, Route
+from policies import Demand, Hold, Route
 
 _UNSTREAMED = frozenset({"best_of", "prompt_logprobs"})  # servers refuse to stream with these
 
@@ -35,95 +35,48 @@ class Step(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Generation:
-    """One generation.
+class Generation(msgspec.Struct, eq=False):
+    """One generation, begun by `generation_of`.
 
-    `warm` are the prompt tokens that deployments saw last, by name. `degraded` names the parts that
-    failed and that the request did without.
+    `warm` are the prompt tokens that deployments saw last, by name. `lacking` names the parts that
+    failed before it began and that the request did without.
     """
 
-    __slots__ = (
-        "_beside",
-        "_degraded",
-        "_first_choice_model",
-        "_is_bounded",
-        "_near",
-        "_tries",
-        "_whole_usage",
-        "alias",
-        "at_deployments",
-        "awaited_until",
-        "cut_at",
-        "demand",
-        "elsewhere_ms",
-        "fingerprint",
-        "headers",
-        "hedge",
-        "hold",
-        "identity",
-        "is_claimed",
-        "more_holds",
-        "no_room",
-        "progress",
-        "queued_ms",
-        "route",
-        "seams",
-        "semantic",
-        "served",
-        "serving",
-        "spent",
-        "steps",
-        "store",
-        "stored",
-        "turn",
-        "warm",
-        "why",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        turn: Turn,
-        identity: Identity,
-        alias: Alias,
-        fingerprint: Fingerprint,
-        warm: dict[str, int],
-        degraded: tuple[str, ...],
-    ) -> None:
-        self.turn = turn
-        self.identity = identity
-        self.alias = alias
-        self.serving = alias  # the alias or the fallback whose deployments are tried
-        self.steps: list[Step] = []  # the aliases that could not answer
-        self.fingerprint = fingerprint
-        self.warm = warm
-        self.semantic = SemanticResult()
-        self.demand = turn.demand  # with what deployments said of the prompt's length
-        self.hold: Hold | None = None
-        self.cut_at: int | None = None  # the answer's tokens at most, as a budget has no room for more
-        self.more_holds: list[Hold] = []  # for what tries may cost beyond the first hold
-        self.at_deployments: dict[str, Hold] = {}  # of the budgets on deployments, by the deployment's name
-        self.no_room: dict[str, ApiError] = {}  # deployments whose budgets refused it
-        self.headers: dict[bytes, bytes] | None = None  # the tokens' rate limits', once taken
-        self.route: Route | None = None  # the first one, with each rejection
-        self.why = ""  # why the deployment that was tried last was chosen
-        self.queued_ms = 0.0  # waited for a place, as every deployment was full
-        self.spent: Spent | None = None
-        self.stored: Entry | None = None  # the entry that was to be stored
-        self.store = ""  # `stored`, or the reason against it
-        self._degraded = degraded
-        self._near: Entry | None = None
-        self.hedge: Hedged | None = None  # a second deployment that was asked at the same time
-        self._beside: Sequence[Progress] = ()  # the tries of that race which did not answer
-        self.served: Entry | None = None  # the recorded answer that is replayed
-        self.is_claimed = False  # other workers wait for its entry
-        self.elsewhere_ms: float | None = None  # another worker had been making its entry for so long
-        self.awaited_until = 0.0  # by time.perf_counter, where it has waited for that worker
-        self._first_choice_model = ""
-        self.seams: list[Seam] = []  # where another deployment went on with the answer
-        self._whole_usage: Usage | None = None  # of an answer with seams
-        self._is_bounded = False  # by a budget
-        self.progress = _NO_PROGRESS  # at the deployment that was tried last
-        self._tries: list[Try] = []
+    turn: Turn
+    identity: Identity
+    alias: Alias
+    serving: Alias  # the alias or the fallback whose deployments are tried
+    fingerprint: Fingerprint
+    demand: Demand  # with what deployments said of the prompt's length
+    warm: dict[str, int]
+    lacking: tuple[str, ...]
+    progress: Progress  # at the deployment that was tried last
+    steps: list[Step] = []  # the aliases that could not answer
+    semantic: SemanticResult = SemanticResult()
+    hold: Hold | None = None
+    cut_at: int | None = None  # the answer's tokens at most, as a budget has no room for more
+    more_holds: list[Hold] = []  # for what tries may cost beyond the first hold
+    at_deployments: dict[str, Hold] = {}  # of the budgets on deployments, by the deployment's name
+    no_room: dict[str, ApiError] = {}  # deployments whose budgets refused it
+    headers: dict[bytes, bytes] | None = None  # the tokens' rate limits', once taken
+    route: Route | None = None  # the first one, with each rejection
+    why: str = ""  # why the deployment that was tried last was chosen
+    queued_ms: float = 0.0  # waited for a place, as every deployment was full
+    spent: Spent | None = None
+    stored: Entry | None = None  # the entry that was to be stored
+    store: str = ""  # `stored`, or the reason against it
+    hedge: Hedged | None = None  # a second deployment that was asked at the same time
+    served: Entry | None = None  # the recorded answer that is replayed
+    is_claimed: bool = False  # other workers wait for its entry
+    elsewhere_ms: float | None = None  # another worker had been making its entry for so long
+    awaited_until: float = 0.0  # by time.perf_counter, where it has waited for that worker
+    seams: list[Seam] = []  # where another deployment went on with the answer
+    _near: Entry | None = None
+    _beside: Sequence[Progress] = ()  # the tries of a race which did not answer
+    _first_choice_model: str = ""
+    _whole_usage: Usage | None = None  # of an answer with seams
+    _is_bounded: bool = False  # by a budget
+    _tries: list[Try] = []
 
     # -- the outcomes of the stages ----------------------------------------------------------------
 
@@ -331,7 +284,7 @@ class Generation:
 
     @property
     def degraded(self) -> tuple[str, ...]:
-        return self._degraded + self.semantic.degraded
+        return self.lacking + self.semantic.degraded
 
     @property
     def is_fallback(self) -> bool:
@@ -380,3 +333,25 @@ class Generation:
 
 
 _NO_PROGRESS = Progress("")
+
+
+def generation_of(
+    turn: Turn,
+    identity: Identity,
+    alias: Alias,
+    fingerprint: Fingerprint,
+    warm: dict[str, int],
+    lacking: tuple[str, ...] = (),
+) -> Generation:
+    """The generation of a turn that no stage has seen; parameters as in `Generation`."""
+    return Generation(
+        turn=turn,
+        identity=identity,
+        alias=alias,
+        serving=alias,
+        fingerprint=fingerprint,
+        demand=turn.demand,
+        warm=warm,
+        lacking=lacking,
+        progress=_NO_PROGRESS,
+    )

@@ -19,7 +19,7 @@ from cache.verdicts.records import AnswerJudged
 from cache.worker import Answered
 from gateway.deployments.progress import Progress
 from gateway.journey.flight import Flight
-from gateway.journey.generation import Generation
+from gateway.journey.generation import generation_of
 from gateway.journey.record import Record
 from gateway.journey.semantic import SemanticResult
 from gateway.journey.turn import Turn, arrive, read_turn
@@ -88,7 +88,7 @@ def over(chance: float, entry: Entry | None = None) -> tuple[Flight, Record]:
     """A request that is over: one that was generated, or with `entry` one that was a hit."""
     turn = read_turn(BODY, {}, arrive("chat"))
     unused: Any = None
-    generation = Generation(turn, unused, unused, ask("open the box"), {}, ())
+    generation = generation_of(turn, unused, unused, ask("open the box"), {})
     trial = Trial((ask("open the crate").exact,), b"", 0.9, chance, b"rule")
     generation.looked_up(SemanticResult(entry=entry, trial=trial))
     progress = Progress("somewhere")
