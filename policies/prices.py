@@ -49,6 +49,8 @@ class Tokens(msgspec.Struct, frozen=True):
     tool_calls: int = 0
 
     def __post_init__(self) -> None:
+        if self.prompt >= 0 <= self.completion and not any(msgspec.structs.astuple(self)[2:]):
+            return
         inside = self.cached + self.cache_write + self.cache_write_1h + self.audio_prompt + self.image_prompt
         inside_completion = self.reasoning + self.audio_completion + self.image_completion
         if inside > self.prompt or inside_completion > self.completion or min(msgspec.structs.astuple(self)) < 0:

@@ -80,11 +80,11 @@ class Spool:
         if place == NOWHERE or self._map is None:
             return
         start = place * SLOT_BYTES
-        slots = _slots(int.from_bytes(self._map[start : start + _LENGTH_BYTES], "little"))
-        self._map[start : start + _LENGTH_BYTES] = _FREE
-        for slot in range(place + 1, place + slots):  # bytes of the row, which are no lengths
-            self._map[slot * SLOT_BYTES : slot * SLOT_BYTES + _LENGTH_BYTES] = _FREE
-        self._free.extend(range(place, place + slots))
+        last = place + _slots(int.from_bytes(self._map[start : start + _LENGTH_BYTES], "little"))
+        while place < last:  # the first slot has the length; the others have bytes that are no lengths
+            self._map[place * SLOT_BYTES : place * SLOT_BYTES + _LENGTH_BYTES] = _FREE
+            self._free.append(place)
+            place += 1
         self._count -= 1
         if not self._count and self._end > _SLOTS:
             self._shrink()

@@ -67,6 +67,7 @@ class _Reported(msgspec.Struct, gc=False):
 
 _decode = msgspec.json.Decoder(_Reported).decode
 _NO_INPUTS, _NO_OUTPUTS, _NO_LIVES, _NO_TOOLS = _Inputs(), _Outputs(), _Lives(), _Tools()
+_NO_PARTS = msgspec.structs.astuple(_Reported())[3:]
 _PARTS = frozenset(
     {"prompt_tokens_details", "completion_tokens_details", "cache_creation_token_details", "cache_creation"}
 ) | {"server_tool_use"}
@@ -84,6 +85,8 @@ def usage_of(raw: bytes) -> Usage | None:
     prompt, completion, total = found.prompt_tokens or 0, found.completion_tokens or 0, found.total_tokens or 0
     if not prompt and not completion:
         return None
+    if total <= prompt + completion <= TOKENS_MAX and msgspec.structs.astuple(found)[3:] == _NO_PARTS:
+        return Usage(prompt, completion)
     inputs, outputs = found.prompt_tokens_details or _NO_INPUTS, found.completion_tokens_details or _NO_OUTPUTS
     lives = inputs.cache_creation_token_details or found.cache_creation or _NO_LIVES
     tools = found.server_tool_use or _NO_TOOLS

@@ -183,15 +183,16 @@ class OpenAIStream:
         loop, begun_at = asyncio.get_running_loop(), 0.0
         try:
             while part := await exchange.read():
-                now = loop.time()
-                if self._state is State.WAITING and not part.isspace():
-                    self._state, begun_at = State.STREAMING, now
-                    self._arm(self._request.idle_timeout_s)
-                if self._state is State.STREAMING:
-                    self._reading_since = now
-                    patience_s = _DRIP_SILENCES * self._request.idle_timeout_s + size_bytes / _WHOLE_BYTES_PER_S
-                    if now - begun_at > patience_s:
-                        raise _dripped(now - begun_at)
+                if not exchange.is_complete:
+                    now = loop.time()
+                    if self._state is State.WAITING and not part.isspace():
+                        self._state, begun_at = State.STREAMING, now
+                        self._arm(self._request.idle_timeout_s)
+                    if self._state is State.STREAMING:
+                        self._reading_since = now
+                        patience_s = _DRIP_SILENCES * self._request.idle_timeout_s + size_bytes / _WHOLE_BYTES_PER_S
+                        if now - begun_at > patience_s:
+                            raise _dripped(now - begun_at)
                 parts.append(part)
                 size_bytes += len(part)
                 if size_bytes > size_bytes_max:
