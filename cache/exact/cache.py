@@ -196,16 +196,18 @@ class ExactCache:
         may point at another request's entry, which does not count as used until `use`.
         """
         links = _earlier_links(fp.chain) if wants_warm else []
-        purges_before = self._l1.purges
+        purges_before, warm, depth = self._l1.purges, b"", 0
         try:
             # no variable holds a future that may fail: its error would hold this frame, in a cycle
             if links:
-                warmed = [fp.chain[depth - 1] for depth in links]
+                warmed = [fp.chain[at - 1] for at in links]
                 found, labels = await asyncio.gather(
                     self._looking(fp, claims, words), self._store.lookup_warm(fp.partition, warmed)
                 )
+                hints = ((label, at) for at, label in zip(links, labels, strict=True) if label)
+                warm, depth = next(hints, (b"", 0))
             else:
-                found, labels = await self._looking(fp, claims, words), []
+                found = await self._looking(fp, claims, words)
             look = Look(found) if claims is None else self._store.claims.read(fp, found)
             entry, miss = self._read(look.data, fp, max_age_s, purges_before)
             if claims is not None and entry is None and look.data is not None:
@@ -216,12 +218,10 @@ class ExactCache:
         if look.pointed is not None:
             entry, pointer = self._pointed(*look.pointed, fp, max_age_s)
             miss = LookupMiss.ABSENT if entry is None else None
-        warm, depth = next(((label, at) for at, label in zip(links, labels, strict=True) if label), (None, 0))
-        label = warm.decode(errors="replace") if warm is not None else None
         return Lookup(
             entry=entry,
             miss=miss,
-            warm=label,
+            warm=warm.decode(errors="replace") or None,
             warm_depth=depth,
             is_claimed=look.is_claimed,
             elsewhere_ms=look.elsewhere_ms,

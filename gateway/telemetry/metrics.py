@@ -125,8 +125,9 @@ class Metrics:
             self._count_attempts(record, series)
         if record.is_disconnected:
             self.add(names.DISCONNECTS, 1, record.alias)
-        if record.queued_ms or record.error == DeploymentFull.code:
-            self.add(names.QUEUED, 1, record.alias, "refused" if record.error == DeploymentFull.code else "waited")
+        is_refused = bool(record.error) and record.error == DeploymentFull.code
+        if record.queued_ms or is_refused:
+            self.add(names.QUEUED, 1, record.alias, "refused" if is_refused else "waited")
             self.add(names.QUEUED_TIME, record.queued_ms / 1e3, record.alias)
         if record.awaited:
             self.add(names.AWAITED, 1, record.alias, record.awaited)
