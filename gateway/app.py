@@ -42,7 +42,6 @@ from gateway.alerts.webhook import Webhook
 from gateway.api.asgi import Scope
 from gateway.api.batches import BatchesEndpoint
 from gateway.api.chat import Chat
-from gateway.api.embeddings import Embeddings
 from gateway.api.feedback import Feedback
 from gateway.api.files import FilesEndpoint
 from gateway.api.front import Front, Routes, document, no_such_route, wrong_method
@@ -77,7 +76,7 @@ from gateway.telemetry.stats import Stats
 from gateway.transport.redis_link import RedisLink
 from gateway.wire.errors import ApiError, BadRequest
 from gateway.wire.fold import fold
-from gateway.wire.types import COMPLETION, Chunk
+from gateway.wire.types import KINDS, Chunk
 from policies import Budgets, LeasedRateLimits, LocalRateLimits, RateLimits
 
 VERSION = "0.1.0"
@@ -278,7 +277,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Pa
     semantic = SemanticClient(settings.cache_socket, settings.cache.semantic_timeout_ms / 1000.0)
     semantic.start()
     stack.push_async_callback(semantic.aclose)
-    fleet = await _open_fleet(settings, accounts, stack)
+    fleet = await _open_fleet(settings, accounts, semantic, stack)
     stats = Stats(link, time.time)
     hits = HitsWriter(ledger, stats.take_hits)
     stack.push_async_callback(_last_flush, stats, hits)
@@ -368,9 +367,9 @@ def _open_spool(settings: Settings) -> Spool:
     return spool
 
 
-async def _open_fleet(settings: Settings, accounts: Accounts, stack: AsyncExitStack) -> Fleet:
+async def _open_fleet(settings: Settings, accounts: Accounts, semantic: SemanticClient, stack: AsyncExitStack) -> Fleet:
     """The deployments, each in the use that an operator gave it."""
-    fleet = build_fleet(settings, time.monotonic)
+    fleet = build_fleet(settings, time.monotonic, semantic)
     accounts.follow_uses(fleet.take_uses)
     await fleet.start()
     stack.push_async_callback(fleet.aclose)
@@ -405,14 +404,12 @@ def _routes(settings: Settings, parts: Parts) -> Routes:
     memory = Memory(parts.stored_responses, settings)
     batches = BatchesEndpoint(parts.pipeline, parts.batches, parts.runner.woken.set)
     return {
-        "/v1/chat/completions": {"POST": Chat(parts.pipeline, settings.body_bytes_max)},
-        "/v1/completions": {"POST": Chat(parts.pipeline, settings.body_bytes_max, COMPLETION)},
+        **{f"/v1{kind.path}": {"POST": Chat(parts.pipeline, settings.body_bytes_max, kind)} for kind in KINDS},
         "/v1/responses": {"POST": Responses(parts.pipeline, settings.body_bytes_max, memory)},
         "/v1/responses/input_tokens": {"POST": InputTokens(settings, parts.pipeline, memory)},
         "/v1/responses/*": dict.fromkeys(("GET", "DELETE"), StoredResponses(settings, parts.pipeline, memory)),
         "/v1/messages": {"POST": Messages(parts.pipeline, settings.body_bytes_max)},
         "/v1/messages/count_tokens": {"POST": CountTokens(settings, parts.pipeline)},
-        "/v1/embeddings": {"POST": Embeddings(settings, parts.pipeline, parts.semantic)},
         "/v1/feedback": {"POST": Feedback(settings, parts.pipeline, parts.learning.reports)},
         "/tokenize": {"POST": Tokenize(settings, parts.pipeline)},
         "/detokenize": {"POST": Detokenize(settings, parts.pipeline)},

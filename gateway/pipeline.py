@@ -190,7 +190,7 @@ class Pipeline:
         """2. The digests of the request, in the partition of its team. Raises BadRequest."""
         partition = partition_of(self.settings.secret, identity.team.id)
         try:
-            apart = None if turn.native is None else turn.native.apart
+            apart = turn.kind.name if turn.kind.is_plain else None if turn.native is None else turn.native.apart
             return fingerprint(turn.body, partition, turn.controls.namespace, self.settings.cache.key_fields, apart)
         except ValueError as error:
             raise BadRequest(f"The body can't be encoded: {error}", code="invalid_json") from None

@@ -29,7 +29,7 @@ DEFAULT_EMBEDDER_ALIAS = "all-minilm-l6-v2"
 
 CAPABILITIES = frozenset(
     {"n", "logprobs", "tools", "json_object", "json_schema", "vision", "audio", "files", "completions", "suffix"}
-    | {"prefill", "messages"}
+    | {"prefill", "messages", "embeddings", "rerank", "moderations"}
 )
 
 
@@ -193,7 +193,8 @@ class DeploymentSettings(_Section):
     capabilities: list[str] | None = Field(
         None,
         description="what the model can do (tools, json_object, json_schema, logprobs, n, vision, audio, files, completions, suffix, "
-        "prefill); default: by backend; `prefill`, which is never assumed of a server: it goes on with a last message of the assistant; "
+        "embeddings, rerank, moderations, prefill); default: by backend; `prefill`, which is never assumed of a server: it goes on with "
+        "a last message of the assistant; "
         "`messages`, which anthropic has by itself: it takes requests as Anthropic's clients write them",
     )
     allow_fields: list[str] = Field(
@@ -487,10 +488,12 @@ class Settings(_Section):
         description="the names that requests may send as `model`, with their deployments; `*` and `prefix/*` take every other name",
     )
     embedding_alias: str = Field(
-        DEFAULT_EMBEDDER_ALIAS, description="the name under which /v1/embeddings serves the embedder"
+        DEFAULT_EMBEDDER_ALIAS, description="the name under which /v1/embeddings serves the packaged embedder"
     )
     embedding_usd_per_mtok: float = Field(
-        0.0, ge=0, description="the price of /v1/embeddings: USD for a million tokens, charged to the team's budgets"
+        0.0,
+        ge=0,
+        description="the price of the packaged embedder: USD for a million tokens, charged to the team's budgets",
     )
 
     @field_validator("redis_url", "database_url")

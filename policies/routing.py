@@ -59,7 +59,8 @@ class Demand(msgspec.Struct, frozen=True):
     on `prompt_tokens_max`: it bounds the cost from above, for the amount that a budget holds.
     `ttft_deadline_ms` is the time left until the first token; None if the caller set no deadline.
     `reserved` are the parts of the request that only a deployment that allows them may get. For the
-    cost: `has_audio`, in or out; `has_long_writes` of a provider's prompt cache; the `tier` asked; `is_batch`, a line of one.
+    cost: `has_audio`, in or out; `has_long_writes` of a provider's prompt cache; the `tier` asked; `is_batch`, a line
+    of one; the `units` that a price of each request is charged for.
     """
 
     prompt_tokens: int
@@ -78,6 +79,7 @@ class Demand(msgspec.Struct, frozen=True):
     has_long_writes: bool = False
     tier: str = ""
     is_batch: bool = False
+    units: int = 1
 
 
 class Candidate(msgspec.Struct, frozen=True):

@@ -38,7 +38,6 @@ from gateway.accounts import Accounts, LedgerRow, decode_row, partition_of, sche
 from gateway.accounts.spool import Spool
 from gateway.accounts.stored_responses import ResponseStore, StoredResponse
 from gateway.api.chat import Chat
-from gateway.api.embeddings import Embeddings
 from gateway.api.front import Front
 from gateway.api.memory import Memory
 from gateway.api.messages import CountTokens, Messages
@@ -68,7 +67,7 @@ from gateway.learning.model_judges import ModelJudges
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
 from gateway.transport.redis_link import RedisLink
-from gateway.wire.types import COMPLETION, Chunk, Usage
+from gateway.wire.types import KINDS, Chunk, Usage
 from policies import Budget, Budgets, LeasedRateLimits, LocalRateLimits, RateLimits, WindowKind
 from policies.holds import LEDGER_LOCK, LEDGER_STREAM
 from tests.services import RedisServer
@@ -936,7 +935,6 @@ async def _build(settings: Settings, redis: Redis) -> World:
     await budgets.mark_ready("tests")
     limits = CacheLimits(entry_bytes_max=settings.cache.entry_bytes_max, ttl_s_max=settings.cache.ttl_s_max)
     exact = ExactCache(link, limits, clock.unix, clock.going, link.defer)
-    fleet, backends = _fleet(settings, clock)
     rates = Limits(
         LeasedRateLimits(RateLimits(link, lambda: int(clock.steady() * 1e6)), clock.steady),
         LocalRateLimits(clock.steady),
@@ -948,6 +946,7 @@ async def _build(settings: Settings, redis: Redis) -> World:
 
     scripted: Any = semantic
     client: SemanticClient = scripted
+    fleet, backends = _fleet(settings, clock, client)
     lookup = SemanticLookup(settings, client, exact, Bounds(settings), clock=clock.unix)
     pipeline = Pipeline(settings, accounts, rates, exact, lookup, money, fleet, emit, learner.recorded)
     outcomes: list[tuple[str, int]] = []
@@ -956,9 +955,7 @@ async def _build(settings: Settings, redis: Redis) -> World:
     )
     memory = Memory(store, settings)
     endpoints = {
-        "/v1/embeddings": Embeddings(settings, pipeline, client),
-        "/v1/chat/completions": Chat(pipeline, settings.body_bytes_max),
-        "/v1/completions": Chat(pipeline, settings.body_bytes_max, COMPLETION),
+        **{f"/v1{kind.path}": Chat(pipeline, settings.body_bytes_max, kind) for kind in KINDS},
         "/v1/responses": Responses(pipeline, settings.body_bytes_max, memory),
         "/v1/responses/input_tokens": InputTokens(settings, pipeline, memory),
         "/v1/responses/*": StoredResponses(settings, pipeline, memory),
@@ -984,9 +981,9 @@ async def _build(settings: Settings, redis: Redis) -> World:
     )
 
 
-def _fleet(settings: Settings, clock: Clock) -> tuple[Fleet, dict[str, ScriptedBackend]]:
+def _fleet(settings: Settings, clock: Clock, client: SemanticClient) -> tuple[Fleet, dict[str, ScriptedBackend]]:
     """The fleet that the settings describe, with a script behind each deployment."""
-    fleet = build_fleet(settings, clock.going)
+    fleet = build_fleet(settings, clock.going, client)
     backends: dict[str, ScriptedBackend] = {}
     for one in fleet.deployments:
         backends[one.name] = ScriptedBackend(one.name, one.capabilities)

@@ -22,7 +22,15 @@ from gateway.wire.errors import MethodNotAllowed, NotFound
 _ADMIN_BODY_BYTES_MAX = 1 << 20
 
 _AZURE_DEPLOYMENTS = "/openai/deployments/"
-_OF_DEPLOYMENTS = ("/chat/completions", "/completions", "/responses", "/embeddings", "/models")
+_OF_DEPLOYMENTS = (
+    "/chat/completions",
+    "/completions",
+    "/responses",
+    "/embeddings",
+    "/rerank",
+    "/moderations",
+    "/models",
+)
 
 _SLASHES = re.compile("/{2,}")
 _NAME = itemgetter(0)

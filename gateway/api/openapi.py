@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from gateway.api.batches import BatchRequest
-from gateway.api.embeddings import INPUTS_MAX, EmbeddingsRequest
 from gateway.api.feedback import FeedbackRequest
 from gateway.api.front import operation
 from gateway.api.messages import MessageRequest, PromptRequest
@@ -17,6 +16,7 @@ from gateway.api.responses import ITEMS, ResponseRequest
 from gateway.api.tokens import DetokenizeRequest
 from gateway.batches.files import EXPIRES_S
 from gateway.journey.turn import CacheFields
+from gateway.wire.plain import INPUTS_MAX, EmbeddingsRequest, ModerationRequest, RerankRequest
 from gateway.wire.requests import PROMPTS_MAX, SPEAKERS, ChatRequest, CompletionRequest
 
 _SHAPES = (
@@ -26,6 +26,8 @@ _SHAPES = (
     MessageRequest,
     PromptRequest,
     EmbeddingsRequest,
+    RerankRequest,
+    ModerationRequest,
     FeedbackRequest,
     BatchRequest,
     CacheFields,
@@ -44,7 +46,13 @@ _PROMPT: dict[str, Any] = {
 }
 _TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
 _INPUT: dict[str, Any] = {
-    "anyOf": [_TEXT, {"type": "array", "minItems": 1, "maxItems": INPUTS_MAX, "items": _TEXT}],
+    "description": "a text, token ids, or a list of either",
+    "anyOf": [
+        _TEXT,
+        _TOKENS,
+        {"type": "array", "minItems": 1, "maxItems": INPUTS_MAX, "items": _TEXT},
+        {"type": "array", "minItems": 1, "maxItems": INPUTS_MAX, "items": _TOKENS},
+    ],
 }
 # an assistant's message may have tool calls, a refusal or audio instead of content
 _CONTENT: dict[str, Any] = {
@@ -161,6 +169,8 @@ PATHS: dict[str, Any] = {
         "post": operation("The tokens of a message's prompt, in Anthropic's shape", _body(PromptRequest))
     },
     "/v1/embeddings": {"post": operation("Create embeddings", _body(EmbeddingsRequest))},
+    "/v1/rerank": {"post": operation("Rank documents by a query", _body(RerankRequest))},
+    "/v1/moderations": {"post": operation("Judge texts and images by a provider's policy", _body(ModerationRequest))},
     "/v1/feedback": {"post": operation("Report a response right or wrong", _body(FeedbackRequest))},
     "/tokenize": {"post": operation("The tokens of a text or a conversation, by a local engine", _TOKENIZE_BODY)},
     "/detokenize": {"post": operation("The text of tokens, by a local engine", _body(DetokenizeRequest))},

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from gateway.wire.types import CHAT, Chunk, Kind, prompts_of
+from gateway.wire.types import CHAT, COMPLETION, Chunk, Kind, prompts_of
 from local_engine import EngineLoad
 
 
@@ -76,7 +76,7 @@ class BackendRequest(msgspec.Struct, frozen=True):
     @property
     def prompts(self) -> int:
         """The number of prompts."""
-        return 1 if self.kind is CHAT else len(prompts_of(self.body))
+        return len(prompts_of(self.body)) if self.kind is COMPLETION else 1
 
 
 class Load(msgspec.Struct, frozen=True):

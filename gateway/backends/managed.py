@@ -29,7 +29,8 @@ from gateway.backends import base
 from gateway.backends.refusals import Refused, error_body, error_fields, refusal, retry_after_s, scrubbed
 from gateway.exceptions import let_go
 from gateway.wire.chunks import FinishTracker, parse, to_chunk
-from gateway.wire.types import Chunk
+from gateway.wire.plain import chunk_of
+from gateway.wire.types import EMBEDDING, RERANK, Chunk
 from policies.durations import duration_s
 
 # Fields that are passed to litellm: OpenAI's, and sampling parameters that providers share. With
@@ -43,6 +44,10 @@ _FIELDS = frozenset({
     "thinking", "top_k", "min_p", "repetition_penalty",
 })
 # fmt: on
+_PLAIN_FIELDS = frozenset(
+    {"input", "dimensions", "encoding_format", "user", "query", "documents", "top_n", "return_documents"}
+)
+_PLAIN_CALLS = {EMBEDDING: "aembedding", RERANK: "arerank"}
 _OWN_FIELDS = frozenset({"cache", "model", "stream", "stream_options", "metadata"})
 _CREDENTIALS = frozenset({"azure_ad_token"})  # litellm takes it out of `extra_body` and uses it
 
@@ -169,15 +174,16 @@ class ManagedBackend:
         return self._importing.result()
 
     def arguments(self, request: base.BackendRequest, litellm: Any, is_stream: bool) -> dict[str, Any]:
-        """The arguments of litellm.acompletion.
+        """The arguments of litellm.acompletion, or of the function for a plain request.
 
-        Has the known fields of the body, and unknown ones where the provider speaks OpenAI's
-        protocol.
+        Has the known fields of the body, and of a generation unknown ones where the provider speaks
+        OpenAI's protocol.
         """
         body = request.prefilled if request.prefix else request.body
-        arguments = {name: value for name, value in body.items() if name in _FIELDS and value is not None}
+        fields = _PLAIN_FIELDS if request.kind.is_plain else _FIELDS
+        arguments = {name: value for name, value in body.items() if name in fields and value is not None}
         known = _FIELDS | _OWN_FIELDS | _CREDENTIALS
-        unknown = {name: value for name, value in body.items() if name not in known}
+        unknown = {name: value for name, value in body.items() if name not in known and not request.kind.is_plain}
         if unknown and self._speaks_openai(litellm):
             arguments["extra_body"] = unknown
         if is_stream:
@@ -188,15 +194,18 @@ class ManagedBackend:
             arguments["api_base"] = self._base_url
         if self._headers:
             arguments["extra_headers"] = self._headers
+        if not request.kind.is_plain:
+            arguments |= {
+                "stream": is_stream,
+                "_skip_mcp_handler": True,
+            }  # tools would import a package that is not there
         return {
             **arguments,
             "model": request.model or self._model,
-            "stream": is_stream,
             "timeout": request.ttft_timeout_s + (request.idle_timeout_s if is_stream else request.whole_timeout_s),
             "max_retries": 0,  # the gateway does the failover
             "num_retries": 0,
-            "drop_params": True,  # drops fields that the provider lacks
-            "_skip_mcp_handler": True,  # tools would import a package that litellm does not install
+            "drop_params": not request.kind.is_plain,  # drops fields that the provider lacks; not `dimensions`
         }
 
     def _speaks_openai(self, litellm: Any) -> bool:
@@ -283,9 +292,12 @@ class ManagedStream:
         self._litellm = litellm
         self._backend.running += 1
         arguments = self._backend.arguments(self._request, litellm, self._is_stream)
-        reply = await self._bounded(litellm.acompletion(**arguments))
+        call = getattr(litellm, _PLAIN_CALLS.get(self._request.kind, "acompletion"))
+        reply = await self._bounded(call(**arguments))
         if self._is_stream:
             self._source = reply
+        elif self._request.kind.is_plain:
+            self._whole = chunk_of(msgspec.json.encode(reply.model_dump(exclude_none=True), enc_hook=str))
         else:
             self._whole = _whole(reply, self._finishes)
 

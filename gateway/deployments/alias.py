@@ -126,7 +126,7 @@ class Alias:
     def usual_output(self, demand: Demand) -> int | None:
         """The tokens that nearly all answers have at most; None where that is not learned."""
         usual = self.lengths.usual()
-        if usual is None:
+        if usual is None or not demand.output_tokens_max:
             return None
         return max(1, min(usual, max([self.output_max(d, demand) for d in self.deployments.values()])))
 
@@ -258,7 +258,7 @@ def no_route(route: Route, prompt: str) -> ApiError:
 
 # The fields that need a capability. Images, sounds and files are in the prompt itself.
 _ASKED_IN = {name: name for name in ("tools", "logprobs", "n", "suffix")} | {
-    "completions": "model",
+    **dict.fromkeys(("completions", "embeddings", "rerank", "moderations"), "model"),
     "json_object": "response_format",
     "json_schema": "response_format",
 }

@@ -16,6 +16,7 @@ from gateway.backends.openai.backend import OpenAIBackend
 from gateway.deployments.catalog import Known, can_chat, known, microusd, with_writes
 from gateway.reserved import PAID, SEARCHES, canonical
 from gateway.settings import CAPABILITIES, DeploymentSettings, PriceSettings, Settings, deployment_name
+from gateway.wire.types import KINDS
 from policies import Price
 from policies.prices import FREE
 
@@ -28,8 +29,10 @@ _CAPABILITIES = {
     "litellm": frozenset({"tools"}),
 }
 _NEVER = {
-    "litellm": frozenset({"completions"}),  # litellm would turn a text completion into a chat
-    "anthropic": frozenset({"completions", "json_object", "logprobs", "n", "suffix", "prefill", "audio"}),
+    # litellm would turn a text completion into a chat, and renames the categories of a moderation
+    "litellm": frozenset({"completions", "moderations"}),
+    "anthropic": frozenset({"completions", "json_object", "logprobs", "n", "suffix", "prefill", "audio"})
+    | {kind.name for kind in KINDS if kind.is_plain},
 }
 _ALWAYS = {"anthropic": frozenset({"messages"})}
 

@@ -23,6 +23,7 @@ from policies import Price
 
 _FILE = "model_prices_and_context_window_backup.json"
 _CHAT_MODES = frozenset({"chat", "responses", "completion"})
+_PLAIN_MODES = {"embedding": "embeddings", "rerank": "rerank", "moderation": "moderations"}  # to capabilities
 _TIERS = ("priority", "flex", "ultrafast", "balanced", "decisions")
 _TIER = re.compile(r"(?:input|output)_cost_per_token_above_(\d+)k_tokens")
 # litellm and the table mean OpenAI's own parameters for these providers.
@@ -87,13 +88,16 @@ def _table() -> dict[str, msgspec.Raw]:
 
 def _row(raw: msgspec.Raw) -> Known | None:
     row: dict[str, Any] = msgspec.json.decode(raw)
-    if row.get("mode") not in _CHAT_MODES:
+    mode = row.get("mode")
+    if mode not in _CHAT_MODES and mode not in _PLAIN_MODES:
         return None
     provider = str(row.get("litellm_provider", ""))
     capabilities = {name for name, keys in _ABILITIES.items() if any(row.get(key) is True for key in keys)}
-    if row["mode"] == "completion":
+    if mode in _PLAIN_MODES:
+        capabilities = {_PLAIN_MODES[mode]}
+    elif mode == "completion":
         capabilities |= {"completions", "suffix", "logprobs", "n"}
-    if provider in _OPENAI_LIKE:
+    if provider in _OPENAI_LIKE and mode in _CHAT_MODES:
         capabilities |= {"json_object", "logprobs", "n"}
     borders = [1000 * int(found[1]) for found in map(_TIER.fullmatch, row) if found]
     sizes = [size for size in (row.get("max_input_tokens"), *borders) if isinstance(size, int)]
@@ -125,10 +129,13 @@ _KINDS = {
 def _price(row: dict[str, Any], tier: str = "") -> Price | None:
     """The price of a `tier`; what it does not change costs what it usually does."""
     prompt, answer = row.get(f"input_cost_per_token{tier}"), row.get(f"output_cost_per_token{tier}")
+    if row["mode"] in _PLAIN_MODES and answer is None:
+        answer = 0.0
     if not isinstance(prompt, int | float) or not isinstance(answer, int | float):
         return None
     kinds = {kind: row.get(f"{name}{tier}") or row.get(name) for kind, name in _KINDS.items()}
-    request, searches = row.get("input_cost_per_request"), row.get("search_context_cost_per_query")
+    request = row.get("input_cost_per_request") or row.get("input_cost_per_query")
+    searches = row.get("search_context_cost_per_query")
     search = max(searches.values(), default=None) if isinstance(searches, dict) else None
     return Price(
         input_microusd_per_mtok=microusd(prompt, 12),

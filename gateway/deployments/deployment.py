@@ -93,6 +93,8 @@ class Deployment:
     def cost(self, demand: Demand, tokens: Tokens) -> MicroUSD:
         """The cost of the tokens of a request, in µUSD."""
         cost = self._price(demand).cost(tokens)
+        if demand.units > 1:
+            cost += (demand.units - 1) * self.price.request_microusd
         return self._raised(demand, cost) if demand.reserved or demand.is_batch else cost
 
     def cost_max(self, demand: Demand, completion_tokens: int) -> MicroUSD:
@@ -105,6 +107,8 @@ class Deployment:
             has_long_writes=demand.has_long_writes,
             tool_calls=calls,
         )
+        if demand.units > 1:
+            cost += (demand.units - 1) * self.price.request_microusd
         return self._raised(demand, cost) if demand.reserved or demand.is_batch else cost
 
     def _price(self, demand: Demand) -> Price:

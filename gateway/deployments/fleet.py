@@ -8,38 +8,50 @@ import asyncio
 import random
 from collections.abc import Callable, Collection, Mapping
 
+from cache import SemanticClient
+from gateway.backends.base import Backend
+from gateway.backends.embedder import EmbedderBackend
 from gateway.deployments.alias import Alias
-from gateway.deployments.build import build_backend, describe
+from gateway.deployments.build import Facts, build_backend, describe
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.places import Places
 from gateway.loggers import get_logger
-from gateway.settings import DeploymentSettings, Settings, deployment_name, is_pattern
+from gateway.settings import (
+    DeploymentSettings,
+    ModelSettings,
+    PriceSettings,
+    Settings,
+    deployment_name,
+    is_pattern,
+)
 from gateway.wire.errors import NotFound, shown
 from policies import Breaker, Estimate, RoutingPolicy
 from policies.routing import PolicyKind
 
+EMBEDDER = "embedder"  # the name of its deployment, in the ledger and in budgets
 _NAMES_SHOWN_MAX = 10
 
 _log = get_logger()
 
 
 class Fleet:
-    """Every alias with its deployments. Raises NotFound for a name it does not have."""
+    """Every configured alias with its deployments, and the alias of the packaged `embedder`.
 
-    def __init__(self, aliases: Mapping[str, Alias], embedding_alias: str = "") -> None:
+    Raises NotFound for a name it does not have.
+    """
+
+    def __init__(self, aliases: Mapping[str, Alias], embedder: Alias) -> None:
         self.aliases = aliases
-        self._embedding_alias = embedding_alias
+        self._embedder = embedder
         self._closing: set[asyncio.Future[None]] = set()
         self._whole_names = frozenset(name for name in aliases if not is_pattern(name))
         # the longest prefix first
         self._patterns = sorted((name for name in aliases if is_pattern(name)), key=len, reverse=True)
 
     def configured(self, name: str) -> str:
-        """The configured alias that takes requests for `name`; empty if there is none."""
-        if name in self._whole_names:
+        """The alias that takes requests for `name`; empty if there is none."""
+        if name in self._whole_names or name == self._embedder.name:
             return name
-        if name == self._embedding_alias:
-            return ""
         return next((one for one in self._patterns if name.startswith(one[:-1]) and len(name) >= len(one)), "")
 
     @property
@@ -48,7 +60,9 @@ class Fleet:
 
     def alias(self, name: str, allowed: Collection[str] | None = None) -> Alias:
         """The alias of this name. Raises NotFound, which names those of `allowed`; None: all."""
-        found = self.aliases.get(self.configured(name))
+        found = self.aliases.get(configured := self.configured(name))
+        if found is None and configured:
+            return self._embedder
         if found is None:
             names = [one for one in self.aliases if allowed is None or one in allowed]
             there = ", ".join(f"`{one}`" for one in names[:_NAMES_SHOWN_MAX]) or "none that this API key may use"
@@ -80,8 +94,8 @@ class Fleet:
             await deployment.backend.aclose()
 
 
-def build_fleet(settings: Settings, clock: Callable[[], float]) -> Fleet:
-    """The fleet that the settings describe; nothing is connected yet."""
+def build_fleet(settings: Settings, clock: Callable[[], float], embedder: SemanticClient) -> Fleet:
+    """The fleet that the settings describe; nothing is connected yet. `embedder` is its owner's."""
     aliases = {}
     for alias, model in settings.models.items():
         deployments = [_build(alias, d, settings, clock) for d in model.deployments]
@@ -91,29 +105,51 @@ def build_fleet(settings: Settings, clock: Callable[[], float]) -> Fleet:
             cost_microusd_max=model.cost_microusd_max,
         )
         aliases[alias] = Alias(alias, model, policy, {d.name: d for d in deployments})
-    return Fleet(aliases, settings.embedding_alias)
+    return Fleet(aliases, _embedder(settings, clock, embedder))
+
+
+def _embedder(settings: Settings, clock: Callable[[], float], client: SemanticClient) -> Alias:
+    """The alias of the packaged embedder, with its one deployment."""
+    name = settings.embedding_alias
+    price = PriceSettings(input_usd_per_mtok=settings.embedding_usd_per_mtok)
+    # no setting names this kind of backend
+    given = DeploymentSettings.model_construct(name=EMBEDDER, backend="local", model=name, price=price)
+    model = ModelSettings.model_construct(deployments=[given], is_semantic=False)
+    deployment = _deployed(given, describe(given), name, EmbedderBackend(EMBEDDER, name, client), clock)
+    deployment.capabilities = deployment.backend.capabilities
+    return Alias(name, model, RoutingPolicy(), {EMBEDDER: deployment})
 
 
 def _build(alias: str, deployment: DeploymentSettings, settings: Settings, clock: Callable[[], float]) -> Deployment:
     facts = describe(deployment)
     if not facts.is_price_known and not is_pattern(alias):
         _log.warning("price_unknown", deployment=deployment_name(alias, deployment), consequence="counted as free")
+    engine = settings.engines[deployment.engine] if deployment.engine else None
+    model = deployment.model or (engine.model if engine else "")
+    built = _deployed(deployment, facts, model, build_backend(alias, deployment, settings), clock)
+    built.output_tokens_default = engine.output_tokens_default if engine else None
+    return built
+
+
+def _deployed(
+    settings: DeploymentSettings, facts: Facts, model: str, backend: Backend, clock: Callable[[], float]
+) -> Deployment:
     return Deployment(
-        name=deployment_name(alias, deployment),
-        model=deployment.model or settings.engines[deployment.engine or ""].model,
-        backend=build_backend(alias, deployment, settings),
+        name=backend.name,
+        model=model,
+        backend=backend,
         price=facts.price,
         capabilities=facts.capabilities,
         context_tokens_max=facts.context_tokens_max,
         output_tokens_max=facts.output_tokens_max,
-        output_tokens_default=settings.engines[deployment.engine].output_tokens_default if deployment.engine else None,
-        settings=deployment,
+        output_tokens_default=None,
+        settings=settings,
         is_price_known=facts.is_price_known,
         are_capabilities_assumed=facts.are_capabilities_assumed,
         can_chat=facts.can_chat,
         breaker=Breaker(clock, random.random),
         estimate=Estimate(clock),
-        places=Places(deployment.concurrency_max, deployment.queue_max),
+        places=Places(settings.concurrency_max, settings.queue_max),
         claim=_alone,
         allowed=facts.allowed,
         tiers=facts.tiers,

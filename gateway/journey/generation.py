@@ -126,7 +126,8 @@ class Generation(msgspec.Struct, eq=False):
         """
         turn, native = self.turn, self.turn.native
         # decision: always-stream
-        is_stream = turn.is_stream or (len(self.serving.deployments) > 1 and _UNSTREAMED.isdisjoint(turn.body))
+        can_stream = not turn.kind.is_plain and _UNSTREAMED.isdisjoint(turn.body)
+        is_stream = turn.is_stream or (len(self.serving.deployments) > 1 and can_stream)
         draft = draft_of(self._near) if deployment.settings.engine else ""
         body = self.serving.with_max_tokens(deployment, turn.demand, turn.body) if self._is_bounded else turn.body
         if self.cut_at is not None:
@@ -229,7 +230,8 @@ class Generation(msgspec.Struct, eq=False):
     def learn_length(self) -> None:
         """10. Learn how long answers of this alias are, where the deployment counted a whole one."""
         spent = self.spent
-        if spent is None or spent.is_estimated or self.cut_at is not None or not self.progress.is_complete:
+        is_whole = self.progress.is_complete and self.cut_at is None
+        if spent is None or spent.is_estimated or not is_whole or self.turn.kind.is_plain:
             return
         self.alias.lengths.add(-(-spent.usage.completion_tokens // self.turn.demand.choices))
 

@@ -18,7 +18,7 @@ from cache import Controls
 from gateway.accounts import Identity
 from gateway.backends.base import Native
 from gateway.wire.errors import BadRequest
-from gateway.wire.requests import SHAPES, ChatRequest, CompletionRequest, convert, decode_object, json_name
+from gateway.wire.requests import SHAPES, convert, decode_object, json_name
 from gateway.wire.types import CHAT, Kind
 from policies import Demand
 
@@ -121,7 +121,7 @@ def read_turn(
     body = decode_object(raw, model)
     if kind.output_tokens_default is not None and body.get("max_tokens") is None:
         body["max_tokens"] = kind.output_tokens_default
-    request: ChatRequest | CompletionRequest = convert(body, SHAPES[kind.name])
+    request = convert(body, SHAPES[kind.name])
     started = time.perf_counter()
     demand = request.demand(raw, body)
     return Turn(

@@ -13,6 +13,7 @@ from datetime import date, timedelta
 
 from gateway.accounts.ledger import DaySpend
 from gateway.deployments.build import describe
+from gateway.deployments.fleet import EMBEDDER
 from gateway.reconcile.export import Billed, Export, normal_model
 from gateway.settings import Settings, deployment_name, is_pattern
 from policies import Price, Tokens
@@ -68,7 +69,7 @@ def models_of(settings: Settings, spends: Sequence[DaySpend]) -> tuple[dict[tupl
     prices: dict[str, Price] = {}
     for spend in spends:
         key = (spend.alias, spend.deployment)
-        if key in models or spend.kind == "embeddings":
+        if key in models or (spend.kind == "embeddings" and spend.deployment == EMBEDDER):
             continue
         alias, one = known.get(spend.deployment, ("", None))
         if one is None:

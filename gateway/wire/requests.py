@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from gateway.reserved import is_googles, reserved_names
 from gateway.wire.errors import BadRequest
+from gateway.wire.plain import PLAIN_SHAPES
 from gateway.wire.types import CHAT, COMPLETION, prompts_of
 from policies import Demand
 
@@ -187,10 +188,8 @@ class CompletionRequest(_Request, kw_only=True):
         return _demand(int(sum(expected)) + len(prompts), bounds, output_tokens, choices, needs, reserved)
 
 
-SHAPES: dict[str, type[ChatRequest | CompletionRequest]] = {
-    CHAT.name: ChatRequest,
-    COMPLETION.name: CompletionRequest,
-}
+SHAPES: dict[str, type[Any]] = {CHAT.name: ChatRequest, COMPLETION.name: CompletionRequest, **PLAIN_SHAPES}
+"""The known fields of a request by the name of its kind, with a method `demand`."""
 
 
 def _demand(

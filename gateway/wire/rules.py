@@ -26,6 +26,8 @@ def check_rules(body: dict[str, Any], kind: Kind) -> None:
 
     Raises BadRequest for the first broken rule.
     """
+    if kind.is_plain:
+        return
     stop = body.get("stop")
     if isinstance(stop, list) and len(stop) > _STOPS_MAX:
         raise _too_long("stop", len(stop), _STOPS_MAX)

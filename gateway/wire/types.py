@@ -68,19 +68,36 @@ _NO_PARTS = msgspec.structs.astuple(Usage(0, 0))[2:]
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """A kind of generation: a chat's next message, or a text's continuation."""
+    """A kind of request, by its answer: a chat's next message, a text's continuation, or a plain one.
+
+    A plain answer (`is_plain`) is one JSON object without choices, never streamed, and is passed on as
+    it came; a deployment needs the capability of the kind's `name`.
+    """
 
     name: str  # in records
     path: str  # on OpenAI-compatible servers
     prompt: str  # the field that is answered
     # the length of an answer without a bound; None: unbounded, so a cut answer is incomplete
     output_tokens_default: int | None = None
+    is_plain: bool = False
 
 
 CHAT = Kind("chat", "/chat/completions", "messages")
 
 
 COMPLETION = Kind("text_completion", "/completions", "prompt", 16)
+
+
+EMBEDDING = Kind("embeddings", "/embeddings", "input", is_plain=True)
+
+
+RERANK = Kind("rerank", "/rerank", "documents", is_plain=True)
+
+
+MODERATION = Kind("moderations", "/moderations", "input", is_plain=True)
+
+
+KINDS = (CHAT, COMPLETION, EMBEDDING, RERANK, MODERATION)
 
 
 def prompts_of(body: dict[str, Any]) -> list[str | list[int]]:
@@ -93,7 +110,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     """One piece of an answer.
 
     `data` is the JSON of a `chat.completion.chunk` or of a whole `chat.completion`; for a
-    completion both are a `text_completion`. Chunks that arrived together and differ only in their
+    completion both are a `text_completion`, and a plain answer is a whole. Chunks that arrived together and differ only in their
     text are one piece: `count` of them, each on a line of `data`. The other fields are the results
     of a light parse, so that no later step parses `data` again.
     """

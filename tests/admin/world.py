@@ -220,7 +220,8 @@ async def open_world(redis: Redis, folder: Path) -> AsyncIterator[World]:
         lambda *refused: world.refused_keys.update([refused]),
         lambda: world.now_s,
     )
-    fleet = build_fleet(settings, lambda: NOW_S)
+    no_embedder: Any = None
+    fleet = build_fleet(settings, lambda: NOW_S, no_embedder)
     files = Files(accounts.database, settings.batches, settings.files_dir, lambda: world.now_s)
     accounts.follow_uses(fleet.take_uses)
     link: Any = redis  # without the loop that exchanges

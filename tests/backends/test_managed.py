@@ -24,7 +24,7 @@ from gateway.backends.base import (
 )
 from gateway.backends.managed import ManagedBackend
 from gateway.wire.fold import fold
-from gateway.wire.types import Chunk, Usage
+from gateway.wire.types import EMBEDDING, RERANK, Chunk, Kind, Usage
 from tests.backends.conftest import SECRET, ask, collect, collect_into, until
 from tests.e2e.upstream import Upstream, run_upstream
 
@@ -43,6 +43,27 @@ async def managed(upstream: Upstream) -> AsyncIterator[ManagedBackend]:
     await backend.library()
     yield backend
     assert backend.running == 0, "a stream was not accounted for"
+    await backend.aclose()
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "body", "field"),
+    [
+        ("openai/mock", EMBEDDING, {"input": "two words"}, "data"),
+        ("jina_ai/mock", RERANK, {"query": "q", "documents": ["d"]}, "results"),
+    ],
+)
+async def test_plain_requests(upstream: Upstream, model: str, kind: Kind, body: dict[str, Any], field: str) -> None:
+    """Embeddings and ranks come as one object; `dimensions` of a model that takes none is refused and not left out."""
+    backend = make_managed(upstream.url, model=model)
+    await backend.library()
+    asked = msgspec.structs.replace(ask(is_stream=False), body={"model": "m", **body}, kind=kind)
+    (chunk,) = await collect(backend.stream(asked))
+    assert field in msgspec.json.decode(chunk.data)
+    if kind is EMBEDDING:
+        assert chunk.usage == Usage(2, 0)
+        with pytest.raises(BackendRejected, match="dimensions"):
+            await collect(backend.stream(msgspec.structs.replace(asked, body={**asked.body, "dimensions": 3})))
     await backend.aclose()
 
 

@@ -27,7 +27,8 @@ class Worker:
         deployment = {"name": "one", "backend": "openai", "base_url": "http://10.0.0.1/v1", "model": "m", **more}
         models: Any = {"mock": {"deployments": [deployment]}}
         settings = Settings(data_dir=folder, redis_url=url, secret="of the tests", models=models)
-        fleet = build_fleet(settings, lambda: self.now_s)
+        no_embedder: Any = None
+        fleet = build_fleet(settings, lambda: self.now_s, no_embedder)
         self.link = RedisLink(url, 1.0)
         self.health = SharedHealth(settings, fleet.deployments, self.link, lambda: self.now_s, host)
         self.settings = settings

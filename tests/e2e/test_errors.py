@@ -92,7 +92,7 @@ def post(gateway: Gateway, content: bytes | None = None, key: str = API_KEY, **a
             "invalid_json",
         ),
         ({"model": "nope", "messages": [USER]}, 404, "model", "model_not_found"),
-        ({"model": "all-minilm-l6-v2", "messages": [USER]}, 404, "model", "model_not_found"),
+        ({"model": "all-minilm-l6-v2", "messages": [USER]}, 400, "model", None),
         (
             {"model": "limited", "messages": [USER], "tools": [{"type": "function"}]},
             400,

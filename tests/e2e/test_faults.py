@@ -427,7 +427,7 @@ def test_without_the_packaged_models_all_else_serves(upstream_process: Upstream,
         assert gateway.chat("And now?", model="either").headers["x-sameway-backend"] == "o"
         wanted = {"model": "all-minilm-l6-v2", "input": "x"}
         refused = httpx.post(f"{gateway.base_url}/embeddings", json=wanted, headers=HEADERS)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "embedder_unavailable")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "upstream_unavailable")
         wait_for(lambda: (tmp_path / "asked").read_text().count("gt_all") >= 3)
         lines = gateway.log.read_text().splitlines()
     log = "\n".join(line for line in lines if '"event":"request"' not in line)  # a refusal says it too

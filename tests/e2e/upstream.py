@@ -324,6 +324,42 @@ def text_events(request: dict[str, Any], plan: Plan) -> tuple[list[bytes], int]:
     return found, finished
 
 
+def embeddings(request: dict[str, Any]) -> dict[str, Any]:
+    """A vector of `dimensions` numbers, 4 by default, for each input; a word or a token id is a token."""
+    given = request["input"]
+    inputs = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+    data = [
+        {"object": "embedding", "index": index, "embedding": _vector(one, request.get("dimensions") or 4)}
+        for index, one in enumerate(inputs)
+    ]
+    tokens = sum(len(one.split()) if isinstance(one, str) else len(one) for one in inputs)
+    counted = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"object": "list", "data": data, "model": request["model"], "usage": counted}
+
+
+def _vector(given: Any, size: int) -> list[float]:
+    digest = hashlib.sha512(json.dumps(given).encode()).digest()
+    return [byte / 256 for byte in digest[:size]]
+
+
+def rerank(request: dict[str, Any]) -> dict[str, Any]:
+    """The documents by the words that they share with the query, as Cohere's API says it."""
+    words = set(request["query"].split())
+    scores = [len(words & set(json.dumps(one).strip('"').split())) for one in request["documents"]]
+    best = sorted(range(len(scores)), key=lambda one: -scores[one])[: request.get("top_n")]
+    found = [{"index": one, "relevance_score": scores[one] / max(1, len(words))} for one in best]
+    return {"id": "rerank-1", "results": found, "meta": {"billed_units": {"search_units": 1, "input_tokens": 7}}}
+
+
+def moderations(request: dict[str, Any]) -> dict[str, Any]:
+    inputs = request["input"] if isinstance(request["input"], list) else [request["input"]]
+    found = [{"flagged": "violence" in json.dumps(one), "categories": {}, "category_scores": {}} for one in inputs]
+    return {"id": "modr-1", "model": request["model"], "results": found}
+
+
+_ENDPOINTS = {"/v1/embeddings": embeddings, "/v1/rerank": rerank, "/v1/moderations": moderations}
+
+
 def refusal(plan: Plan) -> tuple[bytes, str]:
     """An error's body and its content type."""
 
@@ -438,7 +474,7 @@ class Connection(asyncio.Protocol):
         path = request_line.split(" ")[1]
         if path.startswith("/control/"):
             self.respond(200, self.server.control(path, body), "application/json")
-        elif path not in ("/v1/chat/completions", "/v1/completions"):
+        elif path not in ("/v1/chat/completions", "/v1/completions", *_ENDPOINTS):
             self.respond(404, b'{"detail":"Not Found"}', "application/json")
         else:
             if not self.is_counted:
@@ -456,6 +492,8 @@ class Connection(asyncio.Protocol):
         self.server.raw.append((headers, raw))
         request = msgspec.json.decode(raw)
         plan = self.server.plan_for(headers, request["model"])
+        if headers[":path"] in _ENDPOINTS:
+            request = {**request, "plain": _ENDPOINTS[headers[":path"]](request)}
         if plan.status == 200:
             seen.generations += 1
         try:
@@ -498,7 +536,10 @@ class Connection(asyncio.Protocol):
         return True
 
     async def tell_whole(self, request: dict[str, Any], plan: Plan) -> bool:
-        body = text_whole(request, plan) if "prompt" in request else whole(request, plan)
+        body = text_whole(request, plan) if "prompt" in request else b"" if "plain" in request else whole(request, plan)
+        if "plain" in request:
+            usage = {} if plan.has_usage else {"usage": None, "meta": None}
+            body = msgspec.json.encode({**request["plain"], **usage})
         kind = "application/json"
         if plan.body in ("html", "text", "empty"):
             body, kind = refusal(plan)

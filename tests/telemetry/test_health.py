@@ -16,8 +16,8 @@ def test_a_remote_deployment_that_never_answered_says_so(tmp_path: Path) -> None
     api = {"name": "api", "backend": "openai", "model": "m", "base_url": "http://127.0.0.1:9/v1"}
     models = {"small": {"deployments": [api]}}
     settings = Settings.model_validate({"data_dir": tmp_path, "models": models})
-    fleet = build_fleet(settings, lambda: 0.0)
     others: Any = None
+    fleet = build_fleet(settings, lambda: 0.0, others)
     monitor = HealthMonitor(settings, others, others, others, others, fleet, others, others)
 
     def of_api() -> tuple[Health, str]:

@@ -20,7 +20,7 @@ from gateway.backends.openai.errors import Translator
 from gateway.backends.openai.stream import EventReader, OpenAIStream
 from gateway.transport.http_client import Exchange
 from gateway.transport.http_pool import Origin, Pool, basic, proxy_authorization, proxy_of
-from gateway.wire.types import CHAT, COMPLETION
+from gateway.wire.types import CHAT, KINDS
 
 _OWN_FIELDS = ("cache",)  # Sameway's extensions of a request body
 _FRAMING = frozenset({"connection", "content-length", "transfer-encoding", "upgrade", "expect", "te", "trailer"})
@@ -38,7 +38,7 @@ class OpenAIBackend:
     which translates its answers; and the methods for its fields and bodies.
     """
 
-    paths: Mapping[str, str] = {path: path for path in (CHAT.path, COMPLETION.path)}
+    paths: Mapping[str, str] = {kind.path: kind.path for kind in KINDS}
     reader: Callable[[], EventReader] | None = None
 
     def __init__(

@@ -30,6 +30,7 @@ from gateway.backends.base import BackendBroken, BackendError, BackendRequest, B
 from gateway.backends.openai.errors import Translator
 from gateway.exceptions import fresh
 from gateway.transport.http_client import Exchange, TransportError
+from gateway.wire import plain
 from gateway.wire.chunks import DeltaTemplate, FinishTracker, mended, to_chunk
 from gateway.wire.sse import PayloadTooLarge, Splitter
 from gateway.wire.types import Chunk
@@ -217,6 +218,10 @@ class OpenAIStream:
             raise self._translate.not_json("answer", body, error) from None
         if answer.error or answer.object == "error":
             raise self._translate.in_band(answer.error, body)
+        if self._request.kind.is_plain:
+            self._ready.append(plain.chunk_of(body))
+            self._finish()
+            return
         self._finishes.add(answer)
         if self._finishes.failed_reason or not self._finishes.is_finished:
             raise _unfinished(self._finishes)
