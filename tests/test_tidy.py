@@ -50,7 +50,6 @@ SMALL_FILES: dict[str, str] = {
     "cache/worker/options.py": "the command line of the process",
     "gateway/admin/guesses.py": "one mechanism with tests of its own",
     "gateway/api/models.py": "one endpoint",
-    "gateway/journey/needs.py": "what each kind of budget counts of a request, apart from the journey",
     "gateway/worker.py": "the command line of the process",
 }
 # Names that two classes of one package have, with what tells them apart.
