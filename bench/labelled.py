@@ -1,4 +1,4 @@
-"""Labelled requests, as a stream for the semantic cache: a folder with `stream.jsonl.gz`, one request a line.
+"""Labelled requests, as a stream for the semantic cache: a folder with `stream.jsonl.gz` (or without .gz), one request a line.
 
 A line has `text`, `label` (the same label: the same right answer) and perhaps `system`, `history` (the earlier turns of its dialogue,
 the oldest first) and `part`: the lines of each part are a set of their own. Vectors are kept in `.bench/vectors`, so that a set is
@@ -57,7 +57,8 @@ class Labelled:
 def load(folder: Path) -> list[Labelled]:
     """The sets of a folder, by the order in which their parts come. Raises OSError or ValueError where it has no readable stream."""
     parts: dict[str, list[Request]] = {}
-    with gzip.open(folder / "stream.jsonl.gz", "rt", encoding="utf-8") as lines:
+    plain = folder / "stream.jsonl"
+    with plain.open() if plain.exists() else gzip.open(folder / "stream.jsonl.gz", "rt", encoding="utf-8") as lines:
         for number, line in enumerate(lines):
             row = json.loads(line)
             name = f"{folder.name}/{row['part']}" if "part" in row else folder.name
@@ -76,7 +77,8 @@ def _request(row: Mapping[str, Any], number: int) -> Request:
     body = {"model": "bench", "messages": messages}
     made = relaxed(fingerprint(body, TENANT), body)
     exact = hashlib.blake2b(str(number).encode(), digest_size=16).digest()
-    return Request(Query(TENANT, made.compat, made.text or row["text"]), exact, str(row["label"]), messages)
+    query = Query(TENANT, made.compat, made.text or row["text"], context=made.context)
+    return Request(query, exact, str(row["label"]), messages)
 
 
 class Recall:

@@ -143,6 +143,8 @@ def stream(requests: Sequence[Request], embedder: Recall, rule: Rule, judging: J
         labels[request.exact] = request.label
         judging.generate(request.exact, request.query.text, request.label)
         cache.fold([request.added()])
+        while not cache.is_settled:
+            cache.settle()
         if answer.trial is None or answer.nearest is None:
             continue
         judging.begin(answer.trial)

@@ -25,6 +25,9 @@ DIGEST_BYTES = 16
 TEXT_CHARS_MAX = 32_768
 """A longer last user text is not eligible for meaning. Of a long one only a part is encoded."""
 
+CONTEXT_CHARS_MAX = 16_384
+"""A longer context says nothing of where in it a question points."""
+
 # up to here every reader takes a float and an int of the same value for the same JSON number
 _EXACT_INT_MAX = 2**53
 
@@ -85,7 +88,8 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
     A relaxed one (`cache.context.relax`) has a compat that leaves `left_out` of the request's context
     out; `beside` are the texts that stay. `kept` says what may be all that differs from cached
-    prompts: `volatile` spans or `history`.
+    prompts: `volatile` spans or `history`. `context` is the text of the turns before the last, where
+    it is short enough to compare questions by where in it they point.
     """
 
     partition: Partition
@@ -97,6 +101,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
     left_out: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
     kept: str = ""
+    context: str = ""
 
     @property
     def id(self) -> str:

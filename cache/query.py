@@ -18,7 +18,7 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
 
     `error_max` tightens the configured bound, as a share of requests. If it was tightened because
     too many answers were wrong, `untightened` is the bound before, and the cold rule alone serves. `is_try`: the decision is only
-    shown; it is neither audited nor counted.
+    shown; it is neither audited nor counted. `context` is the text that the prompt is asked after.
     """
 
     partition: Partition
@@ -27,6 +27,7 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
     error_max: float | None = None
     untightened: float | None = None
     is_try: bool = False
+    context: str = ""
 
 
 class Trial(msgspec.Struct, frozen=True, array_like=True):

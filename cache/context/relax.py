@@ -22,7 +22,7 @@ from cache.context.questions import CALENDAR, relied_on, words_of
 from cache.context.volatile import TEXT_CHARS_MAX, Span, SpanKind, spans
 from cache.decision.text_features import read_for
 from cache.decision.words import FUNCTION_WORDS, OTHER_NUMBERS, SMALL
-from cache.fingerprint import Fingerprint, fingerprint
+from cache.fingerprint import CONTEXT_CHARS_MAX, Fingerprint, fingerprint
 
 _SYSTEM = ("system", "developer")
 _HISTORY_CHARS_MAX = 32_768
@@ -47,7 +47,9 @@ def relaxed(
     if found.text is None or not isinstance(messages, list):
         return found
     with read_for(found.partition):
-        return _relaxed(found, body, messages, keyed, patterns)
+        made = _relaxed(found, body, messages, keyed, patterns)
+    context = "\n".join(text for turn in messages[:-1] for text in _texts_of(turn))
+    return msgspec.structs.replace(made, context=context) if 0 < len(context) <= CONTEXT_CHARS_MAX else made
 
 
 def _relaxed(

@@ -42,14 +42,18 @@ FEATURES = (
     "owners, forms or scopes differ", "times differ", "inverted", "log length ratio", "weight asked only", "weight known only",
     "heaviest one-sided", "weight shared", "one-sided words", "same content", "one adds", "guarded", "best of the group",
     "best of others", "unheard", "unheard share", "heaviest unheard", "told", "worst told",
+    "in context", "same place", "places alike", "found in context",
 )  # fmt: skip
+
+IN_CONTEXT = FEATURES.index("in context")
 
 
 class Neighbour(msgspec.Struct, frozen=True, gc=False):
     """A cached prompt of the same partition and compat: cosine similarity, text, id, seconds since
     it was answered, the group of its answer (its name, how many keys it has, how many verdicts said
     that it was right or wrong to serve), whether that answer is out of service, and whether it is the
-    same prompt but for the order of documents or fields.
+    same prompt but for the order of documents or fields. `places` compares where both prompts point
+    in their context (`cache.semantic.contexts`); it is empty without one.
     """
 
     similarity: float
@@ -62,6 +66,7 @@ class Neighbour(msgspec.Struct, frozen=True, gc=False):
     wrong: float = 0.0
     is_suspended: bool = False
     is_reordered: bool = False
+    places: tuple[float, ...] = ()
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
@@ -184,7 +189,8 @@ def features_of(
             math.log((witness.right + 1.0) / (witness.wrong + 1.0)), math.log1p(verdicts), sum(cosines[:10]) / 10,
             cosines[-1], s * candidate.share, s * shared_words, shared_words,
             *_word_features(one, other, asked, witness.text), *_weights(one, other, words), float(is_guarded),
-            *_group_features(one, neighbours, candidate, words), *_odds_features(ids, word_odds), *ids,
+            *_group_features(one, neighbours, candidate, words), *_odds_features(ids, word_odds),
+            *((1.0, *witness.places) if witness.places else (0.0, 0.0, 0.0, 0.0)), *ids,
         )
     )  # fmt: skip
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.decision.features import WordOdds
+from cache.decision.features import IN_CONTEXT, WordOdds
 from cache.query import Trial
 
 Vector = NDArray[np.float64]
@@ -57,13 +57,20 @@ class Prior:
     """The parameters that `./run bench prior` learned offline.
 
     `mean` and `scale` are of each feature; `coefficients` are on that scale, the intercept last;
-    `variance` is the covariance's diagonal.
+    `variance` is the covariance's diagonal. `in_context` is that of questions about one text, where
+    another prior than this holds for them. `thresholds` has, for error bounds in descending order,
+    the least p at which the prior may serve; one without any serves nothing.
     """
 
     mean: Vector
     scale: Vector
     coefficients: Vector
     variance: Vector
+    thresholds: tuple[tuple[float, float], ...] = ()
+    in_context: Prior | None = None
+
+    def threshold(self, error_max: float) -> float | None:
+        return next((least for bound, least in self.thresholds if error_max >= bound), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +171,47 @@ class LogisticModel:
         return np.hstack([scaled, np.ones((len(scaled), 1))])
 
 
+class Strata:
+    """Two models: of questions about one context, and of all others. Neither learns from the rows of
+    the other. One model, where the prior has no other for such questions.
+    """
+
+    def __init__(self, prior: Prior, models: Sequence[LogisticModel] = ()) -> None:
+        self._prior = prior
+        self._models = models or [LogisticModel(one) for one in (prior, prior.in_context) if one is not None]
+
+    def after(self, others: Sequence[Strata]) -> Strata:
+        """`LogisticModel.after`, of each."""
+        return Strata(self._prior, [one.after([o._models[at] for o in others]) for at, one in enumerate(self._models)])
+
+    def p(self, features: Vector) -> float:
+        """`LogisticModel.p`."""
+        is_in = len(self._models) > 1 and features[IN_CONTEXT] > 0
+        return self._models[1 if is_in else 0].p(features)
+
+    def lower(self, features: Vector) -> Vector:
+        """`LogisticModel.lower`."""
+        p = np.empty(len(features))
+        for one, own in zip(self._models, self._strata(features), strict=True):
+            p[own] = one.lower(features[own])
+        return p
+
+    def fitted(self, features: Vector, is_right: Vector, weights: Vector) -> Strata:
+        """`LogisticModel.fitted`, of each; one without rows stays as it is."""
+        models = [
+            one.fitted(features[own], is_right[own], weights[own]) if own.any() else one
+            for one, own in zip(self._models, self._strata(features), strict=True)
+        ]
+        return Strata(self._prior, models)
+
+    def _strata(self, features: Vector) -> list[NDArray[np.bool_]]:
+        """Which rows are of each model."""
+        if len(self._models) == 1:
+            return [np.ones(len(features), dtype=np.bool_)]
+        is_in = features[:, IN_CONTEXT] > 0
+        return [~is_in, is_in]
+
+
 Run = Callable[[Callable[[], object]], object]
 """Does a piece of work, at once or on a thread of its own; pieces in the order in which they
 came.
@@ -193,7 +241,7 @@ class CalibratedModel:
     """
 
     def __init__(self, prior: Prior, run: Run = at_once, others: Sequence[CalibratedModel] = ()) -> None:
-        self.logistic = LogisticModel(prior)
+        self.logistic = Strata(prior)
         self._run = run
         self._others = others
         self.word_odds = WordOdds()

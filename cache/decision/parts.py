@@ -58,11 +58,13 @@ _FIELD = re.compile(r"[^\W\d][^:\n\d]{0,30}: +\S")
 @dataclass(frozen=True, slots=True)
 class Parts:
     """`frame` digests all that must be equal, or is empty where the whole text is compared;
-    `question` is compared by meaning, or is empty where nothing is.
+    `question` is compared by meaning, or is empty where nothing is. `has_documents`: the frame has
+    what the question may be about.
     """
 
     frame: bytes
     question: str
+    has_documents: bool = False
 
 
 class Kind(IntEnum):
@@ -158,7 +160,7 @@ def split(text: str) -> Split:
     labels = [place for place, span in enumerate(spans) if not span.kind and _asked(span.text)]
     asked = _question(spans, labels[0]) if len(labels) == 1 else None
     if asked is not None:
-        return Split(asked)
+        return Split(replace(asked, has_documents=is_marked))
     if is_marked or labels:
         return Split(Parts(_frame(spans, 0, 0), ""))
     if not 2 <= len(spans) <= _SPANS_MAX or len(text) > _CHARS_MAX:

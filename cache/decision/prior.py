@@ -7,6 +7,7 @@ much each kind of evidence counts.
 
 import numpy as np
 
+from cache.decision.context_prior import CONTEXT_PRIOR
 from cache.decision.model import Prior
 
 PRIOR = Prior(
@@ -34,4 +35,5 @@ PRIOR = Prior(
         0.005467, 0.1443, 0.03079, 0.09006, 0.214, 0.09286, 0.0698, 0.009623, 0.02361, 0.1048, 0.01312, 0.1512,
         0.09621, 0.04692, 0.01518, 0.0183, 0.007762,
     )),
+    in_context=CONTEXT_PRIOR,
 )  # fmt: skip

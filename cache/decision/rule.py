@@ -21,19 +21,31 @@ from cache.decision.features import NEIGHBOURS, Candidate, Neighbour, WordCounts
 from cache.decision.guards import (
     COLD_FIRST,
     COLD_WRONG,
+    CONTEXT_WRONG,
     fixed_reason,
     is_added,
     is_vouched,
     thresholds_of,
     veto,
 )
-from cache.decision.model import LearnedModel, Prior, Row, Run, Vector, asking_share, at_once, audit_chance
+from cache.decision.model import (
+    THRESHOLD_MIN,
+    LearnedModel,
+    Prior,
+    Row,
+    Run,
+    Vector,
+    asking_share,
+    at_once,
+    audit_chance,
+)
 from cache.decision.text_features import TextFeatures, read
 from cache.query import MissReason, Query, Trial
 
 ERROR_MAX = 0.01
 _COMPARED = 3  # groups that a fresh answer is compared with
 _PEERS = 2  # further entries of the first group, for a second opinion
+_YOUNG = 400  # verdicts, before which a fit to a few questions about one context is no better than the prior
 _SAME = 0.995  # that the same documents in another order, with the same question, have the same answer
 
 
@@ -160,7 +172,7 @@ class VerifiedRule:
         seen = features_of(query.text, neighbours, first, state.words, model.word_odds, fixed.served is not None)
         p, cold_p = model.certain.logistic.p(seen), self._cold.certain.logistic.p(seen)
         vetoed = veto(asked, known, witness.age_s)
-        is_further = is_added(asked, known)
+        is_further = is_added(asked, known, is_in_context=bool(witness.places))
         if vetoed is None and not is_vouched(asked, known, _keys_of(first, neighbours)):
             p = 0.0
         is_same = vetoed is None and witness.is_reordered and thresholds_of(min(error_max, ERROR_MAX)) is not None
@@ -171,14 +183,23 @@ class VerifiedRule:
             and model.certain.is_fitted
             and p >= model.certain.threshold(error_max)
         )
+        is_young = bool(witness.places) and model.certain.verdicts < _YOUNG and p >= THRESHOLD_MIN
+        is_allowed = is_young or model.allows_cold(seen, error_max, state.discernment)
         is_sure = is_certain or (
             vetoed is None
             and not is_further
-            and (query.untightened is not None or model.allows_cold(seen, error_max, state.discernment))
-            and self._fixed.reason(min(error_max, ERROR_MAX), asked, witness) is None
+            and (query.untightened is not None or is_allowed)
+            and (
+                self._is_prior_sure(witness, cold_p, error_max)
+                or (
+                    (cold_p >= THRESHOLD_MIN or not witness.places)
+                    and self._fixed.reason(min(error_max, ERROR_MAX), asked, witness) is None
+                )
+            )
             and (model.certain.is_fitted or not any(one.is_told_against(seen) for one in state.others))
         )
-        counters = _after_one_more(state.counters, error_max / self._cold_wrong)
+        cold_wrong = CONTEXT_WRONG if witness.places else self._cold_wrong
+        counters = _after_one_more(state.counters, error_max / cold_wrong)
         is_spent = is_sure and not is_certain and counters.cold < 1.0
         is_sure = is_sure and not is_spent
         risk = 1 - (p if is_certain else cold_p)
@@ -215,6 +236,11 @@ class VerifiedRule:
         model = model or LearnedModel(self.prior, self._run, tuple(others))
         model.learn(row)
         return model
+
+    def _is_prior_sure(self, witness: Neighbour, p: float, error_max: float) -> bool:
+        """Whether the prior of questions about one context serves by itself; no other does."""
+        least = self.prior.in_context.threshold(error_max) if witness.places and self.prior.in_context else None
+        return least is not None and p >= least
 
 
 def _after_one_more(counters: NamespaceCounters, paid: float) -> NamespaceCounters:

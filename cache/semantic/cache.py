@@ -36,6 +36,7 @@ from cache.encoder.types import Embedder, EmbedderInfo, Encoded
 from cache.events import EntriesDropped
 from cache.fingerprint import Partition
 from cache.query import Hit, Miss, MissReason, Neighbourhood, Query
+from cache.semantic.contexts import Contexts, places
 from cache.semantic.index import Found, VectorIndex
 from cache.semantic.sketches import AnswerSketches
 from cache.semantic.state import NamespaceStates
@@ -180,6 +181,7 @@ class SemanticCache:
         self._sketches = AnswerSketches()
         # of sentences: those of answers that come again cost the encoder nothing
         self._sentences = Memo(embedder, _SENTENCES_MAX)
+        self._contexts = Contexts(self._sentences)
         self._unsaved_sketches: list[SketchAdded] = []
         self.rule_name = hashlib.blake2b("\n".join(FEATURES).encode() + embedder.info.key, digest_size=8).digest()
         self._states = NamespaceStates(self._rule, self.rule_name)
@@ -218,6 +220,7 @@ class SemanticCache:
         rooms = [query.partition + query.compat + one.frame for query, one in zip(queries, parts, strict=True)]
         asked = [place for place, room in enumerate(rooms) if room in self._rooms and parts[place].question]
         meant = [msgspec.structs.replace(query, text=one.question) for query, one in zip(queries, parts, strict=True)]
+        self._want_contexts([queries[place] for place in asked], [parts[place] for place in asked])
         encoded = self._encode_with_pending([meant[place] for place in asked], [rooms[place] for place in asked])
         answers = [Neighbourhood(Miss(self._absence(query)), ()) for query in queries]
         by_room: dict[bytes, list[tuple[int, NDArray[np.float32]]]] = {}
@@ -228,8 +231,8 @@ class SemanticCache:
                 by_room.setdefault(rooms[place], []).append((place, encoded.vectors[row]))
         for room, rows in by_room.items():
             found = self._index.search(room, np.stack([vector for _, vector in rows]), max(NEIGHBOURS, count))
-            for (place, _), one in zip(rows, found, strict=True):
-                answers[place] = self._decide(meant[place], room, one, count)
+            for (place, vector), one in zip(rows, found, strict=True):
+                answers[place] = self._decide(meant[place], room, one, count, vector)
         return answers
 
     def _absence(self, query: Query) -> MissReason:
@@ -243,6 +246,14 @@ class SemanticCache:
             made = split(query.text)
         namespace = self._namespaces.get(query.partition + query.compat)
         return made.parts if namespace is None or not made.spans else made.slot(_templates(namespace))
+
+    def _want_contexts(self, queries: Sequence[Query], parts: Sequence[Parts]) -> None:
+        for query, one in zip(queries, parts, strict=True):
+            if not query.context and not one.has_documents:
+                continue
+            before, _, after = query.text.rpartition(one.question) if one.has_documents else ("", "", "")
+            room = query.partition + query.compat + one.frame
+            self._contexts.want(room, query.partition, f"{query.context}\n{before}\n{after}")
 
     def has_neighbours(self, query: Query) -> bool:
         """Whether anything is cached that could answer it. Safe beside the thread that uses the
@@ -259,6 +270,7 @@ class SemanticCache:
             if parts.question and room in self._rooms:
                 asked.append(msgspec.structs.replace(query, text=parts.question))
                 rooms.append(room)
+                self._want_contexts([query], [parts])
         self._encode_with_pending(asked, rooms)
 
     def embed(self, texts: Sequence[str]) -> Encoded:
@@ -292,8 +304,10 @@ class SemanticCache:
         """
         return self._sketches.judge(namespace, fresh, name, others)
 
-    def _decide(self, query: Query, room: bytes, found: Found, count: int) -> Neighbourhood:
-        neighbours = self._neighbours(query, room, found)
+    def _decide(
+        self, query: Query, room: bytes, found: Found, count: int, vector: NDArray[np.float32]
+    ) -> Neighbourhood:
+        neighbours = self._neighbours(query, room, found, vector)
         if not neighbours:
             return Neighbourhood(Miss(self._absence(query)), ())
         state = self._states.of(query.partition + query.compat)
@@ -303,12 +317,17 @@ class SemanticCache:
             state.counters = counters
         return near
 
-    def _neighbours(self, query: Query, room: bytes, found: Found) -> list[Neighbour]:
+    def _neighbours(self, query: Query, room: bytes, found: Found, vector: NDArray[np.float32]) -> list[Neighbour]:
         now = self._clock()
         counts, tallies = self._rooms[room].groups, self._states.tallies(query.partition + query.compat)
         out = self._states.suspended(query.partition)
         neighbours = []
-        for number, similarity in zip(found.keys.tolist(), found.similarities.tolist(), strict=True):
+        numbers = found.keys.tolist()
+        matrix = self._contexts.matrix(room)
+        where: Sequence[tuple[float, ...]] = [()] * len(numbers)
+        if matrix is not None:
+            where = places(matrix, vector, [self._index.vector(room, number) for number in numbers])
+        for number, similarity, pointed in zip(numbers, found.similarities.tolist(), where, strict=True):
             key = self._keys[number]
             group = key.group
             is_out = bool(out) and (b"a" + key.answer in out or b"g" + group in out)
@@ -325,6 +344,7 @@ class SemanticCache:
                 wrong=wrong,
                 is_suspended=is_out,
                 is_reordered=bool(key.frame) and key.text == query.text,
+                places=pointed,
             )
             neighbours.append(near)
         # equal cosines (the encoder ignores case) in an order that does not depend on when keys
@@ -426,6 +446,8 @@ class SemanticCache:
             self._put_vectors(waiting, self._encoder.encode([key.asked for key in waiting]))
         while self._settling and not self._pending(next(iter(self._settling))):
             del self._settling[next(iter(self._settling))]
+        if not waiting:
+            self._contexts.settle(_SETTLED_CHARS)
         return len(waiting)
 
     def _pending(self, name: bytes) -> Iterable[int]:
@@ -434,7 +456,7 @@ class SemanticCache:
 
     @property
     def is_settled(self) -> bool:
-        return not self._settling
+        return not self._settling and self._contexts.is_settled
 
     def knows_vector(self, partition: Partition, text: str) -> bool:
         """Whether a vector for this prompt of a partition is at hand without the encoder."""

@@ -166,7 +166,14 @@ class SemanticLookup:
             await asyncio.wait((storing,), timeout=self._stores_awaited_s)
         bound = self._bounds.bound(team, alias.name, controls.error_max)
         self._cold.pay(found.compat, bound.error_max)
-        query = Query(found.partition, found.compat, found.text, bound.error_max, bound.untightened)
+        query = Query(
+            partition=found.partition,
+            compat=found.compat,
+            text=found.text,
+            error_max=bound.error_max,
+            untightened=bound.untightened,
+            context=found.context,
+        )
         result = await self._semantic.lookup(query)
         if isinstance(result, Miss):
             nearest, is_away = result.nearest, result.reason in (MissReason.TIMEOUT, MissReason.UNAVAILABLE)

@@ -1,0 +1,120 @@
+"""The sentences of contexts as vectors: where in its documents, system prompt or talk a question points.
+
+Two questions about the same text mean the same more often where they are near to the same of its
+sentences. Knows no keys and no rule. A context is embedded once, when a second question comes to it:
+a short one at once, a longer one where no lookup waits. Invariants: a context of which a sentence has
+no vector yet says nothing, and a decision without it is the stricter one; the latest
+`_CONTEXTS_MAX` are kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.encoder.embedder import Memo
+from cache.fingerprint import CONTEXT_CHARS_MAX, Partition
+
+_CONTEXTS_MAX = 400
+_WAITING_MAX = 16
+_SENTENCES_MAX, _SENTENCE_WORDS, _SENTENCE_CHARS = 96, 3, 600
+_AT_ONCE_CHARS = 4_000
+_WIDTH = 0.05  # of the kernel, in cosine: as that of votes
+
+_END = re.compile(r"(?<=[.!?;:])\s+|\n+")
+
+Places = tuple[float, float, float]
+"""Of two questions in a context: the overlap of the sentences that they are near to (Bhattacharyya's
+coefficient), the correlation of their cosines to all of them, and how near the nearest is.
+"""
+
+
+@dataclass(slots=True)
+class _Context:
+    partition: Partition
+    waiting: list[str]  # sentences without a vector, the first last
+    vectors: list[NDArray[np.float32]] = field(default_factory=list)
+    matrix: NDArray[np.float16] | None = None
+
+
+class Contexts:
+    """Those of one cache, by the names of its rooms."""
+
+    def __init__(self, encoder: Memo) -> None:
+        self._encoder = encoder
+        self._known: OrderedDict[bytes, _Context] = OrderedDict()
+        self._waiting: dict[bytes, None] = {}
+
+    @property
+    def is_settled(self) -> bool:
+        return not self._waiting
+
+    def want(self, room: bytes, partition: Partition, text: str) -> None:
+        """Embed the context of a room, at once or later."""
+        known = self._known.get(room)
+        if known is None:
+            if len(text) > CONTEXT_CHARS_MAX or len(self._waiting) >= _WAITING_MAX:
+                return
+            known = self._known[room] = _Context(partition, sentences(text)[::-1])
+            if len(self._known) > _CONTEXTS_MAX:
+                oldest, _ = self._known.popitem(last=False)
+                self._waiting.pop(oldest, None)
+            if sum(map(len, known.waiting)) <= _AT_ONCE_CHARS:
+                self._embed(room, known, _AT_ONCE_CHARS)
+            else:
+                self._waiting[room] = None
+        self._known.move_to_end(room)
+
+    def settle(self, chars_max: int) -> None:
+        """Embed some sentences of a context that waits."""
+        room = next(iter(self._waiting), None)
+        if room is not None:
+            self._embed(room, self._known[room], chars_max)
+
+    def matrix(self, room: bytes) -> NDArray[np.float32] | None:
+        """The vectors of the sentences of a room's context; None where there are none, or not all yet."""
+        known = self._known.get(room)
+        return None if known is None or known.matrix is None else known.matrix.astype(np.float32)
+
+    def _embed(self, room: bytes, known: _Context, chars_max: int) -> None:
+        some: list[str] = []
+        while known.waiting and (not some or chars_max >= len(known.waiting[-1])):
+            some.append(known.waiting.pop())
+            chars_max -= len(some[-1])
+        if some:
+            made = self._encoder.encode([(known.partition, text) for text in some])
+            known.vectors += [
+                vector
+                for vector, tokens in zip(made.vectors, made.tokens.tolist(), strict=True)
+                if tokens <= self._encoder.info.tokens_max
+            ]
+        if not known.waiting:
+            known.matrix = np.stack(known.vectors).astype(np.float16) if known.vectors else None
+            known.vectors = []
+            self._waiting.pop(room, None)
+
+
+def sentences(text: str) -> list[str]:
+    """Those of a text that say something."""
+    found = (one.strip()[:_SENTENCE_CHARS] for one in _END.split(text))
+    return [one for one in dict.fromkeys(found) if one.count(" ") + 1 >= _SENTENCE_WORDS][:_SENTENCES_MAX]
+
+
+def places(
+    matrix: NDArray[np.float32], asked: NDArray[np.float32], known: Sequence[NDArray[np.float32]]
+) -> list[Places]:
+    """Where a question points beside each of some others, all of one context."""
+    cosines = np.stack([asked, *known]) @ matrix.T
+    weights = np.exp((cosines - cosines.max(axis=1, keepdims=True)) / _WIDTH)
+    roots = np.sqrt(weights / weights.sum(axis=1, keepdims=True))
+    centred = cosines - cosines.mean(axis=1, keepdims=True)
+    lengths = np.linalg.norm(centred, axis=1) + 1e-6
+    overlap, alike = roots[1:] @ roots[0], centred[1:] @ centred[0] / lengths[1:] / lengths[0]
+    nearest = cosines.max(axis=1)
+    found = (nearest[1:] + nearest[0]) / 2
+    return [(float(a), float(b), float(c)) for a, b, c in zip(overlap, alike, found, strict=True)]

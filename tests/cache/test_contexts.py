@@ -1,0 +1,107 @@
+"""Questions about one context: where in it they point, what that may change, and what it never may."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from cache import Hit, fingerprint
+from cache.context.relax import relaxed
+from cache.decision.features import Neighbour
+from cache.decision.prior import PRIOR
+from cache.decision.rule import NamespaceState, VerifiedRule
+from cache.encoder.embedder import Memo, open_embedder
+from cache.fingerprint import CONTEXT_CHARS_MAX
+from cache.semantic.cache import SemanticCache
+from cache.semantic.contexts import Contexts, places, sentences
+from tests.cache.fakes import ACME, Clock, FakeEmbedder, query
+from tests.cache.test_poison import ADDED, QUESTIONS
+from tests.cache.test_semantic import added
+
+PROMPT = """Answer from the document.
+
+<document>
+Boat house of the rowing club. A single boat costs 9 euros an hour, a double boat 14 euros an hour. The boat house opens at 8:00 and
+closes at 20:00; the cafe closes at 22:00. A lost oar costs 45 euros. Life vests are free. Bring your own towel and lock.
+</document>
+
+Question: {}"""
+
+
+def test_other_words_for_a_question_about_a_document_hit_without_a_verdict_and_a_near_question_does_not() -> None:
+    """Both questions point at one sentence; the near one points at another, or differs in what it names there."""
+    clock = Clock()
+    cache = SemanticCache(open_embedder(), VerifiedRule(PRIOR), clock)
+    cache.fold([added(PROMPT.format("What do I pay for a lost oar?"), clock.now)])
+    (same,) = cache.lookup([query(PROMPT.format("How much does it cost if I lose an oar?"))])
+    (other,) = cache.lookup([query(PROMPT.format("What do I pay for a double boat?"))])
+    assert isinstance(same, Hit)
+    assert not isinstance(other, Hit)
+
+
+def test_the_context_is_the_text_before_the_last_turn_and_none_where_it_is_long() -> None:
+    """System prompt and talk; a longer one is not sent along."""
+    for count, is_known in ((10, True), (CONTEXT_CHARS_MAX + 1, False)):
+        messages = [{"role": "system", "content": "x" * count}, {"role": "user", "content": "What is it?"}]
+        body = {"model": "m", "messages": messages}
+        assert bool(relaxed(fingerprint(body, ACME), body).context) is is_known
+
+
+def test_a_long_context_is_embedded_where_no_lookup_waits_and_says_nothing_before() -> None:
+    """A decision without it is the stricter one."""
+    contexts = Contexts(Memo(FakeEmbedder(tokens_max=99)))
+    text = "\n".join(f"sentence number {place} of a long text {'and so on ' * 10}" for place in range(60))
+    contexts.want(b"room", ACME, text)
+    assert contexts.matrix(b"room") is None
+    while not contexts.is_settled:
+        contexts.settle(1_000)
+    matrix = contexts.matrix(b"room")
+    assert matrix is not None
+    assert len(matrix) == 60
+
+
+def test_a_short_context_is_embedded_once() -> None:
+    """The sentences of documents come again and again."""
+    embedder = FakeEmbedder()
+    contexts = Contexts(Memo(embedder))
+    for room in (b"a", b"b", b"a"):
+        contexts.want(room, ACME, "The lamp has a dimmer. It weighs two kilograms.")
+    assert len(embedder.encoded) == len(sentences("The lamp has a dimmer. It weighs two kilograms.")) == 2
+
+
+def test_what_points_at_one_sentence_overlaps_more_than_what_does_not() -> None:
+    """Overlap and correlation are one for equal questions, and less for those of other sentences."""
+    matrix = np.eye(4, dtype=np.float32)
+    same, other = places(matrix, matrix[0], [matrix[0], matrix[1]])
+    assert same == pytest.approx((1.0, 1.0, 1.0), abs=1e-4)
+    assert other[0] < 0.1
+    assert other[1] < 0.0
+
+
+@pytest.mark.parametrize("addition", ADDED)
+def test_an_addition_is_no_other_wording_in_a_context_either(addition: str) -> None:
+    """However near it is, and wherever in the context both point."""
+    for question in QUESTIONS:
+        asked = addition.format(q=question)
+        for known, text in ((question, asked), (asked, question)):
+            near = Neighbour(0.99, known, b"e", 0.0, places=(1.0, 1.0, 0.7))
+            decision, _ = VerifiedRule(PRIOR).decide(query(text), [near], NamespaceState())
+            assert decision.served is None
+
+
+def test_no_context_makes_a_veto_weaker() -> None:
+    """Another number in the same document is another question."""
+    near = Neighbour(0.999, "Can I come at 8?", b"e", 0.0, places=(1.0, 1.0, 0.9))
+    decision, _ = VerifiedRule(PRIOR).decide(query("Can I come at 9?"), [near], NamespaceState())
+    assert decision.served is None
+
+
+def test_the_index_of_places_is_by_room() -> None:
+    """A changed document is another context, which has no neighbours."""
+    clock = Clock()
+    cache = SemanticCache(FakeEmbedder(is_constant=True), VerifiedRule(PRIOR), clock)
+    cache.fold([added(PROMPT.format("What do I pay?"), clock.now)])
+    changed = query(PROMPT.replace("45 euros", "54 euros").format("How much do I pay?"))
+    (answer,) = cache.lookup([msgspec.structs.replace(changed, error_max=0.01)])
+    assert not isinstance(answer, Hit)
