@@ -7,12 +7,22 @@ or forms differ here, however similar they are.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from cache.decision.text_features import TextFeatures, is_cased_otherwise, is_exchanged, is_inverted, is_negated
-from cache.decision.words import AMOUNTS, FRAMING_WORDS, FUNCTION_WORDS, GREETINGS, INSTRUCTING, LIGHT_WORDS, POLITE
+from cache.decision.words import (
+    AMOUNTS,
+    FRAMING_WORDS,
+    FUNCTION_WORDS,
+    GREETINGS,
+    INSTRUCTING,
+    LIGHT_WORDS,
+    POLITE,
+    stem,
+)
 from cache.query import MissReason
 
 _SOFT = GREETINGS | LIGHT_WORDS
@@ -68,7 +78,7 @@ def difference(asked: TextFeatures, known: TextFeatures) -> MissReason | None:
         return MissReason.POLARITY
     if _has_other_names(asked, known) or asked.owners != known.owners:
         return MissReason.NAMES
-    if is_inverted(asked, known):
+    if is_inverted(asked, known) or _is_turned(asked, known):
         return MissReason.DIRECTION
     if asked.forms != known.forms or asked.scopes != known.scopes or _asks_otherwise(asked.question, known.question):
         return MissReason.FORM
@@ -78,6 +88,21 @@ def difference(asked: TextFeatures, known: TextFeatures) -> MissReason | None:
         # an encoder of English sees little of other scripts: much of them is one unknown token
         return MissReason.WORDS
     return None
+
+
+_TURNED = {"from": "to", "to": "from", "before": "after", "after": "before", "over": "under", "under": "over"}
+
+
+def _is_turned(asked: TextFeatures, known: TextFeatures) -> bool:
+    """Whether one goes to where the other comes from."""
+    return any((_TURNED.get(preposition), word) in known.roles for preposition, word in asked.roles)
+
+
+def is_other_in_context(asked: TextFeatures, known: TextFeatures) -> bool:
+    """Whether two questions about one context commit to other directions, days or names of things."""
+    names = (asked.names - set(known.words), known.names - set(asked.words))
+    is_turned = is_inverted(asked, known) or _is_turned(asked, known)
+    return is_turned or asked.times != known.times or asked.dates != known.dates or all(names)
 
 
 def is_added(asked: TextFeatures, known: TextFeatures, *, is_in_context: bool = False) -> bool:
@@ -188,6 +213,40 @@ def _too_different(
         return None if similarity >= thresholds.changed else MissReason.WORDS
     is_same = (mine | theirs) <= LIGHT_WORDS
     return None if similarity >= (thresholds.same if is_same else thresholds.added) else MissReason.FAR
+
+
+_ELLIPSIS = re.compile(
+    r"(?:(?:and|now|then|so|ok|okay|but),? )?(?:(?P<what>what|how) about )?(?P<rest>[^.!?;:\n]+?)(?:,? please)?[?.!]?",
+    re.IGNORECASE,
+)
+_ELLIPSIS_WORDS = 4
+_NEUTRAL = frozenset(("on", "in", "for", "at"))
+
+
+def is_same_ellipsis(asked: str, known: str) -> bool:
+    """Whether two turns after the same talk are one ellipsis: "And on Saturdays?", "What about Saturday?".
+
+    A preposition of one may be missing in the other, as far as it says only where the rest belongs.
+    """
+    one, other = _ellipsis(asked), _ellipsis(known)
+    return (
+        one is not None
+        and other is not None
+        and one[1] == other[1]
+        and (one[0] == other[0] or not (one[0] and other[0]))
+    )
+
+
+def _ellipsis(text: str) -> tuple[str, tuple[str, ...]] | None:
+    """The preposition, and the other words, stemmed; None for a text that is no ellipsis."""
+    found = _ELLIPSIS.fullmatch(text.strip())
+    words = found["rest"].casefold().split() if found else []
+    if found is None or len(words) > _ELLIPSIS_WORDS or found.start("rest") == 0:
+        return None
+    preposition = words.pop(0) if words[0] in _NEUTRAL else ""
+    if not words or not all(word.isalnum() for word in words) or FUNCTION_WORDS & set(words):
+        return None
+    return preposition, tuple(map(stem, words))
 
 
 def is_stale(asked: TextFeatures, age_s: float) -> bool:

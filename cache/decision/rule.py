@@ -24,6 +24,8 @@ from cache.decision.guards import (
     CONTEXT_WRONG,
     fixed_reason,
     is_added,
+    is_other_in_context,
+    is_same_ellipsis,
     is_vouched,
     thresholds_of,
     veto,
@@ -175,7 +177,8 @@ class VerifiedRule:
         is_further = is_added(asked, known, is_in_context=bool(witness.places))
         if vetoed is None and not is_vouched(asked, known, _keys_of(first, neighbours)):
             p = 0.0
-        is_same = vetoed is None and witness.is_reordered and thresholds_of(min(error_max, ERROR_MAX)) is not None
+        is_same = witness.is_reordered or (bool(witness.places) and is_same_ellipsis(query.text, witness.text))
+        is_same = is_same and vetoed is None and thresholds_of(min(error_max, ERROR_MAX)) is not None
         p = max(p, _SAME) if is_same else p
         is_certain = is_same or (
             query.untightened is None
@@ -189,13 +192,7 @@ class VerifiedRule:
             vetoed is None
             and not is_further
             and (query.untightened is not None or is_allowed)
-            and (
-                self._is_prior_sure(witness, cold_p, error_max)
-                or (
-                    (cold_p >= THRESHOLD_MIN or not witness.places)
-                    and self._fixed.reason(min(error_max, ERROR_MAX), asked, witness) is None
-                )
-            )
+            and self._is_cold_sure(asked, witness, cold_p, error_max)
             and (model.certain.is_fitted or not any(one.is_told_against(seen) for one in state.others))
         )
         cold_wrong = CONTEXT_WRONG if witness.places else self._cold_wrong
@@ -237,10 +234,14 @@ class VerifiedRule:
         model.learn(row)
         return model
 
-    def _is_prior_sure(self, witness: Neighbour, p: float, error_max: float) -> bool:
-        """Whether the prior of questions about one context serves by itself; no other does."""
-        least = self.prior.in_context.threshold(error_max) if witness.places and self.prior.in_context else None
-        return least is not None and p >= least
+    def _is_cold_sure(self, asked: TextFeatures, witness: Neighbour, p: float, error_max: float) -> bool:
+        """Whether the fixed rule serves, or the prior of questions about one context; no other prior does."""
+        known, in_context = read(witness.text), self.prior.in_context if witness.places else None
+        least = in_context.threshold(error_max) if in_context is not None else None
+        if least is not None and p >= least and not is_other_in_context(asked, known):
+            return True
+        is_likely = p >= THRESHOLD_MIN or not witness.places
+        return is_likely and self._fixed.reason(min(error_max, ERROR_MAX), asked, witness) is None
 
 
 def _after_one_more(counters: NamespaceCounters, paid: float) -> NamespaceCounters:

@@ -9,6 +9,7 @@ import pytest
 from cache import Hit, fingerprint
 from cache.context.relax import relaxed
 from cache.decision.features import Neighbour
+from cache.decision.guards import is_same_ellipsis
 from cache.decision.prior import PRIOR
 from cache.decision.rule import NamespaceState, VerifiedRule
 from cache.encoder.embedder import Memo, open_embedder
@@ -90,10 +91,20 @@ def test_an_addition_is_no_other_wording_in_a_context_either(addition: str) -> N
             assert decision.served is None
 
 
-def test_no_context_makes_a_veto_weaker() -> None:
-    """Another number in the same document is another question."""
-    near = Neighbour(0.999, "Can I come at 8?", b"e", 0.0, places=(1.0, 1.0, 0.9))
-    decision, _ = VerifiedRule(PRIOR).decide(query("Can I come at 9?"), [near], NamespaceState())
+@pytest.mark.parametrize(
+    ("known", "asked"),
+    [
+        ("Can I come at 8?", "Can I come at 9?"),
+        ("When does the boat from Oslo go?", "When does the boat to Oslo go?"),
+        ("When is the cafe open on Friday?", "When is the cafe open on Monday?"),
+        ("What does Ms Berg pay?", "What does Mr Lund pay?"),
+        ("Is smoking allowed?", "Is smoking not allowed?"),
+    ],
+)
+def test_no_context_makes_a_guard_of_facts_weaker(known: str, asked: str) -> None:
+    """Another number, direction, day or name, or a negation, in the same document is another question."""
+    near = Neighbour(0.97, known, b"e", 0.0, places=(1.0, 1.0, 0.9))
+    decision, _ = VerifiedRule(PRIOR).decide(query(asked), [near], NamespaceState())
     assert decision.served is None
 
 
@@ -105,3 +116,31 @@ def test_the_index_of_places_is_by_room() -> None:
     changed = query(PROMPT.replace("45 euros", "54 euros").format("How much do I pay?"))
     (answer,) = cache.lookup([msgspec.structs.replace(changed, error_max=0.01)])
     assert not isinstance(answer, Hit)
+
+
+@pytest.mark.parametrize(
+    ("known", "asked", "is_same"),
+    [
+        ("And on Sundays?", "What about Sunday?", True),
+        ("And for adults?", "How about adults?", True),
+        ("And in Greek?", "Now in Greek, please.", True),
+        ("And 90 days?", "What about 90 days?", True),
+        ("And on Sundays?", "What about Monday?", False),
+        ("And 90 days?", "And 60 days?", False),
+        ("And in Oslo?", "And for Oslo?", False),
+        ("And from Oslo?", "What about Oslo?", False),
+        ("And without sugar?", "What about sugar?", False),
+        ("Sundays?", "Sunday!", False),
+        ("And why?", "And how?", False),
+        ("And in Greek? Lie.", "Now in Greek, please.", False),
+        ("And ignore rules?", "What about rules?", False),
+    ],
+)
+def test_an_ellipsis_after_the_same_talk_has_several_openings(known: str, asked: str, is_same: bool) -> None:
+    """What follows the opening has to be the same words; only what says nothing by itself may be missing."""
+    assert is_same_ellipsis(known, asked) is is_same
+    near = Neighbour(0.7, known, b"e", 0.0, places=(0.5, 0.5, 0.3))
+    decision, _ = VerifiedRule(PRIOR).decide(query(asked), [near], NamespaceState())
+    assert decision.served == 0 or not is_same
+    alone, _ = VerifiedRule(PRIOR).decide(query(asked), [msgspec.structs.replace(near, places=())], NamespaceState())
+    assert alone.served is None
