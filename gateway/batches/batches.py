@@ -26,6 +26,7 @@ from gateway.wire.errors import BadRequest, Forbidden, InUse, NotFound, shown
 COMPLETION_WINDOW, _WINDOW_S = "24h", 86_400.0
 LEASE_S = 15.0
 _batches, _chunks = schema.batches, schema.batch_chunks
+_UNDONE = sa.select(_chunks.c.batch_id).where(_chunks.c.is_done.is_(False))
 _CHUNK = [_chunks.c[name] for name in LineSpan.__struct_fields__]
 _ENDED = ("completed", "failed", "expired", "cancelled")
 _MOMENTS = ("created_at", "expires_at", "in_progress_at", "finalizing_at", "cancelling_at")
@@ -242,6 +243,9 @@ class Batches:
         table, where = _of(batch_id, number)
         lease = {"leased_by": token, "leased_until_s": now_s + LEASE_S}
         async with self._database.writing() as connection:
+            if number is None:  # PostgreSQL: a plan that commits meanwhile is waited for, and its chunks seen
+                await connection.execute(sa.select(_batches.c.id).where(_batches.c.id == batch_id).with_for_update())
+                where = (*where, _batches.c.id.not_in(_UNDONE))
             taken = sa.update(table).where(*where, table.c.leased_until_s < now_s).values(**lease)
             if not (await connection.execute(taken)).rowcount:
                 return None
@@ -323,12 +327,16 @@ class Batches:
     async def end(
         self, work: Work, counts: tuple[int, int], *, is_expired: bool, output: File | None, errors: File | None
     ) -> bool:
-        """End a batch together with its files. Returns False, and changes nothing, if the lease was lost."""
+        """End a batch together with its files. Returns False, and changes nothing, if the lease was lost
+        or a chunk is not done.
+        """
         status = sa.case(
             (_batches.c.status == "cancelling", "cancelled"), else_="expired" if is_expired else "completed"
         )
         async with self._database.writing() as connection:
-            mine = sa.update(_batches).where(_batches.c.id == work.batch.id, _batches.c.leased_by == work.token)
+            mine = sa.update(_batches).where(
+                _batches.c.id == work.batch.id, _batches.c.leased_by == work.token, _batches.c.id.not_in(_UNDONE)
+            )
             values = {
                 "status": status,
                 "ended_at_s": self.clock(),

@@ -7,6 +7,7 @@ bounded memory; of several outcomes of one line the first counts; half an outcom
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -211,8 +212,12 @@ def assemble(folder: Path, chunks: Sequence[LineSpan], output: Upload, errors: U
 
 
 def answered(line_id: str, custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
-    """The output of a line that got a response."""
-    response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
+    """The output of a line that got a response; a body that is no JSON is a text there."""
+    text = body.decode("utf-8", "replace")
+    shown_body: msgspec.Raw | str = text
+    with contextlib.suppress(*_WRONG):
+        shown_body = msgspec.Raw(msgspec.json.format(text, indent=-1))  # on one line, as an outcome is a line
+    response = {"status_code": status, "request_id": request_id, "body": shown_body}
     return msgspec.json.encode({"id": line_id, "custom_id": custom_id, "response": response, "error": None})
 
 

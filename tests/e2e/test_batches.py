@@ -16,6 +16,8 @@ from redis.asyncio import Redis
 
 from gateway.accounts import LedgerFilter
 from gateway.batches import work as work_module
+from gateway.batches.batches import Batches, Work
+from gateway.batches.lines import answered, scan
 from gateway.settings import Settings
 from policies import WindowKind
 from tests.e2e.gateway import API_KEY, deployment
@@ -43,6 +45,7 @@ async def host(
         models={
             "mock": {"deployments": [deployment(upstream.url, "plain")]},  # type: ignore[dict-item]
             "half": {"deployments": [deployment(upstream.url, "half", **half)]},  # type: ignore[dict-item]
+            "lines": {"deployments": [deployment(upstream.url, "lines", "mock?is_pretty=1")]},  # type: ignore[dict-item]
             "late": {"deployments": [deployment(upstream.url, "late", "mock?delay_ms=300")]},  # type: ignore[dict-item]
         },
     )
@@ -103,6 +106,46 @@ async def test_every_line_is_answered_once(host: Host) -> None:
     assert [file.purpose async for file in host.client.files.list(purpose="batch_output")] == ["batch_output"]
     assert not (host.parts.settings.files_dir / made.id).exists()
     assert [one.id async for one in host.client.batches.list(limit=1)] == [made.id]
+
+
+async def test_a_batch_does_not_end_before_its_chunks(host: Host) -> None:
+    """A worker that leases a batch just after another one has planned its chunks does not end it."""
+    made = await begin(host.client, line("a"), line("b"))
+    parts = host.parts
+    ours, theirs = (Batches(parts.accounts.database, parts.files, parts.settings.batches) for _ in range(2))
+    lease = ours._lease
+
+    async def late(*asked: Any) -> Work | None:
+        """The lease, after another worker did its part."""
+        if (work := await theirs.claim("theirs", ())) is not None:
+            await theirs.plan(work, scan(parts.files.path(made.input_file_id), 10, 1_000))
+        return await lease(*asked)
+
+    ours._lease = late  # type: ignore[method-assign]
+    assert await ours.claim("ours", ()) is None
+    await run(host)
+    batch, output, _ = await results(host.client, made.id)
+    assert (batch.status, len(output)) == ("completed", 2)
+
+
+async def test_a_response_on_several_lines_is_one_line(host: Host, upstream: Upstream) -> None:
+    """An upstream's JSON on several lines is one line of the output, whole, and is paid once."""
+    made = await begin(host.client, *[line(f"l{number}", model="lines") for number in range(3)])
+    await run(host)
+    batch, output, errors = await results(host.client, made.id)
+    assert (batch.status, batch.request_counts.completed, errors) == ("completed", 3, [])
+    assert sorted(one["custom_id"] for one in output) == ["l0", "l1", "l2"]
+    assert all(one["response"]["body"]["choices"][0]["message"]["content"] for one in output)
+    assert upstream.seen().generations == 3
+
+
+@pytest.mark.parametrize("body", [b"", b"no\n1 1 {}\n", b'{"a":"\n"}', b"[" * 5_000, b'{"a":\n"\xff"}'])
+def test_a_response_that_is_no_json_is_one_line(body: bytes) -> None:
+    """A body that is no JSON is kept as a text, in one line that is JSON."""
+    told = answered("id", "custom", 200, "request", body)
+    assert b"\n" not in told
+    found = json.loads(told.decode())["response"]["body"]
+    assert found == {"a": "\ufffd"} if body.startswith(b'{"a":\n') else found == body.decode()
 
 
 async def test_a_poisoned_line_is_an_error_line(host: Host) -> None:

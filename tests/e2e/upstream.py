@@ -68,6 +68,7 @@ class Plan:
     is_crlf: bool = False
     has_comments: bool = False
     is_gzip: bool = False
+    is_pretty: bool = False  # a whole is JSON on several lines
     is_until_close: bool = False  # no chunked encoding: the body ends where the connection does
     has_done: bool = True
     has_usage: bool = True
@@ -547,6 +548,8 @@ class Connection(asyncio.Protocol):
             body = json.dumps(in_band(plan)).encode()
         if plan.malformed:
             body = body[: len(body) // 2]
+        if plan.is_pretty:
+            body = msgspec.json.format(body, indent=2)
         if plan.is_gzip:
             self.respond(200, gzip.compress(body), kind, "Content-Encoding: gzip\r\n")
         elif plan.cut or plan.hang:
