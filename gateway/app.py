@@ -451,6 +451,7 @@ def _start_loops(parts: Parts, stack: AsyncExitStack) -> None:
         "touches": lambda: _every(1.0, parts.exact.flush_touches),
         "claims": lambda: _every(1.0, parts.exact.renew_claims),
         "files": lambda: _every(_SWEEP_EVERY_S, parts.files.sweep),
+        "old_batches": lambda: _every(_SWEEP_EVERY_S, parts.batches.forget),
         "batches": parts.runner.run,
         "watch": lambda: parts.watch.run(parts.metrics),
         "health": parts.shared_health.run,

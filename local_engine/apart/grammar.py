@@ -128,10 +128,17 @@ def _calls(wanted: dict[str, Any], ids: dict[str, int]) -> dict[str, str]:
     elif not opens:  # text begins with anything else
         rules.append("start: calls | /([^{\\s](.|\\n)*)?/")
     elif opens in ids:
-        rules += [f"start: (TEXT {spelled(opens)} calls)* TEXT", r"TEXT: /(.|\n)*/"]
+        rules.append(f"start: (TEXT {spelled(opens)} calls)* TEXT")
+        # spelled by other tokens, the mark would begin a call that nothing holds
+        rules.append(f"TEXT: /(.|\\n)*/ & ~/(.|\\n)*{_escaped(opens)}(.|\\n)*/")
     else:
         rules += ["start: (opens calls)* TEXT", f"opens[lazy]: TEXT {spelled(opens)}", r"TEXT: /(.|\n)*/"]
     return {"name": "calls", "lark_grammar": "\n".join(rules)}
+
+
+def _escaped(text: str) -> str:
+    """`text` in a regular expression between slashes."""
+    return re.escape(text).replace("/", "\\/")
 
 
 def _subschemas(schema: Any, place: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:

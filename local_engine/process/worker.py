@@ -155,10 +155,8 @@ class Server:
         else:
             self._running.add(key)
             self._is_idle.clear()
-            assert self._thread.tokenizer is not None, "the engine is ready"
-            grammar = self._thread.tokenizer.grammar_of(message.request)
-            if grammar is not None:
-                compilation = asyncio.create_task(self._compile(key, message.request, grammar))
+            if message.request.grammar is not None or message.request.tools:
+                compilation = asyncio.create_task(self._compile(key, message))
                 self._compilations.add(compilation)
                 compilation.add_done_callback(self._compilations.discard)
                 return
@@ -181,14 +179,19 @@ class Server:
         if writer is not None:
             self._write(writer, [answer])
 
-    async def _compile(self, key: Key, request: wire.GenerateRequest, wanted: wire.Grammar) -> None:
+    async def _compile(self, key: Key, message: wire.Submit) -> None:
         """Submit a request once its grammar is compiled, unless it was aborted meanwhile."""
-        began = self._loop.time()
+        began, request = self._loop.time(), message.request
         self._compiling[request.salt] += 1
         try:
             if self._compiling[request.salt] > _GRAMMARS_MAX:
                 raise wire.Overloaded(f"{_GRAMMARS_MAX} grammars of the same partition wait to be compiled")
             assert self._thread.grammars is not None, "the engine is ready"
+            assert self._thread.tokenizer is not None, "the engine is ready"
+            wanted = self._thread.tokenizer.grammar_of(request)
+            if wanted is None:
+                self._thread.send((key, message))
+                return
             kept = self._thread.grammars.kept(wanted, request.salt)
             grammar = None if isinstance(kept, wire.InvalidRequest) else kept
             if grammar is None:

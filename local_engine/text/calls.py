@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from local_engine.messages import ANY_TOOL, CallPart, Grammar
+from local_engine.messages import ANY_TOOL, CallPart, Grammar, InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +101,20 @@ def calls_grammar(
 
 
 def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of the arguments. Those that it does not name would fail at the tool."""
+    """The schema of the arguments, which are an object. Those that it does not name would fail at the
+    tool. Raises InvalidRequest."""
     given = function.get("parameters") or {"properties": {}}
-    closed = {"additionalProperties": False} if "properties" in given else {}
-    return {"type": "object", **closed, **given}
+    kind = given.get("type", "object")
+    if kind != "object" and (not isinstance(kind, list) or "object" not in kind):
+        raise InvalidRequest(f"the parameters of the tool {function['name']} must be an object", param="tools")
+    names, required = given.get("properties"), given.get("required", ())
+    is_all = isinstance(names, dict) and isinstance(required, list | tuple) and names.keys() >= set(map(str, required))
+    closed = {"additionalProperties": False} if is_all and _NAMERS.isdisjoint(given) else {}
+    return {**closed, **given, "type": "object"}
+
+
+# with these, a schema names properties elsewhere, too
+_NAMERS = frozenset({"allOf", "anyOf", "oneOf", "not", "if", "$ref", "patternProperties", "dependentSchemas"})
 
 
 _BROKEN_MAX = 16  # texts that only begin like a call, in one answer
@@ -138,7 +148,8 @@ class Parts:
 class Reader:
     """Reads one answer piece by piece. `thinking`: the marks of the model's thinking block, which
     is open already where the answer `thinks`. `format` and `names`: of the tools. `is_held`: a
-    grammar keeps calls in their frame, so they leave before they are complete. After `calls_max`
+    grammar keeps calls in their frame, so they leave before they are complete. `is_alone`: any other
+    text has a form of its own, so calls stand at the beginning or nowhere. After `calls_max`
     calls the answer is over; 0 is no bound."""
 
     def __init__(
@@ -149,10 +160,11 @@ class Reader:
         format: Format | None = None,
         names: Collection[str] = (),
         is_held: bool = False,
+        is_alone: bool = False,
         calls_max: int = 0,
     ) -> None:
         self._thinking, self._format, self._names = thinking, format, names
-        self._is_held, self._calls_max = is_held, calls_max
+        self._is_held, self._is_alone, self._calls_max = is_held, is_alone, calls_max
         self._is_bare = format is not None and not format.opens
         self._state = self._think if thinks else self._begin
         self._strips = thinks  # white space before the next text is part of a frame
@@ -216,6 +228,10 @@ class Reader:
 
     def _text(self, said: Parts, is_last: bool) -> bool:
         opens = self._format.opens if self._format is not None and self._broken < _BROKEN_MAX else ""
+        if self._is_alone and not self._calls and opens:
+            text = self._rest.lstrip() if self._strips else self._rest
+            if not opens.startswith(text[: len(opens)]):
+                self._broken, opens = _BROKEN_MAX, ""
         before, found, after = self._rest.partition(opens) if opens else (self._rest, "", "")
         if self._strips:
             before = before.lstrip()
@@ -387,5 +403,7 @@ def _python(body: str) -> list[tuple[str, str]]:
         given = {one.arg: ast.literal_eval(one.value) for one in node.keywords}
         if len(given) < len(node.keywords):
             raise ValueError("an argument is there twice")
-        calls.append((ast.unparse(node.func), json.dumps(given, ensure_ascii=False, allow_nan=False)))
+        arguments = json.dumps(given, ensure_ascii=False, allow_nan=False)
+        arguments.encode()  # an escape may spell half of a surrogate pair: UnicodeEncodeError, a ValueError
+        calls.append((ast.unparse(node.func), arguments))
     return calls

@@ -135,7 +135,8 @@ class Tokenizer:
             thinks=thinking is not None and thinking.is_open,
             format=self.format if request.tools else None,
             names={tool["function"]["name"] for tool in request.tools or ()},
-            is_held=is_held,
+            is_held=is_held and request.grammar is None,
+            is_alone=request.grammar is not None,
             calls_max=request.calls_max,
         )
         return reader, frozenset((*(block or ()), *(self.marks.values() if request.tools else ())))

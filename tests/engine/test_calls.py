@@ -124,6 +124,20 @@ def test_recorded_answers_are_read_however_they_are_cut(form: Format, text: str,
         assert folded(reader_of(form), [text[:cut], text[cut:]]) == expected
 
 
+def test_half_a_surrogate_pair_makes_no_call() -> None:
+    """Python's escapes can spell what is no text: such a call stays text."""
+    text = '<tool_call>f(city="\\ud800")</tool_call>'
+    assert folded(reader_of(TAGGED), list(text)) == (text, "", [])
+
+
+def test_beside_a_form_calls_stand_alone() -> None:
+    """Where any other text has a form of its own, marks inside it are text; a call begins the answer."""
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    for text in (f"Sure {call}", '{"a": "<tool_call>f(b=1)</tool_call>"}', f" {call}"):
+        assert folded(reader_of(TAGGED, is_alone=True), list(text)) == (text, "", [])
+    assert folded(reader_of(TAGGED, is_alone=True), list(f"{call}\n{call}")) == ("", "", [("f", "{}"), ("f", "{}")])
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_forced_frame_is_read_as_it_comes(form: Format) -> None:
     """The text that a grammar writes: its arguments leave before they are complete, and an unforced reader finds the same."""
@@ -328,12 +342,47 @@ def test_a_strict_tool_is_held_where_the_model_begins_a_call(make_engine: Any) -
         assert reason == "length" or (text == "yes") != bool(calls)
 
 
+def test_other_tokens_may_not_spell_a_mark(make_engine: Any) -> None:
+    """A mark that is a token of its own begins a call that is held; spelled by others it would begin one that is not."""
+    model = Model(make_engine(), f"{CHAT_TEMPLATE}{{# <tool_call> #}}", "<tool_call>", special=True)
+    wanted = model.engine.tokenizer.grammar_of(GenerateRequest(messages=[], tools=[CLOCK]))
+    assert wanted is not None
+    answer = model.engine.grammars.compiled(wanted, b"").begin(None)
+    for token in model.engine.tokenizer.encode("hi <tool_call", is_rendered=True):
+        answer.take(token)
+    (end,) = model.engine.tokenizer.encode(">", is_rendered=True)[-1:]
+    assert answer.part((end,)) == ()
+
+
 def test_an_unknown_schema_of_a_tool_is_refused_by_name(make_engine: Any) -> None:
     """The refusal has the tool and the keyword."""
     model = Model(make_engine(), CHAT_TEMPLATE)
     tool = {"type": "function", "function": {"name": "odd", "parameters": {"properties": {"a": {"not": {}}}}}}
     with pytest.raises(InvalidRequest, match=r"in the tool odd: .*keyword not \(#/properties/a/not\)"):
         model.submit(drawn(1), tools=[tool], tool_choice="odd")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "is_taken"),
+    [
+        ({"type": "array", "items": {"const": 1}}, False),
+        ({"type": ["array", "null"]}, False),
+        ({"type": ["object", "null"], "properties": {"a": {"const": 1}}, "required": ["a"]}, True),
+        ({"properties": {"a": {"const": 1}}, "allOf": [{"properties": {"b": {"const": 2}}, "required": ["b"]}]}, True),
+        ({"type": "object", "properties": {"a": {"const": 1}}, "required": ["a", "b"]}, True),
+    ],
+)
+def test_arguments_are_an_object(make_engine: Any, parameters: dict[str, Any], is_taken: bool) -> None:
+    """Parameters of another type are refused; properties that a schema names elsewhere are not shut out."""
+    model = Model(make_engine("llama-wide"), CHAT_TEMPLATE)
+    tool = {"type": "function", "function": {"name": "odd", "parameters": parameters}}
+    if not is_taken:
+        with pytest.raises(InvalidRequest, match="the parameters of the tool odd must be an object"):
+            model.submit(drawn(1), tools=[tool], tool_choice="odd")
+        return
+    model.submit(drawn(1), tools=[tool], tool_choice="odd")
+    ((_, _, calls), reason) = next(iter(model.answers().values()))
+    assert reason != "stop" or isinstance(json.loads(calls[0][1]), dict)
 
 
 THINKER = CHAT_TEMPLATE.replace("assistant\n' }}", "assistant\n<think>\n' }}")
