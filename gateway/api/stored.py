@@ -22,6 +22,7 @@ from gateway.journey.turn import Ended, arrive, elapsed_ms_since
 from gateway.pipeline import Pipeline
 from gateway.wire.errors import BadRequest, NotFound, shown
 
+_FIELDS_MAX = 50
 _ID = re.compile(r"[a-z]+[-_][0-9a-f]{32}")
 
 
@@ -97,7 +98,11 @@ class StoredEndpoint(ABC):
 
 
 def _query(scope: asgi.Scope) -> dict[str, str]:
-    return dict(parse_qsl(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True, max_num_fields=50))
+    text = scope.get("query_string", b"").decode("latin-1")
+    try:
+        return dict(parse_qsl(text, keep_blank_values=True, max_num_fields=_FIELDS_MAX))
+    except ValueError:
+        raise BadRequest(f"The query has more than {_FIELDS_MAX} fields: send fewer", code="invalid_value") from None
 
 
 def paging(query: Mapping[str, str], usual: int, most: int) -> Paging:

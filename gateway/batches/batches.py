@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from gateway.accounts import schema
 from gateway.accounts.database import Database, uncancelled
 from gateway.batches.files import INPUT, LIVE, File, Files, completed, new_object_id
-from gateway.batches.lines import LineRefused, LineSpan
+from gateway.batches.lines import EXPIRED, LineRefused, LineSpan
 from gateway.settings import BatchSettings
 from gateway.wire.errors import BadRequest, Forbidden, InUse, NotFound, shown
 
@@ -156,7 +156,7 @@ class Batches:
                     f"This team has {self._settings.active_max} batches that have not ended: wait for one, or cancel it",
                     code="too_many_batches",
                 )
-            there = sa.select(files.c.id).where(files.c.id == batch.input_file_id)
+            there = sa.select(files.c.id).where(files.c.id == batch.input_file_id).with_for_update()
             if (await connection.execute(there)).scalar() is None:
                 raise NotFound(f"No such File object: {batch.input_file_id}", param="id", code="file_not_found")
             row = msgspec.structs.asdict(batch)
@@ -296,12 +296,14 @@ class Batches:
 
     @uncancelled
     async def refuse(self, work: Work, why: LineRefused) -> None:
-        """End a batch whose input is no batch."""
+        """End a batch whose input is no batch, or cannot be read."""
+        is_expired = why.code == EXPIRED
+        status = sa.case((_batches.c.status == "cancelling", "cancelled"), else_="expired" if is_expired else "failed")
         error = {"code": why.code, "message": why.message, "line": None, "param": None}
         async with self._database.writing() as connection:
             mine = sa.update(_batches).where(_batches.c.id == work.batch.id, _batches.c.leased_by == work.token)
             errors = {"object": "list", "data": [error]}
-            await connection.execute(mine.values(status="failed", ended_at_s=self.clock(), errors=errors))
+            await connection.execute(mine.values(status=status, ended_at_s=self.clock(), errors=errors))
 
     @uncancelled
     async def chunk_done(self, work: Work, counts: tuple[int, int]) -> None:

@@ -54,7 +54,7 @@ _files, _batches = schema.files, schema.batches
 
 LIVE = ("validating", "in_progress", "finalizing", "cancelling")
 """The statuses of a batch that has not ended."""
-_NEEDED = sa.select(_batches.c.input_file_id).where(_batches.c.status.in_(LIVE))
+_UNNEEDED = _files.c.id.not_in(sa.select(_batches.c.input_file_id).where(_batches.c.status.in_(LIVE)))
 
 
 def new_object_id(kind: str, at_s: float) -> str:
@@ -259,18 +259,17 @@ class Files:
         async with self._database.reading() as connection:
             return [_file(row) for row in (await connection.execute(ordered)).mappings()]
 
+    @uncancelled
     async def delete(self, team_id: int, file_id: str) -> None:
         """Delete a team's file. Raises NotFound, and InUse if a batch needs it."""
         found = await self.get(team_id, file_id)
-        if await self._is_needed(found.id):
-            raise InUse("A batch that has not ended reads this file: cancel the batch first")
-        await self.remove(team_id, found.id)
-
-    @uncancelled
-    async def _is_needed(self, file_id: str) -> bool:
-        async with self._database.reading() as connection:
-            needed = _NEEDED.where(_batches.c.input_file_id == file_id)
-            return (await connection.execute(needed)).first() is not None
+        async with self._database.writing() as connection:
+            row = _files.c.id == found.id
+            # PostgreSQL: a batch of this file that begins meanwhile is waited for, and seen
+            await connection.execute(sa.select(_files.c.id).where(row).with_for_update())
+            if not (await connection.execute(sa.delete(_files).where(row, _UNNEEDED))).rowcount:
+                raise InUse("A batch that has not ended reads this file: cancel the batch first")
+        await asyncio.to_thread(self.unlink, [found.id])
 
     @uncancelled
     async def remove(self, team_id: int, file_id: str) -> None:
@@ -304,13 +303,15 @@ class Files:
         async with self._database.reading() as connection:
             old = (_files.c.is_ready.is_(False)) & (_files.c.created_at_s < now_s - _STALE_S)
             arriving = list((await connection.execute(sa.select(_files.c.id).where(old))).scalars())
-            late = _files.c.is_ready.is_(True) & (_files.c.expires_at_s < now_s) & _files.c.id.not_in(_NEEDED)
+            late = _files.c.is_ready.is_(True) & (_files.c.expires_at_s < now_s) & _UNNEEDED
             gone = list((await connection.execute(sa.select(_files.c.id).where(late))).scalars())
         gone += [one for one in arriving if names.get(one, 0.0) < now_s - _STALE_S]
         if gone:
             async with self._database.writing() as connection:
                 for start in range(0, len(gone), 500):
-                    await connection.execute(sa.delete(_files).where(_files.c.id.in_(gone[start : start + 500])))
+                    await connection.execute(
+                        sa.delete(_files).where(_files.c.id.in_(gone[start : start + 500]), _UNNEEDED)
+                    )
 
     @uncancelled
     async def _kept(self) -> set[str]:

@@ -23,6 +23,7 @@ _LINES_A_CHUNK = 100
 _BYTES_A_CHUNK = 4 << 20
 _SKIP_BYTES = 64 << 10
 _ID_CHARS_MAX = 512
+EXPIRED = "batch_expired"
 
 
 class LineSpan(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +93,8 @@ def parse(raw: bytes | None, endpoint: str, bytes_max: int) -> tuple[LineRequest
     except _WRONG as error:
         raise LineRefused("invalid_line", f"The line is not a request: {error}", _id_of(raw)) from None
     if not 1 <= len(line.custom_id) <= _ID_CHARS_MAX:
-        raise LineRefused("invalid_custom_id", f"`custom_id` must have 1 to {_ID_CHARS_MAX} characters")
+        words = f"`custom_id` must have 1 to {_ID_CHARS_MAX} characters"
+        raise LineRefused("invalid_custom_id", words, line.custom_id[:_ID_CHARS_MAX])
     if line.method != "POST":
         raise LineRefused("invalid_method", f"`method` is {shown(line.method)}: expected POST", line.custom_id)
     if line.url != endpoint:

@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, MutableMapping
 from typing import Any, BinaryIO
 
 import msgspec
@@ -25,6 +25,7 @@ from gateway.accounts import Accounts, Identity
 from gateway.batches.batches import LEASE_S, Batch, Batches, Work
 from gateway.batches.files import OUTPUT, Files, new_object_id
 from gateway.batches.lines import (
+    EXPIRED,
     LineOutcome,
     LineRefused,
     LineRequest,
@@ -45,7 +46,14 @@ from gateway.settings import BatchSettings
 from gateway.transport.http_server import WHEN_GONE
 from gateway.wire.errors import ApiError
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/messages", "/v1/responses")
+ENDPOINTS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/messages",
+    "/v1/moderations",
+    "/v1/responses",
+)
 _CHUNKS_MAX, _CHUNKS_A_TEAM = 16, 2  # at once, in a worker
 _LOOK_EVERY_S = 1.0
 _ROOM_EVERY_S = 0.02
@@ -53,6 +61,7 @@ _PAUSE_S = 1.0
 _GRACE_S = 5.0  # of lines under way when the worker stops
 _TRIES_MAX, _WAIT_S_MAX = 5, 60.0
 _ROOM_LEFT = 5  # of a rate limit, a fifth is left to other requests
+_GONE = "input_file_gone", "The content of the input file is gone: upload it again"
 _PASSING = ("rate_limit_exceeded", "deployment_full", "budget_unavailable")  # waited for until the batch expires
 _STATUSES_TRIED_AGAIN = (408, 429, 500, 502, 503, 504)
 
@@ -125,7 +134,7 @@ class _Lease:
         if self.batch.status == "cancelling":
             return LineRefused("batch_cancelled", "The batch was cancelled before this line was run")
         if self._batches.clock() >= self.batch.expires_at_s:
-            return LineRefused("batch_expired", "This line could not be run before the completion window ended")
+            return LineRefused(EXPIRED, "This line could not be run before the completion window ended")
         return None
 
     async def keep(self) -> None:
@@ -213,7 +222,7 @@ class BatchRunner:
             if work.chunk is not None:
                 await self._run_chunk(lease, work.chunk)
             elif work.batch.status == "validating" or work.batch.in_progress_at_s is None:
-                await self._read_input(work)
+                await self._read_input(lease)
             else:
                 await self._end(lease)
         except Exception as error:
@@ -224,14 +233,25 @@ class BatchRunner:
             with contextlib.suppress(Exception):  # the lease ends by itself
                 await self._batches.release(work)
 
-    async def _read_input(self, work: Work) -> None:
-        path, settings = self._files.path(work.batch.input_file_id), self._settings
+    async def _read_input(self, lease: _Lease) -> None:
+        work, settings = lease.work, self._settings
+        path = self._files.path(work.batch.input_file_id)
         try:
             chunks = await asyncio.to_thread(scan, path, settings.lines_max, settings.line_bytes_max)
         except LineRefused as why:
             await self._batches.refuse(work, why)
+        except OSError as error:
+            await self._batches.refuse(work, self._why_unread(lease, error))
         else:
             await self._batches.plan(work, chunks)
+
+    def _why_unread(self, lease: _Lease, error: OSError) -> LineRefused:
+        """Why an input is not read any more. Raises the error if that may still help."""
+        if (why := lease.why_not()) is not None:
+            return why
+        if isinstance(error, FileNotFoundError) and self._files.folder.is_dir():
+            return LineRefused(*_GONE)
+        raise error
 
     async def _end(self, lease: _Lease) -> None:
         """Write the output and the errors, and end the batch."""
@@ -265,7 +285,7 @@ class BatchRunner:
         segment, places = Segment(folder, chunk.number, lease.work.token), asyncio.Semaphore(self._settings.concurrency)
         appending = asyncio.Lock()
 
-        async def run_line(number: int, raw: bytes | None) -> None:
+        async def run_line(number: int, raw: bytes | LineRefused | None) -> None:
             try:
                 outcome = await self._outcome(lease, number, raw, is_repeated=number in chunk.repeated)
                 if outcome is not None:
@@ -277,12 +297,11 @@ class BatchRunner:
 
         try:
             async with asyncio.TaskGroup() as group:
-                async for number, raw in self._lines(lease.batch, chunk):
-                    if number not in ended:
-                        await places.acquire()
-                        if lease.is_lost or self._is_stopping:
-                            break
-                        group.create_task(run_line(number, raw))
+                async for number, raw in self._lines(lease, chunk, ended):
+                    await places.acquire()
+                    if lease.is_lost or self._is_stopping:
+                        break
+                    group.create_task(run_line(number, raw))
         finally:
             segment.close()
         if not lease.is_lost and sum(lease.counts) == chunk.lines:
@@ -298,22 +317,39 @@ class BatchRunner:
                 _log.error("storage_failed", reason=f"{type(error).__name__}: {error}")
                 await asyncio.sleep(_PAUSE_S)
 
-    async def _lines(self, batch: Batch, chunk: LineSpan) -> AsyncIterator[tuple[int, bytes | None]]:
-        """The lines of a chunk that are not blank, with their numbers; one at a time is in memory."""
-        file: BinaryIO = await asyncio.to_thread(self._files.path(batch.input_file_id).open, "rb")
-        with file:
-            file.seek(chunk.offset)
-            lines: Iterator[tuple[bytes | None, int]] = read_lines(file, chunk.size, self._settings.line_bytes_max)
-            number = chunk.first_line
-            while (found := await asyncio.to_thread(next, lines, None)) is not None:
-                if found[0] != b"":
-                    yield number, found[0]
-                number += 1
+    async def _lines(
+        self, lease: _Lease, chunk: LineSpan, ended: Collection[int]
+    ) -> AsyncIterator[tuple[int, bytes | LineRefused | None]]:
+        """The lines of a chunk that are not blank nor `ended`, with their numbers; one at a time is in
+        memory. Where the input cannot be read any more, the reason stands for each line that is left.
+        """
+        number, left, why = chunk.first_line, chunk.lines - len(ended), LineRefused(*_GONE)
+        try:
+            file: BinaryIO = await asyncio.to_thread(self._files.path(lease.batch.input_file_id).open, "rb")
+            with file:
+                file.seek(chunk.offset)
+                lines: Iterator[tuple[bytes | None, int]] = read_lines(file, chunk.size, self._settings.line_bytes_max)
+                while (found := await asyncio.to_thread(next, lines, None)) is not None:
+                    if found[0] != b"" and number not in ended:
+                        left -= 1
+                        yield number, found[0]
+                    number += 1
+        except OSError as error:
+            why = self._why_unread(lease, error)
+        while left > 0:
+            if number not in ended:
+                left -= 1
+                yield number, why
+            number += 1
 
-    async def _outcome(self, lease: _Lease, number: int, raw: bytes | None, *, is_repeated: bool) -> LineOutcome | None:
+    async def _outcome(
+        self, lease: _Lease, number: int, raw: bytes | LineRefused | None, *, is_repeated: bool
+    ) -> LineOutcome | None:
         """The end of one line; None if this worker stops, or lost the chunk, before it ended."""
         line_id = new_object_id("batch_req_", time.time())
         try:
+            if isinstance(raw, LineRefused):
+                raise raw
             line, model = parse(raw, lease.batch.endpoint, self._settings.line_bytes_max)
             if is_repeated:
                 raise LineRefused("duplicate_custom_id", "Another line before has this `custom_id`", line.custom_id)

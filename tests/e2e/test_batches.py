@@ -6,8 +6,9 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
@@ -17,8 +18,10 @@ from redis.asyncio import Redis
 from gateway.accounts import LedgerFilter
 from gateway.batches import work as work_module
 from gateway.batches.batches import Batches, Work
+from gateway.batches.files import Files
 from gateway.batches.lines import answered, scan
 from gateway.settings import Settings
+from gateway.wire.errors import InUse
 from policies import WindowKind
 from tests.e2e.gateway import API_KEY, deployment
 from tests.e2e.test_files import Host
@@ -180,6 +183,10 @@ async def test_a_poisoned_line_is_an_error_line(host: Host) -> None:
     assert codes == {code: len(lines) for code, lines in poison.items()}
     lines = {one["error"]["line"] for one in errors if one["error"]}
     assert lines == set(range(2, 2 + len(bad)))
+    assert {one["custom_id"] for one in errors if one["error"] and one["error"]["code"] == "invalid_custom_id"} == {
+        "",
+        "x" * 512,
+    }
     answered = {one["custom_id"]: one["response"]["status_code"] for one in errors if one["response"]}
     assert answered == {"no-model": 400, "no-such": 404, "null": 400}
 
@@ -203,6 +210,91 @@ async def test_inputs_that_are_no_batch_fail(host: Host, monkeypatch: pytest.Mon
             await host.client.batches.create(**{**right, **wrong})
     with pytest.raises(openai.NotFoundError):
         await host.client.batches.create(input_file_id="../../etc/passwd", endpoint=CHAT, completion_window="24h")
+
+
+async def planned(host: Host, *lines: bytes) -> tuple[Any, Path]:
+    """A new batch whose chunks are planned, and the content of its input."""
+    made, parts = await begin(host.client, *lines), host.parts
+    work = await parts.batches.claim("token", ())
+    assert work is not None
+    path = parts.files.path(made.input_file_id)
+    await parts.batches.plan(work, scan(path, 10, 1_000))
+    return made, path
+
+
+async def test_a_batch_whose_input_is_gone_ends(host: Host) -> None:
+    """Without its input a batch fails; a planned one keeps the answers that it has, and its other lines are errors."""
+    unread = await begin(host.client, line("a"))
+    host.parts.files.path(unread.input_file_id).unlink()
+    await run(host)
+    batch = await host.client.batches.retrieve(unread.id)
+    assert (batch.status, batch.errors.data[0].code) == ("failed", "input_file_gone")  # type: ignore[index,union-attr]
+    made, path = await planned(host, line("a"), line("b"))
+    path.unlink()
+    cut, path = await planned(host, line("a"), b"", line("b"))
+    path.write_bytes(line("a") + b"\n")
+    await run(host)
+    for batch_id, answers, missing in ((made.id, [], [1, 2]), (cut.id, ["a"], [2])):
+        batch, output, errors = await results(host.client, batch_id)
+        assert (batch.status, [one["custom_id"] for one in output]) == ("completed", answers)
+        assert sorted(one["error"]["line"] for one in errors) == missing
+        assert {one["error"]["code"] for one in errors} == {"input_file_gone"}
+
+
+async def test_a_batch_that_cannot_be_read_can_be_ended(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its input cannot be read a batch waits; it ends once it is cancelled, or its window is over."""
+    unread = await begin(host.client, line("a"))
+    path = host.parts.files.path(unread.input_file_id)
+    path.unlink()
+    path.mkdir()
+    await host.client.batches.cancel(unread.id)
+    await run(host)
+    assert (await host.client.batches.retrieve(unread.id)).status == "cancelled"
+    made, path = await planned(host, line("a"), line("b"))
+    late = await begin(host.client, line("a"))
+    for one in (path, host.parts.files.path(late.input_file_id)):
+        one.unlink()
+        one.mkdir()
+    monkeypatch.setattr(host.parts.batches, "clock", lambda: late.created_at + 86_402.0)
+    await run(host)
+    assert (await host.client.batches.retrieve(late.id)).status == "expired"
+    batch, _, errors = await results(host.client, made.id)
+    assert (batch.status, [one["error"]["code"] for one in errors]) == ("expired", ["batch_expired"] * 2)
+
+
+async def test_a_file_is_not_deleted_under_a_batch(host: Host) -> None:
+    """A file stays where a batch of it begins while it is being deleted."""
+    file = await host.client.files.create(file=("in.jsonl", line("a")), purpose="batch")
+    database, made = host.parts.accounts.database, []
+
+    class Late:
+        """The database, in which a batch begins just before the first write."""
+
+        reading = staticmethod(database.reading)
+
+        @asynccontextmanager
+        async def writing(self) -> AsyncIterator[Any]:
+            if not made:
+                made.append(await host.parts.batches.create(1, 1, CHAT, file.id, None, None))
+            async with database.writing() as connection:
+                yield connection
+
+    files: Any = Files(cast(Any, Late()), host.parts.settings.batches, host.parts.settings.files_dir)
+    with pytest.raises(InUse):
+        await files.delete(1, file.id)
+    await run(host)
+    batch, output, _ = await results(host.client, made[0].id)
+    assert (batch.status, len(output)) == ("completed", 1)
+
+
+async def test_moderations_run_in_a_batch(host: Host) -> None:
+    """A line may ask for a moderation."""
+    asked = {"url": "/v1/moderations", "body": {"model": "mock", "input": "text"}}
+    file = await host.client.files.create(file=("in.jsonl", line("a", **asked)), purpose="batch")
+    made = await host.client.batches.create(input_file_id=file.id, endpoint="/v1/moderations", completion_window="24h")
+    await run(host)
+    _, output, errors = await results(host.client, made.id)
+    assert (errors, [len(one["response"]["body"]["results"]) for one in output]) == ([], [1])
 
 
 async def test_another_team_finds_no_batch(host: Host) -> None:

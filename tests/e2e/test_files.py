@@ -114,7 +114,7 @@ async def test_pages(host: Host) -> None:
     page = await host.client.files.list(limit=2, order="asc", purpose="batch")
     assert (page.has_more, [file.id for file in page.data]) == (True, ids[:2])
     assert (await host.client.files.list(purpose="batch_output")).data == []
-    for query in ("limit=0", "limit=x", "after=../x", "order=up", "purpose=vision"):
+    for query in ("limit=0", "limit=x", "after=../x", "order=up", "purpose=vision", "&".join(["a=b"] * 51)):
         assert await host.refusal(method="GET", path=f"/files?{query}") == (400, "invalid_value")
 
 
