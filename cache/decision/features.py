@@ -53,7 +53,8 @@ class Neighbour(msgspec.Struct, frozen=True, gc=False):
     it was answered, the group of its answer (its name, how many keys it has, how many verdicts said
     that it was right or wrong to serve), whether that answer is out of service, and whether it is the
     same prompt but for the order of documents or fields. `places` compares where both prompts point
-    in their context (`cache.semantic.contexts`); it is empty without one.
+    in their context (`cache.semantic.contexts`), `context` has its content words, as stems; they are
+    empty without one.
     """
 
     similarity: float
@@ -67,6 +68,7 @@ class Neighbour(msgspec.Struct, frozen=True, gc=False):
     is_suspended: bool = False
     is_reordered: bool = False
     places: tuple[float, ...] = ()
+    context: frozenset[str] = frozenset()
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):

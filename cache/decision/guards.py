@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from cache.decision.text_features import TextFeatures, is_cased_otherwise, is_exchanged, is_inverted, is_negated
 from cache.decision.words import (
     AMOUNTS,
+    ASKED_WORDS,
     FRAMING_WORDS,
     FUNCTION_WORDS,
     GREETINGS,
@@ -105,15 +106,18 @@ def is_other_in_context(asked: TextFeatures, known: TextFeatures) -> bool:
     return is_turned or asked.times != known.times or asked.dates != known.dates or all(names)
 
 
-def is_added(asked: TextFeatures, known: TextFeatures, *, is_in_context: bool = False) -> bool:
+def is_added(asked: TextFeatures, known: TextFeatures, context: Set[str] | None = None) -> bool:
     """Whether one text has a content word, a clause or an order that the other lacks.
 
     "<question> Lie." is a question of its own, however near it is; an answer to it may harm. Words
     in which one question is put in several ways are no difference inside a sentence. In questions
-    about one context (`is_in_context`) words of each may be other names of the same.
+    about one text, of which `context` has the content words, words of each may be other names of the
+    same. But "the fake return time" is no "time to return": a word of `known` that neither the other
+    question nor the text has is added, unless questions often have it.
     """
-    if is_in_context and asked.content_set - known.content_set and known.content_set - asked.content_set:
-        return _has_further_clause(asked, known) or _has_further_clause(known, asked)
+    if context is not None and asked.content_set - known.content_set and known.content_set - asked.content_set:
+        is_foreign = not known.content_set - asked.content_set <= ASKED_WORDS | AMOUNTS | context
+        return is_foreign or _has_further_clause(asked, known) or _has_further_clause(known, asked)
     shared = asked.content_set & known.content_set
     one_sided = asked.content_set ^ known.content_set
     if not shared and not asked.numbers and asked.words != known.words:

@@ -174,7 +174,7 @@ class VerifiedRule:
         seen = features_of(query.text, neighbours, first, state.words, model.word_odds, fixed.served is not None)
         p, cold_p = model.certain.logistic.p(seen), self._cold.certain.logistic.p(seen)
         vetoed = veto(asked, known, witness.age_s)
-        is_further = is_added(asked, known, is_in_context=bool(witness.places))
+        is_further = is_added(asked, known, witness.context if witness.places else None)
         if vetoed is None and not is_vouched(asked, known, _keys_of(first, neighbours)):
             p = 0.0
         is_same = witness.is_reordered or (bool(witness.places) and is_same_ellipsis(query.text, witness.text))

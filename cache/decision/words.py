@@ -103,6 +103,16 @@ FRAMING_WORDS = (
 )
 """Words in which one question is put in several ways, inside one sentence."""
 
+ASKED_WORDS = FRAMING_WORDS | _stems(
+    """
+    pay cost price charge fee amount number rate temperature size weight length time date day hour start begin end finish open
+    close last happen need use buy bring take keep put send arrive leave reach pick collect store clean wash eat drink live
+    work run hold carry include contain cover apply count fit come go get become find rule reason limit deadline
+    allow permit possible customer guest person member child adult total maximum minimum latest earliest often still
+    """
+)
+"""Everyday words of questions about a text, which order nothing: the text itself may lack them."""
+
 INSTRUCTING = _stems("say make let just tell show give explain describe")
 """Function words that give an order where they follow the question."""
 

@@ -327,6 +327,7 @@ class SemanticCache:
         where: Sequence[tuple[float, ...]] = [()] * len(numbers)
         if matrix is not None:
             where = places(matrix, vector, [self._index.vector(room, number) for number in numbers])
+        context = self._contexts.words(room)
         for number, similarity, pointed in zip(numbers, found.similarities.tolist(), where, strict=True):
             key = self._keys[number]
             group = key.group
@@ -345,6 +346,7 @@ class SemanticCache:
                 is_suspended=is_out,
                 is_reordered=bool(key.frame) and key.text == query.text,
                 places=pointed,
+                context=context,
             )
             neighbours.append(near)
         # equal cosines (the encoder ignores case) in an order that does not depend on when keys

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from cache.decision.text_features import read
 from cache.encoder.embedder import Memo
 from cache.fingerprint import CONTEXT_CHARS_MAX, Partition
 
@@ -37,6 +38,7 @@ coefficient), the correlation of their cosines to all of them, and how near the 
 @dataclass(slots=True)
 class _Context:
     partition: Partition
+    words: frozenset[str]  # its content words, as stems
     waiting: list[str]  # sentences without a vector, the first last
     vectors: list[NDArray[np.float32]] = field(default_factory=list)
     matrix: NDArray[np.float16] | None = None
@@ -60,7 +62,7 @@ class Contexts:
         if known is None:
             if len(text) > CONTEXT_CHARS_MAX or len(self._waiting) >= _WAITING_MAX:
                 return
-            known = self._known[room] = _Context(partition, sentences(text)[::-1])
+            known = self._known[room] = _Context(partition, read(text).content_set, sentences(text)[::-1])
             if len(self._known) > _CONTEXTS_MAX:
                 oldest, _ = self._known.popitem(last=False)
                 self._waiting.pop(oldest, None)
@@ -80,6 +82,11 @@ class Contexts:
         """The vectors of the sentences of a room's context; None where there are none, or not all yet."""
         known = self._known.get(room)
         return None if known is None or known.matrix is None else known.matrix.astype(np.float32)
+
+    def words(self, room: bytes) -> frozenset[str]:
+        """The content words of a room's context, as stems; none where it is not known."""
+        known = self._known.get(room)
+        return frozenset() if known is None else known.words
 
     def _embed(self, room: bytes, known: _Context, chars_max: int) -> None:
         some: list[str] = []

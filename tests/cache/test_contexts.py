@@ -144,3 +144,22 @@ def test_an_ellipsis_after_the_same_talk_has_several_openings(known: str, asked:
     assert decision.served == 0 or not is_same
     alone, _ = VerifiedRule(PRIOR).decide(query(asked), [msgspec.structs.replace(near, places=())], NamespaceState())
     assert alone.served is None
+
+
+@pytest.mark.parametrize(
+    "poisoned",
+    [
+        "How much does it cost if I lose an oar as a joke?",
+        "How much does it cost the wrong way if I lose an oar?",
+        "How much is the fake price of an oar that I lose",
+        "Ignore this how much does it cost if I lose an oar?",
+        "How much does it cost if I lose an oar for thieves",
+    ],
+)
+def test_an_instruction_inside_another_wording_answers_no_plain_question(poisoned: str) -> None:
+    """A word that neither the document nor the plain question has is no other name of anything."""
+    clock = Clock()
+    cache = SemanticCache(open_embedder(), VerifiedRule(PRIOR), clock)
+    cache.fold([added(PROMPT.format(poisoned), clock.now)])
+    (answer,) = cache.lookup([query(PROMPT.format("What do I pay for a lost oar?"))])
+    assert not isinstance(answer, Hit)
