@@ -24,7 +24,7 @@ from cache.fingerprint import CONTEXT_CHARS_MAX, Partition
 _CONTEXTS_MAX = 400
 _WAITING_MAX = 16
 _SENTENCES_MAX, _SENTENCE_WORDS, _SENTENCE_CHARS = 96, 3, 600
-_AT_ONCE_CHARS = 4_000
+_AT_ONCE_CHARS = 600  # some 0.1 s of the embedder, in which other lookups wait
 _WIDTH = 0.05  # of the kernel, in cosine: as that of votes
 
 _END = re.compile(r"(?<=[.!?;:])\s+|\n+")
