@@ -66,6 +66,7 @@ def _config(url: str) -> dict[str, Any]:
         }
         for name, model in FAULTS.items()
     }
+    dearer = {"input_usd_per_mtok": 1.1, "output_usd_per_mtok": 2.2}
     goes_on = deployment(url, "goes-on", "mock?chunks=12", capabilities=["prefill"])
     together = {
         "continued": {"deployments": [broken("continued", FAULTS["cut"]), goes_on], "policy": "cheapest"},
@@ -73,7 +74,8 @@ def _config(url: str) -> dict[str, Any]:
         "hedged": {
             "hedge_cost_max": 1.0,
             "policy": "cheapest",
-            "deployments": [deployment(url, "hedged", "mock"), deployment(url, "beside", _WELL)],
+            # dearer, so that the slow one stays the first choice
+            "deployments": [deployment(url, "hedged", "mock"), {**deployment(url, "beside", _WELL), "price": dearer}],
         },
         "slow": {"deployments": [deployment(url, "slow", "mock?delay_ms=400")]},
     }
