@@ -160,7 +160,7 @@ def _sentences_with(figures: re.Pattern[str], text: str) -> frozenset[str]:
 
 
 _RATE = re.compile(r"\b(?:an?|per|each|every) (?:year|month|week|day|hour|night)\b", re.IGNORECASE)
-# what is so today: "is the office open?", "can I call you?", "who is the president?"
+# facts of the day: "is the office open?", "can I call you?", "who is the president?"
 _STATE_ASKED = re.compile(
     r"^\W*(?:\w+,? )?(?:is|are|am|can|could|may|will|do|does)\b.*\b(?:open|closed?|available|availability|start(?:ed)?)\b"
     r"|^\W*(?:\w+,? )?(?:is|are|am|can|could|may|will)\b.*\b(?:call|visit|come|reach|work(?:ing)?|ready|begun|in session"
