@@ -70,7 +70,14 @@ from gateway.pipeline import Emit, Pipeline
 from gateway.settings import Settings
 from gateway.telemetry import logs
 from gateway.telemetry.health import HealthMonitor
-from gateway.telemetry.metric_names import BATCH_LINES, LOG_DROPPED, STORED_RESPONSES, WRONG_KEYS
+from gateway.telemetry.metric_names import (
+    BATCH_LINES,
+    BATCH_LINES_LEFT,
+    BATCHES_LEFT,
+    LOG_DROPPED,
+    STORED_RESPONSES,
+    WRONG_KEYS,
+)
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
 from gateway.telemetry.stats import Stats
 from gateway.transport.redis_link import RedisLink
@@ -453,6 +460,7 @@ def _start_loops(parts: Parts, stack: AsyncExitStack) -> None:
         "files": lambda: _every(_SWEEP_EVERY_S, parts.files.sweep),
         "old_batches": lambda: _every(_SWEEP_EVERY_S, parts.batches.forget),
         "batches": parts.runner.run,
+        "batch_gauges": lambda: _every(_SWEEP_EVERY_S, partial(_count_batches, parts)),
         "watch": lambda: parts.watch.run(parts.metrics),
         "health": parts.shared_health.run,
         "alerts": AlertWatch(parts.link, parts.accounts, parts.budgets, alerts, webhook).run,
@@ -483,6 +491,12 @@ async def _every(seconds: float, act: Callable[[], Awaitable[object]]) -> None:
     while True:
         await asyncio.sleep(seconds)
         await act()
+
+
+async def _count_batches(parts: Parts) -> None:
+    batches, lines = await parts.batches.left()
+    parts.metrics.set(BATCHES_LEFT, batches)
+    parts.metrics.set(BATCH_LINES_LEFT, lines)
 
 
 async def _tidy(pipeline: Pipeline) -> None:

@@ -1,6 +1,6 @@
 """The audit log in SQL: which texts of a team an admin asked to see, which certificates were started,
-which budgets were raised or reset, and what an operator did with a deployment by hand, when and from
-where.
+which budgets were raised or reset, and what an operator did with a deployment or a batch by hand,
+when and from where.
 
 No texts. Invariant: rows are added and never changed or removed; they outlive teams. The latest row
 of a deployment with an action of `USES` decides on its use.
@@ -24,16 +24,17 @@ TRIED = "deployment_tried"
 BUDGET_RAISED = "budget_raised"
 BUDGET_RESET = "budget_reset"
 LEDGER_CORRECTED = "ledger_corrected"
+BATCH_CANCELLED = "batch_cancelled"
 USES = {DRAINED: "drained", DISABLED: "disabled", ENABLED: ""}
 """What a deployment is after an action; empty: in use."""
 
 
 class AuditRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One look of an admin at texts, one certificate started, or one act on a budget or a deployment.
+    """One look of an admin at texts, one certificate started, or one act on a budget, a batch or a deployment.
 
-    `at_ms` is unix milliseconds; `entry` is the id of the cached answer, the certificate's alias,
-    what was done to the budget or the ledger, or the deployment's name; of the last two `team_id`
-    is 0. `request_id` is empty but for answers; `client` is the address; `way` is `dashboard`,
+    `at_ms` is unix milliseconds; `entry` is the id of the cached answer or the batch, the
+    certificate's alias, what was done to the budget or the ledger, or the deployment's name; of the
+    last two `team_id` is 0. `request_id` is empty but for answers; `client` is the address; `way` is `dashboard`,
     `api` or `command`.
     """
 

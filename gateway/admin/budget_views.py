@@ -11,7 +11,6 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from gateway import accounts
-from gateway.accounts import AuditRow
 from gateway.accounts.audit import BUDGET_RAISED, BUDGET_RESET
 from gateway.admin import models
 from gateway.admin.format import utc
@@ -106,7 +105,7 @@ async def raise_limit(
     if body.until_s <= parts.clock() and body.by:
         raise accounts.Invalid("until_s", "expected a moment that has not passed")
     what = f"budget {budget_id}: {amount_words(body.by, budget.unit)} more until {utc(body.until_s)}"
-    row = _row(parts, BUDGET_RAISED, budget.team_id, what, client, way)
+    row = parts.audit_row(BUDGET_RAISED, what, client, way, budget.team_id)
     await parts.accounts.raise_budget(budget_id, body.by, int(body.until_s * 1000), row)
     return await one(parts, budget_id)
 
@@ -115,7 +114,7 @@ async def reset(parts: AdminParts, budget_id: int, client: str, way: str) -> mod
     """Count from 0 again. Raises accounts.NotFound."""
     budget = await one(parts, budget_id)
     spent = "an unknown amount" if budget.spent is None else amount_words(budget.spent, budget.unit)
-    row = _row(parts, BUDGET_RESET, budget.team_id, f"budget {budget_id}: {spent} was spent", client, way)
+    row = parts.audit_row(BUDGET_RESET, f"budget {budget_id}: {spent} was spent", client, way, budget.team_id)
     await parts.accounts.reset_budget(budget_id, row)
     return await one(parts, budget_id)
 
@@ -125,11 +124,6 @@ def name_of(state: BudgetState) -> str | None:
     if state.budget.value is not None or not state.value:
         return state.budget.value or ""
     return None if state.value == "*" else state.value[1:]
-
-
-def _row(parts: AdminParts, action: str, team_id: int, what: str, client: str, way: str) -> AuditRow:
-    at_ms = int(parts.clock() * 1000)
-    return AuditRow(at_ms=at_ms, action=action, team_id=team_id, request_id="", entry=what, client=client, way=way)
 
 
 def _out(budget: Budget, state: BudgetState | None, needed: Sequence[models.HoldOut], at_ms: int) -> models.BudgetOut:

@@ -13,7 +13,7 @@ from cache import CacheWorkerUnavailable, Entry, Hit, MissReason, Partition, Pur
 from cache.query import Neighbourhood
 from cache.verdicts import Scope, Suspension
 from cache.worker import WorkerState
-from gateway.accounts import AuditRow, Team
+from gateway.accounts import Team
 from gateway.accounts.audit import ANSWER_SHOWN, CERTIFICATE_STARTED
 from gateway.admin import models, views
 from gateway.admin.parts import AdminParts
@@ -196,16 +196,7 @@ async def answer(parts: AdminParts, what: models.AnswerIn, client: str, way: str
     entry = await _entry_of(parts, record)
     if entry is None:
         raise NotFound("The cache no longer has this answer", param="id", code="response_not_found")
-    row = AuditRow(
-        at_ms=int(parts.clock() * 1000),
-        action=ANSWER_SHOWN,
-        team_id=record.team_id,
-        request_id=record.request_id,
-        entry=record.entry,
-        client=client,
-        way=way,
-    )
-    await parts.audit.add(row)
+    await parts.audit.add(parts.audit_row(ANSWER_SHOWN, record.entry, client, way, record.team_id, record.request_id))
     is_semantic = record.cache == "semantic"
     question = record.question or None if is_semantic else entry.text
     why = "" if question is not None else _WHY_NOT_ASKED if is_semantic else _WHY_NOT_KEPT
@@ -325,16 +316,7 @@ async def certify(parts: AdminParts, what: models.CertificateIn, client: str, wa
     team = next(one for one in await parts.accounts.list_teams() if one.id == what.team_id)
     if what.model not in parts.settings.models and (team.id, what.model) not in await parts.certificates.read():
         raise NotFound(f"There is no model {what.model!r}", param="model", code="model_not_found")
-    row = AuditRow(
-        at_ms=int(parts.clock() * 1000),
-        action=CERTIFICATE_STARTED,
-        team_id=team.id,
-        request_id="",
-        entry=what.model,
-        client=client,
-        way=way,
-    )
-    await parts.audit.add(row)
+    await parts.audit.add(parts.audit_row(CERTIFICATE_STARTED, what.model, client, way, team.id))
     await parts.certificates.restart(team, what.model, "an admin asked for it")
     return (await certificates(parts, team.id, what.model)).certificates[0]
 

@@ -229,6 +229,13 @@ def add_deployment_forms(router: APIRouter, parts: AdminParts, render_deployment
         return back_to("/admin/deployments", f"deployment-{act}")
 
 
+def add_batch_form(router: APIRouter, parts: AdminParts) -> None:
+    @router.post("/batches/{batch_id}/cancel")
+    async def cancel(request: Request, batch_id: str) -> Response:
+        await operations.cancel_batch(parts, batch_id, client_of(request), "dashboard")
+        return back_to("/admin/batches", "batch-cancelled")
+
+
 def add_answer_form(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
     @router.post("/answer")
     async def answer(request: Request) -> Response:

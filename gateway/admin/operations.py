@@ -1,4 +1,4 @@
-"""What an operator does with a deployment by hand: drain, disable, enable, reset and try it.
+"""What an operator does by hand: drain, disable, enable, reset and try a deployment; cancel a batch.
 
 Each act writes a row of the audit log. The latest row of a deployment that changed its use decides
 on that use, on every worker and host, also after a restart. Knows no HTTP. Invariant: an act that
@@ -15,8 +15,8 @@ from redis.exceptions import RedisError
 
 from cache.fingerprint import DIGEST_BYTES
 from gateway import accounts
-from gateway.accounts import AuditRow, LedgerRow
-from gateway.accounts.audit import DISABLED, DRAINED, ENABLED, RESET, TRIED
+from gateway.accounts import LedgerRow
+from gateway.accounts.audit import BATCH_CANCELLED, DISABLED, DRAINED, ENABLED, RESET, TRIED
 from gateway.admin import models, views
 from gateway.admin.parts import AdminParts
 from gateway.backends.base import BackendRequest
@@ -46,7 +46,7 @@ async def act(parts: AdminParts, act: models.Act, name: str, client: str, way: s
     sqlalchemy's errors.
     """
     alias, deployment = _find(parts, name)
-    row = _row(parts, _ACTIONS[act], name, client, way)
+    row = parts.audit_row(_ACTIONS[act], name, client, way)
     if act == "reset":
         await parts.audit.add(row)
         with contextlib.suppress(RedisError):  # the next exchange takes it along
@@ -68,7 +68,7 @@ async def try_out(parts: AdminParts, what: models.TryDeploymentIn, client: str, 
             raise accounts.Invalid("model", "expected a model's name: this deployment takes every name")
         alias = alias.for_name(alias.name[:-1] + what.model)
         deployment = alias.deployments[what.name]
-    await parts.audit.add(_row(parts, TRIED, what.name, client, way))
+    await parts.audit.add(parts.audit_row(TRIED, what.name, client, way))
     progress, chunks = Progress(deployment.name), list[Chunk]()
     question = _question(alias, deployment)
     hold = parts.budgets.unreserved(question.request_id, 0)
@@ -95,16 +95,20 @@ async def try_out(parts: AdminParts, what: models.TryDeploymentIn, client: str, 
     )
 
 
+async def cancel_batch(parts: AdminParts, batch_id: str, client: str, way: str) -> models.BatchOut:
+    """Begin to cancel a batch of any team. Raises NotFound, InUse if it has ended, and sqlalchemy's errors."""
+    batch = await parts.batches.get(None, batch_id)
+    if batch.ended_at_s is None:
+        await parts.audit.add(parts.audit_row(BATCH_CANCELLED, batch.id, client, way, batch.team_id))
+    await parts.batches.cancel(batch.team_id, batch.id)
+    return views.batch_out(await parts.batches.get(batch.team_id, batch.id), await parts.accounts.list_teams())
+
+
 def _find(parts: AdminParts, name: str) -> tuple[Alias, Deployment]:
     for alias in parts.fleet.aliases.values():
         if name in alias.deployments:
             return alias, alias.deployments[name]
     raise accounts.NotFound(f"there is no deployment {name!r}")
-
-
-def _row(parts: AdminParts, action: str, name: str, client: str, way: str) -> AuditRow:
-    at_ms = int(parts.clock() * 1000)
-    return AuditRow(at_ms=at_ms, action=action, team_id=0, request_id="", entry=name, client=client, way=way)
 
 
 def _bill(

@@ -23,6 +23,7 @@ from gateway.admin.charts import (
 )
 from gateway.admin.forms import (
     add_answer_form,
+    add_batch_form,
     add_cache_forms,
     add_deployment_forms,
     add_session_forms,
@@ -286,6 +287,7 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
 
     add_cache_forms(router, parts, render_cache)
     add_answer_form(router, parts, pages)
+    add_batch_form(router, parts)
 
     @router.get("/batches")
     async def batches(request: Request, cursor: Annotated[str, Query(max_length=100)] = "") -> Response:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cache import Partition
-from gateway.accounts import partition_of
+from gateway.accounts import AuditRow, partition_of
 
 if TYPE_CHECKING:
     from cache import ExactCache, SemanticClient
@@ -61,6 +61,20 @@ class AdminParts:
     version: str
     clock: Callable[[], float] = time.time
     started_at_s: float = field(default_factory=time.time)
+
+    def audit_row(
+        self, action: str, entry: str, client: str, way: str, team_id: int = 0, request_id: str = ""
+    ) -> AuditRow:
+        """A row of the audit log, as of now."""
+        return AuditRow(
+            at_ms=int(self.clock() * 1000),
+            action=action,
+            team_id=team_id,
+            request_id=request_id,
+            entry=entry,
+            client=client,
+            way=way,
+        )
 
     def partition_of(self, team_id: int) -> Partition:
         """The cache partition of a team, as the pipeline computes it."""

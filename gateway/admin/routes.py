@@ -326,6 +326,11 @@ def _add_machine(api: APIRouter, parts: AdminParts) -> None:
         """The batches of all teams with their progress, newest first."""
         return await views.batches(parts, cursor, limit)
 
+    @api.post("/batches/{batch_id}/cancel")
+    async def cancel_batch(batch_id: str, request: Request) -> models.BatchOut:
+        """Cancels a batch of any team; the lines that ran keep their answers. It is written to the audit log."""
+        return await operations.cancel_batch(parts, batch_id, client_of(request), "api")
+
     @api.get("/status")
     async def status() -> models.StatusOut:
         """Every part's health, and what deserves a look."""
@@ -396,7 +401,7 @@ def _add_cache(api: APIRouter, parts: AdminParts) -> None:
 
     @api.get("/audit")
     async def audit(cursor: _Id | None = None, limit: _Limit = 100) -> models.AuditOut:
-        """Which texts an admin asked to see, which certificates were started and what was done with deployments, newest first."""
+        """Which texts an admin asked to see, which certificates were started and what was done with deployments and batches, newest first."""
         return await cache_views.audit(parts, limit, cursor)
 
     @api.post("/feedback")

@@ -21,6 +21,7 @@ from gateway.accounts.rollups import OTHER
 from gateway.admin import budget_views, models
 from gateway.admin.parts import AdminParts
 from gateway.admin.problems import problems
+from gateway.batches.batches import Batch
 from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet
@@ -74,13 +75,15 @@ async def team(parts: AdminParts, team_id: int) -> models.TeamOut:
 
 async def batches(parts: AdminParts, cursor: str, limit: int) -> models.BatchesOut:
     """The batches of all teams, newest first."""
-    names = {team.id: team.name for team in await parts.accounts.list_teams()}
-    found = await parts.batches.page(None, cursor, limit)
-    rows = [
-        models.BatchOut.model_validate({**msgspec.structs.asdict(one), "team": names.get(one.team_id, "")})
-        for one in found[:limit]
-    ]
+    found, teams = await parts.batches.page(None, cursor, limit), await parts.accounts.list_teams()
+    rows = [batch_out(one, teams) for one in found[:limit]]
     return models.BatchesOut(batches=rows, cursor=rows[-1].id if len(found) > limit else None)
+
+
+def batch_out(batch: Batch, teams: Sequence[Team]) -> models.BatchOut:
+    """A batch, with the name of its team."""
+    team = next((one.name for one in teams if one.id == batch.team_id), "")
+    return models.BatchOut.model_validate({**msgspec.structs.asdict(batch), "team": team})
 
 
 # -- history

@@ -162,9 +162,10 @@ class Batches:
             row = msgspec.structs.asdict(batch)
             await connection.execute(sa.insert(_batches).values(**row, leased_by="", leased_until_s=0.0))
 
-    async def get(self, team_id: int, batch_id: str) -> Batch:
-        """A team's batch. Raises NotFound, also for another team's."""
-        found = await self._select(_batches.c.team_id == team_id, _batches.c.id == batch_id, limit=1)
+    async def get(self, team_id: int | None, batch_id: str) -> Batch:
+        """A team's batch; of any team if `team_id` is None. Raises NotFound, also for another team's."""
+        of_team = [] if team_id is None else [_batches.c.team_id == team_id]
+        found = await self._select(*of_team, _batches.c.id == batch_id, limit=1)
         if not found:
             raise NotFound(f"No batch found with id '{shown(batch_id)}'.", param="batch_id", code="batch_not_found")
         return found[0]
@@ -175,6 +176,15 @@ class Batches:
         """
         where = [] if team_id is None else [_batches.c.team_id == team_id]
         return await self._select(*where, *([_batches.c.id < after] if after else []), limit=limit + 1)
+
+    @uncancelled
+    async def left(self) -> tuple[int, int]:
+        """How many batches have not ended, and how many of their lines, as far as they were read."""
+        done = sa.select(sa.func.coalesce(sa.func.sum(_chunks.c.completed + _chunks.c.failed), 0)).scalar_subquery()
+        sums = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(_batches.c.total), 0) - done)
+        async with self._database.reading() as connection:
+            count, lines = (await connection.execute(sums.where(_batches.c.status.in_(LIVE)))).one()
+        return count, max(0, int(lines))
 
     @uncancelled
     async def cancel(self, team_id: int, batch_id: str) -> None:

@@ -25,7 +25,7 @@ _MISSES = (("numbers", 0.941), ("far", 0.712), ("polarity", 0.905), ("names", 0.
 async def seed(world: World) -> dict[str, int]:
     """Fills the world; answers the teams' ids by name."""
     ids = await _seed_teams(world)
-    await _seed_batch(world, ids["search"])
+    await seed_batch(world, ids["search"])
     chance = random.Random(7)
     for number in range(2_600):
         world.stats.add(_record(chance, number, ids))
@@ -193,14 +193,16 @@ def _generate(chance: random.Random, record: SimpleNamespace) -> None:
         record.attempts = (Attempt(record.deployment, "connection reset", 212.0),)
 
 
-async def _seed_batch(world: World, team_id: int) -> None:
-    """A batch that has begun."""
+async def seed_batch(world: World, team_id: int) -> str:
+    """A batch that has begun; its id."""
     batches = world.admin.batches
     upload = await batches._files.begin(team_id)
     await upload.write(b"{}\n")
     file = await upload.keep("batch", HOSTILE)
     await batches.create(team_id, 1, "/v1/chat/completions", file.id, {"for": HOSTILE}, None)
-    work = await batches.claim("tests", ())
+    others = {team.id for team in await world.admin.accounts.list_teams()} - {team_id}
+    work = await batches.claim("tests", others)
     assert work is not None
     chunk = LineSpan(number=0, offset=0, size=3, first_line=1, lines=1, repeated=[])
     await batches.plan(work, [chunk])
+    return work.batch.id

@@ -1,4 +1,4 @@
-"""What an operator does with a deployment by hand, through the API and the dashboard."""
+"""What an operator does with a deployment or a batch by hand, through the API and the dashboard."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from redis.asyncio import Redis
 
 from gateway.accounts import Accounts, decode_row
 from gateway.admin.guard import COOKIE
+from gateway.batches.lines import LineRefused
 from gateway.deployments.deployment import Deployment
 from policies import Price
 from policies.holds import LEDGER_STREAM
+from tests.admin.seed import seed_batch
 from tests.admin.world import ADMIN_KEY, World, open_world
 from tests.world import Finish, ScriptedBackend, Tokens, broken, denied
 
@@ -115,3 +117,35 @@ async def test_an_unknown_deployment_or_act_is_refused(world: World, client: Asy
         assert (await client.post(f"/admin/api/deployments/{path}", json={"name": "none"})).status_code == 404
     assert (await client.post("/admin/api/deployments/drop", json={"name": "none"})).status_code == 400
     assert (await client.get("/admin/api/audit")).json()["rows"] == []
+
+
+async def test_a_batch_is_cancelled_by_an_operator(world: World, client: AsyncClient) -> None:
+    """Of any team, on the page and by the API; each is audited, and one that has ended is refused without a row."""
+    batches, ids = world.admin.batches, []
+    for name in ("one", "two"):
+        team = await world.admin.accounts.create_team(name)
+        ids.append(await seed_batch(world, team.id))
+    assert await batches.left() == (2, 2)
+    reply = await client.post(f"/admin/api/batches/{ids[0]}/cancel")
+    assert (reply.status_code, reply.json()["status"], reply.json()["team"]) == (200, "cancelling", "one")
+    cookies, own = {COOKIE: world.session}, {"origin": "http://127.0.0.1"}
+    page = (await client.get("/admin/batches", cookies=cookies)).text
+    assert f"/admin/batches/{ids[1]}/cancel" in page
+    assert f"/admin/batches/{ids[0]}/cancel" not in page
+    form = await client.post(f"/admin/batches/{ids[1]}/cancel", cookies=cookies, headers=own)
+    assert (form.status_code, (await batches.get(None, ids[1])).status) == (303, "cancelling")
+    for left, work in ((1, await batches.claim("tests", ())), (0, await batches.claim("tests", ()))):
+        assert work is not None
+        await batches.chunk_done(work, (0, 1))
+        assert await batches.left() == (2, left)
+    work = await batches.claim("tests", ())
+    assert work is not None
+    await batches.refuse(work, LineRefused("over", "It is over"))
+    assert await batches.left() == (1, 0)
+    for batch_id, status in (("batch_none", 404), (work.batch.id, 409)):
+        assert (await client.post(f"/admin/api/batches/{batch_id}/cancel")).status_code == status
+    rows = (await client.get("/admin/api/audit")).json()["rows"]
+    assert [(row["action"], row["entry"], row["way"]) for row in rows] == [
+        ("batch_cancelled", ids[1], "dashboard"),
+        ("batch_cancelled", ids[0], "api"),
+    ]
