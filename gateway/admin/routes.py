@@ -401,7 +401,7 @@ def _add_cache(api: APIRouter, parts: AdminParts) -> None:
 
     @api.get("/audit")
     async def audit(cursor: _Id | None = None, limit: _Limit = 100) -> models.AuditOut:
-        """Which texts an admin asked to see, which certificates were started and what was done with deployments and batches, newest first."""
+        """Which texts an admin asked to see, which certificates were started, what was done with deployments and batches, newest first."""
         return await cache_views.audit(parts, limit, cursor)
 
     @api.post("/feedback")

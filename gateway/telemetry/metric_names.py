@@ -97,7 +97,7 @@ BATCH_LINES = _counter(
     "sameway_batch_lines_total", "Lines of batches that ended: ok, or the code of their error.", "outcome"
 )
 BATCHES_LEFT = _gauge("sameway_unended_batches", Merge.MAX, "Batches of all hosts that have not ended.")
-BATCH_LINES_LEFT = _gauge("sameway_batch_lines_left", Merge.MAX, "Lines of those batches that have no outcome yet.")
+BATCH_LINES_LEFT = _gauge("sameway_batch_lines_left", Merge.MAX, "Lines of unended batches that have no outcome yet.")
 STORES = _counter(
     "sameway_cache_stores_total", "Answers offered to the cache: stored, or the reason why not.", "outcome"
 )
