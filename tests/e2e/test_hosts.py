@@ -1,9 +1,11 @@
-"""Two hosts: gateways that share a Redis and a PostgreSQL and nothing else."""
+"""Two hosts: gateways that share a Redis, a PostgreSQL, a folder for files and nothing else."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from openai import OpenAI
 
 from tests.e2e.gateway import Gateway, deployment, run_gateway, wait_for
 from tests.e2e.test_money import budget_of, ledger_microusd, new_team
@@ -39,9 +42,11 @@ def hosts(
             "database_url": postgres.create_database(),
             "cache": {"is_semantic": False},
             "budgets": {"hold_lease_s": 5},
+            "batches": {"files_dir": str(tmp_path_factory.mktemp("files"))},
             "models": {
                 "dear": {"deployments": [deployment(upstream_process.url, "dear", output_tokens_max=1000)]},
                 "slow": {"deployments": [deployment(upstream_process.url, "slow", "mock?delay_ms=1000")]},
+                "late": {"deployments": [deployment(upstream_process.url, "late", "mock?delay_ms=100")]},
             },
         }
         folders: list[Path] = [tmp_path_factory.mktemp(name) for name in ("east", "west")]
@@ -118,6 +123,41 @@ def test_one_budget_holds_over_both_hosts(hosts: tuple[Gateway, Gateway]) -> Non
     spent = budget_of(west, team_id)["spent_microusd"]
     assert 0 < spent <= 6000
     wait_for(lambda: ledger_microusd(west, team_id) == spent, 10)
+
+
+def test_both_hosts_run_a_batch_and_one_is_killed(hosts: tuple[Gateway, Gateway]) -> None:
+    """Its lines run on both; a host's workers are killed in the middle: each line is there once, and the ledger is exact."""
+    east, west = hosts
+    team_id, key = new_team(east, limit_usd=1.0)
+    names = [f"line-{number}" for number in range(400)]
+
+    def body(name: str) -> dict[str, Any]:
+        return {"model": "late", "messages": [{"role": "user", "content": f"{team_id} {name}"}], "max_tokens": 5}
+
+    url = "/v1/chat/completions"
+    lines = [json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body(name)}) for name in names]
+    with OpenAI(base_url=west.base_url, api_key=key, max_retries=3) as client:
+        wait_for(lambda: west.chat("known?", model="dear", key=key).status_code == 200, 5)
+        file = client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
+        batch_id = client.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h").id
+        wait_for(lambda: batch_lines(east) > 0 and batch_lines(west) > 0, 30)
+        for worker in east.children("gateway worker"):
+            worker.kill()
+        wait_for(lambda: client.batches.retrieve(batch_id).status == "completed", 90)
+        batch = client.batches.retrieve(batch_id)
+        assert batch.output_file_id is not None
+        assert batch.error_file_id is None
+        output = [json.loads(one) for one in client.files.content(batch.output_file_id).text.splitlines()]
+    assert sorted(one["custom_id"] for one in output) == sorted(names)
+    east.wait_ready()
+    wait_for(lambda: budget_of(west, team_id)["held_microusd"] == 0, 60)
+    wait_for(lambda: ledger_microusd(west, team_id) == budget_of(west, team_id)["spent_microusd"], 20)
+
+
+def batch_lines(gateway: Gateway) -> int:
+    """The lines of batches that this host has answered."""
+    found = re.search(r'sameway_batch_lines_total\{outcome="ok"\} (\d+)', gateway.observe("/metrics").text)
+    return int(found[1]) if found else 0
 
 
 def test_a_database_that_is_gone_is_not_missed(hosts: tuple[Gateway, Gateway], postgres: PostgresServer) -> None:
