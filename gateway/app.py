@@ -37,7 +37,8 @@ from gateway.admin.guard import Endpoint, Guard
 from gateway.admin.parts import AdminParts
 from gateway.admin.routes import admin_router
 from gateway.admin.views import deployments_of
-from gateway.alerts.watch import AlertWatch
+from gateway.alerts.mail import Mail
+from gateway.alerts.watch import AlertWatch, Channel
 from gateway.alerts.webhook import Webhook
 from gateway.api.asgi import Scope
 from gateway.api.batches import BatchesEndpoint
@@ -71,6 +72,7 @@ from gateway.settings import Settings
 from gateway.telemetry import logs
 from gateway.telemetry.health import HealthMonitor
 from gateway.telemetry.metric_names import (
+    ALERTS,
     BATCH_LINES,
     BATCH_LINES_LEFT,
     BATCHES_LEFT,
@@ -445,7 +447,19 @@ async def _check_eviction(link: RedisLink) -> None:
 
 def _start_loops(parts: Parts, stack: AsyncExitStack) -> None:
     alerts = parts.settings.alerts
-    webhook = Webhook(alerts.webhook_url, parts.settings.alerts_secret or "") if alerts.webhook_url else None
+    channels: dict[str, Channel] = {}
+    if alerts.webhook_url:
+        channels["webhook"] = Webhook(alerts.webhook_url, parts.settings.alerts_secret or "")
+    if alerts.smtp_host:
+        channels["email"] = Mail(alerts)
+    watch = AlertWatch(
+        parts.link,
+        parts.accounts,
+        parts.budgets,
+        alerts,
+        channels,
+        count=lambda channel, outcome: parts.metrics.add(ALERTS, 1, channel, outcome),
+    )
     purge = partial(parts.stored_responses.purge, parts.settings.responses.team_bytes_max)
     loops: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
         "purges": lambda: parts.exact.follow_purges(parts.link.subscribe),
@@ -463,7 +477,7 @@ def _start_loops(parts: Parts, stack: AsyncExitStack) -> None:
         "batch_gauges": lambda: _every(_SWEEP_EVERY_S, partial(_count_batches, parts)),
         "watch": lambda: parts.watch.run(parts.metrics),
         "health": parts.shared_health.run,
-        "alerts": AlertWatch(parts.link, parts.accounts, parts.budgets, alerts, webhook).run,
+        "alerts": watch.run,
         "responses": lambda: _every(_PURGE_EVERY_S, purge),
         "memory": lambda: _every(_TIDY_EVERY_S, partial(_tidy, parts.pipeline)),
     }

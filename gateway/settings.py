@@ -44,6 +44,7 @@ class SettingsError(Exception):
         self.status = status
 
 
+_ADDRESS = re.compile(r"[\w.!#$%&'*+/=?^`{|}~-]+@[a-zA-Z0-9.-]+", re.ASCII)
 SECRETS = ("admin_key", "alerts_secret", "api_key", "metrics_key", "secret")  # only from the environment
 _SECRET_CHARS_MIN = 16
 _SECRET_VARIETY_MIN = 4
@@ -390,6 +391,38 @@ class AlertSettings(_Section):
         description="where alerts are sent, signed with SAMEWAY_ALERTS_SECRET: https://, or http:// on this host; default: the log only",
     )
     is_http_allowed: bool = Field(False, description="allow a `webhook_url` with http:// on another host")
+    smtp_host: str | None = Field(None, description="the server that takes alerts as e-mail; default: none are sent")
+    smtp_port: int | None = Field(None, ge=1, le=65_535, description="default: 587, with `tls` 465, with `none` 25")
+    smtp_tls: Literal["starttls", "tls", "none"] = Field(
+        "starttls",
+        description="how the connection is encrypted; the server's certificate is checked. `none`: not, for relays without login",
+    )
+    smtp_user: str | None = Field(None, description="the name to log in with; default: no login")
+    smtp_password_env: str | None = Field(None, description="the environment variable that holds its password")
+    smtp_password_file: Path | None = Field(None, description="or the file that holds it, read for each e-mail")
+    mail_from: str | None = Field(None, description="the sender's address")
+    mail_to: list[str] = Field([], max_length=20, description="the recipients' addresses")
+
+    @model_validator(mode="after")
+    def _can_be_sent(self) -> "AlertSettings":
+        wrong = [
+            f"found the address {one!r}, expected one like ops@example.com"
+            for one in (*self.mail_to, *filter(None, [self.mail_from]))
+            if not _ADDRESS.fullmatch(one)
+        ]
+        given = {"smtp_host": self.smtp_host, "mail_from": self.mail_from, "mail_to": self.mail_to}
+        if any(given.values()) and not all(given.values()):
+            wrong.append(
+                f"found no {', '.join(name for name, value in given.items() if not value)}: e-mail needs all three"
+            )
+        if (self.smtp_user is None) != (self.smtp_password_env is None and self.smtp_password_file is None):
+            wrong.append("expected `smtp_user` with one of `smtp_password_env` and `smtp_password_file`")
+        if self.smtp_tls == "none" and self.smtp_user is not None and not _is_loopback(self.smtp_host or ""):
+            wrong.append(
+                "found a password for a connection without TLS to another host, expected `smtp_tls` starttls or tls"
+            )
+        _refuse(wrong)
+        return self
 
 
 class BatchSettings(_Section):

@@ -2,15 +2,16 @@
 
     sameway:{alerts}:sent:...   string  the alert was raised; expires with its window
     sameway:{alerts}:queue      zset    messages for the webhook, by the time of their next try, ms
+    sameway:{alerts}:mail       zset    those for the e-mail
     sameway:{alerts}:lock       string  the worker that watches and delivers now
 
 Every worker runs a watch; the lock lets one of them work. Knows no requests. Invariants:
 
-- one script marks an alert and queues its message, so no kill loses or doubles one, also where two
+- one script marks an alert and queues its messages, so no kill loses or doubles one, also where two
   workers have the lock;
 - a message leaves the queue when the receiver took it, or after `KEPT_S`. A kill between the two
   repeats it with the same id, by which receivers drop repetitions;
-- the queue has `QUEUE_MAX` messages at most.
+- a queue has `QUEUE_MAX` messages at most; one that is full or whose receiver is away delays no other.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from typing import Protocol
 
 import msgspec
 from redis.exceptions import RedisError
 
 from gateway.accounts import Accounts
-from gateway.alerts.webhook import DeliveryFailed, Webhook
+from gateway.alerts.webhook import DeliveryFailed
 from gateway.journey.budget import amount_words, subject_words
 from gateway.loggers import get_logger
 from gateway.settings import AlertSettings
@@ -42,7 +44,13 @@ KEPT_S = 86_400
 QUEUE_MAX = 1_000
 
 _PREFIX = "sameway:{alerts}:"
-_SENT, _QUEUE, _LOCK = _PREFIX + "sent:", _PREFIX + "queue", _PREFIX + "lock"
+_SENT, _LOCK = _PREFIX + "sent:", _PREFIX + "lock"
+CHANNELS = {"webhook": _PREFIX + "queue", "email": _PREFIX + "mail"}
+"""The queues of the channels that need one. The log needs none."""
+
+DELIVERED, DELAYED, LOST = "delivered", "delayed", "lost"
+"""What becomes of a message: DELAYED at each try that fails, LOST when it is given up."""
+
 _LOOK_EVERY_S = 5.0
 _IDLE_S = 1.0
 _ASKED_AGAIN_MS = 600_000  # whether a rolling window's mark has expired
@@ -62,15 +70,17 @@ return 1
 # KEYS lock. ARGV token.
 _DROP_LOCK = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
 
-# KEYS mark, queue. ARGV the mark's life in ms (0: for ever), message (empty: none), due, the most
-# messages. Replies 0 where the alert was raised before, 2 where the queue is full, else 1.
+# KEYS mark, queues. ARGV the mark's life in ms (0: for ever), message, due, the most messages of a
+# queue. Replies 0 where the alert was raised before, else the places of the queues that are full.
 _RAISE = """
 if redis.call('SETNX', KEYS[1], 1) == 0 then return 0 end
 if ARGV[1] ~= '0' then redis.call('PEXPIRE', KEYS[1], ARGV[1]) end
-if ARGV[2] == '' then return 1 end
-if redis.call('ZCARD', KEYS[2]) >= tonumber(ARGV[4]) then return 2 end
-redis.call('ZADD', KEYS[2], ARGV[3], ARGV[2])
-return 1
+local full = {}
+for place = 2, #KEYS do
+  if redis.call('ZCARD', KEYS[place]) >= tonumber(ARGV[4]) then full[#full + 1] = place - 2
+  else redis.call('ZADD', KEYS[place], ARGV[3], ARGV[2]) end
+end
+return full
 """
 
 # KEYS queue. ARGV message, its successor, due. Replies 0 where the message is gone.
@@ -126,11 +136,21 @@ class _Message(msgspec.Struct, frozen=True):
     tries: int = 0
 
 
-class AlertWatch:
-    """`run` it until cancelled, or call `step`.
+class Channel(Protocol):
+    """A receiver of messages."""
 
-    `clock` gives unix seconds; `token` must differ between workers; `random_hex` gives so many
-    random bytes.
+    async def deliver(self, message_id: str, at_s: float, body: bytes) -> None:
+        """Send `body`, JSON, at the moment `at_s`, unix seconds. Raises DeliveryFailed."""
+
+    def aclose(self) -> None:
+        """Close what is open."""
+
+
+class AlertWatch:
+    """`run` it until cancelled, or call `step`. `channels` are those of `CHANNELS` that are configured.
+
+    `count` gets a channel and what became of a message: delivered, delayed or lost. `clock` gives
+    unix seconds; `token` must differ between workers; `random_hex` gives so many random bytes.
     """
 
     def __init__(
@@ -139,8 +159,9 @@ class AlertWatch:
         accounts: Accounts,
         budgets: Budgets,
         settings: AlertSettings,
-        webhook: Webhook | None,
+        channels: Mapping[str, Channel],
         *,
+        count: Callable[[str, str], None] = lambda _channel, _outcome: None,
         clock: Callable[[], float] = time.time,
         token: str | None = None,
         random_hex: Callable[[int], str] = secrets.token_hex,
@@ -149,7 +170,8 @@ class AlertWatch:
         self._accounts = accounts
         self._budgets = budgets
         self._settings = settings
-        self._webhook = webhook
+        self._channels = channels
+        self._count = count
         self._clock = clock
         self._token = token or secrets.token_hex(16)
         self._random_hex = random_hex
@@ -164,10 +186,10 @@ class AlertWatch:
                 if (task := asyncio.current_task()) is not None and task.cancelling():
                     # Python 3.11: wait_for in a Redis client can swallow it
                     raise asyncio.CancelledError
-                await asyncio.sleep(_IDLE_S if self._webhook is not None else _LOOK_EVERY_S)
+                await asyncio.sleep(_IDLE_S if self._channels else _LOOK_EVERY_S)
         finally:
-            if self._webhook is not None:
-                self._webhook.aclose()
+            for channel in self._channels.values():
+                channel.aclose()
             with contextlib.suppress(RedisError):  # its lease ends it anyway
                 await self._redis.eval(_DROP_LOCK, 1, _LOCK, self._token)
 
@@ -181,8 +203,8 @@ class AlertWatch:
         if self._looked_at_s is None or not 0 <= now_s - self._looked_at_s < _LOOK_EVERY_S:
             self._looked_at_s = now_s
             await self._look(int(now_s * 1000))
-        if self._webhook is not None:
-            await self._deliver(self._webhook)
+        for name in self._channels:
+            await self._deliver(name)
         return True
 
     def _has_lock(self) -> Awaitable[bool]:
@@ -204,47 +226,51 @@ class AlertWatch:
 
     async def _raise(self, alert: Alert, place: int, at_ms: int) -> None:
         """Log and queue an alert that was not raised before, the one at this `place` of all."""
-        message = b""
-        if self._webhook is not None:
-            content = {"type": alert.type, "timestamp": _iso(at_ms), "data": alert.facts}
-            body = msgspec.json.encode(content).decode()
-            name = f"msg_{at_ms:012x}{place:06x}{self._random_hex(12)}"  # Redis sorts messages of one moment by it
-            message = msgspec.json.encode(_Message(name, at_ms, body))
-        keys = (_SENT + alert.mark, _QUEUE)
-        outcome = await self._redis.eval(_RAISE, 2, *keys, alert.kept_ms, message, at_ms, QUEUE_MAX)
-        if outcome:
-            _log.warning("budget_alert", **msgspec.structs.asdict(alert.facts))
-        if outcome == 2:
-            _log.warning("alert_not_queued", budget_id=alert.facts.budget_id, reason=f"{QUEUE_MAX} messages wait")
+        content = {"type": alert.type, "timestamp": _iso(at_ms), "data": alert.facts}
+        name = f"msg_{at_ms:012x}{place:06x}{self._random_hex(12)}"  # Redis sorts messages of one moment by it
+        message = msgspec.json.encode(_Message(name, at_ms, msgspec.json.encode(content).decode()))
+        keys = [_SENT + alert.mark, *(CHANNELS[channel] for channel in self._channels)]
+        full = await self._redis.eval(_RAISE, len(keys), *keys, alert.kept_ms, message, at_ms, QUEUE_MAX)
+        if full == 0:
+            return
+        _log.warning("budget_alert", **msgspec.structs.asdict(alert.facts))
+        for channel in (list(self._channels)[number] for number in full):
+            self._count(channel, LOST)
+            reason = f"{QUEUE_MAX} messages wait"
+            _log.warning("alert_not_queued", channel=channel, budget_id=alert.facts.budget_id, reason=reason)
 
-    async def _deliver(self, webhook: Webhook) -> None:
+    async def _deliver(self, channel: str) -> None:
         """Send the messages that are due, until one fails: the others have the same receiver."""
+        queue = CHANNELS[channel]
         while await self._has_lock():
             now_s = self._clock()
-            found = await self._redis.execute_command("ZRANGEBYSCORE", _QUEUE, "-inf", int(now_s * 1000), "LIMIT", 0, 1)
-            if not found or not await self._send(webhook, found[0], now_s):
+            found = await self._redis.execute_command("ZRANGEBYSCORE", queue, "-inf", int(now_s * 1000), "LIMIT", 0, 1)
+            if not found or not await self._send(channel, found[0], now_s):
                 return
 
-    async def _send(self, webhook: Webhook, queued: bytes, now_s: float) -> bool:
+    async def _send(self, channel: str, queued: bytes, now_s: float) -> bool:
         """Send one message. Returns False where it is tried again later."""
+        name, tries, outcome, reason, queue = None, 0, LOST, "", CHANNELS[channel]
         try:
             message = msgspec.json.decode(queued, type=_Message)
+            name, tries = message.id, message.tries + 1
+            await self._channels[channel].deliver(name, now_s, message.body.encode())
+            outcome = DELIVERED
         except msgspec.MsgspecError as error:
-            _log.warning("alert_not_delivered", message=None, tries=0, reason=f"not a message: {error}")
-            await self._redis.execute_command("ZREM", _QUEUE, queued)
-            return True
-        try:
-            await webhook.deliver(message.id, now_s, message.body.encode())
+            reason = f"not a message: {error}"
         except DeliveryFailed as error:
-            tries = message.tries + 1
+            reason = str(error)
             wait_s = _TRIES_AFTER_S[min(tries, len(_TRIES_AFTER_S)) - 1]
-            if now_s + wait_s < message.at_ms / 1000 + KEPT_S:
-                _log.info("alert_delayed", message=message.id, tries=tries, next_in_s=wait_s, reason=str(error))
+            if now_s + wait_s < message.at_ms / 1000 + KEPT_S and not error.is_final:
+                self._count(channel, DELAYED)
+                _log.info("alert_delayed", channel=channel, message=name, tries=tries, next_in_s=wait_s, reason=reason)
                 later = msgspec.json.encode(msgspec.structs.replace(message, tries=tries))
-                await self._redis.eval(_PUT_BACK, 1, _QUEUE, queued, later, int((now_s + wait_s) * 1000))
+                await self._redis.eval(_PUT_BACK, 1, queue, queued, later, int((now_s + wait_s) * 1000))
                 return False
-            _log.warning("alert_not_delivered", message=message.id, tries=tries, reason=str(error))
-        await self._redis.execute_command("ZREM", _QUEUE, queued)
+        self._count(channel, outcome)
+        if reason:
+            _log.warning("alert_not_delivered", channel=channel, message=name, tries=tries, reason=reason)
+        await self._redis.execute_command("ZREM", queue, queued)
         return True
 
 

@@ -23,7 +23,11 @@ _ENCODED = "whsec_"
 
 
 class DeliveryFailed(Exception):
-    """The receiver did not take the message; `str()` is the reason."""
+    """The receiver did not take the message; `str()` is the reason. `is_final`: it is not tried again."""
+
+    def __init__(self, reason: str, *, is_final: bool = False) -> None:
+        super().__init__(reason)
+        self.is_final = is_final
 
 
 class Webhook:

@@ -176,6 +176,11 @@ STORED_RESPONSES = _counter(
     "Responses to be kept, by outcome: stored, or lost because the database failed or was too slow.",
     "outcome",
 )
+ALERTS = _counter(
+    "sameway_alert_messages_total",
+    "Alerts of budgets sent by a channel (webhook, email): delivered, delayed (a try failed) or lost (given up).",
+    "channel outcome",
+)
 LOG_DROPPED = _counter("sameway_log_lines_dropped_total", "Log lines given up because the log's reader was too slow.")
 SERIES_DROPPED = _counter(
     "sameway_metric_series_dropped_total", "Series that found no room: label values that nobody bounded."

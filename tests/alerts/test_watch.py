@@ -18,7 +18,8 @@ from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
 from gateway.accounts import Accounts
-from gateway.alerts.watch import KEPT_S, QUEUE_MAX, AlertWatch
+from gateway.alerts.mail import Mail
+from gateway.alerts.watch import KEPT_S, QUEUE_MAX, AlertWatch, Channel
 from gateway.alerts.webhook import Webhook
 from gateway.app import create_app
 from gateway.settings import AlertSettings, Settings
@@ -87,15 +88,26 @@ class Place:
         self.team_id = team_id
         self.now_s = START_S
         self.budgets = Budgets(redis, lambda: self.now_s)
-        self._webhooks: list[Webhook] = []
+        self.outcomes: list[tuple[str, str]] = []
+        self._webhooks: list[Channel] = []
         self._spent = 0
 
     def worker(self, url: str | None = None, **settings: Any) -> AlertWatch:
-        webhook = None if url is None else Webhook(url, SECRET)
-        if webhook is not None:
-            self._webhooks.append(webhook)
+        channels: dict[str, Channel] = {}
+        if url is not None:
+            channels["webhook"] = Webhook(url, SECRET)
+            self._webhooks.append(channels["webhook"])
+        given = AlertSettings(**settings)
+        if given.smtp_host is not None:
+            channels["email"] = Mail(given, timeout_s=1.0)
         return AlertWatch(
-            self.redis, self.accounts, self.budgets, AlertSettings(**settings), webhook, clock=lambda: self.now_s
+            self.redis,
+            self.accounts,
+            self.budgets,
+            given,
+            channels,
+            count=lambda *outcome: self.outcomes.append(outcome),
+            clock=lambda: self.now_s,
         )
 
     async def budget(self, limit: int, window: WindowKind = WindowKind.MONTH, **fields: Any) -> int:

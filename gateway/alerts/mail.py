@@ -1,0 +1,122 @@
+"""E-mail by SMTP (RFC 5321; STARTTLS: RFC 3207): one message to all recipients.
+
+Knows no budgets and no queue. Invariants: unless `smtp_tls` is `none`, nothing but a greeting is sent
+before the server has shown a certificate of its host; no text of a team or a user ends a header; the
+event loop waits for no server; every delivery ends within `timeout_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import smtplib
+import socket
+import ssl
+import threading
+from email.message import EmailMessage
+from email.policy import SMTP
+from email.utils import formatdate
+from typing import Any
+
+import msgspec
+
+from gateway.alerts.webhook import DeliveryFailed
+from gateway.settings import AlertSettings
+from policies.durations import duration_s
+
+_TIMEOUT_S = 10.0
+_PORTS = {"starttls": 587, "tls": 465, "none": 25}
+_SUBJECT_CHARS_MAX = 200
+
+
+class Mail:
+    """The recipients and the server of `settings`. A delivery takes `timeout_s` at most."""
+
+    def __init__(self, settings: AlertSettings, timeout_s: float = _TIMEOUT_S) -> None:
+        self._settings = settings
+        self._timeout_s = timeout_s
+
+    async def deliver(self, message_id: str, at_s: float, body: bytes) -> None:
+        """Send the alert in `body`, JSON, dated `at_s`, unix seconds. Raises DeliveryFailed."""
+        talk = _Talk(self._settings, self._timeout_s)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                refused = await asyncio.to_thread(talk.run, message_of(self._settings, message_id, at_s, body))
+        except TimeoutError:
+            raise DeliveryFailed(f"no answer within {duration_s(self._timeout_s)}") from None
+        except (smtplib.SMTPException, OSError, ValueError) as error:
+            raise DeliveryFailed(f"{type(error).__name__}: {error}"[:200]) from None
+        finally:
+            talk.end()
+        if refused:
+            raise DeliveryFailed(f"refused for {', '.join(refused)}; the other recipients have it"[:200], is_final=True)
+
+    def aclose(self) -> None:
+        """Nothing stays open between deliveries."""
+
+
+class _Talk:
+    """One connection, which a thread uses; `end` makes the thread return soon."""
+
+    def __init__(self, settings: AlertSettings, timeout_s: float) -> None:
+        self._settings = settings
+        self._timeout_s = timeout_s
+        self._client: smtplib.SMTP | None = None
+        self._is_over = threading.Event()
+
+    def run(self, message: EmailMessage) -> list[str]:
+        """Send `message`. Returns the recipients that the server refused; raises if it refused all."""
+        settings, host = self._settings, self._settings.smtp_host or ""
+        tls = None if settings.smtp_tls == "none" else ssl.create_default_context()
+        client: smtplib.SMTP = smtplib.SMTP(timeout=self._timeout_s)
+        if tls is not None and settings.smtp_tls == "tls":
+            client = smtplib.SMTP_SSL(timeout=self._timeout_s, context=tls)
+        client._host = host  # type: ignore[attr-defined]  # of the certificate; its constructor would connect
+        self._client = client
+        try:
+            client.connect(host, settings.smtp_port or _PORTS[settings.smtp_tls])
+            if self._is_over.is_set():
+                raise TimeoutError
+            if tls is not None and settings.smtp_tls == "starttls":
+                client.starttls(context=tls)
+            if settings.smtp_user is not None:
+                client.login(settings.smtp_user, _password(settings))
+            refused = client.send_message(message)
+            with contextlib.suppress(smtplib.SMTPException, OSError):  # the server has it
+                client.quit()
+            return list(refused)
+        finally:
+            client.close()
+
+    def end(self) -> None:
+        """Let no call of the thread wait any longer."""
+        self._is_over.set()
+        connection = None if self._client is None else self._client.sock
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _password(settings: AlertSettings) -> str:
+    """The password, read at each delivery, so that a new one needs no restart."""
+    if settings.smtp_password_file is not None:
+        return settings.smtp_password_file.read_text().strip()
+    return os.environ.get(settings.smtp_password_env or "", "")
+
+
+def message_of(settings: AlertSettings, message_id: str, at_s: float, body: bytes) -> EmailMessage:
+    """The e-mail of an alert; a repetition has the same Message-ID."""
+    data: dict[str, Any] = msgspec.json.decode(body)["data"]
+    sender = settings.mail_from or ""
+    message = EmailMessage(policy=SMTP)
+    message["From"], message["To"] = sender, ", ".join(settings.mail_to)
+    message["Date"] = formatdate(at_s)
+    message["Message-ID"] = f"<{message_id}@{sender.rpartition('@')[2]}>"
+    message["Auto-Submitted"] = "auto-generated"  # RFC 3834: no answers of absent recipients
+    # a control character, as a line's end is one, would begin another header
+    subject = "".join(c if c.isprintable() else " " for c in data["text"])
+    message["Subject"] = f"Sameway: {subject}"[:_SUBJECT_CHARS_MAX]
+    lines = [f"{name}: {value}" for name, value in data.items() if name != "text" and value is not None]
+    message.set_content("\n".join([data["text"], "", *lines, ""]))
+    return message
