@@ -34,7 +34,6 @@ _END_MS = 20_500 * _DAY_MS
 _TEAMS, _KEYS, _MODELS, _USERS, _PROJECTS = 50, 200, 10, 200, 30
 _TAGS = "'{{\"project\":\"p' || {} || '\"}}'"
 _TIMED = 20_000
-_TODAY = "at_ms BETWEEN :first AND :last"
 
 
 def main(argv: list[str]) -> int:
@@ -53,7 +52,7 @@ def main(argv: list[str]) -> int:
             url = stack.enter_context(run_postgres()).create_database()
         found = asyncio.run(_run(url, arguments.rows, arguments.days, arguments.runs))
     print(f"{found['rows']:,} rows over {arguments.days} days on {'PostgreSQL' if arguments.postgres else 'SQLite'}")
-    print(f"writer: {found['written_per_s']:,.0f} rows a second")
+    print(f"writer: {found['written_per_s']:,.0f} rows a second; the others inserted in {found['filled_s']:,.0f} s")
     for name, (p50, p95, cpu) in found["queries"].items():
         print(f"{name:48} p50 {p50:7.1f} ms   p95 {p95:7.1f} ms   CPU of this process {cpu:7.1f} ms")
     if arguments.json:
@@ -73,10 +72,13 @@ async def _run(url: str, rows: int, days: int, runs: int) -> dict[str, Any]:
     for start in range(0, len(timed), 500):
         await ledger.append(timed[start : start + 500])
     written_per_s = len(timed) / (time.perf_counter() - began)
+    began = time.perf_counter()
     await _fill(database, len(timed), rows, days)
+    await database.close()  # its connections are made anew
+    filled_s = time.perf_counter() - began
     queries = {name: await _timed(query, runs) for name, query in _queries(ledger, random.Random(1), days).items()}
     await database.close()
-    return {"rows": rows, "written_per_s": written_per_s, "queries": queries}
+    return {"rows": rows, "written_per_s": written_per_s, "filled_s": filled_s, "queries": queries}
 
 
 def _row(chance: random.Random, name: str, days: int) -> LedgerRow:
@@ -85,7 +87,7 @@ def _row(chance: random.Random, name: str, days: int) -> LedgerRow:
     cost = chance.randrange(50, 5_000)
     return LedgerRow(
         id=name,
-        at_ms=_END_MS - 1 - chance.randrange(_DAY_MS),
+        at_ms=_END_MS - (days + SPANS[-1]) * _DAY_MS - 1 - chance.randrange(_DAY_MS),  # a block of its own
         request_id=name,
         team_id=1 + key % _TEAMS,
         key_id=key,
@@ -104,77 +106,102 @@ def _row(chance: random.Random, name: str, days: int) -> LedgerRow:
 
 
 async def _fill(database: Database, have: int, rows: int, days: int) -> None:
-    """Insert the rest by SQL, and sum it up by SQL as the writer does."""
+    """Insert the rest by SQL, and sum it up by SQL as the writer does.
+
+    A day at a time, from the first to the last and in the order of its moments: a temporary table has
+    it, from which it is summed, and each index grows at its end.
+    """
     is_sqlite = database.is_sqlite
     if is_sqlite:
-        numbers = "WITH RECURSIVE n(i) AS (SELECT :start UNION ALL SELECT i + 1 FROM n WHERE i + 1 < :end)"
+        numbers = "WITH RECURSIVE n(i) AS (SELECT {start} UNION ALL SELECT i + 1 FROM n WHERE i + 1 < {end})"
         chance, text = "abs(random())", "CAST({} AS TEXT)"
     else:
-        numbers = "WITH n(i) AS (SELECT generate_series(CAST(:start AS bigint), CAST(:end AS bigint) - 1))"
+        numbers = "WITH n(i) AS (SELECT generate_series(CAST({start} AS bigint), {end} - 1))"
         chance, text = "floor(random() * 2147483647)::bigint", "({})::text"
     columns = (
         "id, at_ms, request_id, team_id, key_id, alias, deployment, prompt_tokens, cached_tokens, completion_tokens, "
         'cost_microusd, kind, baseline_microusd, mechanism, "user", tags'
     )
-    i, model, key = text.format("i"), text.format("m"), "k"
-    select = (
-        f"SELECT {text.format('i + 100000000')}, :last - (t % {_DAY_MS}), 'r' || {i}, 1 + {key} % {_TEAMS}, {key}, "
-        f"'model-' || {model}, 'model-' || {model} || '@' || {text.format('d')}, p, 0, c, 50 + u, 'chat', 3 * (50 + u), "
-        f"'cheaper_route', 'user-' || {text.format(f'{key} % {_TEAMS}')} || '-' || {text.format(f'{chance} % {_USERS}')}, "
-        f"{_TAGS.format(text.format(f'{chance} % {_PROJECTS}'))} FROM ("
-        f"SELECT i, k, (k + i / 5 % 3) % {_MODELS} AS m, {chance} % 2 AS d, {chance} AS t, {chance} % 4000 AS p, "
-        f"{chance} % 800 AS c, {chance} % 4950 AS u FROM (SELECT i, i * 7919 / 13 % {_KEYS} AS k FROM n) AS x) AS y"
-    )
-    day, keys = f"at_ms / {_DAY_MS}", "team_id, key_id, alias, deployment, kind"
+    i, key, model = "i", "k", f"(k + i / 5 % 3) % {_MODELS}"
+    row = {
+        "id": text.format(f"{i} + 100000000"),
+        "at_ms": f"{{first}} + ({i} - {{start}}) * {_DAY_MS} / ({{end}} - {{start}})",
+        "request_id": f"'r' || {text.format(i)}",
+        "team_id": f"1 + {key} % {_TEAMS}",
+        "key_id": key,
+        "alias": f"'model-' || {text.format(model)}",
+        "deployment": f"'model-' || {text.format(model)} || '@' || {text.format('i % 2')}",
+        "prompt_tokens": f"{chance} % 4000",
+        "cached_tokens": "0",
+        "completion_tokens": f"{chance} % 800",
+        "cost_microusd": "50 + i * 7 % 4950",
+        "kind": "'chat'",
+        "baseline_microusd": "3 * (50 + i * 7 % 4950)",
+        "mechanism": "'cheaper_route'",
+        '"user"': f"'user-' || {text.format(f'{key} % {_TEAMS}')} || '-' || {text.format(f'{chance} % {_USERS}')}",
+        "project": text.format(f"{chance} % {_PROJECTS}"),
+    }
+    select = ", ".join(f"{value} AS {name}" for name, value in row.items())
+    today = f"CREATE TEMP TABLE today AS {numbers} SELECT {select} FROM (SELECT i, i * 7919 / 13 % {_KEYS} AS k FROM n) AS x"
+    keys = "team_id, key_id, alias, deployment, kind"
     sums = "sum(prompt_tokens), 0, sum(completion_tokens), sum(cost_microusd)"
     zeros = ", ".join(["0"] * (len(SUMS) - 5))
-    project = "json_extract(tags, '$.project')" if is_sqlite else "(tags::json->>'project')"
-    axes = (("user", "'=' || \"user\""), ("tags", "'=project'"), ("tag:project", f"'=' || {project}"))
+    axes = (("user", "'=' || \"user\""), ("tags", "'=project'"), ("tag:project", "'=p' || project"))
     lines = (
         ("baseline", "baseline_microusd"),
         ("spent", "cost_microusd"),
         ("cheaper_route", "baseline_microusd - cost_microusd"),
     )
-    made = [
+    statements = [
+        today,
+        f"INSERT INTO ledger ({columns}) SELECT {columns.removesuffix('tags')} {_TAGS.format('project')} FROM today",
         f"INSERT INTO ledger_days (day, {keys}, requests, prompt_tokens, cached_tokens, completion_tokens, cost_microusd) "
-        f"SELECT {day}, {keys}, count(*), {sums} FROM ledger WHERE {_TODAY} GROUP BY {day}, {keys}",
+        f"SELECT {{day}}, {keys}, count(*), {sums} FROM today GROUP BY {keys}",
         *(
-            f"INSERT INTO savings_days (day, team_id, alias, line, requests, amount_microusd) SELECT {day}, team_id, alias, "
-            f"'{line}', count(*), sum({amount}) FROM ledger WHERE {_TODAY} GROUP BY {day}, team_id, alias"
+            f"INSERT INTO savings_days (day, team_id, alias, line, requests, amount_microusd) SELECT {{day}}, team_id, alias, "
+            f"'{line}', count(*), sum({amount}) FROM today GROUP BY team_id, alias"
             for line, amount in lines
         ),
         *(
-            f"INSERT INTO ledger_rollups SELECT {day}, '{axis}', team_id, {value}, count(*), {sums}, {zeros} FROM ledger "
-            f"WHERE {_TODAY} GROUP BY {day}, team_id, 4"
+            f"INSERT INTO ledger_rollups SELECT {{day}}, '{axis}', team_id, {value}, count(*), {sums}, {zeros} FROM today "
+            f"GROUP BY team_id, 4"
             for axis, value in axes
         ),
+        "DROP TABLE today",
     ]
-    async with database.writing() as connection:
-        for table in ("ledger_days", "savings_days", "ledger_rollups"):
-            await connection.execute(sa.text(f"DELETE FROM {table}"))
-    for number in range(days):  # a day at a time is summed from memory
-        start = have + (rows - have) * number // days
-        values = {"start": start, "end": have + (rows - have) * (number + 1) // days}
-        values |= {"last": _END_MS - number * _DAY_MS - 1, "first": _END_MS - (number + 1) * _DAY_MS}
-        insert = f"{numbers} INSERT INTO ledger ({columns}) {select}"
-        insert = insert if not is_sqlite else f"INSERT INTO ledger ({columns}) {numbers} {select}"
+    if is_sqlite:  # ends with the connection, which the caller closes
+        async with database.reading() as connection:
+            await connection.exec_driver_sql("PRAGMA cache_size=-262144")
+    for number in range(days):
+        day = _END_MS // _DAY_MS - days + number
+        values = {
+            "day": day,
+            "first": day * _DAY_MS,
+            "start": have + (rows - have) * number // days,
+            "end": have + (rows - have) * (number + 1) // days,
+        }
         async with database.writing() as connection:
-            await connection.execute(sa.text(insert), {name: values[name] for name in ("start", "end", "last")})
-            for statement in made:
-                await connection.execute(sa.text(statement), {name: values[name] for name in ("first", "last")})
+            for statement in statements:
+                await connection.exec_driver_sql(_with(statement, values))
     added = ", ".join(f"sum({name})" for name in SUMS)
     async with database.writing() as connection:
         for level in range(1, len(SPANS)):
             period = f"{period_of(0, level)} + period / {SPANS[level]}"
-            await connection.execute(
-                sa.text(
-                    f"INSERT INTO ledger_rollups SELECT {period}, axis, team_id, value, {added} FROM ledger_rollups "
-                    f"WHERE period < {period_of(0, 1)} GROUP BY {period}, axis, team_id, value"
-                )
+            days_of_fill = f"period BETWEEN {_END_MS // _DAY_MS - days} AND {_END_MS // _DAY_MS}"
+            await connection.exec_driver_sql(
+                f"INSERT INTO ledger_rollups SELECT {period}, axis, team_id, value, {added} FROM ledger_rollups "
+                f"WHERE {days_of_fill} GROUP BY {period}, axis, team_id, value"
             )
     await Ledger(database).mend_sums()  # the other axes
-    async with database.writing() as connection:
-        await connection.execute(sa.text("ANALYZE"))
+    if not is_sqlite:  # as its autovacuum does
+        async with database.writing() as connection:
+            await connection.execute(sa.text("ANALYZE"))
+
+
+def _with(statement: str, values: dict[str, int]) -> str:
+    for name, value in values.items():
+        statement = statement.replace(f"{{{name}}}", str(value))
+    return statement
 
 
 def _queries(ledger: Ledger, chance: random.Random, days: int) -> dict[str, Callable[[], Awaitable[Any]]]:

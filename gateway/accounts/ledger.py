@@ -7,6 +7,7 @@ sums and writes a row once per id.
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from gateway.accounts import rollups, schema
 from gateway.accounts.audit import AuditRow, inserted
 from gateway.accounts.database import Database, uncancelled
 from gateway.accounts.errors import Invalid
-from gateway.accounts.rollups import CORRECTION, DAY_MS, SUMS, amounts_of
+from gateway.accounts.rollups import CORRECTION, DAY_MS, SPANS, SUMS, amounts_of
 from gateway.accounts.row import HitsRow, LedgerRow
 from policies import WindowKind
 from policies.budgets import DrainedSpend, OwnSpend
@@ -71,8 +72,7 @@ class Group(StrEnum):
     DAY = "day"
 
 
-@dataclass(frozen=True, slots=True)
-class LedgerTotal:
+class LedgerTotal(msgspec.Struct, frozen=True):
     """Sums over one group; ungrouped columns are None. `day` is an ISO date in UTC.
 
     `user` and `tag` are as `rollups` has them: OTHER, empty for none, or `=` and the value. The kinds
@@ -261,13 +261,13 @@ class Ledger:
         """
         where, names = where or LedgerFilter(), SUMS if most is None else SUMS[: len(schema.COUNTS) + 1]
         async with self._database.reading() as connection:
-            first, end = await self._days(connection, where)
+            first, end = await self._days(connection, where, is_by_day=Group.DAY in by)
             table, columns, conditions = _source(by, where, first, end)
-            sums = [sa.func.coalesce(sa.func.sum(table.c[name]), 0).label(name) for name in names]
+            sums = [_sum(table.c[name], name) for name in names]
             statement = sa.select(*columns, *sums).where(*conditions).group_by(*columns)
             order = columns if most is None else [sums[names.index("cost_microusd")].desc()]
-            found = await connection.execute(statement.order_by(*order).limit(most))
-            return tuple(_total(row) for row in found.mappings())
+            found = (await connection.execute(statement.order_by(*order).limit(most))).all()
+        return tuple([_total(by, row) for row in found])
 
     @uncancelled
     async def mend_sums(self) -> int:
@@ -283,18 +283,22 @@ class Ledger:
                 await rollups.fill(connection, self._database, block)
         return len(blocks)
 
-    async def _days(self, connection: AsyncConnection, where: LedgerFilter) -> tuple[int, int]:
-        """The days of the filter that the ledger has rows of: the first, and the one after the last."""
+    async def _days(self, connection: AsyncConnection, where: LedgerFilter, *, is_by_day: bool) -> tuple[int, int]:
+        """The days of the filter that the ledger has rows of: the first, and the one after the last.
+
+        Without `is_by_day`, days without rows before the first and after the last make whole blocks.
+        """
         day = schema.ledger_days.c.day
         bounds = sa.select(sa.select(sa.func.min(day)).scalar_subquery(), sa.select(sa.func.max(day)).scalar_subquery())
         first, last = (await connection.execute(bounds)).one()
         if first is None:
             return 0, 0
-        first, end = int(first), int(last) + 1
-        if where.from_ms is not None:
-            first = max(first, where.from_ms // DAY_MS)
-        if where.until_ms is not None:
-            end = min(end, -(-where.until_ms // DAY_MS))
+        block = 1 if is_by_day else SPANS[-1]
+        end = int(last) + 1
+        since = -1 if where.from_ms is None else where.from_ms // DAY_MS
+        until = end if where.until_ms is None else -(-where.until_ms // DAY_MS)
+        first = since if since > first else int(first) // block * block
+        end = until if until < end else -(-end // block) * block
         return first, end
 
     @uncancelled
@@ -304,12 +308,12 @@ class Ledger:
         """
         days = schema.savings_days
         columns = (days.c.day, days.c.team_id, days.c.line)
-        sums = [sa.func.sum(days.c[name]).label(name) for name in ("requests", "amount_microusd")]
+        sums = [_sum(days.c[name], name) for name in ("requests", "amount_microusd")]
         statement = sa.select(*columns, *sums).group_by(*columns).order_by(*columns)
         statement = statement.where(*_conditions(days, where, ("team_id", "alias")), *_whole_days(days, where))
         async with self._database.reading() as connection:
             return tuple(
-                SavingsLine(_date(day), team_id, line, int(requests), int(amount))
+                SavingsLine(_date(day), team_id, line, requests, amount)
                 for day, team_id, line, requests, amount in await connection.execute(statement)
             )
 
@@ -475,12 +479,20 @@ def _place(cursor: str) -> tuple[int, str]:
     return int(at_ms), row_id
 
 
-def _total(row: Mapping[Any, Any]) -> LedgerTotal:
-    values: dict[str, Any] = {n: int(value) if n in SUMS or n == "key_id" else value for n, value in row.items()}
-    if "day" in values:
-        values["day"] = _date(values["day"])
-    return LedgerTotal(**values)
+def _sum(column: sa.ColumnElement[Any], name: str) -> sa.Label[int]:
+    # a sum of BIGINT is a NUMERIC in PostgreSQL, of which each value costs a Decimal
+    return sa.cast(sa.func.coalesce(sa.func.sum(column), 0), sa.BigInteger).label(name)
 
 
+def _total(by: Sequence[Group], row: Sequence[Any]) -> LedgerTotal:
+    groups = dict(zip(by, row, strict=False))
+    if Group.KEY in groups:  # a text in the sums by one axis
+        groups[Group.KEY] = int(groups[Group.KEY])
+    if Group.DAY in groups:
+        groups[Group.DAY] = _date(groups[Group.DAY])
+    return LedgerTotal(*row[len(by) :], **groups)
+
+
+@functools.lru_cache(4_096)
 def _date(day: int) -> str:
     return datetime.fromtimestamp(day * DAY_MS // 1000, UTC).date().isoformat()
