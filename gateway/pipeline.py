@@ -23,13 +23,12 @@ from cache import CacheUnavailable, Controls, Entry, ExactCache, Fingerprint, fi
 from cache.decision.normal_form import words_key
 from cache.eligibility import Refusal
 from cache.exact import LookupMiss
-from gateway.accounts import Accounts, Identity, partition_of
+from gateway.accounts import Accounts, Identity, LedgerRow, partition_of
 from gateway.deployments.alias import Alias, no_route
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet
 from gateway.exceptions import fresh
 from gateway.journey.attempt import Tries
-from gateway.journey.bill import Booked
 from gateway.journey.budget import Money
 from gateway.journey.flight import Flight, Flights, Reply
 from gateway.journey.generation import Generation, generation_of
@@ -244,14 +243,15 @@ class Pipeline:
         key = (found.exact, controls.max_age_s, controls.error_max)
         flight = None if controls.no_cache else self.flights.find(key)
         if flight is None:
-            relaxed = self._semantic.relaxed(found, turn, identity.team, alias)
-            flight = Flight(generation_of(turn, identity, alias, relaxed, looked.warm, looked.degraded), turn.deadline)
-            flight.generation.elsewhere_ms = looked.elsewhere_ms
+            relaxed, unsought = self._semantic.relaxed(found, turn, identity.team, alias)
+            generation = generation_of(turn, identity, alias, relaxed, looked.warm, looked.degraded)
+            generation.unsought, generation.elsewhere_ms = unsought, looked.elsewhere_ms
+            generation.is_claimed = looked.is_claimed
             if looked.pointed is not None:
-                flight.generation.looked_up(looked.pointed)
+                generation.looked_up(looked.pointed)
+            flight = Flight(generation, turn.deadline)
             if not controls.no_cache and _may_be_awaited(controls):
                 self.flights.enter(key, flight)
-            flight.generation.is_claimed = looked.is_claimed
         return flight
 
     # -- generate: 6 to 10 -------------------------------------------------------------------------
@@ -325,6 +325,9 @@ class Pipeline:
         """6. Replay a verified semantic hit; returns False if there is none."""
         generation = flight.generation
         if generation.semantic.miss_reason:  # an audit of what its words found
+            return False
+        if generation.unsought:
+            generation.looked_up(SemanticResult(miss_reason=generation.unsought))
             return False
         turn, team = generation.turn, generation.identity.team
         found = await self._semantic.find(generation.fingerprint, turn.controls, team, generation.alias)
@@ -446,7 +449,7 @@ class Pipeline:
     async def _record(self, flight: Flight, error: ApiError | None) -> None:
         """10. Send the last chunk, then settle the hold and store the answer, in one round trip."""
         generation = flight.generation
-        booked = generation.end()
+        rows = generation.end()
         if generation.spent is not None and generation.spent.claimed is not None:
             claimed, usage = generation.spent.claimed, generation.spent.usage
             _log.warning(
@@ -463,18 +466,21 @@ class Pipeline:
         entry, store = self._entry_of(flight)
         duration_ms = generation.turn.elapsed_ms()
         flight.finish(error)
-        works = [*self._account(generation, booked), self._store(generation, entry, store)]
+        works = self._account(generation, rows)
+        works.append(self._store(generation, entry, store))
         if generation.semantic.entry is not None and self.settings.cache.is_exact:
             point, controls, team = self._semantic.point, generation.turn.controls, generation.identity.team
             works.append(point(generation.fingerprint, controls, team, generation.alias, generation.semantic))
+        stored = None if generation.unsought else self._semantic.storing(generation.fingerprint)
         try:
-            with self._semantic.storing(generation.fingerprint):
-                for work in [Eager(work) for work in works]:
-                    try:
-                        await work
-                    except Exception:
-                        _log.exception("record_failed", request_id=generation.turn.arrival.request_id)
+            for work in list(map(Eager, works)):
+                try:
+                    await work
+                except Exception:
+                    _log.exception("record_failed", request_id=generation.turn.arrival.request_id)
         finally:
+            if stored is not None:
+                stored()
             flight.retire()
             turn, ended = generation.turn, ended_with(error, flight.leader_ended)
             alias = generation.alias.name
@@ -502,11 +508,8 @@ class Pipeline:
         generation, cache = flight.generation, self.settings.cache
         if not generation.progress.has_begun:
             return None, ""
-        found, team = generation.fingerprint, generation.identity.team
-        is_findable = (
-            not generation.is_cut
-            and self._semantic.is_findable(found, team, generation.alias)
-            and not shows_left_out(found, flight.chunks)
+        is_findable = not (
+            generation.unsought or generation.is_cut or shows_left_out(generation.fingerprint, flight.chunks)
         )
         refusal = generation.store_refusal(cache.entry_bytes_max, is_servable=cache.is_exact or is_findable)
         if refusal is not None:
@@ -516,13 +519,15 @@ class Pipeline:
         self.exact.store_local(entry)
         return entry, "stored"
 
-    def _account(self, generation: Generation, booked: list[Booked]) -> list[Coroutine[Any, Any, None]]:
+    def _account(self, generation: Generation, rows: list[LedgerRow]) -> list[Coroutine[Any, Any, None]]:
         """Settle or release the holds, and correct the tokens that the rate limits took."""
-        others = [*generation.more_holds, *generation.at_deployments.values()]
-        works = [self.money.settle(one.hold, one.row) for one in booked]
-        if generation.hold is not None and not booked:
-            works.append(self.money.release(generation.hold))
-        if others:
+        works: list[Coroutine[Any, Any, None]] = []
+        for row in rows[:-1]:
+            works.append(self.money.settle(Hold(row.id, row.team_id, row.at_ms), row))
+        if (hold := generation.hold) is not None:
+            works.append(self.money.settle(hold, rows[-1]) if rows else self.money.release(hold))
+        if generation.more_holds or generation.at_deployments:
+            others = [*generation.more_holds, *generation.at_deployments.values()]
             works = [self._settle_then_release(works, others)]
         if generation.headers is not None and generation.spent is not None:
             used = generation.spent.charged_tokens

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,7 @@ from policies.holds import (
 from policies.prices import MICROUSD_MAX, MicroUSD
 from policies.redis import Redis
 from policies.settle_batch import Defer, SettleBatch
-from policies.windows import BUCKETS, PLACES, Budget, Overdraft, Window, WindowKind
+from policies.windows import BUCKETS, PLACES, Budget, Window, WindowKind
 
 VALUES_MAX = 1000
 """The values of a budget that have a count of their own, each window; further ones share one."""
@@ -136,6 +136,10 @@ class Restated:
     drift_microusd: MicroUSD
 
 
+_Counts = Iterable[tuple[Counter, int, int, int]]
+"""Each count with what is spent and held, and 1 if it is the one that further values share."""
+
+
 class Budgets:
     """All teams' money in Redis. Errors of the Redis client pass through.
 
@@ -188,35 +192,32 @@ class Budgets:
             return Hold(intent.hold_id, intent.team_id, at_ms)
         keys: list[str] = [READY_KEY, keys_of.done_key(intent.hold_id)]
         arguments: list[Any] = [self._lease_now(), intent.hold_id, int(lease_s * 1000), len(counters)]
-        limits: list[Any] = []
+        limits, others = list[Any](), list[str]()
         for place, one in enumerate(counters, 1):
             keys += keys_of.count_keys(one.name)
-            most = self._values_max if one.values else 0
+            most = 0
+            if one.values:
+                most = self._values_max
+                others += (keys_of.values_key(one.values), *keys_of.count_keys(one.other))
             arguments += (one.most, one.usual, one.keep_until_ms, one.oldest, most, one.digest, one.shown)
             for budget in one.budgets:
-                may_cut = budget.overdraft is Overdraft.TRUNCATE
-                limits += (place, budget.limit_at(at_ms), int(budget.is_hard), int(may_cut))
-        for one in counters:
-            if one.values:
-                keys += (keys_of.values_key(one.values), *keys_of.count_keys(one.other))
-        reply = await self._redis.eval(scripts.RESERVE, len(keys), *keys, *arguments, *limits)
+                limits += (place, budget.limit_at(at_ms), int(budget.is_hard), int(budget.may_cut))
+        reply = await self._redis.eval(scripts.RESERVE, len(keys) + len(others), *keys, *others, *arguments, *limits)
         if reply[0] == -1:
             raise NotReady("the ledger is being counted")
         if reply[0] == -2:
             raise HoldClosed(intent.hold_id)
-        counts = [(int(reply[1 + 3 * i]), int(reply[2 + 3 * i]), reply[3 + 3 * i] == 1) for i in range(len(counters))]
+        counts = zip(counters, reply[1::3], reply[2::3], reply[3::3], strict=True)
         if reply[0] == 0:
-            return await self._refused(at_ms, counters, counts)
-        return _taken(intent, counters, counts, is_cut=reply[0] == 2)
+            return await self._refused(at_ms, counts)
+        return _taken(intent, counts, is_cut=reply[0] == 2)
 
-    async def _refused(
-        self, at_ms: int, counters: Sequence[Counter], counts: Sequence[tuple[int, int, bool]]
-    ) -> Refused:
+    async def _refused(self, at_ms: int, counts: _Counts) -> Refused:
         """The refusal by the budget that has room last."""
         found: list[Refused] = []
-        for one, (spent, held, is_other) in zip(counters, counts, strict=True):
+        for one, spent, held, is_other in counts:
             for budget in one.budgets:
-                amount = one.usual if budget.overdraft is Overdraft.TRUNCATE else one.most
+                amount = one.usual if budget.may_cut else one.most
                 over = spent + held + amount - budget.limit_at(at_ms)
                 if over <= 0 or not budget.is_hard:
                     continue
@@ -384,21 +385,19 @@ class Budgets:
         return "" if self._lease_clock_ms is None else self._lease_clock_ms()
 
 
-def _taken(
-    intent: Intent, counters: Sequence[Counter], counts: Sequence[tuple[int, int, bool]], *, is_cut: bool
-) -> Hold:
+def _taken(intent: Intent, counts: _Counts, *, is_cut: bool) -> Hold:
     """The hold as it was taken. Equal amounts of the team's own windows are kept as their kinds."""
     held: list[WindowKind] = []
     more: list[Taken] = []
     warnings: list[BudgetState] = []
     amount_microusd, at_ms = None, intent.at_ms
-    for one, (spent, held_before, is_other) in zip(counters, counts, strict=True):
+    for one, spent, held_before, is_other in counts:
         amount = one.usual if is_cut else one.most
         if one.is_shared and amount_microusd in (None, amount):
             amount_microusd = amount
             held.append(one.budgets[0].window)
         else:
-            more.append(one.taken(intent.hold_id, amount, is_other=is_other))
+            more.append(one.taken(intent.hold_id, amount, is_other=is_other == 1))
         for budget in one.budgets:
             if not budget.is_hard and spent + held_before + amount > budget.limit_at(at_ms):
                 warnings.append(BudgetState(budget, budget.window_at(at_ms), spent, held_before, one.shown))

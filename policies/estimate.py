@@ -157,8 +157,8 @@ class Estimate:
         mean = self._log_sum * kept / (weight + 1.0)
         squares = (self._log_squares * kept + _LOG_SPREAD_PRIOR**2) / (weight + 1.0)
         spread = math.sqrt(max(squares - mean * mean, 0.01))
-        timeout, p95 = (math.exp(min(mean + sigmas * spread, 20.0)) for sigmas in (_TIMEOUT_SIGMAS, _P95_SIGMAS))
-        return timeout, p95
+        timeout, p95 = mean + _TIMEOUT_SIGMAS * spread, mean + _P95_SIGMAS * spread
+        return math.exp(min(timeout, 20.0)), math.exp(min(p95, 20.0))
 
     def observe(self, ttft_ms: float, tpot_ms: float | None, prompt_tokens: int) -> None:
         """Add one finished call. Negative and non-finite figures are ignored.

@@ -48,14 +48,10 @@ class SettleBatch:
         self._defer = defer or (lambda send: asyncio.get_running_loop().call_soon(send))
         self._waiting: list[_Settlement] = []
 
-    async def settle(self, hold: Hold, spend_microusd: MicroUSD, row: bytes, charges: Sequence[Charge]) -> bool:
-        """Settle one hold; parameters and result are those of `Budgets.settle`."""
-        is_new: bool = await self._join(hold, spend_microusd, row, charges)
-        return is_new
-
-    def _join(
+    def settle(
         self, hold: Hold, spend_microusd: MicroUSD, row: bytes, charges: Sequence[Charge]
     ) -> asyncio.Future[bool]:
+        """Settle one hold; parameters and result are those of `Budgets.settle`."""
         settled: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         name = member(hold.id, hold.amount_microusd)
         self._waiting.append(

@@ -88,6 +88,7 @@ class Budget:
     value of a request without one is empty. `rolling_s` is the length of a rolling window.
     `raised_by` is added to the limit before `raised_until_ms`. Each reset raises `epoch`. Times are
     unix milliseconds. `is_shared`: it limits a count that every team has, with or without a budget.
+    `may_cut`: an answer may be cut where there is no room for the longest.
     `_is_utc`: its windows are those of UTC; hours and the total are, in any zone.
     """
 
@@ -107,11 +108,13 @@ class Budget:
     begun_ms: int = field(default=0, compare=False)  # it was made or reset then; 0: not known
     time_zone: str = ""
     is_shared: bool = field(init=False, compare=False, repr=False)
+    may_cut: bool = field(init=False, compare=False, repr=False)
     _is_utc: bool = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         is_utc = self.time_zone in ("", "UTC") or self.window in (WindowKind.HOUR, WindowKind.TOTAL)
         object.__setattr__(self, "_is_utc", is_utc)
+        object.__setattr__(self, "may_cut", self.overdraft is Overdraft.TRUNCATE)
         is_plain = self.axis == TEAM and self.unit is Unit.MONEY and self.window is not WindowKind.ROLLING
         object.__setattr__(self, "is_shared", is_plain and not self.epoch and is_utc)
 
@@ -125,7 +128,7 @@ class Budget:
             length_ms = self.rolling_s * 1000
             return Window(self.window, f"rolling-{self.rolling_s}", at_ms - length_ms, at_ms + length_ms)
         if self._is_utc:
-            return window_at(self.window, at_ms)
+            return _windows_of_hour(at_ms // HOUR_MS)[PLACES[self.window]]
         return _zoned(self.window, at_ms // _QUARTER_MS, self.time_zone)
 
     def bucket_at(self, at_ms: int) -> int:

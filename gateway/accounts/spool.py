@@ -31,8 +31,8 @@ _SLOTS = 256
 _LENGTH_BYTES = 4
 _FREE = bytes(_LENGTH_BYTES)
 _SUFFIX = ".rows"
-NOWHERE = -1
-"""The place of a row that is not in the file."""
+NOWHERE = range(0)
+"""The place, which is a run of slots, of a row that is not in the file."""
 
 
 class Spool:
@@ -57,39 +57,40 @@ class Spool:
         """The number of rows in the file."""
         return self._count
 
-    def put(self, data: bytes) -> int:
+    def put(self, data: bytes) -> range:
         """Keep `data`; returns its place, NOWHERE if there is no room."""
         if self._map is None:
             return NOWHERE
-        slots = _slots(len(data))
-        if slots == 1 and self._free:
-            place = self._free.pop()
+        size_bytes = _LENGTH_BYTES + len(data)
+        if size_bytes <= SLOT_BYTES and self._free:
+            first = self._free.pop()
+            last = first + 1
         else:
-            place = self._end
-            if (place + slots) * SLOT_BYTES > len(self._map) and not self._grow(place + slots):
+            first = self._end
+            last = first + _slots(len(data))
+            if last * SLOT_BYTES > len(self._map) and not self._grow(last):
                 return NOWHERE
-            self._end += slots
-        start = place * SLOT_BYTES
-        self._map[start + _LENGTH_BYTES : start + _LENGTH_BYTES + len(data)] = data
-        self._map[start : start + _LENGTH_BYTES] = len(data).to_bytes(_LENGTH_BYTES, "little")
+            self._end = last
+        start = first * SLOT_BYTES
+        body = start + _LENGTH_BYTES
+        self._map[body : start + size_bytes] = data
+        self._map[start:body] = len(data).to_bytes(_LENGTH_BYTES, "little")
         self._count += 1
-        return place
+        return range(first, last)
 
-    def drop(self, place: int) -> None:
+    def drop(self, place: range) -> None:
         """Forget the row at `place`: Redis has it."""
-        if place == NOWHERE or self._map is None:
+        if not place or self._map is None:
             return
-        start = place * SLOT_BYTES
-        last = place + _slots(int.from_bytes(self._map[start : start + _LENGTH_BYTES], "little"))
-        while place < last:  # the first slot has the length; the others have bytes that are no lengths
-            self._map[place * SLOT_BYTES : place * SLOT_BYTES + _LENGTH_BYTES] = _FREE
-            self._free.append(place)
-            place += 1
+        for slot in place:  # the first slot has the length; the others have bytes that are no lengths
+            start = slot * SLOT_BYTES
+            self._map[start : start + _LENGTH_BYTES] = _FREE
+        self._free += place
         self._count -= 1
         if not self._count and self._end > _SLOTS:
             self._shrink()
 
-    def adopt(self, take: Callable[[bytes, int], None]) -> None:
+    def adopt(self, take: Callable[[bytes, range], None]) -> None:
         """Call `take(data, place)` for each row of a worker that ended; its file is then removed.
 
         Rows stay where they are while this worker's file has no room for them.
@@ -101,7 +102,7 @@ class Spool:
                 if path != self._path:
                     self._adopt(path, take)
 
-    def _adopt(self, path: Path, take: Callable[[bytes, int], None]) -> None:
+    def _adopt(self, path: Path, take: Callable[[bytes, range], None]) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -109,7 +110,7 @@ class Spool:
                 return  # another worker adopted it
             for data in _rows(path.read_bytes()):
                 place = self.put(data)
-                if place == NOWHERE:
+                if not place:
                     return
                 take(data, place)
             path.unlink()

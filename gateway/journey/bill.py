@@ -19,6 +19,10 @@ from gateway.wire.types import Usage
 from policies import Demand, Hold, Tokens
 from policies.windows import Unit
 
+_NOTHING = Usage(0, 0)
+_UNCACHED = {"cached_tokens": 0}
+_FREE = ("drafted_tokens", "accepted_tokens")
+
 
 class Try(msgspec.Struct, frozen=True):
     """A deployment that was tried, and its answer so far."""
@@ -45,13 +49,6 @@ class Spent(msgspec.Struct, frozen=True):
     claimed: Usage | None = None
     baseline_microusd: int | None = None
     savings: dict[str, int] = {}
-
-
-class Booked(msgspec.Struct, frozen=True):
-    """A row for the ledger, and the hold that it settles."""
-
-    hold: Hold
-    row: LedgerRow
 
 
 def charged(tries: Sequence[Try]) -> list[Try]:
@@ -90,18 +87,17 @@ def book(
     alias: Alias,
     whole: Usage | None,
     cut_at: int | None,
-) -> tuple[list[Booked], Spent]:
+) -> tuple[list[LedgerRow], Spent]:
     """The rows to settle, none if nothing is charged, and their sum.
 
     The last row settles `hold`; rows of earlier tries have ids of their own. `whole` are the tokens
     of an answer that several deployments made, as its clients see them. No answer has more than `cut_at`
     tokens.
     """
-    booked: list[Booked] = []
-    costly, usage, cost_microusd, tokens, is_counted = charged(tries), Usage(0, 0), 0, 0, False
-    for number, one in enumerate(costly, 1):
-        is_last = number == len(costly)
-        own = hold if is_last else Hold(f"{hold.id}.{number}", hold.team_id, hold.at_ms)
+    rows: list[LedgerRow] = []
+    costly, usage, cost_microusd, tokens, is_counted = charged(tries), _NOTHING, 0, 0, False
+    for one in costly:
+        is_last = one is costly[-1]
         usage = usage_of(one, alias, turn.demand, cut_at)
         used = tokens_of(usage)
         cost = one.deployment.cost(turn.demand, used)
@@ -112,53 +108,57 @@ def book(
             )
         else:
             compared = compare_other(one.deployment, turn.arrival.operation, is_known=alias.baseline.is_price_known)
-        row = _row(one, usage, cost, compared, own, turn, identity)
-        booked.append(Booked(own, row))
-        cost_microusd += row.cost_microusd
-        tokens += row.prompt_tokens + row.completion_tokens
+        row_id = hold.id if is_last else f"{hold.id}.{len(rows) + 1}"
+        rows.append(_row(row_id, one, usage, cost, compared, hold, turn, identity))
+        cost_microusd += cost
+        tokens += usage.prompt_tokens + usage.completion_tokens
         is_counted = is_counted or one.progress.has_begun
-    last = tries[-1] if tries else None
-    if last is not None and (not costly or costly[-1] is not last):
-        usage = Usage(0, 0) if last.progress.usage is None else usage_of(last, alias, turn.demand, cut_at)
-    reported = last.progress.usage if last is not None else None
-    baseline_microusd, savings = joined([one.row for one in booked])
+    reported = tries[-1].progress.usage if tries else None
+    if tries and (not costly or costly[-1] is not tries[-1]):
+        usage = _NOTHING if reported is None else usage_of(tries[-1], alias, turn.demand, cut_at)
+    baseline_microusd, savings = joined(rows)
     spent = Spent(
         usage=whole or usage,
         cost_microusd=cost_microusd if is_counted else 0,
-        answer_microusd=booked[-1].row.cost_microusd if is_counted else 0,
+        answer_microusd=rows[-1].cost_microusd if is_counted else 0,
         charged_tokens=tokens,
         is_estimated=reported is None,
         claimed=reported if usage is not reported else None,
         baseline_microusd=baseline_microusd,
         savings=savings,
     )
-    return booked, spent
+    return rows, spent
 
 
-def with_charges(booked: Sequence[Booked], hold: Hold, at_deployments: Mapping[str, Hold]) -> list[Booked]:
-    """`booked` with what each row adds to the counts of budgets: those of `hold`, and of its deployment's.
+def with_charges(rows: Sequence[LedgerRow], hold: Hold, at_deployments: Mapping[str, Hold]) -> list[LedgerRow]:
+    """`rows` with what each adds to the counts of budgets: those of `hold`, and of its deployment's.
 
     A request counts once, with its last row, and once at each deployment.
     """
     found = []
-    for one in booked:
-        counts = [taken for taken in hold.more if one is booked[-1] or taken.unit is not Unit.REQUESTS]
-        at = at_deployments.get(one.row.deployment)
-        charges = charges_of(one.row, [*counts, *(at.more if at is not None else ())])
-        found.append(Booked(one.hold, msgspec.structs.replace(one.row, charges=charges)))
+    for row in rows:
+        counts = [taken for taken in hold.more if row is rows[-1] or taken.unit is not Unit.REQUESTS]
+        at = at_deployments.get(row.deployment)
+        charges = charges_of(row, [*counts, *(at.more if at is not None else ())])
+        found.append(msgspec.structs.replace(row, charges=charges))
     return found
 
 
 def _row(
-    one: Try, usage: Usage, cost_microusd: int, compared: Compared, hold: Hold, turn: Turn, identity: Identity
+    row_id: str,
+    one: Try,
+    usage: Usage,
+    cost_microusd: int,
+    compared: Compared,
+    hold: Hold,
+    turn: Turn,
+    identity: Identity,
 ) -> LedgerRow:
     """A prompt is charged even if every client leaves before the first token."""
     user, tags = booked_labels(turn.body, turn.labels)
-    parts = {"cached_tokens": 0, **usage.parts()}
-    for name in ("drafted_tokens", "accepted_tokens"):  # which cost nothing
-        parts.pop(name, None)
+    parts = usage.parts()
     return LedgerRow(
-        id=hold.id,
+        id=row_id,
         # decision: hold-keeps-its-moment
         at_ms=hold.at_ms,
         request_id=turn.arrival.request_id,
@@ -177,7 +177,7 @@ def _row(
         mechanism=compared.mechanism,
         user=user,
         tags=tags,
-        **parts,
+        **({name: count for name, count in parts.items() if name not in _FREE} if parts else _UNCACHED),
     )
 
 

@@ -35,7 +35,7 @@ _log = get_logger()
 class _Unsettled:
     hold: Hold
     row: LedgerRow
-    place: int  # in the spool
+    place: range  # in the spool
 
 
 class Money:
@@ -153,7 +153,7 @@ class Money:
         if len(self._unsettled) > before:
             _log.info("ledger_rows_adopted", rows=len(self._unsettled) - before)
 
-    def _adopt(self, data: bytes, place: int) -> None:
+    def _adopt(self, data: bytes, place: range) -> None:
         try:
             row = decode_row(data)
         except msgspec.MsgspecError as error:  # the host failed while it was written

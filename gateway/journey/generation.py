@@ -10,12 +10,12 @@ import msgspec
 
 from cache import Entry, Fingerprint
 from cache.eligibility import CUT
-from gateway.accounts import Identity
+from gateway.accounts import Identity, LedgerRow
 from gateway.backends.base import BackendRequest
 from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment, with_cut
 from gateway.deployments.progress import Attempt, Progress
-from gateway.journey.bill import Booked, Spent, Try, book, charged, cost_of, with_charges
+from gateway.journey.bill import Spent, Try, book, charged, cost_of, with_charges
 from gateway.journey.hedge import Hedged
 from gateway.journey.rescue import Said, Seam, rest_of
 from gateway.journey.semantic import SemanticResult, draft_of
@@ -53,6 +53,7 @@ class Generation(msgspec.Struct, eq=False):
     progress: Progress  # at the deployment that was tried last
     steps: list[Step] = []  # the aliases that could not answer
     semantic: SemanticResult = SemanticResult()
+    unsought: str = ""  # why no semantic lookup may find its answer, apart from cache controls
     hold: Hold | None = None
     cut_at: int | None = None  # the answer's tokens at most, as a budget has no room for more
     more_holds: list[Hold] = []  # for what tries may cost beyond the first hold
@@ -126,8 +127,9 @@ class Generation(msgspec.Struct, eq=False):
         """
         turn, native = self.turn, self.turn.native
         # decision: always-stream
-        can_stream = not turn.kind.is_plain and _UNSTREAMED.isdisjoint(turn.body)
-        is_stream = turn.is_stream or (len(self.serving.deployments) > 1 and can_stream)
+        is_stream = turn.is_stream or (
+            self.serving.has_choice and not turn.kind.is_plain and _UNSTREAMED.isdisjoint(turn.body)
+        )
         draft = draft_of(self._near) if deployment.settings.engine else ""
         body = self.serving.with_max_tokens(deployment, turn.demand, turn.body) if self._is_bounded else turn.body
         if self.cut_at is not None:
@@ -148,7 +150,8 @@ class Generation(msgspec.Struct, eq=False):
             prefix="" if said is None else said.text,
         )
         progress = Progress(deployment.name, self._near.id if draft and self._near is not None else "")
-        progress.prefix_tokens = 0 if said is None else said.tokens
+        if said is not None:
+            progress.prefix_tokens = said.tokens
         self._tries.append(Try(deployment, progress))
         self.progress = progress
         return request, progress
@@ -211,12 +214,12 @@ class Generation(msgspec.Struct, eq=False):
         held = sum(hold.microusd for hold in (self.hold, *self.more_holds) if hold is not None)
         return used + worst - held
 
-    def end(self) -> list[Booked]:
+    def end(self) -> list[LedgerRow]:
         """10. Fix the tokens and the cost. Returns the rows to settle; none if nothing is charged."""
         if self.hold is None:
             self.spent = Spent(Usage(0, 0), 0, 0, 0, is_estimated=True)
             return []
-        booked, self.spent = book(
+        rows, self.spent = book(
             self._tries, self.hold, self.turn, self.identity, self.alias, self._whole_usage, self.cut_at
         )
         if self.hedge is not None:
@@ -224,8 +227,8 @@ class Generation(msgspec.Struct, eq=False):
             cost = sum(cost_of(one, self.alias, self.turn.demand, self.cut_at) for one in beside)
             self.hedge = msgspec.structs.replace(self.hedge, cost_microusd=cost)
         if self.hold.more or self.at_deployments:
-            return with_charges(booked, self.hold, self.at_deployments)
-        return booked
+            return with_charges(rows, self.hold, self.at_deployments)
+        return rows
 
     def learn_length(self) -> None:
         """10. Learn how long answers of this alias are, where the deployment counted a whole one."""
@@ -327,6 +330,7 @@ class Generation(msgspec.Struct, eq=False):
             "prompt_tokens": self.spent.usage.prompt_tokens,
             "completion_tokens": self.spent.usage.completion_tokens,
             "duration_ms": int(self.progress.attempt.duration_ms if self.progress.attempt is not None else 0),
+            "has_usage_chunk": int(bool(chunks) and chunks[-1].is_usage_only),
         }
         if self.spent.baseline_microusd is not None:
             labels["baseline_microusd"] = self.spent.baseline_microusd

@@ -84,8 +84,9 @@ def joined(rows: Sequence[LedgerRow]) -> tuple[int | None, dict[str, int]]:
     """The baseline of a request from all its rows, and what each mechanism saved (below 0: cost);
     None without rows, and where one's is not known.
     """
-    if len(rows) == 1 and rows[0].baseline_microusd == rows[0].cost_microusd and not rows[0].mechanism:
-        return rows[0].baseline_microusd, _NOTHING
+    row = rows[0] if len(rows) == 1 else None
+    if row is not None and row.baseline_microusd == row.cost_microusd and not row.mechanism:
+        return row.baseline_microusd, _NOTHING
     baseline, saved = 0, dict[str, int]()
     for row in rows:
         if row.baseline_microusd is None:

@@ -11,7 +11,7 @@ import contextlib
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -150,17 +150,20 @@ class SemanticLookup:
         # by compat: the latest answer on its way to Redis
         self._stores: dict[bytes, asyncio.Future[None]] = {}
 
-    def relaxed(self, found: Fingerprint, turn: Turn, team: Team, alias: Alias) -> Fingerprint:
-        """The fingerprint of a request with what its last text does not rely on left out of its compat."""
-        if self._why_not(found, team, alias) or (turn.native is not None and turn.native.apart is not None):
-            return found
-        return relaxed(found, turn.body, self._settings.cache.key_fields, self._volatile)
+    def relaxed(self, found: Fingerprint, turn: Turn, team: Team, alias: Alias) -> tuple[Fingerprint, str]:
+        """The fingerprint of a request with what its last text does not rely on left out of its compat.
+
+        With it the reason for no semantic lookup, apart from cache controls; empty if there is one.
+        """
+        unsought = self._why_not(found, team, alias)
+        if unsought or (turn.native is not None and turn.native.apart is not None):
+            return found, unsought
+        return relaxed(found, turn.body, self._settings.cache.key_fields, self._volatile), ""
 
     async def find(self, found: Fingerprint, controls: Controls, team: Team, alias: Alias) -> SemanticResult:
-        """A verified semantic hit, or the reason for a miss."""
-        reason = self._why_not(found, team, alias) or ("no-cache" if controls.no_cache else "")
-        if reason or found.text is None:
-            return SemanticResult(miss_reason=reason)
+        """A verified semantic hit, or the reason for a miss, for a request that `relaxed` has no reason against."""
+        if controls.no_cache or found.text is None:
+            return SemanticResult(miss_reason="no-cache")
         storing = self._stores.get(found.compat)
         if storing is not None:  # an answer that this worker is storing may be the hit
             await asyncio.wait((storing,), timeout=self._stores_awaited_s)
@@ -252,10 +255,6 @@ class SemanticLookup:
         with contextlib.suppress(CacheUnavailable):  # then the cache worker decides again
             await self._exact.point(result.entry, key, Verified(result.similarity, trial, error_max, self._clock()))
 
-    def is_findable(self, found: Fingerprint, team: Team, alias: Alias) -> bool:
-        """Whether a semantic lookup may find the answer to this request."""
-        return not self._why_not(found, team, alias)
-
     def begin_draft(self, found: Fingerprint, result: SemanticResult) -> Eager[Lookup] | None:
         """Begin to read the answer to the nearest cached prompt, as a local engine's draft.
 
@@ -270,16 +269,16 @@ class SemanticLookup:
         # decision: near-answer-drafts
         return Eager(self._exact.lookup_entry(found, trial.ranked[0], is_served=False))
 
-    @contextlib.contextmanager
-    def storing(self, fingerprint: Fingerprint) -> Iterator[None]:
-        """Let lookups that this request's answer may serve wait while it is being stored."""
+    def storing(self, fingerprint: Fingerprint) -> Callable[[], None]:
+        """Let lookups that this request's answer may serve wait for it, until the result is called."""
         stored = self._stores[fingerprint.compat] = asyncio.get_running_loop().create_future()
-        try:
-            yield
-        finally:
+
+        def end() -> None:
             stored.set_result(None)
             if self._stores.get(fingerprint.compat) is stored:
                 del self._stores[fingerprint.compat]
+
+        return end
 
     def _why_not(self, found: Fingerprint, team: Team, alias: Alias) -> str:
         """The reason for no semantic lookup, apart from cache controls; empty if there is one."""

@@ -80,7 +80,7 @@ def entry_of(
         created_at=time.time(),
         ttl_s=ttl_s,
         namespace=namespace,
-        labels={**labels, "has_usage_chunk": int(bool(chunks) and chunks[-1].is_usage_only)},
+        labels=labels,
         # a second of waiting counts as a tenth of a cent
         saves=labels["cost_microusd"] + labels["duration_ms"],
     )

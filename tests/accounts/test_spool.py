@@ -19,7 +19,7 @@ SIZES = st.one_of(st.integers(1, 40), st.integers(SLOT_BYTES - 8, 3 * SLOT_BYTES
 
 def adopted(folder: Path) -> list[bytes]:
     """What a worker that starts now takes over, and ends with."""
-    found: list[tuple[bytes, int]] = []
+    found: list[tuple[bytes, range]] = []
     spool = Spool(folder)
     spool.adopt(lambda data, place: found.append((data, place)))
     for _, place in found:
@@ -34,7 +34,7 @@ def test_what_is_left_is_what_was_put_and_not_dropped(
 ) -> None:
     """Rows of any size, dropped in any order, through growth and shrinking."""
     folder = tmp_path_factory.mktemp("spool")
-    spool, kept = Spool(folder), list[tuple[int, bytes]]()
+    spool, kept = Spool(folder), list[tuple[range, bytes]]()
     for number, (size, act) in enumerate(acts):
         if act == 3 and kept:
             place, _ = kept.pop(size % len(kept))
