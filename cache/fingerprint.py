@@ -68,6 +68,8 @@ FIELDS: Mapping[str, FieldKind] = {
 that extend them.
 """
 
+_DELIVERY = frozenset(name for name, kind in FIELDS.items() if kind is FieldKind.DELIVERY)
+
 _TURN_MEANINGS = """
     annotations audio content function_call name reasoning reasoning_content refusal role tool_call_id tool_calls
 """
@@ -134,17 +136,13 @@ def fingerprint(
     # a completion has no turns: it goes on with the very words of its `prompt`, not with their
     # meaning
     turns_field, turns = ("messages", messages) if isinstance(messages, list) else (None, [])
-    head: dict[str, Any] = {}
+    left_out = _DELIVERY.difference(keyed) if keyed else _DELIVERY
     try:
-        for name, value in body.items():
-            kind = FIELDS.get(name)
-            if (
-                (kind is FieldKind.DELIVERY and name not in keyed)
-                or name == turns_field
-                or (value is None and kind is not None)
-            ):
-                continue
-            head[name] = value if type(value) in _PLAIN else _canonical(value)
+        head = {
+            name: value if type(value) in _PLAIN else _canonical(value)
+            for name, value in body.items()
+            if name not in left_out and name != turns_field and (value is not None or name not in FIELDS)
+        }
         # a JSON array is self-delimiting, so namespace, field name and head can't run into each
         # other
         link = before = _head_digest(

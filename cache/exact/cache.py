@@ -355,14 +355,13 @@ class ExactCache:
         packed = pack(entry, has_words=words is not None)
         if packed.size_bytes > min(limits.entry_bytes_max, limits.size_bytes_max):
             return StoreResult(Refusal.TOO_LARGE)
-        links = (entry.exact, *chain[-1:], *chain[:1])
         try:
             put = await self._store.store(
                 packed,
                 now=now,
                 size_bytes_max=limits.size_bytes_max,
                 warm=warm,
-                links=links,
+                chain=chain,
                 warm_ttl_s=limits.warm_ttl_s,
                 claim=self._store.claims.end(entry.exact),
                 words=words,

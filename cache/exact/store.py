@@ -47,7 +47,7 @@ from cache.stored import reader
 _PARTITIONS = "sameway:cache:partitions"
 
 _NAMES = ("entries", "about", "used", "expires", "bytes", "vectors", "groups", "words", "suspended")
-_HALF_LIFE_S = 6 * 3_600  # after which a use counts half when it comes to eviction
+_HALF_LIFE_MS = 6 * 3_600_000  # after which a use counts half when it comes to eviction
 _SCAN_COUNT = 500
 _DROP_COUNT = 200
 _SKETCHED_COUNT = 64  # in one command
@@ -155,7 +155,7 @@ class EntryStore:
         now: float,
         size_bytes_max: int,
         warm: str | None,
-        links: Iterable[bytes],
+        chain: Sequence[bytes],
         warm_ttl_s: float,
         claim: str = "",
         words: bytes | None = None,
@@ -163,13 +163,15 @@ class EntryStore:
         """Store an entry, evicting those of its partition that have been worth least lately until
         it fits. The key `claim`, if any, goes. `words` is the key by which its prompt's words find it.
         """
-        entry = packed.entry
-        warm_keys = [_warm_key(entry.partition, link) for link in dict.fromkeys(links)] if warm is not None else ()
+        entry, warm_keys = packed.entry, []
+        if warm is not None:
+            links = dict.fromkeys((entry.exact, *chain[-1:], *chain[:1]))
+            warm_keys = [_warm_key(entry.partition, link) for link in links]
         terms = BatchTerms(
             _keys(entry.partition)[:8],
             size_bytes_max,
             _ms(warm_ttl_s),
-            _ms(_HALF_LIFE_S),
+            _HALF_LIFE_MS,
             ("ZADD", _PARTITIONS, int(now), entry.partition),
         )
         argv = (
@@ -181,7 +183,7 @@ class EntryStore:
             entry.worth,
             warm or "",
             len(warm_keys),
-            int(bool(claim)),
+            1 if claim else 0,
             words or b"",
             own_pointer(entry) if words else b"",
         )
@@ -207,7 +209,7 @@ class EntryStore:
         """Record the worth of each entry's uses. Entries that are gone stay gone."""
         for some in _portions(list(uses), _DROP_COUNT):
             arguments = [argument for use in some for argument in use]
-            await self._redis.eval(TOUCH, 1, _keys(partition)[2], _ms(now), _ms(_HALF_LIFE_S), *arguments)
+            await self._redis.eval(TOUCH, 1, _keys(partition)[2], _ms(now), _HALF_LIFE_MS, *arguments)
 
     async def purge(self, partition: Partition, exacts: Sequence[bytes]) -> tuple[int, int]:
         """Remove entries and say so in the log. The answer is how many there were, and their

@@ -224,21 +224,21 @@ class Deployment:
         """
         self.breaker.record_success()
         duration_ms = made.attempt.duration_ms if made.attempt is not None else made.elapsed_ms()
-        figures = self.estimate.figures()
+        figures, usage, tokens = self.estimate.figures(), made.usage, made.content_chunks
         ttft_ms = made.ttft_ms if made.ttft_ms is not None else duration_ms
-        if made.usage is not None:
-            if self.context_learned and made.usage.prompt_tokens > self.context_learned:
+        if usage is not None:
+            if self.context_learned and usage.prompt_tokens > self.context_learned:
                 self.context_learned = None  # it has grown
-            prompt_tokens = made.usage.prompt_tokens - made.usage.cached_tokens
-            if made.usage.reasoning_tokens:
+            prompt_tokens = usage.prompt_tokens - usage.cached_tokens
+            tokens = usage.completion_tokens
+            if usage.reasoning_tokens:
                 self.may_reason = True
             elif self.may_reason is None:
-                self.may_reason = made.usage.completion_tokens > made.completion_tokens_at_least(0.0)
-            rate = made.usage.completion_tokens / max(duration_ms, 1.0)
+                self.may_reason = tokens > made.completion_tokens_at_least(0.0)
+            rate = tokens / max(duration_ms, 1.0)
             self.tokens_per_ms += (rate - self.tokens_per_ms) * (0.5 if figures.weight > 0 else 1.0)
         if made.is_whole:
             ttft_ms = min(ttft_ms, figures.ttft_ms(prompt_tokens))
-        tokens = made.usage.completion_tokens if made.usage else made.content_chunks
         self.estimate.observe(ttft_ms, (duration_ms - ttft_ms) / (tokens - 1) if tokens > 1 else None, prompt_tokens)
 
     def failed(self, error: base.BackendError) -> None:

@@ -60,7 +60,7 @@ class Fleet:
 
     def alias(self, name: str, allowed: Collection[str] | None = None) -> Alias:
         """The alias of this name. Raises NotFound, which names those of `allowed`; None: all."""
-        found = self.aliases.get(configured := self.configured(name))
+        found = self.aliases.get(name) or self.aliases.get(configured := self.configured(name))
         if found is None and configured:
             return self._embedder
         if found is None:

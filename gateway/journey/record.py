@@ -136,7 +136,7 @@ def record_of(
         facts = {"cache": cache, "prompt_tokens": prompt_tokens, "cost_microusd": cost_microusd}
     if identity is not None:
         team, key = identity.team, identity.key
-        facts["team_id"], facts["team"], facts["key_id"], facts["key"] = team.id, team.name, key.id, key.name
+        facts |= {"team_id": team.id, "team": team.name, "key_id": key.id, "key": key.name}
     return Record(
         request_id=arrival.request_id,
         at_s=arrival.at_s,
@@ -249,16 +249,16 @@ def _awaited(generation: Generation, turn: Turn) -> dict[str, Any]:
 def _of_entry(entry: Entry, duration_ms: float, *, ttft_ms: float) -> dict[str, Any]:
     """The facts of a recorded answer that was served, with its cost when it was generated."""
     labels = entry.labels
-    baseline = int(labels.get("baseline_microusd", 0))
+    baseline = labels.get("baseline_microusd")
     return {
         "entry": entry.id,
         "deployment": deployment_of(entry),
         "ttft_ms": ttft_ms,
-        "baseline_microusd": baseline,
-        "saved_microusd": baseline,
-        "is_baseline_unknown": "baseline_microusd" not in labels,
-        "avoided_microusd": int(labels.get("cost_microusd", 0)),
-        "prompt_tokens": int(labels.get("prompt_tokens", 0)),
-        "completion_tokens": int(labels.get("completion_tokens", 0)),
+        "baseline_microusd": baseline or 0,
+        "saved_microusd": baseline or 0,
+        "is_baseline_unknown": baseline is None,
+        "avoided_microusd": labels.get("cost_microusd", 0),
+        "prompt_tokens": labels.get("prompt_tokens", 0),
+        "completion_tokens": labels.get("completion_tokens", 0),
         "saved_ms": max(0.0, float(labels.get("duration_ms", 0)) - duration_ms),
     }

@@ -6,7 +6,7 @@ client's JSON without Sameway's own `cache` object, otherwise unchanged, except 
 without a length gets OpenAI's default, because servers have other defaults.
 """
 
-import random
+import os
 import time
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -21,8 +21,6 @@ from gateway.wire.errors import BadRequest
 from gateway.wire.requests import SHAPES, convert, decode_object, json_name
 from gateway.wire.types import CHAT, Kind
 from policies import Demand
-
-_random = random.SystemRandom()  # the ids of stored responses are made of it, and cannot be guessed
 
 
 class CacheFields(msgspec.Struct, forbid_unknown_fields=True, rename={"no_cache": "no-cache", "no_store": "no-store"}):
@@ -200,7 +198,8 @@ def new_id(at_s: float) -> str:
 
     It contains that time, as a version 7 UUID does (RFC 9562, section 5.7).
     """
-    return f"req_{int(at_s * 1000):012x}{_random.getrandbits(80):020x}"
+    # no client can guess it: the ids of stored responses are made of it
+    return f"req_{int(at_s * 1000):012x}{os.urandom(10).hex()}"
 
 
 def arrived_at(request_id: str) -> float | None:

@@ -15,6 +15,7 @@ Knows no Redis. Invariant: adding the fields of two buckets gives the bucket of 
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -108,12 +109,12 @@ def kind_of(cache: str, status: int, error: str) -> str:
 
 
 _STEPS_PER_DOUBLING = 4
-_STEP_MAX = 31 * _STEPS_PER_DOUBLING  # about 60 h in units of 0.1 ms
+_BOUNDS_MS = [2 ** (step / _STEPS_PER_DOUBLING) / 10 for step in range(31 * _STEPS_PER_DOUBLING)]  # about 60 h
 
 
 def step(ms: float) -> int:
     """The histogram bucket of a latency: 0 up to 0.1 ms, then four to each doubling."""
-    return min(max(math.ceil(_STEPS_PER_DOUBLING * math.log2(ms * 10)), 0), _STEP_MAX) if ms > 0 else 0
+    return bisect_left(_BOUNDS_MS, ms)
 
 
 def percentile_ms(histogram: Mapping[int, int], share: float) -> float | None:

@@ -181,8 +181,8 @@ def _flatten(_logger: Any, level: str, event: EventDict) -> EventDict:
         fields["hedge"] = f"{record.hedge.deployment}: {record.hedge.outcome}, {record.hedge.cost_microusd} µUSD"
     if record.seams:
         fields["seams"] = [f"{one.broken} -> {one.deployment} after {one.characters}" for one in record.seams]
-    for name in ("nearest", "question"):  # texts
-        fields.pop(name, None)
+    fields.pop("nearest", None)  # texts
+    fields.pop("question", None)
     fields["duration_ms"] = round(record.duration_ms, 3)
     if record.ttft_ms is not None:
         fields["ttft_ms"] = round(record.ttft_ms, 3)

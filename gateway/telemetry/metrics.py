@@ -136,14 +136,16 @@ class Metrics:
             self.add(names.ESTIMATED, 1, record.alias, record.deployment)
         if record.is_baseline_unknown:
             self.add(names.UNCOMPARED, 1, record.alias, record.team)
-        for mechanism, amount in (record.savings or {}).items():
-            saved = names.SAVED_COST if amount > 0 else names.EXTRA_COST
-            self.add(saved, abs(amount) / 1e6, record.alias, record.team, mechanism)
+        if record.savings:
+            for mechanism, amount in record.savings.items():
+                saved = names.SAVED_COST if amount > 0 else names.EXTRA_COST
+                self.add(saved, abs(amount) / 1e6, record.alias, record.team, mechanism)
         for part in record.survived:
             self.add(names.FAILURES, 1, part)
-        for source, drafted in (record.drafted_tokens or {}).items():
-            self.add(names.DRAFTED, drafted, record.deployment, source)
-            self.add(names.ACCEPTED, (record.accepted_tokens or {}).get(source, 0), record.deployment, source)
+        if record.drafted_tokens:
+            for source, drafted in record.drafted_tokens.items():
+                self.add(names.DRAFTED, drafted, record.deployment, source)
+                self.add(names.ACCEPTED, (record.accepted_tokens or {}).get(source, 0), record.deployment, source)
 
     def _count_attempts(self, record: Record, series: _RequestSeries) -> None:
         first = record.attempts[0]

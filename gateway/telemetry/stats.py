@@ -11,9 +11,10 @@ hits / (hits + misses).
 
 import asyncio
 import secrets
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -34,6 +35,7 @@ _ROUTES_KEY = "sameway:routes"
 _NEAR_KEY = "sameway:near"
 _ROUTES_MAX = 2_000
 _NEAR_MAX = 1_000
+_TOGETHER_MAX = 1_000  # records that are summed at once
 _LATEST_PER_FLUSH = 100  # records that a worker keeps of each second, the newest ones
 _UNSENT_MAX = 600  # buckets kept while Redis is away, of about three hours; drops the oldest
 _READ_AHEAD = 200  # entries of a stream in one reply
@@ -104,43 +106,19 @@ class Page(msgspec.Struct, frozen=True):
     cursor: str | None  # of the next page; None if this is the last
 
 
-class _Counts(msgspec.Struct):
-    """One worker's sums of one minute, team, kind and model, under the names that records have."""
+def _amounts(records: Sequence[Record]) -> Iterator[tuple[str, int]]:
+    """Each letter with its sum over `records`."""
+    yield buckets.REQUESTS, len(records)
+    for letter, read in _TALLIED:
+        yield letter, round(sum(map(read, records)))
+    for letter, read in _LATENCIES:
+        steps = Counter(map(buckets.step, (ms for ms in map(read, records) if ms is not None)))
+        yield from ((f"{letter}{step}", count) for step, count in steps.items())
 
-    requests: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    cost_microusd: int = 0
-    saved_microusd: int = 0
-    avoided_microusd: int = 0
-    uncompared: int = 0
-    saved_ms: float = 0.0
-    ttft: dict[int, int] = {}
-    duration: dict[int, int] = {}
 
-    def add(self, record: Record) -> None:
-        self.requests += 1
-        self.prompt_tokens += record.prompt_tokens
-        self.completion_tokens += record.completion_tokens
-        self.cached_tokens += record.cached_tokens
-        self.cost_microusd += record.cost_microusd
-        self.saved_microusd += record.saved_microusd
-        self.avoided_microusd += record.avoided_microusd
-        self.uncompared += record.is_baseline_unknown
-        self.saved_ms += record.saved_ms
-        bucket = buckets.step(record.duration_ms)
-        self.duration[bucket] = self.duration.get(bucket, 0) + 1
-        if record.ttft_ms is not None:
-            bucket = buckets.step(record.ttft_ms)
-            self.ttft[bucket] = self.ttft.get(bucket, 0) + 1
-
-    def fields(self) -> Iterable[tuple[str, int]]:
-        """Each letter with its amount."""
-        yield buckets.REQUESTS, self.requests
-        yield from buckets.amounts(buckets.TALLIED, self)
-        yield from ((f"{buckets.TTFT}{bucket}", count) for bucket, count in self.ttft.items())
-        yield from ((f"{buckets.DURATION}{bucket}", count) for bucket, count in self.duration.items())
+_OF_RECORDS = {**buckets.TALLIED, "u": "is_baseline_unknown"}
+_TALLIED = [(letter, attrgetter(name)) for letter, name in _OF_RECORDS.items()]
+_LATENCIES = (buckets.TTFT, attrgetter("ttft_ms")), (buckets.DURATION, attrgetter("duration_ms"))
 
 
 class Stats:
@@ -149,8 +127,7 @@ class Stats:
     def __init__(self, redis: Redis, clock: Callable[[], float]) -> None:
         self._redis = redis
         self._clock = clock
-        self._sums: dict[tuple[int, int, str, str], _Counts] = {}
-        self._deployments: dict[tuple[int, str], DeploymentTally] = {}
+        self._records: list[Record] = []  # not in the sums yet
         self._routes: deque[Record] = deque(maxlen=_LATEST_PER_FLUSH)
         self._near: deque[Record] = deque(maxlen=_LATEST_PER_FLUSH)
         self._unsent: dict[str, _Bucket] = {}
@@ -160,28 +137,10 @@ class Stats:
         self.certificates: dict[Pair, str] = {}  # ids of the current ones; without an entry: the first, ""
 
     def add(self, record: Record) -> None:
-        """Count one finished request, in memory; takes about 2 µs."""
-        kind = buckets.kind_of(record.cache, record.status, record.error)
-        minute = int(record.at_s) // 60
-        key = (minute, record.team_id, kind, record.alias)
-        sums = self._sums.get(key)
-        if sums is None:
-            sums = self._sums[key] = _Counts()
-        sums.add(record)
-        self._routes.append(record)
-        if kind == "miss" and record.similarity is not None and record.similarity >= NEAR_SIMILARITY_MIN:
-            self._near.append(record)
-        if record.attempts:
-            self._add_attempts(record, minute)
-
-    def _add_attempts(self, record: Record, minute: int) -> None:
-        for attempt in record.attempts:
-            tally = self._deployments.setdefault((minute, attempt.name), DeploymentTally())
-            tally.ok += attempt.verdict == "ok"
-            tally.failed += attempt.verdict in ("error", "denied")
-        tally = self._deployments.setdefault((minute, record.deployment), DeploymentTally())
-        tally.completion_tokens += record.completion_tokens
-        tally.cost_microusd += record.cost_microusd
+        """Count one finished request, in memory, together with others."""
+        self._records.append(record)
+        if len(self._records) == _TOGETHER_MAX:
+            self._gather()
 
     def add_truth(self, team_id: int, model: str, letters: Iterable[str], certificate: str | None = None) -> str:
         """Count an event of a semantic hit by its letters (`checks`), for `certificate` or the
@@ -243,17 +202,34 @@ class Stats:
 
     def _gather(self) -> None:
         """Add the sums since the last call to the buckets of each resolution."""
-        sums, self._sums = self._sums, {}
-        deployments, self._deployments = self._deployments, {}
-        for (minute, team_id, kind, model), counts in sums.items():
-            self._count(minute, team_id, kind, model, counts.fields())
+        records, self._records = self._records, []
+        self._routes.extend(records)
+        alike: dict[tuple[int, int, str, str], list[Record]] = {}
+        deployments: dict[tuple[int, str], DeploymentTally] = {}
+        for record in records:
+            kind = buckets.kind_of(record.cache, record.status, record.error)
+            minute = int(record.at_s) // 60
+            alike.setdefault((minute, record.team_id, kind, record.alias), []).append(record)
+            if kind == "miss" and record.similarity is not None and record.similarity >= NEAR_SIMILARITY_MIN:
+                self._near.append(record)
+            for attempt in record.attempts:
+                tally = deployments.setdefault((minute, attempt.name), DeploymentTally())
+                tally.ok += attempt.verdict == "ok"
+                tally.failed += attempt.verdict in ("error", "denied")
+            if record.attempts:
+                tally = deployments.setdefault((minute, record.deployment), DeploymentTally())
+                tally.completion_tokens += record.completion_tokens
+                tally.cost_microusd += record.cost_microusd
+        for (minute, team_id, kind, model), some in alike.items():
+            counted = dict(_amounts(some))
+            self._count(minute, team_id, kind, model, counted.items())
             if kind in buckets.HITS:
                 hits = self._hits.setdefault((minute // 60, team_id, kind, model), [0, 0, 0])
-                for place, amount in enumerate((counts.requests, counts.uncompared, counts.saved_microusd)):
-                    hits[place] += amount
+                for place, letter in enumerate((buckets.REQUESTS, "u", "sv")):
+                    hits[place] += counted[letter]
             if kind in buckets.ANSWERED and team_id:
-                answered = [(buckets.REQUESTS, counts.requests)]
-                answered += [(_HITS, counts.requests)] if kind == "semantic" else []
+                answered = [(buckets.REQUESTS, len(some))]
+                answered += [(_HITS, len(some))] if kind == "semantic" else []
                 self._certify(team_id, self.certificates.get((team_id, model), ""), model, answered)
         for (minute, name), tally in deployments.items():
             self._count(minute, "", buckets.DEPLOYMENT, name, buckets.amounts(buckets.TRIED, tally))

@@ -113,8 +113,12 @@ class ChatRequest(_Request, kw_only=True):
 
     def demand(self, raw: bytes, body: dict[str, Any]) -> Demand:
         """The capabilities that a deployment needs for it. Raises BadRequest."""
-        self.check_contents(body)
-        needs: set[str] = set()
+        media: list[str] = []
+        if {type(message.content) for message in self.messages} != _TEXTS:
+            self.check_contents(body)
+            lists = [message.content for message in self.messages if type(message.content) is list]
+            media = [kind for parts in lists for kind in _media(parts)]
+        needs = set(media)
         if self.tools or body.get("functions"):
             needs.add("tools")
             self._check_tools(body.get("tools") or [])
@@ -125,8 +129,6 @@ class ChatRequest(_Request, kw_only=True):
         candidates = self.candidates
         if candidates > 1:
             needs.add("n")
-        media = [kind for message in self.messages if type(message.content) is list for kind in _media(message.content)]
-        needs.update(media)
         # the body has at least as many bytes as its texts: an escape is never shorter than its
         # UTF-8 (\uXXXX: 6 bytes for at most 3). So the body's size bounds the tokens from above.
         bound = len(raw) + _TEMPLATE_TOKENS + _MESSAGE_TOKENS * len(self.messages) + _MEDIA_TOKENS_MAX * len(media)
@@ -295,6 +297,7 @@ def _media(parts: list[dict[str, Any]]) -> list[str]:
 
 
 _NO_NEEDS: frozenset[str] = frozenset()
+_TEXTS = {str}
 
 
 _PART_NEEDS = {"image_url": "vision", "input_audio": "audio", "file": "files"}

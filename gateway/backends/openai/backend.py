@@ -22,7 +22,7 @@ from gateway.transport.http_client import Exchange
 from gateway.transport.http_pool import Origin, Pool, basic, proxy_authorization, proxy_of
 from gateway.wire.types import CHAT, KINDS
 
-_OWN_FIELDS = ("cache",)  # Sameway's extensions of a request body
+_SET_ANEW = frozenset({"cache", "stream", "stream_options"})  # `cache` is Sameway's own
 _FRAMING = frozenset({"connection", "content-length", "transfer-encoding", "upgrade", "expect", "te", "trailer"})
 _IN_PATHS = "/%:@!$&'()*+,;=~-._"  # characters that need no quoting in a path
 
@@ -166,8 +166,8 @@ class OpenAIBackend:
             body["model"] = request.model or self._model
             if request.kind is CHAT:  # for vLLM and SGLang
                 body |= {"continue_final_message": True, "add_generation_prompt": False}
-        for name in (*_OWN_FIELDS, "stream", "stream_options"):
-            body.pop(name, None)
+        for name in _SET_ANEW.intersection(body):
+            del body[name]
         if request.is_stream:
             body["stream"] = True
             body["stream_options"] = {**(request.body.get("stream_options") or {}), "include_usage": True}
